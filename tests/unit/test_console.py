@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import shardkit
-from shardkit_tools.console import print_table
+from shardkit_tools.console import print_facts, print_line, print_table
 from shardkit_tools.main import run
 from shardkit_tools.texts import bytes_text, clean, count_text, duration_text, share_text, short_id, short_ids
 
@@ -45,7 +45,7 @@ def test_what_is_not_printable_is_escaped() -> None:
 
 def test_plain_output_is_whole_and_aligned(capsys: pytest.CaptureFixture[str]) -> None:
     print_table(
-        ["name", ">rows", "*note"], [("a", "1,000", DIGEST), ("longer", "2", "two\nlines"), ("猫", "3", "")]
+        ["name", ">rows", "*note"], [("a", "1,000", DIGEST), ("longer", 2, ["two", "lines"]), ("猫", "3", "")]
     )
     assert capsys.readouterr().out.splitlines() == [
         "name     rows  note",
@@ -54,6 +54,13 @@ def test_plain_output_is_whole_and_aligned(capsys: pytest.CaptureFixture[str]) -
         "猫          3",
     ]
     assert short_id(DIGEST) == DIGEST
+
+
+def test_what_a_stranger_wrote_is_escaped_wherever_it_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    print_line("a\x1b[2Jb\nc")
+    print_facts([("name", "two\nlines"), ("absent", None)])
+    print_table(["cell"], [("\u202ed",)])
+    assert capsys.readouterr().out == "a\\x1b[2Jb\\nc\nname  two\\nlines\ncell\n\\u202ed\n"
 
 
 def test_a_terminal_gets_short_ids_and_narrow_pages(

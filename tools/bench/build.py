@@ -29,7 +29,7 @@ import xxhash
 
 import shardkit
 from shardkit.errors import RunError
-from shardkit_tools.benchmarks.contests import build_round, make_blobs, make_tokens, write_limit
+from shardkit_tools.benchmarks.contests import build_round, make_tokens, write_limit
 from shardkit_tools.benchmarks.rounds import Contest, Entry, Held, Round, hold, timed
 from shardkit_tools.benchmarks.suite import machine_facts, versions
 
@@ -45,6 +45,17 @@ PEERS = {
 LIMIT = "write + SHA-256 + XXH3, synced"
 FULL_MEGABYTES = 1600
 PIECE = 1 << 20
+BLOB_BYTES = 100_000
+
+
+def make_blobs(folder: Path, megabytes: int) -> int:
+    """Write files of 100 kB; returns their bytes."""
+    folder.mkdir()
+    data = np.random.default_rng(1).bytes(BLOB_BYTES)
+    count = max(1, megabytes * 1_000_000 // BLOB_BYTES)
+    for n in range(count):
+        (folder / f"{n:07d}.bin").write_bytes(n.to_bytes(8, "little") + data[8:])
+    return count * BLOB_BYTES
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
 """How commands print: pages and tables for people on a terminal, plain lines elsewhere, one JSON document on demand.
 
 Terminal: ids are shortened, tables fit the window. Elsewhere: everything is whole, columns are separated by
-two spaces or more, so that `awk` and `grep` find what they look for.
+two spaces or more, so that `awk` and `grep` find what they look for. What is not printable is escaped here, whoever
+wrote it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import shutil
 import sys
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -49,9 +50,9 @@ def print_line(text: str = "", style: str = "") -> None:
     if is_terminal():
         from rich.text import Text
 
-        _console().print(Text(text, style=style), soft_wrap=True)
+        _console().print(Text(clean(text), style=style), soft_wrap=True)
     else:
-        sys.stdout.write(text + "\n")
+        sys.stdout.write(clean(text) + "\n")
 
 
 def print_heading(text: str) -> None:
@@ -60,36 +61,35 @@ def print_heading(text: str) -> None:
     print_line(text, "bold")
 
 
-def print_facts(facts: Sequence[tuple[str, str]], indent: int = 0) -> None:
-    """Print names and values, one pair a line."""
-    if not facts:
-        return
-    width = max(len(name) for name, _ in facts)
+def print_facts(facts: Iterable[tuple[str, object]], indent: int = 0) -> None:
+    """Print names and values, one pair a line; those without a value (None) are left out."""
+    shown = [(name, _cell(value)) for name, value in facts if value is not None]
+    width = max((len(name) for name, _ in shown), default=0)
     if not is_terminal():
-        sys.stdout.writelines(f"{' ' * indent}{name:<{width}}  {value}\n" for name, value in facts)
-        return
-    from rich.padding import Padding
-    from rich.table import Table
-    from rich.text import Text
+        sys.stdout.writelines(f"{' ' * indent}{name:<{width}}  {value}\n" for name, value in shown)
+    elif shown:
+        from rich.padding import Padding
+        from rich.table import Table
+        from rich.text import Text
 
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(overflow="fold")
-    for name, value in facts:
-        grid.add_row(Text(name), Text(value))
-    _console().print(Padding(grid, (0, 0, 0, indent)))
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(style="dim", no_wrap=True)
+        grid.add_column(overflow="fold")
+        for name, value in shown:
+            grid.add_row(Text(name), Text(value))
+        _console().print(Padding(grid, (0, 0, 0, indent)))
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Print a table; a column whose heading starts with `>` is set to the right, one with `*` may be wrapped.
 
     Args:
         columns: headings.
-        rows: as many texts each as there are columns.
+        rows: as many cells each as there are columns; a list is a cell of several lines.
     """
     headings = [column.lstrip(">*") for column in columns]
     if not is_terminal():
-        _print_plain(columns, headings, rows)
+        _print_plain(columns, [headings, *([_cell(cell, ", ") for cell in row] for row in rows)])
         return
     from rich.table import Table
     from rich.text import Text
@@ -104,27 +104,40 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
             overflow="fold" if wraps else "ellipsis",
         )
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
+        table.add_row(*(Text(_cell(cell)) for cell in row))
     _console().print(table)
 
 
-def _print_plain(columns: Sequence[str], headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    lines = [headings, *([cell.replace("\n", ", ") for cell in row] for row in rows)]
-    widths = [max(_cells(line[place]) for line in lines) for place in range(len(headings))]
+def _print_plain(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+    widths = [max(map(_width, cells)) for cells in zip(*lines, strict=True)]
     for line in lines:
-        cells = [
-            " " * (width - _cells(cell)) + cell
-            if column.startswith(">")
-            else cell + " " * (width - _cells(cell))
-            for column, cell, width in zip(columns, line, widths, strict=True)
-        ]
+        cells = []
+        for column, cell, width in zip(columns, line, widths, strict=True):
+            room = " " * (width - _width(cell))
+            cells.append(room + cell if column.startswith(">") else cell + room)
         sys.stdout.write("  ".join(cells).rstrip() + "\n")
+
+
+def _cell(value: object, between: str = "\n") -> str:
+    return between.join(map(_cell, value)) if isinstance(value, list) else clean(str(value))
+
+
+def _width(text: str) -> int:
+    return sum(2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in text)
 
 
 def print_more(left_out: int, where: str = " (--json lists all)") -> None:
     """Say that there is more than was shown, and where; nothing where there is not."""
     if left_out > 0:
         print_line(f"… and {count_text(left_out)} more{where}")
+
+
+def print_list(lines: Iterable[str], most: int, where: str = " (--json lists all)") -> None:
+    """Print the first lines of a list, indented, and how many more there are."""
+    given = list(lines)
+    for line in given[:most]:
+        print_line(f"  {line}")
+    print_more(len(given) - most, where)
 
 
 def pyplot(command: str) -> Any:
@@ -196,7 +209,3 @@ def _console() -> Console:
     from rich.console import Console  # where it is needed: pages of help need none of rich
 
     return Console(highlight=False, markup=False, emoji=False)
-
-
-def _cells(text: str) -> int:
-    return sum(2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in text)

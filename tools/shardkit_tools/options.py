@@ -11,6 +11,19 @@ from typing import Annotated, Any
 
 import typer
 
+
+def option(shown: str, text: str, **more: Any) -> Any:
+    """An option for `Annotated`, its names and value as its help shows them: ``option("--out -o FILE", "…")``."""
+    words = shown.split()
+    names = [word for word in words if word.startswith("-")]
+    return typer.Option(*names, metavar=" ".join(words[len(names) :]) or None, help=text, **more)
+
+
+def argument(shown: str, text: str, **more: Any) -> Any:
+    """An argument for `Annotated`: ``argument("ROOT[@REF]", "…")``."""
+    return typer.Argument(metavar=shown, help=text, **more)
+
+
 _SHARDS = functools.partial(typer.Option, rich_help_panel="Shards")
 _VERSION = functools.partial(typer.Option, rich_help_panel="Version")
 _COPIES = functools.partial(typer.Option, rich_help_panel="Copies")

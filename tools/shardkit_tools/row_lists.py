@@ -1,4 +1,4 @@
-"""Files that list values, keys or sample numbers, one a line."""
+"""Values, keys and sample numbers as people give them: on the command line, or in files, one a line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from shardkit.errors import SourceError
+from shardkit.dataset import Dataset
+from shardkit.errors import NotFoundError, SourceError
 
 
 def read_lines(path: Path, *, may_be_empty: bool = False) -> list[str]:
@@ -39,3 +40,19 @@ def read_numbers(path: Path, count: int, *, may_be_empty: bool = False) -> NDArr
             raise SourceError(f"{path}: {text[:40]!r} is not a sample number; expected 0 to {count - 1}")
         numbers.add(int(text))
     return np.array(sorted(numbers), dtype=np.int64)
+
+
+def sample_number(dataset: Dataset, text: str) -> int:
+    """The number of a sample that is named by its number or its key.
+
+    Raises:
+        NotFoundError: no sample has the key.
+    """
+    from shardkit.audit import resolve_samples
+
+    if text.isdecimal():
+        return int(text)
+    samples, _, _ = resolve_samples(dataset, "key", [text])
+    if not len(samples):
+        raise NotFoundError(f"no sample has the key {text!r}")
+    return int(samples[0])

@@ -23,7 +23,14 @@ def is_terminal() -> bool:
 
 def clean(text: str) -> str:
     """Text on one line, with what is not printable as a backslash escape."""
-    return "".join(character if _is_printable(character) else _escaped(character) for character in text)
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(
+        one
+        if one.isprintable() and unicodedata.category(one) not in ("Cf", "Co")
+        else one.encode("unicode_escape").decode()
+        for one in text
+    )
 
 
 def short_ids(text: str) -> str:
@@ -69,11 +76,3 @@ def share_text(part: int, whole: int) -> str:
     """A share in per cent, with more digits where it is small."""
     share = 100 * part / whole if whole else 0.0
     return f"{share:.{1 if share >= 0.95 or not part else 2 if share >= 0.095 else 3}f} %"
-
-
-def _is_printable(character: str) -> bool:
-    return character.isprintable() and unicodedata.category(character) not in ("Cf", "Co")
-
-
-def _escaped(character: str) -> str:
-    return character.encode("unicode_escape").decode()

@@ -69,9 +69,6 @@ def write_dataset(
     return shardkit.open(root)
 
 
-BLOB_BYTES = 100_000
-"""Of a sample of the build benchmark."""
-
 TOKENS = 2048
 _PIECE = 1 << 20
 _FULL_MEGABYTES = 1600
@@ -86,16 +83,6 @@ def make_tokens(path: Path, megabytes: int) -> int:
         array[start : start + 4096] = random.integers(0, 50_000, (min(4096, rows - start), TOKENS))
     array.flush()
     return rows * 4 * TOKENS
-
-
-def make_blobs(folder: Path, megabytes: int) -> int:
-    """Write files of 100 kB; returns their bytes."""
-    folder.mkdir()
-    data = np.random.default_rng(1).bytes(BLOB_BYTES)
-    count = max(1, megabytes * 1_000_000 // BLOB_BYTES)
-    for n in range(count):
-        (folder / f"{n:07d}.bin").write_bytes(n.to_bytes(8, "little") + data[8:])
-    return count * BLOB_BYTES
 
 
 def write_limit(path: Path, size: int) -> Round:
@@ -130,7 +117,8 @@ def build_round(
         shutil.rmtree(root, ignore_errors=True)
 
 
-def build_contest(scale: float, scratch: Path) -> Contest:
+@contextlib.contextmanager
+def build_contest(scale: float, scratch: Path) -> Iterator[Contest]:
     """Token rows of 8 KiB into arrow and tar shards, one process.
 
     Args:
@@ -143,7 +131,7 @@ def build_contest(scale: float, scratch: Path) -> Contest:
     def building(form: str) -> Callable[[], Round]:
         return lambda: build_round(source, size, scratch / f"root-{form}", form, 1)
 
-    return Contest(
+    yield Contest(
         "build tokens",
         {"bytes": size},
         [
@@ -181,7 +169,8 @@ def resume(population: Population, batch: int, lanes: int) -> Round:
     return timed(1, work)
 
 
-def plan_contest(scale: float) -> Contest:
+@contextlib.contextmanager
+def plan_contest(scale: float) -> Iterator[Contest]:
     """A rank (1 lane of 64) resumes at 90 % of an epoch.
 
     The limit is one uniform permutation of all rows, which a loader with a full shuffle makes at every start.
@@ -200,4 +189,4 @@ def plan_contest(scale: float) -> Contest:
         Entry("numpy permutation", "limit", permute),
         Entry("shardkit", "shardkit", lambda: resume(population, _BATCH, 1)),
     ]
-    return Contest("plan resume", {"rows": rows, "batch": _BATCH}, entries)
+    yield Contest("plan resume", {"rows": rows, "batch": _BATCH}, entries)

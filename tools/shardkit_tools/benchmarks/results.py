@@ -13,10 +13,11 @@ does in the same round; where they differ, the comparison says so.
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,26 +32,18 @@ _MAX_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """shardkit's rate over another one.
+    """shardkit's rate over another one."""
 
-    Attributes:
-        contest: such as "read tokens".
-        of: shardkit's entry. to: the other one. kind: of the other one.
-        clock: "wall", or "cpu" for rates per CPU second.
-        median, lowest, highest: over the rounds. rounds: how many.
-        conditions: what must be equal where two results are compared.
-    """
-
-    contest: str
-    of: str
-    to: str
-    kind: Kind
+    contest: str  # such as "read tokens"
+    of: str  # shardkit's entry
+    to: str  # the other one
+    kind: Kind  # of the other one
     clock: Clock
-    median: float
+    median: float  # over the rounds
     lowest: float
     highest: float
     rounds: int
-    conditions: Mapping[str, int] = field(default_factory=dict)
+    conditions: Mapping[str, int] = field(default_factory=dict)  # equal where two results are compared
 
     @property
     def key(self) -> tuple[str, str, str, str]:
@@ -64,31 +57,24 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """All that one run of the benchmarks found.
+    """All that one run of the benchmarks found."""
 
-    Attributes:
-        facts: of the machine, and the settings.
-        ratios: in the order of measuring.
-        failures: "contest" or "contest: entry" → why it has no figures.
-        rates: contest → entry → rounds, for who wants to look; never compared.
-    """
-
-    facts: Mapping[str, Any]
-    ratios: Sequence[Ratio]
-    failures: Mapping[str, str] = field(default_factory=dict)
+    facts: Mapping[str, Any]  # of the machine, and the settings
+    ratios: Sequence[Ratio]  # in the order of measuring
+    failures: Mapping[str, str] = field(
+        default_factory=dict
+    )  # "contest" or "contest: entry" → why it has no figures
     rates: Mapping[str, Mapping[str, Sequence[Round]]] = field(default_factory=dict)
+    """Contest → entry → rounds, for who wants to look; never compared."""
 
     def to_json(self) -> dict[str, Any]:
         return {
             "shardkit_bench": FORMAT,
             "facts": dict(self.facts),
-            "ratios": [_ratio_json(ratio) for ratio in self.ratios],
+            "ratios": [asdict(ratio) for ratio in self.ratios],
             "failures": dict(self.failures),
             "rates": {
-                contest: {
-                    name: [[one.amount, one.seconds, one.cpu_s] for one in rounds]
-                    for name, rounds in entries.items()
-                }
+                contest: {name: [list(astuple(one)) for one in rounds] for name, rounds in entries.items()}
                 for contest, entries in self.rates.items()
             },
         }
@@ -101,13 +87,11 @@ class Result:
             FormatError: it is none.
         """
         try:
-            if document.get("shardkit_bench") == FORMAT:
-                return cls(
-                    dict(document["facts"]),
-                    tuple(_ratio_of(entry, where) for entry in document["ratios"]),
-                    {str(name): str(text) for name, text in document["failures"].items()},
-                )
             version = document["shardkit_bench"]
+            if version == FORMAT:
+                ratios = tuple(_ratio_of(entry, where) for entry in document["ratios"])
+                failures = {str(name): str(text) for name, text in document["failures"].items()}
+                return cls(dict(document["facts"]), ratios, failures)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise FormatError(
                 f"{where}: not a benchmark result ({error!r}); expected what `shardkit bench --out` writes"
@@ -144,44 +128,16 @@ def load_result(path: str | Path) -> Result:
 def ratios_of(held: Held) -> list[Ratio]:
     """Every entry of shardkit over every limit and peer, by both clocks, round by round."""
     found = []
-    own = [name for name in held.rounds if held.kinds[name] == "shardkit"]
-    for of in own:
-        for to, others in held.rounds.items():
-            if held.kinds[to] == "shardkit":
-                continue
-            pairs = list(zip(held.rounds[of], others, strict=True))
-            for clock in ("wall", "cpu"):
-                values = [_rate(mine, clock) / _rate(theirs, clock) for mine, theirs in pairs
-                          if _cost(mine, clock) > 0 and _cost(theirs, clock) > 0]  # fmt: skip
-                if values:
-                    found.append(
-                        Ratio(
-                            held.name,
-                            of,
-                            to,
-                            held.kinds[to],
-                            clock,
-                            statistics.median(values),
-                            min(values),
-                            max(values),
-                            len(values),
-                            held.conditions,
-                        )
-                    )
+    clocks: tuple[Clock, ...] = ("wall", "cpu")
+    own = [name for name, kind in held.kinds.items() if kind == "shardkit" and name in held.rounds]
+    others = [name for name in held.rounds if name not in own]
+    for of, to, clock in itertools.product(own, others, clocks):
+        rates = [(mine.rate(clock), theirs.rate(clock))
+                 for mine, theirs in zip(held.rounds[of], held.rounds[to], strict=True)]  # fmt: skip
+        if values := [mine / theirs for mine, theirs in rates if mine and theirs]:
+            found.append(Ratio(held.name, of, to, held.kinds[to], clock, statistics.median(values), min(values),
+                               max(values), len(values), held.conditions))  # fmt: skip
     return found
-
-
-def _cost(one: Round, clock: str) -> float:
-    return one.seconds if clock == "wall" else one.cpu_s
-
-
-def _rate(one: Round, clock: str) -> float:
-    return one.amount / _cost(one, clock)
-
-
-def _ratio_json(ratio: Ratio) -> dict[str, Any]:
-    names = ("contest", "of", "to", "kind", "clock", "median", "lowest", "highest", "rounds")
-    return {**{name: getattr(ratio, name) for name in names}, "conditions": dict(ratio.conditions)}
 
 
 def _ratio_of(entry: Mapping[str, Any], where: str) -> Ratio:
@@ -209,20 +165,13 @@ _MACHINE = ("machine", "processor", "cpus", "system")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A ratio then and now.
+    """A ratio then and now."""
 
-    Attributes:
-        recorded, now: None where it is missing.
-        margin: the noise that is allowed for; 0.1 is 10 %.
-        verdict: "worse", "same", "better"; or why there is none.
-        reason: for people; may be empty.
-    """
-
-    recorded: Ratio | None
+    recorded: Ratio | None  # None where it is missing, as `now`
     now: Ratio | None
-    margin: float
-    verdict: Verdict
-    reason: str = ""
+    margin: float  # the noise that is allowed for; 0.1 is 10 %
+    verdict: Verdict  # or why there is none
+    reason: str = ""  # for people
 
     @property
     def name(self) -> str:
@@ -265,57 +214,53 @@ def compare(now: Result, recorded: Result) -> Comparison:
     return Comparison(tuple(findings), tuple(_notes(now, recorded)))
 
 
-def margin_of(recorded: Ratio) -> float:
-    """The noise margin of a recorded ratio."""
-    return max(LEAST_MARGIN, (recorded.highest - recorded.lowest) / recorded.median)
+def _finding(then: Ratio, now: Ratio | None, result: Result) -> Finding:
+    margin = max(LEAST_MARGIN, (then.highest - then.lowest) / then.median)
+    return Finding(then, now, margin, *_verdict(then, now, margin, result.failures))
 
 
-def _finding(then: Ratio, ratio: Ratio | None, now: Result) -> Finding:
-    margin = margin_of(then)
-    if ratio is None:
+def _verdict(
+    then: Ratio, now: Ratio | None, margin: float, failures: Mapping[str, str]
+) -> tuple[Verdict, str]:
+    if now is None:
         for what in (then.contest, f"{then.contest}: {then.of}", f"{then.contest}: {then.to}"):
-            failure = now.failures.get(what)
-            if failure is not None:
-                return Finding(then, None, margin, "failed", f"{what}: {failure}")
-        return Finding(then, None, margin, "not measured")
-    if dict(ratio.conditions) != dict(then.conditions):
-        return Finding(then, ratio, margin, "other conditions", _difference(then, ratio))
+            if what in failures:
+                return "failed", f"{what}: {failures[what]}"
+        return "not measured", ""
+    if now.conditions != then.conditions:
+        return "other conditions", _difference(now.conditions, then.conditions)
     if then.rounds < LEAST_ROUNDS:
-        reason = f"recorded with {then.rounds} rounds, {LEAST_ROUNDS} at least show what noise there is"
-        return Finding(then, ratio, margin, "too noisy", reason)
+        return (
+            "too noisy",
+            f"recorded with {then.rounds} rounds, {LEAST_ROUNDS} at least show what noise there is",
+        )
     if margin >= MOST_MARGIN:
-        return Finding(then, ratio, margin, "too noisy", "its recorded rounds lie too far apart")
-    if ratio.median < then.median * (1 - margin) and ratio.highest < then.lowest:
-        return Finding(then, ratio, margin, "worse")
-    if ratio.median > then.median * (1 + margin) and ratio.lowest > then.highest:
-        return Finding(then, ratio, margin, "better")
-    return Finding(then, ratio, margin, "same")
+        return "too noisy", "its recorded rounds lie too far apart"
+    if now.median < then.median * (1 - margin) and now.highest < then.lowest:
+        return "worse", ""
+    if now.median > then.median * (1 + margin) and now.lowest > then.highest:
+        return "better", ""
+    return "same", ""
 
 
-def _difference(then: Ratio, now: Ratio) -> str:
-    names = sorted({*then.conditions, *now.conditions})
+def _difference(now: Mapping[str, int], then: Mapping[str, int]) -> str:
     return ", ".join(
-        f"{name} {now.conditions.get(name, 'not told')}, recorded with {then.conditions.get(name, 'not told')}"
-        for name in names
-        if now.conditions.get(name) != then.conditions.get(name)
+        f"{name} {now.get(name, 'not told')}, recorded with {then.get(name, 'not told')}"
+        for name in sorted({*now, *then})
+        if now.get(name) != then.get(name)
     )
 
 
 def _notes(now: Result, recorded: Result) -> list[str]:
-    def told(facts: Any, name: str) -> Any:
-        return facts.get(name)
-
+    machines = [(name, now.facts.get(name), recorded.facts.get(name)) for name in _MACHINE]
     differ = [
-        f"{name} {told(now.facts, name)}, recorded on {told(recorded.facts, name)}"
-        for name in _MACHINE
-        if told(recorded.facts, name) is not None and told(now.facts, name) != told(recorded.facts, name)
+        f"{name} {here}, recorded on {there}" for name, here, there in machines if there not in (None, here)
     ]
     notes = ["another machine: " + "; ".join(differ)] if differ else []
     for label, name in (("packages", "versions"), ("peers", "peer_versions")):
         mine, theirs = now.facts.get(name) or {}, recorded.facts.get(name) or {}
-        changed = [
-            f"{p} {mine[p]}, then {theirs[p]}" for p in sorted({*mine} & {*theirs}) if mine[p] != theirs[p]
-        ]
+        both = sorted(mine.keys() & theirs.keys())
+        changed = [f"{one} {mine[one]}, then {theirs[one]}" for one in both if mine[one] != theirs[one]]
         if changed:
             notes.append(f"other {label}: " + "; ".join(changed))
     return notes

@@ -22,37 +22,31 @@ class Round:
     seconds: float
     cpu_s: float
 
+    def rate(self, clock: str) -> float:
+        """Work per second of the clock ("wall") or of CPU ("cpu"); 0 where it took none that could be measured."""
+        took = self.seconds if clock == "wall" else self.cpu_s
+        return self.amount / took if took > 0 else 0.0
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One that takes part.
+    """One that takes part."""
 
-    Attributes:
-        name: such as "shardkit" or "numpy.take gather".
-        kind: shardkit is measured against limits and peers.
-        run: one round; raises `ShardkitError` or `OSError` where it cannot.
-    """
-
-    name: str
+    name: str  # such as "shardkit" or "numpy.take gather"
     kind: Kind
-    run: Callable[[], Round]
+    run: Callable[[], Round]  # one round; raises `ShardkitError` or `OSError` where it cannot
 
 
 @dataclass(frozen=True, slots=True)
 class Contest:
-    """Entries that do the same work.
+    """Entries that do the same work."""
 
-    Attributes:
-        name: such as "read tokens".
-        conditions: what must be equal where two results are compared, such as the number of rows.
-        entries: in the order of their turns.
-        failures: entry → why it cannot take part.
-    """
-
-    name: str
-    conditions: Mapping[str, int]
-    entries: Sequence[Entry]
-    failures: Mapping[str, str] = field(default_factory=dict)
+    name: str  # such as "read tokens"
+    conditions: Mapping[
+        str, int
+    ]  # what must be equal where two results are compared, such as the number of rows
+    entries: Sequence[Entry]  # in the order of their turns
+    failures: Mapping[str, str] = field(default_factory=dict)  # entry → why it cannot take part
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +84,9 @@ def hold(contest: Contest, repeats: int, told: Callable[[str], None]) -> Held:
                 continue
             if turn:
                 rounds[entry.name].append(found)
-    return Held(
-        contest.name,
-        contest.conditions,
-        {entry.name: entry.kind for entry in contest.entries},
-        {name: found for name, found in rounds.items() if name not in failures},
-        failures,
-    )
+    kinds = {entry.name: entry.kind for entry in contest.entries}
+    sound = {name: found for name, found in rounds.items() if name not in failures}
+    return Held(contest.name, contest.conditions, kinds, sound, failures)
 
 
 def spent() -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import platform
@@ -11,8 +10,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +54,26 @@ def measure(
         UsageError: the folder cannot be used.
     """
     load = os.getloadavg()[0]
-    gathered = _Gathered(repeats, told)
+    ratios: list[Ratio] = []
+    failures: dict[str, str] = {}
+    rates: dict[str, Any] = {}
     with _scratch(scratch) as folder:
-        for part in parts:
-            for name, contest in _contests(part, scale, Path(folder), told):
-                gathered.add(name, contest)
-                for left in Path(folder).iterdir():  # the data of one contest at a time
-                    _remove(left)
+        for name, making in _contests(parts, scale, Path(folder)):
+            told(f"{name}: making data")
+            try:  # what cannot be measured here is noted, and the others go on
+                with making() as contest:
+                    held = hold(contest, repeats, told)
+            except (ShardkitError, OSError) as error:
+                failures[name] = str(error)
+            else:
+                ratios += ratios_of(held)
+                rates[held.name] = dict(held.rounds)
+                failures |= {f"{held.name}: {entry}": text for entry, text in held.failures.items()}
+            for left in Path(folder).iterdir():  # the data of one contest at a time
+                if left.is_dir():
+                    shutil.rmtree(left, ignore_errors=True)
+                else:
+                    left.unlink()
     facts: dict[str, Any] = {
         **machine_facts(),
         "parts": list(parts),
@@ -69,59 +82,24 @@ def measure(
         "load_before": round(load, 1),
         "load_after": round(os.getloadavg()[0], 1),
     }
-    return Result(facts, tuple(gathered.ratios), gathered.failures, gathered.rates)
+    return Result(facts, tuple(ratios), failures, rates)
 
 
-class _Gathered:
-    """What has been found so far."""
-
-    def __init__(self, repeats: int, told: Told) -> None:
-        self._repeats, self._told = repeats, told
-        self.ratios: list[Ratio] = []
-        self.failures: dict[str, str] = {}
-        self.rates: dict[str, Any] = {}
-
-    def add(self, name: str, making: AbstractContextManager[Contest]) -> None:
-        """Hold a contest; what cannot be measured here is noted, and the others go on."""
-        try:
-            with making as contest:
-                held = hold(contest, self._repeats, self._told)
-        except (ShardkitError, OSError) as error:
-            self.failures[name] = str(error)
-            return
-        self.ratios += ratios_of(held)
-        self.rates[held.name] = dict(held.rounds)
-        self.failures |= {f"{held.name}: {entry}": text for entry, text in held.failures.items()}
+Making = Callable[[], AbstractContextManager[Contest]]
 
 
-def _contests(
-    part: str, scale: float, scratch: Path, told: Told
-) -> Iterator[tuple[str, AbstractContextManager[Contest]]]:
-    """Names and contests of a part; a contest begins when its context is entered."""
-    if part == "read":
-        for name, workload in WORKLOADS.items():
-            told(f"read {name}: making data")
-            yield f"read {name}", read_contest(workload, scale, scratch / name)
-    elif part == "build":
-        yield "build tokens", _build(scale, scratch, told)
-    elif part == "plan":
-        yield "plan resume", contextlib.nullcontext(plan_contest(scale))
-    else:
-        for elements in _ELEMENTS:
-            yield f"reduce {elements:,}", reduce_contest(elements)
-
-
-@contextlib.contextmanager
-def _build(scale: float, scratch: Path, told: Told) -> Iterator[Contest]:
-    told("build tokens: making data")
-    yield build_contest(scale, scratch)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink()
+def _contests(parts: Sequence[str], scale: float, scratch: Path) -> list[tuple[str, Making]]:
+    """Names and contests; one begins when its context is entered."""
+    found: dict[str, list[tuple[str, Making]]] = {
+        "read": [
+            (f"read {name}", partial(read_contest, workload, scale, scratch / name))
+            for name, workload in WORKLOADS.items()
+        ],
+        "build": [("build tokens", partial(build_contest, scale, scratch))],
+        "plan": [("plan resume", partial(plan_contest, scale))],
+        "reduce": [(f"reduce {elements:,}", partial(reduce_contest, elements)) for elements in _ELEMENTS],
+    }
+    return [contest for part in parts for contest in found[part]]
 
 
 def _scratch(given: str | None) -> tempfile.TemporaryDirectory[str]:

@@ -14,7 +14,6 @@ from shardkit.audit import (
     Audit,
     Comparison,
     Finding,
-    StepSample,
     Use,
     audit_run,
     compare_runs,
@@ -37,18 +36,17 @@ from shardkit.exit_codes import ExitCode
 from shardkit_tools import console, options
 from shardkit_tools.commands.verify import LevelName, parse_share
 from shardkit_tools.help_pages import CommandPage, GroupPage
-from shardkit_tools.row_lists import read_lines
-from shardkit_tools.texts import clean, count_text, short_id
+from shardkit_tools.options import argument, option
+from shardkit_tools.row_lists import read_lines, sample_number
+from shardkit_tools.texts import count_text, short_id
 
 _SHOWN = 20
 _STATEMENT = "audit.dsse.json"
 
-RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The run directory.")]
+RunArgument = Annotated[Path, argument("RUN", "The run directory.")]
 DatasetOption = Annotated[
     str | None,
-    typer.Option(
-        "--dataset", metavar="ROOT", help="Where the dataset lies now, if not where the run found it."
-    ),
+    option("--dataset ROOT", "Where the dataset lies now, if not where the run found it."),
 ]
 
 
@@ -100,41 +98,31 @@ def run_command(
     run: RunArgument,
     level: Annotated[
         LevelName,
-        typer.Option("--level", help="How the shards are checked, as in verify."),
+        option("--level", "How the shards are checked, as in verify."),
     ] = LevelName.READ,
     only_manifest: Annotated[
         bool,
-        typer.Option(
-            "--manifest-only", help="Do not look at the shards, only at the manifest and its pages."
-        ),
+        option("--manifest-only", "Do not look at the shards, only at the manifest and its pages."),
     ] = False,
-    sample: Annotated[
-        str, typer.Option("--sample", metavar="SHARE", help="Look at a share of the shards, such as 5%.")
-    ] = "100%",
+    sample: Annotated[str, option("--sample SHARE", "Look at a share of the shards, such as 5%.")] = "100%",
     dataset: DatasetOption = None,
     jobs: options.JobsOption = None,
-    html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write the report as one HTML page, too.")
-    ] = None,
+    html: Annotated[Path | None, option("--html FILE", "Write the report as one HTML page, too.")] = None,
     sign: Annotated[
         Path | None,
-        typer.Option("--sign", metavar="KEY", help="Sign the result with this Ed25519 key (PEM)."),
+        option("--sign KEY", "Sign the result with this Ed25519 key (PEM)."),
     ] = None,
     verify_key: Annotated[
         Path | None,
-        typer.Option("--verify-key", metavar="KEY", help="Check a signed result by this public key (PEM)."),
+        option("--verify-key KEY", "Check a signed result by this public key (PEM)."),
     ] = None,
     statement: Annotated[
         Path | None,
-        typer.Option(
-            "--statement", metavar="FILE", help=f"The signed result; default: {_STATEMENT} in the run."
-        ),
+        option("--statement FILE", f"The signed result; default: {_STATEMENT} in the run."),
     ] = None,
     lock: Annotated[
         Path | None,
-        typer.Option(
-            "--lock", metavar="FILE", help="State the digest of this lock file in the signed result."
-        ),
+        option("--lock FILE", "State the digest of this lock file in the signed result."),
     ] = None,
     as_json: options.JsonFlag = False,
 ) -> None:
@@ -182,61 +170,44 @@ def _write(path: Path, data: bytes) -> None:
 def _document(result: Audit) -> dict[str, Any]:
     coverage = [{**asdict(one), "whole": one.is_whole, "exact": one.is_exact} for one in result.coverage]
     checkpoints = [{"name": name, "step": step, "fits": fits} for name, step, fits in result.checkpoints]
-    return {
-        **asdict(result),
+    own = {
         "coverage": coverage,
         "checkpoints": checkpoints,
         "verdict": result.verdict,
         "exit_code": result.exit_code,
     }
+    return asdict(result) | own
+
+
+_GROUPS = (("violated", "Violated", "red"), ("unknown", "Could not check", "yellow"),
+           ("explained", "Deviations, with their reasons", "yellow"), ("note", "Good to know", "dim"))  # fmt: skip
 
 
 def _print_audit(result: Audit, written: Sequence[Path | None]) -> None:
-    groups = (("violated", "Violated", "red"), ("unknown", "Could not check", "yellow"),
-              ("explained", "Deviations, with their reasons", "yellow"), ("note", "Good to know", "dim"))  # fmt: skip
-    for severity, heading, style in groups:
-        found = [one for one in result.findings if one.severity == severity]
-        if found:
-            console.print_heading(f"{heading}: {len(found)}")
-            _print_findings(found, style)
+    for severity, heading, style in _GROUPS:
+        _print_findings(heading, [one for one in result.findings if one.severity == severity], style)
     if result.findings:
         console.print_line()
     console.print_line(f"{result.run}: {result.verdict}", "bold")
-    facts = [
-        (
-            "steps",
-            f"{result.first:,} to {max(result.first, result.steps - 1):,}, {count_text(result.samples, 'sample')}",
-        ),
+    steps = f"{result.first:,} to {max(result.first, result.steps - 1):,}"
+    unseen, seen = len(result.coverage) - _SHOWN, result.verified
+    events = ", ".join(f"{number} {kind}" for kind, number in result.event_counts.items())
+    fitting, data = sum(fits is True for _, _, fits in result.checkpoints), None
+    if seen is not None:
+        shards = count_text(seen["shards"], "shard")
+        data = f"{seen['shards_seen']:,} of {shards} checked, level {seen['level']}"
+    console.print_facts([
+        ("steps", f"{steps}, {count_text(result.samples, 'sample')}"),
         ("recomputed", f"{count_text(result.checked, 'step')} from the plan, in {result.replay_s:.1f} s"),
         ("manifest", result.manifest),
         ("plan", result.plan),
-    ]
-    facts += [
-        (f"tree of {name}", f"{one['size']:,} leaves, root {one['root']}")
-        for name, one in result.head.items()
-    ]
-    facts += [(f"epoch {one.epoch}", _coverage_text(one)) for one in result.coverage[:_SHOWN]]
-    if len(result.coverage) > _SHOWN:
-        facts.append(
-            ("", f"and {count_text(len(result.coverage) - _SHOWN, 'epoch')} more (--json lists all)")
-        )
-    fitting = sum(fits is True for _, _, fits in result.checkpoints)
-    facts.append(("checkpoints", f"{fitting} of {len(result.checkpoints)} hold a head of this ledger"))
-    facts.append(
-        (
-            "starts",
-            f"{len(result.starts)}; events: " + ", ".join(f"{n} {k}" for k, n in result.event_counts.items()),
-        )
-    )
-    if result.verified is not None:
-        seen = result.verified
-        facts.append(
-            (
-                "data",
-                f"{seen['shards_seen']:,} of {count_text(seen['shards'], 'shard')} checked, level {seen['level']}",
-            )
-        )
-    console.print_facts(facts)
+        *((f"tree of {name}", f"{one['size']:,} leaves, root {one['root']}") for name, one in result.head.items()),
+        *((f"epoch {one.epoch}", _coverage_text(one)) for one in result.coverage[:_SHOWN]),
+        ("", f"and {count_text(unseen, 'epoch')} more (--json lists all)" if unseen > 0 else None),
+        ("checkpoints", f"{fitting} of {len(result.checkpoints)} hold a head of this ledger"),
+        ("starts", f"{len(result.starts)}; events: {events}"),
+        ("data", data),
+    ])  # fmt: skip
     for path in written:
         console.print_line(f"written: {path}")
 
@@ -249,12 +220,13 @@ def _coverage_text(one: Any) -> str:
     return f"{part}{count_text(one.distinct, 'sample')} of {one.rows:,}, each once{left}"
 
 
-def _print_findings(found: list[Finding], style: str) -> None:
+def _print_findings(heading: str, found: list[Finding], style: str) -> None:
+    if found:
+        console.print_heading(f"{heading}: {len(found)}")
     for one in found[:_SHOWN]:
-        console.print_line(f"{one.kind}: {clean(one.subject)}", style)
-        console.print_line(f"  {clean(one.text)}")
-    if len(found) > _SHOWN:
-        console.print_line(f"  and {len(found) - _SHOWN} more (--json lists all)")
+        console.print_line(f"{one.kind}: {one.subject}", style)
+        console.print_line(f"  {one.text}")
+    console.print_more(len(found) - _SHOWN)
 
 
 # ---- audit diff A B
@@ -262,8 +234,8 @@ def _print_findings(found: list[Finding], style: str) -> None:
 
 @group.command("diff", cls=CommandPage)
 def diff_command(
-    first: Annotated[Path, typer.Argument(metavar="A", help="A run directory.")],
-    second: Annotated[Path, typer.Argument(metavar="B", help="Another.")],
+    first: Annotated[Path, argument("A", "A run directory.")],
+    second: Annotated[Path, argument("B", "Another.")],
     as_json: options.JsonFlag = False,
 ) -> None:
     """Say at which step two runs diverge first, and why.
@@ -287,30 +259,19 @@ def diff_command(
 
 
 def _print_comparison(first: Path, second: Path, result: Comparison, troubles: list[Finding]) -> None:
-    console.print_facts(
-        [
-            ("A", f"{first}, {count_text(result.steps[0], 'step')}"),
-            ("B", f"{second}, {count_text(result.steps[1], 'step')}"),
-        ]
-    )
-    if result.diverges is None:
-        console.print_line(
-            f"the same samples at all {count_text(result.compared, 'step')} that both have", "bold"
-        )
-    else:
-        console.print_line(f"they diverge at step {result.diverges}", "bold")
+    runs = zip("AB", (first, second), result.steps, strict=True)
+    console.print_facts((side, f"{run}, {count_text(steps, 'step')}") for side, run, steps in runs)
+    same = f"the same samples at all {count_text(result.compared, 'step')} that both have"
+    console.print_line(same if result.is_equal else f"they diverge at step {result.diverges}", "bold")
     for reason in result.reasons:
-        console.print_line(f"  {clean(reason)}")
-    for name, only in (("A", "examples_a"), ("B", "examples_b")):
-        for digest in result.manifests.get(only, ()):
-            console.print_line(f"  shard in {name} alone: {digest}")
+        console.print_line(f"  {reason}")
+    for side in "ab":
+        for digest in result.manifests.get(f"examples_{side}", ()):
+            console.print_line(f"  shard in {side.upper()} alone: {digest}")
     if result.cells:
         console.print_heading(f"Step {result.diverges}")
-        rows = [tuple(map(str, cell)) for cell in result.cells]
-        console.print_table([">lane", ">slot", ">sample of A", ">sample of B"], rows)
-    if troubles:
-        console.print_heading(f"The records of these runs are not sound: {len(troubles)}")
-        _print_findings(troubles, "red")
+        console.print_table([">lane", ">slot", ">sample of A", ">sample of B"], result.cells)
+    _print_findings("The records of these runs are not sound", troubles, "red")
 
 
 # ---- audit trace RUN
@@ -319,27 +280,20 @@ def _print_comparison(first: Path, second: Path, result: Comparison, troubles: l
 @group.command("trace", cls=CommandPage)
 def trace_command(
     run: RunArgument,
-    sample: Annotated[
-        str | None, typer.Option("--sample", metavar="N|KEY", help="Every step that saw this sample.")
-    ] = None,
+    sample: Annotated[str | None, option("--sample N|KEY", "Every step that saw this sample.")] = None,
     step: Annotated[
         int | None,
-        typer.Option(
-            "--step", min=0, metavar="K", help="The samples of a step, and where their bytes came from."
-        ),
+        option("--step K", "The samples of a step, and where their bytes came from.", min=0),
     ] = None,
     exclude: Annotated[
         Path | None,
-        typer.Option(
-            "--exclude", metavar="FILE", help="Prove that none of a list, one value a line, was ever used."
-        ),
+        option("--exclude FILE", "Prove that none of a list, one value a line, was ever used."),
     ] = None,
     field: Annotated[
         str | None,
-        typer.Option(
-            "--field",
-            metavar="FIELD",
-            help="What --exclude lists: key, number, url, image:sha256, …; default: keys, or else numbers.",
+        option(
+            "--field FIELD",
+            "What --exclude lists: key, number, url, image:sha256, …; default: keys, or else numbers.",
         ),
     ] = None,
     dataset: DatasetOption = None,
@@ -380,7 +334,7 @@ def trace_command(
 
 
 def _trace_sample(record: RunRecord, plans: dict[int, RunPlan], text: str, as_json: bool) -> None:
-    number = int(text) if text.isdecimal() else _number_of_key(plans, text)
+    number = sample_number(next(iter(plans.values())).dataset, text)
     uses = uses_of(record, plans, number)
     if as_json:
         console.print_json({"sample": number, "uses": [asdict(use) for use in uses]})
@@ -389,24 +343,17 @@ def _trace_sample(record: RunRecord, plans: dict[int, RunPlan], text: str, as_js
     _print_uses(uses)
 
 
-def _number_of_key(plans: dict[int, RunPlan], key: str) -> int:
-    plan = next(iter(plans.values()))
-    samples, _, _ = resolve_samples(plan.dataset, "key", [key])
-    if not len(samples):
-        raise NotFoundError(f"no sample of the run's dataset has the key {key!r}")
-    return int(samples[0])
-
-
 def _print_uses(uses: list[Use]) -> None:
-    rows = [
-        (str(use.sample), str(use.epoch), str(use.step), str(use.lane), str(use.slot), ", ".join(map(str, use.ranks)),
-         use.checkpoint or "none yet", "" if use.substitute_for is None else f"instead of {use.substitute_for}")
-        for use in uses
-    ]  # fmt: skip
-    if rows:
+    if uses:
         console.print_table(
-            [">sample", ">epoch", ">step", ">lane", ">slot", ">ranks", "first checkpoint after", ""], rows
-        )
+            [">sample", ">epoch", ">step", ">lane", ">slot", ">ranks", "first checkpoint after", ""],
+            [(use.sample, use.epoch, use.step, use.lane, use.slot, ", ".join(map(str, use.ranks)),
+              use.checkpoint or "none yet", _instead(use.substitute_for)) for use in uses],
+        )  # fmt: skip
+
+
+def _instead(substitute_for: int | None) -> str:
+    return "" if substitute_for is None else f"instead of {substitute_for}"
 
 
 def _trace_step(record: RunRecord, plans: dict[int, RunPlan], step: int, as_json: bool) -> None:
@@ -417,15 +364,10 @@ def _trace_step(record: RunRecord, plans: dict[int, RunPlan], step: int, as_json
     console.print_line(f"step {step}: {count_text(len(samples), 'sample')}", "bold")
     console.print_table(
         [">lane", ">slot", ">sample", "key", "shard", ">row", ">block", "*source", ""],
-        [_step_row(one) for one in samples],
-    )
-
-
-def _step_row(one: StepSample) -> tuple[str, ...]:
-    source = "" if one.source is None else clean(f"{one.source[0]}:{one.source[1]}")
-    note = "" if one.substitute_for is None else f"instead of {one.substitute_for}"
-    return (str(one.lane), str(one.slot), str(one.sample), clean(one.key), short_id(one.shard), str(one.row),
-            str(one.block), source, note)  # fmt: skip
+        [(one.lane, one.slot, one.sample, one.key, short_id(one.shard), one.row, one.block,
+          "" if one.source is None else f"{one.source[0]}:{one.source[1]}", _instead(one.substitute_for))
+         for one in samples],
+    )  # fmt: skip
 
 
 def _trace_list(
@@ -445,16 +387,16 @@ def _trace_list(
     if not samples:
         answer = f"nothing of the list is in the dataset, taken as {taken}: this proves nothing"
     if as_json:
-        console.print_json(
-            {"listed": len(values), "field": taken, "absent": sorted(absent), "in_dataset": sorted(samples),
-             "used": sorted(used), "answer": answer, "uses": [asdict(use) for use in uses]}
-        )  # fmt: skip
+        console.print_json({"listed": len(values), "field": taken, "absent": sorted(absent),
+                            "in_dataset": sorted(samples), "used": sorted(used), "answer": answer,
+                            "uses": [asdict(use) for use in uses]})  # fmt: skip
     else:
-        console.print_facts(
-            [("listed", f"{count_text(len(values), 'value')}, taken as {taken}"),
-             ("not in the dataset", count_text(len(absent))),
-             ("samples of the dataset", count_text(len(samples))), ("of these consumed", count_text(len(used)))]
-        )  # fmt: skip
+        console.print_facts([
+            ("listed", f"{count_text(len(values), 'value')}, taken as {taken}"),
+            ("not in the dataset", count_text(len(absent))),
+            ("samples of the dataset", count_text(len(samples))),
+            ("of these consumed", count_text(len(used))),
+        ])  # fmt: skip
         console.print_line(answer, "bold")
         _print_uses(uses)
     return ExitCode.NO if uses or not samples else ExitCode.DONE

@@ -10,14 +10,13 @@ import typer
 
 from shardkit_tools import console
 from shardkit_tools.observing.web import HOST, dashboard_server
+from shardkit_tools.options import argument, option
 
 
 def dashboard(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The run directory.")],
-    port: Annotated[
-        int, typer.Option("--port", min=0, max=65535, help="Where to listen; 0 takes a free port.")
-    ] = 0,
-    open_browser: Annotated[bool, typer.Option("--open", help="Open the page in the browser too.")] = False,
+    run: Annotated[str, argument("RUN", "The run directory.")],
+    port: Annotated[int, option("--port", "Where to listen; 0 takes a free port.", min=0, max=65535)] = 0,
+    open_browser: Annotated[bool, option("--open", "Open the page in the browser too.")] = False,
 ) -> None:
     """Show a run on a live page, on 127.0.0.1, until Ctrl-C.
 

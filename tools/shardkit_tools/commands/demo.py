@@ -7,16 +7,15 @@ import tempfile
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from shardkit.errors import UsageError
 from shardkit_tools.demonstration import Narration, tell
+from shardkit_tools.options import option
 
 
 def demo(
     directory: Annotated[
         Path | None,
-        typer.Option("--dir", help="Work in this empty folder and keep it; else a temporary one."),
+        option("--dir", "Work in this empty folder and keep it; else a temporary one."),
     ] = None,
 ) -> None:
     """Build, look, verify, train, kill, resume, prove, damage, heal: on data that every machine has.

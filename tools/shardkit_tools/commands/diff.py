@@ -7,23 +7,23 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 import numpy as np
-import typer
 from numpy.typing import NDArray
 
 import shardkit
 from shardkit.dataset import Dataset
 from shardkit_tools import console, options
-from shardkit_tools.texts import bytes_text, clean, count_text, share_text, short_id
+from shardkit_tools.options import argument, option
+from shardkit_tools.texts import bytes_text, count_text, share_text, short_id
 from shardkit_tools.versions import parse_url, stratum_label
 
 _STRATA_SHOWN = 25
 
 
 def diff(
-    first: Annotated[str, typer.Argument(metavar="A", help="A version: ROOT or ROOT@REF.")],
-    second: Annotated[str, typer.Argument(metavar="B", help="Another; a bare REF is one of A's root.")],
+    first: Annotated[str, argument("A", "A version: ROOT or ROOT@REF.")],
+    second: Annotated[str, argument("B", "Another; a bare REF is one of A's root.")],
     all_strata: Annotated[
-        bool, typer.Option("--all", help="Show every stratum, also those that did not change.")
+        bool, option("--all", "Show every stratum, also those that did not change.")
     ] = False,
     as_json: options.JsonFlag = False,
 ) -> None:
@@ -38,17 +38,13 @@ def diff(
             {"a": {"url": first, **document.pop("a")}, "b": {"url": second, **document.pop("b")}, **document}
         )
         return
-    console.print_facts(
-        [
-            ("A", f"{first}  {short_id(document['a']['id'])}"),
-            ("B", f"{second}  {short_id(document['b']['id'])}"),
-        ]
-    )
-    if document["a"]["id"] == document["b"]["id"]:
+    a, b = document["a"]["id"], document["b"]["id"]
+    console.print_facts([("A", f"{first}  {short_id(a)}"), ("B", f"{second}  {short_id(b)}")])
+    if a == b:
         console.print_line("the same version: equal to the last byte")
         return
     _print_samples(document)
-    _print_schema(document)
+    _print_schema(document["schema"])
     _print_strata(document, all_strata)
 
 
@@ -72,14 +68,11 @@ def _second(first: str, second: str) -> str:
 
 def _summary(dataset: Dataset) -> dict[str, Any]:
     manifest = dataset.manifest
+    names = ("rows", "shards", "stored_bytes", "format", "compression")
     return {
         "id": manifest.id,
         "samples": manifest.selected,
-        "rows": manifest.rows,
-        "shards": manifest.shards,
-        "stored_bytes": manifest.stored_bytes,
-        "format": manifest.format,
-        "compression": manifest.compression,
+        **{name: getattr(manifest, name) for name in names},
     }
 
 
@@ -104,28 +97,22 @@ def _strata(a: Dataset, b: Dataset) -> list[dict[str, Any]]:
         for dataset in (a, b)
         for stratum in dataset.manifest.strata
     }
-    rows = [
-        {
-            "name": name,
-            "label": labels[name],
-            "a": before.get(name, 0),
-            "b": after.get(name, 0),
-            "drift": after.get(name, 0) / max(1, len(b)) - before.get(name, 0) / max(1, len(a)),
-        }
-        for name in sorted(before.keys() | after.keys())
-    ]
-    return sorted(rows, key=lambda row: -abs(float(str(row["drift"]))))
+    rows: list[dict[str, Any]] = []
+    for name in sorted(before.keys() | after.keys()):
+        had, has = before.get(name, 0), after.get(name, 0)
+        drift = has / max(1, len(b)) - had / max(1, len(a))
+        rows.append({"name": name, "label": labels[name], "a": had, "b": has, "drift": drift})
+    return sorted(rows, key=lambda row: -abs(row["drift"]))
 
 
 def _shards(a: Dataset, b: Dataset) -> dict[str, Any]:
     """Shards by their digests: which are in both, and which in one alone."""
     before, after = _digests(a), _digests(b)
-    kept = np.isin(before, after)
-    new = ~np.isin(after, before)
+    kept, new = np.isin(before, after), ~np.isin(after, before)
+    parts = {"shared": (a, kept), "removed": (a, ~kept), "added": (b, new)}
     return {
-        "shared": {"count": int(kept.sum()), "bytes": int(a.table.size[kept].sum())},
-        "removed": {"count": int((~kept).sum()), "bytes": int(a.table.size[~kept].sum())},
-        "added": {"count": int(new.sum()), "bytes": int(b.table.size[new].sum())},
+        name: {"count": int(chosen.sum()), "bytes": int(dataset.table.size[chosen].sum())}
+        for name, (dataset, chosen) in parts.items()
     }
 
 
@@ -141,22 +128,17 @@ def _settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, 
 
 def _print_samples(document: Mapping[str, Any]) -> None:
     a, b, shards = document["a"], document["b"], document["shards"]
-    change = b["samples"] - a["samples"]
     console.print_heading("Samples and shards")
-    facts = [
-        ("samples", f"{a['samples']:,} → {b['samples']:,} ({change:+,})"),
+    console.print_facts([
+        ("samples", f"{a['samples']:,} → {b['samples']:,} ({b['samples'] - a['samples']:+,})"),
         ("size", f"{bytes_text(a['stored_bytes'])} → {bytes_text(b['stored_bytes'])}"),
-        *(
-            (f"shards {what}", f"{count_text(shards[what]['count'])}, {bytes_text(shards[what]['bytes'])}")
-            for what in ("shared", "removed", "added")
-        ),
-    ]
-    facts += [(what, f"{a[what]} → {b[what]}") for what in ("format", "compression") if a[what] != b[what]]
-    console.print_facts(facts)
+        *((f"shards {what}", f"{count_text(one['count'])}, {bytes_text(one['bytes'])}")
+          for what, one in shards.items()),
+        *((what, f"{a[what]} → {b[what]}") for what in ("format", "compression") if a[what] != b[what]),
+    ])  # fmt: skip
 
 
-def _print_schema(document: Mapping[str, Any]) -> None:
-    schema = document["schema"]
+def _print_schema(schema: Mapping[str, Any]) -> None:
     lines = [f"+ {name}: {kind}" for name, kind in schema["added"].items()]
     lines += [f"- {name}: {kind}" for name, kind in schema["removed"].items()]
     lines += [f"~ {name}: {kinds['a']} → {kinds['b']}" for name, kinds in schema["changed"].items()]
@@ -168,13 +150,9 @@ def _print_schema(document: Mapping[str, Any]) -> None:
 
 
 def _print_strata(document: Mapping[str, Any], all_strata: bool) -> None:
-    a, b = document["a"], document["b"]
-    moved = sum(abs(row["drift"]) for row in document["strata"]) / 2
-    rows = (
-        document["strata"]
-        if all_strata
-        else [row for row in document["strata"] if row["drift"] or row["a"] != row["b"]]
-    )
+    a, b, strata = document["a"]["samples"], document["b"]["samples"], document["strata"]
+    moved = sum(abs(row["drift"]) for row in strata) / 2
+    rows = [row for row in strata if all_strata or row["drift"] or row["a"] != row["b"]]
     console.print_heading(
         f"Strata: {100 * moved:.2f} % of the samples would have to change stratum to undo the drift"
     )
@@ -182,18 +160,9 @@ def _print_strata(document: Mapping[str, Any], all_strata: bool) -> None:
         console.print_line("all counts are the same")
         return
     shown = rows if all_strata else rows[:_STRATA_SHOWN]
-    console.print_table(
-        ["*stratum", ">A", ">B", ">share A", ">share B", ">drift in %"],
-        [
-            (
-                clean(row["label"]),
-                f"{row['a']:,}",
-                f"{row['b']:,}",
-                share_text(row["a"], a["samples"]),
-                share_text(row["b"], b["samples"]),
-                f"{100 * row['drift']:+.2f}",
-            )
-            for row in shown
-        ],
-    )
+    console.print_table(["*stratum", ">A", ">B", ">share A", ">share B", ">drift in %"], [
+        (row["label"], f"{row['a']:,}", f"{row['b']:,}", share_text(row["a"], a), share_text(row["b"], b),
+         f"{100 * row['drift']:+.2f}")
+        for row in shown
+    ])  # fmt: skip
     console.print_more(len(rows) - len(shown), " (--all)")

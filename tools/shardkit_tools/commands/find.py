@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 import shardkit
 from shardkit.dataset import Dataset
 from shardkit.dataset.lookups import KEY, Matches, find_samples, hash_values
@@ -14,30 +12,24 @@ from shardkit.errors import UsageError
 from shardkit.exit_codes import ExitCode
 from shardkit.formats import Schema
 from shardkit_tools import console, options
+from shardkit_tools.options import option
 from shardkit_tools.row_lists import read_lines
-from shardkit_tools.texts import clean, count_text
+from shardkit_tools.texts import count_text
 
 _SHOWN_MISSING = 10
+_FIELD_HELP = (
+    "url=https://…, key=cat-17 or image:sha256=HEX; may be repeated. Without a value: what --list holds."
+)
 
 
 def find(
     root: options.VersionArgument,
-    field: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--field",
-            metavar="FIELD[=VALUE]",
-            help="url=https://…, key=cat-17 or image:sha256=HEX; may be repeated. Without a value: what --list holds.",
-        ),
-    ] = None,
+    field: Annotated[list[str] | None, option("--field FIELD[=VALUE]", _FIELD_HELP)] = None,
     listed: Annotated[
-        Path | None,
-        typer.Option(
-            "--list", metavar="FILE", help="A file of values, one a line; of keys where no --field says."
-        ),
+        Path | None, option("--list FILE", "A file of values, one a line; of keys where no --field says.")
     ] = None,
     scan: Annotated[
-        bool, typer.Option("--scan", help="Read all samples where there is no look-up of the field.")
+        bool, option("--scan", "Read all samples where there is no look-up of the field.")
     ] = False,
     as_json: options.JsonFlag = False,
 ) -> None:
@@ -49,19 +41,17 @@ def find(
     Example: shardkit find data/web --field url --list takedown.txt
     """
     dataset = shardkit.open(root)
-    asked = _asked(field or [], listed, dataset.schema)
     found: list[dict[str, Any]] = []
-    missing: list[tuple[str, str]] = []
-    for name, values in asked.items():
+    missing: list[dict[str, str]] = []
+    for name, values in _asked(field or [], listed, dataset.schema).items():
         looked_up, hashes = hash_values(dataset.schema, name, values)
         matches = find_samples(dataset, looked_up, hashes, scan=scan)
         found += _rows(dataset, name, values, matches)
         hit = set(matches.value.tolist())
-        missing += [(name, value) for place, value in enumerate(values) if place not in hit]
-    listed_missing = [{"field": name, "value": value} for name, value in missing]
+        missing += [{"field": name, "value": one} for place, one in enumerate(values) if place not in hit]
     console.present(
         as_json,
-        lambda: {"root": root, "found": found, "missing": listed_missing},
+        lambda: {"root": root, "found": found, "missing": missing},
         lambda: _print(found, missing),
         ExitCode.NO if missing else ExitCode.DONE,
     )
@@ -89,45 +79,23 @@ def _asked(fields: list[str], listed: Path | None, schema: Schema) -> dict[str, 
 
 def _rows(dataset: Dataset, name: str, values: list[str], matches: Matches) -> list[dict[str, Any]]:
     rows = []
-    for value, sample, shard, row in zip(
-        matches.value.tolist(),
-        matches.sample.tolist(),
-        matches.shard.tolist(),
-        matches.row.tolist(),
-        strict=True,
-    ):
+    columns = (matches.value, matches.sample, matches.shard, matches.row)
+    for value, sample, shard, row in zip(*(column.tolist() for column in columns), strict=True):
         index = dataset.reader.index(shard)
         source = index.source(row)
-        rows.append(
-            {
-                "field": name,
-                "value": values[value],
-                "sample": sample,
-                "key": index.original_key(row),
-                "source": None if source is None else {"name": source[0], "row": source[1]},
-            }
-        )
+        place = None if source is None else {"name": source[0], "row": source[1]}
+        key = index.original_key(row)
+        rows.append({"field": name, "value": values[value], "sample": sample, "key": key, "source": place})
     return rows
 
 
-def _print(found: list[dict[str, Any]], missing: list[tuple[str, str]]) -> None:
+def _print(found: list[dict[str, Any]], missing: list[dict[str, str]]) -> None:
     if found:
-        console.print_table(
-            [">sample", "key", "field", "*value", "*source"],
-            [
-                (
-                    str(row["sample"]),
-                    clean(row["key"]),
-                    row["field"],
-                    clean(row["value"]),
-                    clean(f"{row['source']['name']}:{row['source']['row']}") if row["source"] else "",
-                )
-                for row in found
-            ],
-        )
+        console.print_table([">sample", "key", "field", "*value", "*source"], [
+            (row["sample"], row["key"], row["field"], row["value"],
+             f"{row['source']['name']}:{row['source']['row']}" if row["source"] else "")
+            for row in found
+        ])  # fmt: skip
     if missing:
         console.print_line(f"not found: {count_text(len(missing), 'value')}")
-        for name, value in missing[:_SHOWN_MISSING]:
-            console.print_line(f"  {name}={clean(value)}")
-        if len(missing) > _SHOWN_MISSING:
-            console.print_line(f"  … and {count_text(len(missing) - _SHOWN_MISSING)} more (--json lists all)")
+        console.print_list([f"{one['field']}={one['value']}" for one in missing], _SHOWN_MISSING)

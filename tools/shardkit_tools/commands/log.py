@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Annotated, Any
-
-import typer
 
 from shardkit.repository.log import parse_dataset_url
 from shardkit.repository.repository import Repository
 from shardkit_tools import console, options
-from shardkit_tools.texts import clean, short_id
+from shardkit_tools.options import argument, option
+from shardkit_tools.texts import short_id
 from shardkit_tools.versions import time_text
 
 
 def log(
-    root: Annotated[str, typer.Argument(metavar="ROOT", help="A dataset's folder.")],
-    limit: Annotated[
-        int | None, typer.Option("--limit", "-n", min=1, metavar="N", help="Show only the newest N.")
-    ] = None,
+    root: Annotated[str, argument("ROOT", "A dataset's folder.")],
+    limit: Annotated[int | None, option("--limit -n N", "Show only the newest N.", min=1)] = None,
     as_json: options.JsonFlag = False,
 ) -> None:
     """List the commits of a dataset, newest first, once their chain has been verified.
@@ -32,42 +30,30 @@ def log(
     elif not commits:
         console.print_line(f"{root} has no commits yet; build a version: shardkit build SOURCE {root}")
     else:
-        console.print_table(
-            [">commit", "time (UTC)", "*message", "*change"],
-            [
-                (
-                    str(commit["n"]),
-                    time_text(commit["time"]),
-                    clean(
-                        f"{commit['message']} ({commit['author']})" if commit["author"] else commit["message"]
-                    ),
-                    "\n".join(_change_text(change) for change in commit["changes"]),
-                )
-                for commit in commits
-            ],
-        )
+        console.print_table([">commit", "time (UTC)", "*message", "*change"], [
+            (one["n"], time_text(one["time"]),
+             f"{one['message']} ({one['author']})" if one["author"] else one["message"],
+             [_change_text(change) for change in one["changes"]])
+            for one in commits
+        ])  # fmt: skip
 
 
 def list_commits(root: str) -> dict[str, Any]:
     """What ``--json`` prints: every commit with what it changed."""
     repository = Repository.open(parse_dataset_url(root)[0], read_only=True)
-    entries = repository.log()
     commits = []
-    for place, entry in enumerate(entries):
-        before = entries[place + 1] if place + 1 < len(entries) else None
-        changes = _changes("ref", before.refs if before else {}, entry.refs)
-        changes += _changes("tag", before.tags if before else {}, entry.tags)
-        commits.append(
-            {
-                "n": entry.n,
-                "time": entry.time,
-                "author": entry.author,
-                "message": entry.message,
-                "changes": changes,
-                "software": entry.software,
-                "digest": entry.digest,
-            }
-        )
+    for entry, before in pairwise([*repository.log(), None]):
+        assert entry is not None, "the log ends once"
+        refs, tags = (before.refs, before.tags) if before is not None else ({}, {})
+        commits.append({
+            "n": entry.n,
+            "time": entry.time,
+            "author": entry.author,
+            "message": entry.message,
+            "changes": [*_changes("ref", refs, entry.refs), *_changes("tag", tags, entry.tags)],
+            "software": entry.software,
+            "digest": entry.digest,
+        })  # fmt: skip
     return {"root": root, "repository": repository.id, "commits": commits}
 
 
@@ -77,6 +63,7 @@ def _changes(kind: str, before: Mapping[str, str], after: Mapping[str, str]) -> 
 
 
 def _change_text(change: Mapping[str, Any]) -> str:
-    name = clean(change["name"]) if change["kind"] == "ref" else f"tag {clean(change['name'])}"
-    gone = "dropped" if change["kind"] == "ref" else "withdrawn"
+    is_tag = change["kind"] == "tag"
+    name = f"tag {change['name']}" if is_tag else str(change["name"])
+    gone = "withdrawn" if is_tag else "dropped"
     return f"{name} → {short_id(change['to'])}" if change["to"] else f"{name} {gone}"

@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 from typing import Annotated
 
-import typer
-
 from shardkit.dataset.deriving import merge_datasets
 from shardkit.errors import UsageError
 from shardkit_tools import console, options
-from shardkit_tools.texts import clean, count_text, short_id
-from shardkit_tools.versions import moved_document, moved_facts, parse_url
+from shardkit_tools.options import argument
+from shardkit_tools.texts import count_text, short_id
+from shardkit_tools.versions import moved_document, parse_url, print_committed
 
 _NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,99})=(.+)", re.DOTALL)
 _NO_NAME = re.compile(r"[^A-Za-z0-9._-]")
@@ -20,9 +19,9 @@ _NO_NAME = re.compile(r"[^A-Za-z0-9._-]")
 def merge(
     datasets: Annotated[
         list[str],
-        typer.Argument(
-            metavar="[NAME=]A [NAME=]B… ROOT",
-            help="Versions to merge, each ROOT or ROOT@REF, and last where the merged version goes.",
+        argument(
+            "[NAME=]A [NAME=]B… ROOT",
+            "Versions to merge, each ROOT or ROOT@REF, and last where the merged version goes.",
         ),
     ],
     ref: options.RefOption = "main",
@@ -47,39 +46,28 @@ def merge(
             raise UsageError(f"merge: two parts are called {name!r}; give names, such as {name}2={place}")
         parts[name] = place
     manifest, moved = merge_datasets(parts, root, ref=ref, message=message, author=author)
-    strata = [stratum for stratum in manifest.strata if not stratum.pooled]
-    samples = {
-        name: sum(stratum.selected for stratum in strata if stratum.values[0] == name) for name in parts
-    }
+    samples = dict.fromkeys(parts, 0)
+    for stratum in manifest.strata:
+        if not stratum.pooled:
+            samples[stratum.values[0]] += stratum.selected
     if as_json:
-        listed = [
-            {"name": name, "url": parts[name], "id": part, "samples": samples[name]}
-            for name, part in manifest.parts
-        ]
-        console.print_json(
-            {
-                "root": root,
-                "ref": ref,
-                "id": manifest.id,
-                "commit": moved.entry.n if moved.entry else None,
-                "moved": moved_document(moved.refs),
-                "samples": manifest.selected,
-                "parts": listed,
-            }
-        )
+        listed = [{"name": name, "url": parts[name], "id": part, "samples": samples[name]}
+                  for name, part in manifest.parts]  # fmt: skip
+        console.print_json({
+            "root": root,
+            "ref": ref,
+            "id": manifest.id,
+            "commit": moved.entry.n if moved.entry else None,
+            "moved": moved_document(moved.refs),
+            "samples": manifest.selected,
+            "parts": listed,
+        })  # fmt: skip
         return
-    console.print_line(
-        f"{root}@{ref}: {count_text(manifest.selected, 'sample')} of {count_text(len(parts), 'part')}; "
-        f"{short_id(manifest.id)}" + ("" if moved.entry else "; it was there already")
-    )
-    console.print_facts(moved_facts(moved.refs))
-    console.print_table(
-        ["part", ">samples", "id", "*lies at"],
-        [
-            (clean(name), count_text(samples[name]), short_id(part), clean(parts[name]))
-            for name, part in manifest.parts
-        ],
-    )
+    print_committed(f"{root}@{ref}: {count_text(manifest.selected, 'sample')} of {count_text(len(parts), 'part')}",
+                    manifest.id, moved)  # fmt: skip
+    console.print_table(["part", ">samples", "id", "*lies at"], [
+        (name, count_text(samples[name]), short_id(part), parts[name]) for name, part in manifest.parts
+    ])  # fmt: skip
 
 
 def _named(url: str) -> tuple[str, str]:

@@ -14,6 +14,7 @@ import shardkit
 from shardkit.errors import PlanError, UsageError
 from shardkit.plan import Plan
 from shardkit_tools import console, options
+from shardkit_tools.options import option
 from shardkit_tools.texts import bytes_text, count_text
 
 _SHOWN = 12
@@ -29,9 +30,7 @@ class Balance(StrEnum):
 
 def plan(
     root: options.VersionArgument,
-    global_batch: Annotated[
-        int, typer.Option("--global-batch", "-b", help="Samples per step over all ranks.")
-    ] = 256,
+    global_batch: Annotated[int, option("--global-batch -b", "Samples per step over all ranks.")] = 256,
     seed: Annotated[int, typer.Option(help="Of every shuffle.")] = 0,
     lanes: Annotated[
         int | None,
@@ -43,9 +42,9 @@ def plan(
     window_blocks: Annotated[int | None, typer.Option(help="Blocks that a lane keeps open.")] = None,
     cost: Annotated[
         str,
-        typer.Option(
-            metavar="EXPR",
-            help='What a sample costs, such as "len(tokens)**2": tells how long ranks would wait for each other.',
+        option(
+            "EXPR",
+            'What a sample costs, such as "len(tokens)**2": tells how long ranks would wait for each other.',
         ),
     ] = "",
     balance: Annotated[Balance, typer.Option(help="With --cost: how windows are arranged.")] = Balance.SPREAD,
@@ -63,17 +62,14 @@ def plan(
 
     Example: shardkit plan data/cats --global-batch 512 --plot plan.png
     """
-    settings: dict[str, Any] = {
-        "lanes": lanes,
-        "remainder": remainder,
-        "shuffle": shuffle,
-        "weights": _weights(weights),
-    }
+    settings: dict[str, Any] = {"lanes": lanes, "remainder": remainder, "shuffle": shuffle,
+                                "weights": _weights(weights)}  # fmt: skip
     if window_blocks is not None:
         settings["window_blocks"] = window_blocks
+    if cost:
+        settings |= {"cost": cost, "balance": balance.value}
     dataset = shardkit.open(root)
-    costed = {"cost": cost, "balance": balance.value} if cost else {}
-    made = dataset.plan(global_batch, seed=seed, **settings, **costed)
+    made = dataset.plan(global_batch, seed=seed, **settings)
     if step is not None:
         _print_step(made, step, lane, as_json)
         return
@@ -90,11 +86,11 @@ def plan(
         waits = predicted_waits(made, costs_of(dataset, cost), worlds)
         report["cost"] = {"expression": made.settings.cost, "balance": balance.value, "worlds": waits}
     if plot is not None:
-        _draw(made, plot)
-    if as_json:
-        console.print_json(report)
-        return
-    _print_report(report)
+        plt = console.pyplot("plan")
+        figure = plan_figure(made, plt)
+        figure.savefig(plot, dpi=110)
+        plt.close(figure)
+    console.present(as_json, lambda: report, lambda: _print_report(report))
 
 
 def _weights(text: str) -> dict[str, int] | None:
@@ -111,30 +107,65 @@ def _weights(text: str) -> dict[str, int] | None:
 
 def _print_step(made: Plan, step: int, lane: int | None, as_json: bool) -> None:
     lanes = range(made.lanes) if lane is None else [lane]
-    cells = {one: made.cell(step, one) for one in lanes}
+    cells = {one: (made.cell_digest(step, one), made.cell(step, one)) for one in lanes}
+    shown = {one: (digest, cell[cell >= 0].tolist()) for one, (digest, cell) in cells.items()}
     if as_json:
-        console.print_json({
-            "step": step,
-            "plan": made.digest,
-            "cells": [{"lane": one, "digest": made.cell_digest(step, one), "samples": cell[cell >= 0].tolist()}
-                      for one, cell in cells.items()],
-        })  # fmt: skip
-        return
-    rows = [[str(one), made.cell_digest(step, one)[:12], " ".join(map(str, cell[cell >= 0]))]
-            for one, cell in cells.items()]  # fmt: skip
-    console.print_table(["lane", "digest", "samples"], rows)
+        listed = [{"lane": one, "digest": digest, "samples": cell} for one, (digest, cell) in shown.items()]
+        console.print_json({"step": step, "plan": made.digest, "cells": listed})
+    else:
+        rows = [(one, digest[:12], " ".join(map(str, cell))) for one, (digest, cell) in shown.items()]
+        console.print_table(["lane", "digest", "samples"], rows)
 
 
 def _print_report(report: dict[str, Any]) -> None:
-    balance, left, working, mixed = (
-        report["balance"],
-        report["remainder"],
-        report["working_set"],
-        report["mixing"],
+    _print_facts(report)
+    if report["few_lanes"]:
+        console.print_line(f"note: {report['few_lanes']}")
+    console.print_heading("Strata")
+    strata = report["strata"]
+    console.print_table(["stratum", "rows", "per batch", "passes"], [
+        (one["name"], count_text(one["rows"]), f"{one['per_batch']:g}", f"{one['passes']:g}") for one in strata[:_SHOWN]
+    ])  # fmt: skip
+    console.print_more(len(strata) - _SHOWN)
+    console.print_heading("Nodes")
+    console.print_table(["nodes", "shards per node", "reads per shard", "most bytes"], [
+        (one["nodes"], f"{min(one['shards'])} to {max(one['shards'])}", f"{one['per_shard']:.3f}",
+         bytes_text(max(one["bytes"])) if max(one["bytes"]) >= 0 else "unknown")
+        for one in report["nodes"]
+    ])  # fmt: skip
+    console.print_heading("Mixing")
+    mixed = report["mixing"]
+    console.print_table(["", "plan", "full shuffle"], [
+        (name, f"{mixed['plan'][key]:.2f}", f"{mixed['full_shuffle'][key]:.2f}")
+        for name, key in (("shards per batch", "shards_per_batch"), ("stratum run", "label_run"),
+                          ("distance of neighbours, bits", "distance_bits"))
+    ])  # fmt: skip
+    if "cost" in report:
+        found = report["cost"]
+        console.print_heading(f"Cost {found['expression']}: dearest rank over the mean one")
+        names = ("plain", "plan", "plain_p95", "plan_p95")
+        console.print_table(
+            ["ranks", "without", found["balance"], "without, p95", f"{found['balance']}, p95"],
+            [(one["ranks"], *(f"{one[name]:.2f}" for name in names)) for one in found["worlds"]],
+        )
+    console.print_heading("World sizes")
+    console.print_table(["ranks", "lanes of a rank", "busy"], [
+        (one["ranks"], -(-report["lanes"] // one["ranks"]), f"{one['efficiency']:.0%}")
+        for one in report["worlds"] if one["efficiency"] == 1 or one["ranks"] in _USUAL_WORLDS
+    ])  # fmt: skip
+    worst = min(report["worlds"], key=lambda one: float(one["efficiency"]))
+    console.print_line(
+        f"least busy: {worst['efficiency']:.0%} at {worst['ranks']} ranks; below 100%, ranks have unequal lanes: "
+        "pass uneven=True in a loop of your own; shardkit train needs nothing"
     )
-    steps = report["steps_per_epoch"]
+
+
+def _print_facts(report: dict[str, Any]) -> None:
+    balance, left, working = (report[name] for name in ("balance", "remainder", "working_set"))
+    steps, total = report["steps_per_epoch"], working["bytes_all_lanes"]
     kept = "left out, others each epoch" if left["mode"] == "drop" else "in a short last step"
-    facts = [
+    in_bytes = "" if total < 0 else f", {bytes_text(total)} over all lanes"
+    console.print_facts([
         ("plan", report["digest"][:16]),
         ("step", f"{report['global_batch']} samples: {report['lanes']} lanes of {report['cell_size']}"),
         ("epoch", f"{count_text(steps)} steps" if steps else f"endless; a loop is {report['loop_steps']} steps"),
@@ -143,57 +174,8 @@ def _print_report(report: dict[str, Any]) -> None:
         ("cell balance", f"within {balance['cell']} (bound {balance['cell_bound']})"),
         ("rare strata", f"{balance['rare_strata']}, dealt together" if balance["rare_strata"] else "none"),
         ("shards per lane", f"{report['shards_per_lane']['least']} to {report['shards_per_lane']['most']}"),
-        ("working set", f"{working['blocks_per_lane']} blocks per lane at most" + _bytes(working["bytes_all_lanes"])),
-    ]  # fmt: skip
-    console.print_facts(facts)
-    if report["few_lanes"]:
-        console.print_line(f"note: {report['few_lanes']}")
-    console.print_heading("Strata")
-    shown = report["strata"][:_SHOWN]
-    rows = [[s["name"], count_text(s["rows"]), f"{s['per_batch']:g}", f"{s['passes']:g}"] for s in shown]
-    console.print_table(["stratum", "rows", "per batch", "passes"], rows)
-    if len(report["strata"]) > len(shown):
-        console.print_line(f"and {len(report['strata']) - len(shown)} more")
-    console.print_heading("Nodes")
-    console.print_table(["nodes", "shards per node", "reads per shard", "most bytes"], [
-        [str(n["nodes"]), f"{min(n['shards'])} to {max(n['shards'])}", f"{n['per_shard']:.3f}",
-         bytes_text(max(n["bytes"])) if max(n["bytes"]) >= 0 else "unknown"] for n in report["nodes"]])  # fmt: skip
-    console.print_heading("Mixing")
-    console.print_table(["", "plan", "full shuffle"], [
-        [name, f"{mixed['plan'][key]:.2f}", f"{mixed['full_shuffle'][key]:.2f}"]
-        for name, key in (("shards per batch", "shards_per_batch"), ("stratum run", "label_run"),
-                          ("distance of neighbours, bits", "distance_bits"))])  # fmt: skip
-    if "cost" in report:
-        _print_waits(report["cost"])
-    console.print_heading("World sizes")
-    console.print_table(["ranks", "lanes of a rank", "busy"], [
-        [str(w["ranks"]), str(-(-report["lanes"] // w["ranks"])), f"{w['efficiency']:.0%}"]
-        for w in report["worlds"] if w["efficiency"] == 1 or w["ranks"] in _USUAL_WORLDS])  # fmt: skip
-    worst = min(report["worlds"], key=lambda w: float(w["efficiency"]))
-    console.print_line(
-        f"least busy: {worst['efficiency']:.0%} at {worst['ranks']} ranks; below 100%, ranks have unequal lanes: "
-        "pass uneven=True in a loop of your own; shardkit train needs nothing"
-    )
-
-
-def _print_waits(found: dict[str, Any]) -> None:
-    console.print_heading(f"Cost {found['expression']}: dearest rank over the mean one")
-    names = ("plain", "plan", "plain_p95", "plan_p95")
-    rows = [[str(one["ranks"]), *(f"{one[name]:.2f}" for name in names)] for one in found["worlds"]]
-    console.print_table(
-        ["ranks", "without", found["balance"], "without, p95", f"{found['balance']}, p95"], rows
-    )
-
-
-def _bytes(total: int) -> str:
-    return "" if total < 0 else f", {bytes_text(total)} over all lanes"
-
-
-def _draw(made: Plan, path: Path) -> None:
-    plt = console.pyplot("plan")
-    figure = plan_figure(made, plt)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+        ("working set", f"{working['blocks_per_lane']} blocks per lane at most{in_bytes}"),
+    ])  # fmt: skip
 
 
 def plan_figure(made: Plan, plt: Any) -> Any:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from shardkit.errors import UsageError
 from shardkit.exit_codes import ExitCode
 from shardkit_tools import console, options
 from shardkit_tools.observing.rehearsal import Rehearsal, rehearse_loss
+from shardkit_tools.options import argument, option
 from shardkit_tools.texts import bytes_text, count_text
 
 _LANES_SHOWN = 40
@@ -18,21 +17,15 @@ _LOST_SHOWN = 10
 
 
 def rehearse(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The run directory.")],
+    run: Annotated[str, argument("RUN", "The run directory.")],
     kill_node: Annotated[
         list[str] | None,
-        typer.Option("--kill-node", metavar="HOST", help="A node that dies; may be given again."),
+        option("--kill-node HOST", "A node that dies; may be given again."),
     ] = None,
-    kill_rank: Annotated[
-        list[int] | None, typer.Option("--kill-rank", metavar="N", help="A single rank that dies.")
-    ] = None,
+    kill_rank: Annotated[list[int] | None, option("--kill-rank N", "A single rank that dies.")] = None,
     kill_location: Annotated[
         list[str] | None,
-        typer.Option(
-            "--kill-location",
-            metavar="NAME",
-            help="A location of the dataset that is lost with all it holds.",
-        ),
+        option("--kill-location NAME", "A location of the dataset that is lost with all it holds."),
     ] = None,
     as_json: options.JsonFlag = False,
 ) -> None:
@@ -72,21 +65,16 @@ def _print(found: Rehearsal) -> None:
     ])  # fmt: skip
     if found.sources:
         console.print_heading("Read again from")
-        console.print_table(["location", ">shards", ">bytes"], [
-            [name, count_text(count), bytes_text(num_bytes)] for name, (count, num_bytes) in found.sources.items()
-        ])  # fmt: skip
+        rows = [(name, count_text(count), bytes_text(size)) for name, (count, size) in found.sources.items()]
+        console.print_table(["location", ">shards", ">bytes"], rows)
     if found.moves:
         console.print_heading("Lanes")
-        rows = [
-            [str(lane), f"rank {old}", f"rank {new}"]
-            for lane, (old, new) in list(found.moves.items())[:_LANES_SHOWN]
-        ]
-        console.print_table([">lane", "from", "to"], rows)
-        console.print_more(len(found.moves) - _LANES_SHOWN, "; --json has all")
+        moves = [(lane, f"rank {old}", f"rank {new}") for lane, (old, new) in found.moves.items()]
+        console.print_table([">lane", "from", "to"], moves[:_LANES_SHOWN])
+        console.print_more(len(moves) - _LANES_SHOWN, "; --json has all")
     if found.lost:
         console.print_heading("Lost: no other location has")
-        for name in found.lost[:_LOST_SHOWN]:
-            console.print_line(f"  {name}")
+        console.print_list(found.lost, _LOST_SHOWN)
         console.print_line("run: shardkit replicate ROOT, while it is still there")
     for note in found.notes:
         console.print_line(f"note: {note}")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
-
-import typer
 
 import shardkit
 from shardkit.dataset.erasure_journal import ErasureReport
@@ -13,35 +12,28 @@ from shardkit.dataset.removing import Removal, erase, resume_erasures
 from shardkit.dataset.removing import remove as remove_samples
 from shardkit.errors import UsageError
 from shardkit_tools import console, options
+from shardkit_tools.options import argument, option
 from shardkit_tools.row_lists import read_lines, read_numbers
-from shardkit_tools.texts import bytes_text, clean, count_text, short_id
+from shardkit_tools.texts import bytes_text, count_text, short_id
 from shardkit_tools.versions import parse_url
 
 
 def remove(
-    root: Annotated[
-        str, typer.Argument(metavar="ROOT[@REF]", help="ROOT: from every ref; ROOT@REF: from that ref alone.")
-    ],
+    root: Annotated[str, argument("ROOT[@REF]", "ROOT: from every ref; ROOT@REF: from that ref alone.")],
     rows: Annotated[
         str | None,
-        typer.Option("--rows", metavar="N,…|FILE", help="Sample numbers, or a file of them, one a line."),
+        option("--rows N,…|FILE", "Sample numbers, or a file of them, one a line."),
     ] = None,
-    keys: Annotated[
-        str | None, typer.Option("--keys", metavar="KEY,…|FILE", help="Keys, or a file of them, one a line.")
-    ] = None,
-    listed: Annotated[
-        Path | None, typer.Option("--list", metavar="FILE", help="A file of keys, one a line.")
-    ] = None,
-    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why; the log keeps it.")] = "",
+    keys: Annotated[str | None, option("--keys KEY,…|FILE", "Keys, or a file of them, one a line.")] = None,
+    listed: Annotated[Path | None, option("--list FILE", "A file of keys, one a line.")] = None,
+    reason: Annotated[str, option("--reason TEXT", "Why; the log keeps it.")] = "",
     author: options.AuthorOption = "",
     erase_bytes: Annotated[
         bool,
-        typer.Option(
-            "--erase", help="Erase the bytes from every version and tag of ROOT. This cannot be undone."
-        ),
+        option("--erase", "Erase the bytes from every version and tag of ROOT. This cannot be undone."),
     ] = False,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Finish an erasure that was interrupted; takes no samples.")
+        bool, option("--resume", "Finish an erasure that was interrupted; takes no samples.")
     ] = False,
     as_json: options.JsonFlag = False,
 ) -> None:
@@ -57,12 +49,7 @@ def remove(
         if rows or keys or listed:
             raise UsageError("--resume finishes what was begun; it takes no samples")
         reports = resume_erasures(parse_url(root)[0])
-        if as_json:
-            console.print_json([report.to_json() for report in reports])
-        elif not reports:
-            console.print_line("nothing to finish")
-        for report in [] if as_json else reports:
-            _print_report(report)
+        console.present(as_json, lambda: [one.to_json() for one in reports], lambda: _print_reports(reports))
         return
     if sum(option is not None for option in (rows, keys, listed)) != 1:
         raise UsageError("remove takes one of --rows, --keys and --list")
@@ -71,16 +58,12 @@ def remove(
     given = _given(root, rows, keys, listed)
     if erase_bytes:
         report = erase(root, reason=reason, author=author, **given)
-        if as_json:
-            console.print_json(report.to_json())
-        else:
-            _print_report(report)
-        return
-    removal = remove_samples(root, reason=reason, author=author, **given)
-    if as_json:
-        console.print_json(_document(removal))
+        console.present(as_json, report.to_json, lambda: _print_reports([report]))
     else:
-        _print_removal(removal, parse_url(root)[0])
+        removal = remove_samples(root, reason=reason, author=author, **given)
+        console.present(
+            as_json, lambda: _document(removal), lambda: _print_removal(removal, parse_url(root)[0])
+        )
 
 
 def _given(root: str, rows: str | None, keys: str | None, listed: Path | None) -> dict[str, Any]:
@@ -105,48 +88,46 @@ def _document(removal: Removal) -> dict[str, Any]:
 
 
 def _print_removal(removal: Removal, root: str) -> None:
-    console.print_line(
-        f"{root}: removed {count_text(removal.samples, 'sample')}, commit {removal.commit}", "bold"
-    )
+    samples = count_text(removal.samples, "sample")
+    console.print_line(f"{root}: removed {samples}, commit {removal.commit}", "bold")
     console.print_table(
         ["ref", ">samples less", "id"],
         [(name, count_text(gone), short_id(new)) for name, (new, gone) in removal.refs.items()],
     )
     if removal.still:
-        console.print_line(f"still in: {', '.join(map(clean, removal.still))}")
+        console.print_line(f"still in: {', '.join(removal.still)}")
     console.print_line("the bytes are still there: --erase removes them", "dim")
 
 
+def _print_reports(reports: Sequence[ErasureReport]) -> None:
+    if not reports:
+        console.print_line("nothing to finish")
+    for report in reports:
+        _print_report(report)
+
+
 def _print_report(report: ErasureReport) -> None:
-    console.print_line(f"erased {count_text(report.samples, 'sample')}: {clean(report.reason)}", "bold")
-    console.print_facts(
-        [
-            ("rows", f"{count_text(report.rows)}, copies in other versions among them"),
-            ("shards", f"{count_text(report.rewritten)} rewritten, {count_text(report.dropped)} left empty"),
-            ("versions", f"{count_text(len(report.versions))} replaced"),
-            ("deleted", f"{count_text(len(report.objects), 'object')}, {bytes_text(report.bytes)}"),
-            ("commits", ", ".join(map(str, report.commits)) or "none"),
-            ("erasure", f"{report.id} (its report stays below erasures/)"),
-        ]
-    )
+    console.print_line(f"erased {count_text(report.samples, 'sample')}: {report.reason}", "bold")
+    console.print_facts([
+        ("rows", f"{count_text(report.rows)}, copies in other versions among them"),
+        ("shards", f"{count_text(report.rewritten)} rewritten, {count_text(report.dropped)} left empty"),
+        ("versions", f"{count_text(len(report.versions))} replaced"),
+        ("deleted", f"{count_text(len(report.objects), 'object')}, {bytes_text(report.bytes)}"),
+        ("commits", ", ".join(map(str, report.commits)) or "none"),
+        ("erasure", f"{report.id} (its report stays below erasures/)"),
+    ])  # fmt: skip
     if report.refs:
         console.print_heading("Refs")
+        gone = "dropped: no sample was left"
         console.print_table(
-            ["ref", "id"],
-            [
-                (name, short_id(new) if new else "dropped: no sample was left")
-                for name, new in report.refs.items()
-            ],
+            ["ref", "id"], [(ref, short_id(new) if new else gone) for ref, new in report.refs.items()]
         )
     if report.tags:
         console.print_heading("Withdrawn tags")
-        console.print_table(
-            ["tag", "named", "which is now"],
-            [
-                (tag, short_id(old), short_id(report.versions.get(old, "")) or "nothing")
-                for tag, old in report.tags.items()
-            ],
-        )
+        console.print_table(["tag", "named", "which is now"], [
+            (tag, short_id(old), short_id(report.versions.get(old, "")) or "nothing")
+            for tag, old in report.tags.items()
+        ])  # fmt: skip
     console.print_heading("Not reached")
     for text in report.not_reached:
-        console.print_line(f"  {clean(text)}")
+        console.print_line(f"  {text}")

@@ -7,29 +7,24 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from shardkit.errors import StoreError
 from shardkit_tools import console, options
 from shardkit_tools.observing.archive import collect, parse_since, write
+from shardkit_tools.options import argument, option
 from shardkit_tools.texts import bytes_text
 
 _STACKS_WAIT_S = 10.0
 
 
 def report(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The run directory.")],
-    since: Annotated[
-        str, typer.Option("--since", metavar="TIME", help="How far back: 30min, 2h, 1d, all.")
-    ] = "2h",
+    run: Annotated[str, argument("RUN", "The run directory.")],
+    since: Annotated[str, option("--since TIME", "How far back: 30min, 2h, 1d, all.")] = "2h",
     output: Annotated[
         str | None,
-        typer.Option(
-            "--output", "-o", metavar="FILE", help="Where to; by default RUN-report-TIME.tar.gz here."
-        ),
+        option("--output -o FILE", "Where to; by default RUN-report-TIME.tar.gz here."),
     ] = None,
     stacks: Annotated[
-        bool, typer.Option("--stacks/--no-stacks", help="Ask live ranks what their threads are doing.")
+        bool, option("--stacks/--no-stacks", "Ask live ranks what their threads are doing.")
     ] = True,
     as_json: options.JsonFlag = False,
 ) -> None:
@@ -54,14 +49,9 @@ def report(
         write(archive, sink, folder, now)
     size = target.stat().st_size
     if as_json:
-        console.print_json(
-            {
-                "archive": str(target),
-                "bytes": size,
-                "files": {name: len(data) for name, data in archive.items()},
-            }
-        )
+        sizes = {name: len(data) for name, data in archive.items()}
+        console.print_json({"archive": str(target), "bytes": size, "files": sizes})
         return
-    console.print_line(archive["README.txt"].decode().partition("\nDecisions")[0].rstrip())
-    console.print_line()
-    console.print_line(f"{target}  {bytes_text(size)}, {len(archive)} files")
+    summary = archive["README.txt"].decode().partition("\nDecisions")[0].rstrip()
+    for line in [*summary.splitlines(), "", f"{target}  {bytes_text(size)}, {len(archive)} files"]:
+        console.print_line(line)

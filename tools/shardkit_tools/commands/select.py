@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-import typer
 from numpy.typing import NDArray
 
 import shardkit
@@ -16,29 +15,26 @@ from shardkit.dataset.selecting import put_selected, select_rows
 from shardkit.errors import UsageError
 from shardkit.storage import Repository
 from shardkit_tools import console, options
+from shardkit_tools.options import argument, option
 from shardkit_tools.row_lists import read_numbers
-from shardkit_tools.texts import count_text, share_text, short_id
-from shardkit_tools.versions import moved_document, moved_facts, parse_url
+from shardkit_tools.texts import count_text, share_text
+from shardkit_tools.versions import moved_document, parse_url, print_committed
 
 
 def select(
-    root: Annotated[str, typer.Argument(metavar="ROOT[@REF]", help="The version to take samples from.")],
-    ref: Annotated[str, typer.Option("--ref", metavar="NAME", help="The ref that the new version gets.")],
+    root: Annotated[str, argument("ROOT[@REF]", "The version to take samples from.")],
+    ref: Annotated[str, option("--ref NAME", "The ref that the new version gets.")],
     where: Annotated[
         str | None,
-        typer.Option(
-            "--where", metavar="CONDITION", help="A condition, such as 'label < 5' or '`First Name` < 5'."
-        ),
+        option("--where CONDITION", "A condition, such as 'label < 5' or '`First Name` < 5'."),
     ] = None,
     rows: Annotated[
         Path | None,
-        typer.Option("--rows", metavar="FILE", help="A file with the sample numbers to keep, one a line."),
+        option("--rows FILE", "A file with the sample numbers to keep, one a line."),
     ] = None,
     exclude: Annotated[
         Path | None,
-        typer.Option(
-            "--exclude", metavar="FILE", help="A file with the sample numbers to leave out, one a line."
-        ),
+        option("--exclude FILE", "A file with the sample numbers to leave out, one a line."),
     ] = None,
     message: options.MessageOption = "",
     author: options.AuthorOption = "",
@@ -59,38 +55,28 @@ def select(
         names = ", ".join(name for name, _ in dataset.manifest.parts)
         raise UsageError(f"{root} is merged; select from its parts ({names}), then merge those versions")
     if where is not None:
-        view = dataset.select(where=where)
+        view, note, said = dataset.select(where=where), {"where": where}, f"select {where}"
     else:
         view = dataset.select(rows=_numbers(dataset, rows, exclude))
-    note = (
-        {"where": where}
-        if where is not None
-        else {"rows": "listed" if rows is not None else "all but listed"}
-    )
+        note, said = {"rows": "listed" if rows is not None else "all but listed"}, "select by list"
     masks = {shard: _mask(view, shard) for shard in range(len(view.table))}
     manifest, table, selections = select_rows(
         dataset.manifest, dataset.table, masks, row_strata=dataset.row_strata, build={"select": note}
     )
     put_selected(repository, manifest, table, selections)
-    said = message or (f"select {where}" if where is not None else "select by list")
-    moved = move_refs(repository, {ref: manifest.id}, expected, message=said, author=author)
+    moved = move_refs(repository, {ref: manifest.id}, expected, message=message or said, author=author)
     if as_json:
-        console.print_json(
-            {
-                "root": parse_url(root)[0],
-                "ref": ref,
-                "id": manifest.id,
-                "samples": manifest.selected,
-                "moved": moved_document(moved.refs),
-            }
-        )
+        console.print_json({
+            "root": parse_url(root)[0],
+            "ref": ref,
+            "id": manifest.id,
+            "samples": manifest.selected,
+            "moved": moved_document(moved.refs),
+        })  # fmt: skip
         return
     share = share_text(manifest.selected, dataset.manifest.selected)
-    console.print_line(
-        f"{parse_url(root)[0]}@{ref}: {count_text(manifest.selected, 'sample')}, {share} of "
-        f"{root}; {short_id(manifest.id)}" + ("" if moved.entry else "; it was there already")
-    )
-    console.print_facts(moved_facts(moved.refs))
+    samples = count_text(manifest.selected, "sample")
+    print_committed(f"{parse_url(root)[0]}@{ref}: {samples}, {share} of {root}", manifest.id, moved)
 
 
 def _mask(view: Dataset, shard: int) -> NDArray[np.bool_]:

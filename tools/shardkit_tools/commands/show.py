@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 import numpy as np
-import typer
 
 import shardkit
 from shardkit.dataset import Dataset
@@ -21,7 +20,8 @@ from shardkit.reading.inventory import read_root
 from shardkit.repository.log import LogEntry
 from shardkit.repository.repository import Repository
 from shardkit_tools import console, options
-from shardkit_tools.texts import bytes_text, clean, count_text, share_text, short_id
+from shardkit_tools.options import argument, option
+from shardkit_tools.texts import bytes_text, count_text, share_text, short_id
 from shardkit_tools.versions import named_versions, parse_url, stratum_label, time_text
 
 _STRATA_SHOWN = 25
@@ -29,26 +29,18 @@ _TERMS_SHOWN = ("licence", "source", "contact")
 
 
 def show(
-    root: Annotated[
-        str | None, typer.Argument(metavar="ROOT[@REF]", help="The version; without @REF: main.")
-    ] = None,
+    root: Annotated[str | None, argument("ROOT[@REF]", "The version; without @REF: main.")] = None,
     environment: Annotated[
         bool,
-        typer.Option(
-            "--environment", help="Show what is installed here instead: compiled modules, optional packages."
-        ),
+        option("--environment", "Show what is installed here instead: compiled modules, optional packages."),
     ] = False,
-    all_strata: Annotated[
-        bool, typer.Option("--all", help="Show every stratum, however many there are.")
-    ] = False,
+    all_strata: Annotated[bool, option("--all", "Show every stratum, however many there are.")] = False,
     lineage: Annotated[
-        bool, typer.Option("--lineage", help="Show where it comes from: sources, build settings, ancestors.")
+        bool, option("--lineage", "Show where it comes from: sources, build settings, ancestors.")
     ] = False,
     sample: Annotated[
         str | None,
-        typer.Option(
-            "--sample", metavar="N|KEY", help="Show where one sample comes from, down to file and row."
-        ),
+        option("--sample N|KEY", "Show where one sample comes from, down to file and row."),
     ] = None,
     as_json: options.JsonFlag = False,
 ) -> None:
@@ -69,22 +61,8 @@ def show(
 
         show_lineage(dataset, sample, as_json=as_json)
         return
-    path, ref = parse_url(root)
-    document = describe(dataset, path, ref)
-    if as_json:
-        console.print_json(document)
-        return
-    _print_facts(document)
-    console.print_heading("Fields")
-    console.print_table(["field", "type"], list(document["schema"].items()))
-    _print_strata(document, all_strata)
-    _print_splits(document)
-    _print_about(document)
-    if document["build"]:
-        console.print_heading("Built with")
-        console.print_facts(
-            [(name, _setting(name, value)) for name, value in sorted(document["build"].items())]
-        )
+    document = describe(dataset, *parse_url(root))
+    console.present(as_json, lambda: document, lambda: _print(document, all_strata))
 
 
 def describe(dataset: Dataset, root: str, ref: str) -> dict[str, Any]:
@@ -113,23 +91,20 @@ def describe(dataset: Dataset, root: str, ref: str) -> dict[str, Any]:
         "sources": manifest.sources,
         "about": about_of(dataset.version).to_json(),
         "lookups": [
-            {
-                "field": lookup.field,
-                "entries": sum(piece.entries for piece in lookup.pieces),
-                "bytes": sum(piece.size for piece in lookup.pieces),
-            }
-            for lookup in manifest.lookups
+            {"field": one.field, "entries": sum(piece.entries for piece in one.pieces),
+             "bytes": sum(piece.size for piece in one.pieces)}
+            for one in manifest.lookups
         ],
         "costs": [costs.expression for costs in manifest.costs],
         "build": dict(manifest.build),
-    }
+    }  # fmt: skip
 
 
 def _commit(log: list[LogEntry], manifest_id: str) -> dict[str, Any] | None:
     """The first commit that named the manifest."""
     for entry in reversed(log):
         if manifest_id in (*entry.refs.values(), *entry.tags.values()):
-            return {"n": entry.n, "time": entry.time, "message": entry.message, "author": entry.author}
+            return {name: getattr(entry, name) for name in ("n", "time", "message", "author")}
     return None
 
 
@@ -173,106 +148,78 @@ def _splits(repository: Repository, log: list[LogEntry], manifest: Manifest) -> 
     return found
 
 
-def _print_facts(document: Mapping[str, Any]) -> None:
-    shards, commit = document["shards"], document["commit"]
-    raw, stored = document["raw_bytes"], document["stored_bytes"]
-    samples = count_text(document["samples"])
-    if document["samples"] != document["rows"]:
-        samples += (
-            f" of {count_text(document['rows'])} rows ({share_text(document['samples'], document['rows'])})"
-        )
-    smallest, largest_shard = bytes_text(shards["smallest_bytes"]), bytes_text(shards["largest_bytes"])
-    sizes = largest_shard if smallest == largest_shard else f"{smallest} to {largest_shard}"
-    is_packed = document["compression"] != "none"
-    ratio = f", {bytes_text(raw)} raw ({raw / stored:.2f}×)" if is_packed else ""
-    largest = bytes_text(shards["largest_block_bytes"])
-    rows = _range(shards["block_rows_least"], shards["block_rows_most"])
-    compression = document["compression"].replace(":", " level ")
-    console.print_line(f"{document['root']}@{document['ref']}", "bold")
-    facts = [
-        ("id", document["id"]),
-        ("samples", samples),
-        (
-            "format",
-            document["format"]
-            + (f", {compression}" if document["compression"] != "none" else ", uncompressed"),
-        ),
-        ("size", bytes_text(stored) + ratio),
-        ("shards", f"{count_text(shards['count'])} of {sizes}"),
-        ("blocks", f"{count_text(shards['blocks'])} of up to {rows} rows, {largest}"),
-    ]
-    if commit is not None:
-        said = f": {clean(commit['message'])}" if commit["message"] else ""
-        facts.append(("committed", f"{time_text(commit['time'])} UTC, number {commit['n']}{said}"))
-    if document["parent"] is not None:
-        facts.append(("made from", document["parent"]))
-    facts += [("part", f"{clean(part['name'])} {part['id']}") for part in document["parts"]]
-    if document["lookups"]:
-        held = [f"{lookup['field']} ({bytes_text(lookup['bytes'])})" for lookup in document["lookups"]]
-        facts.append(("found by", ", ".join(held)))
-    if document["costs"]:
-        facts.append(("costs", ", ".join(map(clean, document["costs"]))))
-    console.print_facts(facts)
-
-
-def _print_strata(document: Mapping[str, Any], all_strata: bool) -> None:
-    strata = document["strata"]
-    axes = " and ".join(document["axes"])
-    if not axes:
-        console.print_heading("Not stratified: every batch is drawn from all samples alike")
-        return
-    console.print_heading(f"{count_text(len(strata))} strata by {axes}")
-    if len(strata) > _STRATA_SHOWN and not all_strata:
-        shown = sorted(strata, key=lambda stratum: (-stratum["samples"], stratum["name"]))[:_STRATA_SHOWN]
-    else:
-        shown = sorted(strata, key=lambda stratum: [_natural(value) for value in stratum["values"]])
-    console.print_table(
-        ["*stratum", ">samples", ">share", ""],
-        [
-            (
-                stratum["label"],
-                count_text(stratum["samples"]),
-                share_text(stratum["samples"], document["samples"]),
-                "pooled: too rare for every shard" if stratum["in_pool"] else "",
-            )
-            for stratum in shown
-        ],
-    )
-    console.print_more(len(strata) - len(shown), " (--all)")
-
-
-def _print_splits(document: Mapping[str, Any]) -> None:
+def _print(document: Mapping[str, Any], all_strata: bool) -> None:
+    _print_facts(document)
+    console.print_heading("Fields")
+    console.print_table(["field", "type"], list(document["schema"].items()))
+    _print_strata(document, all_strata)
     if document["splits"]:
         console.print_heading("Other versions of the same rows")
-        console.print_table(
-            ["name", ">samples", ">share", "id"],
-            [
-                (
-                    clean(split["name"]),
-                    count_text(split["samples"]),
-                    share_text(split["samples"], document["rows"]),
-                    short_id(split["id"]),
-                )
-                for split in document["splits"]
-            ],
-        )
-
-
-def _print_about(document: Mapping[str, Any]) -> None:
+        console.print_table(["name", ">samples", ">share", "id"], [
+            (one["name"], count_text(one["samples"]), share_text(one["samples"], document["rows"]), short_id(one["id"]))
+            for one in document["splits"]
+        ])  # fmt: skip
     about = dict(document["about"])
     strata = about.pop("stratum", {})
     if about:
         console.print_heading("About")
-        console.print_facts([(name, clean(text)) for name, text in about.items()])
+        console.print_facts(about.items())
     if strata:
         console.print_heading("About strata")
-        console.print_table(
-            ["*stratum", "*licence", "*source", "*contact"],
-            [
-                tuple(clean(text) for text in (name, *(terms.get(key, "") for key in _TERMS_SHOWN)))
-                for name, terms in strata.items()
-            ],
+        rows = [(name, *(terms.get(key, "") for key in _TERMS_SHOWN)) for name, terms in strata.items()]
+        console.print_table(["*stratum", *(f"*{term}" for term in _TERMS_SHOWN)], rows)
+    if document["build"]:
+        console.print_heading("Built with")
+        console.print_facts(
+            (name, _setting(name, value)) for name, value in sorted(document["build"].items())
         )
+
+
+def _print_facts(document: Mapping[str, Any]) -> None:
+    shards, commit = document["shards"], document["commit"]
+    raw, stored, compression = document["raw_bytes"], document["stored_bytes"], document["compression"]
+    samples, rows = document["samples"], document["rows"]
+    selected = f" of {count_text(rows)} rows ({share_text(samples, rows)})" if samples != rows else ""
+    is_packed = compression != "none"
+    packed = compression.replace(":", " level ") if is_packed else "uncompressed"
+    ratio = f", {bytes_text(raw)} raw ({raw / stored:.2f}×)" if is_packed else ""
+    sizes = _range(bytes_text(shards["smallest_bytes"]), bytes_text(shards["largest_bytes"]))
+    block_rows = _range(count_text(shards["block_rows_least"]), count_text(shards["block_rows_most"]))
+    largest = bytes_text(shards["largest_block_bytes"])
+    said = f": {commit['message']}" if commit and commit["message"] else ""
+    lookups = ", ".join(f"{one['field']} ({bytes_text(one['bytes'])})" for one in document["lookups"])
+    console.print_line(f"{document['root']}@{document['ref']}", "bold")
+    console.print_facts([
+        ("id", document["id"]),
+        ("samples", f"{count_text(samples)}{selected}"),
+        ("format", f"{document['format']}, {packed}"),
+        ("size", f"{bytes_text(stored)}{ratio}"),
+        ("shards", f"{count_text(shards['count'])} of {sizes}"),
+        ("blocks", f"{count_text(shards['blocks'])} of up to {block_rows} rows, {largest}"),
+        ("committed", f"{time_text(commit['time'])} UTC, number {commit['n']}{said}" if commit else None),
+        ("made from", document["parent"]),
+        *(("part", f"{part['name']} {part['id']}") for part in document["parts"]),
+        ("found by", lookups or None),
+        ("costs", ", ".join(document["costs"]) or None),
+    ])  # fmt: skip
+
+
+def _print_strata(document: Mapping[str, Any], all_strata: bool) -> None:
+    strata = document["strata"]
+    if not document["axes"]:
+        console.print_heading("Not stratified: every batch is drawn from all samples alike")
+        return
+    console.print_heading(f"{count_text(len(strata))} strata by {' and '.join(document['axes'])}")
+    if len(strata) > _STRATA_SHOWN and not all_strata:
+        shown = sorted(strata, key=lambda one: (-one["samples"], one["name"]))[:_STRATA_SHOWN]
+    else:
+        shown = sorted(strata, key=lambda one: [_natural(value) for value in one["values"]])
+    console.print_table(["*stratum", ">samples", ">share", ""], [
+        (one["label"], count_text(one["samples"]), share_text(one["samples"], document["samples"]),
+         "pooled: too rare for every shard" if one["in_pool"] else "")
+        for one in shown
+    ])  # fmt: skip
+    console.print_more(len(strata) - len(shown), " (--all)")
 
 
 def _natural(value: str) -> tuple[int, str]:
@@ -280,22 +227,19 @@ def _natural(value: str) -> tuple[int, str]:
     return (int(value), "") if value.isdecimal() else (2**63, value)
 
 
-def _range(least: int, most: int) -> str:
-    return count_text(most) if least == most else f"{least:,} to {most:,}"
+def _range(least: str, most: str) -> str:
+    return most if least == most else f"{least} to {most}"
 
 
 def _setting(name: str, value: object) -> str:
     if isinstance(value, dict):
         items = sorted(value.items(), key=lambda item: (item[0] not in ("importer", "name"), item[0]))
-        shown = [f"{key} {_setting(key, item)}" for key, item in items if item not in (None, {}, [])]
-        return clean(", ".join(shown))
+        return ", ".join(f"{key} {_setting(key, item)}" for key, item in items if item not in (None, {}, []))
     if isinstance(value, list):
-        return clean(
-            ", ".join(" ".join(map(str, item)) if isinstance(item, list) else str(item) for item in value)
-        )
+        return ", ".join(" ".join(map(str, one)) if isinstance(one, list) else str(one) for one in value)
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return bytes_text(value) if name.endswith("_size") and isinstance(value, int) else clean(str(value))
+    return bytes_text(value) if name.endswith("_size") and isinstance(value, int) else str(value)
 
 
 _COMPILED = {
@@ -308,22 +252,19 @@ _OWN = ("dev", "docs")
 
 def show_environment(*, as_json: bool) -> None:
     """Print which fast modules and optional packages are missing, and how to get them."""
-    compiled = {name: _is_there(name) for name in _COMPILED}
-    extras = _extras()
+    compiled, extras = {name: _is_there(name) for name in _COMPILED}, _extras()
     versions = {"shardkit": importlib.metadata.version("shardkit"), "python": platform.python_version()}
-    missing = [name for name, is_there in compiled.items() if not is_there]
+    to_compile = None if all(compiled.values()) else _GET
     if as_json:
-        console.print_json(
-            {**versions, "compiled": compiled, "to_compile": _GET if missing else None, "extras": extras}
-        )
+        console.print_json({**versions, "compiled": compiled, "to_compile": to_compile, "extras": extras})
         return
-    console.print_facts(list(versions.items()))
+    console.print_facts(versions.items())
     console.print_heading("Compiled modules")
     console.print_facts(
-        [(name, "there" if compiled[name] else f"missing: {_COMPILED[name]}") for name in compiled]
+        (name, "there" if there else f"missing: {_COMPILED[name]}") for name, there in compiled.items()
     )
-    if missing:
-        console.print_line(f"To get them: {_GET}")
+    if to_compile:
+        console.print_line(f"To get them: {to_compile}")
     console.print_heading("Extras")
     for extra, packages in extras.items():
         lacks = [name for name, version in packages.items() if version is None]

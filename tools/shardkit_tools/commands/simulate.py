@@ -11,6 +11,7 @@ import typer
 
 from shardkit.errors import ConfigurationError
 from shardkit_tools import console, options
+from shardkit_tools.options import argument, option
 from shardkit_tools.simulation.cluster import Cluster, changed, load_cluster
 from shardkit_tools.simulation.reading import Prepared
 from shardkit_tools.simulation.run import DEFAULT_BUDGET, prepare, simulate_lanes, simulate_shuffle
@@ -20,29 +21,21 @@ _OURS, _USUAL = "lanes + plan-aware cache", "full shuffle + LRU"
 
 
 def simulate(
-    cluster: Annotated[
-        Path, typer.Argument(metavar="CLUSTER", help="A description in TOML; see examples/clusters/.")
-    ],
-    changes: Annotated[
-        list[str] | None, typer.Argument(metavar="[NAME=VALUE…]", help="Further changes for --what-if.")
-    ] = None,
+    cluster: Annotated[Path, argument("CLUSTER", "A description in TOML; see examples/clusters/.")],
+    changes: Annotated[list[str] | None, argument("[NAME=VALUE…]", "Further changes for --what-if.")] = None,
     what_if: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=VALUE…", help="Simulate a changed cluster too, and show both."),
+        option("NAME=VALUE…", "Simulate a changed cluster too, and show both."),
     ] = None,
-    sweep: Annotated[
-        str, typer.Option(metavar="NAME=A,B,…", help="Simulate once for each value, such as nodes=1,8,64.")
-    ] = "",
-    root: Annotated[
-        str, typer.Option(metavar="ROOT[@REF]", help="Take the samples of this manifest; no sample is read.")
-    ] = "",
-    rows: Annotated[str, typer.Option(metavar="N", help="Or so many made-up samples …")] = "",
-    shards: Annotated[str, typer.Option(metavar="N", help="… in so many shards …")] = "",
-    strata: Annotated[str, typer.Option(metavar="N", help="… of so many strata …")] = "",
-    size: Annotated[str, typer.Option("--bytes", metavar="SIZE", help="… of so many bytes in all.")] = "",
+    sweep: Annotated[str, option("NAME=A,B,…", "Simulate once for each value, such as nodes=1,8,64.")] = "",
+    root: Annotated[str, option("ROOT[@REF]", "Take the samples of this manifest; no sample is read.")] = "",
+    rows: Annotated[str, option("N", "Or so many made-up samples …")] = "",
+    shards: Annotated[str, option("N", "… in so many shards …")] = "",
+    strata: Annotated[str, option("N", "… of so many strata …")] = "",
+    size: Annotated[str, option("--bytes SIZE", "… of so many bytes in all.")] = "",
     compare: Annotated[
         bool,
-        typer.Option("--compare/--no-compare", help="Simulate a full shuffle with LRU caches beside it."),
+        option("--compare/--no-compare", "Simulate a full shuffle with LRU caches beside it."),
     ] = True,
     unit: Annotated[
         str, typer.Option(help="What the full shuffle reads and caches: sample or block.")
@@ -61,12 +54,10 @@ def simulate(
 
     Example: shardkit simulate examples/clusters/pod-1024.toml --what-if copies=2 cache=500GB
     """
-    given = {"root": root, "rows": rows, "shards": shards, "strata": strata, "bytes": size}
-    described = changed(
-        load_cluster(cluster), [f"data.{name}={value}" for name, value in given.items() if value]
-    )
-    if seed is not None:
-        described = changed(described, [f"seed={seed}"])
+    data = {"root": root, "rows": rows, "shards": shards, "strata": strata, "bytes": size}
+    given = [f"data.{name}={value}" for name, value in data.items() if value]
+    given += [f"seed={seed}"] if seed is not None else []
+    described = changed(load_cluster(cluster), given)
     if unit not in ("sample", "block"):
         raise ConfigurationError(f"--unit is {unit!r}: sample or block is expected")
     if budget < 1:
@@ -74,19 +65,17 @@ def simulate(
     wanted = [*(what_if or []), *(changes or [])]
     if wanted and not what_if:
         raise ConfigurationError(f"{wanted[0]!r}: changes follow --what-if")
-    scenarios = _scenarios(described, wanted, sweep)
-    results = _run(scenarios, budget, unit if compare else None)
+    results = _run(_scenarios(described, wanted, sweep), budget, unit if compare else None)
+    name = sweep.partition("=")[0]
     if plot is not None:
-        from shardkit_tools.commands.simulate import draw
-
-        axis = sweep.partition("=")[0] or ("epoch" if len(results) == 1 else "scenario")
-        draw(results, f"{axis}: {described.name}", plot)
+        axis = name or ("epoch" if len(results) == 1 else "scenario")
+        _draw(results, f"{axis}: {described.name}", plot)
     if as_json:
         console.print_json({"cluster": _plain(described), "scenarios": results})
         return
     _print_head(described, results[0], unit)
     if sweep:
-        _print_sweep(sweep.partition("=")[0], results)
+        _print_sweep(name, results)
     else:
         _print_scenarios(described, results)
 
@@ -105,57 +94,52 @@ def _scenarios(described: Cluster, wanted: list[str], sweep: str) -> list[tuple[
 
 
 def _run(scenarios: list[tuple[str, Cluster]], budget: int, unit: str | None) -> list[dict[str, Any]]:
-    status = console.StatusLine()
     made: dict[tuple[Any, ...], Prepared] = {}
     results = []
     reads: Literal["sample", "block"] = "block" if unit == "block" else "sample"
-    for label, cluster in scenarios:
+    with console.long_work() as status:
+        for label, cluster in scenarios:
 
-        def tell(text: str, label: str = label) -> None:
-            status.show(f"{label}: {text}")
+            def tell(text: str, label: str = label) -> None:
+                status.show(f"{label}: {text}")
 
-        work = cluster.work
-        key = (cluster.data, work.global_batch, work.lanes, work.seed, work.window_blocks)
-        tell("planning")
-        if key not in made:
-            made[key] = prepare(cluster)
-        one: dict[str, Any] = {"label": label}
-        one["lanes"] = simulate_lanes(cluster, made[key], budget=budget, tell=tell)
-        if unit is not None:
-            one["shuffle"] = simulate_shuffle(cluster, made[key], unit=reads, budget=budget, tell=tell)
-        results.append(one)
-    status.clear()
+            work = cluster.work
+            key = (cluster.data, work.global_batch, work.lanes, work.seed, work.window_blocks)
+            tell("planning")
+            if key not in made:
+                made[key] = prepare(cluster)
+            one: dict[str, Any] = {"label": label}
+            one["lanes"] = simulate_lanes(cluster, made[key], budget=budget, tell=tell)
+            if unit is not None:
+                one["shuffle"] = simulate_shuffle(cluster, made[key], unit=reads, budget=budget, tell=tell)
+            results.append(one)
     return results
 
 
 def _plain(cluster: Cluster) -> dict[str, Any]:
-    """Without infinities, which JSON does not have."""
+    """For JSON, which has no infinity."""
     document = dataclasses.asdict(cluster)
     for section in document.values():
         if isinstance(section, dict):
-            for name, value in section.items():
-                section[name] = None if value == float("inf") else value
+            section |= {name: None for name, value in section.items() if value == float("inf")}
     return document
-
-
-# Print
 
 
 def _print_head(cluster: Cluster, first: dict[str, Any], unit: str) -> None:
     ours, data = first["lanes"], cluster.data
-    plan, sample, error = ours["plan"], ours["sample"], ours["error"]
-    samples = count_text(ours["dataset"]["rows"], "sample")
+    plan, sample, error, held = (ours[name] for name in ("plan", "sample", "error", "dataset"))
+    where = f", {data.root}" if data.root else ""
+    lanes = f"{count_text(plan['lanes'])} lanes of {plan['cell_size']}"
+    looked = ", ".join(count_text(sample[f"{one}s"], one) for one in ("node", "rank", "lane"))
     console.print_facts([
         ("cluster", f"{cluster.name}: {count_text(cluster.nodes.nodes, 'node')} of {cluster.nodes.ranks} ranks"),
-        ("samples", f"{samples}, {bytes_text(int(ours['dataset']['bytes']))} in "
-                    f"{count_text(ours['dataset']['shards'], 'shard')}" + (f", {data.root}" if data.root else "")),
-        ("plan", (f"{count_text(plan['global_batch'])} samples a step: {count_text(plan['lanes'])} lanes of "
-                 f"{plan['cell_size']}; {count_text(plan['steps_per_epoch'])} steps an epoch")),
-        ("looked at", (f"{count_text(sample['nodes'], 'node')}, {count_text(sample['ranks'], 'rank')}, "
-                      f"{count_text(sample['lanes'], 'lane')}; egress ±{_error(error['egress'])}, "
-                      f"stall +{_error(error['stall'])}")),
+        ("samples", f"{count_text(held['rows'], 'sample')}, {bytes_text(int(held['bytes']))} in "
+                    + count_text(held["shards"], "shard") + where),
+        ("plan", (f"{count_text(plan['global_batch'])} samples a step: {lanes}; "
+                  f"{count_text(plan['steps_per_epoch'])} steps an epoch")),
+        ("sampled", f"{looked}; egress ±{_error(error['egress'])}, stall +{_error(error['stall'])}"),
         ("lanes", _OURS),
-        *([("shuffle", f"{_USUAL}, reading {unit}s")] if "shuffle" in first else []),
+        ("shuffle", f"{_USUAL}, reading {unit}s" if "shuffle" in first else None),
     ])  # fmt: skip
 
 
@@ -163,87 +147,75 @@ def _error(error: float | None) -> str:
     return "unknown" if error is None else f"{error * 100:.2g} %"
 
 
-def _rows(result: dict[str, Any], epoch: int) -> list[str]:
+def _rows(result: dict[str, Any], epoch: int) -> dict[str, str]:
     one, lost = result["epochs"][epoch], result["recovery"]
-    return [
-        _seconds(one["step_s"]),
-        f"{_seconds(one['stall_s'])} ({one['stall_share'] * 100:.1f} %)",
-        _bytes(one["egress_bytes"]),
-        count_text(round(one["requests"])),
-        f"{one['cache_hit_rate'] * 100:.1f} %",
-        _bytes(result["cache_bytes_per_node"]),
-        _seconds(lost["seconds"]),
-        f"{one['dollars']:,.2f}",
-        f"{one['dollars_requests_and_egress']:,.2f}",
-        _joules(one["joules"]),
-        duration_text(one["seconds"]),
-    ]
-
-
-_NAMES = ("step", "stall per epoch", "egress", "requests", "cache hits", "cache per node", "time to recover",
-          "dollars per epoch", "  of it requests, egress", "joules per epoch", "epoch")  # fmt: skip
+    return {
+        "step": _seconds(one["step_s"]),
+        "stall per epoch": f"{_seconds(one['stall_s'])} ({one['stall_share'] * 100:.1f} %)",
+        "egress": _bytes(one["egress_bytes"]),
+        "requests": count_text(round(one["requests"])),
+        "cache hits": f"{one['cache_hit_rate'] * 100:.1f} %",
+        "cache per node": _bytes(result["cache_bytes_per_node"]),
+        "time to recover": _seconds(lost["seconds"]),
+        "dollars per epoch": f"{one['dollars']:,.2f}",
+        "  of it requests, egress": f"{one['dollars_requests_and_egress']:,.2f}",
+        "joules per epoch": _joules(one["joules"]),
+        "epoch": duration_text(one["seconds"]),
+    }
 
 
 def _print_scenarios(cluster: Cluster, results: list[dict[str, Any]]) -> None:
-    for epoch, title in _epochs(cluster.work.epochs):
+    last = cluster.work.epochs - 1
+    epochs = (
+        {0: "First epoch, caches cold", last: f"Epoch {last + 1}"} if last else {0: "The epoch, caches cold"}
+    )
+    for epoch, title in epochs.items():
         console.print_heading(title)
-        columns, cells = ["what"], [list(_NAMES)]
-        for one in results:
-            for way in ("lanes", "shuffle"):
-                if way in one:
-                    columns.append(way if one is results[0] else f"{way}, {one['label']}")
-                    cells.append(_rows(one[way], epoch))
+        columns = {
+            way if one is results[0] else f"{way}, {one['label']}": _rows(one[way], epoch)
+            for one in results
+            for way in ("lanes", "shuffle")
+            if way in one
+        }
+        names = next(iter(columns.values()))
         console.print_table(
-            ["what", *(f">{column}" for column in columns[1:])],
-            [list(row) for row in zip(*cells, strict=True)],
+            ["what", *(f">{column}" for column in columns)],
+            [(name, *(column[name] for column in columns.values())) for name in names],
         )
     first = results[0]["lanes"]
     moves, lost, again = first["rebalancing"], first["recovery"], first["restart"]
+    parts = ", ".join(
+        f"{name} {_seconds(lost[f'{name}_s'])}" for name in ("detect", "restart", "restore", "redo")
+    )
+    refilled = f"the cache refills in {_seconds(lost['refill_s'])}"
     console.print_heading("What went wrong, and what was done")
     console.print_facts([
         ("slow ranks", (f"{count_text(moves['decisions'], 'decision')}, "
-                       f"{count_text(moves['lanes_to_other_nodes'], 'lane')} to other nodes: "
-                       f"{_bytes(moves['bytes'])} read again")),
-        ("nodes failed", (f"{first['failures']}; recovering: detect {_seconds(lost['detect_s'])}, restart "
-                         f"{_seconds(lost['restart_s'])}, restore {_seconds(lost['restore_s'])}, redo "
-                         f"{_seconds(lost['redo_s'])}; the cache refills in {_seconds(lost['refill_s'])}")),
+                        f"{count_text(moves['lanes_to_other_nodes'], 'lane')} to other nodes: "
+                        f"{_bytes(moves['bytes'])} read again")),
+        ("nodes failed", f"{first['failures']}; recovering: {parts}; {refilled}"),
         ("restarted", (f"on permuted hosts, one of them new: {_bytes(again['refetched_bytes'])} fetched again, "
-                      f"with fixed shares {_bytes(again['fixed_bytes'])}")),
-        ("locations silent", str(first["outages"])),
+                       f"with fixed shares {_bytes(again['fixed_bytes'])}")),
+        ("locations silent", first["outages"]),
         ("stood still", _seconds(first["stood_s"])),
     ])  # fmt: skip
 
 
-def _epochs(epochs: int) -> list[tuple[int, str]]:
-    if epochs == 1:
-        return [(0, "The epoch, caches cold")]
-    return [(0, "First epoch, caches cold"), (epochs - 1, f"Epoch {epochs}")]
+_SWEPT = {">step": "step", ">stall": "stall per epoch", ">egress": "egress", ">requests": "requests",
+          ">hits": "cache hits", ">dollars": "dollars per epoch", ">joules": "joules per epoch",
+          ">recover": "time to recover"}  # fmt: skip
 
 
 def _print_sweep(name: str, results: list[dict[str, Any]]) -> None:
-    columns = [
-        f">{name}",
-        ">step",
-        ">stall",
-        ">egress",
-        ">requests",
-        ">hits",
-        ">dollars",
-        ">joules",
-        ">recover",
-    ]
     for way, title in (("lanes", _OURS), ("shuffle", _USUAL)):
-        rows = []
-        for one in results:
-            if way in one:
-                cells = _rows(one[way], -1)
-                rows.append([one["label"], *cells[:5], cells[7], cells[9], cells[6]])
-        if rows:
+        cells = [(one["label"], _rows(one[way], -1)) for one in results if way in one]
+        if cells:
             console.print_heading(f"{title}, last epoch")
-            console.print_table(columns, rows)
-    worst = [one["lanes"]["error"]["egress"] for one in results]
+            rows = [(label, *(row[what] for what in _SWEPT.values())) for label, row in cells]
+            console.print_table([f">{name}", *_SWEPT], rows)
     console.print_line()
-    console.print_line(f"error of egress: ±{', '.join(_error(error) for error in worst)}")
+    errors = ", ".join(_error(one["lanes"]["error"]["egress"]) for one in results)
+    console.print_line(f"error of egress: ±{errors}")
 
 
 def _seconds(seconds: float) -> str:
@@ -272,17 +244,8 @@ _FIGURES = (
 _WAYS = (("lanes", "lanes, cache that knows the plan", "o-"), ("shuffle", "full shuffle, LRU", "s--"))
 
 
-def draw(results: Sequence[dict[str, Any]], title: str, path: Path) -> None:
-    """Draw the last epoch of each result against its label; or, of a single one, all its epochs.
-
-    Args:
-        results: each with ``label``, ``lanes`` and perhaps ``shuffle``.
-        title: of the picture.
-        path: where it goes; the ending says which format.
-
-    Raises:
-        MissingDependency: matplotlib is not installed.
-    """
+def _draw(results: Sequence[dict[str, Any]], title: str, path: Path) -> None:
+    """The last epoch of each result against its label; or, of a single one, all its epochs."""
     plt = console.pyplot("simulate")
     figure, axes = plt.subplots(2, 2, figsize=(11, 7.5), layout="constrained")
     for axis, (name, label, unit) in zip(axes.ravel(), _FIGURES, strict=True):

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from shardkit.repository.repository import Repository
 from shardkit_tools import console, options
+from shardkit_tools.options import argument
 from shardkit_tools.versions import parse_url
 
 
 def tag(
-    root: Annotated[
-        str, typer.Argument(metavar="ROOT[@REF]", help="The version to name; without @REF: main.")
-    ],
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The tag.")],
-    ref: Annotated[
-        str | None, typer.Argument(metavar="[REF]", help="Another way to say which version.")
-    ] = None,
+    root: Annotated[str, argument("ROOT[@REF]", "The version to name; without @REF: main.")],
+    name: Annotated[str, argument("NAME", "The tag.")],
+    ref: Annotated[str | None, argument("[REF]", "Another way to say which version.")] = None,
     message: options.MessageOption = "",
     author: options.AuthorOption = "",
     as_json: options.JsonFlag = False,
@@ -37,6 +32,4 @@ def tag(
     if as_json:
         console.print_json({"root": path, "tag": name, "id": manifest, "created": not known})
     else:
-        console.print_line(
-            f"{path}@{name} {'was' if known else 'is'} {manifest}{' already' if known else ''}"
-        )
+        console.print_line(f"{path}@{name} {f'was {manifest} already' if known else f'is {manifest}'}")

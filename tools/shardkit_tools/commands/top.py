@@ -6,22 +6,20 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.console import Console
 from rich.live import Live
 
 from shardkit_tools import console, options
 from shardkit_tools.observing.run_view import view_run
 from shardkit_tools.observing.terminal import print_plain, terminal_page
+from shardkit_tools.options import argument, option
 from shardkit_tools.texts import is_terminal
 
 
 def top(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The run directory.")],
-    once: Annotated[bool, typer.Option("--once", help="Show it once and end; so does a pipe.")] = False,
-    interval: Annotated[
-        float, typer.Option("--interval", metavar="SECONDS", min=0.2, help="Between two looks.")
-    ] = 1.0,
+    run: Annotated[str, argument("RUN", "The run directory.")],
+    once: Annotated[bool, option("--once", "Show it once and end; so does a pipe.")] = False,
+    interval: Annotated[float, option("--interval SECONDS", "Between two looks.", min=0.2)] = 1.0,
     as_json: options.JsonFlag = False,
 ) -> None:
     """Watch a run: what it waits for, every rank, what is unusual, what happened last. Ctrl-C ends it.

@@ -8,6 +8,7 @@ import typer
 
 from shardkit.errors import ConfigurationError
 from shardkit_tools import console
+from shardkit_tools.options import argument, option
 
 
 def _print_settings(asked: bool) -> None:
@@ -23,31 +24,26 @@ def _print_settings(asked: bool) -> None:
 def train(
     config: Annotated[
         str | None,
-        typer.Argument(metavar="CONFIG", help="A TOML file with the run's settings, or a run's run.json."),
+        argument("CONFIG", "A TOML file with the run's settings, or a run's run.json."),
     ] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]…", help="Settings over the file's: optimizer.lr=0.001"),
+        argument("[KEY=VALUE]…", "Settings over the file's: optimizer.lr=0.001"),
     ] = None,
-    nproc: Annotated[int, typer.Option("--nproc", min=1, help="Ranks on this machine.")] = 1,
+    nproc: Annotated[int, option("--nproc", "Ranks on this machine.", min=1)] = 1,
     restarts: Annotated[
-        int, typer.Option("--restarts", min=0, help="How often torchrun starts again after a rank has died.")
+        int, option("--restarts", "How often torchrun starts again after a rank has died.", min=0)
     ] = 0,
     allow_changes: Annotated[
         str,
-        typer.Option(
-            "--allow-changes",
-            metavar="KEY,…",
-            help="Go on although these settings differ from the start before and change the data or the model.",
+        option(
+            "--allow-changes KEY,…",
+            "Go on although these settings differ from the start before and change the data or the model.",
         ),
     ] = "",
     join: Annotated[
         str,
-        typer.Option(
-            "--join",
-            metavar="RUN",
-            help="Add --nproc ranks to those that train in RUN, here or on another machine.",
-        ),
+        option("--join RUN", "Add --nproc ranks to those that train in RUN, here or on another machine."),
     ] = "",
     leave: Annotated[
         tuple[str, int] | None,
@@ -57,11 +53,8 @@ def train(
     ] = None,
     settings: Annotated[
         bool,
-        typer.Option(
-            "--settings",
-            is_eager=True,
-            callback=_print_settings,
-            help="List every setting, and what it may be.",
+        option(
+            "--settings", "List every setting, and what it may be.", is_eager=True, callback=_print_settings
         ),
     ] = False,
 ) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +13,7 @@ import typer
 from shardkit.errors import MissingDependency, RunError
 from shardkit.ranges import parse_duration, parse_size
 from shardkit_tools import console, options
+from shardkit_tools.options import argument, option
 from shardkit_tools.texts import bytes_text, duration_text
 from shardkit_tools.tuning.measuring import measure_machine, measure_ranges, measure_reducing
 from shardkit_tools.tuning.proposing import Machine, Needs, Proposal, Ranges, Reducing, propose
@@ -19,25 +22,19 @@ _QUICK = 0.25  # share of the time for each question with --quick
 
 
 def tune(
-    root: Annotated[
-        str, typer.Argument(metavar="[ROOT[@REF]]", help="A dataset whose store is measured too.")
-    ] = "",
+    root: Annotated[str, argument("[ROOT[@REF]]", "A dataset whose store is measured too.")] = "",
     disk: Annotated[Path, typer.Option(help="A directory on the disk that is measured.")] = Path(),
-    size: Annotated[
-        str, typer.Option("--bytes", metavar="SIZE", help="Of the dataset to come; ROOT's own.")
-    ] = "100GB",
+    size: Annotated[str, option("--bytes SIZE", "Of the dataset to come; ROOT's own.")] = "100GB",
     lanes: Annotated[int, typer.Option(min=1, help="Lanes of a rank.")] = 8,
     ranks: Annotated[int, typer.Option(min=1, help="Ranks of a machine.")] = 2,
     nodes: Annotated[int, typer.Option(min=1, help="Machines.")] = 1,
-    cell: Annotated[str, typer.Option(metavar="TIME", help="What computing a cell takes.")] = "20ms",
-    gradient: Annotated[str, typer.Option(metavar="SIZE", help="Bytes summed over the ranks.")] = "100MB",
-    reduce: Annotated[
-        bool, typer.Option("--reduce/--no-reduce", help="Measure an all-reduce; needs torch.")
-    ] = True,
-    quick: Annotated[bool, typer.Option("--quick", help="A quarter of the time, for a first idea.")] = False,
+    cell: Annotated[str, option("TIME", "What computing a cell takes.")] = "20ms",
+    gradient: Annotated[str, option("SIZE", "Bytes summed over the ranks.")] = "100MB",
+    reduce: Annotated[bool, option("--reduce/--no-reduce", "Measure an all-reduce; needs torch.")] = True,
+    quick: Annotated[bool, option("--quick", "A quarter of the time, for a first idea.")] = False,
     apply: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write the settings into this configuration; comments stay."),
+        option("FILE", "Write the settings into this configuration; comments stay."),
     ] = None,
     as_json: options.JsonFlag = False,
 ) -> None:
@@ -48,21 +45,26 @@ def tune(
 
     Example: shardkit tune data/cats --gradient 500MB --cell 35ms --apply train.toml
     """
-    begun, status, share = time.perf_counter(), console.StatusLine(), _QUICK if quick else 1.0
-    needs_bytes = parse_size(size)
-    cell_s, gradient_bytes = parse_duration(cell), parse_size(gradient)
-
-    def tell(text: str) -> None:
-        status.show(f"{time.perf_counter() - begun:4.0f} s  {text}")
-
+    begun, share = time.perf_counter(), _QUICK if quick else 1.0
+    needs_bytes, cell_s, gradient_bytes = parse_size(size), parse_duration(cell), parse_size(gradient)
     ranges: Ranges | None = None
-    if root:
-        ranges, needs_bytes = measure_ranges(root, seconds=1.0 * share, tell=tell)
-    machine = measure_machine(disk, seconds=2.0 * share, tell=tell)
-    reducing, missing = _reducing(ranks, tell) if reduce else (None, "")
-    status.clear()
-    needs = Needs(needs_bytes, lanes, ranks, nodes, cell_s, gradient_bytes)
-    proposals = propose(machine, ranges, reducing, needs)
+    reducing, missing = None, ""
+    with console.long_work() as status:
+
+        def tell(text: str) -> None:
+            status.show(f"{time.perf_counter() - begun:4.0f} s  {text}")
+
+        if root:
+            ranges, needs_bytes = measure_ranges(root, seconds=1.0 * share, tell=tell)
+        machine = measure_machine(disk, seconds=2.0 * share, tell=tell)
+        if reduce:
+            try:
+                reducing = measure_reducing(ranks=max(2, min(4, ranks)), tell=tell)
+            except (MissingDependency, RunError) as error:  # the rest is worth telling
+                missing = str(error)
+    proposals = propose(
+        machine, ranges, reducing, Needs(needs_bytes, lanes, ranks, nodes, cell_s, gradient_bytes)
+    )
     written: list[str] = []
     if apply is not None:
         from shardkit_tools.tuning.applying import apply as apply_to
@@ -72,7 +74,12 @@ def tune(
     if as_json:
         console.print_json(_document(machine, ranges, reducing, proposals, seconds))
         return
-    _print(machine, ranges, reducing, proposals, missing)
+    _print_measured(machine, ranges, reducing, missing)
+    console.print_heading("Proposed")
+    console.print_table(
+        ["setting", ">value", "because"],
+        [(one.name, bytes_text(one.value) if one.is_bytes else one.value, one.why) for one in proposals],
+    )
     if apply is not None:
         console.print_line()
         console.print_line(
@@ -80,13 +87,6 @@ def tune(
         )
     console.print_line()
     console.print_line(f"measured in {duration_text(seconds)}")
-
-
-def _reducing(ranks: int, tell: Any) -> tuple[Reducing | None, str]:
-    try:
-        return measure_reducing(ranks=max(2, min(4, ranks)), tell=tell), ""
-    except (MissingDependency, RunError) as error:  # the rest is worth telling
-        return None, str(error)
 
 
 def _document(
@@ -98,62 +98,45 @@ def _document(
 ) -> dict[str, Any]:
     document: dict[str, Any] = {
         "seconds": seconds,
-        "machine": {
-            **{name: getattr(machine, name) for name in
-               ("sequential", "random", "random_bytes", "copy", "sha256", "xxh3", "zstd", "memory_bytes")},
-            "gather": {str(window): rate for window, rate in machine.gather.items()},
-        },
+        "machine": asdict(machine) | {"gather": _by_bytes(machine.gather)},
         "proposals": {one.name: {"value": one.value, "why": one.why} for one in proposals},
-    }  # fmt: skip
+    }
     if ranges is not None:
         document["ranges"] = {
             "is_local": ranges.is_local,
             "latency_s": ranges.latency_s,
             "stream": ranges.stream,
-            "single_s": {str(b): s for b, s in ranges.single_s.items()},
+            "single_s": _by_bytes(ranges.single_s),
             "rates": [{"bytes": b, "at_a_time": c, "rate": r} for (b, c), r in ranges.rates.items()],
         }
     if reducing is not None:
-        document["all_reduce_s"] = {str(b): s for b, s in reducing.seconds.items()}
+        document["all_reduce_s"] = _by_bytes(reducing.seconds)
     return document
 
 
-def _print(
-    machine: Machine,
-    ranges: Ranges | None,
-    reducing: Reducing | None,
-    proposals: list[Proposal],
-    missing: str,
-) -> None:
-    gather = max(machine.gather.values())
-    facts = [
-        ("disk", f"{_rate(machine.sequential)} in order, {_rate(machine.random)} at random"),
-        ("memory", f"copies {_rate(machine.copy)}, gathers {_rate(gather)} at best"),
-        (
-            "checksums",
-            f"XXH3 {_rate(machine.xxh3)}, SHA-256 {_rate(machine.sha256)}; zstd unpacks {_rate(machine.zstd)}",
-        ),
-    ]
-    if ranges is not None:
-        where = "directory" if ranges.is_local else "store"
-        facts.append((where, (f"{ranges.latency_s * 1e3:.2f} ms a range and {_rate(ranges.stream)}; "
-                             f"{_rate(ranges.best)} at best")))  # fmt: skip
+def _by_bytes(values: Mapping[int, float]) -> dict[str, float]:
+    return {str(num_bytes): value for num_bytes, value in values.items()}
+
+
+def _print_measured(machine: Machine, ranges: Ranges | None, reducing: Reducing | None, missing: str) -> None:
+    sums = f"not measured: {missing}" if missing else None
     if reducing is not None:
         sums = ", ".join(f"{bytes_text(b)} in {s * 1e3:.1f} ms" for b, s in reducing.seconds.items())
-        facts.append(("all-reduce", sums))
-    elif missing:
-        facts.append(("all-reduce", f"not measured: {missing}"))
-    console.print_facts(facts)
-    console.print_heading("Proposed")
-    console.print_table(
-        ["setting", ">value", "because"],
-        [[one.name, bytes_text(one.value) if one.is_bytes else str(one.value), one.why] for one in proposals],
-    )
+    hashing = f"XXH3 {_rate(machine.xxh3)}, SHA-256 {_rate(machine.sha256)}"
+    facts = [
+        ("disk", f"{_rate(machine.sequential)} in order, {_rate(machine.random)} at random"),
+        ("memory", f"copies {_rate(machine.copy)}, gathers {_rate(max(machine.gather.values()))} at best"),
+        ("checksums", f"{hashing}; zstd unpacks {_rate(machine.zstd)}"),
+    ]  # fmt: skip
+    if ranges is not None:
+        latency = f"{ranges.latency_s * 1e3:.2f} ms a range and {_rate(ranges.stream)}"
+        facts.append(
+            ("directory" if ranges.is_local else "store", f"{latency}; {_rate(ranges.best)} at best")
+        )
+    console.print_facts([*facts, ("all-reduce", sums)])
 
 
 def _rate(bytes_per_second: float) -> str:
-    return (
-        f"{bytes_per_second / 1e9:.1f} GB/s"
-        if bytes_per_second >= 1e9
-        else f"{bytes_per_second / 1e6:.0f} MB/s"
-    )
+    if bytes_per_second >= 1e9:
+        return f"{bytes_per_second / 1e9:.1f} GB/s"
+    return f"{bytes_per_second / 1e6:.0f} MB/s"
