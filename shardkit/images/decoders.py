@@ -82,8 +82,8 @@ class PictureDecoder:
         """
         reader = PictureReader(payload, self.decoder, self.max_pixels)
         view = self.frame(reader.height, reader.width, place)
-        pixels = reader.pixels(shrink=view.shrink)
-        shrunk = 1 if pixels.shape[0] == reader.height else view.shrink
+        pixels = reader.pixels(shrink=view.shrink, bottom=view.top + view.height)
+        shrunk = 1 if pixels.shape[1] == reader.width else view.shrink
         seen = resize_view(pixels, view, self.size, self.resizer, shrunk)
         for augmentation in self.augment:
             seen = augmentation(seen, place)

@@ -30,7 +30,14 @@ MAX_PIXELS: Final = 89_478_485
 """Pillow's own limit: a quarter of a gibibyte of RGB."""
 
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
-_JPEG = b"\xff\xd8\xff"
+_JPEG, _END = b"\xff\xd8\xff", b"\xff\xd9"
+_FRAMES: Final = (0xC0, 0xC1, 0xC2)  # baseline, extended, progressive; Huffman-coded all
+_NO_MORE: Final = b"\xff\xd8" * (
+    1 << 15
+)  # pictures begun inside the picture, more than one segment can pass over
+_SEGMENTS: Final = frozenset(range(0xC0, 0xFF)) - frozenset(
+    range(0xD0, 0xDB)
+)  # with a length; before the scan
 _COLOURS: Final = {"RGB": "RGB", "L": "GRAY"}
 _KEPT_BYTES: Final = 32 << 20  # a larger picture gets memory of its own
 _scratch = threading.local()
@@ -70,7 +77,9 @@ class PictureReader:
                 "max_pixels= if it is one"
             )
 
-    def pixels(self, mode: Mode = "RGB", *, shrink: int = 1, own: bool = False) -> NDArray[np.uint8]:
+    def pixels(
+        self, mode: Mode = "RGB", *, shrink: int = 1, bottom: int = 0, own: bool = False
+    ) -> NDArray[np.uint8]:
         """(⌈height / shrink⌉, ⌈width / shrink⌉, 3) uint8, without the 3 for "L".
 
         EXIF is not looked at, transparency is dropped, CMYK and 16 bits are converted: all as Pillow does it.
@@ -78,14 +87,15 @@ class PictureReader:
         Args:
             mode: of the pixels.
             shrink: 1, 2, 4 or 8: a JPEG's cosine transform gives the smaller picture at once. Other formats are
-                decoded in full where it is not 1; look at the shape.
+                decoded in full where it is not 1; look at the width.
+            bottom: rows of the stored picture that are needed, 0 for all: a JPEG's others may be left out.
             own: the array is the caller's; else it is good until this thread decodes the next picture.
 
         Raises:
             FormatError: the bytes are cut short, or damaged where Pillow minds.
         """
         if self._image is None:
-            decoded = self._by_turbo(mode, shrink, own)
+            decoded = self._by_turbo(mode, shrink, bottom or self.height, own)
             if decoded is not None:
                 return decoded
             self._image = _open(self._payload)  # whether what libjpeg warns of is an error is Pillow's to say
@@ -96,19 +106,45 @@ class PictureReader:
         except Exception as error:  # damaged pictures raise a dozen kinds, MemoryError among them
             raise _unreadable(error) from error
 
-    def _by_turbo(self, mode: Mode, shrink: int, own: bool) -> NDArray[np.uint8] | None:
+    def _by_turbo(self, mode: Mode, shrink: int, bottom: int, own: bool) -> NDArray[np.uint8] | None:
         import simplejpeg
 
-        high, wide = -(-self.height // shrink), -(-self.width // shrink)
+        rows = (
+            bottom + 2 * shrink
+        )  # smooth upsampling of colour looks one row of the scaled colour planes further
+        cut = _of_height(self._payload, rows) if rows < self.height else None
+        high, wide = -(-(self.height if cut is None else rows) // shrink), -(-self.width // shrink)
         need = high * wide * len(mode)  # one byte for each letter
+        buffer = np.empty(need, np.uint8) if own or need > _KEPT_BYTES else _buffer(need)
+        last = buffer[max(need - 16, need - wide * len(mode)) : need]  # of the last row
+        last[:] = range(1, 1 + len(last))
+        unwritten = last.tobytes()
         try:
             decoded: NDArray[np.uint8] = simplejpeg.decode_jpeg(
-                self._payload, _COLOURS[mode], min_height=high, min_width=wide,
-                buffer=None if own or need > _KEPT_BYTES else _buffer(need),
+                cut or self._payload, _COLOURS[mode], min_height=high, min_width=wide, strict=cut is None, buffer=buffer
             )  # fmt: skip
         except (ValueError, MemoryError):
             return None
+        if cut and (last.tobytes() == unwritten or decoded.shape[:2] != (high, wide)):
+            return None  # an error after a warning passes for a warning
         return decoded[..., 0] if mode == "L" else decoded
+
+
+def _of_height(payload: bytes, rows: int) -> bytes | None:
+    """The JPEG with another height in its header, which is where libjpeg ends: its first rows come out the same.
+
+    It warns of the data that it skips, so other warnings go unheard: as in Pillow, which heeds none, unless data ends
+    before the picture does. For libjpeg that is a warning too, so what follows the picture is an error to read.
+    None: there is no plain frame in the header, or the data has no end.
+    """
+    at = 2
+    while at + 7 <= len(payload) and payload[at] == 0xFF and payload[at + 1] in _SEGMENTS:
+        if payload[at + 1] in _FRAMES:
+            view = memoryview(payload)
+            parts = (view[: at + 5], rows.to_bytes(2, "big"), view[at + 7 :], _NO_MORE)
+            return b"".join(parts) if payload.endswith(_END) else None
+        at += 2 + int.from_bytes(payload[at + 2 : at + 4], "big")
+    return None
 
 
 def find_decoder() -> str:
@@ -161,9 +197,9 @@ def _unreadable(error: Exception) -> FormatError:
     return FormatError(f"a picture cannot be decoded: {type(error).__name__}: {error}")
 
 
-def _buffer(need: int) -> bytearray:
+def _buffer(need: int) -> NDArray[np.uint8]:
     """Memory of this thread: to touch fresh pages for each picture costs a tenth of decoding it."""
-    kept: bytearray | None = getattr(_scratch, "kept", None)
+    kept: NDArray[np.uint8] | None = getattr(_scratch, "kept", None)
     if kept is None or len(kept) < need:
-        kept = _scratch.kept = bytearray(need)
+        kept = _scratch.kept = np.empty(need, np.uint8)
     return kept

@@ -21,7 +21,7 @@ _CROP: Final = "random_resized_crop"
 _TRIES: Final = 10
 ONE: Final = 1 << 32  # fixed point
 _RATIOS: Final = 1024  # aspect ratios that are drawn from, evenly spaced in their logarithm
-_SHARP: Final = 4  # a picture scaled in decoding to so many times its target is ≥ 50 dB from Pillow's
+_SHARP: Final = 3  # a picture scaled in decoding to so many times its target is ≥ 50 dB from Pillow's
 
 
 class View(NamedTuple):

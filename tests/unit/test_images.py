@@ -95,6 +95,61 @@ def test_a_large_picture_is_scaled_in_decoding_and_still_pillows() -> None:
         assert _psnr(found, _reference(payload, view, made.size)) >= 50
 
 
+@pytest.mark.parametrize("slot", range(4))
+def test_scaled_pictures_of_every_kind_are_pillows(slot: int) -> None:
+    noise = np.random.default_rng(slot).normal(0, 8, (1100, 1400, 3))
+    for image in (photograph(slot, 1400, 1100), photograph(slot + 4, 1400, 1100)):
+        noisy = Image.fromarray(np.clip(np.asarray(image) + noise, 0, 255).astype(np.uint8))
+        for payload in (encoded(image, quality=92, progressive=True), encoded(noisy, quality=80)):
+            for size in (48, 90, 150):
+                made = images.random_resized_crop(size, scale=(0.5, 1.0), layout="HWC")
+                view = made.frame(1100, 1400, PLACES[slot])
+                assert view.shrink in ((1, 2, 4) if size == 48 else (1, 2))
+                assert (
+                    _psnr(_decoded(made, payload, PLACES[slot]), _reference(payload, view, made.size)) >= 50
+                )
+
+
+@pytest.mark.parametrize(
+    "name", ["baseline", "progressive", "4:4:4", "4:2:2", "grey", "RGB inside", "restarts"]
+)
+def test_rows_below_what_is_seen_are_left_out_and_the_others_are_the_same(name: str) -> None:
+    payload = FILES.get(name) or encoded(photograph(0, 300, 225), restart_marker_rows=1)
+    height = PictureReader(payload).height
+    for shrink in (1, 2, 4, 8):
+        whole = PictureReader(payload).pixels(shrink=shrink, own=True)
+        for bottom in (shrink, 8 * shrink, 104, 120, height - height % shrink):
+            found = PictureReader(payload).pixels(shrink=shrink, bottom=bottom)
+            assert (found[: bottom // shrink] == whole[: bottom // shrink]).all()
+            assert len(found) == min(len(whole), bottom // shrink + 2)
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_damage_is_pillows_to_judge_where_rows_are_left_out_too(data: st.DataObject) -> None:
+    payload = bytearray(FILES[data.draw(st.sampled_from(["baseline", "progressive", "4:4:4"]))])
+    begin = payload.index(b"\xff\xda")
+    changed = data.draw(st.lists(st.integers(begin + 20, len(payload) - 3), max_size=6))
+    for at in changed:
+        payload[at] = data.draw(st.integers(0, 254))
+    if data.draw(st.booleans()):
+        end = data.draw(st.sampled_from([len(payload), len(payload) - 1, len(payload) - 2]))
+        del payload[data.draw(st.integers(begin, len(payload) - 3)) : end]
+    results: list[NDArray[np.uint8] | None] = []
+    for decoder in ("simplejpeg", "pillow"):
+        try:
+            results.append(PictureReader(bytes(payload), decoder).pixels(bottom=100)[:100].copy())
+        except FormatError:
+            results.append(None)
+    mine, pillow = results
+    if not changed:  # what is below the hundredth row may be damaged as Pillow does not like it
+        assert (mine is None) == (pillow is None)
+    if mine is not None and pillow is not None:
+        # rows that lack a scan are smoothed by those around them
+        rows = slice(64 if b"\xff\xc2" in payload[:begin] else 100)
+        assert (mine[rows] == pillow[rows]).all()
+
+
 def test_layout_and_normalising_are_those_of_the_bytes() -> None:
     pixels = _decoded(images.random_resized_crop(32, layout="HWC"), FILES["baseline"])
     planes = _decoded(images.random_resized_crop(32), FILES["baseline"])

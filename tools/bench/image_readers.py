@@ -42,23 +42,26 @@ def shardkit(folder: Path, kind: str, threads: int) -> Callable[[], Iterator[Any
 
 
 def bare(folder: Path, kind: str, threads: int) -> Callable[[], Iterator[Any]]:
-    """The same decoder in a loop, over bytes that are in memory: what a loader adds is the difference."""
+    """The same decoder in a loop, over the same pictures at the same places: what a loader adds is the difference."""
     import numpy as np
     import torch
 
+    import shardkit as sk
     from shardkit import images
     from shardkit.plan import Place
 
     torch.set_num_threads(1)
     decoder = images.random_resized_crop(SIZE, normalise=None if kind == "uint8" else "imagenet")
-    payloads = [path.read_bytes() for path in sorted(folder.glob("pictures/*/*.jpg"))]
-    steps = iter(range(10**9))
+    dataset = sk.open(str(folder / "shards"))
+    plan = dataset.plan(global_batch=BATCH)
+    payloads = [dataset[row]["image"] for row in range(len(dataset))]
+    rows, steps = np.empty((BATCH, *decoder.shape), decoder.dtype), iter(range(10**9))
 
     def epoch() -> Iterator[Any]:
-        for first in range(0, len(payloads), BATCH):
-            step, rows = next(steps), np.empty((BATCH, *decoder.shape), decoder.dtype)
-            for slot, payload in enumerate(payloads[first : first + BATCH]):
-                decoder(payload, place=Place(0, step, 0, slot), out=rows[slot])
+        for step in (next(steps) for _ in range(plan.steps_per_epoch)):
+            for slot, sample in enumerate(plan.step(step).ravel().tolist()):
+                lane, place = divmod(slot, plan.cell_size)
+                decoder(payloads[sample], place=Place(plan.settings.seed, step, lane, place), out=rows[slot])
             yield rows
 
     return epoch
@@ -154,8 +157,84 @@ def dali(folder: Path, kind: str, threads: int) -> Callable[[], Iterator[Any]]:
     return epoch
 
 
+def ffcv(folder: Path, kind: str, threads: int) -> Callable[[], Iterator[Any]]:
+    """A .beton file of the same JPEGs, its crop (INTER_AREA), flip and normalising; compiled before the first epoch."""
+    import numpy as np
+    import torch
+    from ffcv.fields import IntField, RGBImageField, rgb_image
+    from ffcv.fields.decoders import IntDecoder, RandomResizedCropRGBImageDecoder
+    from ffcv.loader import Loader, OrderOption
+    from ffcv.transforms import NormalizeImage, RandomHorizontalFlip, ToTensor, ToTorchImage
+    from ffcv.writer import DatasetWriter
+    from PIL import Image
+
+    torch.set_num_threads(1)
+    paths, file = sorted(folder.glob("pictures/*/*.jpg")), folder / f"{kind}.beton"
+
+    class Pictures:
+        def __len__(self) -> int:
+            return len(paths)
+
+        def __getitem__(self, number: int) -> Any:
+            stored = np.fromfile(paths[number], np.uint8)
+            rgb_image.encode_jpeg = lambda image, quality: stored  # what it encodes is the file itself
+            return np.asarray(Image.open(paths[number]).convert("RGB")), number % 2
+
+    fields = {"image": RGBImageField(write_mode="jpg"), "label": IntField()}
+    DatasetWriter(str(file), fields, num_workers=1).from_indexed_dataset(Pictures())
+    steps = [RandomResizedCropRGBImageDecoder((SIZE, SIZE)), RandomHorizontalFlip()]
+    if kind == "float32":
+        steps.append(NormalizeImage(255 * np.array(MEAN), 255 * np.array(DEVIATION), np.float32))
+    steps += [ToTensor(), ToTorchImage(channels_last=False)]
+    loader = Loader(
+        str(file), batch_size=BATCH, num_workers=threads, order=OrderOption.RANDOM, drop_last=True,
+        pipelines={"image": steps, "label": [IntDecoder(), ToTensor()]},
+    )  # fmt: skip
+    return lambda: (pictures for pictures, _ in loader)
+
+
+def spdl(folder: Path, kind: str, threads: int) -> Callable[[], Iterator[Any]]:
+    """Its pipeline of threads; FFmpeg decodes, crops, resizes (bilinear), mirrors; NumPy normalises."""
+    import random
+
+    import numpy as np
+    import torch
+    from spdl import io
+    from spdl.pipeline import PipelineBuilder
+    from torchvision.transforms import RandomResizedCrop
+
+    paths, rng = sorted(folder.glob("pictures/*/*.jpg")), random.Random(0)
+    mean, deviation = (255 * np.array(one, np.float32).reshape(3, 1, 1) for one in (MEAN, DEVIATION))
+
+    def decode(path: Path) -> Any:
+        packets = io.demux_image(str(path))
+        like = torch.empty(1).expand(3, packets.codec.height, packets.codec.width)
+        top, left, high, wide = RandomResizedCrop.get_params(like, [0.08, 1.0], [3 / 4, 4 / 3])
+        flip = ",hflip" if rng.random() < 0.5 else ""
+        steps = (
+            f"crop={wide}:{high}:{left}:{top},scale={SIZE}:{SIZE}:flags=bilinear{flip},format=pix_fmts=rgb24"
+        )
+        return io.decode_packets(packets, filter_desc=steps)
+
+    def finish(frames: list[Any]) -> Any:
+        rows = np.ascontiguousarray(io.to_numpy(io.convert_frames(frames)).transpose(0, 3, 1, 2))
+        return rows if kind == "uint8" else (rows - mean) / deviation
+
+    def epoch() -> Iterator[Any]:
+        rng.shuffle(paths)
+        pipeline = (
+            PipelineBuilder().add_source(list(paths)).pipe(decode, concurrency=threads)
+            .aggregate(BATCH, drop_last=True).pipe(finish).add_sink(2).build(num_threads=threads)
+        )  # fmt: skip
+        with pipeline.auto_stop():
+            yield from pipeline
+
+    return epoch
+
+
 READERS = {
-    one.__name__: one for one in (shardkit, bare, torchvision_pillow, torchvision_v2, webdataset, dali)
+    one.__name__: one
+    for one in (shardkit, bare, torchvision_pillow, torchvision_v2, webdataset, dali, ffcv, spdl)
 }
 
 

@@ -1,6 +1,7 @@
-"""Pictures into batches: CPU time per picture of whole loaders, shardkit beside torchvision, webdataset and DALI.
+"""Pictures into batches: CPU time per picture of whole loaders, shardkit beside torchvision, DALI, FFCV and others.
 
-    python tools/bench/images.py --peers-python PATH [--dali-python PATH] --out tools/bench/results/images
+    python tools/bench/images.py --peers-python PATH [--dali-python PATH] [--ffcv-python PATH] [--spdl-python PATH]
+        [--quick] --out tools/bench/results/images
 
 One run: every loader is a process of its own with one decoding thread, all make random resized crops of 224 with flip
 of the same JPEGs, and take turns epoch by epoch. CPU of the whole process is the figure: neighbours disturb it less
@@ -46,7 +47,10 @@ LABELS: Final = {
     "torchvision_pillow": "torchvision ImageFolder + Pillow",
     "webdataset": "webdataset + Pillow",
     "dali": "DALI on the CPU",
+    "ffcv": "FFCV",
+    "spdl": "SPDL",
 }
+OWN_PYTHON: Final = ("dali", "ffcv", "spdl")  # what they need is not what the others need
 KINDS: Final = ("uint8", "float32")
 
 
@@ -55,29 +59,38 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--peers-python", help="interpreter with torchvision and webdataset")
-    parser.add_argument("--dali-python", help="interpreter with DALI")
-    parser.add_argument("--rounds", type=int, default=5)
+    for name in OWN_PYTHON:
+        parser.add_argument(
+            f"--{name}-python", help=f"interpreter with {LABELS[name]}, torch and torchvision"
+        )
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--quick", action="store_true", help="two rounds of a quarter of the pictures")
     parser.add_argument("--sets", default=",".join(SETS))
     parser.add_argument("--out", help="path without suffix for .md and .json")
     options = parser.parse_args()
     load, scratch = os.getloadavg()[0], Path(tempfile.mkdtemp(prefix="images-bench-"))
-    pythons = {name: {"dali": options.dali_python}.get(name, options.peers_python) for name in LABELS}
+    pythons = {name: vars(options)[f"{name if name in OWN_PYTHON else 'peers'}_python"] for name in LABELS}
     pythons |= {"shardkit": sys.executable, "bare": sys.executable}
-    readers = {}
+    readers, rounds = {}, 2 if options.quick else options.rounds
     try:
-        sizes = {name: make_pictures(scratch / name, name) for name in options.sets.split(",")}
+        sizes = {name: make_pictures(scratch / name, name, options.quick) for name in options.sets.split(",")}
         readers = {name: Reader(name, python, scratch) for name, python in pythons.items() if python}
-        found = measure(readers, list(sizes), options.rounds)
+        found = measure(readers, list(sizes), rounds)
     finally:
         for reader in readers.values():
             reader.close()
         shutil.rmtree(scratch, ignore_errors=True)
     peers = versions(options.peers_python) if options.peers_python else {}
+    peers |= {
+        name: _version(python, package)
+        for name, package in (("dali", "nvidia-dali-cuda120"), ("ffcv", "ffcv"), ("spdl", "spdl-io"))
+        if (python := pythons[name])
+    }
     facts = {
         **machine_facts(),
         "bytes": sizes,
         "load": [load, os.getloadavg()[0]],
-        "rounds": options.rounds,
+        "rounds": rounds,
         "peers": peers,
     }
     text = report(facts, found)
@@ -85,6 +98,11 @@ def main() -> None:
         Path(options.out + ".md").write_text(text)
         Path(options.out + ".json").write_text(json.dumps({"facts": facts, "found": found}, indent=1) + "\n")
     print(text)
+
+
+def _version(python: str, package: str) -> str:
+    code = f"from importlib.metadata import version; print(version({package!r}))"
+    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=False).stdout.strip()
 
 
 class Reader:
@@ -112,11 +130,12 @@ class Reader:
         self._process.communicate()
 
 
-def make_pictures(folder: Path, name: str) -> int:
+def make_pictures(folder: Path, name: str, quick: bool = False) -> int:
     """JPEGs in two classes, as files, shards and a tar; returns their mean size."""
     from PIL import Image, ImageEnhance
 
     width, height, progressive, count = SETS[name]
+    count = max(32, count // 4) if quick else count
     sources = []
     for package, paths in PHOTOGRAPHS.items():
         spec = importlib.util.find_spec(package)
