@@ -21,7 +21,6 @@ from shardkit.copies.facts import Facts, fill_held, open_recorded
 from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, UsageError
 from shardkit.manifest.json_fields import seconds_of
 from shardkit.reading.inventory import walk_versions
-from shardkit.reading.located_store import root_store
 from shardkit.reading.locations import ROOT_NAME
 from shardkit.reading.parity.sets import parity_names
 from shardkit.repository.garbage_lists import (
@@ -36,7 +35,7 @@ from shardkit.repository.log import LogEntry
 from shardkit.repository.repository import Repository
 from shardkit.stores.file_operations import FOLDER
 from shardkit.stores.local import LocalStore
-from shardkit.stores.store import EXTENSIONS, Store, object_name, parse_object_name
+from shardkit.stores.store import EXTENSIONS, Store, object_name, parse_object_name, root_store
 
 GRACE_S: Final = 7 * 86_400
 """From the marking of an object to its deletion, by default."""

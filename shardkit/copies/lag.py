@@ -10,9 +10,9 @@ from typing import Final
 
 from shardkit.copies.replicate import replicate
 from shardkit.errors import ShardkitError
-from shardkit.reading.located_store import root_store
 from shardkit.repository.location_table import read_table
 from shardkit.repository.repository import Repository
+from shardkit.stores.store import root_store
 from shardkit.telemetry import Record
 
 _BETWEEN_S: Final = 600.0

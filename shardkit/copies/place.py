@@ -16,7 +16,6 @@ from shardkit.copies.placement import Needed, find_needed, live_versions, strata
 from shardkit.copies.replicate import Copying, Replication, Report, over_all
 from shardkit.errors import ConfigurationError, NotFoundError, ShardkitError, StoreError, UsageError
 from shardkit.manifest.json_fields import seconds_of
-from shardkit.reading.located_store import root_store
 from shardkit.reading.locations import ROOT_NAME
 from shardkit.repository.location_table import (
     LocationRecord,
@@ -32,7 +31,7 @@ from shardkit.repository.opening import COPY_NAME, identity_in, location_of, pre
 from shardkit.repository.policy import Policy
 from shardkit.repository.repository import Repository
 from shardkit.stores.objects import check_object
-from shardkit.stores.store import Store
+from shardkit.stores.store import Store, root_store
 from shardkit.stores.urls import open_store
 
 GRACE_S: Final = 7 * 86_400

@@ -26,14 +26,13 @@ from shardkit.errors import (
 from shardkit.exit_codes import ExitCode
 from shardkit.reading.attestations import Attestation, Records, read_attestations
 from shardkit.reading.copying import copy_object
-from shardkit.reading.located_store import root_store
 from shardkit.reading.locations import ROOT_NAME
 from shardkit.reading.parity.rebuilding import encode_set
 from shardkit.reading.parity.sets import read_record
 from shardkit.repository.location_table import LocationRecord
 from shardkit.stores.local import LocalStore
 from shardkit.stores.objects import DEPTHS, CheckResult, Depth, check_object
-from shardkit.stores.store import Store, parse_object_name, put_over
+from shardkit.stores.store import Store, parse_object_name, put_over, root_store
 
 _JOBS: Final = 4
 

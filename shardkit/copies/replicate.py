@@ -32,12 +32,12 @@ from shardkit.errors import (
 from shardkit.exit_codes import ExitCode
 from shardkit.reading.adopted import AdoptedStore
 from shardkit.reading.copying import copy_object
-from shardkit.reading.located_store import root_store
 from shardkit.reading.locations import ROOT_NAME, Location
 from shardkit.repository.location_table import LocationTable, read_table
 from shardkit.repository.opening import open_locations
 from shardkit.repository.repository import Repository
 from shardkit.stores.objects import Depth
+from shardkit.stores.store import root_store
 
 _JOBS: Final = 4
 _FEW: Final = 2_000

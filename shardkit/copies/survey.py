@@ -15,7 +15,7 @@ from shardkit.copies.records import Healed
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
 from shardkit.reading.adopted import AdoptedStore
 from shardkit.reading.inventory import Inventory, take_inventory, walk_versions
-from shardkit.reading.located_store import LocatedStore, root_store
+from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.locations import ROOT_NAME, Location
 from shardkit.reading.parity.rebuilding import restore
 from shardkit.reading.parity.sets import (
@@ -40,7 +40,7 @@ from shardkit.repository.location_table import (
 from shardkit.repository.policy import Policy
 from shardkit.repository.repository import Repository
 from shardkit.stores.local import LocalStore
-from shardkit.stores.store import Store, object_name, parse_object_name, put_over
+from shardkit.stores.store import Store, object_name, parse_object_name, put_over, root_store
 from shardkit.stores.urls import open_store
 
 _DAMAGED: Final = (NotFoundError, IntegrityError, FormatError)

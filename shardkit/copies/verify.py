@@ -40,7 +40,6 @@ from shardkit.ranges import duration_text
 from shardkit.reading.adopted import AdoptedStore, adopted_place
 from shardkit.reading.attestations import read_attestations
 from shardkit.reading.inventory import Inventory, side_objects, take_inventory
-from shardkit.reading.located_store import root_store
 from shardkit.repository.location_table import read_table
 from shardkit.repository.log import (
     IDENTITY_NAME,
@@ -56,7 +55,7 @@ from shardkit.repository.policy import Policy
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import load_shard_selection, with_adopted
 from shardkit.stores.objects import CheckResult, Depth, check_object
-from shardkit.stores.store import Store, object_name, parse_object_name
+from shardkit.stores.store import Store, object_name, parse_object_name, root_store
 
 Level = Literal["list", "attested", "stored", "read", "decode"]
 """How deep to check; `LEVELS` from the least to the most."""

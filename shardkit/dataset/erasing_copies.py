@@ -9,13 +9,12 @@ from shardkit.copies.placement import live_versions
 from shardkit.dataset.erasure_journal import ErasureReport
 from shardkit.errors import FormatError, IntegrityError, ShardkitError, StoreError
 from shardkit.reading.inventory import walk_versions
-from shardkit.reading.located_store import root_store
 from shardkit.reading.locations import ROOT_NAME
 from shardkit.reading.parity.sets import SetRecord, sets_that_hold
 from shardkit.repository.location_table import read_table
 from shardkit.repository.repository import Repository
 from shardkit.stores.objects import check_object
-from shardkit.stores.store import object_name, parse_object_name
+from shardkit.stores.store import object_name, parse_object_name, root_store
 
 _SHARDS = ("tar", "tar.zst", "arrow")
 _MOST_LOST = 2  # that a set gives back

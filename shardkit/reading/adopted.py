@@ -24,7 +24,7 @@ from shardkit.formats.canonical_json import dumps
 from shardkit.formats.digest import parse_digest
 from shardkit.manifest import ADOPTED, MIXED, Manifest, ShardTable
 from shardkit.manifest.json_fields import read_document
-from shardkit.reading.located_store import LocatedStore, find_checked
+from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.locations import ROOT_NAME, Location
 from shardkit.reading.parity.rebuilding import ParityReads
 from shardkit.reading.parity.sets import version_record_name
@@ -38,6 +38,7 @@ from shardkit.stores.store import (
     Stage,
     Store,
     StoreAround,
+    find_checked,
     object_name,
     parse_object_name,
     put_over,

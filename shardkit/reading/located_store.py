@@ -13,7 +13,6 @@ from shardkit.errors import (
     ConfigurationError,
     FormatError,
     IntegrityError,
-    NotFoundError,
     ShardkitError,
     StoreError,
 )
@@ -24,7 +23,7 @@ from shardkit.reading.read_events import ReadEvent, ReadEvents
 from shardkit.reading.read_path import ReadPath, ReadRequest, ReadSettings
 from shardkit.stores.remote.object_store import ObjectStore
 from shardkit.stores.remote.waiting import RetryPolicy
-from shardkit.stores.store import ObjectStat, Store, StoreAround, asked_twice, check_name, parse_object_name
+from shardkit.stores.store import ObjectStat, Parse, Store, StoreAround, check_name, parse_object_name
 
 _Result = TypeVar("_Result")
 
@@ -215,6 +214,38 @@ class LocatedStore(StoreAround):
         """Names in the root; see `Store.list_after`."""
         return iter(self._unverified(prefix, lambda store: list(store.list_after(prefix, after))))
 
+    def read_checked(
+        self, name: str, parse: Parse[_Result], *, max_bytes: int, is_optional: bool = False
+    ) -> _Result:
+        """See `shardkit.stores.store.read_checked`; the same order of events as for objects (SPEC.md, "The read path").
+
+        Asked once more of the same place, then of the other locations, then an error says what each of them has.
+        """
+        where = f"{name} in {self.url}"
+        if is_optional:
+            try:
+                return parse(self.path.root.store.get(name, max_bytes=max_bytes), where)
+            except (IntegrityError, FormatError, StoreError):
+                pass  # the read path asks again, and elsewhere
+        refused: list[ShardkitError] = []
+
+        def check(data: bytes) -> bool:
+            try:
+                parse(data, where)
+            except (IntegrityError, FormatError) as error:
+                refused.append(error)
+                return False
+            return True
+
+        try:
+            data = self.get_document(name, check, max_bytes=max_bytes)
+        except IntegrityError as error:
+            if not refused:
+                raise
+            told = type(refused[0])(f"{refused[0]} (asked again, and everywhere: {error})")
+            raise told from None
+        return parse(data, where)
+
     def _unverified(self, name: str, ask: Callable[[Store], _Result]) -> _Result:
         """Ask the root; while it does not answer, the other locations with whole objects."""
         try:
@@ -244,80 +275,6 @@ def wanted_block(request: BlockRequest) -> ReadRequest:
 
     what = f"{request.name} bytes {request.offset} to {request.offset + request.length}"
     return ReadRequest(what, request.length, read, check, request.name, whole=False)
-
-
-def root_store(store: Store) -> Store:
-    """The store of the root itself, below what reads over several locations or finds adopted tars."""
-    while isinstance(store, StoreAround):
-        store = store.inner
-    return store
-
-
-def read_checked(
-    store: Store,
-    name: str,
-    parse: Callable[[bytes, str], _Result],
-    *,
-    max_bytes: int,
-    is_optional: bool = False,
-) -> _Result:
-    """What has no digest in its name, as `parse` understands it: the identity, the log, tables, documents of parity.
-
-    The same order of events as for objects (SPEC.md, "The read path"): once more from the same place, then from the
-    other locations, then an error that says what each of them has.
-
-    Args:
-        store: where; one that reads over several locations asks the others too.
-        name: of the document.
-        parse: (bytes, how messages name them) → what they say; raises IntegrityError or FormatError where they are
-            not what was written, and then another answer is asked for.
-        max_bytes: longest document accepted.
-        is_optional: the root's "not there" is an answer; without it, a document that the root lacks is lost, and
-            looked for in the other locations.
-
-    Raises:
-        NotFoundError: no location has it.
-        IntegrityError, FormatError: those that answered have something else under its name.
-        StoreError: nothing good came in time.
-    """
-    while not isinstance(store, LocatedStore) and isinstance(store, StoreAround):
-        store = store.inner
-    where = f"{name} in {store.url}"
-    if not isinstance(store, LocatedStore):
-        return asked_twice(lambda: parse(store.get(name, max_bytes=max_bytes), where))
-    if is_optional:
-        try:
-            return parse(store.path.root.store.get(name, max_bytes=max_bytes), where)
-        except (IntegrityError, FormatError, StoreError):
-            pass  # the read path asks again, and elsewhere
-    refused: list[ShardkitError] = []
-
-    def check(data: bytes) -> bool:
-        try:
-            parse(data, where)
-        except (IntegrityError, FormatError) as error:
-            refused.append(error)
-            return False
-        return True
-
-    try:
-        data = store.get_document(name, check, max_bytes=max_bytes)
-    except IntegrityError as error:
-        if not refused:
-            raise
-        told = type(refused[0])(f"{refused[0]} (asked again, and everywhere: {error})")
-        raise told from None
-    return parse(data, where)
-
-
-def find_checked(
-    store: Store, name: str, parse: Callable[[bytes, str], _Result], *, max_bytes: int
-) -> _Result | None:
-    """`read_checked` for a document that need not be there: None where it is not."""
-    try:
-        return read_checked(store, name, parse, max_bytes=max_bytes, is_optional=True)
-    except NotFoundError:
-        return None
 
 
 class _Processes:

@@ -18,8 +18,7 @@ from shardkit.errors import (
     StoreReadOnlyError,
 )
 from shardkit.manifest.json_fields import TIME, Fields
-from shardkit.reading.located_store import read_checked
-from shardkit.stores.store import Store
+from shardkit.stores.store import Store, read_checked
 
 _DIGITS: Final = re.compile(r"[0-9]{20}")
 _TXN: Final = re.compile(r"[0-9a-f]{32}")

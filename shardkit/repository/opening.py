@@ -20,7 +20,7 @@ from shardkit.errors import (
 )
 from shardkit.formats.canonical_json import dumps
 from shardkit.manifest.json_fields import read_document
-from shardkit.reading.located_store import LocatedStore, find_checked, read_checked, root_store
+from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.locations import LOCATION_NAME, ROOT_NAME, Location
 from shardkit.reading.read_path import ReadSettings
 from shardkit.repository.location_table import LocationRecord, LocationTable, read_table
@@ -37,7 +37,7 @@ from shardkit.stores.local import LocalStore
 from shardkit.stores.objects import OpenedRoot
 from shardkit.stores.remote.addresses import parse_address
 from shardkit.stores.remote.object_store import ObjectStore
-from shardkit.stores.store import Store
+from shardkit.stores.store import Store, find_checked, read_checked, root_store
 from shardkit.stores.urls import open_store
 
 Locations = Mapping[str, str] | Sequence[Location]

@@ -18,9 +18,8 @@ from shardkit.errors import NotFoundError, ShardkitError, UsageError
 from shardkit.formats.canonical_json import dumps
 from shardkit.manifest.json_fields import read_document
 from shardkit.reading.adopted import location_name, resolved
-from shardkit.reading.located_store import find_checked
 from shardkit.repository.repository import Repository
-from shardkit.stores.store import object_name, put_over, scheme_of
+from shardkit.stores.store import find_checked, object_name, put_over, scheme_of
 
 _FORMAT: Final = "shardkit-location/1"
 _KEYS: Final = ("manifest", "part", "repository", "urls")

@@ -11,7 +11,6 @@ from typing import Any, Final
 
 from shardkit.errors import NotFoundError, ShardkitError, StoreReadOnlyError, UsageError
 from shardkit.manifest.json_fields import DIGEST
-from shardkit.reading.located_store import root_store
 from shardkit.reading.read_path import ReadSettings
 from shardkit.repository import COMMIT_HOOKS
 from shardkit.repository.commit_log import CommitLog
@@ -38,7 +37,7 @@ from shardkit.repository.opening import (
 from shardkit.stores.local import LocalStore
 from shardkit.stores.objects import ObjectStage, get_object, put_object
 from shardkit.stores.remote.probe import check_writers
-from shardkit.stores.store import EXTENSIONS, MAX_OBJECT_BYTES, Descriptor, Store, object_name
+from shardkit.stores.store import EXTENSIONS, MAX_OBJECT_BYTES, Descriptor, Store, object_name, root_store
 from shardkit.stores.urls import open_store
 
 DEFAULT_REF: Final = "main"

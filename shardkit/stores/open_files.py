@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from typing import Final
 
 from shardkit.errors import IntegrityError, NotFoundError, StoreError
@@ -42,49 +42,20 @@ class OpenFiles:
     def __len__(self) -> int:
         return len(self._files)
 
-    @contextlib.contextmanager
-    def borrowed(self, files: Sequence[tuple[str, int]]) -> Iterator[list[int]]:
-        """Descriptors of files, (path, its size) each, open until the end of the block.
-
-        Raises:
-            NotFoundError: a file is gone.
-            IntegrityError: it has another size.
-            StoreError: it cannot be opened.
-        """
-        held: list[_File] = []
-        try:
-            with self._lock:
-                for path, _ in files:
-                    found = self._files.get(path)
-                    if found is None:
-                        break
-                    self._files.move_to_end(path)
-                    found.users += 1
-                    held.append(found)
-            for path, size in files[len(held) :]:
-                held.append(self._take(path, size))
-            yield [one.descriptor for one in held]
-        finally:
-            with self._lock:
-                for one in held:
-                    one.users -= 1
-                    if one.forgotten and not one.users:
-                        os.close(one.descriptor)
-                self._close_some()
-            self.leave(())
-
     def read(self, path: str, file_size: int, offset: int, into: memoryview) -> None:
         """Fill `into` from `offset` of a file.
 
         Raises:
-            IntegrityError: the file ends before.
-            StoreError: it cannot be read; and as `borrowed`.
+            NotFoundError: the file is gone.
+            IntegrityError: it has another size, or ends before.
+            StoreError: it cannot be opened or read.
         """
-        with self.borrowed([(path, file_size)]) as (descriptor,):
+        file = self._take(path, file_size)
+        try:
             done = 0
             while done < len(into):
                 try:
-                    got = os.preadv(descriptor, [into[done:]], offset + done)
+                    got = os.preadv(file.descriptor, [into[done:]], offset + done)
                 except OSError as error:
                     raise StoreError(f"{path} cannot be read: {error.strerror}; look at its disk") from error
                 if not got:
@@ -93,6 +64,13 @@ class OpenFiles:
                         "Run: shardkit verify on its dataset"
                     )
                 done += got
+        finally:
+            with self._lock:
+                file.users -= 1
+                if file.forgotten and not file.users:
+                    os.close(file.descriptor)
+                self._close_some()
+            self.leave(())
 
     def forget(self, path: str) -> None:
         """The next read opens the file again: it may be healed, and is another one then."""

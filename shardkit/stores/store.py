@@ -12,12 +12,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Final, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, StoreReadOnlyError, UsageError
 from shardkit.formats.digest import parse_digest
 
 _Result = TypeVar("_Result")
+
+Parse: TypeAlias = Callable[[bytes, str], _Result]
+"""(bytes, how messages name them) → what they say; IntegrityError, FormatError: they are not what was written."""
 
 _MAX_NAME: Final = 512  # bytes: every object store and every file system takes it
 
@@ -181,6 +184,11 @@ class StoreAround(abc.ABC):
     def url(self) -> str:
         return self.inner.url
 
+    def read_checked(
+        self, name: str, parse: Parse[_Result], *, max_bytes: int, is_optional: bool = False
+    ) -> _Result:
+        return read_checked(self.inner, name, parse, max_bytes=max_bytes, is_optional=is_optional)
+
     def list_after(self, prefix: str, after: str = "") -> Iterator[str]:
         return self.inner.list_after(prefix, after)
 
@@ -307,6 +315,44 @@ def asked_twice(ask: Callable[[], _Result]) -> _Result:
         return ask()
     except (IntegrityError, FormatError):
         return ask()
+
+
+def read_checked(
+    store: Store, name: str, parse: Parse[_Result], *, max_bytes: int, is_optional: bool = False
+) -> _Result:
+    """What has no digest in its name, as `parse` understands it: the identity, the log, tables, documents of parity.
+
+    Args:
+        store: where; one that reads over several locations asks the others too.
+        name: of the document.
+        parse: see there; where it raises, another answer is asked for.
+        max_bytes: longest document accepted.
+        is_optional: the root's "not there" is an answer; without it, a document that the root lacks is lost, and
+            looked for in the other locations.
+
+    Raises:
+        NotFoundError: no location has it.
+        IntegrityError, FormatError: those that answered have something else under its name.
+        StoreError: nothing good came in time.
+    """
+    if isinstance(store, StoreAround):
+        return store.read_checked(name, parse, max_bytes=max_bytes, is_optional=is_optional)
+    return asked_twice(lambda: parse(store.get(name, max_bytes=max_bytes), f"{name} in {store.url}"))
+
+
+def find_checked(store: Store, name: str, parse: Parse[_Result], *, max_bytes: int) -> _Result | None:
+    """`read_checked` for a document that need not be there: None where it is not."""
+    try:
+        return read_checked(store, name, parse, max_bytes=max_bytes, is_optional=True)
+    except NotFoundError:
+        return None
+
+
+def root_store(store: Store) -> Store:
+    """The store of the root itself, below those that read it in their own way."""
+    while isinstance(store, StoreAround):
+        store = store.inner
+    return store
 
 
 def put_over(store: Store, name: str, data: bytes) -> None:

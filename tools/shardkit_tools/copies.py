@@ -21,13 +21,12 @@ from shardkit.copies.repair import CheckAll, CopyCheck
 from shardkit.copies.replicate import CopyAll, CopyTask, Replication, copy_task, replicate
 from shardkit.errors import ConfigurationError, IntegrityError, ShardkitError, StoreError, UsageError
 from shardkit.exit_codes import ExitCode
-from shardkit.reading.located_store import root_store
 from shardkit.repository.location_table import LocationRecord, read_table
 from shardkit.repository.log import IDENTITY_NAME
 from shardkit.repository.policy import Policy
 from shardkit.repository.repository import Repository
 from shardkit.stores.objects import CheckResult, check_object
-from shardkit.stores.store import Store
+from shardkit.stores.store import Store, root_store
 from shardkit_tools import console
 from shardkit_tools.building.engine import Engine, Report
 from shardkit_tools.building.engines import open_engine

@@ -14,7 +14,6 @@ from shardkit.formats.canonical_json import dumps
 from shardkit.formats.digest import parse_digest, sha256_digest
 from shardkit.manifest.json_fields import DIGEST, Fields, read_document
 from shardkit.reading.inventory import Inventory
-from shardkit.reading.located_store import find_checked
 from shardkit.reading.parity.galois import MAX_MEMBERS
 from shardkit.stores.objects import OpenedRoot
 from shardkit.stores.store import (
@@ -22,6 +21,7 @@ from shardkit.stores.store import (
     MAX_OBJECT_BYTES,
     Descriptor,
     Store,
+    find_checked,
     object_name,
     parse_object_name,
 )

@@ -27,11 +27,10 @@ from shardkit.dataset.scratch import scratch_folder
 from shardkit.dataset.scratch_reading import Part, PartFiles, Parts
 from shardkit.errors import FormatError, IntegrityError, RunError, StoreError
 from shardkit.formats import canonical_json
-from shardkit.reading.located_store import root_store
 from shardkit.storage import LocalStore, Repository
 from shardkit.stores.file_operations import Handle, active, explained
 from shardkit.stores.staging import private_folder, temporary_name, writer_is_dead
-from shardkit.stores.store import Store
+from shardkit.stores.store import Store, root_store
 
 _SCRATCH = "scratch"  # folder of a root for the scratch of builds over several machines
 _CHECK_BYTES = 8  # of the XXH3-64 in front of a record

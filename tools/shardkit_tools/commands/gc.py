@@ -9,8 +9,8 @@ import typer
 from shardkit.copies.collecting import GRACE_S, HISTORY_S, TAKE_OVER_S, Collection, collect
 from shardkit.ranges import duration_text as short_duration
 from shardkit.ranges import parse_duration
-from shardkit.reading.located_store import root_store
 from shardkit.repository.repository import Repository
+from shardkit.stores.store import root_store
 from shardkit_tools import console, options
 from shardkit_tools.building.job import abandoned_jobs, remove_job
 from shardkit_tools.texts import bytes_text, clean, count_text
