@@ -15,7 +15,7 @@ from shardkit.audit.replay import PlanRecipe, cell_digests, configured_settings,
 from shardkit.audit.run_record import RunRecord
 from shardkit.dataset import Dataset, open_dataset
 from shardkit.dataset.costs import costs_of
-from shardkit.dataset.population import population_of
+from shardkit.dataset.dataset import population_of
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError, StoreError
 from shardkit.plan import Costs, Plan, Population
 from shardkit.repository.log import parse_dataset_url

@@ -62,7 +62,6 @@ class About:
     strata: tuple[tuple[str, Terms], ...] = ()
 
     def of_stratum(self, name: str) -> Terms:
-        """The terms of a stratum."""
         for pattern, terms in self.strata:
             if pattern == name or fnmatchcase(name, pattern):
                 return terms.over(self.terms)

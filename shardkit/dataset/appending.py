@@ -30,7 +30,6 @@ class Base:
 
     @property
     def manifest(self) -> Manifest:
-        """Of the version."""
         return self.version.manifest
 
     @property

@@ -86,12 +86,6 @@ class MadeVersion:
 def write_version(to: Destination, version: NewVersion, columns: Sequence[Rows], parts: Parts) -> Manifest:
     """Lay rows out, write their shards and commit them, in one process.
 
-    Args:
-        to: where it goes.
-        version: what it is to be.
-        columns: of each part, in order.
-        parts: their records.
-
     Raises:
         UsageError: there are no rows.
         SampleError: two rows have the same key.
@@ -111,11 +105,6 @@ def write_version(to: Destination, version: NewVersion, columns: Sequence[Rows],
 
 def make_manifest(repository: Repository, plan: VersionPlan, shards: Sequence[WrittenShard]) -> MadeVersion:
     """Put the pages and manifests of a version whose shards are published.
-
-    Args:
-        repository: where the shards are.
-        plan: of the version.
-        shards: all new shards, in shard order.
 
     Raises:
         StoreError: the store failed; no ref was moved.

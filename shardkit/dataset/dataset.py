@@ -13,15 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.dataset.costs import costs_of
-from shardkit.dataset.population import check_plan, population_of
 from shardkit.dataset.samples import Samples, numbers_of
 from shardkit.dataset.selecting import select_rows
 from shardkit.dataset.where import Where
 from shardkit.errors import FormatError, UsageError
-from shardkit.formats import FixedColumn, Schema, Verify
+from shardkit.formats import Schema, Verify
 from shardkit.loader import Loader, LoaderConfig, Rebalancing, Sources
-from shardkit.manifest import Selection, merge
-from shardkit.plan import Assignment, Plan, make_plan
+from shardkit.manifest import Manifest, Selection, ShardTable, merge
+from shardkit.plan import Assignment, Plan, Population, make_plan
 from shardkit.plan.settings import LEAST_LANES, few_lanes
 from shardkit.ranges import parse_size
 from shardkit.reading.blocks import BlockReader
@@ -151,25 +150,9 @@ class Dataset(Samples):
             for block in range(index.blocks):
                 first, last = int(index.block_start[block]), int(index.block_start[block + 1])
                 if mask[first:last].any():
-                    mask[first:last] &= self._fulfilled(shard, block, condition)
+                    mask[first:last] &= condition.of_block(self.reader.read(shard, block))
             masks[shard] = mask
         return masks
-
-    def _fulfilled(self, shard: int, number: int, condition: Where) -> NDArray[np.bool_]:
-        """Rows of a block that fulfil a condition; one that lacks a value of a field in it does not."""
-        block = self.reader.read(shard, number)
-        columns: dict[str, NDArray[Any]] = {}
-        present = np.ones(block.rows, np.bool_)
-        for name in condition.fields:
-            present &= block.present(name)
-            column = block.column(name)
-            if isinstance(column, FixedColumn):
-                columns[name] = column.values
-            else:
-                data = column.data.tobytes()
-                borders = zip(column.starts.tolist(), column.ends.tolist(), strict=True)
-                columns[name] = np.array([str(data[a:b], "utf-8") for a, b in borders], dtype=np.str_)
-        return present & condition(columns)
 
     # ---- plan and load
 
@@ -423,3 +406,48 @@ def _open_parts(urls: Mapping[str, Url], settings: ReadSettings | None) -> Versi
         if len(version.parts) != 1:
             raise FormatError(f"part {name!r} is merged itself; name its parts instead")
     return merged_version(manifest, list(versions.items()))
+
+
+def population_of(manifest: Manifest, table: ShardTable) -> Population:
+    """The selected rows of each segment, and how many of them one block holds.
+
+    Where only some rows of a shard are selected, the plan counts blocks in selected rows: `block_rows` shrinks in
+    proportion, so that a window of the plan still touches about as many stored blocks.
+    """
+    rows = np.maximum(np.asarray(table.rows, dtype=np.int64), 1)
+    selected = np.asarray(table.selected, dtype=np.int64)
+    block_rows = np.asarray(table.block_rows, dtype=np.int64)
+    of_segment = np.maximum(block_rows[np.asarray(table.segment_shard, dtype=np.int64)], 1)
+    blocks = int(
+        (-(-np.asarray(table.segment_rows, dtype=np.int64) // of_segment)).sum()
+    )  # restart at segments
+    scaled = np.where(selected < rows, -(-block_rows * selected // rows), block_rows)
+    return Population(
+        identity=manifest.id,
+        strata=tuple(stratum.name for stratum in manifest.strata),
+        segment_shard=np.asarray(table.segment_shard, dtype=np.int32),
+        segment_stratum=np.asarray(table.segment_stratum, dtype=np.int32),
+        segment_rows=np.asarray(table.segment_selected, dtype=np.int64),
+        shard_block_rows=np.maximum(scaled, 1).astype(np.int32),
+        shard_bytes=np.asarray(table.size, dtype=np.int64),
+        mean_block_bytes=int(np.asarray(table.raw_bytes).sum()) // max(1, blocks),
+    )
+
+
+def check_plan(plan: object, manifest_id: str) -> None:
+    """Refuse what is no plan of this version.
+
+    Raises:
+        UsageError: no plan at all, such as the size of a batch, or that of another version.
+    """
+    if not isinstance(plan, Plan):
+        batch = plan if isinstance(plan, int) and not isinstance(plan, bool) and plan > 0 else 512
+        raise UsageError(
+            f"ds.loader({plan!r:.60}): a loader takes a plan; make one first: "
+            f"ds.loader(ds.plan(global_batch={batch}, seed=0))"
+        )
+    if plan.population.identity != manifest_id:
+        raise UsageError(
+            f"this plan was made for manifest {plan.population.identity[:19]}…, the dataset is "
+            f"{manifest_id[:19]}…; make the plan with ds.plan(…) of the same dataset"
+        )

@@ -29,11 +29,6 @@ def find_equal_rows(
     Other shards of the version itself are not searched: keys are unique in a dataset. Every other index is read, and of
     the shards the blocks that hold one of the keys.
 
-    Args:
-        repository: that holds the version.
-        version: not merged.
-        rows: shard → rows.
-
     Returns:
         Where they lie, those asked for among them; and notes of what may hold the rows and could not be looked at, or
         must not be touched.

@@ -51,14 +51,6 @@ def plan_erasure(
 ) -> ErasurePlan:
     """Find every copy of some rows, and what cannot be reached from here; nothing is written.
 
-    Args:
-        repository: that holds the version.
-        version: not merged.
-        rows: shard → rows, ascending.
-        request: digest of what was asked for.
-        reason: for the log.
-        author: for the log.
-
     Raises:
         UsageError: too many rows for one call, or no sample of the version would be left.
         IntegrityError: a row that is to be found elsewhere too cannot be read.

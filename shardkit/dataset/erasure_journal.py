@@ -109,7 +109,6 @@ class ErasureReport:
     )  # what cannot be erased from here, and what to do about it
 
     def to_json(self) -> dict[str, Any]:
-        """As it is kept and printed."""
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
 

@@ -140,7 +140,6 @@ class ExtentReader:
                 raise changed_source(path)
 
     def close(self) -> None:
-        """Let go of the files."""
         for descriptor in self._open.values():
             os.close(descriptor)
         self._open.clear()

@@ -67,11 +67,9 @@ class Layout:
 
     @property
     def shards(self) -> int:
-        """Number of shards."""
         return len(self.shard_start) - 1
 
     def segments_of(self, shard: int) -> slice:
-        """Which segments are those of a shard."""
         first, last = np.searchsorted(self.segment_shard, [shard, shard + 1])
         return slice(int(first), int(last))
 

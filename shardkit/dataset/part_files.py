@@ -172,7 +172,6 @@ class PartFolder:
             active().fsync_directory(folder)
 
     def noted(self, name: str) -> str | None:
-        """A text that `note` left."""
         data = self._bytes(name)
         return None if data is None else data.decode("utf-8", "replace")
 

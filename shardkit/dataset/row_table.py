@@ -32,11 +32,7 @@ class Rows(RowTable):
     marks: Mapping[str, NDArray[np.uint64]] = field(default_factory=dict)  # what else a build wants to know
 
     def take(self, places: NDArray[np.int64]) -> Rows:
-        """Some of the rows, whose places are their ordinals then; strata without rows go.
-
-        Args:
-            places: int64[m], rising.
-        """
+        """Some of the rows, whose places are their ordinals then; strata without rows go."""
         present, stratum = np.unique(self.stratum[places], return_inverse=True)
         return Rows(
             identity=self.identity[places],

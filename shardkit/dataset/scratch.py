@@ -322,7 +322,6 @@ class ScratchFile:
         self.size += len(data)
 
     def close(self) -> None:
-        """Close; the file stays."""
         active().close(self._file)
 
 

@@ -78,7 +78,6 @@ class MemoryPart:
         self._data = memoryview(data)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """See `Part`."""
         found = self._data[offset : offset + len(buffer)]
         buffer[: len(found)] = found
         buffer[len(found) :] = bytes(len(buffer) - len(found))
@@ -120,19 +119,13 @@ class FilePart:
         return self._file
 
     def close(self) -> None:
-        """See `Part`."""
         if self._file is not None:
             active().close(self._file)
             self._file = None
 
 
 class PartFiles:
-    """Scratch files by number, of which only so many are open at a time.
-
-    Args:
-        folder: of the files.
-        names: of all parts, in order.
-    """
+    """Scratch files by number, of which only so many are open at a time."""
 
     def __init__(self, folder: str, names: Sequence[str]) -> None:
         self._folder = folder
@@ -147,7 +140,6 @@ class PartFiles:
         return part
 
     def close(self) -> None:
-        """Let go of the files."""
         for part in self._open.values():
             part.close()
         self._open.clear()
@@ -189,10 +181,6 @@ class ScratchReader:
 
     def read(self, records: Records, ordinal: NDArray[np.int64]) -> HeldRecords:
         """Records in the order asked for; what was read before is overwritten.
-
-        Args:
-            records: where they are.
-            ordinal: of each row, for generated keys.
 
         Raises:
             IntegrityError: a record is not what was written.
@@ -265,15 +253,7 @@ class SourceContents:
 
 
 class HeldRecords:
-    """Verified records in memory; blocks of them borrow the memory, a block until the next one is made.
-
-    Args:
-        data: uint8, that the records are in.
-        begin: int64[n], where each of them begins.
-        part: int32[n]. ordinal: int64[n].
-        schema: of the rows.
-        contents: of what is still in the source.
-    """
+    """Verified records in memory; blocks of them borrow the memory, a block until the next one is made."""
 
     def __init__(
         self,
@@ -330,7 +310,6 @@ class HeldRecords:
         )
 
     def payload_bytes(self, start: int, stop: int) -> int:
-        """Of rows ``start`` … ``stop`` − 1."""
         return int(self._size[start:stop].sum())
 
     def _column(

@@ -20,9 +20,6 @@ class StoreSurvey:
     Objects are listed in the root, and read from wherever they are good: a damaged manifest or page in the root must
     not make a version look as if it needed nothing.
 
-    Args:
-        repository: the root.
-
     Attributes:
         repository: reads the root and all its locations.
         names: of all objects.
@@ -66,7 +63,6 @@ class StoreSurvey:
         return [self._page(ref, len(manifest.strata)) for ref in manifest.pages]
 
     def table(self, manifest: Manifest) -> ShardTable:
-        """All shards of a manifest."""
         return ShardTable.concatenate(self.pages(manifest))
 
     def _page(self, ref: PageRef, strata: int) -> ShardTable:

@@ -36,7 +36,6 @@ class VersionPlan:
         return rows_of_shards(self.rows, self.layout, self.numbers.of_stratum, first)
 
     def split_rows(self) -> dict[str, int]:
-        """New rows of each split."""
         names = self.version.split.names if self.version.split else ()
         return {name: int(np.count_nonzero(self.split == number)) for number, name in enumerate(names)}
 

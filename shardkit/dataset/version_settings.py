@@ -84,7 +84,6 @@ class VersionSettings:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Fields by which the version is stratified."""
         return (self.stratify,) if isinstance(self.stratify, str) else tuple(self.stratify or ())
 
     def layout(self) -> LayoutSettings:

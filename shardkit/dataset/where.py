@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.errors import UsageError
-from shardkit.formats import Schema
+from shardkit.formats import Block, FixedColumn, Schema
 from shardkit.formats.logical import Logical
 
 from .field_names import parse_expression
@@ -80,6 +80,21 @@ class Where:
                 )
         if not self.fields:
             raise UsageError(f"where={text!r} names no field; the fields are {', '.join(schema)}")
+
+    def of_block(self, block: Block) -> Mask:
+        """(rows,) which rows of a block fulfil the condition; one that lacks a value of a field in it does not."""
+        columns: dict[str, NDArray[Any]] = {}
+        present = np.ones(block.rows, np.bool_)
+        for name in self.fields:
+            present &= block.present(name)
+            column = block.column(name)
+            if isinstance(column, FixedColumn):
+                columns[name] = column.values
+            else:
+                data = column.data.tobytes()
+                borders = zip(column.starts.tolist(), column.ends.tolist(), strict=True)
+                columns[name] = np.array([str(data[a:b], "utf-8") for a, b in borders], dtype=np.str_)
+        return present & self(columns)
 
     def __call__(self, columns: Mapping[str, NDArray[Any]]) -> Mask:
         """(n,) bool: which rows fulfil the condition. `columns` holds (n,) arrays of `fields`."""

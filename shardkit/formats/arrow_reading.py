@@ -20,7 +20,7 @@ from shardkit.errors import FormatError, UsageError
 
 from .arrow_message import BatchHeader, compressed_buffer, raw_message_bytes, read_batch_header
 from .arrow_writing import KEY_FIELD, arrow_schema
-from .block import Column, FixedColumn, VariableColumn
+from .block import Column, FixedColumn, VariableColumn, check_text
 from .compression import MAX_RATIO, decompress_frame
 from .schema import FieldType, Schema, presence_of
 
@@ -123,7 +123,7 @@ class BatchReader:
         offsets = self._offsets(buffer + 1, name)
         data = self._take(buffer + 2, int(offsets[-1]), name)
         if kind.kind in ("str", "json"):
-            _check_utf8(data, offsets, name)
+            check_text(data, offsets[:-1], offsets[1:], name)
         return VariableColumn(data, offsets[:-1], offsets[1:], kind)
 
     def _ragged(self, name: str, kind: FieldType) -> VariableColumn:
@@ -194,12 +194,6 @@ def fixed_places(
     """Where the fixed-size columns of an uncompressed message lie, from its metadata alone.
 
     Two messages of equal metadata, length, rows and raw size have equal places.
-
-    Args:
-        message: Its digest checked.
-        schema: The index's schema.
-        rows: Rows that the index counts.
-        raw_size: Bytes that the index declares.
 
     Returns:
         Bytes before the body, that is prefix and metadata; and the columns, offsets counted from the body.
@@ -311,16 +305,6 @@ def _decompressed_by_pyarrow(message: memoryview, schema: Schema) -> list[NDArra
     except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
         raise FormatError(f"arrow message: pyarrow refuses it: {str(error)[:200]}") from None
     return [_EMPTY if buffer is None else np.frombuffer(buffer, np.uint8) for buffer in found]
-
-
-def _check_utf8(data: NDArray[np.uint8], offsets: NDArray[np.int64], name: str) -> None:
-    if not len(data) or int(data.max()) < 128:
-        return  # whatever of ASCII is cut where
-    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(data)]
-    try:
-        pa.Array.from_buffers(pa.large_string(), len(offsets) - 1, buffers, null_count=0).validate(full=True)
-    except pa.ArrowException as error:
-        raise FormatError(f"arrow column {name!r}: not UTF-8: {str(error)[:200]}") from None
 
 
 def _read_only(array: NDArray[Any]) -> NDArray[Any]:

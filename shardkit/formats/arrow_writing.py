@@ -96,7 +96,6 @@ class _Chunks:
         """Nothing is open."""
 
     def take(self) -> bytes:
-        """Everything written since the last call."""
         taken = b"".join(self._pieces)
         self._pieces.clear()
         return taken
@@ -126,7 +125,6 @@ class ArrowEncoder:
         self._compresses = compression != "none"
 
     def head(self) -> bytes:
-        """Magic and schema message."""
         return self._head
 
     def encode(self, block: RowBlock) -> tuple[bytes, int, None, None]:
@@ -144,7 +142,6 @@ class ArrowEncoder:
         return written, raw_message_bytes(header, memoryview(written)), None, None
 
     def tail(self) -> bytes:
-        """End-of-stream marker and footer."""
         self._writer.close()
         return self._take()
 

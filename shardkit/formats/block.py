@@ -25,7 +25,6 @@ class FixedColumn:
     values: NDArray[Any]
 
     def payload(self, row: int) -> bytes:
-        """Canonical payload of one row."""
         payload: bytes = self.values[row].tobytes()
         return payload
 
@@ -44,7 +43,6 @@ class VariableColumn:
     kind: FieldType
 
     def payload(self, row: int) -> bytes:
-        """Canonical payload of one row."""
         return self.data[self.starts[row] : self.ends[row]].tobytes()
 
 
@@ -113,9 +111,9 @@ def check_text(
     Raises:
         FormatError: names the first bad row.
     """
-    view = data.data
     if _is_text(data, starts, ends):
         return
+    view = data.data
     for row, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
         try:
             str(view[start:end], "utf-8")
@@ -132,6 +130,8 @@ def _is_text(data: NDArray[np.uint8], starts: NDArray[np.int64], ends: NDArray[n
     if not len(starts):
         return True
     first, last = int(starts.min()), int(ends.max())
+    if first == last or int(data[first:last].max()) < 128:
+        return True  # whatever of ASCII is cut where
     try:
         str(data[first:last].data, "utf-8")
     except UnicodeDecodeError:

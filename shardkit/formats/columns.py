@@ -235,7 +235,6 @@ class Texts:
         return raw.decode("utf-8", "surrogatepass")
 
     def to_list(self) -> list[str]:
-        """All texts."""
         raw, ends = self.data.tobytes(), self.offsets.tolist()
         return [raw[start:end].decode("utf-8", "surrogatepass") for start, end in itertools.pairwise(ends)]
 

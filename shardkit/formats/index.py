@@ -80,7 +80,6 @@ class ShardIndex:
 
     @property
     def blocks(self) -> int:
-        """Number of blocks."""
         return len(self.block_offset)
 
     @cached_property

@@ -233,11 +233,6 @@ def optional_column(
 ) -> Column:
     """A field of which some rows have no member.
 
-    Args:
-        present: Which rows have one.
-        kind: The field's type.
-        load: The column of these rows alone.
-
     Returns:
         The column of all rows; the others have zeros, or nothing.
     """

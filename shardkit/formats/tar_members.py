@@ -137,10 +137,6 @@ def npy_header(kind: FieldType, length: int = 0) -> bytes:
 def npy_payload_offset(data: bytes | memoryview, kind: FieldType) -> int:
     """Where the canonical payload of type `kind` begins in an npy file that NumPy, or anybody, wrote.
 
-    Args:
-        data: The whole member.
-        kind: A scalar, array or ragged type.
-
     Raises:
         FormatError: The member is no npy file, or its items do not lie there as `kind` calls for: another dtype or
             shape, big-endian, column by column, pickled, or cut short.

@@ -59,11 +59,6 @@ def raw_row_bytes(format: str, schema: Schema, payload_sizes: Sequence[int]) -> 
     """Raw bytes that a row takes: at most so many for tar; for arrow an estimate that takes a key of 24 bytes.
 
     That of tar is exact where every field has a value.
-
-    Args:
-        format: ``tar`` or ``arrow``.
-        schema: Fields, in order.
-        payload_sizes: Bytes of each stored column's canonical payload.
     """
     if format == "tar":
         columns = zip(schema.stored.items(), payload_sizes, strict=True)
@@ -277,7 +272,6 @@ class _Lineage:
         self._strata.append(none if block.stratum is None else block.stratum)
 
     def columns(self) -> dict[str, Any]:
-        """For `ShardIndex`."""
         columns: dict[str, Any] = {}
         if self._names:
             columns["source_names"] = tuple(self._names)

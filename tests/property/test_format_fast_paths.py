@@ -17,7 +17,6 @@ from shardkit.formats import (
     Schema,
     VariableColumn,
     arrow_message,
-    arrow_reading,
     read_block,
 )
 from shardkit.formats.arrow_message import BatchHeader
@@ -298,7 +297,7 @@ def test_text_of_other_scripts_is_checked_row_by_row(start: int, cuts: list[int]
     whole = all(row.decode(errors="replace").encode() == row for row in rows)
     data = np.frombuffer(text, np.uint8)
     if whole:
-        arrow_reading._check_utf8(data, offsets, "text")
+        check_text(data, offsets[:-1], offsets[1:], "text")
     else:
         with pytest.raises(FormatError, match="text"):
-            arrow_reading._check_utf8(data, offsets, "text")
+            check_text(data, offsets[:-1], offsets[1:], "text")

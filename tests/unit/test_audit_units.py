@@ -17,7 +17,7 @@ from shardkit.audit import load_run, sample_lineage, version_lineage
 from shardkit.audit.plans import open_recorded
 from shardkit.audit.replay import cell_digests, recipe_of
 from shardkit.audit.signing import verify_envelope
-from shardkit.dataset.population import population_of
+from shardkit.dataset.dataset import population_of
 from shardkit.errors import FormatError, MissingDependency, NotFoundError, PlanError
 from shardkit.ledger.records import (
     STEPS_MAGIC,

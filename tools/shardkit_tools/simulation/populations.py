@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import shardkit
-from shardkit.dataset.population import population_of
+from shardkit.dataset.dataset import population_of
 from shardkit.errors import ConfigurationError
 from shardkit.plan import Population
 from shardkit_tools.simulation.cluster import Data
