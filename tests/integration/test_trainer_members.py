@@ -115,7 +115,9 @@ def test_a_job_grows_shrinks_and_grows_while_a_rank_dies(
     retaken = [step for e in events if e["event"] == "rewind" for step in range(e["step"], e["reached"])]
     assert len(retaken) <= (0 if kind.endswith("ddp") else 5), "more than since the newest checkpoint"
     lines = [one["step"] for one in read_documents(job.run / "metrics" / "train.jsonl")]
-    assert sorted(lines) == sorted([*range(STEPS), *retaken]), "steps that nothing has happened to were taken twice"
+    assert sorted(lines) == sorted([*range(STEPS), *retaken]), (
+        "steps that nothing has happened to were taken twice"
+    )
     restarts = audit_run(job.run, level=None).starts[1:]
     starts = [e["step"] for e in events if e["event"] == "start"]
     assert [one["step"] for one in restarts] == starts[1:]

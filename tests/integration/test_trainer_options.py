@@ -6,18 +6,21 @@ import json
 import shutil
 import sysconfig
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import torch
 
 import shardkit
 from shardkit.audit import audit_run
 from shardkit.errors import ConfigurationError
+from shardkit.loader.device import DeviceFeed
 from shardkit.telemetry.records import read_documents
 from shardkit.torch import checkpoint_names
 from shardkit_trainer import load_configuration
 from shardkit_trainer.training import Summary, train
+from tests.unit.test_device_feed import Stream
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +65,37 @@ def test_half_precision_computes_and_reduces_in_single(tmp_path: Path, texts: st
     assert losses["bf16"] == pytest.approx(losses["fp32"], abs=0.02)
     assert losses["fp16"] == pytest.approx(losses["fp32"], abs=0.005)
     assert len(set(losses.values())) == 3, "the computation was not in another precision"
+
+
+class Feed(DeviceFeed):
+    """One that believes in its device: with a stream, which waits for what it hands out."""
+
+    log: ClassVar[list[str]] = []
+
+    def __init__(self, steps: Any, ready: Any, device: Any, ahead: int, finish: Any, _stream: Any) -> None:
+        class Waiting(Stream):
+            def receive(self, event: int, tensors: list[Any]) -> None:
+                Feed.log.append(f"received {event} of {self.sends}")
+                assert all(torch.is_tensor(tensor) for tensor in tensors)
+
+        super().__init__(steps, ready, device, ahead, finish, Waiting())
+
+
+def test_cells_are_on_the_device_ahead_and_prepared_there(
+    tmp_path: Path, texts: str, digits: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    classifier = {"model.kind": "classifier", "model.width": 8, "model.stages": 1}
+    for name, dataset, more in (("gpt", texts, {}), ("classifier", digits["train"], classifier)):
+        exact = {**more, "parallel.exact": "int64"}
+        plain = run(tmp_path / f"{name}-plain", dataset, **exact)
+        with monkeypatch.context() as patched:
+            patched.setattr("shardkit.loader.device.DeviceFeed", Feed)
+            ahead = run(tmp_path / f"{name}-ahead", dataset, **exact, **{"data.device_prefetch": 3})
+        assert plain.parameters_sha256 == ahead.parameters_sha256
+        events = [int(line.split()[1]) for line in Feed.log]
+        assert events == sorted({*events}), "each was waited for once, in order"
+        assert len(events) == 6
+        Feed.log.clear()
 
 
 def test_activations_are_computed_again_with_the_same_dropout(tmp_path: Path, texts: str) -> None:

@@ -92,6 +92,9 @@ class DataConfig(Section):
         False  # give the node's cache out to the other nodes of the run, and read theirs before the dataset
     )
     cache_size: str = ""  # the most that it may take, such as "200GiB"; empty: most of the disk's free room
+    device_prefetch: Annotated[int, Range(0, 64)] = (
+        0  # steps on their way to run.device while others are computed
+    )
     stages: list[StageConfig] = field(default_factory=list)  # schedules of batch size and weights
 
     def __post_init__(self) -> None:

@@ -85,6 +85,7 @@ class RunData:
                 assignment=parallel.assignment, rebalance=rebalance, telemetry=self._config.log.telemetry(),
                 store=c10d.PrefixStore(f"loader-{number}", world.store) if world.size > 1 else None,
                 cache=data.cache or None, cache_size=data.cache_size or None, share=data.share,
+                **({"device": world.device, "device_prefetch": data.device_prefetch} if data.device_prefetch else {}),
             )  # fmt: skip
         except RunError as error:
             if isinstance(error.__cause__, DistError):  # a rank did not come: as where it misses a collective

@@ -188,7 +188,7 @@ def software() -> dict[str, str]:
 _FREE_SECTIONS: Final = ("checkpoint", "evaluation", "log")
 _FREE: Final = {
     "run.directory", "run.device", "data.dataset", "data.parts", "data.locations", "data.cache", "data.cache_size",
-    "data.share",
+    "data.share", "data.device_prefetch",
     "parallel.strategy", "parallel.shard_ranks", "parallel.pass_samples", "parallel.activation_checkpointing",
     "parallel.compile", "parallel.assignment", "parallel.rebalance", "parallel.rebalance_every", "parallel.recovery",
     "parallel.timeout_s", "parallel.shutdown_s",

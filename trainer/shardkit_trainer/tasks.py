@@ -12,7 +12,6 @@ import pkgutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -117,20 +116,21 @@ class LanguageTask:
 
     def prepare(self, cell: Any, seed: int) -> Inputs:
         """(samples, context) inputs and targets; a crop's place depends on (seed, step, lane, slot) only."""
-        sequences = _sequences(cell[self.field])
-        tokens = np.zeros((len(sequences), self.context + 1), dtype=np.int64)
-        lengths = np.zeros(len(sequences), dtype=np.int64)
-        for row, (sequence, slot) in enumerate(zip(sequences, cell.slots, strict=True)):
-            spare = len(sequence) - (self.context + 1)
-            start = mix(seed, cell.step, int(slot)) % (spare + 1) if spare > 0 else 0
-            part = sequence[start : start + self.context + 1]
-            tokens[row, : len(part)] = part
-            lengths[row] = len(part)
+        values, borders = _sequences(cell[self.field])
+        crop, lengths = self.context + 1, np.diff(borders)
+        starts = borders[:-1].copy()
+        for row, (spare, slot) in enumerate(zip(lengths - crop, cell.slots, strict=True)):
+            starts[row] += mix(seed, cell.step, int(slot)) % (int(spare) + 1) if spare > 0 else 0
+        there = torch.from_numpy(np.arange(crop) < lengths[:, None])
+        valid = int(there[:, 1:].sum())
+        # tokens are gathered where they lie; a place past the end is that of a filler
+        places = torch.from_numpy(starts[:, None] + np.arange(crop)).clamp_(max=max(0, len(values) - 1))
+        there, places = there.to(values.device), places.to(values.device)
+        line = values if len(values) else values.new_zeros(1)
+        tokens = torch.where(there, line[places].to(torch.int64), 0)
         _check_range("model.vocabulary", self.vocabulary, "token", tokens, cell)
-        mask = np.arange(1, self.context + 1) < lengths[:, None]
-        targets = np.where(mask, tokens[:, 1:], IGNORED)
-        tensors = {"tokens": torch.from_numpy(tokens[:, :-1].copy()), "targets": torch.from_numpy(targets)}
-        return Inputs(tensors, int(mask.sum()), len(sequences))
+        targets = torch.where(there[:, 1:], tokens[:, 1:], IGNORED)
+        return Inputs({"tokens": tokens[:, :-1], "targets": targets}, valid, len(lengths))
 
     def empty(self) -> Inputs:
         tokens = torch.zeros((1, self.context), dtype=torch.int64)
@@ -172,7 +172,7 @@ class ClassifierTask:
         spread, mean = torch.std_mean(wide, dim=(1, 2, 3), keepdim=True, correction=0)
         scaled = (wide - mean) / (spread + 1e-6)
         labels = torch.as_tensor(cell[self.label]).to(torch.int64)
-        _check_range("model.classes", self.classes, "label", labels.numpy(), cell)
+        _check_range("model.classes", self.classes, "label", labels, cell)
         tensors = {"images": scaled.permute(0, 3, 1, 2).contiguous(), "labels": labels}
         return Inputs(tensors, len(labels), len(labels))
 
@@ -221,8 +221,8 @@ def _input(
     return found[0]
 
 
-def _check_range(key: str, end: int, what: str, values: np.ndarray, cell: Any) -> None:
-    least, most = (int(values.min()), int(values.max())) if values.size else (0, 0)
+def _check_range(key: str, end: int, what: str, values: Tensor, cell: Any) -> None:
+    least, most = (int(values.min()), int(values.max())) if values.numel() else (0, 0)
     found = f"{what} {least if least < 0 else most} at step {cell.step}, lane {cell.lane}"
     expect((0 <= least <= most < end, f"{key} = {end}: {found}; expected 0 … {end - 1}: raise {key}"))
 
@@ -235,15 +235,16 @@ def _count_classes(dataset: Any) -> int:
     return 1 + max(int(name) for name in dataset.strata)
 
 
-def _sequences(column: Any) -> list[Any]:
-    """Integer sequences of a text, bytes, array or ragged column, one per sample."""
+def _sequences(column: Any) -> tuple[Tensor, np.ndarray]:
+    """Integer sequences of a text, bytes, array or ragged column, end to end, and (samples + 1) borders on the host."""
     if isinstance(column, tuple):
-        values, offsets = (np.asarray(part) for part in column)
-        return [values[a:b] for a, b in pairwise(offsets)]
+        return torch.as_tensor(column[0]), torch.as_tensor(column[1]).cpu().numpy().astype(np.int64)
     if isinstance(column, list):
-        raw = [item.encode() if isinstance(item, str) else item for item in column]
-        return [np.frombuffer(item, dtype=np.uint8) for item in raw]
-    return list(np.asarray(column))
+        raw = [item.encode() if isinstance(item, str) else bytes(item) for item in column]
+        line = torch.from_numpy(np.frombuffer(bytearray().join(raw), dtype=np.uint8))
+        return line, np.cumsum([0, *map(len, raw)])
+    rows = torch.as_tensor(column)
+    return rows.flatten(), np.arange(len(rows) + 1) * rows.shape[1]
 
 
 def _decode(data: bytes, size: int) -> Tensor:
