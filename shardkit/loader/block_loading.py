@@ -246,7 +246,7 @@ class BlockLoading:
         if shard not in self._shards:
             found = None
             with contextlib.suppress(ShardkitError):
-                if self.has_file(shard):
+                if hasattr(self._loads, "add_file") and self.has_file(shard):
                     index = self._reader.index(shard)
                     file = self._reader.plain_file(shard, index)
                     layouts = self._layouts.setdefault(index.schema, Layouts(index.schema, self._fields))

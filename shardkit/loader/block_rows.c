@@ -218,105 +218,6 @@ failed:
     return -1;
 }
 
-/* ---- open files: few for the whole process, whatever the shards */
-
-#define MOST_OPEN 32
-
-typedef struct {
-    char *path; /* NULL: unused */
-    int file, users, is_left;
-    uint64_t used;
-} OpenFile;
-
-static OpenFile open_files[MOST_OPEN];
-static pthread_mutex_t files_lock = PTHREAD_MUTEX_INITIALIZER;
-static pid_t files_process;
-static uint64_t files_clock;
-
-static void lock_files(void)
-{
-    if (files_process != getpid()) { /* threads of a parent process, which may hold the lock and files, are not here */
-        files_lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
-        for (int n = 0; n < MOST_OPEN; n++)
-            open_files[n].users = 0;
-        files_process = getpid();
-    }
-    pthread_mutex_lock(&files_lock);
-}
-
-static void close_open(OpenFile *one)
-{
-    close(one->file);
-    free(one->path);
-    one->path = NULL;
-}
-
-/* A file that must have `size` bytes, for reading: its place among the open files, MOST_OPEN where it has none; -1 on failure. */
-static int borrow_file(const char *path, int64_t size, int *file)
-{
-    lock_files();
-    for (int n = 0; n < MOST_OPEN; n++)
-        if (open_files[n].path && !open_files[n].is_left && !strcmp(open_files[n].path, path)) {
-            open_files[n].users++;
-            open_files[n].used = ++files_clock;
-            *file = open_files[n].file;
-            pthread_mutex_unlock(&files_lock);
-            return n;
-        }
-    pthread_mutex_unlock(&files_lock);
-    struct stat found;
-    *file = open(path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
-    if (*file < 0)
-        return -1;
-    if (fstat(*file, &found) || (int64_t)found.st_size != size) {
-        close(*file);
-        return -1;
-    }
-    lock_files();
-    int oldest = MOST_OPEN;
-    for (int n = 0; n < MOST_OPEN; n++) {
-        if (open_files[n].path && open_files[n].users)
-            continue;
-        if (oldest == MOST_OPEN || !open_files[n].path ||
-            (open_files[oldest].path && open_files[n].used < open_files[oldest].used))
-            oldest = n;
-    }
-    char *name = oldest < MOST_OPEN ? strdup(path) : NULL;
-    if (name) {
-        if (open_files[oldest].path)
-            close_open(&open_files[oldest]);
-        open_files[oldest] = (OpenFile){name, *file, 1, 0, ++files_clock};
-    } else
-        oldest = MOST_OPEN;
-    pthread_mutex_unlock(&files_lock);
-    return oldest;
-}
-
-static void return_file(int place, int file)
-{
-    if (place == MOST_OPEN) {
-        close(file);
-        return;
-    }
-    lock_files();
-    if (!--open_files[place].users && open_files[place].is_left)
-        close_open(&open_files[place]);
-    pthread_mutex_unlock(&files_lock);
-}
-
-/* The next reader of a file opens it again. */
-static void leave_file(const char *path)
-{
-    lock_files();
-    for (int n = 0; n < MOST_OPEN; n++)
-        if (open_files[n].path && !strcmp(open_files[n].path, path)) {
-            open_files[n].is_left = 1;
-            if (!open_files[n].users)
-                close_open(&open_files[n]);
-        }
-    pthread_mutex_unlock(&files_lock);
-}
-
 /* ---- loads: blocks in the order of first need, taken by threads that hold no interpreter */
 
 enum { FILE_NUMBER, OFFSET, SIZE, ADDRESS, HASH, AFTER, SLOT, BLOCK, LAYOUT, LAYOUT_SIZE, JOB }; /* int64 numbers of a job */
@@ -329,17 +230,23 @@ enum { WAITING, BEGUN, DONE };
 #define MADV_POPULATE_WRITE 23 /* of Linux from 5.14 on; others refuse it */
 #endif
 
+#define MOST_OPEN 32      /* files, whatever the shards; and one more for each thread */
+
 typedef struct {
     char *path;
     int64_t size;
 } NamedFile;
 
 typedef struct {
+    int64_t number; /* of the file; -1: none */
+    int file, users;
+} OpenFile;
+
+typedef struct {
     PyObject_HEAD
     pthread_mutex_t lock;
     pthread_cond_t work, ready;
-    pid_t process;
-    int is_closed, is_timed, waiting;
+    int is_open, is_closed, is_timed, waiting;
     way add_blocks;
     int64_t width, stride;                                 /* facts of a block; numbers of a job with them */
     int64_t *jobs, *began;                                 /* a ring of `room` jobs */
@@ -351,6 +258,7 @@ typedef struct {
     Py_buffer table;
     NamedFile *files;
     int64_t file_count, file_room;
+    OpenFile open_files[MOST_OPEN]; /* each in the place of its number, modulo their count */
     int64_t *running, running_count, running_room;         /* slots that jobs before `dropped` still write to */
     int64_t *times, time_count;                            /* (block, ns) */
     int64_t loads, bytes, load_ns;
@@ -367,33 +275,69 @@ static int64_t *job_at(Loads *self, int64_t job) { return self->jobs + (job & (s
 
 static int may_begin(Loads *self) { return self->next < self->end && job_at(self, self->next)[AFTER] <= self->now; }
 
+/* A descriptor of a file, -1 where it cannot be had or has another size; the lock is not held. */
+static int borrow_file(Loads *self, int64_t number)
+{
+    OpenFile *place = &self->open_files[number % MOST_OPEN];
+    struct stat found;
+    pthread_mutex_lock(&self->lock);
+    const NamedFile named = self->files[number];
+    int file = place->number == number ? place->file : -1;
+    place->users += file >= 0;
+    pthread_mutex_unlock(&self->lock);
+    if (file >= 0)
+        return file;
+    file = open(named.path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
+    if (file >= 0 && (fstat(file, &found) || (int64_t)found.st_size != named.size)) {
+        close(file);
+        return -1;
+    }
+    pthread_mutex_lock(&self->lock);
+    if (file >= 0 && !place->users && !self->is_closed) {
+        if (place->number >= 0)
+            close(place->file);
+        *place = (OpenFile){number, file, 1};
+    }
+    pthread_mutex_unlock(&self->lock);
+    return file;
+}
+
+/* The file is not read any more; where it `is_wrong` it may be healed, and is another one then: the next reader opens it again. */
+static void return_file(Loads *self, int64_t number, int file, int is_wrong)
+{
+    OpenFile *place = &self->open_files[number % MOST_OPEN];
+    pthread_mutex_lock(&self->lock);
+    const int is_kept = place->number == number && place->file == file;
+    place->users -= is_kept;
+    if (!is_kept || ((is_wrong || self->is_closed) && !place->users)) {
+        close(file);
+        if (is_kept)
+            place->number = -1;
+    }
+    pthread_mutex_unlock(&self->lock);
+}
+
 /* Disks are faster when asked for many blocks at a time; the system reads those that are asked for while this thread waits. */
 static void ask_disk(Loads *self)
 {
 #ifdef POSIX_FADV_WILLNEED
-    int64_t wanted[ASK_AHEAD][3];
-    const char *path[ASK_AHEAD];
+    int64_t wanted[ASK_AHEAD][JOB];
     int count = 0;
     pthread_mutex_lock(&self->lock);
     if (self->asked < self->next)
         self->asked = self->next;
-    for (; count < ASK_AHEAD && self->asked < self->end && self->asked < self->next + ASK_AHEAD; self->asked++) {
-        const int64_t *job = job_at(self, self->asked);
-        if (job[AFTER] > self->now)
+    for (; self->asked < self->end && self->asked < self->next + ASK_AHEAD; self->asked++) {
+        memcpy(wanted[count], job_at(self, self->asked), sizeof *wanted);
+        if (wanted[count][AFTER] > self->now)
             break;
-        if (job[FILE_NUMBER] < 0)
-            continue;
-        path[count] = self->files[job[FILE_NUMBER]].path; /* stays until the object goes */
-        wanted[count][0] = self->files[job[FILE_NUMBER]].size;
-        wanted[count][1] = job[OFFSET];
-        wanted[count++][2] = job[SIZE];
+        count += wanted[count][FILE_NUMBER] >= 0;
     }
     pthread_mutex_unlock(&self->lock);
     for (int n = 0; n < count; n++) {
-        int file, place = borrow_file(path[n], wanted[n][0], &file);
-        if (place >= 0) {
-            (void)posix_fadvise(file, (off_t)wanted[n][1], (off_t)wanted[n][2], POSIX_FADV_WILLNEED);
-            return_file(place, file);
+        const int file = borrow_file(self, wanted[n][FILE_NUMBER]);
+        if (file >= 0) {
+            (void)posix_fadvise(file, (off_t)wanted[n][OFFSET], (off_t)wanted[n][SIZE], POSIX_FADV_WILLNEED);
+            return_file(self, wanted[n][FILE_NUMBER], file, 0);
         }
     }
 #else
@@ -402,28 +346,26 @@ static void ask_disk(Loads *self)
 }
 
 /* Read and hash a block: 0 if it is what was written. */
-static int load(Loads *self, const int64_t *job, NamedFile file)
+static int load(Loads *self, const int64_t *job)
 {
     unsigned char *to = (unsigned char *)(intptr_t)job[ADDRESS];
-    int descriptor, place = borrow_file(file.path, file.size, &descriptor);
-    if (place < 0)
+    const int file = borrow_file(self, job[FILE_NUMBER]);
+    if (file < 0)
         return -1;
     int64_t done = 0;
     if (!job[AFTER]) /* memory that held no block before, perhaps: all of its pages at once take two thirds of the time */
         (void)madvise(to, (size_t)job[SIZE], MADV_POPULATE_WRITE);
     while (done < job[SIZE]) {
-        const ssize_t got = pread(descriptor, to + done, (size_t)(job[SIZE] - done), (off_t)(job[OFFSET] + done));
+        const ssize_t got = pread(file, to + done, (size_t)(job[SIZE] - done), (off_t)(job[OFFSET] + done));
         if (got < 0 && errno == EINTR)
             continue;
         if (got <= 0)
             break;
         done += got;
     }
-    return_file(place, descriptor);
-    if (done == job[SIZE] && xxh3(self->add_blocks, to, job[SIZE]) == (uint64_t)job[HASH])
-        return 0;
-    leave_file(file.path); /* it may be healed, and is another one then */
-    return -1;
+    const int failed = done < job[SIZE] || xxh3(self->add_blocks, to, job[SIZE]) != (uint64_t)job[HASH];
+    return_file(self, job[FILE_NUMBER], file, failed);
+    return -failed;
 }
 
 /* The lock is held. */
@@ -464,9 +406,8 @@ static int64_t work(Loads *self, int64_t *job, int *is_loaded)
             pthread_mutex_unlock(&self->lock);
             return number;
         }
-        const NamedFile file = self->files[job[FILE_NUMBER]];
         pthread_mutex_unlock(&self->lock);
-        const int failed = load(self, job, file);
+        const int failed = load(self, job);
         const int64_t took = now_ns() - started;
         const int placed = !failed && (!job[LAYOUT_SIZE] ||
                                        (job[LAYOUT_SIZE] > 0 && job[LAYOUT_SIZE] <= job[SIZE] &&
@@ -764,9 +705,12 @@ static PyObject *loads_close(Loads *self, PyObject *ignored)
     self->is_closed = 1;
     pthread_cond_broadcast(&self->work);
     pthread_cond_broadcast(&self->ready);
+    for (OpenFile *one = self->open_files; one < self->open_files + MOST_OPEN; one++)
+        if (one->number >= 0 && !one->users) {
+            close(one->file);
+            one->number = -1;
+        }
     pthread_mutex_unlock(&self->lock);
-    for (int64_t n = 0; n < self->file_count; n++)
-        leave_file(self->files[n].path);
     Py_RETURN_NONE;
 }
 
@@ -779,7 +723,7 @@ static int loads_init(Loads *self, PyObject *args, PyObject *names)
     Py_ssize_t width;
     if (!PyArg_ParseTupleAndKeywords(args, names, "n|pi:Loads", keywords, &width, &timed, &wanted))
         return -1;
-    if (self->process || width < 1 || width > 1 << 20 || wanted < 0 || wanted >= ways) {
+    if (self->is_open || width < 1 || width > 1 << 20 || wanted < 0 || wanted >= ways) {
         PyErr_SetString(PyExc_ValueError, "expected facts of a block, and a way that this processor knows");
         return -1;
     }
@@ -791,7 +735,9 @@ static int loads_init(Loads *self, PyObject *args, PyObject *names)
     pthread_mutex_init(&self->lock, NULL);
     pthread_cond_init(&self->work, NULL);
     pthread_cond_init(&self->ready, NULL);
-    self->process = getpid();
+    for (int n = 0; n < MOST_OPEN; n++)
+        self->open_files[n].number = -1;
+    self->is_open = 1;
     return 0;
 }
 

@@ -12,8 +12,8 @@ from typing import Final
 from shardkit.errors import IntegrityError, NotFoundError, StoreError
 
 MOST_OPEN_FILES: Final = 64
-"""Files of this process that stay open for the next read, here and where block_rows.c reads, a half each; each reading
-thread may hold one more."""
+"""Files of this process that stay open for the next read, half of them here and half in a loader (block_rows.c); each
+reading thread may hold one more."""
 
 _ENOUGH_FILES: Final = 4096  # for a training program with its workers, sockets and pipes
 
