@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from shardkit.copies.documents import mirror_log
-from shardkit.copies.facts import Facts, fill_held, open_recorded
+from shardkit.copies.holdings import Holdings
+from shardkit.copies.replicate import mirror
 from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, UsageError
 from shardkit.manifest.json_fields import seconds_of
 from shardkit.reading.inventory import walk_versions
@@ -129,17 +129,17 @@ def collect(
     done = Collection()
     store = root_store(repository.store)
     _check_no_erasure(repository, store)
-    facts = open_recorded(repository)
-    done.unreachable = dict(facts.problems)
+    found = Holdings(repository)
+    done.unreachable = dict(found.problems)
     if delete:
-        done.finished = _finish_killed(repository, facts, done, report, clock, take_over_s, settle_s)
+        done.finished = _finish_killed(repository, found, done, report, clock, take_over_s, settle_s)
     before = _begun_ever(repository.head())
     reading = Repository.open(repository.url, read_only=True)
     since = clock() - history_s
     live = mark_live(reading, repository.newest_commits(), since)
-    fill_held(facts)
-    done.unreachable |= facts.problems
-    listed = set().union(*facts.held.values())
+    found.fill()
+    done.unreachable |= found.problems
+    listed = set().union(*(one.held for one in found.all.values()))
     garbage = {name for name in listed if _is_ours(name)} - live
     done.live, done.garbage = len(listed) - len(garbage), len(garbage)
     due = _rounds(store, garbage, int(clock()), grace_s, done, write=delete)
@@ -153,7 +153,7 @@ def collect(
         def still_due() -> list[str]:
             return sorted(chosen - mark_live(reading, repository.newest_commits(), since))
 
-        _collect(repository, facts, before, still_due, int(clock()), done, report)
+        _collect(repository, found, before, still_due, int(clock()), done, report)
     _forget_old_lists(repository, store, int(clock()))
     return done
 
@@ -191,7 +191,7 @@ def _rounds(
 
 def _collect(
     repository: Repository,
-    facts: Facts,
+    found: Holdings,
     before: int,
     still_due: Callable[[], list[str]],
     now: int,
@@ -210,14 +210,17 @@ def _collect(
         return put_list(store, now, names) if names else None
 
     identity = repository.begin_collection(put)
-    if identity is not None and _sweep(repository, identity, facts, names, done, report):
+    if identity is not None and _sweep(repository, identity, found, names, done, report):
         repository.end_collection(identity)
-        _mirror(repository, facts, done)
+        mirror(found)
+        for name, one in found.all.items():
+            if one.state == "failed":
+                done.unreachable.setdefault(name, one.problem)
 
 
 def _finish_killed(
     repository: Repository,
-    facts: Facts,
+    found: Holdings,
     done: Collection,
     report: Report | None,
     clock: Callable[[], float],
@@ -233,7 +236,7 @@ def _finish_killed(
             _refuse_second(repository, begun)
         names = read_list(root_store(repository.store), digest)
         taken, since = repository.take_over_collection(identity), time.monotonic()
-        if taken is not None and _sweep(repository, taken, facts, list(names), done, report):
+        if taken is not None and _sweep(repository, taken, found, list(names), done, report, is_listed=False):
             time.sleep(max(0.0, settle_s - (time.monotonic() - since)))
             repository.end_collection(taken)
     return len(killed)
@@ -258,10 +261,12 @@ def _time_of_begin(repository: Repository, identity: str) -> str:
 def _sweep(
     repository: Repository,
     identity: str,
-    facts: Facts,
+    found: Holdings,
     names: list[str],
     done: Collection,
     report: Report | None,
+    *,
+    is_listed: bool = True,
 ) -> bool:
     """Delete everywhere; copies first, so that what the root does not have is nowhere.
 
@@ -272,7 +277,7 @@ def _sweep(
     """
     checked = time.monotonic()
     ordered = sorted(names, key=lambda name: (parse_object_name(name)[1] not in _FIRST, name))
-    locations = sorted(facts.stores.values(), key=lambda one: one.name == ROOT_NAME)
+    locations = sorted(found.stores.values(), key=lambda one: one.name == ROOT_NAME)
     total, gone = len(ordered) * len(locations), 0
     for location in locations:
         for name in ordered:
@@ -282,7 +287,7 @@ def _sweep(
                     return False
                 checked = time.monotonic()
             try:
-                if location.name == ROOT_NAME or name in facts.held.get(location.name, {name}):
+                if not is_listed or location.name == ROOT_NAME or name in found.all[location.name].held:
                     location.store.delete(name)
                     done.deleted[location.name] = done.deleted.get(location.name, 0) + 1
             except ShardkitError as error:
@@ -310,16 +315,6 @@ def _bytes(store: Store, names: Iterable[str]) -> int:
             stat = store.head(name)
             total += stat.size if stat else 0
     return total
-
-
-def _mirror(repository: Repository, facts: Facts, done: Collection) -> None:
-    root = root_store(repository.store)
-    for name, location in facts.stores.items():
-        if name != ROOT_NAME:
-            try:
-                mirror_log(root, location.store)
-            except ShardkitError as error:
-                done.unreachable.setdefault(name, str(error))
 
 
 def versions_of(log: Iterable[LogEntry], since: float) -> tuple[set[str], set[str]]:

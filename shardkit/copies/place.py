@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from shardkit.copies.facts import Facts, look
+from shardkit.copies.holdings import Holdings, look
 from shardkit.copies.pacing import RateLimiter
 from shardkit.copies.parity_encoding import encode_parity
 from shardkit.copies.placement import Needed, find_needed, live_versions, strata_of, there_are
-from shardkit.copies.replicate import Copying, Replication, Report, over_all
+from shardkit.copies.replicate import Replication, Report, copy_missing, mirror, over_all
 from shardkit.errors import ConfigurationError, NotFoundError, ShardkitError, StoreError, UsageError
 from shardkit.manifest.json_fields import seconds_of
 from shardkit.reading.locations import ROOT_NAME
@@ -202,16 +202,17 @@ def place(
         prepare(repository, new)
         encode_parity(repository, table, live_versions(repository), pace)
     needed = find_needed(over_all(repository), table, live_versions(repository))
-    facts = look(repository, table, needed)
-    copying = Copying(repository, table, facts)
-    placing.copies = copying.finished()
+    found = look(repository, table, needed)
+    placing.copies = Replication.of(found)
     if dry_run:
-        _mark_new(placing.copies, base)
+        for one in found.all.values():  # what is not there yet because nothing was done is no problem
+            if one.state == "unprepared" and (base is None or base.find(one.name) is None):
+                one.state, one.problem = "new", ""
         placing.table = table
     else:
         if table is not base or change.refill:
-            copying.copy_missing(pace, report=report)
-            _check_copied(repository, facts, placing.copies)
+            placing.copies = copy_missing(found, pace, report=report)
+            _check_copied(repository, found)
         if table is not base:
             told = message or _told(base, table.locations)
             root = root_store(repository.store)
@@ -219,9 +220,9 @@ def place(
                 root, repository.id, base, table.policy, table.locations, message=told, author=author
             )
             placing.committed = True
-    _delete_due(placing, facts, needed, pace, grace_s, clock, dry_run=dry_run)
+    _delete_due(placing, found, needed, pace, grace_s, clock, dry_run=dry_run)
     if not dry_run:
-        copying.mirror()
+        mirror(found)
     return placing
 
 
@@ -273,26 +274,19 @@ def undo(repository: Repository, **options: Any) -> Placing:
     return place(repository, change, **{"message": f"undo of placement {now.n}", **options})
 
 
-def _mark_new(copies: Replication, base: LocationTable | None) -> None:
-    """What is not there yet because nothing was done is no problem."""
-    for one in copies.locations:
-        if one.state == "unprepared" and (base is None or base.find(one.name) is None):
-            one.state, one.problem = "new", ""
-
-
-def _check_copied(repository: Repository, facts: Facts, copies: Replication) -> None:
-    if facts.missing:
-        bad = [one for one in copies.locations if one.lag]
+def _check_copied(repository: Repository, found: Holdings) -> None:
+    if found.missing:
+        bad = [one for one in found.all.values() if one.lag]
         told = "; ".join(f"{one.name}: {one.problem or one.state}" for one in bad)
         raise StoreError(
-            f"{repository.url}: {len(facts.missing)} copies are missing that the new placement asks for ({told}); the "
+            f"{repository.url}: {len(found.missing)} copies are missing that the new placement asks for ({told}); the "
             "old one holds; mend that, or leave the location out (--forget NAME), then run the same command again"
         )
 
 
 def _delete_due(
     placing: Placing,
-    facts: Facts,
+    found: Holdings,
     needed: dict[str, Needed],
     pace: RateLimiter,
     grace_s: int,
@@ -303,12 +297,12 @@ def _delete_due(
     table = placing.table
     if table is None:
         return
-    copies = surplus(facts, needed)
+    copies = surplus(found, needed)
     placing.surplus = len(copies)
     since = clock() if table.time.startswith("1970") else seconds_of(table.time)
     placing.due_in_s = max(0, int(since + grace_s - clock())) if copies else 0
     if copies and placing.due_in_s == 0 and not dry_run:
-        placing.drops = drop_surplus(table, facts, needed, copies, pace)
+        placing.drops = drop_surplus(table, found, needed, copies, pace)
         placing.surplus -= placing.drops.objects
 
 
@@ -325,20 +319,20 @@ def _told(base: LocationTable | None, records: Sequence[LocationRecord]) -> str:
     return ", ".join(parts) or "changed the policy"
 
 
-def surplus(facts: Facts, needed: Mapping[str, Needed]) -> list[tuple[str, str]]:
+def surplus(found: Holdings, needed: Mapping[str, Needed]) -> list[tuple[str, str]]:
     """(location, object) of copies that belong to some version and not there; what nothing needs is for `gc`."""
     return [
         (location, name)
-        for location in facts.stores
+        for location in found.stores
         if location != ROOT_NAME
-        for name in sorted(facts.held[location])
+        for name in sorted(found.all[location].held)
         if name in needed and location not in needed[name].where
     ]
 
 
 def drop_surplus(
     table: LocationTable,
-    facts: Facts,
+    found: Holdings,
     needed: Mapping[str, Needed],
     copies: Iterable[tuple[str, str]],
     pace: RateLimiter,
@@ -356,26 +350,26 @@ def drop_surplus(
     for location, name in copies:
         one = needed[name]
         good = {
-            domains[other] for other in one.where if other != location and _is_good(facts, other, name, pace)
+            domains[other] for other in one.where if other != location and _is_good(found, other, name, pace)
         }
         if len(good) < len({domains[other] for other in one.where}):
             done.kept.append((location, name))
             continue
-        store = facts.stores[location].store
+        store = found.stores[location].store
         try:
             stat = store.head(name)
             store.delete(name)
         except ShardkitError as error:
             done.problems.append(f"{location}: {error}")
             continue
-        facts.held[location].discard(name)
+        found.all[location].held.discard(name)
         done.objects += 1
         done.bytes += stat.size if stat else 0
     return done
 
 
-def _is_good(facts: Facts, location: str, name: str, pace: RateLimiter) -> bool:
-    store = facts.stores[location].store if location in facts.stores else None
+def _is_good(found: Holdings, location: str, name: str, pace: RateLimiter) -> bool:
+    store = found.stores[location].store if location in found.stores else None
     return store is not None and check_object(store, name, None, "stored", pace.take).is_good
 
 

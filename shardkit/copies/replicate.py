@@ -6,7 +6,6 @@ And what a commit waits for: the mode of the policy.
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from shardkit.copies.documents import mirror_documents, mirror_log
-from shardkit.copies.facts import Facts, Missing, look, open_all
+from shardkit.copies.holdings import Holding, Holdings, Missing, look
 from shardkit.copies.pacing import RateLimiter
 from shardkit.copies.parity_encoding import encode_parity
 from shardkit.copies.placement import Needed, add_needed, find_needed, live_versions
@@ -73,33 +72,6 @@ def copy_task(
 
 
 @dataclass(slots=True)
-class LocationResult:
-    """What became of one location.
-
-    Attributes:
-        name: of the location.
-        url: where it is.
-        domain: its failure domain.
-        state: "ok", "unreachable", "unprepared", "foreign", "failed", or "new" where nothing was done yet.
-        problem: what it said, or "".
-        copied: objects that this call copied to it. copied_bytes: their bytes.
-        commits: log entries that this call copied to it.
-        lag: objects that belong there and are not. lag_bytes: their bytes.
-    """
-
-    name: str
-    url: str
-    domain: str
-    state: str = "ok"
-    problem: str = ""
-    copied: int = 0
-    copied_bytes: int = 0
-    commits: int = 0
-    lag: int = 0
-    lag_bytes: int = 0
-
-
-@dataclass(slots=True)
 class Replication:
     """What `replicate` did.
 
@@ -116,11 +88,17 @@ class Replication:
     lag_before: int = 0
     lag_after: int = 0
     objects: int = 0
-    locations: list[LocationResult] = field(default_factory=list)
+    locations: list[Holding] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     dry_run: bool = False
     healed: list[Healed] = field(default_factory=list)
     unchecked: list[Unchecked] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, found: Holdings, *, dry_run: bool = False) -> Replication:
+        """Nothing was copied yet of what is missing."""
+        lag = found.lag_bytes
+        return cls(lag, lag, len(found.missing), list(found.all.values()), dry_run=dry_run)
 
     @property
     def exit_code(self) -> ExitCode:
@@ -134,12 +112,11 @@ class Replication:
         return ExitCode.NO if self.dry_run else ExitCode.FAILED
 
     def to_json(self) -> dict[str, Any]:
-        names = LocationResult.__slots__
         return {
             "lag_before": self.lag_before,
             "lag_after": self.lag_after,
             "objects": self.objects,
-            "locations": [{name: getattr(one, name) for name in names} for one in self.locations],
+            "locations": [one.to_json() for one in self.locations],
             "lost": self.lost,
             "healed": [one._asdict() for one in self.healed],
             "unchecked": [one._asdict() for one in self.unchecked],
@@ -192,34 +169,25 @@ def replicate(
         )
     if fixed is None:
         chosen = live_versions(repository) if versions is None else versions
-        facts = look(repository, table, find_needed(over_all(repository), table, chosen))
-        done = Copying(repository, table, facts).finished()
-        done.dry_run = True
-        return done
-    chosen = fixed.versions if versions is None else versions
-    problem = _encoding_problem(repository, table, chosen, pace)
-    copying = Copying(repository, table, look(repository, table, _needed(repository, table, chosen)))
-    done = copying.copy_missing(pace, jobs, report, copy_all)
+        needed = find_needed(over_all(repository), table, chosen)
+        return Replication.of(look(repository, table, needed), dry_run=True)
+    chosen = fixed.versions if versions is None else list(versions)
+    problem = ""
+    try:
+        encode_parity(repository, table, chosen, pace)
+    except (StoreFullError, StoreReadOnlyError):
+        raise
+    except StoreError as error:  # some sets have none: what is lost stops nothing else
+        problem = str(error)
+    found = look(repository, table, _needed(repository, table, chosen))
+    done = copy_missing(found, pace, jobs, report, copy_all)
     done.healed, done.unchecked = fixed.healed, fixed.unchecked
     done.lag_before += sum(one.num_bytes for one in fixed.healed if one.was == "missing")
     done.lost = sorted({*done.lost, *(one.name for one in fixed.lost)})
     if problem:
         done.unchecked.append(Unchecked(ROOT_NAME, "", problem))
-    copying.mirror()
+    mirror(found)
     return done
-
-
-def _encoding_problem(
-    repository: Repository, table: LocationTable, versions: Iterable[str], pace: RateLimiter
-) -> str:
-    """Encode parity; why some sets have none, or "": what is lost stops nothing else."""
-    try:
-        encode_parity(repository, table, versions, pace)
-    except (StoreFullError, StoreReadOnlyError):
-        raise
-    except StoreError as error:
-        return str(error)
-    return ""
 
 
 def _needed(repository: Repository, table: LocationTable, versions: Iterable[str]) -> dict[str, Needed]:
@@ -232,122 +200,102 @@ def _needed(repository: Repository, table: LocationTable, versions: Iterable[str
     return found
 
 
-class Copying:
-    """The copies that one comparison found missing, made; methods of a copy are called by several threads.
-
-    Args:
-        repository: the root.
-        table: locations and policy.
-        facts: what was found missing; what is made is taken off the list.
-
-    Attributes:
-        done: what came of it.
-    """
-
-    def __init__(self, repository: Repository, table: LocationTable, facts: Facts) -> None:
-        self.facts = facts
-        self.done = Replication(lag_before=facts.lag_bytes, objects=len(facts.missing))
-        for one in table.locations:
-            state, problem = facts.states[one.name], facts.problems.get(one.name, "")
-            self.done.locations.append(LocationResult(one.name, one.url, one.domain, state, problem))
-        self._root = root_store(repository.store)
-        self._results = {one.name: one for one in self.done.locations}
-        self._failures = dict.fromkeys(facts.stores, 0)
-        self._lock = threading.Lock()
-        self._objects, self._bytes = 0, 0
-        # Adopted tars are no objects of the root, and yet the root is where they are read.
-        self._adopted = Location(name=ROOT_NAME, store=AdoptedStore(self._root))
-
-    def copy_missing(
-        self,
-        pace: RateLimiter,
-        jobs: int = _JOBS,
-        report: Report | None = None,
-        copy_all: CopyAll | None = None,
-    ) -> Replication:
-        """Make the copies, small and critical ones first; see `replicate` for the arguments."""
-        work = [one for one in self.facts.missing if one.location in self.facts.stores]
-        work.sort(
-            key=lambda one: (not one.needed.is_critical, -len(one.needed.where), one.size, one.needed.name)
-        )
-        total_bytes = sum(one.size for one in work)
-
-        def moved(num_bytes: int) -> None:
-            with self._lock:
-                self._bytes += num_bytes
-                if report is not None:
-                    report(self._objects, len(work), self._bytes, total_bytes)
+def copy_missing(
+    found: Holdings,
+    pace: RateLimiter,
+    jobs: int = _JOBS,
+    report: Report | None = None,
+    copy_all: CopyAll | None = None,
+) -> Replication:
+    """Make the copies that a comparison found missing, small and critical ones first; see `replicate`."""
+    done = Replication.of(found)
+    copying = _Copying(found, done, report)
+    if copy_all is not None:
+        left = ((i, copying.task(one)) for i, one in enumerate(copying.work) if copying.is_wanted(one))
+        for number, outcome in copy_all(left):
+            copying.settle(copying.work[number], outcome)
+            copying.moved(outcome if isinstance(outcome, int) else 0)
+    else:
 
         def copy(one: Missing) -> None:
-            if self._results[one.location].state == "ok":
-                self._settle(one, copy_task(self._task(one), pace, moved))
-                moved(0)
+            if copying.is_wanted(one):
+                copying.settle(one, copy_task(copying.task(one), pace, copying.moved))
+                copying.moved(0)
 
-        if copy_all is not None:
-            left = (
-                (number, one) for number, one in enumerate(work) if self._results[one.location].state == "ok"
-            )
-            for number, outcome in copy_all((number, self._task(one)) for number, one in left):
-                self._settle(work[number], outcome)
-                moved(outcome if isinstance(outcome, int) else 0)
-            return self.finished()
         with ThreadPoolExecutor(jobs, thread_name_prefix="shardkit-copy") as pool:
             try:
-                for _ in pool.map(copy, work):
-                    pass
+                list(pool.map(copy, copying.work))
             except BaseException:
                 pace.stop()
                 pool.shutdown(cancel_futures=True)
                 raise
-        return self.finished()
+    found.count_missing()
+    done.lag_after = found.lag_bytes
+    return done
 
-    def _task(self, one: Missing) -> CopyTask:
-        sources = self.facts.sources(one.needed.name) or [self._adopted]
-        return CopyTask(one.needed.name, tuple(sources), self.facts.stores[one.location])
 
-    def _settle(self, one: Missing, outcome: int | IntegrityError | StoreError) -> None:
+class _Copying:
+    """Copies under way, of several threads."""
+
+    def __init__(self, found: Holdings, done: Replication, report: Report | None) -> None:
+        self._found, self._done, self._report = found, done, report
+        self._targets = found.stores
+        self.work = sorted(
+            (one for one in found.missing if one.location in self._targets),
+            key=lambda one: (not one.needed.is_critical, -len(one.needed.where), one.size, one.needed.name),
+        )
+        self._total_bytes = sum(one.size for one in self.work)
+        self._objects = self._bytes = 0
+        self._failures = dict.fromkeys(found.all, 0)
+        self._lock = threading.Lock()
+        # Adopted tars are no objects of the root, and yet the root is where they are read.
+        self._adopted = Location(name=ROOT_NAME, store=AdoptedStore(found.root))
+
+    def is_wanted(self, one: Missing) -> bool:
+        return self._found.all[one.location].state == "ok"
+
+    def task(self, one: Missing) -> CopyTask:
+        sources = self._found.sources(one.needed.name) or [self._adopted]
+        return CopyTask(one.needed.name, tuple(sources), self._targets[one.location])
+
+    def moved(self, num_bytes: int) -> None:
+        with self._lock:
+            self._bytes += num_bytes
+            if self._report is not None:
+                self._report(self._objects, len(self.work), self._bytes, self._total_bytes)
+
+    def settle(self, one: Missing, outcome: int | IntegrityError | StoreError) -> None:
         """Note what came of a copy: its bytes, or why there is none."""
-        result = self._results[one.location]
+        there, name = self._found.all[one.location], one.needed.name
         with self._lock:
             if isinstance(outcome, IntegrityError):
-                if one.needed.name not in self.done.lost:
-                    self.done.lost.append(one.needed.name)
-                result.problem = result.problem or str(outcome)
+                if name not in self._done.lost:
+                    self._done.lost.append(name)
+                there.problem = there.problem or str(outcome)
             elif isinstance(outcome, StoreError):
                 self._failures[one.location] += 1
-                result.problem = str(outcome)
+                there.problem = str(outcome)
                 hopeless = isinstance(outcome, (StoreFullError, StoreReadOnlyError))
                 if hopeless or self._failures[one.location] >= _FAILURES:
-                    result.state = "failed"
+                    there.state = "failed"
             else:
                 self._failures[one.location] = 0
-                result.copied += 1
-                result.copied_bytes += outcome
+                there.copied += 1
+                there.copied_bytes += outcome
                 self._objects += 1
-                self.facts.held[one.location].add(one.needed.name)
+                there.held.add(name)
 
-    def mirror(self) -> None:
-        """Copy log and documents to every location that answers."""
-        for result in self.done.locations:
-            if result.name == ROOT_NAME or result.state != "ok":
-                continue
+
+def mirror(found: Holdings) -> None:
+    """Copy log and documents to every location that answers."""
+    for name, location in found.stores.items():
+        there = found.all[name]
+        if name != ROOT_NAME and there.state == "ok":
             try:
-                store = self.facts.stores[result.name].store
-                mirror_documents(self._root, store)
-                result.commits = mirror_log(self._root, store)
+                mirror_documents(found.root, location.store)
+                there.commits = mirror_log(found.root, location.store)
             except ShardkitError as error:
-                result.state, result.problem = "failed", str(error)
-
-    def finished(self) -> Replication:
-        """What is missing now."""
-        facts = self.facts
-        facts.missing = [
-            one for one in facts.missing if one.needed.name not in facts.held.get(one.location, ())
-        ]
-        self.done.lag_after = facts.lag_bytes
-        for result in self.done.locations:
-            result.lag, result.lag_bytes = facts.lag_of(result.name)
-        return self.done
+                there.state, there.problem = "failed", str(error)
 
 
 def over_all(repository: Repository) -> Repository:
@@ -355,8 +303,10 @@ def over_all(repository: Repository) -> Repository:
     return Repository.open(repository.url, read_only=True)
 
 
-def copy_before_commit(repository: Repository, table: LocationTable, versions: Iterable[str]) -> None:
-    """Make the copies that must be there before a commit may name these versions.
+def copies_of_commit(
+    repository: Repository, table: LocationTable, versions: Sequence[str]
+) -> Callable[[], None]:
+    """The hook of a commit: makes the copies that it waits for; lets copies have the log once it stands.
 
     Sync: all that the policy asks for, parity included. Hybrid: those of metadata and of shards with critical strata.
     Async: none beside the root's.
@@ -364,50 +314,33 @@ def copy_before_commit(repository: Repository, table: LocationTable, versions: I
     Raises:
         StoreError: a copy could not be made; nothing was committed.
     """
-    mode, chosen = table.policy.mode, list(versions)
-    if mode == "async" or not chosen:
-        return
-    pace = RateLimiter()
+    mode = table.policy.mode
+    if mode == "async":
+        return lambda: None
+    if versions:
+        _copy_before_commit(repository, table, versions)
+
+    def follow_up() -> None:
+        """The commit stands: a copy that does not answer now is caught up by `replicate`; that is lag, no error."""
+        mirror(Holdings(repository, table.locations))
+
+    return follow_up
+
+
+def _copy_before_commit(repository: Repository, table: LocationTable, versions: Sequence[str]) -> None:
+    mode, pace = table.policy.mode, RateLimiter()
     if mode == "sync":
-        encode_parity(repository, table, chosen, pace)
-    needed = find_needed(repository, table, chosen)
+        encode_parity(repository, table, versions, pace)
+    needed = find_needed(repository, table, versions)
     if mode == "hybrid":
         needed = {name: one for name, one in needed.items() if one.is_critical}
-    facts = look(repository, table, needed, listing=len(needed) > _FEW)
-    done = Copying(repository, table, facts).copy_missing(pace)
-    if done.lag_after or done.lost or facts.missing:
+    found = look(repository, table, needed, listing=len(needed) > _FEW)
+    done = copy_missing(found, pace)
+    if done.lag_after or done.lost or found.missing:
         bad = [one for one in done.locations if one.lag or one.state != "ok"]
         told = "; ".join(f"{one.name}: {one.problem or one.state}" for one in bad) or ", ".join(done.lost[:3])
         raise StoreError(
-            f"{repository.url}: nothing was committed, because {len(facts.missing)} copies could not be made that mode "
+            f"{repository.url}: nothing was committed, because {len(found.missing)} copies could not be made that mode "
             f"{mode!r} waits for ({told}); mend that and run the same command again, or let copies follow later: "
             f"shardkit place {repository.url} --mode async"
         )
-
-
-def copies_of_commit(
-    repository: Repository, table: LocationTable, versions: Sequence[str]
-) -> Callable[[], None]:
-    """The hook of a commit: makes the copies that it waits for; lets copies have the log once it stands.
-
-    Raises:
-        StoreError: a copy could not be made; nothing was committed.
-    """
-    copy_before_commit(repository, table, versions)
-    return functools.partial(copy_log, repository, table)
-
-
-def copy_log(repository: Repository, table: LocationTable) -> None:
-    """Let the copies have the newest commit too, where they answer; what is missing is lag, not an error.
-
-    The commit stands already: a copy that does not answer now is caught up by `replicate`.
-    """
-    if table.policy.mode == "async":
-        return
-    facts = open_all(repository, table.locations)
-    root = root_store(repository.store)
-    for name, location in facts.stores.items():
-        if name != ROOT_NAME:
-            with contextlib.suppress(ShardkitError):
-                mirror_documents(root, location.store)
-                mirror_log(root, location.store)

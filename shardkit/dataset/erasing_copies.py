@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardkit.copies.facts import open_all, open_recorded
+from shardkit.copies.holdings import Holdings
 from shardkit.copies.placement import live_versions
 from shardkit.dataset.erasure_journal import ErasureReport
 from shardkit.errors import FormatError, IntegrityError, ShardkitError, StoreError
@@ -52,7 +52,7 @@ def delete_parity(repository: Repository, report: ErasureReport, live: set[str])
 
 
 def _check_others(repository: Repository, records: Sequence[SetRecord], named: set[str]) -> None:
-    facts = open_recorded(repository)
+    found = Holdings(repository)
     for record in records:
         members = (record.object_at(position).name for position in range(record.set.k + _MOST_LOST))
         lost = [
@@ -60,7 +60,7 @@ def _check_others(repository: Repository, records: Sequence[SetRecord], named: s
             for name in members
             if not any(
                 check_object(location.store, name, None, "stored").is_good
-                for location in facts.stores.values()
+                for location in found.stores.values()
             )
         ]
         needed = [name for name in lost if name in named]
@@ -90,9 +90,9 @@ def delete_from_copies(
     table = read_table(root, repository.id)
     if table is None:
         return
-    facts = open_all(repository, table.others)
-    problems = dict(facts.problems)
-    for location, place in facts.stores.items():
+    found = Holdings(repository, table.others)
+    problems = dict(found.problems)
+    for location, place in found.stores.items():
         if location == ROOT_NAME:
             continue
         try:

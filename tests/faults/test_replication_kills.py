@@ -16,7 +16,7 @@ import pytest
 
 import shardkit
 from shardkit.copies.collecting import collect
-from shardkit.copies.facts import look
+from shardkit.copies.holdings import look
 from shardkit.copies.place import Change, place
 from shardkit.copies.placement import find_needed, live_versions
 from shardkit.copies.replicate import replicate

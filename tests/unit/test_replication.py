@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import shardkit
-from shardkit.copies.facts import look
+from shardkit.copies.holdings import look
 from shardkit.copies.pacing import Hours, RateLimiter, parse_bandwidth
 from shardkit.copies.place import Change, place, promote, undo
 from shardkit.copies.placement import find_needed, live_versions
