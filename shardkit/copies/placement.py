@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -83,7 +83,8 @@ def find_needed(
     """
     found: dict[str, Needed] = {}
     for inventory in walk_versions(repository, versions):
-        add_needed(found, needed_of(repository, table, inventory, stores))
+        parity = parity_names(repository, inventory, stores=stores)
+        add_needed(found, needed_of(table, inventory, parity))
     return found
 
 
@@ -94,13 +95,11 @@ def add_needed(found: dict[str, Needed], more: Iterable[Needed]) -> None:
             found[one.name] = one
 
 
-def needed_of(
-    repository: Repository, table: LocationTable, inventory: Inventory, stores: Sequence[Store] | None = None
-) -> Iterator[Needed]:
-    """What one version needs; see `find_needed`."""
+def needed_of(table: LocationTable, inventory: Inventory, parity: Collection[str]) -> Iterator[Needed]:
+    """What one version needs, `parity_names` included."""
     strata = _strata_of_shards(inventory) if table.policy.critical else {}
     sizes = dict(inventory.names())
-    sizes |= dict.fromkeys(sorted(parity_names(repository, inventory, stores=stores) - sizes.keys()))
+    sizes |= dict.fromkeys(sorted(set(parity) - sizes.keys()))
     for name, size in sizes.items():
         if name.startswith("objects/"):
             digest, extension = parse_object_name(name)

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 from shardkit.copies.documents import mirror_documents
 from shardkit.copies.pacing import RateLimiter
 from shardkit.copies.records import BadCopy, Healed, Lost, Unchecked
-from shardkit.copies.survey import Survey, open_holders
+from shardkit.copies.survey import Survey
 from shardkit.errors import (
     FormatError,
     IntegrityError,
@@ -133,7 +133,7 @@ def repair(
     if level != "attested" and level not in DEPTHS:
         raise UsageError(f"level {level!r}: expected attested, {', '.join(DEPTHS)}")
     with Repairer(url, "repair", level, locations, pace, jobs, check_all, report) as work:
-        looks = read_attestations([work.holders.root, *map(_run_store, from_runs)])
+        looks = read_attestations([work.survey.root, *map(_run_store, from_runs)])
         bad = list(work.check_attested(looks))
         if level != "attested":
             known = {(one.location, one.name) for one in bad}
@@ -198,8 +198,7 @@ class Repairer:
         heal: False: nothing is repaired.
 
     Attributes:
-        holders: the root and its locations.
-        found: what is needed.
+        survey: the root, its locations, and what is needed.
         done: what was found and done.
         records: what is attested.
     """
@@ -218,15 +217,19 @@ class Repairer:
         heal: bool = True,
     ) -> None:
         self._pace, self._check_all, self._report = pace or RateLimiter(), check_all, report
-        self.holders = open_holders(url, locations, heal=heal)
-        self.found = Survey(self.holders, self._pace, heal=heal)
-        self.done = Repair(self.holders.repository.url, level, self.found.versions)
-        self.done.unchecked += [Unchecked(name, "", why) for name, why in self.holders.absent.items()]
-        self.done.healed += self.holders.healed
-        self.done.healed += [Healed(ROOT_NAME, name, "missing", "parity", 0) for name in self.found.restored]
-        self.done.lost += [Lost(name, 0, why) for name, why in self.found.lost.items()]
-        self.done.unchecked += [Unchecked(ROOT_NAME, name, why) for name, why in self.found.unknown.items()]
-        self.records = Records(None if by is None else self.holders.root, by or "")
+        self.survey = survey = Survey(url, locations, self._pace, heal=heal)
+        self.absent = survey.documents.absent
+        restored = [Healed(ROOT_NAME, name, "missing", "parity", 0) for name in survey.restored]
+        self.done = Repair(
+            survey.repository.url,
+            level,
+            survey.versions,
+            healed=[*survey.healed, *restored],
+            lost=[Lost(name, 0, why) for name, why in survey.lost.items()],
+            unchecked=[Unchecked(name, "", why) for name, why in self.absent.items()]
+            + [Unchecked(ROOT_NAME, name, why) for name, why in survey.unknown.items()],
+        )
+        self.records = Records(None if by is None else survey.root, by or "")
         self._pool = ThreadPoolExecutor(jobs, thread_name_prefix="shardkit-check")
 
     def __enter__(self) -> Repairer:
@@ -244,9 +247,9 @@ class Repairer:
 
     def placed(self) -> Iterator[Placed]:
         """Every copy that should be there, the smallest kinds of objects first."""
-        for one in self.found.needed.values():
+        for one in self.survey.needed.values():
             for location in one.where:
-                if location in self.holders.locations:
+                if location in self.survey.locations:
                     yield Placed(location, one.name, one.size)
 
     # Checking
@@ -255,57 +258,56 @@ class Repairer:
         self, wanted: Sequence[Placed], depth: Callable[[Placed], Depth]
     ) -> Iterator[tuple[Placed, CheckResult]]:
         """Check copies, in order."""
-        checks = [
-            CopyCheck(self.holders.locations[one.location].store, one.name, one.size, depth(one))
-            for one in wanted
-        ]
-        results = (
-            self._check_all(checks) if self._check_all is not None else self._pool.map(self._check, checks)
-        )
-        return zip(wanted, results, strict=True)
+        stores = {name: location.store for name, location in self.survey.locations.items()}
+        checks = [CopyCheck(stores[one.location], one.name, one.size, depth(one)) for one in wanted]
+        if self._check_all is not None:
+            return zip(wanted, self._check_all(checks), strict=True)
 
-    def _check(self, one: CopyCheck) -> CheckResult:
-        return check_object(one.store, one.name, one.size, one.depth, self._pace.take)
+        def check(one: CopyCheck) -> CheckResult:
+            return check_object(one.store, one.name, one.size, one.depth, self._pace.take)
+
+        return zip(wanted, self._pool.map(check, checks), strict=True)
 
     def check_copies(self, wanted: Sequence[Placed], depth: Callable[[Placed], Depth]) -> list[BadCopy]:
         """Check copies; the bad ones."""
         bad: list[BadCopy] = []
         for number, (one, result) in enumerate(self.check_each(wanted, depth), 1):
-            bad += self._noted(one.location, one.name, result)
+            bad += self.note(one.location, one.name, result)
             if self._report is not None:
                 self._report("checked", number, len(wanted))
         return bad
 
     def check_attested(self, looks: dict[str, dict[str, Attestation]]) -> Iterator[BadCopy]:
         """Copies that somebody found bad, and that are bad now."""
-        holders = self.holders
+        survey = self.survey
         for location, names in sorted(looks.items()):
             for name, look in sorted(names.items()):
-                needed = self.found.needed.get(name)
-                if not look.is_bad or needed is None or location in holders.absent:
+                needed = survey.needed.get(name)
+                if not look.is_bad or needed is None or location in self.absent:
                     continue  # an absent location is told of once
-                if location not in holders.locations:
+                if location not in survey.locations:
                     why = f"attested {look.result} by {look.by} at {look.time}, in a location that is not known here"
                     why += f"; name it: --location {location}=URL"
                     self.done.unchecked.append(Unchecked(location, name, why))
                     continue
-                if look.result == "missing" and location not in needed.where and holders.table.others:
+                if look.result == "missing" and location not in needed.where and survey.table.others:
                     continue  # the policy wants no copy there
-                store = holders.locations[location].store
+                store = survey.locations[location].store
                 result = check_object(store, name, needed.size, "read", self._pace.take)
                 if result.is_good:  # said so that it outweighs what was said before
                     result = result._replace(result="healed")
-                yield from self._noted(location, name, result)
+                yield from self.note(location, name, result)
 
-    def _noted(self, location: str, name: str, result: CheckResult) -> Iterator[BadCopy]:
+    def note(self, location: str, name: str, result: CheckResult) -> list[BadCopy]:
+        """Count and attest what a check found; the copy where it is bad."""
         self.done.copies += 1
         self.done.read_bytes += result.num_bytes
         if result.result == "unreadable":
             self.done.unchecked.append(Unchecked(location, name, result.got))
-            return
+            return []
         self.records.add(location, name, result.result, result.level)
-        if result.result not in ("good", "healed"):
-            yield BadCopy(location, name, result.result)
+        is_bad = result.result not in ("good", "healed")
+        return [BadCopy(location, name, result.result)] if is_bad else []
 
     # Repairing
 
@@ -316,45 +318,47 @@ class Repairer:
         lacked for another one, so it is asked again as long as that helps.
         """
         left = sorted(set(bad))
-        total, healed = len(left), 0
-        why: dict[BadCopy, list[_Failed]] = {one: [] for one in left}
-
-        def turn(attempt: Callable[[BadCopy], Healed]) -> list[BadCopy]:
-            nonlocal healed
-            still: list[BadCopy] = []
-            for one in left:
-                try:
-                    self.done.healed.append(attempt(one))
-                except _Failed as failed:
-                    why[one].append(failed)
-                    still.append(one)
-                    continue
-                healed += 1
-                self.records.add(one.location, one.name, "healed", "read")
-                if self._report is not None:
-                    self._report("healed", healed, total)
-            return still
-
-        left = turn(self._from_copies)
-        while left:
-            known = tuple(left)
-            for one in left:
-                del why[one][1:]
-            still = turn(lambda one, known=known: self._from_parity(one, known))  # type: ignore[misc]
-            if len(still) == len(left):
+        self._num_bad, self._num_healed = len(left), 0
+        copies = self._repair_each(left, self._from_copies)
+        parity = {one: _Failed("", is_sure=True) for one in copies}
+        while True:
+            known = list(parity)
+            parity = self._repair_each(known, lambda one, known=known: self._from_parity(one, known))  # type: ignore[misc]
+            if len(parity) == len(known):
                 break
-            left = still
-        for one in left:
-            self._give_up(one, why[one])
+        for one, failed in parity.items():
+            why = f"{copies[one]}, and {failed}"
+            if not (copies[one].is_sure and failed.is_sure):
+                why = f"it could not be healed: {why}"
+                self.done.unchecked.append(Unchecked(one.location, one.name, why))
+            elif all(lost.name != one.name for lost in self.done.lost):
+                self.done.lost.append(Lost(one.name, self.survey.rows.get(one.name, 0), why))
+
+    def _repair_each(
+        self, bad: Iterable[BadCopy], attempt: Callable[[BadCopy], Healed]
+    ) -> dict[BadCopy, _Failed]:
+        """Those that stay bad, and why."""
+        left: dict[BadCopy, _Failed] = {}
+        for one in bad:
+            try:
+                self.done.healed.append(attempt(one))
+            except _Failed as failed:
+                left[one] = failed
+                continue
+            self._num_healed += 1
+            self.records.add(one.location, one.name, "healed", "read")
+            if self._report is not None:
+                self._report("healed", self._num_healed, self._num_bad)
+        return left
 
     def _from_copies(self, bad: BadCopy) -> Healed:
         told: list[str] = []
-        absent = [f"{name} does not answer" for name in self.holders.absent]
+        absent = [f"{name} does not answer" for name in self.absent]
         try:
             source, size = copy_object(
                 bad.name,
-                list(self.holders.locations.values()),
-                self.holders.locations[bad.location],
+                list(self.survey.locations.values()),
+                self.survey.locations[bad.location],
                 replace=bad.was == "wrong",
                 pace=self._pace.take,
                 bad_copy=lambda one, _name, result: told.append(f"{one.name}: {result}"),
@@ -372,38 +376,31 @@ class Repairer:
 
     def _from_parity(self, bad: BadCopy, left: Iterable[BadCopy]) -> Healed:
         """From the others of its set, those that are known to be bad left out."""
-        record = self.found.record(parse_object_name(bad.name)[0])
+        record = self.survey.record(parse_object_name(bad.name)[0])
         if record is None:
             raise _Failed("it has no parity", is_sure=True)
-        locations = self.holders.locations
+        locations = self.survey.locations
         known = {
             (record.position(parse_object_name(one.name)[0]), locations[one.location].store.url)
             for one in left
         }
         try:
-            size = self.found.restore(record, bad.name, locations[bad.location].store, known)
+            size = self.survey.restore(record, bad.name, locations[bad.location].store, known)
         except ShardkitError as error:
             raise _Failed(str(error), is_sure=isinstance(error, IntegrityError)) from None
         return Healed(bad.location, bad.name, bad.was, "parity", size)
-
-    def _give_up(self, bad: BadCopy, why: list[_Failed]) -> None:
-        told = ", and ".join(map(str, why))
-        if not all(one.is_sure for one in why):
-            self.done.unchecked.append(Unchecked(bad.location, bad.name, f"it could not be healed: {told}"))
-        elif all(lost.name != bad.name for lost in self.done.lost):
-            self.done.lost.append(Lost(bad.name, self.found.rows.get(bad.name, 0), told))
 
     # Documents
 
     def finish(self, *, is_lag_left: bool = False) -> None:
         """What comes after the objects: documents of parity, then all documents of the copies."""
         self._heal_parity()
-        done, documents = self.done, self.holders.documents
+        done, documents = self.done, self.survey.documents
         done.healed += documents.heal_copies(is_lag_left=is_lag_left)
-        for name, location in self.holders.locations.items():
+        for name, location in self.survey.locations.items():
             if name != ROOT_NAME:
                 try:
-                    mirrored = mirror_documents(root_store(self.holders.root), location.store)
+                    mirrored = mirror_documents(root_store(self.survey.root), location.store)
                 except ShardkitError as error:
                     done.unchecked.append(Unchecked(name, "", str(error)))
                 else:
@@ -415,23 +412,27 @@ class Repairer:
 
     def _heal_parity(self) -> None:
         """Sets whose document is gone get it again; those whose parity is known of nowhere are encoded again."""
-        root, done = self.holders.root, self.done
+        survey, root, done = self.survey, self.survey.root, self.done
         lost = {one.name for one in done.lost}
-        for one in {one.id: one for one in self.found.sets.values()}.values():
+        for one in {one.id: one for one in survey.sets.values()}.values():
+            was = "missing"
             try:
                 if read_record(root, one) is not None:
                     continue
-            except FormatError:
-                pass
-            record = self.found.record(one.members[0].digest)
+            except (FormatError, IntegrityError):
+                was = "wrong"
+            record = survey.record(one.members[0].digest)
             if record is not None and record.set == one:
                 data = record.to_bytes()
                 put_over(root, one.record_name, data)
-                done.healed.append(Healed(ROOT_NAME, one.record_name, "missing", "parity", len(data)))
-            elif not any(member.name in lost for member in one.members):
+                done.healed.append(Healed(ROOT_NAME, one.record_name, was, "parity", len(data)))
+                continue
+            if was == "wrong":
+                root.delete(one.record_name)  # it tells nothing
+            if not any(member.name in lost for member in one.members):
                 with ThreadPoolExecutor(8, thread_name_prefix="shardkit-parity") as pool:
                     try:
-                        encode_set(root, one, self.holders.stores, pool=pool, pace=self._pace.take)
+                        encode_set(root, one, survey.stores, pool=pool, pace=self._pace.take)
                     except ShardkitError as error:
                         why = f"it has no parity: {error}"
                         done.unchecked.append(Unchecked(ROOT_NAME, one.record_name, why))

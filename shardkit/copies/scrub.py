@@ -138,18 +138,18 @@ def scrub(
     """
     started = clock()
     with Repairer(url, "scrub", depth, locations, pace, jobs, check_all, report, heal=heal) as work:
-        holders, fixed = work.holders, work.done
-        unknown = sorted(set(only) - holders.locations.keys() - holders.absent.keys())
+        survey, fixed = work.survey, work.done
+        unknown = sorted(set(only) - survey.locations.keys() - work.absent.keys())
         if unknown:
-            raise UsageError(f"no location {unknown[0]!r}; there are: {', '.join(holders.locations)}")
-        done = Scrub(fixed.url)
-        done.unchecked += [
+            raise UsageError(f"no location {unknown[0]!r}; there are: {', '.join(survey.locations)}")
+        fixed.unchecked = [
             one
             for one in fixed.unchecked
-            if not only or one.location in only or one.location in holders.locations
+            if not only or one.location in only or one.location in survey.locations
         ]
-        done.lost = {one.name: one.why for one in (*fixed.lost, *holders.documents.lost)}
-        due = _due(work, read_attestations([holders.root]), only, older_than_s, done)
+        done = Scrub(fixed.url, unchecked=fixed.unchecked)
+        done.lost = {one.name: one.why for one in (*fixed.lost, *survey.documents.lost)}
+        due = _due(work, read_attestations([survey.root]), only, older_than_s, done)
         until = None if time_box_s is None else started + time_box_s
         bad: list[BadCopy] = []
         number = 0
@@ -157,18 +157,19 @@ def scrub(
             group = [one.copy for one in due[number : number + jobs * _AHEAD]]
             for copy, result in work.check_each(group, lambda _: depth):
                 number += 1
-                bad += _noted(copy, result, work, done)
+                bad += _count(
+                    done.locations[copy.location], work.note(copy.location, copy.name, result), result
+                )
                 if report is not None:
                     report("checked", number, len(due))
         done.remaining = len(due) - number
         for one in due[number:]:
             done.locations[one.copy.location].waits_since(one.last)
         if heal:
-            done.repair = fixed
-            fixed.unchecked = [*done.unchecked]
+            done.repair, done.unchecked = fixed, [*fixed.unchecked]
             work.repair_copies(bad)
             work.finish()
-    for document in () if heal else holders.documents.bad:
+    for document in () if heal else survey.documents.bad:
         done.locations.setdefault(document.location, ScrubbedLocation()).bad[document.name] = document.was
     return done
 
@@ -199,16 +200,9 @@ def _due(
     return sorted(due)
 
 
-def _noted(copy: Placed, result: CheckResult, work: Repairer, done: Scrub) -> list[BadCopy]:
-    there = done.locations[copy.location]
-    if result.result == "unreadable":
-        done.unchecked.append(Unchecked(copy.location, copy.name, result.got))
-        return []
-    there.checked += 1
+def _count(there: ScrubbedLocation, bad: list[BadCopy], result: CheckResult) -> list[BadCopy]:
+    there.checked += result.result != "unreadable"
     there.stored += result.level == "stored"
     there.read_bytes += result.num_bytes
-    work.records.add(copy.location, copy.name, result.result, result.level)
-    if result.is_good:
-        return []
-    there.bad[copy.name] = result.result
-    return [BadCopy(copy.location, copy.name, result.result)]
+    there.bad |= {one.name: one.was for one in bad}
+    return bad

@@ -21,7 +21,7 @@ import numpy as np
 from shardkit.errors import FormatError, ShardkitError, StoreError, UsageError
 from shardkit.formats.canonical_json import dumps, loads
 from shardkit.formats.digest import xxh3
-from shardkit.reading.cache.catalogue import Catalogue, Entry
+from shardkit.reading.cache.catalogue import Catalogue, Entry, write_all
 from shardkit.reading.cache.eviction import Future, decide
 from shardkit.reading.cache.filesystems import check_local
 from shardkit.reading.cache.leases import Lease, Neighbours
@@ -210,7 +210,8 @@ class BlockCache:
             with self._catalogue_locked():
                 admitted = self._make_room(size, request.place)
             if admitted:
-                self._write(part, data)
+                active().truncate(part, 0)  # what a killed process left in it
+                write_all(part, memoryview(data))
                 # named and accounted for in one step, or an eviction could come between
                 with self._catalogue_locked():
                     admitted = self._make_room(size, request.place)
@@ -222,13 +223,6 @@ class BlockCache:
             self._full_until = time.monotonic() + _REST_AFTER_FULL_S
             self.read_events.note("cache_failed", what="write", reason=_reason(error))
             self.drop(request.sha256)
-
-    def _write(self, part: Handle, data: Buffer) -> None:
-        operations = active()
-        operations.truncate(part, 0)  # what a killed process left in it
-        rest = memoryview(data)
-        while rest.nbytes:
-            rest = rest[operations.write(part, rest) :]
 
     def _link(self, name: str) -> None:
         with (

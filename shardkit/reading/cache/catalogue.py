@@ -27,6 +27,13 @@ _COMPACT_AFTER: Final = 50_000
 NAME: Final = "catalogue"
 
 
+def write_all(file: Handle, data: bytes | memoryview) -> None:
+    """Append all of `data`."""
+    rest = memoryview(data)
+    while rest.nbytes:
+        rest = rest[active().write(file, rest) :]
+
+
 class Entry(NamedTuple):
     """A cached block."""
 
@@ -77,11 +84,11 @@ class Catalogue:
             operations.unlink(self._folder, name)
         file = operations.create_file(self._folder, name)
         try:
-            rest = memoryview(b"".join(
-                _RECORD.pack(digest, one.size, one.place, one.added, _ADDED) for digest, one in entries.items()
-            ))  # fmt: skip
-            while rest.nbytes:
-                rest = rest[operations.write(file, rest) :]
+            records = (
+                _RECORD.pack(digest, one.size, one.place, one.added, _ADDED)
+                for digest, one in entries.items()
+            )
+            write_all(file, b"".join(records))
             operations.rename(self._folder, name, self._folder, NAME)
         finally:
             operations.close(file)
@@ -91,9 +98,7 @@ class Catalogue:
     def _append(self, record: bytes) -> None:
         file = active().open_shared(self._folder, NAME)
         try:
-            rest = memoryview(record)
-            while rest.nbytes:
-                rest = rest[active().write(file, rest) :]
+            write_all(file, record)
         finally:
             active().close(file)
         self._catch_up()

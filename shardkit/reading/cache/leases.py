@@ -17,6 +17,7 @@ import numpy as np
 
 from shardkit.errors import ShardkitError
 from shardkit.formats import pack_columns, unpack_columns
+from shardkit.reading.cache.catalogue import write_all
 from shardkit.reading.cache.eviction import NEVER, Float64s, Future, Int64s, UInt64s
 from shardkit.stores.file_operations import Directories, Handle, active
 
@@ -113,9 +114,8 @@ class Lease:
                         self._file, self.name = None, secrets.token_hex(16)
                     self._file = operations.create_file(folder, self.name)
                     operations.try_lock(self._file)
-                    rest = memoryview(_HEADER.pack(self._step, self.pace_s, self.clock, len(body)) + body)
-                    while rest.nbytes:
-                        rest = rest[operations.write(self._file, rest) :]
+                    header = _HEADER.pack(self._step, self.pace_s, self.clock, len(body))
+                    write_all(self._file, header + body)
             else:
                 operations.write_at(self._file, _HEADER.pack(self._step, self.pace_s, 0, 0)[:16], 0)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
@@ -131,12 +131,8 @@ class BlockFetcher:
         filled = beside if self.cache is not None else None
         if self.cache is not None:
             self.cache.lease.restart(step)
-        for name, work in (
-            ("shardkit-ahead", lambda: self._walk(turn, uses(step), request, filled, horizon - step)),
-            ("shardkit-future", lambda: self._look(turn, uses(step), places, step, horizon)),
-        ):
-            if name == "shardkit-ahead" or self.cache is not None:
-                threading.Thread(target=_quietly, args=(work,), name=name, daemon=True).start()
+            _start("shardkit-future", lambda: self._look(turn, uses(step), places, step, horizon))
+        _start("shardkit-ahead", lambda: self._walk(turn, uses(step), request, filled, horizon - step))
 
     def advance(self, step: int) -> None:
         """The trainer has been handed `step`."""
@@ -189,38 +185,38 @@ class BlockFetcher:
         beside: Beside | None,
         lead: int,
     ) -> None:
-        pairs = _Pairs(uses)
-        most = _FIRST_BLOCKS
-        while not self._over(turn):
-            batch = self._batch(turn, pairs, request, most, lead)
+        pairs: Iterator[tuple[int, int]] = (
+            (int(step), int(block))
+            for steps, blocks in uses
+            for step, block in zip(steps, blocks, strict=True)
+        )
+        most, is_end = _FIRST_BLOCKS, False
+        while not is_end and not self._over(turn):
+            batch: dict[int, Wanted] = {}
+            size = 0
+            for step, block in pairs:
+                if step >= self._step + lead:  # what comes later is not worth the planning yet
+                    if batch:
+                        pairs = itertools.chain([(step, block)], pairs)
+                        break
+                    self._wait_until_near(turn, step - lead)
+                if self._over(turn):
+                    return
+                where = request(block) if step >= self._step and block not in batch else None
+                if where is not None:
+                    batch[block] = Wanted(step, block, *where)
+                    size += where[1].length
+                    if len(batch) >= most or size >= self._ahead_bytes // 4:
+                        break
+            else:
+                is_end = True
             share = _SPARE_SHARE if self.cache is None else _SPARE_SHARE_CACHED
-            spare = sum(one.request.length for one in batch) // share
-            along = [] if beside is None else neighbours(batch, beside, self._asked_for(request))
-            for group in join([*batch, *along], spare=spare):
+            found = list(batch.values())
+            along = [] if beside is None else neighbours(found, beside, self._asked_for(request))
+            spare = sum(one.request.length for one in found) // share
+            for group in join([*found, *along], spare=spare):
                 self._submit(turn, group)
-            if pairs.ended:
-                return
             most = min(most * 4, _MOST_BLOCKS)
-
-    def _batch(self, turn: int, pairs: _Pairs, request: Request, most: int, lead: int) -> list[Wanted]:
-        """The next blocks that are to be read; empty at the end of the plan."""
-        batch: dict[int, Wanted] = {}
-        size = 0
-        for step, block in pairs:
-            if step >= self._step + lead:  # what comes later is not worth the planning yet
-                if batch:
-                    pairs.put_back(step, block)
-                    break
-                self._wait_until_near(turn, step - lead)
-            if self._over(turn):
-                return []
-            where = request(block) if step >= self._step and block not in batch else None
-            if where is not None:
-                batch[block] = Wanted(step, block, *where)
-                size += where[1].length
-                if len(batch) >= most or size >= self._ahead_bytes // 4:
-                    break
-        return list(batch.values())
 
     def _wait_until_near(self, turn: int, step: int) -> None:
         """Until the trainer is past `step`."""
@@ -266,13 +262,11 @@ class BlockFetcher:
                     self._waiting[place] = (answer, one.request.length, one.step)
                     self._held += one.request.length
                     if place in self._along:  # it is on its way to the cache: from there, then
-                        self._along[place].add_done_callback(functools.partial(self._read_later, one, answer))
+                        later = [(one, answer)]
+                        self._along[place].add_done_callback(lambda _, later=later: self._begin(later))  # type: ignore[misc]
                         continue
                 reads.append((one, answer))
             self._begin(reads)
-
-    def _read_later(self, one: Wanted, answer: Answer[Any], _came: Answer[Any]) -> None:
-        self._begin([(one, answer)])
 
     def _begin(self, reads: Sequence[tuple[Wanted, Answer[Any]]]) -> None:
         """Read blocks of one shard on a thread.
@@ -323,16 +317,16 @@ class BlockFetcher:
             if data is None:
                 others.append((one, answer))
             else:
-                self._keep(one, answer, functools.partial(_same, data))
+                self._keep(one, answer, data)
         return others
 
-    def _keep(self, one: Wanted, answer: Answer[Any], take: Callable[[], Any]) -> None:
+    def _keep(self, one: Wanted, answer: Answer[Any], data: Any) -> None:
         if self._shared is not None:
-            kept = self._shared.keep(one.request, take())
-        else:
-            kept = take() if self.cache is None else self.cache.fetch(one.request, take)
+            self._shared.keep(one.request, data)
+        elif self.cache is not None:
+            data = self.cache.fetch(one.request, lambda: data)
         if not answer.done():
-            answer.set_result(None if one.step < 0 else kept)
+            answer.set_result(None if one.step < 0 else data)
 
     def _read_joined(self, reads: Sequence[tuple[Wanted, Answer[Any]]]) -> None:
         """All with one request; one alone, and those that fail, are left to be read one by one."""
@@ -342,7 +336,7 @@ class BlockFetcher:
             found = reads[0][0].store.read_blocks([one.request for one, _ in reads])
             for (one, answer), data in zip(reads, found, strict=True):
                 # A copy: a view of one block would keep the bytes of all in memory.
-                self._keep(one, answer, functools.partial(bytes, data))
+                self._keep(one, answer, bytes(data))
 
     def _drop_past(self) -> None:
         for place, (_, size, step) in list(self._waiting.items()):
@@ -376,40 +370,11 @@ class BlockFetcher:
             self._needed = future.places
 
 
-class _Pairs:
-    """(step, block) one by one, out of runs of them; the last one may be put back."""
-
-    def __init__(self, uses: Iterator[tuple[Int64s, Int64s]]) -> None:
-        self._pairs = (
-            (int(step), int(block))
-            for steps, blocks in uses
-            for step, block in zip(steps, blocks, strict=True)
-        )
-        self._back: list[tuple[int, int]] = []
-        self.ended = False
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        return self
-
-    def __next__(self) -> tuple[int, int]:
-        if self._back:
-            return self._back.pop()
-        found = next(self._pairs, None)
-        if found is None:
-            self.ended = True
-            raise StopIteration
-        return found
-
-    def put_back(self, step: int, block: int) -> None:
-        """It comes next, again."""
-        self._back.append((step, block))
-
-
-def _quietly(work: Callable[[], None]) -> None:
+def _start(name: str, work: Callable[[], None]) -> None:
     """Run a thread whose failure costs speed only: whoever needs the block meets the error itself."""
-    with contextlib.suppress(ShardkitError, RuntimeError):
-        work()
 
+    def run() -> None:
+        with contextlib.suppress(ShardkitError, RuntimeError):
+            work()
 
-def _same(data: Any) -> Any:
-    return data
+    threading.Thread(target=run, name=name, daemon=True).start()
