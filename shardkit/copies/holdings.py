@@ -10,11 +10,11 @@ from typing import Any, Final
 from shardkit.copies.placement import Needed
 from shardkit.errors import IntegrityError, ShardkitError
 from shardkit.reading.adopted import AdoptedStore
-from shardkit.stores.store import root_store
 from shardkit.reading.locations import ROOT_NAME, Location
 from shardkit.repository.location_table import LocationRecord, LocationTable, first_root, read_table
 from shardkit.repository.opening import is_prepared, location_of
 from shardkit.repository.repository import Repository
+from shardkit.stores.store import root_store
 
 _OBJECTS: Final = "objects/"
 _QUESTIONS: Final = 16

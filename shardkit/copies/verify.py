@@ -21,9 +21,9 @@ import hashlib
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
 from typing import Literal
@@ -39,7 +39,7 @@ from shardkit.manifest.json_fields import utc_text
 from shardkit.ranges import duration_text
 from shardkit.reading.adopted import AdoptedStore, adopted_place
 from shardkit.reading.attestations import read_attestations
-from shardkit.reading.inventory import Inventory, side_objects, take_inventory
+from shardkit.reading.inventory import side_objects, take_inventory
 from shardkit.repository.location_table import read_table
 from shardkit.repository.log import (
     IDENTITY_NAME,
@@ -128,19 +128,6 @@ class Verification:
         return ExitCode.DAMAGED if self.damaged else ExitCode.UNCHECKED if self.unknown else ExitCode.DONE
 
 
-@dataclass
-class _Survey:
-    """What the metadata names, and what was wrong with it."""
-
-    findings: list[Finding] = field(default_factory=list)
-    entries: int = 0
-    metadata: int = 0
-    shards: dict[tuple[str, str], _Shard] = field(default_factory=dict)
-
-    def failed(self, name: str, expected: str, error: ShardkitError, *, rows: int = 0) -> None:
-        self.findings.append(_failed(name, expected, error, rows=rows))
-
-
 def verify(
     url: str | os.PathLike[str],
     *,
@@ -170,31 +157,34 @@ def verify(
             f"level={level!r}, sample={sample}: expected one of {', '.join(LEVELS)} and a share in (0, 1]"
         )
     root, ref = parse_dataset_url(url)
-    survey, seed = _Survey(), seed if seed is not None else secrets.token_hex(4)
-    versions: dict[str, str] = {}
-    chosen: list[_Shard] = []
+    seed = secrets.token_hex(4) if seed is None else seed
+    work = _Verifier()
     try:
         repository = Repository.open(root, read_only=True, alone=True)
     except (IntegrityError, FormatError) as error:
-        survey.failed(IDENTITY_NAME, "the identity of the repository", error)
+        work.failed(IDENTITY_NAME, "the identity of the repository", error)
     else:
         root = repository.url
-        versions = _versions(repository, _check_log(repository, survey), ref)
-        seen: set[str] = set()
-        for manifest in versions.values():
-            _survey_version(repository, manifest, survey, seen)
-        chosen = _choose(list(survey.shards.values()), share, seed)
-        if level == "attested":
-            survey.findings += _attested(repository, chosen)
-        survey.findings += _check_shards(chosen, level, jobs or os.cpu_count() or 1, report)
-    unique = list(dict.fromkeys(survey.findings))
+        work.check_log(repository, ref)
+        for manifest in work.versions.values():
+            work.check_version(repository, manifest)
+    shards = list(work.shards.values())
+    chosen = _choose(shards, share, seed)
+    if level == "attested" and chosen:
+        work.findings += _attested(repository, chosen)
+    with ThreadPoolExecutor(jobs or os.cpu_count() or 1, thread_name_prefix="shardkit-verify") as pool:
+        for done, found in enumerate(pool.map(lambda shard: shard.check(level), chosen), 1):
+            work.findings += found
+            if report is not None:
+                report(done, len(chosen))
+    unique = list(dict.fromkeys(work.findings))
     return Verification(
         url=root,
         level=level,
-        versions=versions,
-        entries=survey.entries,
-        objects=survey.metadata + 2 * len(chosen),
-        shards=len(survey.shards),
+        versions=work.versions,
+        entries=work.entries,
+        objects=work.metadata + 2 * len(chosen),
+        shards=len(shards),
         shards_seen=len(chosen),
         stored_bytes=sum(shard.size for shard in chosen if shard.is_read(level)),
         seed=seed,
@@ -203,26 +193,100 @@ def verify(
     )
 
 
-def _check_log(repository: Repository, survey: _Survey) -> LogEntry | None:
-    """Check every entry and the chain; the newest good entry."""
-    store = repository.store
-    numbers = sorted(n for n in map(LOG.number, store.list_after(LOG.prefix)) if n is not None)
-    newest: LogEntry | None = None
-    earlier: tuple[LogEntry, bytes] | None = None
-    for number in range(1, (numbers[-1] if numbers else 0) + 1):
-        name = LOG.name(number)
+class _Verifier:
+    """What log and metadata name, and what is wrong with them."""
+
+    def __init__(self) -> None:
+        self.findings: list[Finding] = []
+        self.versions: dict[str, str] = {}
+        self.entries = self.metadata = 0
+        self.shards: dict[tuple[str, str], _Shard] = {}
+        self._seen: set[str] = set()
+
+    def failed(self, name: str, expected: str, error: ShardkitError, *, rows: int = 0) -> None:
+        self.findings.append(_failed(name, expected, error, rows=rows))
+
+    def check_log(self, repository: Repository, ref: str | None) -> None:
+        """Check every entry and the chain; so which versions there are, by the newest good entry."""
+        store = repository.store
+        numbers = sorted(n for n in map(LOG.number, store.list_after(LOG.prefix)) if n is not None)
+        newest: LogEntry | None = None
+        earlier: tuple[LogEntry, bytes] | None = None
+        for number in range(1, (numbers[-1] if numbers else 0) + 1):
+            name = LOG.name(number)
+            try:
+                data = store.get(name, max_bytes=MAX_ENTRY_BYTES)
+                newest_now = LogEntry.from_bytes(data, name)
+                _check_place(store, newest_now, number, repository.id, earlier)
+            except ShardkitError as error:
+                finding = _failed(name, f"log entry {number}", error)
+                self.findings.append(dataclasses.replace(finding, action=_RESTORE_LOG))
+                earlier = None
+                continue
+            self.entries += 1
+            newest, earlier = newest_now, (newest_now, data)
+        names = {**newest.tags, **newest.refs} if newest else {}
+        if ref is None:
+            self.versions = dict(sorted(names.items()))
+        elif ref.startswith("sha256:"):
+            self.versions = {ref: ref}
+        elif ref in names:
+            self.versions = {ref: names[ref]}
+        else:
+            shown = ", ".join(sorted(names)[:10]) or "none"
+            raise NotFoundError(f"{repository.url} has no ref or tag {ref!r}; there are: {shown}")
+
+    def check_version(self, repository: Repository, manifest_id: str) -> None:
+        """Read the metadata of a version and its parts, and note its shards."""
+        if manifest_id in self._seen:
+            return
+        self._seen.add(manifest_id)
+        self.metadata += 1
+        name = object_name(manifest_id, "manifest")
         try:
-            data = store.get(name, max_bytes=MAX_ENTRY_BYTES)
-            entry = LogEntry.from_bytes(data, name)
-            _check_place(store, entry, number, repository.id, earlier)
+            inventory = take_inventory(repository, manifest_id, unreadable=self.failed)
         except ShardkitError as error:
-            finding = _failed(name, f"log entry {number}", error)
-            survey.findings.append(dataclasses.replace(finding, action=_RESTORE_LOG))
-            earlier = None
-            continue
-        survey.entries += 1
-        newest, earlier = entry, (entry, data)
-    return newest
+            self.failed(name, manifest_id, error)
+            return
+        manifest = inventory.manifest
+        sides = list(side_objects(manifest))
+        self.metadata += len(manifest.pages) + len(sides)
+        for digest, kind, size in sides:
+            try:
+                repository.get_object(digest, kind, size)
+            except ShardkitError as error:
+                self.failed(object_name(digest, kind), digest, error)
+        for part_name, part in manifest.parts:
+            try:
+                holder = find_part(repository, part_name, part)
+            except ShardkitError as error:
+                where, expected = object_name(part, "manifest"), f"part {part_name!r} of {manifest_id}"
+                action = "put the part back, or merge again with the place where it is now"
+                self.findings.append(Finding(where, expected, str(error), action, is_damage=False))
+            else:
+                self.check_version(holder, part)
+        holder = with_adopted(repository, manifest)
+        rows = zip(inventory.shards, inventory.indexes, inventory.shard_rows, strict=True)
+        for found, index, count in rows:
+            shard = _Shard(holder, manifest, found.name, found.size, index.name, index.size, count)
+            self.shards.setdefault((found.name, index.name), shard)
+        for table in inventory.tables:
+            self._check_selections(repository, table)
+        if len(inventory.tables) == len(manifest.pages) and not manifest.parts:
+            try:
+                check_against(manifest, ShardTable.concatenate(inventory.tables))
+            except ShardkitError as error:
+                self.failed(name, "totals equal to those of its pages", error)
+
+    def _check_selections(self, repository: Repository, table: ShardTable) -> None:
+        for shard in np.flatnonzero(table.has_selection).tolist():
+            self.metadata += 1
+            try:
+                load_shard_selection(repository, table, shard)
+            except ShardkitError as error:
+                digest = table.selection_digest_text(shard) or ""
+                rows = int(table.rows[shard])
+                self.failed(object_name(digest, "selection"), digest, error, rows=rows)
 
 
 def _check_place(
@@ -236,69 +300,6 @@ def _check_place(
         raise IntegrityError(f"it follows another {IDENTITY_NAME}")
 
 
-def _versions(repository: Repository, head: LogEntry | None, ref: str | None) -> dict[str, str]:
-    names = {**head.tags, **head.refs} if head else {}
-    if ref is None:
-        return dict(sorted(names.items()))
-    if ref.startswith("sha256:"):
-        return {ref: ref}
-    if ref not in names:
-        shown = ", ".join(sorted(names)[:10]) or "none"
-        raise NotFoundError(f"{repository.url} has no ref or tag {ref!r}; there are: {shown}")
-    return {ref: names[ref]}
-
-
-def _survey_version(repository: Repository, manifest_id: str, survey: _Survey, seen: set[str]) -> None:
-    """Read the metadata of a version and its parts, and add its shards to the survey."""
-    if manifest_id in seen:
-        return
-    seen.add(manifest_id)
-    survey.metadata += 1
-    name = object_name(manifest_id, "manifest")
-    try:
-        inventory = take_inventory(repository, manifest_id, unreadable=survey.failed)
-    except ShardkitError as error:
-        survey.failed(name, manifest_id, error)
-        return
-    manifest = inventory.manifest
-    survey.metadata += len(manifest.pages)
-    for digest, kind, size in side_objects(manifest):
-        survey.metadata += 1
-        try:
-            repository.get_object(digest, kind, size)
-        except ShardkitError as error:
-            survey.failed(object_name(digest, kind), digest, error)
-    for part_name, part in manifest.parts:
-        try:
-            holder = find_part(repository, part_name, part)
-        except ShardkitError as error:
-            name, expected = object_name(part, "manifest"), f"part {part_name!r} of {manifest_id}"
-            action = "put the part back, or merge again with the place where it is now"
-            survey.findings.append(Finding(name, expected, str(error), action, is_damage=False))
-            continue
-        _survey_version(holder, part, survey, seen)
-    holder = with_adopted(repository, manifest)
-    for shard in _shards(holder, inventory):
-        survey.shards.setdefault((shard.name, shard.index_name), shard)
-    for table in inventory.tables:
-        _check_selections(repository, table, survey)
-    if len(inventory.tables) == len(manifest.pages) and not manifest.parts:
-        try:
-            check_against(manifest, ShardTable.concatenate(inventory.tables))
-        except ShardkitError as error:
-            survey.failed(name, "totals equal to those of its pages", error)
-
-
-def _check_selections(repository: Repository, table: ShardTable, survey: _Survey) -> None:
-    for shard in np.flatnonzero(table.has_selection).tolist():
-        survey.metadata += 1
-        try:
-            load_shard_selection(repository, table, shard)
-        except ShardkitError as error:
-            digest = table.selection_digest_text(shard) or ""
-            survey.failed(object_name(digest, "selection"), digest, error, rows=int(table.rows[shard]))
-
-
 def _choose(shards: list[_Shard], share: Fraction, seed: str) -> list[_Shard]:
     """The share of the shards whose names, hashed with the seed, come first."""
     wanted = ceil(len(shards) * share)
@@ -307,18 +308,6 @@ def _choose(shards: list[_Shard], share: Fraction, seed: str) -> list[_Shard]:
     draws = {one.name: hashlib.sha256(f"{seed} {one.name}".encode()).digest() for one in shards}
     chosen = set(sorted(draws, key=draws.__getitem__)[:wanted])
     return [one for one in shards if one.name in chosen]
-
-
-def _check_shards(
-    shards: list[_Shard], level: Level, jobs: int, report: Callable[[int, int], None] | None
-) -> list[Finding]:
-    found: list[Finding] = []
-    with ThreadPoolExecutor(jobs, thread_name_prefix="shardkit-verify") as pool:
-        for done, findings in enumerate(pool.map(lambda shard: shard.check(level), shards), 1):
-            found += findings
-            if report is not None:
-                report(done, len(shards))
-    return found
 
 
 def _attested(repository: Repository, shards: list[_Shard]) -> list[Finding]:
@@ -343,12 +332,6 @@ def _attested(repository: Repository, shards: list[_Shard]) -> list[Finding]:
             got = f"{look.result} at {look.time} ({look.by}, level {look.level})"
             found.append(Finding(name, "a good copy", got, f"run: shardkit repair {repository.url}"))
     return found
-
-
-def _shards(repository: Repository, inventory: Inventory) -> Iterator[_Shard]:
-    rows = zip(inventory.shards, inventory.indexes, inventory.shard_rows, strict=True)
-    for shard, index, count in rows:
-        yield _Shard(repository, inventory.manifest, shard.name, shard.size, index.name, index.size, count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -433,18 +416,14 @@ class _Shard:
             return []
         if found.error is not None or found.result == "missing" or index is None:
             return [_finding(self.name, found, rows=self.rows)]
-        blocks = self._damaged_blocks(index)
-        rows = sum(int(index.block_start[b + 1] - index.block_start[b]) for b in blocks)
-        return [_finding(self.name, found, blocks=blocks, rows=rows)]
-
-    def _damaged_blocks(self, index: ShardIndex) -> tuple[int, ...]:
         damaged = []
         for block in range(index.blocks):
             try:
                 verify_block(self._stored_block(index, block), index, block, verify="strong")
             except ShardkitError:
                 damaged.append(block)
-        return tuple(damaged)
+        rows = sum(int(index.block_start[b + 1] - index.block_start[b]) for b in damaged)
+        return [_finding(self.name, found, blocks=tuple(damaged), rows=rows)]
 
     def _stored_block(self, index: ShardIndex, block: int) -> bytes:
         offset, size = int(index.block_offset[block]), int(index.block_size[block])
