@@ -15,8 +15,7 @@ import pytest
 import shardkit_tools
 from shardkit.errors import SourceError
 from shardkit_tools.importers import ImportOptions, arrow, line_ranges, open_source, parquet
-from shardkit_tools.importers.file_importer import FileImporter
-from shardkit_tools.importers.protocol import ReadMode, SampleColumns, SourceFailure
+from shardkit_tools.importers.protocol import FileImporter, ReadMode, SampleColumns, SourceFailure
 from tests.importer_conformance import check_importer
 
 

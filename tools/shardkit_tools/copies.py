@@ -28,8 +28,7 @@ from shardkit.repository.repository import Repository
 from shardkit.stores.objects import CheckResult, check_object
 from shardkit.stores.store import Store, root_store
 from shardkit_tools import console
-from shardkit_tools.building.engine import Engine, Report
-from shardkit_tools.building.engines import open_engine
+from shardkit_tools.building.engines import Engine, Report, open_engine
 from shardkit_tools.options import EngineName
 from shardkit_tools.texts import bytes_text, clean, count_text, duration_text
 

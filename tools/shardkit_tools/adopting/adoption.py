@@ -18,13 +18,11 @@ from shardkit.repository.repository import Repository
 from shardkit.repository.versions import put_manifest
 from shardkit_tools.adopting.tar_places import find_tars, look_at, place_of
 from shardkit_tools.adopting.tasks import AdoptedTar, AdoptTask, AdoptWorker, finished_tar
-from shardkit_tools.building.engine import Engine
-from shardkit_tools.building.engines import open_engine
+from shardkit_tools.building.engines import Engine, open_engine
 from shardkit_tools.building.job import NO_FOLDER, Job, JobFolder, clear_temporaries, open_job
 from shardkit_tools.building.outcome import ProgressCallback, ProgressMeter
 from shardkit_tools.importers.options import ImportOptions
-from shardkit_tools.importers.protocol import SourceFile
-from shardkit_tools.importers.source_files import Source
+from shardkit_tools.importers.protocol import Source, SourceFile
 from shardkit_tools.importers.webdataset import open_webdataset
 
 # Below this a process costs more to start than it saves.

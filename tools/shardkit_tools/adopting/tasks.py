@@ -14,7 +14,7 @@ from shardkit.repository.repository import Repository
 from shardkit.stores.store import Descriptor
 from shardkit_tools.adopting.scanning import ScannedTar, scan_tar
 from shardkit_tools.adopting.tar_places import place_of
-from shardkit_tools.building.engine import Report
+from shardkit_tools.building.engines import Report
 from shardkit_tools.building.job import Job, JobFolder
 from shardkit_tools.importers.protocol import SourceFile
 

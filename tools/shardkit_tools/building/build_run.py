@@ -32,11 +32,11 @@ from shardkit.formats import canonical_json, sha256_digest
 from shardkit.repository.repository import Repository
 from shardkit.stores.file_operations import explained
 from shardkit.stores.local import LocalStore
-from shardkit_tools.building.engine import Engine
-from shardkit_tools.building.engines import LocalEngine
+from shardkit_tools.building.engines import Engine, LocalEngine
 from shardkit_tools.building.job import NO_FOLDER, Job, JobFolder, clear_temporaries, open_job
 from shardkit_tools.building.outcome import (
     BuildResult,
+    BuildSettings,
     PackReport,
     ProgressMeter,
     SkippedRow,
@@ -57,11 +57,9 @@ from shardkit_tools.building.reading import (
     finished_tasks,
     first_of_equals,
 )
-from shardkit_tools.building.settings import BuildSettings
 from shardkit_tools.building.source_digests import SourceDigests, digest_file, shared_files
 from shardkit_tools.building.writing import WriteWorker, check_watched, finished_shard
-from shardkit_tools.importers.file_importer import FileImporter
-from shardkit_tools.importers.protocol import Importer, SourceFile
+from shardkit_tools.importers.protocol import FileImporter, Importer, SourceFile
 
 SMALL_BYTES = 8 * 2**20
 """Below this a process costs more to start than it saves."""

@@ -23,7 +23,7 @@ from shardkit.dataset.scratch_reading import Records, ScratchReader
 from shardkit.errors import ConfigurationError
 from shardkit.formats import RowBlock, Schema, raw_row_bytes
 from shardkit.formats.rows import payloads_of
-from shardkit_tools.building.engine import Report
+from shardkit_tools.building.engines import Report
 from shardkit_tools.building.job import JobFolder
 from shardkit_tools.building.reading import ITEMS, TaskFacts, TaskRows
 from shardkit_tools.transforms.best_fit import Packing, pack

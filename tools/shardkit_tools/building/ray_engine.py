@@ -34,7 +34,7 @@ from shardkit.errors import (
     SourceError,
     StoreError,
 )
-from shardkit_tools.building.engine import Report, Worker, run_here
+from shardkit_tools.building.engines import Report, Worker, run_here
 
 RETRIES = 5
 _POLL_S = 0.5

@@ -28,12 +28,12 @@ from shardkit.errors import (
     StoreError,
 )
 from shardkit.formats import Schema
-from shardkit_tools.building.engine import Report
+from shardkit_tools.building.engines import Report
 from shardkit_tools.building.job import Job, JobFolder
 from shardkit_tools.building.outcome import SkippedRow
 from shardkit_tools.building.source_digests import TaskDigests, check_unchanged, digest_record
-from shardkit_tools.importers.file_importer import FileImporter
 from shardkit_tools.importers.protocol import (
+    FileImporter,
     Importer,
     ReadMode,
     SampleStream,

@@ -18,13 +18,12 @@ from shardkit.dataset.ref_moves import block_size_for
 from shardkit.repository.repository import Repository
 from shardkit_tools.building.build_run import BuildInput, BuildRun
 from shardkit_tools.building.engines import open_engine
-from shardkit_tools.building.outcome import BuildResult
+from shardkit_tools.building.outcome import BuildResult, BuildSettings
 from shardkit_tools.building.packing import PackSettings
 from shardkit_tools.building.reading import RowMarks
-from shardkit_tools.building.settings import BuildSettings
 from shardkit_tools.importers import Importer, ImportOptions
 from shardkit_tools.importers.detection import find_source
-from shardkit_tools.importers.folder_layout import FolderLayout, split_notes
+from shardkit_tools.importers.folder import FolderLayout, split_notes
 from shardkit_tools.transforms import AppliedFunction, TextTokenizer, TransformedImporter
 
 _P = ParamSpec("_P")

@@ -13,7 +13,7 @@ from shardkit.errors import FormatError
 from shardkit.formats import canonical_json
 from shardkit.repository.repository import Repository
 from shardkit.stores.store import Descriptor
-from shardkit_tools.building.engine import Report
+from shardkit_tools.building.engines import Report
 from shardkit_tools.building.job import Job, JobFolder
 from shardkit_tools.building.reading import TaskFacts
 from shardkit_tools.importers.protocol import SourceTask

@@ -19,8 +19,8 @@ from shardkit.errors import SourceError
 from shardkit_tools.importers.arrow_types import flat_batch, table_schema
 from shardkit_tools.importers.arrow_values import TASK_BYTES, TableImporter, null_columns
 from shardkit_tools.importers.options import ImportOptions
-from shardkit_tools.importers.protocol import SourceFile, SourceTask
-from shardkit_tools.importers.source_files import Source, is_url, open_file, read_file
+from shardkit_tools.importers.protocol import Source, SourceFile, SourceTask
+from shardkit_tools.importers.source_files import check_suffixes, is_url, open_file, read_file
 from shardkit_tools.importers.strict_json import parse_json
 
 __all__ = ["ArrowImporter", "open_arrow", "open_huggingface"]
@@ -78,7 +78,7 @@ def open_arrow(source: Source, options: ImportOptions) -> ArrowImporter:
 def _opened(
     kind: type[ArrowImporter], source: Source, options: ImportOptions, features: Mapping[str, Any] | None
 ) -> ArrowImporter:
-    source.keep(("arrow", "feather", "ipc"), "an Arrow file")
+    check_suffixes(source, ("arrow", "feather", "ipc"), "an Arrow file")
     schemas = []
     for file in source.files:
         with _open_ipc(file) as reader:

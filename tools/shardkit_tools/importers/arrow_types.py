@@ -32,7 +32,7 @@ from shardkit.errors import SourceError
 from shardkit.formats import FieldType, Schema
 from shardkit.formats.logical import Logical
 from shardkit_tools.importers.options import MIXED, ImportOptions, array_note, shell_word
-from shardkit_tools.importers.source_files import Source
+from shardkit_tools.importers.protocol import Source
 
 __all__ = [
     "KEY",

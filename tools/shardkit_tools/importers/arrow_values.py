@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from shardkit.errors import SchemaError, SourceError
 from shardkit.formats import FieldType, presence_of
 from shardkit_tools.importers.arrow_types import KEY, fixed_shape, flat_batch, is_list, is_media, is_number
-from shardkit_tools.importers.file_importer import FileImporter
 from shardkit_tools.importers.options import MIXED, shell_word
 from shardkit_tools.importers.protocol import (
+    FileImporter,
     ReadMode,
     SampleColumns,
     SampleStream,

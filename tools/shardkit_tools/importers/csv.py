@@ -22,18 +22,19 @@ from typing import BinaryIO, ClassVar, cast
 
 from shardkit.errors import SourceError, UsageError
 from shardkit.formats import FieldType
-from shardkit_tools.importers.file_importer import FileImporter
 from shardkit_tools.importers.line_ranges import LineTasks, cut_lines, holds_plain_rows
 from shardkit_tools.importers.options import ImportOptions, shell_word
 from shardkit_tools.importers.protocol import (
+    FileImporter,
     ReadMode,
     SampleStream,
+    Source,
     SourceFailure,
     SourceFile,
     SourceSample,
     SourceTask,
 )
-from shardkit_tools.importers.source_files import Source, file_suffix, open_file, open_plain
+from shardkit_tools.importers.source_files import check_suffixes, file_suffix, open_file, open_plain
 from shardkit_tools.importers.strict_json import parse_json
 
 __all__ = ["CsvImporter", "open_csv"]
@@ -90,7 +91,7 @@ def open_csv(source: Source, options: ImportOptions) -> CsvImporter:
     Raises:
         SourceError: a file has no header, another header than the first, or rows of another width.
     """
-    source.keep(("csv", "tsv"), "a CSV file")
+    check_suffixes(source, ("csv", "tsv"), "a CSV file")
     encoding = _encoding(source.files[0], options)
     first = _header(source.files[0], encoding)
     for file in source.files[1:]:

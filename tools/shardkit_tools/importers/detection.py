@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from shardkit.errors import NotFoundError, SourceError, UsageError
-from shardkit_tools.importers.file_importer import ChosenFields, FileImporter
 from shardkit_tools.importers.options import ImportOptions
-from shardkit_tools.importers.protocol import Importer
-from shardkit_tools.importers.source_files import Source, file_stem, file_suffix, list_source
+from shardkit_tools.importers.protocol import ChosenFields, FileImporter, Importer, Source
+from shardkit_tools.importers.source_files import file_stem, file_suffix, list_source
 
 __all__ = ["IMPORTERS", "MEDIA", "SIDECARS", "detect", "find_source", "media_of", "open_source"]
 

@@ -11,23 +11,25 @@ from __future__ import annotations
 
 import itertools
 from codecs import BOM_UTF8
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, cast
 
 from shardkit.errors import SourceError
-from shardkit_tools.importers.file_importer import FileImporter
 from shardkit_tools.importers.line_ranges import LineTasks, cut_lines, read_lines
 from shardkit_tools.importers.options import MIXED, ImportOptions, array_note, shell_word
 from shardkit_tools.importers.protocol import (
+    FileImporter,
     ReadMode,
     SampleStream,
+    Source,
     SourceFailure,
     SourceFile,
     SourceSample,
     SourceTask,
 )
-from shardkit_tools.importers.source_files import Source, file_suffix, open_plain
+from shardkit_tools.importers.source_files import check_suffixes, file_suffix, open_plain
 from shardkit_tools.importers.strict_json import parse_json, read_array
 
 __all__ = ["SCAN_ROWS", "JsonLinesImporter", "check_row", "infer_types", "open_json_lines"]
@@ -55,17 +57,19 @@ class JsonLinesImporter(FileImporter):
         """One sample per line; a line that does not parse or fit costs its own sample only."""
         for file in task.files:
             lines = None if file.name in self.arrays else self.lines.read(file, task)
-            for number, where, found in _values(file, lines):
+            for number, where, found in _objects(file, lines, self.options):
                 try:
-                    row = self.options.kept(_object(found, where, self.options, set()))
+                    if isinstance(found, SourceError):
+                        raise found
+                    row = self.options.kept(found)
                     if self.structs:
                         row = {n: v for n, v in row.items() if v is not None or n not in self.structs}
                     if not self.options.unchecked:
                         check_row(row, self.types, self.options.field_types, where)
                 except SourceError as error:
                     yield SourceFailure(file.name, number, error)
-                    continue
-                yield SourceSample(row, None, file.name, number)
+                else:
+                    yield SourceSample(row, None, file.name, number)
 
     def describe(self) -> dict[str, object]:
         return {"importer": "jsonl", "given": dict(self.options.field_types), **super().describe()}
@@ -77,45 +81,62 @@ def open_json_lines(source: Source, options: ImportOptions) -> JsonLinesImporter
     Raises:
         SourceError: a line is not an object, or a field's values have no common type.
     """
-    source.keep(("jsonl", "ndjson", "json"), "a file of JSON lines")
-    left_out: dict[str, None] = {}
-    objects, valued = set[str](), set[str]()
-    lists: dict[str, list[object]] = {}  # field → its first lists
+    check_suffixes(source, ("jsonl", "ndjson", "json"), "a file of JSON lines")
     arrays = frozenset(file.name for file in source.files if _is_array(file))
-    rows = itertools.islice(_rows(source, arrays, options, objects), SCAN_ROWS)
-
-    def kept() -> Iterator[tuple[str, Mapping[str, object]]]:
-        for where, row in rows:
-            found = options.kept(row)
-            left_out.update(dict.fromkeys(name for name in row if name not in found))
-            for name, value in found.items():
-                if type(value) is list and len(seen := lists.setdefault(name, [])) < _LISTS_SEEN:
-                    seen.append(value)
-            if options.flatten:
-                valued.update(name for name, value in found.items() if value is not None)
-            yield where, found
-
-    types = infer_types(kept(), options.field_types, skip=options.skip_bad_rows, unchecked=options.unchecked)
-    structs = frozenset(objects - valued)  # objects whose members are fields, or null
+    first = _First(source, options, arrays)
+    types = infer_types(
+        first.rows(), options.field_types, skip=options.skip_bad_rows, unchecked=options.unchecked
+    )
+    structs = frozenset(first.objects - first.valued)  # objects whose members are fields, or null
     types = {name: kind for name, kind in types.items() if name not in structs}
-    if not (types or left_out):
+    if not (types or first.left_out):
         raise SourceError(
             f"{source.given}: no fields found (no rows, or empty objects); give a file with samples in it"
         )
-    for name, values in lists.items():
+    for name, values in first.lists.items():
         found = _array_of(values)
         if found and types.get(name, "").startswith("json") and name not in options.field_types:
             source.notes.append(array_note(name, *found))
-    schema = options.schema(types, source.given, names=left_out)
     return JsonLinesImporter(
         source=source,
-        schema=schema,
+        schema=options.schema(types, source.given, names=first.left_out),
         options=options,
         types=types,
         lines=cut_lines(source.files, arrays),
         arrays=arrays,
         structs=structs,
     )
+
+
+class _First:
+    """The rows that types are inferred from, and what is found out beside these."""
+
+    def __init__(self, source: Source, options: ImportOptions, arrays: Collection[str]) -> None:
+        self._source, self._options, self._arrays = source, options, arrays
+        self.left_out: dict[str, None] = {}  # fields
+        self.objects = set[str]()
+        self.valued = set[str]()  # fields that are not null everywhere
+        self.lists: dict[str, list[object]] = {}  # field → its first lists
+
+    def rows(self) -> Iterator[tuple[str, Mapping[str, object]]]:
+        for where, row in itertools.islice(self._all(), SCAN_ROWS):
+            found = self._options.kept(row)
+            self.left_out.update(dict.fromkeys(name for name in row if name not in found))
+            for name, value in found.items():
+                if type(value) is list and len(seen := self.lists.setdefault(name, [])) < _LISTS_SEEN:
+                    seen.append(value)
+                if value is not None:
+                    self.valued.add(name)
+            yield where, found
+
+    def _all(self) -> Iterator[tuple[str, Mapping[str, object]]]:
+        for file in self._source.files:
+            lines = None if file.name in self._arrays else enumerate(read_lines(file))
+            for _, where, row in _objects(file, lines, self._options, self.objects):
+                if not isinstance(row, SourceError):
+                    yield where, row
+                elif not self._options.skip_bad_rows:
+                    raise row
 
 
 def _is_array(file: SourceFile) -> bool:
@@ -126,41 +147,31 @@ def _is_array(file: SourceFile) -> bool:
         return stream.read(_LOOKED_AT).removeprefix(BOM_UTF8).lstrip().startswith(b"[")
 
 
-def _values(file: SourceFile, lines: Iterator[tuple[int, bytes]] | None) -> Iterator[tuple[int, str, object]]:
-    """(number from 0, what messages call it, bytes of a line or item of the file's array)."""
-    if lines is None:
-        for number, item in enumerate(read_array(file)):
-            yield number, f"{file.path} item {number + 1}", item
-        return
-    for number, line in lines:
-        if line.strip():
-            yield number, f"{file.path} line {number + 1}", line
-
-
-def _rows(
-    source: Source, arrays: Collection[str], options: ImportOptions, objects: set[str]
-) -> Iterator[tuple[str, dict[str, object]]]:
-    for file in source.files:
-        lines = None if file.name in arrays else enumerate(read_lines(file))
-        for _, where, found in _values(file, lines):
-            try:
-                row = _object(found, where, options, objects)
-            except SourceError:
-                if not options.skip_bad_rows:
-                    raise
-                continue
-            yield where, row
-
-
-def _object(found: object, where: str, options: ImportOptions, objects: set[str]) -> dict[str, object]:
-    """What a line holds, or an item as it is."""
-    value = parse_json(found, where) if isinstance(found, bytes) else found
-    if not isinstance(value, dict):
-        raise SourceError(
-            f"{where}: holds a {type(value).__name__}, not an object; each line must be one JSON object, or the file "
-            "one array of them (.json)"
-        )
-    return _flat(value, where, options, objects) if options.flatten else value
+def _objects(
+    file: SourceFile,
+    lines: Iterator[tuple[int, bytes]] | None,
+    options: ImportOptions,
+    objects: set[str] | None = None,
+) -> Iterator[tuple[int, str, dict[str, object] | SourceError]]:
+    """(number from 0, what messages call it, object) of the lines, or of the items of the file's array."""
+    items: Iterator[tuple[int, object]] = (
+        enumerate(read_array(file)) if lines is None else (line for line in lines if line[1].strip())
+    )
+    for number, item in items:
+        where = f"{file.path} {'item' if lines is None else 'line'} {number + 1}"
+        try:
+            value = parse_json(item, where) if isinstance(item, bytes) else item
+            if not isinstance(value, dict):
+                raise SourceError(
+                    f"{where}: holds a {type(value).__name__}, not an object; each line must be one JSON object, or "
+                    "the file one array of them (.json)"
+                )
+            if options.flatten:
+                value = _flat(value, where, options, set() if objects is None else objects)
+        except SourceError as error:
+            yield number, where, error
+        else:
+            yield number, where, value
 
 
 def _flat(
@@ -211,6 +222,42 @@ class _Seen:
     negative: bool = False
     inexact: int | None = None  # an integer that float64 would change
 
+    def learn(self, name: str, value: object, where: str) -> None:
+        kind = _KINDS[type(value)]
+        if kind != self.kind:
+            if {kind, self.kind} != {"int64", "float64"}:
+                raise SourceError(
+                    f"{where}: field {name!r} is {_shown(value)}, but {_shown(self.value)} in {self.where}; "
+                    f"make them alike, or pass --schema {shell_word(name)}=json"
+                )
+            self.kind = "float64"
+        if type(value) is int:
+            self.negative |= value < 0
+            self.unsigned |= value not in _INT64
+            if not _is_exact(value):
+                self.inexact = value
+            if value not in _INT64 and value not in _UINT64:
+                raise SourceError(
+                    f"{where}: field {name!r} is {value}, which no 64-bit integer holds; write it as a string"
+                )
+
+    def conclude(self, name: str) -> str:
+        """The type that holds all values."""
+        word = shell_word(name)
+        if self.kind == "float64" and self.inexact is not None:
+            raise SourceError(
+                f"field {name!r} holds {self.inexact}, which float64 would change, and numbers with a fraction "
+                f"({self.where} and others); write the numbers as strings, or pass --schema {word}=json"
+            )
+        if self.kind != "int64" or not self.unsigned:
+            return self.kind
+        if self.negative:
+            raise SourceError(
+                f"field {name!r} holds both negative integers and integers from 2**63 on; pass --schema "
+                f"{word}=json, or write them as strings"
+            )
+        return "uint64"
+
 
 def infer_types(
     rows: Iterable[tuple[str, Mapping[str, object]]],
@@ -223,50 +270,48 @@ def infer_types(
 
     Args:
         rows: (where, row) in source order; fields stand in the order in which rows bring them.
-        given: field → type for fields that the user has typed; these are not inferred and take any value
-        here.
+        given: field → type for fields that the user has typed; these take any value here.
         skip: leave out rows that do not fit those before them; they fail again when they are read.
         unchecked: a field without a common type is `MIXED`, and no error; rows are left out first.
 
     Returns:
-        field → type text; optional where a row lacks the field, or has null there.
+        field → type text; optional where a row lacks the field, or has null there; json where it is null in every row.
 
     Raises:
         SourceError: a field's values have no common type.
     """
     seen: dict[str, _Seen] = {}
     mixed: set[str] = set()
-    held: dict[str, int] = {}  # field → rows in which it has a value
+    held: Counter[str] = Counter()  # field → rows in which it has a value
     rows_seen = 0
     for where, row in rows:
         known = {name: replace(one) for name, one in seen.items()} if skip else seen
         try:
             for name, value in row.items():
-                if name not in given and name not in mixed and value is not None:
-                    try:
-                        _learn(known, name, value, where)
-                    except SourceError:
-                        if skip or not unchecked:
-                            raise
-                        mixed.add(name)
+                if value is None or name in given or name in mixed:
+                    continue
+                try:
+                    known.setdefault(name, _Seen(_KINDS[type(value)], where, value)).learn(name, value, where)
+                except SourceError:
+                    if skip or not unchecked:
+                        raise
+                    mixed.add(name)
         except SourceError:
             if not skip:
                 raise
             continue
         seen = known
         rows_seen += 1
-        for name, value in row.items():
-            held[name] = held.get(name, 0) + (value is not None)
-    types: dict[str, str] = {}
+        held.update({name: int(value is not None) for name, value in row.items()})
+    types = {}
     for name, count in held.items():
         try:
-            types[name] = given.get(name) or (
-                MIXED if name in mixed else _conclude(name, seen.get(name)) + "?" * (count < rows_seen)
-            )
+            found = MIXED if name in mixed else seen[name].conclude(name) if name in seen else "json"
         except SourceError:
             if not unchecked:
                 raise
-            types[name] = MIXED
+            found = MIXED
+        types[name] = given.get(name) or found + "?" * (count < rows_seen and found != MIXED)
     return types
 
 
@@ -318,49 +363,8 @@ def _unseen(name: str, kind: str) -> str:
     )
 
 
-def _learn(seen: dict[str, _Seen], name: str, value: object, where: str) -> None:
-    kind = _KINDS[type(value)]
-    known = seen.get(name)
-    if known is None:
-        known = seen[name] = _Seen(kind, where, value)
-    elif kind != known.kind:
-        if {kind, known.kind} != {"int64", "float64"}:
-            raise SourceError(
-                f"{where}: field {name!r} is {_shown(value)}, but {_shown(known.value)} in {known.where}; "
-                f"make them alike, or pass --schema {shell_word(name)}=json"
-            )
-        known.kind = "float64"
-    if type(value) is int:
-        known.negative |= value < 0
-        known.unsigned |= value not in _INT64
-        if not _is_exact(value):
-            known.inexact = value
-        if value not in _INT64 and value not in _UINT64:
-            raise SourceError(
-                f"{where}: field {name!r} is {value}, which no 64-bit integer holds; write it as a string"
-            )
-
-
 def _is_exact(value: int) -> bool:
     return abs(value) <= _EXACT or (abs(value) < 2**64 and int(float(value)) == value)
-
-
-def _conclude(name: str, seen: _Seen | None) -> str:
-    if seen is None:
-        return "json"  # null wherever it is
-    if seen.kind == "float64" and seen.inexact is not None:
-        raise SourceError(
-            f"field {name!r} holds {seen.inexact}, which float64 would change, and numbers with a fraction "
-            f"({seen.where} and others); write the numbers as strings, or pass --schema {shell_word(name)}=json"
-        )
-    if seen.kind == "int64" and seen.unsigned:
-        if seen.negative:
-            raise SourceError(
-                f"field {name!r} holds both negative integers and integers from 2**63 on; pass --schema "
-                f"{shell_word(name)}=json, or write them as strings"
-            )
-        return "uint64"
-    return seen.kind
 
 
 def _array_of(values: list[object]) -> tuple[str, int] | None:

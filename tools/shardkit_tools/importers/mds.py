@@ -29,21 +29,23 @@ import zstandard
 from numpy.typing import NDArray
 
 from shardkit.errors import SourceError
-from shardkit_tools.importers.file_importer import FileImporter
 from shardkit_tools.importers.member_values import common_array
+from shardkit_tools.importers.numpy_rows import array_type
 from shardkit_tools.importers.options import ImportOptions
 from shardkit_tools.importers.protocol import (
+    FileImporter,
     ReadMode,
     SampleStream,
+    Source,
     SourceFailure,
     SourceFile,
     SourceSample,
     SourceTask,
 )
-from shardkit_tools.importers.source_files import Source, read_file
+from shardkit_tools.importers.source_files import read_file
 from shardkit_tools.importers.strict_json import parse_json
 
-__all__ = ["MdsImporter", "field_type", "open_mds", "value_of"]
+__all__ = ["MdsImporter", "open_mds"]
 
 _INDEX = "index.json"
 _SCAN_ROWS = 1_000
@@ -85,7 +87,7 @@ class MdsImporter(FileImporter):
         for row, fields in enumerate(_rows(shard, self.encodings)):
             try:
                 sample = {
-                    name: value_of(encoding, data, f"{shard.file.path} row {row}, column {name!r}")
+                    name: _value_of(encoding, data, f"{shard.file.path} row {row}, column {name!r}")
                     for (name, encoding, _), data in zip(self.encodings, fields, strict=True)
                     if name in self.schema
                 }
@@ -235,23 +237,23 @@ def _checked(shard: MdsShard) -> bytes:
 
 def _unpacked(shard: MdsShard, data: bytes) -> bytes:
     """The raw shard; never more than one byte beyond what the index says, however much the file would unpack to."""
-    kind = shard.compression.partition(":")[0]
-    limit = shard.raw_bytes + 1
+    kind, limit = shard.compression.partition(":")[0], shard.raw_bytes + 1
+    packed = io.BytesIO(data)
     try:
-        if not kind:
-            return data
         if kind == "zstd":
-            return zstandard.ZstdDecompressor().stream_reader(data, read_across_frames=True).read(limit)
+            return zstandard.ZstdDecompressor().stream_reader(packed, read_across_frames=True).read(limit)
         if kind == "gz":
-            return gzip.GzipFile(fileobj=io.BytesIO(data)).read(limit)
+            return gzip.GzipFile(fileobj=packed).read(limit)
         if kind == "bz2":
-            return bz2.BZ2File(io.BytesIO(data)).read(limit)
+            return bz2.BZ2File(packed).read(limit)
     except (zstandard.ZstdError, OSError, EOFError, zlib.error, ValueError) as error:
         raise SourceError(f"{shard.file.path}: cannot be decompressed ({error}); fetch it again") from error
-    raise SourceError(
-        f"{shard.file.path}: compressed with {kind!r}; zstd, gz and bz2 are read: write the dataset again with one of "
-        "them"
-    )
+    if kind:
+        raise SourceError(
+            f"{shard.file.path}: compressed with {kind!r}; zstd, gz and bz2 are read: write the dataset again with one "
+            "of them"
+        )
+    return data
 
 
 _SCALAR = re.compile(r"u?int(?:8|16|32|64)|float(?:16|32|64)")
@@ -259,17 +261,18 @@ _SHAPE_DTYPES = ("<u1", "<u2", "<u4", "<u8")
 _DTYPES = {8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32",
            64: "uint64", 65: "int64", 66: "float64"}  # fmt: skip
 _PIXELS = {"L": (), "RGB": (3,), "RGBA": (4,)}
-_PLAIN = {"bytes": "bytes", "str": "str", "int": "int64", "str_int": "int64", "str_float": "float64"}
-_PLAIN |= {"str_decimal": "str", "jpeg": "bytes", "png": "bytes", "jpeg_array": "bytes", "json": "json"}
+_PLAIN = {"bytes": "bytes", "jpeg": "bytes", "png": "bytes", "jpeg_array": "bytes", "json": "json", "str": "str",
+          "str_decimal": "str", "int": "int64", "str_int": "int64", "str_float": "float64"}  # fmt: skip
+_ARRAYS = ("ndarray", "pil")
 
 
 def _common_type(encoding: str, examples: Sequence[bytes], where: str) -> str:
     """The type of a column by its first rows: a dimension of which they have several sizes is free."""
-    found = field_type(encoding, examples[0], where)
-    if encoding.partition(":")[0] not in ("ndarray", "pil") or encoding.count(":") == 2:
-        return found
-    for example in examples[1:]:
-        one = field_type(encoding, example, where)
+    name, _, settings = encoding.partition(":")
+    has_shape = name not in _ARRAYS or ":" in settings
+    found = _field_type(encoding, examples[0], where)
+    for example in () if has_shape else examples[1:]:
+        one = _field_type(encoding, example, where)
         common = found if one == found else common_array(found, one)
         if common is None:
             raise SourceError(
@@ -279,17 +282,8 @@ def _common_type(encoding: str, examples: Sequence[bytes], where: str) -> str:
     return found
 
 
-def field_type(encoding: str, example: bytes, where: str) -> str:
-    """The field type of a column.
-
-    Args:
-        encoding: as the index names it.
-        example: the column's bytes in the first row; arrays without a declared shape are judged by it.
-        where: index and column, for messages.
-
-    Raises:
-        SourceError: the encoding is not read.
-    """
+def _field_type(encoding: str, example: bytes, where: str) -> str:
+    """The field type of a column; arrays without a declared shape are judged by the example."""
     name, _, settings = encoding.partition(":")
     if name == "pkl":
         raise SourceError(
@@ -299,20 +293,17 @@ def field_type(encoding: str, example: bytes, where: str) -> str:
         return name
     if name in _PLAIN:
         return _PLAIN[name]
-    if name == "ndarray":
-        dtype, _, shape = settings.partition(":")
-        array = _array(settings, example, where)
-        if not shape and array.ndim == 1:
-            return f"{array.dtype.name}[*]"
-        return f"{dtype or array.dtype.name}[{shape or ','.join(map(str, array.shape))}]"
-    if name == "pil":
-        return f"uint8[{','.join(map(str, _image(example, where).shape))}]"
-    raise SourceError(
-        f"{where}: the encoding {encoding!r} is not read; write the column as bytes, json or an array"
-    )
+    if name not in _ARRAYS:
+        raise SourceError(
+            f"{where}: the encoding {encoding!r} is not read; write the column as bytes, json or an array"
+        )
+    array = np.asarray(_value_of(encoding, example, where))
+    if name == "ndarray" and ":" not in settings and array.ndim == 1:
+        return f"{array.dtype.name}[*]"
+    return array_type(array.dtype, array.shape)
 
 
-def value_of(encoding: str, data: bytes, where: str) -> object:
+def _value_of(encoding: str, data: bytes, where: str) -> object:
     """The value of one field.
 
     Raises:
@@ -321,55 +312,46 @@ def value_of(encoding: str, data: bytes, where: str) -> object:
     name, _, settings = encoding.partition(":")
     if name == "json":
         return parse_json(data, where)
-    if name == "ndarray":
-        return _array(settings, data, where)
-    if name == "pil":
-        return _image(data, where)
-    if name == "int" or _SCALAR.fullmatch(name):
-        dtype = np.dtype("int64" if name == "int" else name).newbyteorder("<")
-        if len(data) != dtype.itemsize:
-            raise SourceError(
-                f"{where}: {len(data)} bytes, expected the {dtype.itemsize} of {name}; fetch it again"
-            )
-        return np.frombuffer(data, dtype)[0]
     if _PLAIN.get(name) == "bytes":
         return data
     try:
+        if name == "ndarray":
+            return _array(settings, data)
+        if name == "pil":
+            return _image(data)
+        if name == "int" or _SCALAR.fullmatch(name):
+            (value,) = np.frombuffer(data, np.dtype("int64" if name == "int" else name).newbyteorder("<"))
+            return value
         text = data.decode()
         return int(text) if name == "str_int" else float(text) if name == "str_float" else text
-    except ValueError as error:
-        raise SourceError(f"{where}: {data[:40]!r} is not what {name} writes; fetch it again") from error
+    except (ValueError, IndexError, KeyError) as error:
+        raise SourceError(
+            f"{where}: {len(data)} bytes that are not what {encoding} writes ({error}); fetch it again, or write the "
+            "column in another encoding"
+        ) from error
 
 
-def _array(settings: str, data: bytes, where: str) -> NDArray[np.generic]:
+def _array(settings: str, data: bytes) -> NDArray[np.generic]:
     """An array with dtype and shape in the settings or, where they are not, before the values."""
     dtype, _, text = settings.partition(":")
     at = 0
-    try:
-        if not dtype:
-            dtype, at = _DTYPES[data[0]], 1
-        if text:
-            shape = tuple(map(int, text.split(",")))
-        else:
-            axes, width = data[at] >> 2, 1 << data[at] % 4
-            shape = tuple(np.frombuffer(data, _SHAPE_DTYPES[data[at] % 4], axes, at + 1).tolist())
-            at += 1 + axes * width
-        if dtype not in _DTYPES.values():
-            raise ValueError(f"dtype {dtype!r}")
-        return np.frombuffer(data, np.dtype(dtype).newbyteorder("<"), offset=at).reshape(shape)
-    except (ValueError, IndexError, KeyError) as error:
-        raise SourceError(f"{where}: not an array as MDS writes it ({error}); fetch it again") from error
+    if not dtype:
+        dtype, at = _DTYPES[data[0]], 1
+    if text:
+        shape = tuple(map(int, text.split(",")))
+    else:
+        axes, width = data[at] >> 2, 1 << data[at] % 4
+        shape = tuple(np.frombuffer(data, _SHAPE_DTYPES[data[at] % 4], axes, at + 1).tolist())
+        at += 1 + axes * width
+    if dtype not in _DTYPES.values():
+        raise ValueError(f"dtype {dtype!r}")
+    return np.frombuffer(data, np.dtype(dtype).newbyteorder("<"), offset=at).reshape(shape)
 
 
-def _image(data: bytes, where: str) -> NDArray[np.uint8]:
+def _image(data: bytes) -> NDArray[np.uint8]:
     """A raw image: width, height, length of the mode (u32 each), mode, pixels."""
-    try:
-        width, height, length = np.frombuffer(data, "<u4", 3).tolist()
-        mode = data[12 : 12 + length].decode("ascii")
-        if mode not in _PIXELS:
-            raise ValueError(f"mode {mode!r}: L, RGB and RGBA are read")
-        return np.frombuffer(data, np.uint8, offset=12 + length).reshape(height, width, *_PIXELS[mode])
-    except ValueError as error:
-        raise SourceError(
-            f"{where}: not a raw image that is read ({error}); write the column as png or jpeg"
-        ) from error
+    width, height, length = np.frombuffer(data, "<u4", 3).tolist()
+    mode = data[12 : 12 + length].decode("ascii")
+    if mode not in _PIXELS:
+        raise ValueError(f"mode {mode!r}: L, RGB and RGBA are read")
+    return np.frombuffer(data, np.uint8, offset=12 + length).reshape(height, width, *_PIXELS[mode])

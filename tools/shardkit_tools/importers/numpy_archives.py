@@ -20,11 +20,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.errors import ShardkitError, SourceError
-from shardkit_tools.importers.file_importer import FileImporter
 from shardkit_tools.importers.numpy_rows import ArrayHeader, check_rows, read_header
 from shardkit_tools.importers.options import ImportOptions
-from shardkit_tools.importers.protocol import ReadMode, SampleColumns, SampleStream, SourceFile, SourceTask
-from shardkit_tools.importers.source_files import Source, open_file
+from shardkit_tools.importers.protocol import (
+    FileImporter,
+    ReadMode,
+    SampleColumns,
+    SampleStream,
+    Source,
+    SourceFile,
+    SourceTask,
+)
+from shardkit_tools.importers.source_files import check_suffixes, open_file
 
 __all__ = ["ArchiveImporter", "open_archives"]
 
@@ -127,7 +134,7 @@ def open_archives(source: Source, options: ImportOptions) -> ArchiveImporter:
         SourceError: a file is damaged, holds objects or something else than arrays; its arrays differ in their numbers
             of rows; or files differ in their arrays.
     """
-    source.keep(("npz",), "a NumPy archive")
+    check_suffixes(source, ("npz",), "a NumPy archive")
     archives = tuple(_read_archive(file, options) for file in source.files)
     first = archives[0]
     types = {field: array.row_type for field, array in first.arrays.items()}

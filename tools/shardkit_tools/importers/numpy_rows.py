@@ -19,10 +19,17 @@ from numpy.typing import NDArray
 
 from shardkit.dataset.extents import ExtentColumn
 from shardkit.errors import SourceError
-from shardkit_tools.importers.file_importer import FileImporter
 from shardkit_tools.importers.options import ImportOptions
-from shardkit_tools.importers.protocol import ReadMode, SampleColumns, SampleStream, SourceFile, SourceTask
-from shardkit_tools.importers.source_files import Source, file_stem, is_url, open_file
+from shardkit_tools.importers.protocol import (
+    FileImporter,
+    ReadMode,
+    SampleColumns,
+    SampleStream,
+    Source,
+    SourceFile,
+    SourceTask,
+)
+from shardkit_tools.importers.source_files import check_suffixes, file_stem, is_url, open_file
 
 __all__ = ["ArrayHeader", "NumpyImporter", "array_type", "check_rows", "open_numpy", "read_header"]
 
@@ -176,7 +183,7 @@ def open_numpy(source: Source, options: ImportOptions) -> NumpyImporter:
     Raises:
         SourceError: a file is damaged, holds objects, or has another number of rows than the others.
     """
-    source.keep(("npy",), "a NumPy array")
+    check_suffixes(source, ("npy",), "a NumPy array")
     single = len(source.files) == 1
     files: dict[str, SourceFile] = {}
     for file in source.files:

@@ -14,8 +14,8 @@ from shardkit.errors import SourceError
 from shardkit_tools.importers.arrow_types import KEY, flat_batch, flat_schema, is_media, table_schema
 from shardkit_tools.importers.arrow_values import TASK_BYTES, TableImporter, null_columns
 from shardkit_tools.importers.options import ImportOptions
-from shardkit_tools.importers.protocol import SourceFile, SourceTask
-from shardkit_tools.importers.source_files import Source, open_file
+from shardkit_tools.importers.protocol import Source, SourceFile, SourceTask
+from shardkit_tools.importers.source_files import check_suffixes, open_file
 
 __all__ = ["ParquetImporter", "open_parquet"]
 
@@ -57,7 +57,7 @@ def open_parquet(source: Source, options: ImportOptions) -> ParquetImporter:
     Raises:
         SourceError: a file is damaged, or has other columns than the first.
     """
-    source.keep(("parquet", "pq"), "a Parquet file")
+    check_suffixes(source, ("parquet", "pq"), "a Parquet file")
     footers = []
     for file in source.files:
         with open_file(file) as stream:

@@ -8,25 +8,32 @@ answers is a function of the source alone, whatever the number of jobs and the o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from numpy.typing import NDArray
 
 from shardkit.dataset.extents import ExtentColumn
 from shardkit.errors import ShardkitError
 from shardkit.formats import Schema, presence_of
+from shardkit_tools.importers.options import ImportOptions, SourceSchema
 
 __all__ = [
+    "ChosenFields",
+    "FileImporter",
     "Importer",
     "ReadMode",
     "SampleColumns",
     "SampleStream",
+    "Source",
     "SourceFailure",
     "SourceFile",
     "SourceSample",
     "SourceTask",
 ]
+
+
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +52,25 @@ class SourceFile:
     path: str
     size: int
     stamp: str
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A listed source.
+
+    Attributes:
+        given: the source as the user typed it, for messages.
+        files: sorted by name.
+        is_single_file: the user named one file, not a folder or a glob.
+        left_out: what was there and is no sample → why, where the user lets it be left out.
+        notes: what a person may want to know of it; importers add to them.
+    """
+
+    given: str
+    files: tuple[SourceFile, ...]
+    is_single_file: bool = False
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,3 +201,110 @@ class ReadMode:
     in_place: bool = False
     states: Sequence[int] = ()
     seen: Callable[[SourceFile, bytes], None] = lambda file, data: None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileImporter:
+    """An `Importer` that gives neighbouring rows at once where the source does, and may leave payloads where they are.
+
+    Attributes:
+        source: its files.
+        options: what the user said of them.
+        name: of the importer, in the recipe.
+    """
+
+    name: ClassVar[str]
+
+    source: Source
+    schema: Schema
+    options: ImportOptions
+    classes: tuple[str, ...] = ()
+
+    def files(self) -> Sequence[SourceFile]:
+        return self.source.files
+
+    def tasks(self) -> Sequence[SourceTask]:
+        """One per file."""
+        return [SourceTask(file.name, (file,), file.size) for file in self.files()]
+
+    def read(self, task: SourceTask) -> Iterator[SourceSample | SourceFailure]:
+        for found in self.read_rows(task, ReadMode()):
+            if isinstance(found, SampleColumns):
+                yield from found.samples()
+            else:
+                yield found
+
+    def read_rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
+        """The rows of `read`, in the same order, many at once where that can be."""
+        raise NotImplementedError
+
+    @property
+    def reads_whole_files(self) -> bool:
+        """Whether every file is read whole, once, and told to `ReadMode.seen`."""
+        return False
+
+    def bytes_in_place(self, task: SourceTask) -> int:
+        """Bytes of a task that `ReadMode.in_place` leaves where they are."""
+        return 0
+
+    def describe(self) -> dict[str, object]:
+        return {"importer": self.name, **({"flatten": True} if self.options.flatten else {})}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChosenFields(FileImporter):
+    """What `ImportOptions.columns`, ``drop`` and ``rename`` leave of another importer's samples."""
+
+    importer: FileImporter
+    names: Mapping[str, str]  # field of the source → stored name
+
+    @classmethod
+    def of(cls, importer: FileImporter) -> ChosenFields:
+        options = importer.options
+        names = {name: options.rename.get(name, name) for name in importer.schema}
+        kinds = {names[name]: kind for name, kind in importer.schema.items()}
+        return cls(
+            source=importer.source,
+            schema=SourceSchema(kinds) if options.unchecked else Schema(kinds),
+            options=options,
+            # a label that is gone, or is another field, has no names
+            classes=importer.classes if names.get("label") == "label" else (),
+            importer=importer,
+            names=names,
+        )
+
+    @property
+    def layout(self) -> object:
+        """Splits and classes of a source that is a tree of folders."""
+        return getattr(self.importer, "layout", None)
+
+    def files(self) -> Sequence[SourceFile]:
+        return self.importer.files()
+
+    def tasks(self) -> Sequence[SourceTask]:
+        return self.importer.tasks()
+
+    def read_rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
+        columns = {presence_of(name): presence_of(stored) for name, stored in self.names.items()}
+        columns |= self.names
+        for found in self.importer.read_rows(task, mode):
+            if isinstance(found, SampleColumns):
+                yield replace(found, columns=_renamed(found.columns, columns))
+            elif isinstance(found, SourceSample):
+                yield replace(found, sample=_renamed(found.sample, self.names))
+            else:
+                yield found
+
+    @property
+    def reads_whole_files(self) -> bool:
+        return self.importer.reads_whole_files
+
+    def bytes_in_place(self, task: SourceTask) -> int:
+        return self.importer.bytes_in_place(task)
+
+    def describe(self) -> dict[str, object]:
+        return {**self.importer.describe(), "fields": dict(self.names)}
+
+
+def _renamed(values: Mapping[str, _Value], names: Mapping[str, str]) -> dict[str, _Value]:
+    return {names.get(name, name): value for name, value in values.items()}

@@ -16,17 +16,16 @@ import os
 import re
 import stat
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, BinaryIO, cast
 
 import zstandard
 
 from shardkit.errors import NotFoundError, SourceError
-from shardkit_tools.importers.protocol import SourceFile, SourceTask
+from shardkit_tools.importers.protocol import Source, SourceFile, SourceTask
 
 __all__ = [
-    "Source",
+    "check_suffixes",
     "file_stem",
     "file_suffix",
     "group_files",
@@ -47,39 +46,6 @@ _TASK_FILES = 4096
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(?:::[A-Za-z][A-Za-z0-9+.-]*)*://")
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A listed source.
-
-    Attributes:
-        given: the source as the user typed it, for messages.
-        files: sorted by name.
-        is_single_file: the user named one file, not a folder or a glob.
-        left_out: what was there and is no sample → why, where the user lets it be left out.
-        notes: what a person may want to know of it; importers add to them.
-    """
-
-    given: str
-    files: tuple[SourceFile, ...]
-    is_single_file: bool = False
-    left_out: Mapping[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-    def keep(self, suffixes: Iterable[str], what: str) -> None:
-        """Check that every file has one of the suffixes.
-
-        Raises:
-            SourceError: names the first other file.
-        """
-        wanted = frozenset(suffixes)
-        for file in self.files:
-            if file_suffix(file.name) not in wanted:
-                raise SourceError(
-                    f"{file.path}: not {what} (expected the extension .{' or .'.join(sorted(wanted))}); leave it out, "
-                    "give a glob that matches only the samples, or name another importer with --from"
-                )
-
-
 def is_url(source: str) -> bool:
     """Whether a source is a URL and not a path."""
     return _URL.match(source) is not None
@@ -91,6 +57,21 @@ def file_suffix(name: str) -> str:
     for packed in _PACKED:
         base = base.removesuffix(packed)
     return base.rpartition(".")[2] if "." in base[1:] else ""
+
+
+def check_suffixes(source: Source, suffixes: Iterable[str], what: str) -> None:
+    """Check that every file has one of the suffixes.
+
+    Raises:
+        SourceError: names the first other file.
+    """
+    wanted = frozenset(suffixes)
+    for file in source.files:
+        if file_suffix(file.name) not in wanted:
+            raise SourceError(
+                f"{file.path}: not {what} (expected the extension .{' or .'.join(sorted(wanted))}); leave it out, "
+                "give a glob that matches only the samples, or name another importer with --from"
+            )
 
 
 def is_compressed(file: SourceFile) -> bool:

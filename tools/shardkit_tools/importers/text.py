@@ -7,19 +7,20 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from shardkit.errors import SourceError
-from shardkit_tools.importers.file_importer import FileImporter
-from shardkit_tools.importers.folder_layout import FolderLayout, folder_layout
+from shardkit_tools.importers.folder import FolderLayout, folder_layout
 from shardkit_tools.importers.line_ranges import LineTasks, cut_lines
 from shardkit_tools.importers.options import ImportOptions
 from shardkit_tools.importers.protocol import (
+    FileImporter,
     ReadMode,
     SampleStream,
+    Source,
     SourceFailure,
     SourceFile,
     SourceSample,
     SourceTask,
 )
-from shardkit_tools.importers.source_files import Source, group_files, is_compressed, open_plain, read_file
+from shardkit_tools.importers.source_files import group_files, is_compressed, open_plain, read_file
 
 __all__ = ["TextImporter", "open_text"]
 

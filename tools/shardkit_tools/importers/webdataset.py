@@ -9,18 +9,19 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from shardkit.errors import SourceError
-from shardkit_tools.importers.file_importer import FileImporter
 from shardkit_tools.importers.member_values import common_array, field_type_of, value_of
 from shardkit_tools.importers.options import MIXED, ImportOptions, shell_word
 from shardkit_tools.importers.protocol import (
+    FileImporter,
     ReadMode,
     SampleStream,
+    Source,
     SourceFailure,
     SourceFile,
     SourceSample,
     SourceTask,
 )
-from shardkit_tools.importers.source_files import Source, open_plain
+from shardkit_tools.importers.source_files import check_suffixes, open_plain
 from shardkit_tools.importers.tar_members import TarSample, read_members, tar_samples
 
 __all__ = ["WebDatasetImporter", "check_fields", "open_webdataset"]
@@ -67,7 +68,7 @@ def open_webdataset(source: Source, options: ImportOptions) -> WebDatasetImporte
     Raises:
         SourceError: a tar is damaged, or a member is refused.
     """
-    source.keep(("tar", "tgz"), "a tar")
+    check_suffixes(source, ("tar", "tgz"), "a tar")
     samples = (
         (f"{file.path} sample {found.key!r}", found.members)
         for file in source.files
