@@ -111,19 +111,13 @@ def _process_numbers() -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class TelemetrySettings:
-    """How a run is watched.
+    """How a run is watched."""
 
-    Attributes:
-        interval_s: seconds between two records.
-        most_bytes: of one file; a rank keeps up to two.
-        listen: ``host:port`` for /metrics and /healthz of this node, served by its first rank; None: nowhere.
-        control: heed `RUN/control.toml`.
-    """
-
-    interval_s: float = 2.0
-    most_bytes: int = 4 << 20
+    interval_s: float = 2.0  # seconds between two records
+    most_bytes: int = 4 << 20  # of one file; a rank keeps up to two
     listen: str | None = None
-    control: bool = True
+    """``host:port`` for /metrics and /healthz of this node, served by its first rank; None: nowhere."""
+    control: bool = True  # heed `RUN/control.toml`
 
     def __post_init__(self) -> None:
         Range(0.01, 86_400).check("interval_s", self.interval_s, float)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from shardkit.manifest import Manifest
 from shardkit_tools import console
 from shardkit_tools.building import BuildResult, Progress
-from shardkit_tools.texts import bytes_text, clean, count_text, duration_text, share_text, short_id
+from shardkit_tools.texts import bytes_text, count_text, duration_text, share_text, short_id
 from shardkit_tools.versions import moved_document, moved_facts
 
 _STRATA_SHOWN = 15
 _CLASSES_SHOWN = 4
+_SKIPPED_SHOWN = 5
 _VERBS = {"read": "reading", "pack": "packing", "write": "writing", "commit": "committing"}
 
 
@@ -22,9 +23,8 @@ def progress_text(now: Progress, doing: str | None = None) -> str:
     if now.phase == "commit":
         return "committing …"
     left = f", {duration_text(now.seconds_left)} left" if now.seconds_left is not None else ""
-    scratch = (
-        f", scratch {bytes_text(now.scratch_bytes)}" if now.phase == "read" and now.scratch_bytes else ""
-    )
+    is_scratch = now.phase == "read" and now.scratch_bytes
+    scratch = f", scratch {bytes_text(now.scratch_bytes)}" if is_scratch else ""
     return (
         f"{doing or _VERBS[now.phase]} {count_text(now.rows, 'sample')}, {bytes_text(now.done_bytes)} of "
         f"{bytes_text(now.total_bytes)} ({share_text(now.done_bytes, now.total_bytes)}), "
@@ -34,41 +34,39 @@ def progress_text(now: Progress, doing: str | None = None) -> str:
 
 def document(result: BuildResult, root: str, ref: str) -> dict[str, Any]:
     """What ``--json`` prints."""
+    manifest = result.manifest
     return {
         "root": root,
         "ref": ref,
-        "id": result.manifest.id if result.manifest else None,
+        "id": manifest.id if manifest else None,
         "commit": result.commit.n if result.commit else None,
         "moved": moved_document(result.moved),
         "samples": result.rows,
         "raw_bytes": result.raw_bytes,
-        "stored_bytes": result.manifest.stored_bytes if result.manifest else None,
+        "stored_bytes": manifest.stored_bytes if manifest else None,
         "shards": result.shards,
         "strata": dict(result.strata),
         "pooled_strata": result.pooled,
         "classes": dict(sorted(result.classes.items())),
         "notes": list(result.notes),
-        "splits": {
-            name: {"id": manifest.id, "samples": manifest.selected}
-            for name, manifest in result.splits.items()
-        },
+        "splits": {name: {"id": one.id, "samples": one.selected} for name, one in result.splits.items()},
         "split_samples": dict(result.split_rows),
         "skipped": [
             {"source": row.source_name, "row": row.source_row, "error": row.message} for row in result.skipped
         ],
         "skipped_file": result.skipped_file,
         "duplicates": result.duplicates,
-        "packed": dataclasses.asdict(result.packed) if result.packed else None,
+        "packed": asdict(result.packed) if result.packed else None,
         "source_bytes": result.source_bytes,
         "scratch_bytes": result.scratch_bytes,
         "space": [
             {
-                "for": need.what,
-                "folder": need.folder,
-                "need_bytes": need.need_bytes,
-                "free_bytes": need.free_bytes,
+                "for": one.what,
+                "folder": one.folder,
+                "need_bytes": one.need_bytes,
+                "free_bytes": one.free_bytes,
             }
-            for need in result.space
+            for one in result.space
         ],
         "reused_tasks": result.reused_tasks,
         "reused_shards": result.reused_shards,
@@ -79,63 +77,46 @@ def document(result: BuildResult, root: str, ref: str) -> dict[str, Any]:
 def print_result(result: BuildResult, root: str, ref: str) -> None:
     """Print what a build did, or would do."""
     manifest = result.manifest
-    console.print_line(
-        f"{root}@{ref}" if manifest else f"would build {root}@{ref}; nothing was written", "bold"
-    )
-    strata = f" in {count_text(len(result.strata))} strata" if len(result.strata) > 1 else ""
-    strata += f", {result.pooled} of them pooled: too rare for every shard" if result.pooled else ""
-    rate = bytes_text(int(result.source_bytes / result.seconds)) if result.seconds else "–"
-    facts = [("id", manifest.id)] if manifest else []
-    facts += [
-        *([("fields", _fields(manifest))] if manifest else []),
-        ("samples", count_text(result.rows) + strata),
-        *([("classes", _classes(result.classes))] if result.classes else []),
-        (
-            "size",
-            bytes_text(manifest.stored_bytes)
-            if manifest
-            else f"{bytes_text(result.raw_bytes)} before compression",
-        ),
-        ("shards", count_text(result.shards)),
-        ("read", f"{bytes_text(result.source_bytes)} in {duration_text(result.seconds)}, {rate}/s"),
-    ]
-    facts += [(f"split {name}", _split(result, name, rows)) for name, rows in result.split_rows.items()]
-    for need in result.space:
-        free = bytes_text(need.free_bytes)
-        facts.append(
-            (f"{need.what} space", f"about {bytes_text(need.need_bytes)} in {need.folder}, {free} free")
-        )
-    if result.duplicates:
-        facts.append(("duplicates", f"{count_text(result.duplicates)} left out"))
-    if result.packed:
-        packed = result.packed
-        share = share_text(packed.padding, packed.tokens + packed.padding)
-        facts.append(
-            (
-                "packed",
-                f"{count_text(packed.documents, 'document')}, {count_text(packed.tokens, 'token')}, {share} padding",
-            )
-        )
-    if manifest and result.commit is None:
-        facts.append(("commit", "none: the same version was there already"))
-    facts += moved_facts(result.moved)
-    if result.reused_tasks or result.reused_shards:
-        facts.append(
-            ("reused", f"{result.reused_tasks} tasks, {result.reused_shards} shards of an interrupted run")
-        )
-    console.print_facts(facts)
+    version = f"{root}@{ref}"
+    console.print_line(version if manifest else f"would build {version}; nothing was written", "bold")
+    console.print_facts(_facts(result, manifest))
     for note in result.notes:
-        console.print_line(f"note: {clean(note)}", "yellow")
+        console.print_line(f"note: {note}", "yellow")
     if not manifest:
         print_strata(result.strata, result.rows)
     if result.skipped:
         console.print_heading(f"Skipped {count_text(len(result.skipped), 'row')}")
-        for row in result.skipped[:5]:
-            console.print_line(f"  {clean(row.message)}")
+        for row in result.skipped[:_SKIPPED_SHOWN]:
+            console.print_line(f"  {row.message}")
         if result.skipped_file:
             console.print_line(f"all of them: {result.skipped_file}")
     if manifest:
         console.print_line(f"next: shardkit show {root}{'' if ref == 'main' else '@' + ref}", "dim")
+
+
+def _facts(result: BuildResult, manifest: Manifest | None) -> list[tuple[str, object]]:
+    strata = f" in {count_text(len(result.strata))} strata" if len(result.strata) > 1 else ""
+    pooled = f", {result.pooled} of them pooled: too rare for every shard" if result.pooled else ""
+    rate = bytes_text(int(result.source_bytes / result.seconds)) if result.seconds else "–"
+    reused = f"{result.reused_tasks} tasks, {result.reused_shards} shards of an interrupted run"
+    return [
+        ("id", manifest.id if manifest else None),
+        ("fields", _fields(manifest) if manifest else None),
+        ("samples", f"{count_text(result.rows)}{strata}{pooled}"),
+        ("classes", _classes(result.classes) if result.classes else None),
+        ("size", bytes_text(manifest.stored_bytes) if manifest else
+         f"{bytes_text(result.raw_bytes)} before compression"),
+        ("shards", count_text(result.shards)),
+        ("read", f"{bytes_text(result.source_bytes)} in {duration_text(result.seconds)}, {rate}/s"),
+        *((f"split {name}", _split(result, name, rows)) for name, rows in result.split_rows.items()),
+        *((f"{one.what} space", f"about {bytes_text(one.need_bytes)} in {one.folder}, "
+           f"{bytes_text(one.free_bytes)} free") for one in result.space),
+        ("duplicates", f"{count_text(result.duplicates)} left out" if result.duplicates else None),
+        ("packed", _packed(result)),
+        ("commit", "none: the same version was there already" if manifest and result.commit is None else None),
+        *moved_facts(result.moved),
+        ("reused", reused if result.reused_tasks or result.reused_shards else None),
+    ]  # fmt: skip
 
 
 def print_strata(strata: Mapping[str, int], rows: int) -> None:
@@ -146,14 +127,14 @@ def print_strata(strata: Mapping[str, int], rows: int) -> None:
     largest = sorted(strata.items(), key=lambda item: (-item[1], item[0]))
     console.print_table(
         ["*stratum", ">samples", ">share"],
-        [(clean(name), count_text(n), share_text(n, rows)) for name, n in largest[:_STRATA_SHOWN]],
+        [(name, count_text(n), share_text(n, rows)) for name, n in largest[:_STRATA_SHOWN]],
     )
     console.print_more(len(largest) - _STRATA_SHOWN, "")
 
 
 def _classes(counts: Mapping[str, int]) -> str:
     """How many there are; the first and the last few with their samples."""
-    listed = [f"{clean(name)} {count:,}" for name, count in sorted(counts.items())]
+    listed = [f"{name} {count:,}" for name, count in sorted(counts.items())]
     if len(listed) > 2 * _CLASSES_SHOWN:
         listed[_CLASSES_SHOWN:-_CLASSES_SHOWN] = ["…"]
     return f"{len(counts):,}: {', '.join(listed)}"
@@ -163,6 +144,16 @@ def _fields(manifest: Manifest) -> str:
     source = manifest.build.get("source", {})
     importer = f" (from {source['importer']})" if isinstance(source, dict) and "importer" in source else ""
     return ", ".join(f"{name} {kind}" for name, kind in manifest.schema.items()) + importer
+
+
+def _packed(result: BuildResult) -> str | None:
+    packed = result.packed
+    if packed is None:
+        return None
+    share = share_text(packed.padding, packed.tokens + packed.padding)
+    return (
+        f"{count_text(packed.documents, 'document')}, {count_text(packed.tokens, 'token')}, {share} padding"
+    )
 
 
 def _split(result: BuildResult, name: str, rows: int) -> str:

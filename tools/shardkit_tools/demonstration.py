@@ -5,6 +5,7 @@ Commands run as they are typed, and what they print is what is shown. Every figu
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shlex
@@ -34,12 +35,10 @@ _CONFIG = """\
 [run]
 directory = "runs/gpt"
 steps = {steps}
-
 [data]
 dataset = "data/stdlib"
 global_batch = 16
 lanes = 8
-
 [model]
 kind = "gpt"
 field = "text"
@@ -47,16 +46,12 @@ context = 64
 layers = 2
 heads = 4
 width = 64
-
 [optimizer]
 lr = 3e-3
-
 [schedule]
 warmup = 10
-
 [checkpoint]
 every = 20
-
 [log]
 every = 20
 """
@@ -65,25 +60,19 @@ _DIGITS = """\
 [run]
 directory = "runs/digits"
 epochs = 6
-
 [data]
 dataset = "data/digits@train"
 global_batch = 64
 lanes = 8
-
 [model]
 kind = "classifier"
 width = 16
-
 [optimizer]
 lr = 3e-3
-
 [schedule]
 warmup = 10
-
 [evaluation]
 dataset = "data/digits@val"
-
 [log]
 every = 40
 """
@@ -92,13 +81,8 @@ every = 40
 def tell(narration: Narration) -> None:
     """All chapters."""
     (narration.directory / "source").mkdir()
-    _build(narration)
-    _digits(narration)
-    _look(narration)
-    _train(narration)
-    _prove(narration)
-    _classify(narration)
-    _damage(narration)
+    for chapter in (_build, _digits, _look, _train, _prove, _classify, _damage):
+        chapter(narration)
 
 
 def _build(story: Narration) -> None:
@@ -106,11 +90,8 @@ def _build(story: Narration) -> None:
         "Build", "The standard library's own source text becomes shards, balanced by top-level package."
     )
     source = story.directory / "source" / "stdlib.jsonl"
-    rows = write_stdlib_lines(source, _TEXT_BYTES)
-    story.say(
-        f"  {rows:,} pieces of text, {source.stat().st_size / 1e6:.1f} MB, from this Python's own standard "
-        "library"
-    )
+    rows, megabytes = write_stdlib_lines(source, _TEXT_BYTES), source.stat().st_size / 1e6
+    story.say(f"  {rows:,} pieces of text, {megabytes:.1f} MB, from this Python's own standard library")
     story.command(
         "build", "source/stdlib.jsonl", "data/stdlib", "--format", "arrow", "--compression", "zstd",
         "--stratify", "package", "--shard-size", "512KiB", "--block-size", "32KiB",
@@ -130,16 +111,10 @@ def _digits(story: Narration) -> None:
         "    for image, label in zip(images, labels):\n"
         '        writer.add({"image": image, "label": label})'
     )
-    digits = load_digits()
-    schema = {"image": "uint8[8,8]", "label": "int64"}
-    root = str(story.directory / "data" / "digits")
+    digits, root = load_digits(), str(story.directory / "data" / "digits")
+    schema, split = {"image": "uint8[8,8]", "label": "int64"}, {"train": 0.8, "val": 0.2}
     with shardkit.create(
-        root,
-        schema,
-        stratify="label",
-        split={"train": 0.8, "val": 0.2},
-        shard_size="512KiB",
-        block_size="32KiB",
+        root, schema, stratify="label", split=split, shard_size="512KiB", block_size="32KiB"
     ) as writer:
         for image, label in zip(digits.images.astype(np.uint8), digits.target.tolist(), strict=True):
             writer.add({"image": image, "label": label})
@@ -183,10 +158,8 @@ def _kill_rank(run: Path, process: subprocess.Popen[str]) -> int:
                 os.kill(victim, signal.SIGKILL)
                 return victim
         if process.poll() is not None:
-            raise RunError(
-                "training ended before it could be "
-                f"killed:\n{process.stdout.read() if process.stdout else ''}"
-            )
+            said = process.stdout.read() if process.stdout else ""
+            raise RunError(f"training ended before it could be killed:\n{said}")
         time.sleep(0.02)
     process.kill()
     raise RunError(f"training did not reach step {_KILL_AFTER} within 90 s; look into {run}")
@@ -260,17 +233,8 @@ def _one_epoch(root: Path) -> _Epoch:
 
 
 # Not the library itself: tests, the packages of others, generated tables.
-_LEFT_OUT = {
-    "site-packages",
-    "test",
-    "tests",
-    "idlelib",
-    "lib2to3",
-    "pydoc_data",
-    "__pycache__",
-    "ensurepip",
-    "lib-dynload",
-}
+_LEFT_OUT = {"site-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data", "__pycache__", "ensurepip",
+             "lib-dynload"}  # fmt: skip
 _PIECE = 2048  # characters; a piece ends at a line
 
 
@@ -279,12 +243,10 @@ def write_stdlib_lines(path: Path, limit_bytes: int) -> int:
 
     Args:
         path: is replaced.
-        limit_bytes: stops taking files once so much text is in it; packages are taken round robin, so that a
-        small
+        limit_bytes: stops taking files once so much text is in it. Packages are taken round robin, so that a small
             limit still has all of them.
     """
-    rows = 0
-    written = 0
+    rows = written = 0
     with path.open("w", encoding="utf-8") as out:
         for package, text in _round_robin(_packages()):
             for piece in _pieces(text):
@@ -299,40 +261,33 @@ def write_stdlib_lines(path: Path, limit_bytes: int) -> int:
 def _packages() -> dict[str, list[Path]]:
     """Files by top-level package; single modules together are the package "modules"."""
     root = Path(sysconfig.get_path("stdlib"))
-    packages: dict[str, list[Path]] = {"modules": sorted(root.glob("*.py"))}
-    for folder in sorted(
-        p for p in root.iterdir() if p.is_dir() and p.name not in _LEFT_OUT and p.name.isidentifier()
-    ):
-        files = [f for f in sorted(folder.rglob("*.py")) if not _LEFT_OUT & set(f.relative_to(folder).parts)]
+    packages = {"modules": sorted(root.glob("*.py"))}
+    for folder in sorted(one for one in root.iterdir() if one.is_dir() and one.name.isidentifier()):
+        files = [
+            one for one in sorted(folder.rglob("*.py")) if not _LEFT_OUT & {*one.relative_to(root).parts}
+        ]
         if files:
             packages[folder.name] = files
     return packages
 
 
 def _round_robin(packages: dict[str, list[Path]]) -> Iterator[tuple[str, str]]:
-    queues = {name: iter(files) for name, files in packages.items()}
-    while queues:
-        for name in list(queues):
-            file = next(queues[name], None)
-            if file is None:
-                del queues[name]
-                continue
-            text = file.read_text(encoding="utf-8", errors="replace")
+    for turn in itertools.zip_longest(*packages.values()):
+        for package, file in zip(packages, turn, strict=True):
+            text = file.read_text(encoding="utf-8", errors="replace") if file is not None else ""
             if text.strip():
-                yield name, text
+                yield package, text
 
 
 def _pieces(text: str) -> Iterator[str]:
-    piece: list[str] = []
-    size = 0
+    piece = ""
     for line in text.splitlines(keepends=True):
-        if piece and size + len(line) > _PIECE:
-            yield "".join(piece)
-            piece, size = [], 0
-        piece.append(line)
-        size += len(line)
+        if piece and len(piece) + len(line) > _PIECE:
+            yield piece
+            piece = ""
+        piece += line
     if piece:
-        yield "".join(piece)
+        yield piece
 
 
 class Narration:
@@ -355,37 +310,32 @@ class Narration:
     def say(self, text: str, style: str = "") -> None:
         self.console.print(Text(text, style=style))
 
-    def command(self, *arguments: str, expect: Sequence[int] = (0,), show: int | None = None) -> str:
+    def command(self, *arguments: str, expect: Sequence[int] = (0,), show: int | None = None) -> None:
         """Run `shardkit ARGUMENTS…` as a process of its own and print what it prints.
 
         Args:
             arguments: as typed.
             expect: exit codes that belong to the story.
             show: print only so many lines; all of them by default.
-
-        Returns:
-            Its standard output.
         """
-        self.console.print(Text(f"$ shardkit {shlex.join(arguments)}", style="bold cyan"))
-        done = subprocess.run(
-            [sys.executable, "-m", "shardkit_tools", *arguments],
-            cwd=self.directory, env=self.environment(), text=True, capture_output=True, check=False,
-        )  # fmt: skip
-        self.quote(done.stdout + done.stderr, show)
-        if done.returncode not in expect:
+        process = self.start(*arguments)
+        output, _ = process.communicate()
+        self.quote(output, show)
+        if process.returncode not in expect:
             raise RunError(
-                f"shardkit {shlex.join(arguments)} ended with exit code {done.returncode}; see above"
+                f"shardkit {shlex.join(arguments)} ended with exit code {process.returncode}; see above"
             )
-        if done.returncode:
-            self.say(f"  (exit code {done.returncode})", "dim")
-        return done.stdout
+        if process.returncode:
+            self.say(f"  (exit code {process.returncode})", "dim")
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """Start `shardkit ARGUMENTS…` and go on; its output comes through the pipe."""
-        self.console.print(Text(f"$ shardkit {shlex.join(arguments)}", style="bold cyan"))
+        self.say(f"$ shardkit {shlex.join(arguments)}", "bold cyan")
+        width = str(max(60, self.console.width - 2))  # the terminal's less our indent
         return subprocess.Popen(
-            [sys.executable, "-m", "shardkit_tools", *arguments],
-            cwd=self.directory, env=self.environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            [sys.executable, "-m", "shardkit_tools", *arguments], cwd=self.directory, text=True,
+            env={**os.environ, "COLUMNS": width, "PYTHONUNBUFFERED": "1"},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
 
     def quote(self, output: str, show: int | None = None) -> None:
@@ -395,7 +345,3 @@ class Narration:
             self.console.print(Text(f"  {line}"), soft_wrap=True)
         if show is not None and len(lines) > show:
             self.say(f"  … {len(lines) - show} more lines", "dim")
-
-    def environment(self) -> dict[str, str]:
-        """The environment of commands: the terminal's width less our indent."""
-        return {**os.environ, "COLUMNS": str(max(60, self.console.width - 2)), "PYTHONUNBUFFERED": "1"}

@@ -27,17 +27,11 @@ _SHARE_OF_MEMORY = 3  # groups under way at a time; the loader halves a group wh
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """How a rank's steps are taken together.
+    """How a rank's steps are taken together."""
 
-    Attributes:
-        first: int64[g + 1], first step of each group, and the end of the last; counted over all epochs.
-        opens: bool[g], the group is the first of an epoch.
-        leased_with: int64[g], the group with whose beginning the blocks of each are leased.
-    """
-
-    first: Int64s
-    opens: NDArray[np.bool_]
-    leased_with: Int64s
+    first: Int64s  # int64[g + 1], first step of each group, and the end of the last; counted over all epochs
+    opens: NDArray[np.bool_]  # bool[g], the group is the first of an epoch
+    leased_with: Int64s  # int64[g], the group with whose beginning the blocks of each are leased
 
     def of(self, steps: Int64s) -> Int64s:
         return np.searchsorted(self.first, steps, side="right") - 1
@@ -45,17 +39,11 @@ class Groups:
 
 @dataclass(frozen=True, eq=False)
 class Needs:
-    """Blocks that a rank's groups need, each once per group, in the order in which they are first needed.
+    """Blocks that a rank's groups need, each once per group, in the order in which they are first needed."""
 
-    Attributes:
-        step: int64[n], first step of the group that needs it.
-        group: int64[n], ascending.
-        block: int64[n], dataset-wide.
-    """
-
-    step: Int64s
-    group: Int64s
-    block: Int64s
+    step: Int64s  # int64[n], first step of the group that needs it
+    group: Int64s  # int64[n], ascending
+    block: Int64s  # int64[n], dataset-wide
 
     @property
     def is_new(self) -> NDArray[np.bool_]:
@@ -253,18 +241,14 @@ _LOOKED_AT_TOGETHER = (
 
 @dataclass(frozen=True, eq=False)
 class Loads:
-    """Blocks that the ranks of a node load, ordered by step, then rank.
+    """Blocks that the ranks of a node load, ordered by step, then rank."""
 
-    Attributes:
-        step, rank, block, size: int64[n].
-        next_use: float64[n], the step at which any rank of the node needs the block next; inf for never.
-    """
-
-    step: Int64s
+    step: Int64s  # int64[n]
     rank: Int64s
     block: Int64s
     size: Int64s
     next_use: NDArray[np.float64]
+    """Float64[n], the step at which any rank of the node needs the block next; inf for never."""
 
     @classmethod
     def of(
@@ -303,17 +287,11 @@ def _next_uses(step: Int64s, block: Int64s, use_step: Int64s, use_block: Int64s)
 
 @dataclass(frozen=True, eq=False)
 class NodeReads:
-    """What became of a node's loads.
+    """What became of a node's loads."""
 
-    Attributes:
-        loads: the loads.
-        from_store: bool[n]; the others were in the cache.
-        held: bytes in the cache at the end.
-    """
-
-    loads: Loads
-    from_store: Bools
-    held: int
+    loads: Loads  # the loads
+    from_store: Bools  # bool[n]; the others were in the cache
+    held: int  # bytes in the cache at the end
 
 
 def through_cache(loads: Loads, limit: int) -> NodeReads:

@@ -56,20 +56,14 @@ def arrivals(draws: Draws, per_second: float) -> Iterator[float]:
 
 @dataclass(frozen=True)
 class Recovery:
-    """What a failed node costs; seconds.
+    """What a failed node costs; seconds."""
 
-    Attributes:
-        detect, restart, restore, redo: until the run is where it was.
-        refill_bytes: what the new node reads again into its cache, beside the training.
-        refill_s: how long that takes it.
-    """
-
-    detect: float
+    detect: float  # until the run is where it was
     restart: float
     restore: float
     redo: float
-    refill_bytes: float
-    refill_s: float
+    refill_bytes: float  # what the new node reads again into its cache, beside the training
+    refill_s: float  # how long that takes it
 
     @property
     def seconds(self) -> float:
@@ -104,15 +98,10 @@ def recovery(
 
 @dataclass(frozen=True)
 class Restart:
-    """What the nodes fetch again after a restart on permuted hosts of which one is new.
+    """What the nodes fetch again after a restart on permuted hosts of which one is new."""
 
-    Attributes:
-        refetched_bytes: where lanes go to the nodes that have their bytes (`assign`).
-        fixed_bytes: where ranks have fixed shares.
-    """
-
-    refetched_bytes: float
-    fixed_bytes: float
+    refetched_bytes: float  # where lanes go to the nodes that have their bytes (`assign`)
+    fixed_bytes: float  # where ranks have fixed shares
 
 
 def restart(cluster: Cluster, lanes: int, cached_bytes: float) -> Restart:

@@ -23,41 +23,25 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class Items:
-    """The blocks of a rank, in the order in which they are needed.
+    """The blocks of a rank, in the order in which they are needed."""
 
-    Attributes:
-        group: int64[n], ascending.
-        size: int64[n], bytes.
-        from_store: bool[n]; the others come from the cache.
-        own: bool[n], a request of its own; else it comes with the one before.
-    """
-
-    group: Int64s
-    size: Int64s
-    from_store: Bools
-    own: Bools
+    group: Int64s  # int64[n], ascending
+    size: Int64s  # int64[n], bytes
+    from_store: Bools  # bool[n]; the others come from the cache
+    own: Bools  # bool[n], a request of its own; else it comes with the one before
 
 
 @dataclass(frozen=True, eq=False)
 class RankFlow:
-    """What one rank fetches in each step, and how its steps are grouped.
+    """What one rank fetches in each step, and how its steps are grouped."""
 
-    Attributes:
-        rank: in the world.
-        requests: float64[steps], to the store.
-        loads: float64[steps], blocks that the loader's threads take, from store and cache.
-        store_bytes, cache_bytes: float64[steps].
-        groups: see there.
-        items: the single blocks, where the rank stands for itself.
-    """
-
-    rank: int
-    requests: Floats
-    loads: Floats
-    store_bytes: Floats
+    rank: int  # in the world
+    requests: Floats  # float64[steps], to the store
+    loads: Floats  # float64[steps], blocks that the loader's threads take, from store and cache
+    store_bytes: Floats  # float64[steps]
     cache_bytes: Floats
-    groups: Groups
-    items: Items | None = None
+    groups: Groups  # see there
+    items: Items | None = None  # the single blocks, where the rank stands for itself
 
 
 @dataclass(frozen=True)

@@ -24,25 +24,15 @@ _ITEMS, _EPOCH = 21, 22  # what a key below the seed is for
 
 @dataclass(frozen=True)
 class Shuffled:
-    """Reads of all nodes, by epoch.
+    """Reads of all nodes, by epoch."""
 
-    Attributes:
-        requests: to the store.
-        store_bytes: from the store.
-        cache_bytes: from caches.
-        hit_rate: share of reads that caches serve.
-        held_bytes: in a node's cache at the end, mean.
-        share: of the items that were followed.
-        error: two standard errors of the misses, relative: each read hits or misses for itself.
-    """
-
-    requests: tuple[float, ...]
-    store_bytes: tuple[float, ...]
-    cache_bytes: tuple[float, ...]
-    hit_rate: tuple[float, ...]
-    held_bytes: float
-    share: float
-    error: float
+    requests: tuple[float, ...]  # to the store
+    store_bytes: tuple[float, ...]  # from the store
+    cache_bytes: tuple[float, ...]  # from caches
+    hit_rate: tuple[float, ...]  # share of reads that caches serve
+    held_bytes: float  # in a node's cache at the end, mean
+    share: float  # of the items that were followed
+    error: float  # two standard errors of the misses, relative: each read hits or misses for itself
 
 
 def shuffled_reads(cluster: Cluster, blocks: BlockMap, *, unit: Unit, budget: int) -> Shuffled:

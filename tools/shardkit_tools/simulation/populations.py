@@ -61,21 +61,13 @@ def synthetic_population(data: Data) -> Population:
 
 @dataclass(frozen=True, eq=False)
 class BlockMap:
-    """From sample numbers to blocks, and what blocks weigh; the plan's own blocks, restarting at every segment.
+    """From sample numbers to blocks, and what blocks weigh; the plan's own blocks, restarting at every segment."""
 
-    Attributes:
-        first_sample: int64[n + 1], first sample of each segment.
-        first_block: int64[n + 1], first dataset-wide block of each segment.
-        block_rows: int64[n], rows of a whole block of the segment's shard.
-        row_bytes: float64[n], stored bytes per row of the segment's shard.
-        shard: int32[n].
-    """
-
-    first_sample: Int64s
-    first_block: Int64s
-    block_rows: Int64s
-    row_bytes: NDArray[np.float64]
-    shard: NDArray[np.int32]
+    first_sample: Int64s  # int64[n + 1], first sample of each segment
+    first_block: Int64s  # int64[n + 1], first dataset-wide block of each segment
+    block_rows: Int64s  # int64[n], rows of a whole block of the segment's shard
+    row_bytes: NDArray[np.float64]  # float64[n], stored bytes per row of the segment's shard
+    shard: NDArray[np.int32]  # int32[n]
 
     @classmethod
     def of(cls, population: Population) -> BlockMap:

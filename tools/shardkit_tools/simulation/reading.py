@@ -204,23 +204,16 @@ _LANE_ROWS = 100_000  # what opening a lane's hand for an epoch costs, in rows d
 
 @dataclass(frozen=True)
 class Sample:
-    """What is looked at.
+    """What is looked at."""
 
-    Attributes:
-        nodes: their numbers.
-        ranks: ranks of each node, counted in the node.
-        lanes: lanes of each rank that are looked at, by (node, rank in it).
-        node_share: lanes looked at, over all lanes of a node.
-        rank_share: lanes looked at, over all lanes of a rank.
-        total: what sums over the sample are multiplied by.
-    """
-
-    nodes: tuple[int, ...]
-    ranks: tuple[int, ...]
-    lanes: dict[tuple[int, int], tuple[int, ...]]
-    node_share: float
-    rank_share: float
-    total: float
+    nodes: tuple[int, ...]  # their numbers
+    ranks: tuple[int, ...]  # ranks of each node, counted in the node
+    lanes: dict[
+        tuple[int, int], tuple[int, ...]
+    ]  # lanes of each rank that are looked at, by (node, rank in it)
+    node_share: float  # lanes looked at, over all lanes of a node
+    rank_share: float  # lanes looked at, over all lanes of a rank
+    total: float  # what sums over the sample are multiplied by
 
 
 def choose_sample(cluster: Cluster, lanes: int, rows: int, budget: int) -> Sample:

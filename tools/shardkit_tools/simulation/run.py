@@ -213,18 +213,13 @@ def _stall_error(cluster: Cluster, reads: Reads, times: Times) -> float | None:
 
 @dataclass(frozen=True)
 class Costs:
-    """Of some time.
+    """Of some time."""
 
-    Attributes:
-        machines, requests, egress, storage: dollars.
-        joules: of the nodes.
-    """
-
-    machines: float
+    machines: float  # dollars
     requests: float
     egress: float
     storage: float
-    joules: float
+    joules: float  # of the nodes
 
     @property
     def dollars(self) -> float:

@@ -20,25 +20,15 @@ Interruptions = Callable[[int, float, float], float]
 
 @dataclass(frozen=True, eq=False)
 class Times:
-    """Seconds.
+    """Seconds."""
 
-    Attributes:
-        step_s: float64[steps], of whole steps, interruptions included.
-        stall_s: float64[steps], the longest wait for data of any rank that was looked at.
-        halves: float64[2, steps], the longest among every other of them.
-        rank_stall_s: float64[ranks], waits of each rank in all steps.
-        compute_s: float64[steps], of the slowest rank.
-        reduce_s: of a step, what is not hidden.
-        stood_s: all interruptions.
-    """
-
-    step_s: Floats
-    stall_s: Floats
-    halves: Floats
-    rank_stall_s: Floats
-    compute_s: Floats
-    reduce_s: float
-    stood_s: float
+    step_s: Floats  # float64[steps], of whole steps, interruptions included
+    stall_s: Floats  # float64[steps], the longest wait for data of any rank that was looked at
+    halves: Floats  # float64[2, steps], the longest among every other of them
+    rank_stall_s: Floats  # float64[ranks], waits of each rank in all steps
+    compute_s: Floats  # float64[steps], of the slowest rank
+    reduce_s: float  # of a step, what is not hidden
+    stood_s: float  # all interruptions
 
 
 class _Waits:

@@ -13,42 +13,26 @@ _MOST_ACCUMULATED = 64
 
 @dataclass(frozen=True)
 class Machine:
-    """What this machine does; bytes per second.
+    """What this machine does; bytes per second."""
 
-    Attributes:
-        sequential: of the disk.
-        random: of the disk, by several threads.
-        random_bytes: of one random read.
-        copy: of memory.
-        gather: window in bytes → rate of a random gather inside it.
-        sha256, xxh3, zstd: of one core.
-        memory_bytes: of the machine.
-    """
-
-    sequential: float
-    random: float
-    random_bytes: int
-    copy: float
-    gather: Mapping[int, float]
-    sha256: float
+    sequential: float  # of the disk
+    random: float  # of the disk, by several threads
+    random_bytes: int  # of one random read
+    copy: float  # of memory
+    gather: Mapping[int, float]  # window in bytes → rate of a random gather inside it
+    sha256: float  # of one core
     xxh3: float
     zstd: float
-    memory_bytes: int
+    memory_bytes: int  # of the machine
 
 
 @dataclass(frozen=True)
 class Ranges:
-    """What a store does.
+    """What a store does."""
 
-    Attributes:
-        single_s: bytes of a request → median seconds, one at a time.
-        rates: (bytes of a request, requests at a time) → bytes per second.
-        is_local: the root is a directory.
-    """
-
-    single_s: Mapping[int, float]
-    rates: Mapping[tuple[int, int], float]
-    is_local: bool
+    single_s: Mapping[int, float]  # bytes of a request → median seconds, one at a time
+    rates: Mapping[tuple[int, int], float]  # (bytes of a request, requests at a time) → bytes per second
+    is_local: bool  # the root is a directory
 
     @property
     def best(self) -> float:
@@ -78,40 +62,24 @@ class Reducing:
 
 @dataclass(frozen=True)
 class Needs:
-    """What is to be trained.
+    """What is to be trained."""
 
-    Attributes:
-        dataset_bytes: of the samples.
-        lanes: of a rank.
-        ranks: of a machine.
-        nodes: machines.
-        cell_s: computing a cell.
-        gradient_bytes: summed in each step.
-    """
-
-    dataset_bytes: int
-    lanes: int
-    ranks: int
-    nodes: int
-    cell_s: float
-    gradient_bytes: int
+    dataset_bytes: int  # of the samples
+    lanes: int  # of a rank
+    ranks: int  # of a machine
+    nodes: int  # machines
+    cell_s: float  # computing a cell
+    gradient_bytes: int  # summed in each step
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """A setting.
+    """A setting."""
 
-    Attributes:
-        name: stable.
-        value: bytes, or a count.
-        is_bytes: how to show it.
-        why: the measurement behind it, one line.
-    """
-
-    name: str
-    value: int
-    is_bytes: bool
-    why: str
+    name: str  # stable
+    value: int  # bytes, or a count
+    is_bytes: bool  # how to show it
+    why: str  # the measurement behind it, one line
 
 
 def propose(
