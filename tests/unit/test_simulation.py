@@ -255,11 +255,11 @@ def test_recovery_adds_up() -> None:
         ],
     )
     lost = recovery(cluster, 0.5, 1e9)
-    assert (lost.restore, lost.redo) == (4.0, 25.0)
+    assert (lost.restore_s, lost.redo_s) == (4.0, 25.0)
     assert lost.seconds == 59.0
     assert lost.refill_s == pytest.approx(2.0), "a quarter of the store"
     twice = recovery(changed(cluster, ["copies=2"]), 0.5, 1e9)
-    assert twice.restore == 2.0
+    assert twice.restore_s == 2.0
 
 
 def test_a_restart_on_other_hosts_fetches_what_the_lost_one_had() -> None:

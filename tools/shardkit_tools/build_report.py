@@ -9,6 +9,7 @@ from typing import Any
 from shardkit.manifest import Manifest
 from shardkit_tools import console
 from shardkit_tools.building import BuildResult, Progress
+from shardkit_tools.building.outcome import SpaceNeed
 from shardkit_tools.texts import bytes_text, count_text, duration_text, share_text, short_id
 from shardkit_tools.versions import moved_document, moved_facts
 
@@ -109,8 +110,7 @@ def _facts(result: BuildResult, manifest: Manifest | None) -> list[tuple[str, ob
         ("shards", count_text(result.shards)),
         ("read", f"{bytes_text(result.source_bytes)} in {duration_text(result.seconds)}, {rate}/s"),
         *((f"split {name}", _split(result, name, rows)) for name, rows in result.split_rows.items()),
-        *((f"{one.what} space", f"about {bytes_text(one.need_bytes)} in {one.folder}, "
-           f"{bytes_text(one.free_bytes)} free") for one in result.space),
+        *((f"{one.what} space", _space(one)) for one in result.space),
         ("duplicates", f"{count_text(result.duplicates)} left out" if result.duplicates else None),
         ("packed", _packed(result)),
         ("commit", "none: the same version was there already" if manifest and result.commit is None else None),
@@ -154,6 +154,10 @@ def _packed(result: BuildResult) -> str | None:
     return (
         f"{count_text(packed.documents, 'document')}, {count_text(packed.tokens, 'token')}, {share} padding"
     )
+
+
+def _space(need: SpaceNeed) -> str:
+    return f"about {bytes_text(need.need_bytes)} in {need.folder}, {bytes_text(need.free_bytes)} free"
 
 
 def _split(result: BuildResult, name: str, rows: int) -> str:

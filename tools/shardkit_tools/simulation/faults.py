@@ -56,18 +56,18 @@ def arrivals(draws: Draws, per_second: float) -> Iterator[float]:
 
 @dataclass(frozen=True)
 class Recovery:
-    """What a failed node costs; seconds."""
+    """What a failed node costs."""
 
-    detect: float  # until the run is where it was
-    restart: float
-    restore: float
-    redo: float
+    detect_s: float  # as the next three: until the run is where it was
+    restart_s: float
+    restore_s: float
+    redo_s: float
     refill_bytes: float  # what the new node reads again into its cache, beside the training
-    refill_s: float  # how long that takes it
+    refill_s: float
 
     @property
     def seconds(self) -> float:
-        return self.detect + self.restart + self.restore + self.redo
+        return self.detect_s + self.restart_s + self.restore_s + self.redo_s
 
 
 def recovery(

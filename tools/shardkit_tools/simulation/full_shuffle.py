@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -13,6 +12,7 @@ from shardkit.plan.permutation import Feistel, derive
 from shardkit_tools.simulation.cluster import Cluster
 from shardkit_tools.simulation.demand import least_recently_used
 from shardkit_tools.simulation.populations import BlockMap
+from shardkit_tools.simulation.reading import Prepared, Reads
 
 Unit = Literal["sample", "block"]
 """What is fetched for a sample of a full shuffle."""
@@ -22,41 +22,28 @@ Int64s = NDArray[np.int64]
 _ITEMS, _EPOCH = 21, 22  # what a key below the seed is for
 
 
-@dataclass(frozen=True)
-class Shuffled:
-    """Reads of all nodes, by epoch."""
+def shuffled_reads(cluster: Cluster, prepared: Prepared, *, unit: Unit, budget: int) -> Reads:
+    """Follow a sample of items through all nodes' caches: what all nodes read, without flows.
 
-    requests: tuple[float, ...]  # to the store
-    store_bytes: tuple[float, ...]  # from the store
-    cache_bytes: tuple[float, ...]  # from caches
-    hit_rate: tuple[float, ...]  # share of reads that caches serve
-    held_bytes: float  # in a node's cache at the end, mean
-    share: float  # of the items that were followed
-    error: float  # two standard errors of the misses, relative: each read hits or misses for itself
-
-
-def shuffled_reads(cluster: Cluster, blocks: BlockMap, *, unit: Unit, budget: int) -> Shuffled:
-    """Follow a sample of items through all nodes' caches.
+    The error is two standard errors of the misses: each read hits or misses for itself.
 
     Args:
         cluster: the cluster.
-        blocks: of the dataset.
+        prepared: the dataset.
         unit: what is read and cached: single samples, or the blocks that hold them.
         budget: samples that are followed in each epoch.
     """
+    blocks = prepared.blocks
     seed = cluster.work.seed
     samples, item, size, share = _items(blocks, unit, budget, seed)
     epochs, batch = cluster.work.epochs, cluster.work.global_batch
     last = blocks.num_samples // batch * batch  # the remainder is dropped
-    read_epoch, read_place, read_item = [], [], []
+    parts = []
     for epoch in range(epochs):
-        shuffle = Feistel(derive(seed, _EPOCH, epoch), blocks.num_samples)
-        place = shuffle.inverse(samples)
+        place = Feistel(derive(seed, _EPOCH, epoch), blocks.num_samples).inverse(samples)
         kept = place < last
-        read_epoch.append(np.full(int(kept.sum()), epoch))
-        read_place.append(place[kept])
-        read_item.append(item[kept])
-    epoch_of, place, which = (np.concatenate(c) for c in (read_epoch, read_place, read_item))
+        parts.append((np.full(int(kept.sum()), epoch), place[kept], item[kept]))
+    epoch_of, place, which = (np.concatenate(column) for column in zip(*parts, strict=True))
     rank = place % batch * cluster.world // batch
     node = rank // cluster.nodes.ranks
     order = np.lexsort((place, epoch_of, node))
@@ -66,14 +53,16 @@ def shuffled_reads(cluster: Cluster, blocks: BlockMap, *, unit: Unit, budget: in
     read = size[which] if row_bytes is None else np.full(len(which), row_bytes)
     count = np.bincount(epoch_of, minlength=epochs)
     requests = np.bincount(epoch_of[missed], minlength=epochs)
-    return Shuffled(
-        tuple((requests / share).tolist()),
-        tuple((np.bincount(epoch_of[missed], size[which[missed]], epochs) / share).tolist()),
-        tuple((np.bincount(epoch_of[~missed], read[~missed], epochs) / share).tolist()),
-        tuple((1 - requests / np.maximum(1, count)).tolist()),
+    return Reads(
+        requests / share,
+        np.bincount(epoch_of[missed], size[which[missed]], epochs) / share,
+        np.bincount(epoch_of[~missed], read[~missed], epochs) / share,
+        1 - requests / np.maximum(1, count),
+        float((count - requests).sum()) / share,
         held / share,
-        share,
+        prepared.stored_bytes / cluster.nodes.nodes,
         _error(int(missed.sum()), len(missed), share),
+        [],
     )
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,157 +45,95 @@ class Prepared:
 
 @dataclass(frozen=True, eq=False)
 class Reads:
-    """What was read, of all nodes, by epoch; and what the ranks that were looked at fetched.
+    """What was read, of all nodes, by epoch; and what the ranks that were sampled fetched."""
 
-    Attributes:
-        requests, store_bytes, cache_bytes, hit_rate: float64[epochs].
-        cache_hits: in all epochs.
-        held_bytes: in a node's cache at the end.
-        distinct_bytes: that a node needs at all.
-        error: relative error of the bytes, None where it is not known.
-        flows: of the ranks.
-        ranks: that were looked at.
-    """
-
-    requests: Floats
+    requests: Floats  # float64[epochs], as the next three
     store_bytes: Floats
     cache_bytes: Floats
     hit_rate: Floats
-    cache_hits: float
-    held_bytes: float
-    distinct_bytes: float
-    error: float | None
+    cache_hits: float  # in all epochs
+    held_bytes: float  # in a node's cache at the end
+    distinct_bytes: float  # that a node needs at all
+    error: float | None  # relative, of the bytes; None where it is not known
     flows: list[RankFlow]
 
 
 def read_lanes(cluster: Cluster, prepared: Prepared, sample: Sample, tell: Tell) -> Reads:
     """What the nodes of a sample read, scaled up."""
-    flows: list[RankFlow] = []
-    by_node: list[NDArray[np.float64]] = []
-    held = distinct = 0.0
+    nodes = []
     for place, node in enumerate(sample.nodes):
         tell(f"reading: node {place + 1} of {len(sample.nodes)}")
-        columns, own, bytes_held, bytes_needed = _read_node(cluster, prepared, sample, node)
-        by_node.append(columns)
-        flows += own
-        held += bytes_held / len(sample.nodes)
-        distinct += bytes_needed / len(sample.nodes)
-    parts = np.stack(by_node)  # (nodes, 5, epochs): requests, store bytes, cache bytes, misses, loads
-    totals = parts.sum(axis=0) * sample.total
-    if len(sample.nodes) > 1 or cluster.nodes.nodes == 1 < len(flows):
-        units = (
-            parts[:, 1].sum(axis=1)
-            if len(sample.nodes) > 1
-            else np.array([f.store_bytes.sum() for f in flows])
-        )
-    else:
-        units = parts[:, 1].sum(axis=1)
-    hits = 1 - parts[:, 3, :].sum(axis=0) / np.maximum(1, parts[:, 4, :].sum(axis=0))
-    return Reads(
-        totals[0],
-        totals[1],
-        totals[2],
-        hits,
-        float((totals[4] - totals[3]).sum()),
-        held,
-        distinct,
-        standard_error(units, sample.rank_share / sample.total),
-        flows,
-    )
+        nodes.append(_read_node(cluster, prepared, sample, node))
+    flows = [flow for _, own, _ in nodes for flow in own]
+    by_node = np.stack([columns for columns, _, _ in nodes])  # (nodes, 5, epochs)
+    held, distinct = np.mean([memory for _, _, memory in nodes], axis=0).tolist()
+    sums = by_node.sum(axis=0)
+    requests, store_bytes, cache_bytes, misses, loads = sums * sample.total
+    is_alone = cluster.nodes.nodes == 1 and len(flows) > 1  # then its ranks are the units of the error
+    units = np.array([one.store_bytes.sum() for one in flows]) if is_alone else by_node[:, 1].sum(axis=1)
+    error = standard_error(units, sample.rank_share / sample.total)
+    hit_rate = 1 - sums[3] / np.maximum(1, sums[4])
+    hits = float((loads - misses).sum())
+    return Reads(requests, store_bytes, cache_bytes, hit_rate, hits, held, distinct, error, flows)
 
 
 def _read_node(
     cluster: Cluster, prepared: Prepared, sample: Sample, node: int
-) -> tuple[Floats, list[RankFlow], float, float]:
+) -> tuple[Floats, list[RankFlow], tuple[float, float]]:
     """Columns (5, epochs): requests, store bytes, cache bytes, misses, loads; flows; bytes held and needed."""
     plan, blocks = prepared.plan, prepared.blocks
     epochs, steps = cluster.work.epochs, plan.loop_steps
     whole_block = int(prepared.population.shard_block_rows.max() * blocks.row_bytes.max())
-    weight = 1 / sample.rank_share
+    weight, memory = 1 / sample.rank_share, int(cluster.nodes.memory * sample.rank_share)
     seen: list[tuple[NDArray[np.int64], ...]] = []
-    uses: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
-    groups: list[Groups] = []
+    uses: list[tuple[NDArray[np.int64], ...]] = []
+    groups: dict[int, Groups] = {}
     for place in sample.ranks:
         own, needs = rank_needs(plan, blocks, sample.lanes[node, place], epochs=epochs + 1,
                                 memory=cluster.nodes.memory, block_bytes=whole_block, weight=weight)  # fmt: skip
         sizes, _ = blocks.weigh(needs.block)
         in_memory = np.full(len(sizes), whole_block, dtype=np.int64)
-        memory = int(cluster.nodes.memory * sample.rank_share)
         own = lease_when_there_is_room(own, needs, in_memory, memory)
-        loads = through_memory(needs, in_memory, memory)
-        loads &= needs.step < epochs * steps
+        loads = np.flatnonzero(through_memory(needs, in_memory, memory) & (needs.step < epochs * steps))
         new = needs.is_new
         uses.append((needs.step[new], needs.block[new]))
-        chosen = np.flatnonzero(loads)
-        rank = np.full(len(chosen), place, dtype=np.int64)
-        seen.append((needs.step[chosen], rank, needs.block[chosen], sizes[chosen]))
-        groups.append(_within(own, epochs * steps))
+        rank = np.full(len(loads), place, dtype=np.int64)
+        seen.append((needs.step[loads], rank, needs.block[loads], sizes[loads]))
+        last = int(np.searchsorted(own.first, epochs * steps))
+        groups[place] = Groups(own.first[: last + 1], own.opens[:last], own.leased_with[:last])
     step, rank, block, size = (np.concatenate(column) for column in zip(*seen, strict=True))
-    asked = tuple(np.concatenate(column) for column in zip(*uses, strict=True))
-    ordered = Loads.of(step, rank, block, size, (asked[0], asked[1]))
+    use_step, use_block = (np.concatenate(column) for column in zip(*uses, strict=True))
+    ordered = Loads.of(step, rank, block, size, (use_step, use_block))
     cached = through_cache(ordered, int(cluster.nodes.cache * sample.node_share))
     flows, columns = [], np.zeros((5, epochs))
-    for place, own in zip(sample.ranks, groups, strict=True):
-        mine = ordered.rank == place
-        flow, part = _flow(cluster, blocks, ordered, cached.from_store, mine, own, weight, steps)
-        flows.append(replace(flow, rank=node * cluster.nodes.ranks + place))
-        columns += part
-    needed = blocks.weigh(np.unique(ordered.block))[0].sum() / sample.node_share
-    return columns, flows, cached.held / sample.node_share, float(needed)
-
-
-def _within(groups: Groups, steps: int) -> Groups:
-    last = int(np.searchsorted(groups.first, steps))
-    return Groups(groups.first[: last + 1], groups.opens[:last], groups.leased_with[:last])
+    for place, own in groups.items():
+        mine, number = np.flatnonzero(ordered.rank == place), node * cluster.nodes.ranks + place
+        flow, by_step = _flow(number, ordered, blocks, cached.from_store, mine, own, weight, epochs * steps)
+        flows.append(flow)
+        columns += by_step.reshape(5, epochs, steps).sum(axis=2)
+    needed = blocks.weigh(np.unique(ordered.block))[0].sum()
+    return columns, flows, (cached.held / sample.node_share, float(needed) / sample.node_share)
 
 
 def _flow(
-    cluster: Cluster,
-    blocks: BlockMap,
+    rank: int,
     loads: Loads,
+    blocks: BlockMap,
     from_store: NDArray[np.bool_],
-    mine: NDArray[np.bool_],
+    mine: NDArray[np.int64],
     groups: Groups,
     weight: float,
     steps: int,
 ) -> tuple[RankFlow, Floats]:
-    """A rank's fetches by step, and its columns by epoch; both for all its lanes."""
-    epochs = cluster.work.epochs
-    total = epochs * steps
-    stored, cached = np.flatnonzero(mine & from_store), np.flatnonzero(mine & ~from_store)
-    own = count_requests(loads.block[stored], blocks.weigh(loads.block[stored])[1])
-    items = _items(loads, mine, from_store, stored, own, groups) if weight == 1 else None
-
-    def by_step(rows: NDArray[np.int64], amount: NDArray[Any]) -> Floats:
-        return np.asarray(np.bincount(loads.step[rows], amount, total)[:total] * weight, dtype=np.float64)
-
-    requests, store_bytes = by_step(stored, own), by_step(stored, loads.size[stored])
-    cache_bytes = by_step(cached, loads.size[cached])
-    ones = np.ones(len(stored)), np.ones(len(stored) + len(cached))
-    misses, all_loads = by_step(stored, ones[0]), by_step(np.concatenate((stored, cached)), ones[1])
-    columns = np.stack(
-        [
-            c.reshape(epochs, steps).sum(axis=1)
-            for c in (requests, store_bytes, cache_bytes, misses, all_loads)
-        ]
-    )
-    return RankFlow(0, requests, all_loads, store_bytes, cache_bytes, groups, items), np.asarray(
-        columns, dtype=np.float64
-    )
-
-
-def _items(
-    loads: Loads,
-    mine: NDArray[np.bool_],
-    from_store: NDArray[np.bool_],
-    stored: NDArray[np.int64],
-    own: NDArray[np.bool_],
-    groups: Groups,
-) -> Items:
-    asked = np.ones(len(loads.step), dtype=bool)
-    asked[stored] = own
-    chosen = np.flatnonzero(mine)
-    return Items(groups.of(loads.step[chosen]), loads.size[chosen], from_store[chosen], asked[chosen])
+    """A rank's fetches by step, for all its lanes; and its columns, float64[5, steps]."""
+    step, block, size, stored = loads.step[mine], loads.block[mine], loads.size[mine], from_store[mine]
+    own = np.ones(len(mine), dtype=bool)
+    own[stored] = count_requests(block[stored], blocks.weigh(block[stored])[1])
+    amounts = (own & stored, size * stored, size * ~stored, stored, np.ones(len(mine)))
+    columns = np.stack([np.bincount(step, amount, steps)[:steps] * weight for amount in amounts])
+    requests, store_bytes, cache_bytes, _, all_loads = columns
+    items = Items(groups.of(step), size, stored, own) if weight == 1 else None
+    return RankFlow(rank, requests, all_loads, store_bytes, cache_bytes, groups, items), columns
 
 
 _LANE_ROWS = 100_000  # what opening a lane's hand for an epoch costs, in rows drawn

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -113,34 +113,18 @@ def simulate_shuffle(
 ) -> dict[str, Any]:
     """A full shuffle with caches that drop what was used least recently."""
     tell(f"shuffling all rows, reading {unit}s")
-    found = shuffled_reads(cluster, prepared.blocks, unit=unit, budget=budget // _SHUFFLE_SHARE)
-    steps = prepared.blocks.num_samples // cluster.work.global_batch
-    epochs, world = cluster.work.epochs, cluster.world
-    spread = [np.repeat(np.array(column) / steps / world, steps)
-              for column in (found.requests, found.store_bytes, found.cache_bytes)]  # fmt: skip
-    rows = max(1, cluster.work.global_batch // world)
-    groups = group_steps(steps, epochs, rows, int(rows * prepared.stored_bytes / prepared.blocks.num_samples))
-    loads = np.full(steps * epochs, float(rows))
-    flow = RankFlow(0, spread[0], loads, spread[1], spread[2], groups)
-    reads = Reads(
-        np.array(found.requests),
-        np.array(found.store_bytes),
-        np.array(found.cache_bytes),
-        np.array(found.hit_rate),
-        float(
-            sum(
-                r / (1 - h) * h if h < 1 else 0.0 for r, h in zip(found.requests, found.hit_rate, strict=True)
-            )
-        ),
-        found.held_bytes,
-        prepared.stored_bytes / cluster.nodes.nodes,
-        found.error,
-        [flow],
-    )
+    reads = shuffled_reads(cluster, prepared, unit=unit, budget=budget // _SHUFFLE_SHARE)
+    samples, batch = prepared.blocks.num_samples, cluster.work.global_batch
+    steps, rows = samples // batch, max(1, batch // cluster.world)
+    totals = (reads.requests, reads.store_bytes, reads.cache_bytes)
+    requests, store_bytes, cache_bytes = (np.repeat(one / steps / cluster.world, steps) for one in totals)
+    groups = group_steps(steps, cluster.work.epochs, rows, int(rows * prepared.stored_bytes / samples))
+    loads = np.full(len(requests), float(rows))
+    flow = RankFlow(0, requests, loads, store_bytes, cache_bytes, groups)
     moves = Moves(changed(cluster, ["rebalance=false"]), prepared.plan.lanes)
-    stops = Stops(cluster, found.held_bytes, spread[1])
+    stops = Stops(cluster, reads.held_bytes, store_bytes)
     times = time_steps(cluster, [flow], moves, stops=stops)
-    return summary(cluster, prepared, reads, times, steps, stops)
+    return summary(cluster, prepared, replace(reads, flows=[flow]), times, steps, stops)
 
 
 def summary(
@@ -148,19 +132,23 @@ def summary(
 ) -> dict[str, Any]:
     """Figures by epoch, of the last one in short, and of what goes wrong."""
     epochs = []
+    computing_s = cluster.work.cell * prepared.plan.lanes / cluster.world * steps
     for number in range(cluster.work.epochs):
         part = slice(number * steps, (number + 1) * steps)
         seconds, stall = float(times.step_s[part].sum()), float(times.stall_s[part].sum())
-        mean_compute = cluster.work.cell * prepared.plan.lanes / cluster.world * steps
-        paid = costs(cluster, seconds=seconds, computing_s=mean_compute, requests=float(reads.requests[number]),
-                     egress_bytes=float(reads.store_bytes[number]), stored_bytes=prepared.stored_bytes)  # fmt: skip
+        read = {
+            "egress_bytes": float(reads.store_bytes[number]),
+            "requests": float(reads.requests[number]),
+        }
+        paid = costs(
+            cluster, seconds=seconds, computing_s=computing_s, stored_bytes=prepared.stored_bytes, **read
+        )
         epochs.append({
             "seconds": seconds,
             "step_s": seconds / steps,
             "stall_s": stall,
             "stall_share": stall / seconds if seconds else 0.0,
-            "egress_bytes": float(reads.store_bytes[number]),
-            "requests": float(reads.requests[number]),
+            **read,
             "cache_hit_rate": float(reads.hit_rate[number]),
             "dollars": paid.dollars,
             "dollars_requests_and_egress": paid.requests + paid.egress,
@@ -181,15 +169,7 @@ def summary(
         "compute_s": float(times.compute_s.mean()),
         "cache_bytes_per_node": reads.held_bytes,
         "distinct_bytes_per_node": reads.distinct_bytes,
-        "recovery": {
-            "seconds": lost.seconds,
-            "detect_s": lost.detect,
-            "restart_s": lost.restart,
-            "restore_s": lost.restore,
-            "redo_s": lost.redo,
-            "refill_bytes": lost.refill_bytes,
-            "refill_s": lost.refill_s,
-        },
+        "recovery": {"seconds": lost.seconds, **asdict(lost)},
         "failures": stops.failures,
         "outages": stops.outages,
         "stood_s": times.stood_s,
@@ -198,7 +178,7 @@ def summary(
 
 
 def _stall_error(cluster: Cluster, reads: Reads, times: Times) -> float | None:
-    """What more doublings of the ranks looked at may add to the stall, relative."""
+    """What more doublings of the sampled ranks may add to the stall, relative."""
     whole, looked = float(times.stall_s.sum()), len(reads.flows)
     if looked == cluster.world or not whole:
         return 0.0
