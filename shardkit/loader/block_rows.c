@@ -443,7 +443,8 @@ static PyObject *loads_work(Loads *self, PyObject *ignored)
     Py_END_ALLOW_THREADS
     if (number < 0)
         Py_RETURN_NONE;
-    return Py_BuildValue("LLLO", (long long)number, (long long)job[SLOT], (long long)job[BLOCK], is_loaded ? Py_True : Py_False);
+    return Py_BuildValue("LLLL", (long long)number, (long long)job[SLOT], (long long)job[BLOCK],
+                         is_loaded ? (long long)job[ADDRESS] : 0LL);
 }
 
 static int grow(void **memory, int64_t count, int64_t size)

@@ -30,8 +30,8 @@ class Loads:
     def add(self, jobs: Int64s, /) -> int:
         """(n, 10 + width) jobs, behind the others; the number of the first."""
 
-    def work(self) -> tuple[int, int, int, bool] | None:
-        """Load, one after the other, until one is the caller's: (job, slot, block, whether its bytes are there).
+    def work(self) -> tuple[int, int, int, int] | None:
+        """Load, one after the other, until one is the caller's: (job, slot, block, where its bytes are; 0: nowhere).
 
         That is one without a file, whose bytes are not what was written, or that begins otherwise. None once closed.
         """

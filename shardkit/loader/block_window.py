@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,6 +74,14 @@ class _Slot:
     capacity: int = 0  # of its own memory; 0 where blocks bring theirs
     loan: Loan | None = None
     keep: Any = None  # what the addresses of a block that brought its memory refer to
+
+
+class _Place(NamedTuple):
+    """Where a block goes: others may take the slot and its memory later in the same plan."""
+
+    slot: int
+    address: int  # 0 where the block brings its memory
+    after: int  # the step up to which it is in use
 
 
 class GroupBlocks:
@@ -235,11 +243,9 @@ class BlockWindow:
                     one.last, one.used_in = last[n], self.loop
             self._count([blocks[n] for n in missing], int(sizes[missing].sum()))
             self._counts.block_uses += len(blocks)
-            after = self._assign(group, missing, sizes.tolist(), plain.tolist(), last, found)
+            places = self._assign(group, missing, sizes.tolist(), plain.tolist(), last, found)
             first = group.first[missing]
-            base = self._add(
-                group.blocks[missing], plain[missing], [found[n] for n in missing], after, first + origin
-            )
+            base = self._add(group.blocks[missing], plain[missing], places, first + origin)
             steps = np.arange(len(group.numbers))
             needs = (base + np.searchsorted(first, steps, side="right")).tolist()
             return GroupBlocks(self, self.loop, group, np.array(found, np.int64), needs, origin, stopped)
@@ -247,15 +253,15 @@ class BlockWindow:
     def _assign(
         self, group: StepGroup, missing: list[int], sizes: list[int], plain: list[bool], last: list[int],
         found: list[int],
-    ) -> list[int]:  # fmt: skip
-        """Give each missing block a slot, in `found`; the steps up to which these are in use."""
+    ) -> list[_Place]:  # fmt: skip
+        """Give each missing block a slot, in `found` too."""
         blocks = group.blocks.tolist()
         first = (group.first + self._planned - len(group.numbers)).tolist()
         self._trim()
         heaps = self._free_slots()
         own: dict[int, list[tuple[int, int]]] = {}
         fitting: dict[int, list[list[tuple[int, int]]]] = {}  # by capacity, those that hold it
-        afters = []
+        places = []
         for n in missing:
             cost, need = sizes[n], first[n]
             capacity = capacity_of(cost) if plain[n] else 0
@@ -279,9 +285,9 @@ class BlockWindow:
             found[n] = self._slot_of[blocks[n]] = slot
             one.block, one.last, one.used_in = blocks[n], last[n], self.loop
             heappush(best, (last[n] + 1, slot))
-            afters.append(after)
+            places.append(_Place(slot, 0 if one.loan is None else one.loan.address, after))
         self._counts.peak_bytes = max(self._counts.peak_bytes, self._bytes)
-        return afters
+        return places
 
     def _free_slots(self) -> dict[int, list[tuple[int, int]]]:
         """By capacity the slots that may be used again: (from which step on, slot), the earliest first."""
@@ -371,21 +377,18 @@ class BlockWindow:
         one.loan, one.keep, one.cost, one.capacity = None, None, 0, 0
         heappush(self._spare, (free_at, slot))
 
-    def _add(
-        self, blocks: Int64s, plain: NDArray[np.bool_], places: list[int], after: list[int], first: Int64s
-    ) -> int:
+    def _add(self, blocks: Int64s, plain: NDArray[np.bool_], places: list[_Place], first: Int64s) -> int:
         """Have blocks loaded to their slots; the number of the first of these jobs."""
         if not places:
             return self._added
-        slots = [self._slots[slot] for slot in places]
-        addresses = np.array([0 if one.loan is None else one.loan.address for one in slots], np.int64)
+        slots, addresses, after = np.array(places, np.int64).T
         jobs = self._source.jobs(blocks, addresses, plain)
         steps = max(1, _BLOCKS_AT_ONCE * int(first[-1] - first[0] + 1) // len(places))
-        jobs[:, AFTER] = np.minimum(-(-np.array(after, np.int64) // steps) * steps, first)
-        jobs[:, SLOT] = places
+        jobs[:, AFTER] = np.minimum(-(-after // steps) * steps, first)
+        jobs[:, SLOT] = slots
         number = int(self._loads.add(jobs))
-        for n, one in enumerate(slots, number):
-            one.job = n
+        for n, slot in enumerate(slots.tolist(), number):
+            self._slots[slot].job = n
         self._added = number + len(places)
         return number
 
@@ -425,11 +428,11 @@ class BlockWindow:
             self._load_one(*job)
             del job
 
-    def _load_one(self, number: int, slot: int, block: int, is_loaded: bool) -> None:
+    def _load_one(self, number: int, slot: int, block: int, address: int) -> None:
         started, facts, columns, error = time.perf_counter(), None, None, None
         try:
-            if is_loaded and (loan := self._slots[slot].loan) is not None:
-                facts = self._source.place(block, loan.address)
+            if address:
+                facts = self._source.place(block, address)
             if facts is None:
                 columns, size = self._source.read(block)
                 facts = columns.facts

@@ -156,7 +156,7 @@ def test_every_flipped_byte_is_noticed_without_the_interpreter(tmp_path: Path) -
         end = loads.add(np.array(jobs, np.uint64).view(np.int64)) + 3
         loads.add(np.array([[-1, *[0] * 10]]))  # the caller's: all before it are done
         while (job := loads.work())[0] != end:
-            assert job[3] is False
+            assert job[3] == 0
             loads.finish(job[0], job[1], None)
         loads.finish(end, 0, None)
         assert loads.wait(end + 1, 1) == end + 1

@@ -73,7 +73,7 @@ def _load(
     assert loads.add(np.array(jobs)) == 0
     intact = [True] * len(spans)
     while (job := loads.work())[0] < len(spans):
-        intact[job[1]] = job[3]
+        intact[job[1]] = bool(job[3])
         loads.finish(job[0], job[1], None)
     loads.finish(*job[:2], None)
     assert loads.wait(len(jobs), 1) == len(jobs)

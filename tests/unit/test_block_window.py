@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import random
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from ctypes import string_at
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,8 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.errors import IntegrityError, UsageError
+from shardkit.formats import xxh3
 from shardkit.loader import gather, plain_rows
-from shardkit.loader.block_loading import BLOCK, FILE, JOB
+from shardkit.loader.block_loading import ADDRESS, BLOCK, FILE, HASH, JOB, OFFSET, SIZE
 from shardkit.loader.block_memory import BlockMemory
 from shardkit.loader.block_window import BlockWindow, GroupBlocks
 from shardkit.loader.gather import GatherColumns, RowAddresses
@@ -102,7 +106,7 @@ def admitted(window: BlockWindow, steps: Sequence[Sequence[int]], **options: Any
     return window.admit(group, sizes, plain, **options)
 
 
-def work(window: BlockWindow, steps: Sequence[Sequence[int]]) -> Iterator[set[int]]:
+def work(window: BlockWindow, steps: Sequence[Sequence[int]], rows_of: Any = _Facts) -> Iterator[set[Any]]:
     """What the rows of each of some steps are taken from when it is its turn; groups are planned one ahead."""
     left: StepGroup | None = group_of(steps)
     waiting: deque[GroupBlocks] = deque()
@@ -114,11 +118,55 @@ def work(window: BlockWindow, steps: Sequence[Sequence[int]]) -> Iterator[set[in
             count = len(group.blocks)
             waiting.append(window.admit(group, sizes[:count], plain[:count]))
         one = waiting.popleft()
-        rows = _Facts(one.which)
+        rows = rows_of(one.which)
         for step in range(len(one.group.numbers)):
             assert one.wait(step, 1, 60, lambda waited: None) == range(step, step + 1)
             (found,) = one.take(range(step, step + 1), one.group.borders[step : step + 2].tolist(), rows)
             yield found["blocks"]
+
+
+class FileBlocks(Blocks):
+    """Blocks of several sizes in a file, which the compiled loads read; facts: where a block is, and its bytes."""
+
+    def __init__(self, path: Path, sizes: Sequence[int]) -> None:
+        super().__init__()
+        chance = random.Random(7)
+        self.contents = [chance.randbytes(size) for size in sizes]
+        self._bytes = np.array(sizes)
+        self._starts = np.cumsum([0, *sizes])[:-1]
+        path.write_bytes(b"".join(self.contents))
+        self._path, self._hashes = (
+            path,
+            np.array([xxh3(one) for one in self.contents], np.uint64).view(np.int64),
+        )
+
+    def open(self, loads: Any) -> None:
+        assert loads.add_file(str(self._path), sum(self._bytes)) == 0
+
+    def sizes(self, blocks: Any, until: int, now: int) -> Any:
+        return self._bytes[blocks], np.ones(len(blocks), np.bool_)
+
+    def jobs(self, blocks: Any, addresses: Any, plain: Any) -> Any:
+        jobs = np.zeros((len(blocks), JOB + 2), np.int64)
+        jobs[:, OFFSET], jobs[:, SIZE], jobs[:, HASH] = (
+            self._starts[blocks],
+            self._bytes[blocks],
+            self._hashes[blocks],
+        )
+        jobs[:, ADDRESS], jobs[:, BLOCK] = addresses, blocks
+        jobs[:, JOB], jobs[:, JOB + 1] = addresses, self._bytes[blocks]
+        return jobs
+
+
+class _Contents(RowAddresses):
+    """The bytes of the blocks that the rows of steps are in."""
+
+    def __init__(self, which: Any) -> None:
+        self._which = which
+
+    def take(self, facts: Any, borders: Sequence[int]) -> list[dict[str, Any]]:
+        rows = [facts[self._which[a:b]].tolist() for a, b in pairwise(borders)]
+        return [{"blocks": {string_at(*one) for one in some}} for some in rows]
 
 
 STEPS = st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=6), min_size=1, max_size=60)
@@ -141,6 +189,35 @@ def test_every_step_finds_its_blocks_within_the_budget(
     assert window.counts.block_loads >= len({block for step in steps for block in step})
     window.close()
     assert window.nbytes == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    steps=STEPS,
+    sizes=st.lists(st.sampled_from([300, 5000, 70_000, 90_000, 200_000]), min_size=41, max_size=41),
+    room=st.integers(0, 600_000),
+    threads=st.integers(1, 3),
+)
+def test_blocks_of_all_sizes_are_what_was_written(
+    tmp_path_factory: pytest.TempPathFactory,
+    steps: list[list[int]],
+    sizes: list[int],
+    room: int,
+    threads: int,
+) -> None:
+    if gather.block_rows is plain_rows:
+        return  # reads nothing by itself
+    source = FileBlocks(tmp_path_factory.mktemp("blocks") / "file", sizes)
+    budget = max(sum(sizes[block] for block in set(step)) for step in steps) + room
+    loads = gather.block_rows.Loads(2)
+    source.open(loads)
+    window = BlockWindow(source, loads, BlockMemory(1 << 20), budget, threads, 2)
+    for _ in range(2):
+        loop = window.begin_loop()
+        for step, there in zip(steps, work(window, steps, _Contents), strict=True):
+            assert there == {source.contents[block] for block in step}
+        window.end_loop(loop)
+    window.close()
 
 
 @settings(max_examples=40, deadline=None)
