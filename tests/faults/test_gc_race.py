@@ -288,7 +288,9 @@ def test_a_collector_that_lives_stops_when_it_is_taken_over(
 
     def taken_over(gone: int, total: int) -> None:
         if gone == 2:
-            other = collect(Repository.open(root), delete=True, grace_s=0, history_s=0, take_over_s=-10)
+            other = collect(
+                Repository.open(root), delete=True, grace_s=0, history_s=0, take_over_s=-10, settle_s=600
+            )
             assert other.finished == 1
             _version(root)
 
