@@ -24,16 +24,17 @@ from shardkit.repository.location_table import (
     LocationRecord,
     LocationTable,
 )
-from shardkit.repository.log import (
+from shardkit.repository.log import LOG, MAX_ENTRY_BYTES, LogEntry, Row
+from shardkit.repository.opening import (
+    COPY_NAME,
     IDENTITY_NAME,
-    LOG,
-    MAX_ENTRY_BYTES,
+    CopyMark,
     Identity,
-    LogEntry,
+    identity_in,
     identity_named_by,
+    location_of,
+    read_mark,
 )
-from shardkit.repository.numbered import Row
-from shardkit.repository.opening import COPY_NAME, CopyMark, identity_in, location_of, read_mark
 from shardkit.stores.store import Store
 
 _DAMAGED: Final = (NotFoundError, IntegrityError, FormatError)

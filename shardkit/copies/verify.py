@@ -41,15 +41,8 @@ from shardkit.reading.adopted import AdoptedStore, adopted_place
 from shardkit.reading.attestations import read_attestations
 from shardkit.reading.inventory import side_objects, take_inventory
 from shardkit.repository.location_table import read_table
-from shardkit.repository.log import (
-    IDENTITY_NAME,
-    LOG,
-    MAX_ENTRY_BYTES,
-    LogEntry,
-    check_succession,
-    parse_dataset_url,
-)
-from shardkit.repository.opening import own_name
+from shardkit.repository.log import LOG, MAX_ENTRY_BYTES, LogEntry, check_succession, parse_dataset_url
+from shardkit.repository.opening import IDENTITY_NAME, own_name
 from shardkit.repository.part_locations import find_part
 from shardkit.repository.policy import Policy
 from shardkit.repository.repository import Repository

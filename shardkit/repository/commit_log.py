@@ -1,4 +1,4 @@
-"""The log of a root: reading it with its chain verified, and adding to it without ever guessing (SPEC.md §4)."""
+"""What a commit changes, and the log: read with its chain verified, added to without ever guessing (SPEC.md §4)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
 from shardkit.errors import (
@@ -17,16 +18,10 @@ from shardkit.errors import (
     NotFoundError,
     UsageError,
 )
-from shardkit.formats.digest import sha256_digest
+from shardkit.formats.digest import parse_digest, sha256_digest
 from shardkit.manifest.json_fields import utc_text
-from shardkit.repository.log import (
-    IDENTITY_NAME,
-    LOG,
-    NO_COMMIT,
-    Identity,
-    LogEntry,
-    check_succession,
-)
+from shardkit.repository.log import LOG, MAX_NAMES, NO_COMMIT, LogEntry, check_ref_name, check_succession
+from shardkit.repository.opening import IDENTITY_NAME, Identity
 from shardkit.stores.store import Store
 
 Change = Callable[[LogEntry | None], Mapping[str, Any] | None]
@@ -37,6 +32,101 @@ _LONGEST_PAUSE_S: Final = 0.05
 # Forked writers must not draw the same pauses, hence the system's own source.
 _JITTER: Final = random.SystemRandom()
 _MAX_UNLISTED: Final = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """Refs to set or drop, tags to add or withdraw, and what must hold before."""
+
+    refs: Mapping[str, str | None]
+    """Name → manifest id, None to drop the ref."""
+    tags: Mapping[str, str]
+    expected: Mapping[str, str | None]
+    """Name → what the ref must point at when the commit lands, None for "must not exist"."""
+    withdraw: Mapping[str, str]
+    """Tag → the manifest id that it has: the tag goes, for good, and the log says so."""
+
+    def __post_init__(self) -> None:
+        for names in (self.refs, self.tags, self.expected, self.withdraw):
+            for name, manifest in names.items():
+                check_ref_name(name)
+                if manifest is not None:
+                    parse_digest(manifest)
+        both = sorted(self.refs.keys() & self.tags.keys())
+        if both:
+            raise UsageError(
+                f"{both[0]!r} is to become a ref and a tag: a name can be one of them; use two names"
+            )
+
+    @property
+    def manifests(self) -> set[str]:
+        """Manifests that must be in the repository before the commit."""
+        return {manifest for manifest in (*self.refs.values(), *self.tags.values()) if manifest is not None}
+
+    def apply(self, base: LogEntry | None, head: LogEntry | None) -> dict[str, dict[str, str]]:
+        """The tables of refs, tags and withdrawn tags after this commit.
+
+        Args:
+            base: The head when the commit began.
+            head: The head now: the commit is rebased onto it where it touches other refs.
+
+        Raises:
+            CommitConflict: A ref is not where it was expected, or was moved since `base`; or a tag exists, or is to go
+                and names something else, or the name is that of a withdrawn one.
+        """
+        head = head or NO_COMMIT
+        refs, tags, gone = dict(head.refs), dict(head.tags), self._withdrawn(head)
+        self._set_refs(refs, (base or NO_COMMIT).refs)
+        self._add_tags(tags)
+        again = sorted((tags.keys() | refs.keys()) & gone.keys() - self.withdraw.keys())
+        if again:
+            raise CommitConflict(
+                f"{again[0]!r} was a tag of {gone[again[0]]}, which was withdrawn: its name is never used again; use "
+                "another name"
+            )
+        tags = {name: manifest for name, manifest in tags.items() if name not in self.withdraw}
+        both = sorted(refs.keys() & tags.keys())
+        if both:
+            raise CommitConflict(f"{both[0]!r} would be a ref and a tag at once; use another name")
+        if max(len(refs), len(tags)) > MAX_NAMES:
+            raise UsageError(
+                f"{len(refs)} refs and {len(tags)} tags, expected at most {MAX_NAMES} each; drop some refs"
+            )
+        return {"refs": refs, "tags": tags, "withdrawn": gone}
+
+    def _set_refs(self, refs: dict[str, str], before: Mapping[str, str]) -> None:
+        for name, manifest in self.expected.items():
+            # Where it stands already where it is to go, nobody loses anything: the same version was made twice.
+            if refs.get(name) != manifest and (name not in self.refs or refs.get(name) != self.refs[name]):
+                raise CommitConflict(
+                    f"ref {name!r} points at {refs.get(name)}, expected {manifest}; "
+                    "look at it (shardkit log), then commit again"
+                )
+        for name, manifest in self.refs.items():
+            now = refs.pop(name, None)
+            if name not in self.expected and now not in (before.get(name), manifest):
+                raise CommitConflict(
+                    f"ref {name!r} was moved to {now} by another commit, expected {before.get(name)}; "
+                    "look at it (shardkit log), then commit again"
+                )
+            if manifest is not None:
+                refs[name] = manifest
+
+    def _add_tags(self, tags: dict[str, str]) -> None:
+        for name, manifest in self.tags.items():
+            if tags.setdefault(name, manifest) != manifest:
+                raise CommitConflict(
+                    f"tag {name!r} exists and points at {tags[name]}: tags are never moved; use another name"
+                )
+
+    def _withdrawn(self, head: LogEntry) -> dict[str, str]:
+        for name, manifest in self.withdraw.items():
+            if head.tags.get(name, head.withdrawn.get(name)) != manifest:
+                raise CommitConflict(
+                    f"tag {name!r} names {head.tags.get(name)}, expected {manifest}; look at it (shardkit log), then "
+                    "try again"
+                )
+        return {**head.withdrawn, **self.withdraw}
 
 
 class CommitLog:

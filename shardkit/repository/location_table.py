@@ -33,7 +33,7 @@ from shardkit.manifest.json_fields import (
 )
 from shardkit.ranges import Range
 from shardkit.reading.locations import ROOT_NAME, check_location_name
-from shardkit.repository.numbered import NUMBERED, Numbered, Row, read_numbered
+from shardkit.repository.log import NUMBERED, Numbered, Row, read_numbered
 from shardkit.repository.policy import Policy
 from shardkit.stores.remote.addresses import parse_address
 from shardkit.stores.store import Store, scheme_of

@@ -1,89 +1,187 @@
-"""What makes a root a repository: ``shardkit.json``, the entries of its log, and what a commit changes in them.
+"""Entries of the log, and what numbered documents are: put if absent, never changed, each naming its predecessor.
 
-An entry is one commit, names its predecessor by digest, and has the full table of refs and tags.
+An entry is one commit and has the full table of refs and tags.
 """
 
 from __future__ import annotations
 
+import abc
 import os
 import re
-import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final, Generic, TypeVar
 
-from shardkit.errors import CommitConflict, FormatError, IntegrityError, UsageError
-from shardkit.formats.canonical_json import dumps
-from shardkit.formats.digest import parse_digest, sha256_digest
-from shardkit.manifest.json_fields import (
-    DIGEST,
-    Fields,
-    check_spelling,
-    sealed,
-    unseal,
+from shardkit.errors import (
+    CommitUnknown,
+    FormatError,
+    IntegrityError,
+    NotFoundError,
+    StoreError,
+    StoreFullError,
+    StoreReadOnlyError,
+    UsageError,
 )
-from shardkit.repository.numbered import NUMBERED, Numbered, Row, read_numbered
+from shardkit.formats.canonical_json import dumps
+from shardkit.formats.digest import sha256_digest
+from shardkit.manifest.json_fields import DIGEST, TIME, Fields, check_spelling, sealed, unseal
+from shardkit.stores.store import Store, read_checked
 
 MAX_ENTRY_BYTES: Final = 16 * 2**20
 
 MAX_NAMES: Final = 50_000
 """Most refs and most tags of one repository: the table is in every entry."""
 
+_DIGITS: Final = re.compile(r"[0-9]{20}")
+_TXN: Final = re.compile(r"[0-9a-f]{32}")
+_PUT_ATTEMPTS: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Numbered(abc.ABC):
+    """What all numbered documents say."""
+
+    n: int
+    """1 for the first; a row is numbered without gaps."""
+    repository: str
+    """Id of the repository, so that a document of another one is refused."""
+    previous: str
+    """SHA-256 of the predecessor's bytes."""
+    txn: str
+    """Random id, by which its writer knows it again after a lost answer."""
+    time: str
+    """UTC, for people: nothing depends on it."""
+    author: str
+    message: str
+
+    @abc.abstractmethod
+    def to_bytes(self) -> bytes:
+        """Canonical JSON with the digest of the rest of it inside."""
+
+    def numbered(self) -> dict[str, object]:
+        """These fields as JSON."""
+        return {name: getattr(self, name) for name in NUMBERED}
+
+
+NUMBERED: Final = tuple(field.name for field in fields(Numbered))
+
+
+def read_numbered(given: Fields, *, first_has_previous: bool) -> dict[str, Any]:
+    """The fields of `Numbered`; the first of a row either has a `previous` as all others, or an empty one."""
+    return {
+        "n": given.integer("n", minimum=1),
+        "repository": given.text("repository", maximum=36),
+        "previous": given.digest("previous") if first_has_previous else given.text("previous", maximum=80),
+        "txn": given.text("txn", pattern=_TXN),
+        "time": given.text("time", pattern=TIME),
+        "author": given.text("author", maximum=1_000),
+        "message": given.text("message"),
+    }
+
+
+Document_co = TypeVar("Document_co", bound=Numbered, covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Row(Generic[Document_co]):
+    """A folder of numbered documents.
+
+    Attributes:
+        prefix: the folder, with a slash at its end.
+        parse: (bytes, how messages name them) → the document.
+        max_bytes: longest document accepted.
+    """
+
+    prefix: str
+    parse: Callable[[bytes, str], Document_co]
+    max_bytes: int
+
+    def name(self, number: int) -> str:
+        """``<prefix><20 digits>.json``: byte order is number order."""
+        return f"{self.prefix}{number:020d}.json"
+
+    def number(self, name: str) -> int | None:
+        """The number in a document's name, None for any other name."""
+        digits = name[len(self.prefix) : -len(".json")]
+        is_ours = _DIGITS.fullmatch(digits) is not None and self.name(int(digits)) == name
+        return int(digits) if is_ours else None
+
+    def read(self, store: Store, number: int, repository: str | None) -> tuple[Document_co, bytes]:
+        """A document and its bytes, read as `read_checked` does.
+
+        Args:
+            store: of the root.
+            number: which.
+            repository: whose it must be; None takes its own word for it.
+
+        Raises:
+            NotFoundError, IntegrityError, FormatError, StoreError: see `read_checked`.
+        """
+
+        def parse(data: bytes, where: str) -> tuple[Document_co, bytes]:
+            found = self.parse(data, where)
+            if found.n != number or repository not in (None, found.repository):
+                raise IntegrityError(
+                    f"{where} is number {found.n} of repository {found.repository}, expected {number} of {repository}; "
+                    f"run: shardkit repair {store.url}"
+                )
+            return found, data
+
+        return read_checked(store, self.name(number), parse, max_bytes=self.max_bytes)
+
+    def put(self, store: Store, document: Numbered, *, what: str, then: str) -> bool:
+        """Put the next document: True when it is durably there, False when another has its number.
+
+        After an error it is read back and compared, never guessed at: each holds random bits that no other has. Ours
+        is put again: that it exists then also says that it is durable.
+
+        Args:
+            store: of the root.
+            document: to be put.
+            what: how messages name the change.
+            then: what messages say is to be done once the store or disk was looked at.
+
+        Raises:
+            CommitUnknown: the store failed and does not say whether it landed.
+            StoreError: the store refused; nothing was changed.
+        """
+        name, data = self.name(document.n), document.to_bytes()
+        failure: StoreError | None = None
+        found: bytes | None = None
+        for _ in range(_PUT_ATTEMPTS):
+            try:
+                if store.put_new(name, data):
+                    return True
+                failure = None
+            except StoreError as error:
+                failure = error
+            try:
+                found = self.read(store, document.n, document.repository)[1]
+            except NotFoundError:
+                found = None
+            except (StoreError, IntegrityError, FormatError) as error:
+                raise CommitUnknown(
+                    f"{what}: writing {name} failed ({failure}) and it cannot be read back ({error}); look at the "
+                    f"store, then {then}"
+                ) from error
+            if found is not None and found != data:
+                return False
+            if found is not None and failure is None:
+                return True
+            if found is None and isinstance(failure, (StoreFullError, StoreReadOnlyError)):
+                break  # asking again does not help
+        if found is None and failure is not None:
+            raise failure  # it is not there, and the store says why
+        raise CommitUnknown(
+            f"{what}: {name} is there but may not survive a power cut; look at the disk, then {then}"
+        ) from failure
+
+
 _FORMAT: Final = "shardkit-log/1"
 _REF: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _KEYS: Final = (*NUMBERED, "refs", "tags", "software", "digest")
 _OPTIONAL: Final = ("withdrawn", "collected", "collecting")
-
-
-IDENTITY_NAME: Final = "shardkit.json"
-"""Object that makes a root a repository."""
-
-MAX_IDENTITY_BYTES: Final = 64 * 1024
-
-_IDENTITY_FORMAT: Final = "shardkit-repository/1"
-_UUID: Final = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-SINGLE_WRITER: Final = "single-writer"
-"""Feature of a root on a store without put-if-absent: its writers promised to come one at a time."""
-FEATURES: Final[tuple[str, ...]] = (SINGLE_WRITER,)
-"""All features that this version knows."""
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """Which repository a root holds, and what a program must know to use it."""
-
-    id: str
-    """Random UUID: tells two repositories apart, whatever their paths."""
-    features: tuple[str, ...] = ()
-
-    @classmethod
-    def new(cls, features: tuple[str, ...] = ()) -> Identity:
-        """An identity that no other repository has."""
-        return cls(str(uuid.uuid4()), features)
-
-    def to_bytes(self) -> bytes:
-        """Canonical JSON with the digest of the rest of it inside."""
-        return sealed({"format": _IDENTITY_FORMAT, "id": self.id, "features": list(self.features)})
-
-    @classmethod
-    def from_bytes(cls, data: bytes, where: str) -> Identity:
-        """Read and check.
-
-        Raises:
-            FormatError: Not an identity that this version reads.
-            IntegrityError: The digest inside does not match.
-        """
-        fields = unseal(
-            data,
-            f"{IDENTITY_NAME} of {where}",
-            _IDENTITY_FORMAT,
-            ("id", "features", "digest"),
-            MAX_IDENTITY_BYTES,
-        )
-        identity = cls(fields.text("id", pattern=_UUID), fields.features(FEATURES))
-        check_spelling(data, identity.to_bytes(), fields)
-        return identity
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,19 +268,6 @@ def check_ref_name(name: str) -> None:
         )
 
 
-def identity_named_by(first: LogEntry) -> Identity | None:
-    """The identity that the first entry of a log follows.
-
-    The entry names the repository, and the SHA-256 of the identity's bytes: of the few identities that a repository of
-    that id may have, it is the one with this digest.
-    """
-    for features in ((), *((one,) for one in FEATURES)):
-        identity = Identity(first.repository, features)
-        if sha256_digest(identity.to_bytes()) == first.previous:
-            return identity
-    return None
-
-
 def check_succession(earlier: LogEntry, earlier_bytes: bytes, later: LogEntry, where: str) -> None:
     """Whether `later` may follow `earlier`.
 
@@ -212,101 +297,6 @@ def check_succession(earlier: LogEntry, earlier_bytes: bytes, later: LogEntry, w
             f"log of {where}: entry {later.n} moves or removes the tag {moved[0]!r}, which cannot be; "
             "restore the log from a copy of the root"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Changes:
-    """Refs to set or drop, tags to add or withdraw, and what must hold before."""
-
-    refs: Mapping[str, str | None]
-    """Name → manifest id, None to drop the ref."""
-    tags: Mapping[str, str]
-    expected: Mapping[str, str | None]
-    """Name → what the ref must point at when the commit lands, None for "must not exist"."""
-    withdraw: Mapping[str, str]
-    """Tag → the manifest id that it has: the tag goes, for good, and the log says so."""
-
-    def __post_init__(self) -> None:
-        for names in (self.refs, self.tags, self.expected, self.withdraw):
-            for name, manifest in names.items():
-                check_ref_name(name)
-                if manifest is not None:
-                    parse_digest(manifest)
-        both = sorted(self.refs.keys() & self.tags.keys())
-        if both:
-            raise UsageError(
-                f"{both[0]!r} is to become a ref and a tag: a name can be one of them; use two names"
-            )
-
-    @property
-    def manifests(self) -> set[str]:
-        """Manifests that must be in the repository before the commit."""
-        return {manifest for manifest in (*self.refs.values(), *self.tags.values()) if manifest is not None}
-
-    def apply(self, base: LogEntry | None, head: LogEntry | None) -> dict[str, dict[str, str]]:
-        """The tables of refs, tags and withdrawn tags after this commit.
-
-        Args:
-            base: The head when the commit began.
-            head: The head now: the commit is rebased onto it where it touches other refs.
-
-        Raises:
-            CommitConflict: A ref is not where it was expected, or was moved since `base`; or a tag exists, or is to go
-                and names something else, or the name is that of a withdrawn one.
-        """
-        head = head or NO_COMMIT
-        refs, tags, gone = dict(head.refs), dict(head.tags), self._withdrawn(head)
-        self._set_refs(refs, (base or NO_COMMIT).refs)
-        self._add_tags(tags)
-        again = sorted((tags.keys() | refs.keys()) & gone.keys() - self.withdraw.keys())
-        if again:
-            raise CommitConflict(
-                f"{again[0]!r} was a tag of {gone[again[0]]}, which was withdrawn: its name is never used again; use "
-                "another name"
-            )
-        tags = {name: manifest for name, manifest in tags.items() if name not in self.withdraw}
-        both = sorted(refs.keys() & tags.keys())
-        if both:
-            raise CommitConflict(f"{both[0]!r} would be a ref and a tag at once; use another name")
-        if max(len(refs), len(tags)) > MAX_NAMES:
-            raise UsageError(
-                f"{len(refs)} refs and {len(tags)} tags, expected at most {MAX_NAMES} each; drop some refs"
-            )
-        return {"refs": refs, "tags": tags, "withdrawn": gone}
-
-    def _set_refs(self, refs: dict[str, str], before: Mapping[str, str]) -> None:
-        for name, manifest in self.expected.items():
-            # Where it stands already where it is to go, nobody loses anything: the same version was made twice.
-            if refs.get(name) != manifest and (name not in self.refs or refs.get(name) != self.refs[name]):
-                raise CommitConflict(
-                    f"ref {name!r} points at {refs.get(name)}, expected {manifest}; "
-                    "look at it (shardkit log), then commit again"
-                )
-        for name, manifest in self.refs.items():
-            now = refs.pop(name, None)
-            if name not in self.expected and now not in (before.get(name), manifest):
-                raise CommitConflict(
-                    f"ref {name!r} was moved to {now} by another commit, expected {before.get(name)}; "
-                    "look at it (shardkit log), then commit again"
-                )
-            if manifest is not None:
-                refs[name] = manifest
-
-    def _add_tags(self, tags: dict[str, str]) -> None:
-        for name, manifest in self.tags.items():
-            if tags.setdefault(name, manifest) != manifest:
-                raise CommitConflict(
-                    f"tag {name!r} exists and points at {tags[name]}: tags are never moved; use another name"
-                )
-
-    def _withdrawn(self, head: LogEntry) -> dict[str, str]:
-        for name, manifest in self.withdraw.items():
-            if head.tags.get(name, head.withdrawn.get(name)) != manifest:
-                raise CommitConflict(
-                    f"tag {name!r} names {head.tags.get(name)}, expected {manifest}; look at it (shardkit log), then "
-                    "try again"
-                )
-        return {**head.withdrawn, **self.withdraw}
 
 
 def _names(fields: Fields, key: str) -> Mapping[str, str]:

@@ -6,6 +6,8 @@ Nothing here decides where copies belong: `shardkit.copies` does.
 from __future__ import annotations
 
 import contextlib
+import re
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -19,20 +21,13 @@ from shardkit.errors import (
     UsageError,
 )
 from shardkit.formats.canonical_json import dumps
-from shardkit.manifest.json_fields import read_document
+from shardkit.formats.digest import sha256_digest
+from shardkit.manifest.json_fields import check_spelling, read_document, sealed, unseal
 from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.locations import LOCATION_NAME, ROOT_NAME, Location
 from shardkit.reading.read_path import ReadSettings
 from shardkit.repository.location_table import LocationRecord, LocationTable, read_table
-from shardkit.repository.log import (
-    IDENTITY_NAME,
-    LOG,
-    MAX_ENTRY_BYTES,
-    MAX_IDENTITY_BYTES,
-    Identity,
-    LogEntry,
-    identity_named_by,
-)
+from shardkit.repository.log import LOG, MAX_ENTRY_BYTES, LogEntry
 from shardkit.stores.local import LocalStore
 from shardkit.stores.objects import OpenedRoot
 from shardkit.stores.remote.addresses import parse_address
@@ -48,6 +43,56 @@ COPY_NAME: Final = "shardkit-copy.json"
 
 _FORMAT: Final = "shardkit-copy/1"
 _MAX_BYTES: Final = 16 * 2**10
+
+
+IDENTITY_NAME: Final = "shardkit.json"
+"""Object that makes a root a repository."""
+
+MAX_IDENTITY_BYTES: Final = 64 * 1024
+
+_IDENTITY_FORMAT: Final = "shardkit-repository/1"
+_UUID: Final = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+SINGLE_WRITER: Final = "single-writer"
+"""Feature of a root on a store without put-if-absent: its writers promised to come one at a time."""
+FEATURES: Final[tuple[str, ...]] = (SINGLE_WRITER,)
+"""All features that this version knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Which repository a root holds, and what a program must know to use it."""
+
+    id: str
+    """Random UUID: tells two repositories apart, whatever their paths."""
+    features: tuple[str, ...] = ()
+
+    @classmethod
+    def new(cls, features: tuple[str, ...] = ()) -> Identity:
+        """An identity that no other repository has."""
+        return cls(str(uuid.uuid4()), features)
+
+    def to_bytes(self) -> bytes:
+        """Canonical JSON with the digest of the rest of it inside."""
+        return sealed({"format": _IDENTITY_FORMAT, "id": self.id, "features": list(self.features)})
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str) -> Identity:
+        """Read and check.
+
+        Raises:
+            FormatError: Not an identity that this version reads.
+            IntegrityError: The digest inside does not match.
+        """
+        fields = unseal(
+            data,
+            f"{IDENTITY_NAME} of {where}",
+            _IDENTITY_FORMAT,
+            ("id", "features", "digest"),
+            MAX_IDENTITY_BYTES,
+        )
+        identity = cls(fields.text("id", pattern=_UUID), fields.features(FEATURES))
+        check_spelling(data, identity.to_bytes(), fields)
+        return identity
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +296,19 @@ def first_identity(store: Store, features: tuple[str, ...]) -> Identity:
             f"run: shardkit repair {store.url}"
         )
     return Identity.new(features)
+
+
+def identity_named_by(first: LogEntry) -> Identity | None:
+    """The identity that the first entry of a log follows.
+
+    The entry names the repository, and the SHA-256 of the identity's bytes: of the few identities that a repository of
+    that id may have, it is the one with this digest.
+    """
+    for features in ((), *((one,) for one in FEATURES)):
+        identity = Identity(first.repository, features)
+        if sha256_digest(identity.to_bytes()) == first.previous:
+            return identity
+    return None
 
 
 def over_all(

@@ -13,19 +13,14 @@ from shardkit.errors import NotFoundError, ShardkitError, StoreReadOnlyError, Us
 from shardkit.manifest.json_fields import DIGEST
 from shardkit.reading.read_path import ReadSettings
 from shardkit.repository import COMMIT_HOOKS
-from shardkit.repository.commit_log import CommitLog
+from shardkit.repository.commit_log import Changes, CommitLog
 from shardkit.repository.garbage_lists import check_not_collected
 from shardkit.repository.location_table import read_table
-from shardkit.repository.log import (
-    IDENTITY_NAME,
-    NO_COMMIT,
-    SINGLE_WRITER,
-    Changes,
-    Identity,
-    LogEntry,
-    check_ref_name,
-)
+from shardkit.repository.log import NO_COMMIT, LogEntry, check_ref_name
 from shardkit.repository.opening import (
+    IDENTITY_NAME,
+    SINGLE_WRITER,
+    Identity,
     Locations,
     first_identity,
     for_one_writer,

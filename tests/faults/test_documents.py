@@ -26,8 +26,8 @@ from shardkit.reading.attestations import Attestation, read_attestations
 from shardkit.reading.parity.sets import SetRecord, VersionRecord
 from shardkit.repository.garbage_lists import list_seen, put_list, put_seen, read_list
 from shardkit.repository.location_table import LocationTable
-from shardkit.repository.log import Identity, LogEntry
-from shardkit.repository.opening import CopyMark
+from shardkit.repository.log import LogEntry
+from shardkit.repository.opening import CopyMark, Identity
 from shardkit.repository.part_locations import PartLocation
 from shardkit.storage import LocalStore
 from shardkit.stores.file_operations import FileOperations, Handle, substituted

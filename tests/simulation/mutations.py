@@ -19,7 +19,8 @@ from shardkit.errors import StoreError
 from shardkit.formats import reading, sha256_digest
 from shardkit.reading import inventory, located_store, read_path
 from shardkit.repository import commit_log
-from shardkit.repository.log import LOG, NO_COMMIT, Changes
+from shardkit.repository.commit_log import Changes
+from shardkit.repository.log import LOG, NO_COMMIT
 from shardkit.repository.repository import Repository
 from shardkit.stores import file_operations, objects, store
 from shardkit.stores.local import LocalStore

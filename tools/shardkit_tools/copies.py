@@ -22,7 +22,7 @@ from shardkit.copies.replicate import CopyAll, CopyTask, Replication, copy_task,
 from shardkit.errors import ConfigurationError, IntegrityError, ShardkitError, StoreError, UsageError
 from shardkit.exit_codes import ExitCode
 from shardkit.repository.location_table import LocationRecord, read_table
-from shardkit.repository.log import IDENTITY_NAME
+from shardkit.repository.opening import IDENTITY_NAME
 from shardkit.repository.policy import Policy
 from shardkit.repository.repository import Repository
 from shardkit.stores.objects import CheckResult, check_object
