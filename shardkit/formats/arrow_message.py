@@ -48,8 +48,11 @@ class MetadataTable:
     def __init__(self, data: memoryview, position: int) -> None:
         self._data = data
         self._position = position
-        self._vtable = position - self._read(_I32, position)
-        self._slots = self._read(_U16, self._vtable) // 2 - 2
+        vtable = position - self._read(_I32, position)
+        slots = max(0, self._read(_U16, vtable) // 2 - 2)
+        if vtable + 4 + 2 * slots > len(data):
+            raise FormatError(f"arrow metadata: a table of {slots} fields leaves its {len(data)} bytes")
+        self._offsets = struct.unpack_from(f"<{slots}H", data, vtable + 4)
 
     def _read(self, layout: struct.Struct, position: int) -> int:
         if 0 <= position <= len(self._data) - layout.size:
@@ -59,9 +62,7 @@ class MetadataTable:
 
     def place(self, slot: int) -> int | None:
         """Where a field lies; None where it is absent."""
-        if slot >= self._slots:
-            return None
-        offset = self._read(_U16, self._vtable + 4 + 2 * slot)
+        offset = self._offsets[slot] if slot < len(self._offsets) else 0
         return self._position + offset if offset else None
 
     def number(self, slot: int, layout: struct.Struct) -> int:

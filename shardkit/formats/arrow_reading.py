@@ -122,7 +122,7 @@ class BatchReader:
             self._no_bitmap(buffer, name)
         offsets = self._offsets(buffer + 1, name)
         data = self._take(buffer + 2, int(offsets[-1]), name)
-        if kind.kind in ("str", "json"):
+        if kind.kind in ("str", "json") and len(data) and int(data.max()) >= 128:  # ASCII may be cut anywhere
             check_text(data, offsets[:-1], offsets[1:], name)
         return VariableColumn(data, offsets[:-1], offsets[1:], kind)
 

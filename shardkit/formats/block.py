@@ -130,8 +130,6 @@ def _is_text(data: NDArray[np.uint8], starts: NDArray[np.int64], ends: NDArray[n
     if not len(starts):
         return True
     first, last = int(starts.min()), int(ends.max())
-    if first == last or int(data[first:last].max()) < 128:
-        return True  # whatever of ASCII is cut where
     try:
         str(data[first:last].data, "utf-8")
     except UnicodeDecodeError:
