@@ -192,7 +192,7 @@ def _record(shard: WrittenShard, plan: VersionPlan) -> ShardRecord:
         block_rows=shard.block_rows,
         largest_block=shard.largest_block,
         raw_bytes=shard.raw_bytes,
-        segment_stratum=plan.numbers.of_stratum[shard.segment_stratum],
+        segment_stratum=plan.of_stratum[shard.segment_stratum],
         segment_rows=shard.segment_rows,
     )
 
@@ -209,7 +209,7 @@ def _put_splits(
     def row_strata(shard: int) -> NDArray[np.int32] | None:
         if base is not None and shard < first:
             return base.row_strata.get(shard)
-        return plan.numbers.of_stratum[plan.rows.stratum[plan.rows_of(shard - first)]]
+        return plan.of_stratum[plan.rows.stratum[plan.rows_of(shard - first)]]
 
     manifests = {}
     for number, name in enumerate(split.names):

@@ -17,15 +17,13 @@ from shardkit.dataset.samples import Samples, numbers_of
 from shardkit.dataset.selecting import select_rows
 from shardkit.dataset.where import Where
 from shardkit.errors import FormatError, UsageError
-from shardkit.formats import Schema, Verify
+from shardkit.formats import Verify
 from shardkit.loader import Loader, LoaderConfig, Rebalancing, Sources
 from shardkit.manifest import Manifest, Selection, ShardTable, merge
 from shardkit.plan import Assignment, Plan, Population, make_plan
 from shardkit.plan.settings import LEAST_LANES, few_lanes
 from shardkit.ranges import parse_size
-from shardkit.reading.blocks import BlockReader
 from shardkit.reading.read_path import ReadSettings
-from shardkit.reading.row_map import RowMap
 from shardkit.repository.log import parse_dataset_url
 from shardkit.repository.opening import Locations
 from shardkit.repository.repository import Repository
@@ -45,18 +43,7 @@ class Dataset(Samples):
     def __init__(
         self, version: Version, *, selections: Mapping[int, Selection] | None = None, verify: Verify = "fast"
     ) -> None:
-        self.version = version
-        self.manifest = version.manifest
-        self.table = version.table
-        self._selections = selections  # those of a view, which no repository holds
-        self.reader = BlockReader(
-            version.table,
-            [part.repository for part in version.parts],
-            [part.first_shard for part in version.parts],
-            [(part.manifest.format, part.manifest.compression) for part in version.parts],
-            verify,
-        )
-        self._row_map: RowMap | None = None
+        super().__init__(version, selections, verify)
 
     # ---- facts
 
@@ -64,11 +51,6 @@ class Dataset(Samples):
     def repository(self) -> Repository:
         """Where the dataset lies; the first part's for a merged one."""
         return self.version.parts[0].repository
-
-    @property
-    def schema(self) -> Schema:
-        """Field names and types."""
-        return self.manifest.schema
 
     @property
     def strata(self) -> dict[str, int]:
@@ -79,17 +61,6 @@ class Dataset(Samples):
     def classes(self) -> tuple[str, ...]:
         """Names of folder classes: `classes[label]`; empty where labels have no names."""
         return self.manifest.classes
-
-    @property
-    def rows(self) -> RowMap:
-        """Where each sample lies; built on first use."""
-        if self._row_map is None:
-            load = self.version.load_selection if self._selections is None else self._selections.__getitem__
-            self._row_map = RowMap(self.table, load)
-        return self._row_map
-
-    def __len__(self) -> int:
-        return self.manifest.selected
 
     def __repr__(self) -> str:
         fields = ", ".join(f"{name}: {kind}" for name, kind in self.schema.items())

@@ -14,7 +14,7 @@ from shardkit.dataset.erasure_journal import ErasureReport
 from shardkit.dataset.lookups import KEY, find_samples, hash_values
 from shardkit.dataset.selecting import put_selected, select_rows, selected_rows
 from shardkit.errors import NotFoundError, UsageError
-from shardkit.formats import ShardIndex, canonical_json, sha256_digest
+from shardkit.formats import canonical_json, sha256_digest
 from shardkit.repository.log import parse_dataset_url
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import Version, load_manifest
@@ -185,15 +185,9 @@ def _without(
     if gone == before:
         raise UsageError(f"ref {name!r} would hold no sample; drop it instead, or name fewer samples")
 
-    def row_strata(shard: int) -> NDArray[np.int32] | None:
-        data = repository.get_object(
-            version.table.index_digest_text(shard), "index", int(version.table.index_size[shard])
-        )
-        return ShardIndex.from_bytes(data).row_stratum
-
     build = {"removed": int(version.manifest.build.get("removed", 0)) + gone}
     manifest, table, selections = select_rows(
-        version.manifest, version.table, masks, row_strata=row_strata, build=build
+        version.manifest, version.table, masks, row_strata=Dataset(version).row_strata, build=build
     )
     put_selected(repository, manifest, table, selections)
     return manifest.id, gone

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib
 import operator
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, overload
 
 import numpy as np
@@ -13,8 +12,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from shardkit.errors import MissingDependency, NotFoundError, UsageError
-from shardkit.formats import Block, Schema, arrow_schema, record_batch
-from shardkit.manifest import ShardTable
+from shardkit.formats import Block, Schema, Verify, arrow_schema, record_batch
+from shardkit.manifest import Selection
 from shardkit.plan.permutation import Feistel, derive
 from shardkit.ranges import Range
 from shardkit.reading.blocks import BlockReader
@@ -27,26 +26,40 @@ _SEEDS = Range(0, 2**64 - 1)
 _SAMPLE = 0x73616D706C65  # "sample": drawn apart from everything else that a seed decides
 
 
-class Samples(ABC):
+class Samples:
     """What a dataset is to a reader: a sequence of verified samples, and a table."""
 
-    version: Version
-    table: ShardTable
-    reader: BlockReader
+    def __init__(
+        self, version: Version, selections: Mapping[int, Selection] | None, verify: Verify = "fast"
+    ) -> None:
+        self.version = version
+        self.manifest = version.manifest
+        self.table = version.table
+        self._selections = selections  # those of a view, which no repository holds
+        self.reader = BlockReader(
+            version.table,
+            [part.repository for part in version.parts],
+            [part.first_shard for part in version.parts],
+            [(part.manifest.format, part.manifest.compression) for part in version.parts],
+            verify,
+        )
+        self._row_map: RowMap | None = None
 
     @property
-    @abstractmethod
     def schema(self) -> Schema:
         """Field names and types."""
+        return self.manifest.schema
 
     @property
-    @abstractmethod
     def rows(self) -> RowMap:
-        """Where each sample lies."""
+        """Where each sample lies; built on first use."""
+        if self._row_map is None:
+            load = self.version.load_selection if self._selections is None else self._selections.__getitem__
+            self._row_map = RowMap(self.table, load)
+        return self._row_map
 
-    @abstractmethod
     def __len__(self) -> int:
-        """Number of samples."""
+        return self.manifest.selected
 
     # ---- as Python values
 

@@ -27,13 +27,16 @@ class VersionPlan:
     base: Base | None  # the version that it is appended to
     rows: Rows  # all new ones
     layout: Layout  # of these rows
-    numbers: StratumNumbers  # of their strata in the manifest
+    listed: Sequence[Stratum]  # the manifest's strata, with the rows of the base
+    of_stratum: NDArray[
+        np.int32
+    ]  # from the number of a stratum in `rows` (last: the pool) to that in the manifest
     split: NDArray[np.int16] | None  # of each row in ordinal order, -1 for none; None without splits
 
     def shards(self) -> Iterator[ShardRows]:
         """What each new shard holds, in shard order; made one at a time."""
         first = self.base.first_ordinal if self.base else 0
-        return rows_of_shards(self.rows, self.layout, self.numbers.of_stratum, first)
+        return rows_of_shards(self.rows, self.layout, self.of_stratum, first)
 
     def split_rows(self) -> dict[str, int]:
         names = self.version.split.names if self.version.split else ()
@@ -41,16 +44,15 @@ class VersionPlan:
 
     def strata(self) -> tuple[Stratum, ...]:
         """Those of the manifest with their rows, those of the base added; all of the new ones are selected."""
-        of_stratum, listed = self.numbers.of_stratum, self.numbers.listed
-        total = [0] * len(listed)
+        total = [0] * len(self.listed)
         counts = np.bincount(self.rows.stratum, minlength=len(self.rows.strata)).tolist()
-        for number, count in zip(of_stratum.tolist(), counts, strict=False):
+        for number, count in zip(self.of_stratum.tolist(), counts, strict=False):
             total[number] += count
-            if listed[number].in_pool:
-                total[of_stratum[-1]] += count
+            if self.listed[number].in_pool:
+                total[self.of_stratum[-1]] += count
         return tuple(
             dataclasses.replace(stratum, rows=stratum.rows + new, selected=stratum.selected + new)
-            for stratum, new in zip(listed, total, strict=True)
+            for stratum, new in zip(self.listed, total, strict=True)
         )
 
     def rows_of(self, shard: int) -> NDArray[np.int64]:
@@ -89,44 +91,33 @@ def plan_version(
     known = {stratum.values: 1 if stratum.in_pool else -1 for stratum in before}
     pooling = np.array([known.get(values, 0) for values in rows.strata], dtype=np.int8)
     layout = lay_out(rows, len(rows.strata), version.settings, pooling)
-    return VersionPlan(version, base, rows, layout, StratumNumbers(rows.strata, layout.pooled, before), split)
+    listed, of_stratum = number_strata(rows.strata, layout.pooled, before)
+    return VersionPlan(version, base, rows, layout, listed, of_stratum, split)
 
 
-class StratumNumbers:
+def number_strata(
+    strata: Sequence[tuple[str, ...]], pooled: NDArray[np.bool_], before: Sequence[Stratum] = ()
+) -> tuple[list[Stratum], NDArray[np.int32]]:
     """How the manifest numbers the strata.
 
     Those of the version that is appended to keep their numbers; then come the new ones with segments of their own, the
     pool where there is none yet, and the new ones in the pool.
 
-    Attributes:
-        listed: the strata in the manifest's order, with the rows of the base.
-        of_stratum: int32[strata + 1], from the number in `Rows` (last: the pool) to that in the manifest.
+    Returns:
+        The strata in the manifest's order, with the rows of the base; and int32[strata + 1], from the number in `Rows`
+        (last: the pool) to that in the manifest.
     """
-
-    def __init__(
-        self,
-        strata: Sequence[tuple[str, ...]],
-        pooled: NDArray[np.bool_],
-        before: Sequence[Stratum] = (),
-    ) -> None:
-        self.listed = list(before)
-        number = {stratum.values: place for place, stratum in enumerate(before)}
-
-        def add(values: tuple[str, ...], *, pool: bool = False, in_pool: bool = False) -> None:
-            if values not in number:
-                number[values] = len(self.listed)
-                self.listed.append(Stratum(values, 0, 0, pooled=pool, in_pool=in_pool))
-
-        for values, inside in zip(strata, pooled.tolist(), strict=True):
-            if not inside:
-                add(values)
-        if pooled.any():
-            add((POOL,), pool=True)
-        for values, inside in zip(strata, pooled.tolist(), strict=True):
-            if inside:
-                add(values, in_pool=True)
-        pool = number.get((POOL,), 0)
-        self.of_stratum = np.array([*(number[values] for values in strata), pool], dtype=np.int32)
+    inside = pooled.tolist()
+    new = [Stratum(values, 0, 0) for values, is_in in zip(strata, inside, strict=True) if not is_in]
+    new += [Stratum((POOL,), 0, 0, pooled=True)] if any(inside) else []
+    new += [
+        Stratum(values, 0, 0, in_pool=True) for values, is_in in zip(strata, inside, strict=True) if is_in
+    ]
+    known = {stratum.values for stratum in before}
+    listed = [*before, *(stratum for stratum in new if stratum.values not in known)]
+    number = {stratum.values: place for place, stratum in enumerate(listed)}
+    pool = number.get((POOL,), 0)
+    return listed, np.array([*(number[values] for values in strata), pool], dtype=np.int32)
 
 
 def _split_rows(version: NewVersion, rows: Rows, *, allow_empty: bool) -> NDArray[np.int16] | None:
