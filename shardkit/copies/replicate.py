@@ -53,6 +53,7 @@ class CopyTask(NamedTuple):
     name: str
     sources: tuple[Location, ...]
     target: Location
+    size: int
 
 
 CopyAll = Callable[
@@ -256,7 +257,7 @@ class _Copying:
 
     def task(self, one: Missing) -> CopyTask:
         sources = self._found.sources(one.needed.name) or [self._adopted]
-        return CopyTask(one.needed.name, tuple(sources), self._targets[one.location])
+        return CopyTask(one.needed.name, tuple(sources), self._targets[one.location], one.size)
 
     def moved(self, num_bytes: int) -> None:
         with self._lock:

@@ -7,6 +7,7 @@ machine does not see a location (a directory that it has not mounted), that is s
 from __future__ import annotations
 
 import contextlib
+import functools
 import platform
 import sys
 import time
@@ -19,7 +20,7 @@ from shardkit.copies.place import Change, place
 from shardkit.copies.placement import live_versions, unknown_strata
 from shardkit.copies.repair import CheckAll, CopyCheck
 from shardkit.copies.replicate import CopyAll, CopyTask, Replication, copy_task, replicate
-from shardkit.errors import ConfigurationError, IntegrityError, ShardkitError, StoreError, UsageError
+from shardkit.errors import ConfigurationError, ShardkitError, StoreError, UsageError
 from shardkit.exit_codes import ExitCode
 from shardkit.repository.location_table import LocationRecord, read_table
 from shardkit.repository.opening import IDENTITY_NAME
@@ -217,29 +218,57 @@ _TASK_OBJECTS = 64
 _UNKNOWN_BYTES = 2**20
 
 
-class _Checks(NamedTuple):
-    first: int
-    checks: tuple[CopyCheck, ...]
+class _Tasks(NamedTuple):
+    """Checks or copies that one worker makes, numbered; small ones together, so that handing them over costs little."""
 
-    def __str__(self) -> str:
-        return f"copies from {self.checks[0].name} on"
-
-
-class _Copies(NamedTuple):
-    tasks: tuple[tuple[int, CopyTask], ...]
+    tasks: tuple[tuple[int, CopyCheck | CopyTask], ...]
 
     def __str__(self) -> str:
         return f"copies of {self.tasks[0][1].name} and {len(self.tasks) - 1} more"
 
 
-class _Locations:
-    """Which locations this machine sees."""
+def _grouped(tasks: Iterable[tuple[int, CopyCheck | CopyTask]]) -> Iterator[_Tasks]:
+    group: list[tuple[int, CopyCheck | CopyTask]] = []
+    size = 0
+    for task in tasks:
+        group.append(task)
+        size += _UNKNOWN_BYTES if task[1].size is None else task[1].size
+        if size >= _TASK_BYTES or len(group) == _TASK_OBJECTS:
+            yield _Tasks(tuple(group))
+            group, size = [], 0
+    if group:
+        yield _Tasks(tuple(group))
+
+
+class CopyWorker:
+    """Makes checks and copies; see `building.engines.Worker`."""
 
     def __init__(self) -> None:
         self._seen: dict[str, str] = {}
 
-    def problem(self, store: Store) -> str:
-        """Why nothing can be said of a location from here; empty where it is seen."""
+    def close(self) -> None:
+        """Nothing is kept open."""
+
+    def work(self, item: _Tasks, report: Report) -> list[tuple[int, Any]]:
+        """What came of each, by its number: a `CheckResult`, or what `copy_task` gives."""
+        return [(number, self._done(task, report)) for number, task in item.tasks]
+
+    def _done(self, task: CopyCheck | CopyTask, report: Report) -> CheckResult | int | ShardkitError:
+        if isinstance(task, CopyTask):
+            for location in (task.target, *task.sources):
+                if problem := self._problem(location.store):
+                    return StoreError(problem)
+            outcome = copy_task(task, RateLimiter())
+            report(1, outcome if isinstance(outcome, int) else 0)
+            return outcome
+        if problem := self._problem(task.store):
+            return CheckResult("unreadable", "list", got=problem)
+        found = check_object(*task)
+        report(1, found.num_bytes)
+        return found
+
+    def _problem(self, store: Store) -> str:
+        """Why nothing can be said of a location from this machine; empty where it is seen."""
         if store.url not in self._seen:
             try:
                 found = store.head(IDENTITY_NAME)
@@ -250,79 +279,32 @@ class _Locations:
         return why and f"{store.url} is not seen from node {platform.node()}: {why}; mount it there"
 
 
-class CheckWorker:
-    """Looks at copies; see `building.engines.Worker`."""
-
-    def __init__(self) -> None:
-        self._locations = _Locations()
-
-    def close(self) -> None:
-        """Nothing is kept open."""
-
-    def work(self, item: _Checks, report: Report) -> tuple[int, list[CheckResult]]:
-        """What was found, in order, and the number of the first."""
-        found = []
-        for check in item.checks:
-            problem = self._locations.problem(check.store)
-            if problem:
-                found.append(CheckResult("unreadable", "list", got=problem))
-            else:
-                found.append(check_object(*check))
-            report(1, found[-1].num_bytes)
-        return item.first, found
-
-
-class CopyWorker:
-    """Makes copies; see `building.engines.Worker`."""
-
-    def __init__(self) -> None:
-        self._locations = _Locations()
-
-    def close(self) -> None:
-        """Nothing is kept open."""
-
-    def work(self, item: _Copies, report: Report) -> list[tuple[int, int | IntegrityError | StoreError]]:
-        return [(number, self._copy(task, report)) for number, task in item.tasks]
-
-    def _copy(self, task: CopyTask, report: Report) -> int | IntegrityError | StoreError:
-        for location in (task.target, *task.sources):
-            if problem := self._locations.problem(location.store):
-                return StoreError(problem)
-        outcome = copy_task(task, RateLimiter())
-        report(1, outcome if isinstance(outcome, int) else 0)
-        return outcome
+def _spread(engine: Engine, tasks: Iterable[tuple[int, CopyCheck | CopyTask]]) -> Iterator[tuple[int, Any]]:
+    """What came of each task, by its number, as it comes; progress is told by the one who asks, copy by copy."""
+    for outcomes in engine.run(CopyWorker, _grouped(tasks), lambda _rows, _size: None):
+        yield from outcomes
 
 
 def spread_checks(engine: Engine | None) -> CheckAll | None:
-    """Looks at copies on an engine that has been entered; None without one."""
+    """Makes checks on an engine that has been entered; None without one."""
     if engine is None:
         return None
 
     def check_all(checks: Sequence[CopyCheck]) -> Iterator[CheckResult]:
-        waiting: dict[int, list[CheckResult]] = {}
+        waiting: dict[int, CheckResult] = {}
         wanted = 0
-        for first, found in engine.run(CheckWorker, _check_tasks(checks), _ignore):
-            waiting[first] = found
-            while wanted in waiting:  # results come as they come; the caller wants them in order
-                ready = waiting.pop(wanted)
-                wanted += len(ready)
-                yield from ready
+        for number, found in _spread(engine, enumerate(checks)):
+            waiting[number] = found
+            while wanted in waiting:  # the caller wants them in order
+                yield waiting.pop(wanted)
+                wanted += 1
 
     return check_all
 
 
 def spread_copies(engine: Engine | None) -> CopyAll | None:
     """Makes copies on an engine that has been entered; None without one."""
-    if engine is None:
-        return None
-
-    def copy_all(
-        tasks: Iterable[tuple[int, CopyTask]],
-    ) -> Iterator[tuple[int, int | IntegrityError | StoreError]]:
-        for outcomes in engine.run(CopyWorker, _copy_tasks(tasks), _ignore):
-            yield from outcomes
-
-    return copy_all
+    return None if engine is None else functools.partial(_spread, engine)
 
 
 @contextlib.contextmanager
@@ -349,28 +331,3 @@ def copying(
         else:
             opened = stack.enter_context(open_engine(engine.value, jobs, address))
         yield work, opened
-
-
-def _check_tasks(checks: Sequence[CopyCheck]) -> Iterator[_Checks]:
-    first, size = 0, 0
-    for number, check in enumerate(checks):
-        size += _UNKNOWN_BYTES if check.size is None else check.size
-        if size >= _TASK_BYTES or number + 1 - first >= _TASK_OBJECTS or number + 1 == len(checks):
-            yield _Checks(first, tuple(checks[first : number + 1]))
-            first, size = number + 1, 0
-
-
-def _copy_tasks(tasks: Iterable[tuple[int, CopyTask]]) -> Iterator[_Copies]:
-    group: list[tuple[int, CopyTask]] = []
-    for task in tasks:
-        group.append(task)
-        # Sizes are not known here: a copy of a shard is worth a task, metadata are many and small.
-        if len(group) == _TASK_OBJECTS or task[1].name.endswith((".tar", ".tar.zst", ".arrow", ".parity")):
-            yield _Copies(tuple(group))
-            group = []
-    if group:
-        yield _Copies(tuple(group))
-
-
-def _ignore(_rows: int, _size: int) -> None:
-    """Progress is told by the one who asks, copy by copy."""
