@@ -126,20 +126,17 @@ def collect(
             nothing is deleted.
         StoreError: the root does not answer.
     """
-    done = Collection()
-    store = root_store(repository.store)
-    _check_no_erasure(repository, store)
-    found = Holdings(repository)
-    done.unreachable = dict(found.problems)
+    work = _Collector(repository, report)
+    done, store = work.done, work.store
+    if any(name.endswith("/plan.json") for name in store.list_after("erasures/")):
+        raise UsageError(f"an erasure was begun; finish it first: shardkit remove {repository.url} --resume")
     if delete:
-        done.finished = _finish_killed(repository, found, done, report, clock, take_over_s, settle_s)
+        work.finish_killed(clock, take_over_s, settle_s)
     before = _begun_ever(repository.head())
     reading = Repository.open(repository.url, read_only=True)
     since = clock() - history_s
     live = mark_live(reading, repository.newest_commits(), since)
-    found.fill()
-    done.unreachable |= found.problems
-    listed = set().union(*(one.held for one in found.all.values()))
+    listed = work.listed()
     garbage = {name for name in listed if _is_ours(name)} - live
     done.live, done.garbage = len(listed) - len(garbage), len(garbage)
     due = _rounds(store, garbage, int(clock()), grace_s, done, write=delete)
@@ -153,19 +150,10 @@ def collect(
         def still_due() -> list[str]:
             return sorted(chosen - mark_live(reading, repository.newest_commits(), since))
 
-        _collect(repository, found, before, still_due, int(clock()), done, report)
-    _forget_old_lists(repository, store, int(clock()))
-    return done
-
-
-def _check_no_erasure(repository: Repository, store: Store) -> None:
-    if any(name.endswith("/plan.json") for name in store.list_after("erasures/")):
-        raise UsageError(f"an erasure was begun; finish it first: shardkit remove {repository.url} --resume")
-
-
-def _forget_old_lists(repository: Repository, store: Store, now: int) -> None:
+        work.collect(before, still_due, int(clock()))
     head = repository.head()
-    forget_lists(store, now, _KEEP_LISTS_S, head.collecting.values() if head else ())
+    forget_lists(store, int(clock()), _KEEP_LISTS_S, head.collecting.values() if head else ())
+    return done
 
 
 def _rounds(
@@ -189,57 +177,90 @@ def _rounds(
     return due
 
 
-def _collect(
-    repository: Repository,
-    found: Holdings,
-    before: int,
-    still_due: Callable[[], list[str]],
-    now: int,
-    done: Collection,
-    report: Report | None,
-) -> None:
-    store = root_store(repository.store)
-    names: list[str] = []
+class _Collector:
+    """One call of `collect` that deletes, over all locations."""
 
-    def put(head: LogEntry | None) -> str | None:
-        for under_way in head.collecting if head else ():  # of two that begin at once the log lets one
-            _refuse_second(repository, _time_of_begin(repository, under_way))
-        if _begun_ever(head) != before:
-            return None  # another one came and went: what is due by our listing may be gone, or put again
-        names[:] = still_due()
-        return put_list(store, now, names) if names else None
+    def __init__(self, repository: Repository, report: Report | None) -> None:
+        self._repository, self._report, self.done = repository, report, Collection()
+        self.store = root_store(repository.store)
+        self._found = Holdings(repository)
+        self._is_listed = False
+        self.done.unreachable = dict(self._found.problems)
 
-    identity = repository.begin_collection(put)
-    if identity is not None and _sweep(repository, identity, found, names, done, report):
-        repository.end_collection(identity)
-        mirror(found)
-        for name, one in found.all.items():
-            if one.state == "failed":
-                done.unreachable.setdefault(name, one.problem)
+    def listed(self) -> set[str]:
+        """Objects over all locations that answer."""
+        self._found.fill()
+        self._is_listed = True
+        self.done.unreachable |= self._found.problems
+        return set().union(*(one.held for one in self._found.all.values()))
 
+    def collect(self, before: int, still_due: Callable[[], list[str]], now: int) -> None:
+        """Announce in the log what is due, and delete it."""
+        names: list[str] = []
 
-def _finish_killed(
-    repository: Repository,
-    found: Holdings,
-    done: Collection,
-    report: Report | None,
-    clock: Callable[[], float],
-    take_over_s: int,
-    settle_s: float,
-) -> int:
-    """Collections that were begun and not ended: nothing can name their objects, so they are deleted again."""
-    head = repository.head()
-    killed = dict(head.collecting) if head else {}
-    for identity, digest in killed.items():
-        begun = _time_of_begin(repository, identity)
-        if clock() - seconds_of(begun) < take_over_s:
-            _refuse_second(repository, begun)
-        names = read_list(root_store(repository.store), digest)
-        taken, since = repository.take_over_collection(identity), time.monotonic()
-        if taken is not None and _sweep(repository, taken, found, list(names), done, report, is_listed=False):
-            time.sleep(max(0.0, settle_s - (time.monotonic() - since)))
-            repository.end_collection(taken)
-    return len(killed)
+        def put(head: LogEntry | None) -> str | None:
+            for under_way in head.collecting if head else ():  # of two that begin at once the log lets one
+                _refuse_second(self._repository, _time_of_begin(self._repository, under_way))
+            if _begun_ever(head) != before:
+                return None  # another one came and went: what is due by our listing may be gone, or put again
+            names[:] = still_due()
+            return put_list(self.store, now, names) if names else None
+
+        identity = self._repository.begin_collection(put)
+        if identity is not None and self._sweep(identity, names):
+            self._repository.end_collection(identity)
+            mirror(self._found)
+            for name, one in self._found.all.items():
+                if one.state == "failed":
+                    self.done.unreachable.setdefault(name, one.problem)
+
+    def finish_killed(self, clock: Callable[[], float], take_over_s: int, settle_s: float) -> None:
+        """Collections that were begun and not ended: nothing can name their objects, so they are deleted again."""
+        repository, head = self._repository, self._repository.head()
+        for identity, digest in dict(head.collecting if head else {}).items():
+            begun = _time_of_begin(repository, identity)
+            if clock() - seconds_of(begun) < take_over_s:
+                _refuse_second(repository, begun)
+            names = read_list(self.store, digest)
+            taken, since = repository.take_over_collection(identity), time.monotonic()
+            if taken is not None and self._sweep(taken, names):
+                time.sleep(max(0.0, settle_s - (time.monotonic() - since)))
+                repository.end_collection(taken)
+            self.done.finished += 1
+
+    def _sweep(self, identity: str, names: Iterable[str]) -> bool:
+        """Delete everywhere; copies first, so that what the root does not have is nowhere.
+
+        A location that does not answer keeps its copies until the next call; a root that does not answer ends this one.
+
+        Returns:
+            False where somebody else finished this collection: what is put from then on is not ours to delete.
+        """
+        done, checked = self.done, time.monotonic()
+        ordered = sorted(names, key=lambda name: (parse_object_name(name)[1] not in _FIRST, name))
+        locations = sorted(self._found.stores.values(), key=lambda one: one.name == ROOT_NAME)
+        total, gone = len(ordered) * len(locations), 0
+        for location in locations:
+            held = self._found.all[location.name].held
+            for name in ordered:
+                if time.monotonic() - checked > _CHECK_EVERY_S:
+                    head = self._repository.head()
+                    if head is None or identity not in head.collecting:
+                        return False
+                    checked = time.monotonic()
+                try:
+                    if location.name == ROOT_NAME or not self._is_listed or name in held:
+                        location.store.delete(name)
+                        done.deleted[location.name] = done.deleted.get(location.name, 0) + 1
+                except ShardkitError as error:
+                    if location.name == ROOT_NAME:
+                        raise
+                    done.unreachable[location.name] = str(error)
+                    break
+                gone += 1
+                if self._report is not None:
+                    self._report(gone, total)
+        return True
 
 
 def _refuse_second(repository: Repository, begun: str) -> NoReturn:
@@ -256,49 +277,6 @@ def _begun_ever(head: LogEntry | None) -> int:
 def _time_of_begin(repository: Repository, identity: str) -> str:
     under_way = itertools.takewhile(lambda entry: identity in entry.collecting, repository.newest_commits())
     return min(entry.time for entry in under_way)
-
-
-def _sweep(
-    repository: Repository,
-    identity: str,
-    found: Holdings,
-    names: list[str],
-    done: Collection,
-    report: Report | None,
-    *,
-    is_listed: bool = True,
-) -> bool:
-    """Delete everywhere; copies first, so that what the root does not have is nowhere.
-
-    A location that does not answer keeps its copies until the next call; a root that does not answer ends this one.
-
-    Returns:
-        False where somebody else finished this collection: what is put from then on is not ours to delete.
-    """
-    checked = time.monotonic()
-    ordered = sorted(names, key=lambda name: (parse_object_name(name)[1] not in _FIRST, name))
-    locations = sorted(found.stores.values(), key=lambda one: one.name == ROOT_NAME)
-    total, gone = len(ordered) * len(locations), 0
-    for location in locations:
-        for name in ordered:
-            if time.monotonic() - checked > _CHECK_EVERY_S:
-                head = repository.head()
-                if head is None or identity not in head.collecting:
-                    return False
-                checked = time.monotonic()
-            try:
-                if not is_listed or location.name == ROOT_NAME or name in found.all[location.name].held:
-                    location.store.delete(name)
-                    done.deleted[location.name] = done.deleted.get(location.name, 0) + 1
-            except ShardkitError as error:
-                if location.name == ROOT_NAME:
-                    raise
-                done.unreachable[location.name] = str(error)
-                break
-            gone += 1
-            if report is not None:
-                report(gone, total)
-    return True
 
 
 def _is_ours(name: str) -> bool:
