@@ -12,7 +12,7 @@ from typing import Any, Final
 from shardkit.copies.holdings import Holdings, look
 from shardkit.copies.pacing import RateLimiter
 from shardkit.copies.parity_encoding import encode_parity
-from shardkit.copies.placement import Needed, find_needed, live_versions, strata_of, there_are
+from shardkit.copies.placement import Needed, find_needed, live_versions, unknown_strata
 from shardkit.copies.replicate import Replication, Report, copy_missing, mirror, over_all
 from shardkit.errors import ConfigurationError, NotFoundError, ShardkitError, StoreError, UsageError
 from shardkit.manifest.json_fields import seconds_of
@@ -141,19 +141,6 @@ def changed_table(
     return (change.policy(policy) if change.policy else policy), tuple(records.values())
 
 
-def prepare(repository: Repository, locations: Iterable[LocationRecord]) -> None:
-    """Make places copies of this root, empty as they are.
-
-    Raises:
-        UsageError: a place holds something else.
-        StoreError: it cannot be written.
-    """
-    root = root_store(repository.store)
-    for record in locations:
-        if record.name != ROOT_NAME:
-            prepare_copy(root, location_of(record, writable=True).store, record.name, repository.id)
-
-
 def place(
     repository: Repository,
     change: Change,
@@ -194,12 +181,11 @@ def place(
     if table is None:
         return placing
     if not dry_run:
-        new = [
-            one
-            for one in table.locations
-            if base is None or base.find(one.name) is None or one.name in change.refill
-        ]
-        prepare(repository, new)
+        for record in table.locations:
+            is_new = base is None or base.find(record.name) is None or record.name in change.refill
+            if is_new and record.name != ROOT_NAME:
+                copy = location_of(record, writable=True).store
+                prepare_copy(root_store(repository.store), copy, record.name, repository.id)
         encode_parity(repository, table, live_versions(repository), pace)
     needed = find_needed(over_all(repository), table, live_versions(repository))
     found = look(repository, table, needed)
@@ -242,15 +228,8 @@ def _check_strata(repository: Repository, base: LocationTable | None, policy: Po
     """Refuse a critical stratum that no version has: it would protect nothing, and nobody would be told."""
     before = {one.stratum for one in base.policy.critical} if base else set[str]()
     new = sorted({one.stratum for one in policy.critical} - before)
-    versions = live_versions(repository)
-    if not new or not versions:
-        return
-    known = strata_of(over_all(repository), versions)
-    for name in new:
-        if name not in known:
-            raise ConfigurationError(
-                f"critical stratum {name!r}: no version of {repository.url} has it; {there_are(name, known)}"
-            )
+    for name, hint in unknown_strata(over_all(repository), new).items() if new else ():
+        raise ConfigurationError(f"critical stratum {name!r}: no version of {repository.url} has it; {hint}")
 
 
 def undo(repository: Repository, **options: Any) -> Placing:

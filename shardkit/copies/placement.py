@@ -108,33 +108,24 @@ def needed_of(table: LocationTable, inventory: Inventory, parity: Collection[str
             yield Needed(name, size, where, extension not in LARGE or table.policy.is_critical(held))
 
 
-def strata_of(repository: Repository, versions: Iterable[str]) -> set[str]:
-    """Names by which a policy may call the strata of some versions and of their parts in this root.
+def unknown_strata(repository: Repository, names: Iterable[str]) -> dict[str, str]:
+    """Names of critical strata that no version, nor part of one in this root, has → which there are, for a message.
+
+    Empty while there is no version.
 
     Raises:
         NotFoundError, IntegrityError, FormatError: a manifest or page is gone or damaged everywhere.
     """
-    found: set[str] = set()
-    for inventory in walk_versions(repository, versions):
-        found.update(*_names_of_strata(inventory.manifest))
-    return found
-
-
-def unknown_strata(repository: Repository, table: LocationTable) -> dict[str, str]:
-    """Critical strata of the policy that no version has → which there are; empty while there is no version.
-
-    Raises:
-        NotFoundError, IntegrityError, FormatError: a manifest or page is gone or damaged everywhere.
-    """
-    versions = live_versions(repository)
-    if not versions or not table.policy.critical:
+    wanted, versions = list(names), live_versions(repository)
+    if not wanted or not versions:
         return {}
-    known = strata_of(repository, versions)
-    names = [one.stratum for one in table.policy.critical]
-    return {name: there_are(name, known) for name in names if name not in known}
+    known: set[str] = set()
+    for inventory in walk_versions(repository, versions):
+        known.update(*_names_of_strata(inventory.manifest))
+    return {name: _there_are(name, known) for name in wanted if name not in known}
 
 
-def there_are(name: str, known: Iterable[str]) -> str:
+def _there_are(name: str, known: Iterable[str]) -> str:
     """For a message: the stratum that was meant, or some of those that there are."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1)

@@ -96,7 +96,8 @@ def print_copies(root: str, lag: int | None) -> None:
         console.print_line("copies: the policy is met")
     repository = Repository.open(root, read_only=True)
     table = read_table(root_store(repository.store), repository.id)
-    for name, hint in (unknown_strata(repository, table) if table else {}).items():
+    critical = [one.stratum for one in table.policy.critical] if table else []
+    for name, hint in (unknown_strata(repository, critical)).items():
         console.print_line(
             f"critical stratum {name!r} is in no version; {hint}; to name another: shardkit place {root} "
             "--critical NAME=N",

@@ -276,14 +276,8 @@ def read_version_record(store: Store, manifest_id: str) -> VersionRecord | None:
     Raises:
         FormatError: it is damaged, or of another version.
     """
-
-    def parse(data: bytes, where: str) -> VersionRecord:
-        record = VersionRecord.from_bytes(data, where)
-        if record.manifest != manifest_id:
-            raise FormatError(f"{where} is of version {record.manifest}; do not trust it")
-        return record
-
-    return find_checked(store, version_record_name(manifest_id), parse, max_bytes=MAX_RECORD_BYTES)
+    name = version_record_name(manifest_id)
+    return _read(store, name, VersionRecord.from_bytes, lambda found: found.manifest == manifest_id)
 
 
 def read_record(store: Store, wanted: ParitySet) -> SetRecord | None:
@@ -292,14 +286,19 @@ def read_record(store: Store, wanted: ParitySet) -> SetRecord | None:
     Raises:
         FormatError: it is damaged, or of another set.
     """
+    return _read(store, wanted.record_name, SetRecord.from_bytes, lambda found: found.set == wanted)
 
-    def parse(data: bytes, where: str) -> SetRecord:
-        record = SetRecord.from_bytes(data, where)
-        if record.set != wanted:
-            raise FormatError(f"{where} is of another set; do not trust it")
-        return record
 
-    return find_checked(store, wanted.record_name, parse, max_bytes=MAX_RECORD_BYTES)
+def _read(
+    store: Store, name: str, parse: Callable[[bytes, str], _Found], is_wanted: Callable[[_Found], bool]
+) -> _Found | None:
+    def checked(data: bytes, where: str) -> _Found:
+        found = parse(data, where)
+        if not is_wanted(found):
+            raise FormatError(f"{where} is of another version or set; do not trust it")
+        return found
+
+    return find_checked(store, name, checked, max_bytes=MAX_RECORD_BYTES)
 
 
 def first_good(stores: Sequence[Store], ask: Callable[[Store], _Found | None]) -> _Found | None:
