@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import shutil
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Sequence
 from enum import Enum
 from typing import Any
 
@@ -20,22 +20,22 @@ class CommandPage(TyperCommand):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the page; called by typer for ``--help``."""
-        said, example = _said(self.help or "")
-        arguments = [param for param in self.params if param.param_type_name == "argument"]
-        options = [param for param in self.get_params(ctx) if param.param_type_name == "option"]
-        names = " ".join(_argument_name(argument) for argument in arguments)
-        formatter.write(f"{ctx.command_path} {names} [OPTIONS]\n\n{said}\n")
-        if arguments:
-            formatter.write(_section("Arguments", [(_argument_name(a), _help(a)) for a in arguments]))
-        panels: dict[str, list[Any]] = {}
-        for option in options:
-            panels.setdefault(getattr(option, "rich_help_panel", None) or "Options", []).append(option)
-        for panel in sorted(panels, key=lambda panel: panel == "Options"):
-            formatter.write(
-                _section(panel, [(_option_name(option), _help(option)) for option in panels[panel]])
-            )
-        if example:
-            formatter.write(f"\nExample\n{_indented(example)}\n")
+        arguments = [
+            (_argument_name(one), _help(one)) for one in self.params if one.param_type_name == "argument"
+        ]
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for one in self.get_params(ctx):
+            if one.param_type_name == "option":
+                panel = getattr(one, "rich_help_panel", None) or "Options"
+                panels.setdefault(panel, []).append((_option_name(one), _help(one)))
+        names = " ".join(name for name, _ in arguments)
+        ordered = sorted(panels.items(), key=lambda panel: panel[0] == "Options")
+        _write(
+            formatter,
+            f"{ctx.command_path} {names} [OPTIONS]",
+            self.help,
+            [("Arguments", arguments), *ordered],
+        )
 
 
 class GroupPage(TyperGroup):
@@ -43,41 +43,43 @@ class GroupPage(TyperGroup):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the page; called by typer for ``--help`` and for no command at all."""
-        said, example = _said(self.help or "")
-        formatter.write(f"{ctx.command_path} COMMAND …\n\n{said}\n")
         panels: dict[str, list[tuple[str, str]]] = {}
+        widest = max((len(name) for name in self.commands), default=0)
         for name, command in self.commands.items():
             heading = getattr(command, "rich_help_panel", None) or "Commands"
             first = inspect.cleandoc(command.help or "").partition("\n\n")[0]
-            panels.setdefault(heading, []).append((name, " ".join(first.split())))
-        widest = max((len(name) for name in self.commands), default=0)
-        for heading, commands in panels.items():
-            formatter.write(_section(heading, [(name.ljust(widest), text) for name, text in commands]))
+            panels.setdefault(heading, []).append((name.ljust(widest), " ".join(first.split())))
         path = ctx.command_path
-        version = (
+        more = (
             "" if ctx.parent else f"; {path} --version\nCompletion in your shell: {path} --install-completion"
         )
-        formatter.write(
-            f"\nEvery command has a page of its own: {ctx.command_path} COMMAND --help{version}\n"
-        )
-        if example:
-            formatter.write(f"\nExample\n{_indented(example)}\n")
+        end = f"\nEvery command has a page of its own: {path} COMMAND --help{more}\n"
+        _write(formatter, f"{path} COMMAND …", self.help, list(panels.items()), end)
 
 
-def _said(text: str) -> tuple[str, str]:
-    """The paragraphs of a docstring, wrapped, and the example at its end."""
-    paragraphs = [" ".join(part.split()) for part in inspect.cleandoc(text).split("\n\n")]
+def _write(
+    formatter: Any,
+    usage: str,
+    said: str | None,
+    sections: Sequence[tuple[str, Sequence[tuple[str, str]]]],
+    end: str = "",
+) -> None:
+    """Usage, the paragraphs of a docstring, terms by topic, and the example that the docstring ends with."""
+    paragraphs = [" ".join(part.split()) for part in inspect.cleandoc(said or "").split("\n\n")]
     example = ""
-    if paragraphs and paragraphs[-1].startswith("Example: "):
-        example = paragraphs.pop().removeprefix("Example: ")
-    return "\n\n".join(_indented(paragraph) for paragraph in paragraphs), example
+    if paragraphs[-1].startswith("Example: "):
+        example = f"\nExample\n{_indented(paragraphs.pop().removeprefix('Example: '))}\n"
+    formatter.write(f"{usage}\n\n" + "\n\n".join(map(_indented, paragraphs)) + "\n")
+    for heading, terms in sections:
+        if terms:
+            formatter.write(_section(heading, terms))
+    formatter.write(end + example)
 
 
-def _section(heading: str, items: Iterable[tuple[str, str]]) -> str:
-    pairs = list(items)
-    column = 2 + min(_TERM_WIDEST, max(len(term) for term, _ in pairs)) + 2
+def _section(heading: str, terms: Sequence[tuple[str, str]]) -> str:
+    column = 2 + min(_TERM_WIDEST, max(len(term) for term, _ in terms)) + 2
     lines = [f"\n{heading}"]
-    for term, text in pairs:
+    for term, text in terms:
         wrapped = textwrap.wrap(text, max(20, _width() - column)) or [""]
         head = f"  {term}"
         if len(head) + 2 > column:
@@ -103,16 +105,10 @@ def _option_name(option: Any) -> str:
         return f"{names} / {', '.join(option.secondary_opts)}"
     if option.is_flag or option.name == "help":
         return names
-    return f"{names} {_metavar(option)}"
-
-
-def _metavar(option: Any) -> str:
-    """What stands for the value: given, or told by the default."""
-    if option.metavar:
-        return str(option.metavar)
+    value = "N" if isinstance(option.default, int) else "TEXT"
     if isinstance(option.default, Enum):
-        return "|".join(str(choice.value) for choice in type(option.default))
-    return "N" if isinstance(option.default, int) else "TEXT"
+        value = "|".join(str(choice.value) for choice in type(option.default))
+    return f"{names} {option.metavar or value}"
 
 
 def _help(param: Any) -> str:
