@@ -61,7 +61,7 @@ class Interval:
 
     @property
     def busy_s(self) -> float:
-        """What the rank did by itself; the wait for data alone where nobody says what it computed."""
+        """What the rank did by itself; only the wait for data where the loop does not say what it computed."""
         if self.has_trainer:
             return sum(self.delta(f"trainer.{name}") for name in BUSY)
         return self.delta("loader.consumer_wait_s") + self.delta("loader.computed_s")

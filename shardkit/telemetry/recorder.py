@@ -58,7 +58,7 @@ class Telemetry:
         self._errors = 0
 
     def add_source(self, name: str, read: Source) -> None:
-        """Poll `read` for numbers named ``name.…`` from now on; takes the place of an earlier source of that name."""
+        """Poll `read` for numbers named ``name.…`` from now on; replaces an earlier source of that name."""
         with self._lock:
             self._sources[name] = read
 
@@ -68,7 +68,7 @@ class Telemetry:
             self._tables[name] = read
 
     def remove_source(self, name: str) -> None:
-        """Poll it no more; nothing where there is none."""
+        """Stop polling it; without effect where there is none."""
         with self._lock:
             self._sources.pop(name, None)
             self._tables.pop(name, None)

@@ -30,7 +30,7 @@ _TAIL_BYTES: Final = 64 << 10
 
 
 def parse_listen(text: str) -> tuple[str, int]:
-    """Host and port of ``127.0.0.1:9400``; an address must be named, so that nobody serves the world by accident.
+    """Host and port of ``127.0.0.1:9400``; an address must be named, so that no one serves the world by accident.
 
     Raises:
         ConfigurationError: it is something else.
@@ -143,7 +143,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Not every probe is worth a line."""
 
 
-# ---- What is told of a run
+# ---- Health and metrics of a run
 
 
 def health(telemetry: RunTelemetry, now: float, host: str | None = None) -> Answer:

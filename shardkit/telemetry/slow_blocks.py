@@ -31,7 +31,7 @@ class BlockTimes:
         self._expected: dict[int, int] = {}  # block of the dataset → lane that needs it first
 
     def expect(self, blocks: Iterable[int], lanes: Iterable[int]) -> None:
-        """Which lane needs which block of the dataset first; told before they are loaded."""
+        """Which lane needs which block of the dataset first; call it before they are loaded."""
         with self._lock:
             if len(self._expected) > _EXPECTED:  # of blocks that were held already, and never loaded again
                 self._expected.clear()

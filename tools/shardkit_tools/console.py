@@ -1,8 +1,8 @@
 """How commands print: pages and tables for people on a terminal, plain lines elsewhere, one JSON document on demand.
 
 Terminal: ids are shortened, tables fit the window. Elsewhere: everything is whole, columns are separated by
-two spaces or more, so that `awk` and `grep` find what they look for. What is not printable is escaped here, whoever
-wrote it.
+two spaces or more, so that `awk` and `grep` find what they look for. What is not printable is escaped here, whatever
+its source.
 """
 
 from __future__ import annotations

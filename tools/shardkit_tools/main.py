@@ -54,7 +54,7 @@ Example: shardkit build photos/ data/cats --stratify label && shardkit show data
 
 
 class _Program(GroupPage):
-    """All commands. What interrupts them is told here: typer would end without a word."""
+    """All commands. Reports interrupts, which typer would not."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command; called by typer."""
@@ -63,7 +63,9 @@ class _Program(GroupPage):
         except KeyboardInterrupt as interrupt:
             _fail(str(interrupt) or "interrupted", exit_code(interrupt))
         except BrokenPipeError:
-            _leave_quietly()
+            # Whoever read our output has gone. Python would complain once more when it flushes at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise SystemExit(141) from None
 
 
 def make_app(only: str | None = None) -> typer.Typer:
@@ -130,18 +132,18 @@ _overview.__doc__ = _INTRODUCTION
 def run(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the `shardkit` command; ends the process."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    known = {name for _, names in COMMANDS for name in names}
     typed = given
     if (
         "_SHARDKIT_COMPLETE" in os.environ
     ):  # a shell asks what could follow: bash by one variable, others by another
         typed = (os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS", "")).split()[1:]
+    known = {name for _, names in COMMANDS for name in names}
     command = typed[0] if typed and typed[0] in known else None
     log = logging.getLogger("shardkit")
     if not any(isinstance(one, console.LogHandler) for one in log.handlers):
         log.addHandler(console.LogHandler())
     try:
-        # Without a command it is the page of all commands that is asked for; a wrong one is told those that there are.
+        # Without a command the overview is asked for; for a wrong one typer lists those that exist.
         is_overview = command is None and (not given or given[0].startswith("-"))
         (_overview_app() if is_overview else make_app(command))(given)
     except KeyboardInterrupt as interrupt:
@@ -159,7 +161,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
         traceback.print_exc()
         _fail(
             "this is a bug in shardkit; please report it with the lines above and the command: "
-            f"{_shown(given)}",
+            + " ".join(["shardkit", *given]),
             exit_code(error),
         )
 
@@ -169,13 +171,3 @@ def _fail(message: str, code: int) -> NoReturn:
     lines = "\n".join(clean(line) for line in message.split("\n"))  # names and values of strangers are in it
     sys.stderr.write(f"shardkit: {lines}\n")
     raise SystemExit(code)
-
-
-def _leave_quietly() -> NoReturn:
-    # Whoever read our output has gone. Python would complain once more when it flushes at exit.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    raise SystemExit(141)
-
-
-def _shown(arguments: Sequence[str]) -> str:
-    return " ".join(["shardkit", *arguments])

@@ -11,7 +11,6 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from shardkit.errors import MissingDependency, RunError
 from shardkit_tools.benchmarks.rounds import Contest, Entry, Round
@@ -32,28 +31,13 @@ _PATIENCE_S = 120.0
 _ROUND_ELEMENTS = 1 << 22  # reduced in a round: fewer are over before the clock has seen them
 
 
-def check_torch() -> None:
-    """Make sure that there is something to reduce with.
-
-    Raises:
-        MissingDependency: torch is not installed.
-    """
-    if importlib.util.find_spec("torch") is None:
-        raise MissingDependency('the reduce benchmark needs torch; run: pip install "shardkit[train]"')
-
-
 class _Ranks:
     """Processes on this machine that reduce when told to."""
 
     def __init__(self, ranks: int, elements: int, folder: str) -> None:
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "CUDA_VISIBLE_DEVICES": "",
-        }
-        if sys.platform != "linux":
-            environment.pop("GLOO_SOCKET_IFNAME")  # the loopback device has another name there
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        if sys.platform == "linux":  # the loopback device has another name elsewhere
+            environment["GLOO_SOCKET_IFNAME"] = "lo"
         self._processes = [
             subprocess.Popen(
                 [sys.executable, "-m", "shardkit_tools.benchmarks.reduction_ranks", str(rank), str(ranks),
@@ -67,28 +51,23 @@ class _Ranks:
         """All ranks reduce ``count`` times; the slowest one's clock, everybody's CPU."""
         timer = threading.Timer(_PATIENCE_S, self.end)
         timer.start()
+        pipes = [(one.stdin, one.stdout) for one in self._processes]
         try:
-            for process in self._processes:
-                assert process.stdin is not None
-                process.stdin.write(f"{kind} {count}\n")
-                process.stdin.flush()
-            answers = [self._answer(process) for process in self._processes]
+            for told, _ in pipes:
+                assert told is not None, "ranks are told by pipes"
+                told.write(f"{kind} {count}\n")
+                told.flush()
+            answers = [json.loads(said.readline()) for _, said in pipes if said is not None]
         except (OSError, ValueError):
             raise RunError(f"reduce {kind}: a rank of the benchmark ended") from None
         finally:
             timer.cancel()
         return Round(amount, max(a["seconds"] for a in answers), sum(a["cpu_s"] for a in answers))
 
-    @staticmethod
-    def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
-        assert process.stdout is not None
-        return dict(json.loads(process.stdout.readline()))
-
     def end(self) -> None:
         """Kill them; they hold nothing."""
         for process in self._processes:
             process.kill()
-        for process in self._processes:
             process.wait()
 
     def close(self) -> None:
@@ -112,7 +91,8 @@ def reduce_contest(elements: int, *, ranks: int = 2) -> Iterator[Contest]:
     Raises:
         MissingDependency: torch is not installed.
     """
-    check_torch()
+    if importlib.util.find_spec("torch") is None:
+        raise MissingDependency('the reduce benchmark needs torch; run: pip install "shardkit[train]"')
     count = max(5, _ROUND_ELEMENTS // elements)
     with tempfile.TemporaryDirectory(prefix="reduce-bench-") as folder:
         group = _Ranks(ranks, elements, folder)

@@ -1,13 +1,13 @@
 """What a benchmark found, as ratios; the document that keeps it, and a comparison with an earlier one.
 
 A ratio is shardkit's rate over that of a limit or a peer in the same round of the same contest: larger is better, and
-what slows the whole machine down cancels. Each is told by the clock and by CPU seconds;
+what slows the whole machine down cancels. Each is given by the clock and by CPU seconds;
 the latter hardly notice neighbours.
 
 The noise margin of a recorded ratio is its range over its median, at least 5 %. A ratio is worse where its median is
 lower than recorded by more than the margin and not even its best round reaches the worst recorded one (of two equal
 series of five rounds, one in 250 does so by chance); better likewise. With a margin of 50 % and more nothing can be
-told, nor with fewer than three recorded rounds. Machines need not be the same: ratios are to what the same machine
+said, nor with fewer than three recorded rounds. Machines need not be the same: ratios are to what the same machine
 does in the same round; where they differ, the comparison says so.
 """
 
@@ -65,7 +65,7 @@ class Result:
         default_factory=dict
     )  # "contest" or "contest: entry" → why it has no figures
     rates: Mapping[str, Mapping[str, Sequence[Round]]] = field(default_factory=dict)
-    """Contest → entry → rounds, for who wants to look; never compared."""
+    """Contest → entry → rounds, for inspection; never compared."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -156,7 +156,7 @@ MOST_MARGIN = 0.5
 """A ratio that varies by more than this share says nothing."""
 
 LEAST_ROUNDS = 3
-"""Below them no range can be told."""
+"""With fewer no range is known."""
 
 Verdict = Literal["worse", "same", "better", "too noisy", "other conditions", "failed", "not measured", "new"]
 _COMPARED = ("worse", "same", "better")

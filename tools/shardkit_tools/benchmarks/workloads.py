@@ -41,12 +41,7 @@ class Workload:
 
     def samples(self, scale: float) -> Iterator[dict[str, Any]]:
         """One dict per sample; arrays are rows of a fresh chunk."""
-        make: Callable[[int, np.random.Generator], Any] = {
-            "tokens": _tokens,
-            "small": _small,
-            "blobs": _blobs,
-            "text": _texts,
-        }[self.name]
+        make = _VALUES[self.name]
         for first in range(0, self.rows(scale), CHUNK):
             rng = np.random.default_rng(first)
             values = make(min(CHUNK, self.rows(scale) - first), rng)
@@ -62,14 +57,6 @@ class Workload:
         if isinstance(value, str):
             return value.encode()
         return value if isinstance(value, bytes) else bytes(value.tobytes())
-
-
-def _tokens(count: int, rng: np.random.Generator) -> Any:
-    return rng.integers(0, 50_000, (count, 2048), dtype=np.int32)
-
-
-def _small(count: int, rng: np.random.Generator) -> Any:
-    return rng.integers(0, 256, (count, 3072), dtype=np.uint8)
 
 
 def _blobs(count: int, rng: np.random.Generator) -> Any:
@@ -88,6 +75,13 @@ def _texts(count: int, rng: np.random.Generator) -> Any:
     starts = rng.integers(0, len(_words) - 600, count)
     return ["".join(_words[start : start + 600])[:TEXT_BYTES] for start in starts.tolist()]
 
+
+_VALUES: dict[str, Callable[[int, np.random.Generator], Any]] = {
+    "tokens": lambda count, rng: rng.integers(0, 50_000, (count, 2048), dtype=np.int32),
+    "small": lambda count, rng: rng.integers(0, 256, (count, 3072), dtype=np.uint8),
+    "blobs": _blobs,
+    "text": _texts,
+}
 
 WORKLOADS = {
     w.name: w

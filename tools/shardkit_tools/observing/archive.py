@@ -116,7 +116,7 @@ def write(archive: Mapping[str, bytes], sink: io.BufferedIOBase, folder: str, wh
 
 
 def _ask_for_stacks(run: Path, wait_s: float) -> float:
-    """Ask live ranks for their stacks; returns when that was, 0 where nobody is alive."""
+    """Ask live ranks for their stacks; returns when that was, 0 where none is alive."""
     lasts = [one[-1] for one in read_run(run, tail_bytes=64 << 10).series.values()]
     alive = [one for one in lasts if one.state != "ended" and time.time() - one.time < 5 * one.interval_s + 5]
     if not wait_s or not alive:

@@ -60,7 +60,7 @@ class Needs:
 def group_steps(
     steps: int, epochs: int, rows_per_step: int, bytes_per_step: int, most: int | None = None
 ) -> Groups:
-    """Groups of 1, 4, 16 … steps up to what the loader takes, beginning anew in each epoch."""
+    """Groups of 1, 4, 16 … steps up to what the loader takes, starting again in each epoch."""
     top = most or most_steps(rows_per_step, bytes_per_step)
     sizes, size, left = [], 1, steps
     while left:
@@ -121,11 +121,11 @@ def rank_needs(
     Args:
         plan: of the dataset.
         blocks: of the same dataset.
-        lanes: those that are looked at, ascending.
+        lanes: the sampled ones, ascending.
         epochs: how many.
         memory: bytes that the rank has for blocks.
         block_bytes: of a whole block.
-        weight: lanes of the rank for each one looked at.
+        weight: lanes of the rank for each sampled one.
     """
     steps = plan.loop_steps
     rows = max(1, round(plan.cell_size * len(lanes) * weight))

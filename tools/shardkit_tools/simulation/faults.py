@@ -122,7 +122,7 @@ def restart(cluster: Cluster, lanes: int, cached_bytes: float) -> Restart:
     had = np.zeros((lanes, nodes))
     had[np.arange(lanes), place[fixed]] = (cached_bytes / np.bincount(fixed))[fixed]
     whole = had.sum()
-    had[:, draws.below(nodes)] = 0  # nobody has what the lost one had
+    had[:, draws.below(nodes)] = 0  # no node has what the lost one had
     near = assign(lanes, world, nodes=node_of.tolist(), local_bytes=had).owner
     there = [had[np.arange(lanes), held].sum() for held in (node_of[np.array(near)], fixed)]
     return Restart(float(whole - there[0]), float(whole - there[1]))

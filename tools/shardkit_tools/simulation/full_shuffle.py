@@ -1,4 +1,4 @@
-"""The usual way: all rows shuffled anew each epoch, a cache that drops what was used least recently (SPEC.md §4)."""
+"""The usual way: all rows shuffled again each epoch, a cache that drops what was used least recently (SPEC.md §4)."""
 
 from __future__ import annotations
 

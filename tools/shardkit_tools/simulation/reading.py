@@ -25,7 +25,7 @@ from shardkit_tools.simulation.populations import BlockMap
 
 Floats = NDArray[np.float64]
 Tell = Callable[[str], None]
-"""Is told what is being worked out."""
+"""Called with a line on what is being computed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,15 +141,13 @@ _LANE_ROWS = 100_000  # what opening a lane's hand for an epoch costs, in rows d
 
 @dataclass(frozen=True)
 class Sample:
-    """What is looked at."""
+    """The nodes, ranks and lanes that are simulated."""
 
     nodes: tuple[int, ...]  # their numbers
     ranks: tuple[int, ...]  # ranks of each node, counted in the node
-    lanes: dict[
-        tuple[int, int], tuple[int, ...]
-    ]  # lanes of each rank that are looked at, by (node, rank in it)
-    node_share: float  # lanes looked at, over all lanes of a node
-    rank_share: float  # lanes looked at, over all lanes of a rank
+    lanes: dict[tuple[int, int], tuple[int, ...]]  # sampled lanes of each rank, by (node, rank in it)
+    node_share: float  # sampled lanes over all lanes of a node
+    rank_share: float  # sampled lanes over all lanes of a rank
     total: float  # what sums over the sample are multiplied by
 
 
@@ -188,7 +186,7 @@ def standard_error(parts: NDArray[np.float64], share: float) -> float | None:
 
     Args:
         parts: (n,) what each unit of the sample gave.
-        share: of all units that were looked at.
+        share: of all units that were sampled.
     """
     mean = float(parts.mean()) if len(parts) else 0.0
     if share >= 1 or not mean:

@@ -23,7 +23,7 @@ class Times:
     """Seconds."""
 
     step_s: Floats  # float64[steps], of whole steps, interruptions included
-    stall_s: Floats  # float64[steps], the longest wait for data of any rank that was looked at
+    stall_s: Floats  # float64[steps], the longest wait for data of any sampled rank
     halves: Floats  # float64[2, steps], the longest among every other of them
     rank_stall_s: Floats  # float64[ranks], waits of each rank in all steps
     compute_s: Floats  # float64[steps], of the slowest rank
@@ -77,7 +77,7 @@ def time_steps(
 
     Args:
         cluster: the cluster.
-        flows: of the ranks that are looked at; all of equal length.
+        flows: of the sampled ranks; all of equal length.
         moves: slow ranks and lanes of the whole world.
         stops: what stops everybody.
     """

@@ -59,7 +59,12 @@ def measure_machine(folder: Path, *, seconds: float, tell: Tell) -> Machine:
     tell("memory")
     source = np.zeros(64 * MIB, dtype=np.uint8)
     target = np.zeros_like(source)
-    copy = rate_of(lambda: _copied(target, source), seconds)
+
+    def copied() -> int:
+        np.copyto(target, source)
+        return target.nbytes
+
+    copy = rate_of(copied, seconds)
     gather = {size: _gather(size, seconds / 4) for size in _WINDOWS}
     tell("checksums, zstd")
     data = bytes(_text(8 * MIB))
@@ -83,13 +88,6 @@ def _over(pieces: Sequence[memoryview], work: Callable[[memoryview], object]) ->
     for piece in pieces:
         work(piece)
     return sum(map(len, pieces))
-
-
-def _copied(
-    target: np.ndarray[tuple[int], np.dtype[np.uint8]], source: np.ndarray[tuple[int], np.dtype[np.uint8]]
-) -> int:
-    np.copyto(target, source)
-    return target.nbytes
 
 
 def _gather(window: int, seconds: float) -> float:
