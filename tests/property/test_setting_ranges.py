@@ -27,7 +27,6 @@ from shardkit.telemetry import TelemetrySettings
 from shardkit.telemetry.control import Knob, parse_control
 from shardkit_tools.main import run as shardkit_command
 from shardkit_tools.simulation.cluster import (
-    parse_bytes,
     parse_count,
     parse_number,
     parse_rate,
@@ -196,9 +195,7 @@ def test_numbers_of_the_library_have_ranges_too(
 @pytest.mark.parametrize(
     "value", [math.nan, math.inf, -math.inf, -1, -1.0, 10**400, "nan", "many", [1], "9" * 400, "9" * 5000]
 )
-@pytest.mark.parametrize(
-    "parse", [parse_duration, parse_bytes, parse_rate, parse_count, parse_number, parse_size]
-)
+@pytest.mark.parametrize("parse", [parse_duration, parse_rate, parse_count, parse_number, parse_size])
 def test_quantities_of_simulate_and_tune_are_numbers(parse: Callable[[Any], float], value: object) -> None:
     with pytest.raises(ConfigurationError):
         parse(value)

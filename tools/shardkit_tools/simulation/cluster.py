@@ -8,12 +8,10 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 from shardkit.errors import ConfigurationError, NotFoundError
 from shardkit.ranges import Range, parse_duration, parse_size, shown
-
-# ---- Quantities
 
 _BITS: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kMGT]?)bit/s\s*")
 _COUNT: Final = re.compile(r"\s*(\d[\d_,]*(?:\.\d+)?(?:[eE]\d+)?)\s*([kMG]?)\s*")
@@ -21,17 +19,8 @@ _THOUSANDS: Final = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
 
 _MANY: Final = Range(0, 1e30)
 
-Value = object
 
-
-def parse_bytes(value: Value) -> int:
-    """Bytes: ``"2TB"``, ``"64GiB"``; a number is bytes."""
-    if isinstance(value, bool) or not isinstance(value, (int, str)):
-        raise ConfigurationError(f'{value!r}: a size is expected, such as "500GB" or "2TiB"')
-    return parse_size(value)
-
-
-def parse_rate(value: Value) -> float:
+def parse_rate(value: object) -> float:
     """Bytes per second: ``"6GB/s"``, ``"100Gbit/s"``; 0 and ``"unlimited"`` give inf."""
     if value in ("0", "unlimited"):
         return float("inf")
@@ -47,7 +36,7 @@ def parse_rate(value: Value) -> float:
     raise ConfigurationError(f'{value!r}: a rate is expected, such as "6GB/s" or "100Gbit/s"')
 
 
-def parse_count(value: Value) -> int:
+def parse_count(value: object) -> int:
     """A whole number: 8192, ``"1e9"``, ``"100k"``, ``"1_000_000"``."""
     if _is_number(value) and (number := _MANY.check("count", value, float)) == int(number):
         return int(number)
@@ -58,7 +47,7 @@ def parse_count(value: Value) -> int:
     return int(number)
 
 
-def parse_number(value: Value) -> float:
+def parse_number(value: object) -> float:
     """A number from 0 on."""
     try:
         return float(_MANY.check("number", float(value) if isinstance(value, str) else value, float))
@@ -66,19 +55,14 @@ def parse_number(value: Value) -> float:
         raise ConfigurationError(f"{shown(value)}: a number from 0 on is expected") from error
 
 
-def _is_number(value: Value) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
-
-Parser = Callable[[Value], object]
-
-
-# ---- Clusters
 
 REDUCTIONS = ("ring", "tree", "hierarchical", "none")
 
 
-def _as(parser: Parser, default: Any) -> Any:
+def _as(parser: Callable[[Any], object], default: Any) -> Any:
     return field(default=default, metadata={"parser": parser})
 
 
@@ -89,11 +73,9 @@ def _text(value: object) -> str:
 
 
 def _flag(value: object) -> bool:
-    if value in (True, "true", "yes", "on"):
-        return True
-    if value in (False, "false", "no", "off"):
-        return False
-    raise ConfigurationError(f"{value!r}: true or false is expected")
+    if value not in (True, "true", "yes", "on", False, "false", "no", "off"):
+        raise ConfigurationError(f"{value!r}: true or false is expected")
+    return value in (True, "true", "yes", "on")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +84,8 @@ class Nodes:
 
     nodes: int = _as(parse_count, 1)
     ranks: int = _as(parse_count, 8)  # per node
-    cache: int = _as(parse_bytes, 0)  # bytes per node; 0: none
-    memory: int = _as(parse_bytes, 2 << 30)  # bytes per rank, for blocks
+    cache: int = _as(parse_size, 0)  # bytes per node; 0: none
+    memory: int = _as(parse_size, 2 << 30)  # bytes per rank, for blocks
     threads: int = _as(parse_count, 8)  # of a rank's loader
     disk_read: float = _as(parse_rate, 3e9)  # bytes/s, of the cache's disk
     nic: float = _as(parse_rate, 12.5e9)  # bytes/s, each way
@@ -122,7 +104,7 @@ class Store:
     bandwidth: float = _as(parse_rate, float("inf"))  # bytes/s of one location, for everybody together
     requests_per_second: float = _as(parse_number, 0.0)  # of one location; 0: no limit
     concurrency: int = _as(parse_count, 16)  # requests under way, per rank
-    ahead: int = _as(parse_bytes, 256 << 20)  # bytes read ahead per rank, at most a quarter of memory
+    ahead: int = _as(parse_size, 256 << 20)  # bytes read ahead per rank, at most a quarter of memory
     copies: int = _as(parse_count, 1)  # locations that hold everything
     price_per_million_requests: float = _as(parse_number, 0.0)
     price_per_gb: float = _as(parse_number, 0.0)  # of egress
@@ -136,7 +118,7 @@ class Reduce:
     """The sum of gradients at the end of each step."""
 
     model: str = _as(_text, "hierarchical")
-    gradient: int = _as(parse_bytes, 0)  # bytes summed
+    gradient: int = _as(parse_size, 0)  # bytes summed
     link_latency: float = _as(parse_duration, 1e-5)
     inner_bandwidth: float = _as(parse_rate, 200e9)  # bytes/s between ranks of a node
     oversubscription: float = _as(parse_number, 1.0)  # of the network between nodes
@@ -162,7 +144,7 @@ class Faults:
     node_failures_per_year: float = _as(parse_number, 0.0)  # of one node
     detect: float = _as(parse_duration, 30.0)
     restart: float = _as(parse_duration, 120.0)
-    checkpoint: int = _as(parse_bytes, 0)  # bytes that are loaded again
+    checkpoint: int = _as(parse_size, 0)  # bytes that are loaded again
     checkpoint_steps: int = _as(parse_count, 500)
     slow_share: float = _as(parse_number, 0.0)  # of all ranks, at any time
     slow_factor: float = _as(parse_number, 2.0)
@@ -178,8 +160,18 @@ class Data:
     rows: int = _as(parse_count, 1_000_000)
     shards: int = _as(parse_count, 0)  # 0: of 256 MiB
     strata: int = _as(parse_count, 1)
-    bytes: int = _as(parse_bytes, 0)  # 0: 100 KB a sample
-    block: int = _as(parse_bytes, 1 << 20)
+    bytes: int = _as(parse_size, 0)  # 0: 100 KB a sample
+    block: int = _as(parse_size, 1 << 20)
+
+
+_LEAST = {
+    "nodes": {"nodes": 1, "ranks": 1, "threads": 1, "memory": 1 << 20},
+    "store": {"concurrency": 1, "copies": 1},
+    "reduce": {"oversubscription": 1},
+    "work": {"epochs": 1},
+    "faults": {"checkpoint_steps": 1, "slow_factor": 1},
+    "data": {"rows": 1, "strata": 1, "block": 1},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,34 +187,22 @@ class Cluster:
     data: Data = Data()
 
     def __post_init__(self) -> None:
-        for what, value, least in (
-            ("nodes", self.nodes.nodes, 1),
-            ("ranks", self.nodes.ranks, 1),
-            ("threads", self.nodes.threads, 1),
-            ("concurrency", self.store.concurrency, 1),
-            ("copies", self.store.copies, 1),
-            ("epochs", self.work.epochs, 1),
-            ("checkpoint_steps", self.faults.checkpoint_steps, 1),
-            ("memory", self.nodes.memory, 1 << 20),
-            ("rows", self.data.rows, 1),
-            ("strata", self.data.strata, 1),
-            ("block", self.data.block, 1),
-        ):
-            if value < least:
-                raise ConfigurationError(f"{what} is {value}: at least {least} is expected")
+        for part, least in _LEAST.items():
+            for name, number in least.items():
+                value = getattr(getattr(self, part), name)
+                if value < number:
+                    raise ConfigurationError(f"{name} is {value}: at least {number} is expected")
         if self.reduce.model not in REDUCTIONS:
             raise ConfigurationError(f"model is {self.reduce.model!r}: {', '.join(REDUCTIONS)} is expected")
         if not 0 <= self.reduce.overlap <= 1 or not 0 <= self.faults.slow_share < 1:
             raise ConfigurationError("overlap and slow_share are shares: 0 to 1 is expected")
-        if self.faults.slow_factor < 1 or self.reduce.oversubscription < 1:
-            raise ConfigurationError("slow_factor and oversubscription: at least 1 is expected")
 
     @property
     def world(self) -> int:
         return self.nodes.nodes * self.nodes.ranks
 
 
-_SECTIONS = ("nodes", "store", "reduce", "work", "faults", "data")
+_SECTIONS = tuple(_LEAST)
 
 
 def load_cluster(path: Path) -> Cluster:

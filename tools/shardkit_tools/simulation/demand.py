@@ -9,6 +9,7 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ from shardkit.reading.cache.eviction import FurthestFirst
 from shardkit_tools.simulation.populations import BlockMap
 
 Int64s = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 _CHUNK_ROWS = 1 << 21
 _SHARE_OF_MEMORY = 3  # groups under way at a time; the loader halves a group whose blocks exceed this part
@@ -30,7 +32,7 @@ class Groups:
     """How a rank's steps are taken together."""
 
     first: Int64s  # int64[g + 1], first step of each group, and the end of the last; counted over all epochs
-    opens: NDArray[np.bool_]  # bool[g], the group is the first of an epoch
+    opens: Bools  # bool[g], the group is the first of an epoch
     leased_with: Int64s  # int64[g], the group with whose beginning the blocks of each are leased
 
     def of(self, steps: Int64s) -> Int64s:
@@ -46,7 +48,7 @@ class Needs:
     block: Int64s  # int64[n], dataset-wide
 
     @property
-    def is_new(self) -> NDArray[np.bool_]:
+    def is_new(self) -> Bools:
         """Whether the group before did not need the block too: what counts as a use for the cache's future."""
         order = np.lexsort((self.group, self.block))
         block, group = self.block[order], self.group[order]
@@ -72,7 +74,7 @@ def group_steps(
     return Groups(first, opens, _leased_with(opens, np.zeros(len(opens), dtype=np.int64)))
 
 
-def _leased_with(opens: NDArray[np.bool_], later: Int64s) -> Int64s:
+def _leased_with(opens: Bools, later: Int64s) -> Int64s:
     """The second group before each, or so many later as memory demands; none before its epoch."""
     number = np.arange(len(opens))
     opened: Int64s = np.maximum.accumulate(np.where(opens, number, 0))
@@ -195,7 +197,7 @@ def _cells(plan: Plan, lanes: Sequence[int], start: int, stop: int) -> Int64s:
     return out.reshape(stop - start, -1)
 
 
-def through_memory(needs: Needs, sizes: Int64s, budget: int) -> NDArray[np.bool_]:
+def through_memory(needs: Needs, sizes: Int64s, budget: int) -> Bools:
     """Which of the needs are loads, because memory does not hold the block: the loader's `BlockWindow`.
 
     The least recently used goes first; what one of the last three groups needs stays.
@@ -232,11 +234,7 @@ def through_memory(needs: Needs, sizes: Int64s, budget: int) -> NDArray[np.bool_
     return loads
 
 
-Bools = NDArray[np.bool_]
-
-_LOOKED_AT_TOGETHER = (
-    16  # blocks among which reading ahead finds those that lie end to end (`storage.cache.supply`)
-)
+_JOINED = 16  # blocks among which reading ahead finds those that lie end to end (`reading.cache`)
 
 
 @dataclass(frozen=True, eq=False)
@@ -285,11 +283,9 @@ def _next_uses(step: Int64s, block: Int64s, use_step: Int64s, use_block: Int64s)
     return result
 
 
-@dataclass(frozen=True, eq=False)
-class NodeReads:
+class NodeReads(NamedTuple):
     """What became of a node's loads."""
 
-    loads: Loads  # the loads
     from_store: Bools  # bool[n]; the others were in the cache
     held: int  # bytes in the cache at the end
 
@@ -297,7 +293,7 @@ class NodeReads:
 def through_cache(loads: Loads, limit: int) -> NodeReads:
     """Serve loads from a cache of ``limit`` bytes that knows the future; 0 for none."""
     if not limit:
-        return NodeReads(loads, np.ones(len(loads.block), dtype=bool), 0)
+        return NodeReads(np.ones(len(loads.block), dtype=bool), 0)
     cache = FurthestFirst(limit)
     missed = np.zeros(len(loads.block), dtype=bool)
     rows = zip(loads.block.tolist(), loads.size.tolist(), loads.next_use.tolist(), strict=True)
@@ -306,7 +302,7 @@ def through_cache(loads: Loads, limit: int) -> NodeReads:
             missed[i] = True
             if size <= limit:
                 cache.add(block, size, next_use)
-    return NodeReads(loads, missed, cache.held)
+    return NodeReads(missed, cache.held)
 
 
 def least_recently_used(keys: Iterable[Hashable], sizes: Sequence[int], limit: int) -> Bools:
@@ -332,7 +328,7 @@ def least_recently_used(keys: Iterable[Hashable], sizes: Sequence[int], limit: i
 def count_requests(block: Int64s, shard: NDArray[np.integer]) -> Bools:
     """Which reads of one rank are requests of their own, in the order in which they are read ahead.
 
-    Of each `_LOOKED_AT_TOGETHER` blocks those that follow each other in a shard are one request.
+    Of each `_JOINED` blocks those that follow each other in a shard are one request.
 
     Args:
         block: (n,) that are read from the store, dataset-wide.
@@ -342,7 +338,7 @@ def count_requests(block: Int64s, shard: NDArray[np.integer]) -> Bools:
     if not len(block):
         return own
     place = np.arange(len(block))
-    batch = place // _LOOKED_AT_TOGETHER
+    batch = place // _JOINED
     order = np.lexsort((block, batch))
     joins = (
         (batch[order[1:]] == batch[order[:-1]])
