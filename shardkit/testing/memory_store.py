@@ -8,14 +8,16 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from shardkit.errors import IntegrityError, NotFoundError, UsageError
-from shardkit.stores.store import ObjectStat, check_name, check_prefix
+from shardkit.errors import NotFoundError
+from shardkit.stores.store import DirectStore, ObjectStat, check_name, check_prefix
 
 __all__ = ["MemoryStore"]
 
 
-class MemoryStore:
+class MemoryStore(DirectStore):
     """Objects in a dict; implements `shardkit.stores.store.Store`. Keeps SHA-256 digests, as object stores do."""
+
+    _read_only = False
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
@@ -27,20 +29,13 @@ class MemoryStore:
 
     def get(self, name: str, *, max_bytes: int) -> bytes:
         data = self._find(name)
-        if len(data) > max_bytes:
-            raise IntegrityError(f"{name}: {len(data)} bytes, expected at most {max_bytes}")
+        self._check_size(name, len(data), max_bytes)
         return data
 
-    def get_range(self, name: str, offset: int, length: int) -> bytes:
-        data = self._find(name)
-        if offset < 0 or length < 0:
-            raise UsageError(f"{name}: range ({offset}, {length})")
-        if offset + length > len(data):
-            raise IntegrityError(f"{name}: {len(data)} bytes, expected at least {offset + length}")
-        return data[offset : offset + length]
-
     def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        return [self.get_range(name, offset, length) for offset, length in ranges]
+        data = self._find(name)
+        self._check_ranges(name, ranges, len(data))
+        return [data[offset : offset + length] for offset, length in ranges]
 
     def put_new(self, name: str, data: bytes) -> bool:
         check_name(name)

@@ -61,10 +61,8 @@ def parse_address(url: str) -> Address:
             f"{scheme}:// URL with a password, a query or a fragment (not printed here); put credentials "
             "into the environment or into the configuration of the client, and only bucket and prefix into the URL"
         )
-    kind, path = OBJECT_SCHEMES.get(scheme, scheme), unquote(parts.path).strip("/")
-    if kind != scheme:
-        scheme = kind
-    if scheme in ("s3", "gs", "az"):
+    scheme, path = OBJECT_SCHEMES.get(scheme, scheme), unquote(parts.path).strip("/")
+    if scheme in OBJECT_SCHEMES.values():
         if not host:
             raise UsageError(f"{url!r} names no bucket; expected {scheme}://bucket/prefix")
         if path and (_PREFIX.fullmatch(path) is None or ".." in path.split("/") or "." in path.split("/")):

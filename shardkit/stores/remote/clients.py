@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from shardkit.errors import MissingDependency, StoreError
 from shardkit.stores.remote.addresses import Address
-from shardkit.stores.remote.failures import Failure, classify, told
+from shardkit.stores.remote.failures import Failure, classified
 from shardkit.stores.remote.waiting import RetryPolicy
 
 Buffer = Any
@@ -144,43 +144,40 @@ class ObstoreClient:
                 "refused", "what the environment says of its endpoint or credentials is unusable"
             ) from None
 
+    @classified()
     def get(self, name: str, max_bytes: int) -> tuple[int, Buffer]:
-        def read() -> tuple[int, Buffer]:
-            found = self._api.get(self._store, name)
-            size = int(found.meta["size"])
-            return size, found.buffer() if size <= max_bytes else b""
+        found = self._api.get(self._store, name)
+        size = int(found.meta["size"])
+        return size, found.buffer() if size <= max_bytes else b""
 
-        return told(read)
-
+    @classified()
     def get_range(self, name: str, offset: int, length: int) -> Buffer:
-        return told(lambda: self._api.get_range(self._store, name, start=offset, length=length))
+        return self._api.get_range(self._store, name, start=offset, length=length)
 
+    @classified()
     def put(self, name: str, data: Buffer, *, write_id: str | None) -> None:
         settings: dict[str, Any] = {"use_multipart": False}
         if write_id is not None:
             settings |= {"mode": "create", "attributes": {WRITE_ID: write_id}}
-        told(lambda: self._api.put(self._store, name, data, **settings))
+        self._api.put(self._store, name, data, **settings)
 
+    @classified()
     def stat(self, name: str) -> Found:
-        def look() -> Found:
-            found = self._api.get(self._store, name, options={"head": True})
-            write_id = dict(found.attributes).get(WRITE_ID)
-            return Found(name, int(found.meta["size"]), write_id, found.meta["e_tag"] or "")
-
-        return told(look)
+        found = self._api.get(self._store, name, options={"head": True})
+        write_id = dict(found.attributes).get(WRITE_ID)
+        return Found(name, int(found.meta["size"]), write_id, found.meta["e_tag"] or "")
 
     def list(self, prefix: str, after: str) -> Iterator[Found]:
-        try:
+        with classified():
             chunks = self._api.list(self._store, prefix or None, offset=after or None, chunk_size=1000)
             for chunk in chunks:
                 for meta in chunk:
                     yield Found(meta["path"], int(meta["size"]), etag=meta["e_tag"] or "")
-        except Exception as error:  # noqa: BLE001 (whatever the client raises is classified)
-            raise classify(error) from None
 
     def delete(self, name: str) -> None:
         try:
-            told(lambda: self._api.delete(self._store, name))
+            with classified():
+                self._api.delete(self._store, name)
         except Failure as failure:
             if failure.kind != "absent":
                 raise
@@ -265,61 +262,54 @@ class Boto3Client:
         self._bucket = address.host
         self._prefix = f"{address.path}/" if address.path else ""
 
+    @classified()
     def get(self, name: str, max_bytes: int) -> tuple[int, Buffer]:
-        def read() -> tuple[int, Buffer]:
-            found = self._s3.get_object(**self._key(name))
-            with contextlib.closing(found["Body"]) as body:
-                size = int(found["ContentLength"])
-                return size, body.read() if size <= max_bytes else b""
+        found = self._s3.get_object(**self._key(name))
+        with contextlib.closing(found["Body"]) as body:
+            size = int(found["ContentLength"])
+            return size, body.read() if size <= max_bytes else b""
 
-        return told(read)
-
+    @classified()
     def get_range(self, name: str, offset: int, length: int) -> Buffer:
+        found = self._s3.get_object(**self._key(name), Range=f"bytes={offset}-{offset + length - 1}")
+        with contextlib.closing(found["Body"]) as body:
+            return body.read(length)
 
-        def read() -> Buffer:
-            found = self._s3.get_object(**self._key(name), Range=f"bytes={offset}-{offset + length - 1}")
-            with contextlib.closing(found["Body"]) as body:
-                return body.read(length)
-
-        return told(read)
-
+    @classified()
     def put(self, name: str, data: Buffer, *, write_id: str | None) -> None:
         settings: dict[str, Any] = {"Body": bytes(data), "ChecksumAlgorithm": "SHA256"}
         if write_id is not None:
             settings |= {"IfNoneMatch": "*", "Metadata": {WRITE_ID: write_id}}
-        told(lambda: self._s3.put_object(**self._key(name), **settings))
+        self._s3.put_object(**self._key(name), **settings)
 
+    @classified()
     def stat(self, name: str) -> Found:
-        def look() -> Found:
-            found = self._s3.head_object(**self._key(name), ChecksumMode="ENABLED")
-            text = str(found.get("ChecksumSHA256") or "")
-            whole = found.get("ChecksumType", "FULL_OBJECT") == "FULL_OBJECT" and len(text) == 44
-            return Found(
-                name,
-                int(found["ContentLength"]),
-                found["Metadata"].get(WRITE_ID),
-                found.get("ETag", ""),
-                base64.b64decode(text).hex() if whole else None,
-            )
-
-        return told(look)
+        found = self._s3.head_object(**self._key(name), ChecksumMode="ENABLED")
+        text = str(found.get("ChecksumSHA256") or "")
+        whole = found.get("ChecksumType", "FULL_OBJECT") == "FULL_OBJECT" and len(text) == 44
+        return Found(
+            name,
+            int(found["ContentLength"]),
+            found["Metadata"].get(WRITE_ID),
+            found.get("ETag", ""),
+            base64.b64decode(text).hex() if whole else None,
+        )
 
     def list(self, prefix: str, after: str) -> Iterator[Found]:
-        pages = self._s3.get_paginator("list_objects_v2").paginate(
-            Bucket=self._bucket,
-            Prefix=self._prefix + prefix,
-            **({"StartAfter": self._prefix + after} if after else {}),
-        )
-        try:
+        with classified():
+            pages = self._s3.get_paginator("list_objects_v2").paginate(
+                Bucket=self._bucket,
+                Prefix=self._prefix + prefix,
+                **({"StartAfter": self._prefix + after} if after else {}),
+            )
             for page in pages:
                 for found in page.get("Contents", ()):
                     name = found["Key"].removeprefix(self._prefix)
                     yield Found(name, int(found["Size"]), etag=found.get("ETag", ""))
-        except Exception as error:  # noqa: BLE001 (whatever the client raises is classified)
-            raise classify(error) from None
 
+    @classified()
     def delete(self, name: str) -> None:
-        told(lambda: self._s3.delete_object(**self._key(name)))
+        self._s3.delete_object(**self._key(name))
 
     def _key(self, name: str) -> dict[str, str]:
         return {"Bucket": self._bucket, "Key": self._prefix + name}

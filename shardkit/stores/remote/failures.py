@@ -6,11 +6,10 @@ string that was signed. So nothing of their text is passed on but the HTTP statu
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable
-from typing import Final, Literal, TypeVar
-
-_Result = TypeVar("_Result")
+from collections.abc import Iterator
+from typing import Final, Literal
 
 Kind = Literal[
     "absent", "exists", "conflict", "throttled", "no-answer", "expired", "denied", "range", "refused"
@@ -99,10 +98,11 @@ def classify(error: BaseException) -> Failure:
     return Failure(_kind(type(error).__name__, status, code), reason)
 
 
-def told(request: Callable[[], _Result]) -> _Result:
-    """The answer to a request; whatever the client raises instead becomes a `Failure`."""
+@contextlib.contextmanager
+def classified() -> Iterator[None]:
+    """Turn whatever a client raises into a `Failure`; also a decorator."""
     try:
-        return request()
+        yield
     except Exception as error:  # noqa: BLE001 (whatever the client raises)
         raise classify(error) from None
 

@@ -302,17 +302,15 @@ class ObjectStore(RemoteStore):
             )
         advice = failure.advice
         if failure.kind == "denied":
-            advice = f"get the right {self._right(doing)}, or set other credentials in the environment"
+            # what the credentials lack, in the words of the store's own policies where we know them
+            right = _S3_RIGHTS.get(doing, doing) if self._address.scheme == "s3" else f"to {doing}"
+            advice = f"get the right {right}, or set other credentials in the environment"
         text = f"cannot {doing} {name} in {self.url}: {failure.reason}; {advice}"
         if failure.kind == "denied" and doing in ("write", "delete"):
             raise StoreReadOnlyError(text)
         error = StoreError(text)
         error.errno = _ERRNO.get(failure.kind, errno.EINVAL)
         raise error
-
-    def _right(self, doing: str) -> str:
-        """What the credentials lack, in the words of the store's own policies where we know them."""
-        return _S3_RIGHTS.get(doing, doing) if self._address.scheme == "s3" else f"to {doing}"
 
     def _empty_range(self, name: str, offset: int) -> bytes:
         stat = self.head(name)
