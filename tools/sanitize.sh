@@ -1,5 +1,6 @@
 #!/bin/sh
-# The loader's compiled module with AddressSanitizer and UndefinedBehaviorSanitizer, under its property tests.
+# The loader's compiled module with AddressSanitizer and UndefinedBehaviorSanitizer, then with ThreadSanitizer, under its
+# property tests.
 # Whatever they find ends the process: `make sanitize` then fails.
 set -eu
 cd "$(dirname "$0")/.."
@@ -21,12 +22,24 @@ restore() {
 }
 trap restore EXIT
 trap 'exit 130' INT TERM
+compile() { # -fsanitize=…
+    "$compiler" -shared -fPIC -g -O1 "$@" -fno-omit-frame-pointer -I"$include" shardkit/loader/block_rows.c -o "$module.new"
+    mv "$module.new" "$module"
+}
+library() { "$compiler" -print-file-name="$1"; }
+
 # of the C library's own functions too: a copy past the end of a buffer is one of memcpy's
-"$compiler" -shared -fPIC -g -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer \
-    -I"$include" shardkit/loader/block_rows.c -o "$module.new"
-mv "$module.new" "$module"
+compile -fsanitize=address,undefined -fno-sanitize-recover=all
 # Python's allocator hides its objects from the sanitizer: every one from malloc. It never frees all of them: no leaks told.
-LD_PRELOAD="$("$compiler" -print-file-name=libasan.so)" PYTHONMALLOC=malloc \
+LD_PRELOAD="$(library libasan.so)" PYTHONMALLOC=malloc \
     ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
     "$python" -m pytest -q -n 0 -p no:cacheprovider tests/property/test_compiled_modules.py \
     tests/property/test_gather_paths.py tests/property/test_block_placing.py "$@"
+
+# Its threads and locks: the interpreter itself is not instrumented, so nothing is told of its objects.
+[ -e "$(library libtsan.so)" ] || exit 0
+fixed=""
+! setarch -R true 2>/dev/null || fixed="setarch -R" # older ones do not know every layout of random addresses
+compile -fsanitize=thread
+LD_PRELOAD="$(library libtsan.so)" TSAN_OPTIONS=halt_on_error=1:report_signal_unsafe=0 \
+    $fixed "$python" -m pytest -q -n 0 -p no:cacheprovider tests/property/test_compiled_modules.py "$@"

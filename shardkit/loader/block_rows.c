@@ -925,8 +925,10 @@ static int hold_targets(PyObject *list, Targets *targets)
     }
     for (; targets->count < count; targets->count++) {
         Py_buffer *one = &targets->held[targets->count];
-        PyObject *target = PyList_GetItem(list, targets->count); /* another thread may have made it shorter */
-        if (!target || PyObject_GetBuffer(target, one, PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS) < 0) {
+        PyObject *target = PySequence_GetItem(list, targets->count); /* held: another thread may have changed the list */
+        const int failed = !target || PyObject_GetBuffer(target, one, PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS) < 0;
+        Py_XDECREF(target); /* the buffer holds it from here on */
+        if (failed) {
             release_targets(targets);
             return -1;
         }
