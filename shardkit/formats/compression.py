@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import re
-import threading
-
-import zstandard
 
 from shardkit.errors import FormatError, SchemaError
+from shardkit.formats import zstd
 
 MAX_WINDOW = 8 << 20
 """Bytes of a zstd window; level 19 needs no more, and RFC 8878 recommends that every decoder supports it."""
 
 MAX_LEVEL = 19
 _ZSTD = re.compile(r"zstd(?::([1-9][0-9]?))?\Z")
-_own = threading.local()  # a decompressor of each thread: to make one costs as much as a small frame
 MAX_RATIO = 1 << 16  # above what zstd can reach: a block of 128 KiB takes at least 4 bytes
 
 
@@ -59,8 +56,8 @@ def extension(format: str, compression: str) -> str:
 
 
 def compress_frame(raw: bytes | bytearray | memoryview, level: int) -> bytes:
-    """One zstd frame with its content size and content checksum (off by default in python-zstandard)."""
-    return zstandard.ZstdCompressor(level=level, write_checksum=True, write_content_size=True).compress(raw)
+    """One zstd frame with its content size and content checksum."""
+    return zstd.compress(raw, level)
 
 
 def decompress_frame(frame: bytes | memoryview, raw_bytes: int, what: str) -> bytes:
@@ -70,22 +67,20 @@ def decompress_frame(frame: bytes | memoryview, raw_bytes: int, what: str) -> by
         FormatError: another size, no or several frames, a dictionary, an outsized window, or a broken frame.
     """
     try:
-        header = zstandard.get_frame_parameters(frame)
-        # The declared size is what gets allocated: max_output_size is ignored when a frame declares one.
+        header = zstd.read_header(frame)
+        # The declared size is what gets allocated.
         if header.content_size != raw_bytes:
             raise FormatError(
                 f"{what}: zstd frame declares {header.content_size} bytes, expected {raw_bytes}"
             )
-        if header.dict_id or header.window_size > max(MAX_WINDOW, raw_bytes):
+        if header.dictionary or header.window_size > max(MAX_WINDOW, raw_bytes):
             raise FormatError(
                 f"{what}: zstd frame wants a dictionary or a window of {header.window_size} bytes"
             )
         if raw_bytes > MAX_RATIO * len(frame):
             raise FormatError(f"{what}: zstd frame of {len(frame)} bytes cannot hold {raw_bytes}")
-        if (decompressor := getattr(_own, "decompressor", None)) is None:
-            decompressor = _own.decompressor = zstandard.ZstdDecompressor()
-        raw: bytes = decompressor.decompress(frame, allow_extra_data=False)
-    except (zstandard.ZstdError, MemoryError) as error:
+        raw = zstd.decompress(frame)
+    except (zstd.ZstdError, MemoryError) as error:
         raise FormatError(f"{what}: broken zstd frame ({error})") from None
     if len(raw) != raw_bytes:
         raise FormatError(f"{what}: zstd frame gave {len(raw)} bytes, expected {raw_bytes}")

@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from shardkit.formats import zstd
+
 CHUNK = 1000
 BLOB_BYTES = 100_000
 TEXT_BYTES = 1500
@@ -193,20 +195,14 @@ def _hash(rows: Rows, epoch: int) -> Iterator[Any]:
 
 
 def _compressed(data: Any) -> list[bytes]:
-    import zstandard
-
-    compressor = zstandard.ZstdCompressor(level=3)
     starts = range(0, len(data), _FRAME_BYTES)
-    return [compressor.compress(data[start : start + _FRAME_BYTES].tobytes()) for start in starts]
+    return [zstd.compress(data[start : start + _FRAME_BYTES].tobytes(), 3) for start in starts]
 
 
 def _decompress(frames: list[bytes], rows: int) -> Iterator[int]:
-    import zstandard
-
     def work(first: int) -> int:
-        decompressor = zstandard.ZstdDecompressor()
         for frame in frames[first : first + _TASK_FRAMES]:
-            decompressor.decompress(frame)
+            zstd.decompress(frame)
         last = min(first + _TASK_FRAMES, len(frames))
         return rows * last // len(frames) - rows * first // len(frames)
 

@@ -286,7 +286,10 @@ def _worker(key: str, made: list[Any], given: _Given) -> Worker:
 
 
 def _own_versions() -> dict[str, str]:
-    return {name: importlib.metadata.version(name) for name in _SAME_VERSIONS}
+    installed = {str(one.metadata["Name"]).lower(): one.version for one in importlib.metadata.distributions()}
+    return {
+        name: installed.get(name, f"none (Python {platform.python_version()})") for name in _SAME_VERSIONS
+    }
 
 
 def _short_folder() -> str:

@@ -25,10 +25,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 import xxhash
-import zstandard
 from numpy.typing import NDArray
 
 from shardkit.errors import SourceError
+from shardkit.formats import zstd
 from shardkit_tools.importers.member_values import common_array
 from shardkit_tools.importers.numpy_rows import array_type
 from shardkit_tools.importers.options import ImportOptions
@@ -42,7 +42,7 @@ from shardkit_tools.importers.protocol import (
     SourceSample,
     SourceTask,
 )
-from shardkit_tools.importers.source_files import read_file
+from shardkit_tools.importers.source_files import Frames, read_file
 from shardkit_tools.importers.strict_json import parse_json
 
 __all__ = ["MdsImporter", "open_mds"]
@@ -241,12 +241,15 @@ def _unpacked(shard: MdsShard, data: bytes) -> bytes:
     packed = io.BytesIO(data)
     try:
         if kind == "zstd":
-            return zstandard.ZstdDecompressor().stream_reader(packed, read_across_frames=True).read(limit)
+            frames, unpacked = Frames(packed, zstd.new_decompressor), bytearray()
+            while len(unpacked) < limit and (piece := frames.read(limit - len(unpacked))):
+                unpacked += piece
+            return bytes(unpacked)
         if kind == "gz":
             return gzip.GzipFile(fileobj=packed).read(limit)
         if kind == "bz2":
             return bz2.BZ2File(packed).read(limit)
-    except (zstandard.ZstdError, OSError, EOFError, zlib.error, ValueError) as error:
+    except (zstd.ZstdError, OSError, EOFError, zlib.error, ValueError) as error:
         raise SourceError(f"{shard.file.path}: cannot be decompressed ({error}); fetch it again") from error
     if kind:
         raise SourceError(

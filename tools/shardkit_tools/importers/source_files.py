@@ -19,9 +19,8 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, BinaryIO, cast
 
-import zstandard
-
 from shardkit.errors import NotFoundError, SourceError
+from shardkit.formats import zstd
 from shardkit_tools.importers.protocol import Source, SourceFile, SourceTask
 
 __all__ = [
@@ -179,11 +178,11 @@ def open_plain(file: SourceFile) -> BinaryIO:
     stream = open_file(file)
     if not is_compressed(file):
         return stream
-    reader: gzip.GzipFile | _Frames
+    reader: gzip.GzipFile | Frames
     if file.name.lower().endswith(".zst"):
-        reader = _Frames(stream, lambda: zstandard.ZstdDecompressor().decompressobj())
+        reader = Frames(stream, zstd.new_decompressor)
     elif file.name.lower().endswith(".xz"):  # zeros may stand between its streams
-        reader = _Frames(stream, lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, _XZ_MEMORY), b"\0")
+        reader = Frames(stream, lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, _XZ_MEMORY), b"\0")
     else:
         reader = gzip.GzipFile(fileobj=stream)
     return cast(BinaryIO, io.BufferedReader(_Guarded(reader, stream, file.path), 1 << 18))
@@ -208,7 +207,7 @@ def group_files(files: Iterable[SourceFile]) -> list[SourceTask]:
 class _Guarded(io.RawIOBase):
     """A decompressor whose errors name the file."""
 
-    def __init__(self, inner: gzip.GzipFile | _Frames, packed: BinaryIO, path: str) -> None:
+    def __init__(self, inner: gzip.GzipFile | Frames, packed: BinaryIO, path: str) -> None:
         self._inner, self._packed, self._path = inner, packed, path
 
     def readable(self) -> bool:
@@ -217,7 +216,7 @@ class _Guarded(io.RawIOBase):
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         try:
             data = self._inner.read(len(buffer))
-        except (OSError, EOFError, zlib.error, zstandard.ZstdError, lzma.LZMAError) as error:
+        except (OSError, EOFError, zlib.error, zstd.ZstdError, lzma.LZMAError) as error:
             raise SourceError(
                 f"{self._path}: cannot be decompressed ({error}); fetch or write it again"
             ) from error
@@ -229,7 +228,7 @@ class _Guarded(io.RawIOBase):
         super().close()
 
 
-class _Frames:
+class Frames:
     """Compressed frames one behind another, in bounded memory, which must not end within one.
 
     The stream reader of zstd takes such an end for the text's, and `lzma.LZMAFile` as much memory as a file asks for.

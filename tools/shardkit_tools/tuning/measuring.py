@@ -13,10 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-import zstandard
 
 import shardkit
 from shardkit.errors import StoreError, UsageError
+from shardkit.formats import zstd
 from shardkit.formats.digest import xxh3
 from shardkit.plan.permutation import order
 from shardkit.stores.store import Store
@@ -69,8 +69,7 @@ def measure_machine(folder: Path, *, seconds: float, tell: Tell) -> Machine:
     tell("checksums, zstd")
     data = bytes(_text(8 * MIB))
     pieces = [memoryview(data)[i : i + MIB] for i in range(0, len(data), MIB)]
-    packed = [zstandard.ZstdCompressor(level=3).compress(piece) for piece in pieces]
-    unpack = zstandard.ZstdDecompressor()
+    packed = [zstd.compress(piece, 3) for piece in pieces]
     return Machine(
         sequential=sequential,
         random=random,
@@ -79,7 +78,7 @@ def measure_machine(folder: Path, *, seconds: float, tell: Tell) -> Machine:
         gather=gather,
         sha256=rate_of(lambda: _over(pieces, lambda piece: hashlib.sha256(piece).digest()), seconds / 2),
         xxh3=rate_of(lambda: _over(pieces, xxh3), seconds / 2),
-        zstd=rate_of(lambda: sum(len(unpack.decompress(one)) for one in packed), seconds / 2),
+        zstd=rate_of(lambda: sum(len(zstd.decompress(one)) for one in packed), seconds / 2),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
     )
 
