@@ -276,6 +276,15 @@ class RowSpool:
         if self._seed is None:
             yield self._view[: self._run_size]
             return
+        if len(lengths) and int(lengths.min()) == int(lengths.max()):  # into memory that is touched once
+            records = self._buffer.data[: self._run_size].reshape(len(order), -1)
+            step = max(1, _JOIN_BYTES // records.shape[1])
+            joined = np.empty((min(step, len(order)), records.shape[1]), np.uint8)
+            for start in range(0, len(order), step):
+                rows = order[start : start + step]
+                np.take(records, rows, axis=0, out=joined[: len(rows)], mode="clip")
+                yield joined[: len(rows)].reshape(-1).data
+            return
         stops = np.cumsum(lengths)
         begins, ends, sizes = (stops - lengths)[order], stops[order], np.cumsum(lengths[order])
         start = 0

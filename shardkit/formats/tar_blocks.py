@@ -201,8 +201,10 @@ def tar_column(
         return VariableColumn(data, starts, starts + sizes, kind)
     dtype = kind.numpy_dtype
     if kind.is_whole and not is_payload:
-        return FixedColumn(_parse_integers(data, starts, sizes, dtype, name))
-    header_bytes = 0 if is_payload else _header_bytes(kind)
+        parse = _parse_few if len(starts) <= _FEW_ROWS else parse_decimals
+        return FixedColumn(parse(data, starts, sizes, dtype, name))
+    header_bytes = RAGGED_HEADER_BYTES if kind.kind == "ragged" else len(npy_header(kind))
+    header_bytes = 0 if is_payload else header_bytes
     lengths = sizes - header_bytes
     wrong = (
         lengths != kind.item_bytes
@@ -254,10 +256,6 @@ def optional_column(
     assert isinstance(found, VariableColumn), "payloads of any size are a column of any size"
     starts[present], ends[present] = found.starts, found.ends
     return VariableColumn(found.data, starts, ends, kind)
-
-
-def _header_bytes(kind: FieldType) -> int:
-    return RAGGED_HEADER_BYTES if kind.kind == "ragged" else len(npy_header(kind))
 
 
 def _refuse_rows(wrong: NDArray[np.bool_], name: str, why: str) -> None:
@@ -314,7 +312,7 @@ def _parse_few(
     dtype: np.dtype[Any],
     name: str,
 ) -> NDArray[Any]:
-    """`_parse_integers` one by one: for some dozen rows two dozen numpy calls cost more."""
+    """`parse_decimals` one by one: for some dozen rows two dozen numpy calls cost more."""
     bottom, top, type_name = _integer_range(dtype)
     found: list[int] = []
     view = data.data
@@ -329,19 +327,6 @@ def _parse_few(
     return values
 
 
-def _parse_integers(
-    data: NDArray[np.uint8],
-    starts: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    dtype: np.dtype[Any],
-    name: str,
-) -> NDArray[Any]:
-    """Canonical decimals of all rows of a block."""
-    if len(starts) <= _FEW_ROWS:
-        return _parse_few(data, starts, sizes, dtype, name)
-    return parse_decimals(data, starts, sizes, dtype, name, first=0)
-
-
 def parse_decimals(
     data: NDArray[np.uint8],
     starts: NDArray[np.int64],
@@ -349,7 +334,7 @@ def parse_decimals(
     dtype: np.dtype[Any],
     name: str,
     *,
-    first: NDArray[np.int64] | int,
+    first: NDArray[np.int64] | int = 0,
 ) -> NDArray[Any]:
     """Canonical decimals at any places at once, by Horner's rule in uint64 over right-aligned digits.
 
