@@ -148,6 +148,8 @@ class ShardTable:
         """
         if not tables:
             return cls.from_records([])
+        if len(tables) == 1 and stratum_offsets is None:
+            return tables[0]
         columns = {name: np.concatenate([getattr(table, name) for table in tables]) for name in SHARD_COLUMNS}
         segments = {
             name: np.concatenate([getattr(table, name) for table in tables]) for name in SEGMENT_COLUMNS
