@@ -6,6 +6,7 @@ import functools
 import hashlib
 import os
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -156,13 +157,14 @@ class _Adopting:
     def run(self, repository: Repository, job: Job) -> list[AdoptedTar]:
         """Read every tar that an earlier run has not; all of them, in order."""
         finished = {task.number: finished_tar(job, repository, task) for task in self._tasks}
-        found = {number: tar for number, tar in finished.items() if tar is not None}
-        self._reused = len(found)
-        return self._read(repository, job.folder, found)
+        return self._read(
+            repository, job.folder, {number: tar for number, tar in finished.items() if tar is not None}
+        )
 
     def _read(
         self, repository: Repository | None, folder: JobFolder, found: dict[int, AdoptedTar]
     ) -> list[AdoptedTar]:
+        self._reused = len(found)
         todo = [task for task in self._tasks if task.number not in found]
         self._read_bytes = sum(task.file.size for task in todo)
         done = sum(tar.size for tar in found.values())
@@ -179,19 +181,14 @@ class _Adopting:
             for tar in engine.run(make, todo, self._meter.add, here=here):
                 found[tar.number] = tar
         self._meter.end()
-        ordered = [found[task.number] for task in self._tasks]
-        self._check_different(ordered)
-        return ordered
-
-    def _check_different(self, found: Sequence[AdoptedTar]) -> None:
-        seen: dict[str, int] = {}
-        for tar in found:
-            first = seen.setdefault(tar.digest, tar.number)
-            if first != tar.number:
+        seen: dict[str, AdoptTask] = {}
+        for task in self._tasks:
+            first = seen.setdefault(found[task.number].digest, task)
+            if first is not task:
                 raise SourceError(
-                    f"{self._tasks[tar.number]}: the same bytes as {self._tasks[first]}, its samples would be there "
-                    "twice; name one of them"
+                    f"{task}: the same bytes as {first}, its samples would be there twice; name one of them"
                 )
+        return [found[task.number] for task in self._tasks]
 
     def make(self, repository: Repository, found: Sequence[AdoptedTar]) -> Manifest:
         self._meter.begin("commit")
@@ -218,13 +215,12 @@ class _Adopting:
 
     def _strata(self, found: Sequence[AdoptedTar]) -> dict[tuple[str, ...], int]:
         """Values of the axes → rows, sorted; numbers by value, not as text."""
-        counts: dict[tuple[str, ...], int] = {}
+        counts: Counter[tuple[str, ...]] = Counter()
         for tar in found:
             for labels, rows in tar.runs:
-                counts[labels] = counts.get(labels, 0) + rows
-        by_number = [
-            self._schema[axis].is_whole and self._schema[axis].dtype != "bool" for axis in self._axes
-        ]
+                counts[labels] += rows
+        kinds = [self._schema[axis] for axis in self._axes]
+        by_number = [kind.is_whole and kind.dtype != "bool" for kind in kinds]
 
         def order(labels: tuple[str, ...]) -> tuple[object, ...]:
             return tuple(
@@ -292,42 +288,22 @@ class Promise:
 
 
 def broken_promises(axes: Sequence[str], strata: int, largest_block: int, block_bytes: int) -> list[Promise]:
-    """What to tell of an adopted version.
-
-    Args:
-        axes: of its strata.
-        strata: how many there are.
-        largest_block: bytes of its largest block.
-        block_bytes: the target.
-    """
-    if axes:
-        balance = (
-            f"{strata} strata of {'/'.join(axes)} lie where the tars have them; a shard need not hold all of them, so "
-            "batches are balanced over more shards than a build would need"
-        )
-    else:
-        balance = "all samples are one stratum: batches are not balanced by any field"
-    return [
-        Promise("strata", balance),
-        Promise(
-            "order",
-            "samples were not shuffled over all tars: they lie in the tars' order, so a plan mixes what its window of "
-            "blocks holds; choose a larger window where neighbours are alike",
-        ),
-        Promise(
-            "blocks",
-            f"blocks are cut at samples as the tars have them: the largest has {largest_block} bytes, the target is "
-            f"{block_bytes}; memory is budgeted by the largest",
-        ),
-        Promise(
-            "keys", "keys are unique inside a tar only, and JSON and media stay byte for byte as they are"
-        ),
-        Promise(
-            "custody",
-            "the tars stay their owner's: shardkit notices every change when it reads, and names the tar, but nothing "
-            "keeps them from being changed, moved or deleted; a change cannot be healed from the root",
-        ),
-        Promise(
-            "erasure", "remove takes samples out of versions; --erase cannot take their bytes out of the tars"
-        ),
-    ]
+    """What to tell of an adopted version with so many strata by these axes, and so large blocks for that target."""
+    balance = (
+        f"{strata} strata of {'/'.join(axes)} lie where the tars have them; a shard need not hold all of them, so "
+        "batches are balanced over more shards than a build would need"
+        if axes
+        else "all samples are one stratum: batches are not balanced by any field"
+    )
+    promises = {
+        "strata": balance,
+        "order": "samples were not shuffled over all tars: they lie in the tars' order, so a plan mixes what its "
+        "window of blocks holds; choose a larger window where neighbours are alike",
+        "blocks": f"blocks are cut at samples as the tars have them: the largest has {largest_block} bytes, the "
+        f"target is {block_bytes}; memory is budgeted by the largest",
+        "keys": "keys are unique inside a tar only, and JSON and media stay byte for byte as they are",
+        "custody": "the tars stay their owner's: shardkit notices every change when it reads, and names the tar, but "
+        "nothing keeps them from being changed, moved or deleted; a change cannot be healed from the root",
+        "erasure": "remove takes samples out of versions; --erase cannot take their bytes out of the tars",
+    }
+    return [Promise(name, text) for name, text in promises.items()]

@@ -280,30 +280,28 @@ class _Scan:
         raw = np.frombuffer(data, np.uint8)
         table = np.array(fields, np.int64).reshape(len(fields), len(self._schema), 2)
         for place, (name, kind) in enumerate(self._schema.items()):
-            if kind.kind == "bytes":
-                continue
+            rows = range(0)
             try:
                 self._check_column(raw, table[:, place], kind, name)
             except FormatError:
-                for row in range(len(fields)):
-                    try:
-                        self._check_column(raw, table[row : row + 1, place], kind, name)
-                    except FormatError as error:
-                        raise SourceError(
-                            f"{self._file.path} sample {self._block[row].key!r}: {error}; mend it, or keep its "
-                            f"bytes with --schema {name}=bytes"
-                        ) from None
-                raise
+                rows = range(len(fields))  # one of these
+            for row in rows:
+                try:
+                    self._check_column(raw, table[row : row + 1, place], kind, name)
+                except FormatError as error:
+                    raise SourceError(
+                        f"{self._file.path} sample {self._block[row].key!r}: {error}; mend it, or keep its bytes with "
+                        f"--schema {name}=bytes"
+                    ) from None
 
     def _check_column(
         self, raw: NDArray[np.uint8], table: NDArray[np.int64], kind: FieldType, name: str
     ) -> None:
-        starts, sizes = table[:, 0], table[:, 1]
         if kind.kind == "json":
             for start, size in table.tolist():
                 decode_json(raw[start : start + size].data, name)
-            return
-        tar_column(raw, starts, sizes, kind, name, is_payload=self._is_payload[name])
+        elif kind.kind != "bytes":
+            tar_column(raw, table[:, 0], table[:, 1], kind, name, is_payload=self._is_payload[name])
 
     # Results
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from shardkit.errors import FormatError
@@ -12,7 +12,7 @@ from shardkit.manifest import ShardRecord
 from shardkit.reading.adopted import put_adopted
 from shardkit.repository.repository import Repository
 from shardkit.stores.store import Descriptor
-from shardkit_tools.adopting.scanning import ScannedTar, scan_tar
+from shardkit_tools.adopting.scanning import scan_tar
 from shardkit_tools.adopting.tar_places import place_of
 from shardkit_tools.building.engines import Report
 from shardkit_tools.building.job import Job, JobFolder
@@ -32,6 +32,15 @@ class AdoptTask:
     def __str__(self) -> str:
         return self.file.path
 
+    @property
+    def record_name(self) -> str:
+        return f"tar-{self.number:08d}.done"
+
+    @property
+    def stamp(self) -> str:
+        """Another one when the tar was written to."""
+        return f"{self.file.size} {self.file.stamp}"
+
 
 @dataclass(frozen=True, slots=True)
 class AdoptedTar:
@@ -39,7 +48,7 @@ class AdoptedTar:
 
     Attributes:
         number: of the task.
-        digest, size: of the tar.
+        digest, size: of the tar. etag: its store's, empty where there is none.
         index_digest, index_size: of its index; empty and 0 in a dry run.
         block_rows, largest_block, raw_bytes: of its blocks.
         runs: (values of the axes, rows) of each run of rows of one label, in order.
@@ -48,6 +57,7 @@ class AdoptedTar:
     number: int
     digest: str
     size: int
+    etag: str
     index_digest: str
     index_size: int
     block_rows: int
@@ -59,7 +69,7 @@ class AdoptedTar:
     def rows(self) -> int:
         return sum(rows for _, rows in self.runs)
 
-    def record(self, strata: dict[tuple[str, ...], int]) -> ShardRecord:
+    def record(self, strata: Mapping[tuple[str, ...], int]) -> ShardRecord:
         """The shard as the manifest lists it."""
         return ShardRecord(
             digest=self.digest,
@@ -79,7 +89,7 @@ class AdoptWorker:
 
     Args:
         repository: that adopts them; None to write nothing.
-        folder: the job directory; `NO_FOLDER` to write nothing.
+        folder: the job directory.
         schema: of every sample.
         axes: fields by which runs are told apart.
         block_bytes: target size of a block.
@@ -93,11 +103,8 @@ class AdoptWorker:
         axes: Sequence[str],
         block_bytes: int,
     ) -> None:
-        self._repository = repository
-        self._folder = folder
-        self._schema = schema
-        self._axes = tuple(axes)
-        self._block_bytes = block_bytes
+        self._repository, self._folder = repository, folder
+        self._schema, self._axes, self._block_bytes = schema, axes, block_bytes
 
     def close(self) -> None:
         """Nothing is kept open."""
@@ -110,13 +117,26 @@ class AdoptWorker:
             StoreError: the root or the scratch disk fails.
         """
         scanned = scan_tar(item.file, self._schema, self._axes, self._block_bytes, report)
-        index = Descriptor("", 0, "index")
+        index, sizes = Descriptor("", 0, "index"), scanned.index.block_raw_size
         if self._repository is not None:
             index = self._repository.put_object(scanned.index.to_bytes(), "index")
             put_adopted(self._repository, scanned.digest, place_of(item.file), scanned.etag)
-        adopted = _facts(item, scanned, index)
+        adopted = AdoptedTar(
+            number=item.number,
+            digest=scanned.digest,
+            size=scanned.index.shard_size,
+            etag=scanned.etag,
+            index_digest=index.digest,
+            index_size=index.size,
+            block_rows=scanned.index.block_rows,
+            largest_block=int(sizes.max()),
+            raw_bytes=int(sizes.sum()),
+            runs=scanned.runs,
+        )
         if self._repository is not None:
-            self._folder.put_record(_record_name(item), _packed(item, adopted, scanned.etag))
+            runs = [[list(labels), rows] for labels, rows in adopted.runs]
+            record = {**asdict(adopted), "runs": runs, "stamp": item.stamp}
+            self._folder.put_record(item.record_name, canonical_json.dumps(record))
         return adopted
 
 
@@ -126,54 +146,18 @@ def finished_tar(job: Job, repository: Repository, item: AdoptTask) -> AdoptedTa
     Size and time of change decide whether a tar is read again, never whether its bytes are believed: each block is
     verified whenever it is read.
     """
-    data = job.read(_record_name(item))
+    data = job.read(item.record_name)
     if data is None:
         return None
     try:
         record: Any = canonical_json.loads(data, _MAX_RECORD_BYTES)
-        if record.pop("stamp") != _stamp(item):
+        if record.pop("stamp") != item.stamp:
             return None
-        etag = record.pop("etag", "")
         runs = tuple((tuple(labels), rows) for labels, rows in record.pop("runs"))
-        found = AdoptedTar(number=item.number, runs=runs, **record)
+        found = AdoptedTar(runs=runs, **record)
         repository.get_object(found.index_digest, "index", found.index_size)
         # The tar may have been moved since, and is then at another path: what the root remembers is the last one.
-        put_adopted(repository, found.digest, place_of(item.file), etag)
+        put_adopted(repository, found.digest, place_of(item.file), found.etag)
     except (FormatError, KeyError, TypeError, ValueError, LookupError):
         return None  # of another release, or not durable after all
     return found
-
-
-def _facts(item: AdoptTask, scanned: ScannedTar, index: Descriptor) -> AdoptedTar:
-    sizes = scanned.index.block_raw_size
-    return AdoptedTar(
-        number=item.number,
-        digest=scanned.digest,
-        size=scanned.index.shard_size,
-        index_digest=index.digest,
-        index_size=index.size,
-        block_rows=scanned.index.block_rows,
-        largest_block=int(sizes.max()),
-        raw_bytes=int(sizes.sum()),
-        runs=scanned.runs,
-    )
-
-
-def _packed(item: AdoptTask, adopted: AdoptedTar, etag: str) -> bytes:
-    names = ("digest", "size", "index_digest", "index_size", "block_rows", "largest_block", "raw_bytes")
-    return canonical_json.dumps(
-        {
-            **{name: getattr(adopted, name) for name in names},
-            "runs": [[list(labels), rows] for labels, rows in adopted.runs],
-            "stamp": _stamp(item),
-            "etag": etag,
-        }
-    )
-
-
-def _stamp(item: AdoptTask) -> str:
-    return f"{item.file.size} {item.file.stamp}"
-
-
-def _record_name(item: AdoptTask) -> str:
-    return f"tar-{item.number:08d}.done"

@@ -43,7 +43,7 @@ _SAME_VERSIONS = ("shardkit", "numpy", "pyarrow", "zstandard", "xxhash")
 
 
 class RayEngine:
-    """An `Engine` whose workers are Ray's; a context manager.
+    """An `Engine` whose workers are Ray's.
 
     Args:
         jobs: tasks at a time; None for as many as the cluster has processors. A local cluster gets as many processors.
@@ -139,15 +139,13 @@ class RayEngine:
         key = os.urandom(8).hex()
         given = _Given(platform.node(), _own_versions(), self._tally)
         counted = _Counted(report)
-        numbered = enumerate(iter(items))
+        numbered = enumerate(items)
         asked, slots = time.monotonic(), self._slots()
         try:
             while True:
                 for number, item in itertools.islice(numbered, max(0, slots - len(self._running))):
-                    reference = task.options(name=f"shardkit {type(item).__name__}").remote(
-                        key, made, item, number, given
-                    )
-                    self._running[reference] = (number, item)
+                    named = task.options(name=f"shardkit {type(item).__name__}")
+                    self._running[named.remote(key, made, item, number, given)] = (number, item)
                 if not self._running:
                     return
                 ready, _ = self._ray.wait(list(self._running), num_returns=1, timeout=_POLL_S)

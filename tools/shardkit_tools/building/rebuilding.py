@@ -110,32 +110,24 @@ def label_again(
 
 def _settings(dataset: Dataset, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Those of the version, but for what is given."""
-    manifest, given = dataset.manifest, {name: value for name, value in changes.items() if value is not None}
-    kept = {name: manifest.build[name] for name in _BUILT if name in manifest.build}
+    manifest, about = dataset.manifest, about_of(dataset.version)
+    held: dict[str, Any] = {name: manifest.build[name] for name in _BUILT if name in manifest.build}
+    held |= {
+        "stratify": [axis for axis in manifest.axes if axis in dataset.schema or axis == CLASS_AXIS],
+        "about": about if about != About() else None,
+        "lookup": [one.field for one in manifest.lookups],
+        "cost": [one.expression for one in manifest.costs],
+        "format": manifest.format,
+        "compression": manifest.compression,
+    }
+    held |= {name: value for name, value in changes.items() if value is not None}
     for name in ("format", "compression"):
-        kept[name] = given.get(name) or _one(getattr(manifest, name), f"--{name}")
-    lookup = [held.field for held in manifest.lookups]
-    held = {"stratify": _axes(dataset), "about": _about(dataset), "lookup": lookup}
-    held["cost"] = [costs.expression for costs in manifest.costs]
-    settings = VersionSettings(**(kept | held | given))
+        if held[name] == MIXED:
+            raise UsageError(
+                f"the parts of this merged dataset differ in format or compression; say which: --{name}"
+            )
+    settings = VersionSettings(**held)
     return {one.name: getattr(settings, one.name) for one in dataclasses.fields(settings)}
-
-
-def _axes(dataset: Dataset) -> list[str]:
-    return [axis for axis in dataset.manifest.axes if axis in dataset.schema or axis == CLASS_AXIS]
-
-
-def _about(dataset: Dataset) -> About | None:
-    about = about_of(dataset.version)
-    return about if about != About() else None
-
-
-def _one(value: str, option: str) -> str:
-    if value == MIXED:
-        raise UsageError(
-            f"the parts of this merged dataset differ in format or compression; say which: {option}"
-        )
-    return value
 
 
 def _ref(root: str, named: str | None) -> str:

@@ -37,15 +37,13 @@ class SourceDigests:
     """
 
     def __init__(self, files: Sequence[SourceFile], job: Job, threads: int) -> None:
-        self.files = files
         self._job = job
         self._stopped = threading.Event()
         self._threads = ThreadPoolExecutor(max(1, threads), "digest")
-        self._found: list[Future[SourceDigest]] = []
         self._waiting = ThreadPoolExecutor(1, "sources")
+        self._found = [self._threads.submit(self._digest, file) for file in files]
 
     def __enter__(self) -> Self:
-        self._found = [self._threads.submit(self._digest, file) for file in self.files]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -54,20 +52,11 @@ class SourceDigests:
         self._waiting.shutdown(wait=True, cancel_futures=True)
 
     def beside(self, work: Callable[[], T]) -> Callable[[], T]:
-        """Begin work that waits for `results`, in a thread unless they are there.
-
-        What is returned waits for it, and raises what it raises.
-        """
-        if not self._found:
-            return work
-        return self._waiting.submit(work).result
+        """Begin work that waits for `results`, in a thread unless they are there; what is returned waits for it."""
+        return self._waiting.submit(work).result if self._found else work
 
     def check(self) -> None:
-        """Do not go on where one has failed already.
-
-        Raises:
-            SourceError, StoreError: see `results`.
-        """
+        """Do not go on where one has failed already; raises as `results` does."""
         for one in self._found:
             if one.done():
                 one.result()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -63,35 +63,19 @@ def rebuild(
         "cost": None if cost is None else [text for text in cost if text],
         "split": split_shares(split),
     }
-    shards = {name: value for name, value in changes.items() if name not in ("about", "lookup", "cost")}
-    stays = to is None and all(setting is None for setting in shards.values())
-    if stays and (about is not None or lookup is not None or cost is not None) and not dry_run:
-        manifest, entry = label_again(
-            root,
-            about=about,
-            lookup=lookup,
-            cost=changes["cost"],
-            ref=ref,
-            message=message,
-            author=author,
-        )
-        if as_json:
-            console.print_json(
-                {"root": parse_url(root)[0], "id": manifest.id, "commit": entry.n if entry else None}
-            )
-        else:
-            told = f"commit {entry.n}" if entry else "nothing has changed"
-            samples = count_text(manifest.selected, "sample")
-            console.print_line(f"{root}: {samples} in the same shards, {told}; {short_id(manifest.id)}")
+    labels = {name: changes.pop(name) for name in ("about", "lookup", "cost")}
+    commit: dict[str, Any] = {"ref": ref, "message": message, "author": author}
+    shards_stay = to is None and all(setting is None for setting in changes.values())
+    if shards_stay and not dry_run and any(setting is not None for setting in labels.values()):
+        _label_again(root, labels | commit, as_json=as_json)
         return
     with console.long_work() as status:
         result = rebuild_version(
             root,
             to,
             **changes,
-            ref=ref,
-            message=message,
-            author=author,
+            **labels,
+            **commit,
             jobs=jobs or os.cpu_count() or 1,
             scratch=scratch,
             dry_run=dry_run,
@@ -103,3 +87,16 @@ def rebuild(
         console.print_json(document(result, place, named))
     else:
         print_result(result, place, named)
+
+
+def _label_again(root: str, given: dict[str, Any], *, as_json: bool) -> None:
+    """Look-ups, costs and the about over the same shards."""
+    manifest, entry = label_again(root, **given)
+    if as_json:
+        console.print_json(
+            {"root": parse_url(root)[0], "id": manifest.id, "commit": entry.n if entry else None}
+        )
+        return
+    told = f"commit {entry.n}" if entry else "nothing has changed"
+    samples = count_text(manifest.selected, "sample")
+    console.print_line(f"{root}: {samples} in the same shards, {told}; {short_id(manifest.id)}")
