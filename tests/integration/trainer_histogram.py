@@ -150,7 +150,6 @@ def spoil(kind: str) -> None:
 def wait_for_generation(number: int) -> None:
     """Until the supervisor has announced group ``number``; the rank sees it in the step's exchange."""
     membership = Membership.from_environment(300.0)
-    assert membership is not None
     while membership.newest() < number:
         time.sleep(0.02)
 

@@ -34,7 +34,7 @@ from shardkit_trainer.configuration import ModelConfig
 from shardkit_trainer.run_directory import read_steps
 from shardkit_trainer.tasks import Inputs
 
-BATCH, STEPS, WARM, MEAN_S = 512, 40, 4, 0.5
+BATCH, STEPS, MEAN_S = 512, 48, 0.5
 ORDERS: dict[str, dict[str, str]] = {
     "random": {},
     "spread": {"data.cost": "n**2", "data.balance": "spread"},
@@ -96,7 +96,7 @@ def longest_first(costs: NDArray[np.float64], ranks: int) -> list[float]:
 
 
 def step_seconds(dataset: Path, run: Path, ranks: int, order: str) -> float:
-    """Mean of a run's steps, without the first few."""
+    """Mean of one epoch: all orders train on the same rows."""
     settings = {
         "run.directory": run, "run.steps": STEPS, "data.dataset": dataset, "data.global_batch": BATCH,
         "model.kind": "trainer_costs:make", "checkpoint.every": STEPS, "log.every": STEPS, "log.telemetry_s": 0.0,
@@ -108,7 +108,7 @@ def step_seconds(dataset: Path, run: Path, ranks: int, order: str) -> float:
     given = [f"{key}={value}" for key, value in settings.items()]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
     subprocess.run([sys.executable, "-c", program, str(ranks), *given], env=environment, check=True)
-    return statistics.fmean(one["step_s"] for one in read_steps(run)[WARM:])
+    return statistics.fmean(one["step_s"] for one in read_steps(run))
 
 
 def main() -> None:
@@ -119,7 +119,7 @@ def main() -> None:
     lines = [
         "", "## The trainer's step time, real ranks", "",
         (__doc__ or "").strip().split("\n\n")[-1].replace("\n", " "), "",
-        f"`python tools/bench/trainer_costs.py`, {machine_facts()['date']}; steps {WARM} … {STEPS - 1}.", "",
+        f"`python tools/bench/trainer_costs.py`, {machine_facts()['date']}.", "",
         "| ranks | seed | random, ms | spread | align | oracle | spread saves | align saves |", "|---" * 8 + "|",
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
@@ -129,7 +129,7 @@ def main() -> None:
                 data, schema={"n": "int32", "pad": "uint8[16]"}, block_size="1KiB", shard_size="1MiB", format="arrow",
                 cost="n**2",
             ) as writer:  # fmt: skip
-                for n in lengths(BATCH * (STEPS + 24), seed):
+                for n in lengths(BATCH * STEPS, seed):
                     writer.add({"n": int(n), "pad": np.zeros(16, dtype=np.uint8)})
             for ranks in (2, 4):
                 found = {

@@ -39,7 +39,7 @@ __all__ = ["Checkpointer"]
 
 
 class Replicas:
-    """Further stores that hold the newest checkpoints too. One that cannot be written costs an event, not the run."""
+    """Stores that hold the newest checkpoints too. One that cannot be written costs an event, not the run."""
 
     def __init__(self, urls: Sequence[str], event: Callable[..., None]):
         self.stores = [open_store(url) for url in urls]
@@ -130,12 +130,8 @@ class Checkpointer:
             self._copied.clear()
             strategy.before_update = self._copied.wait
         # the group is this save's and is never looked up again: the ranks may have changed meanwhile
-        self._thread = threading.Thread(
-            target=self._write,
-            args=(step, state, later, dict(meta), self._group),
-            name="checkpoint",
-            daemon=True,
-        )
+        what = (step, state, later, dict(meta), self._group)
+        self._thread = threading.Thread(target=self._write, args=what, name="checkpoint", daemon=True)
         self._thread.start()
         if wait or not self._asynchronous:
             self.wait()

@@ -27,7 +27,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from shardkit.errors import RunError
 
 from .configuration import Configuration, expect
-from .membership import Membership
+from .membership import ADDRESS, Membership
 
 __all__ = ["World", "is_collective_failure", "join_world", "leave_world"]
 
@@ -189,8 +189,8 @@ def join_world(config: Configuration, *, after: int = -1) -> World:
         store = c10d.PrefixStore(f"train-{next(_joined)}", given)  # of this run: a group may see several
         return World(dist.get_rank(), dist.get_world_size(), device, store, owned=False)
     timeout = timedelta(seconds=config.parallel.timeout_s)
-    membership = Membership.from_environment(config.parallel.timeout_s)
-    if membership is not None:
+    if ADDRESS in os.environ:
+        membership = Membership.from_environment(config.parallel.timeout_s)
         return _join_generation(membership, after, device, timeout)
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     found: c10d.Store = dist.HashStore()  # type: ignore[attr-defined]

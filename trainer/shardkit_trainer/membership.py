@@ -131,10 +131,8 @@ class Membership:
     patience_s: float
 
     @classmethod
-    def from_environment(cls, patience_s: float) -> Membership | None:
-        """In the job whose supervisor started this process, None without one."""
-        if ADDRESS not in os.environ:
-            return None
+    def from_environment(cls, patience_s: float) -> Membership:
+        """In the job whose supervisor started this process."""
         store = connect(os.environ[ADDRESS], patience_s)
         store.set(f"ready/{os.environ[NAME]}", "1")
         return cls(store, os.environ[NAME], patience_s)

@@ -30,7 +30,6 @@ class GPTBlock(nn.Module):
         self.feed_out = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """One residual step of attention, one of the feed-forward part."""
         batch, positions, width = x.shape
         query, key, value = (
             part.view(batch, positions, self.heads, width // self.heads).transpose(1, 2)

@@ -41,7 +41,8 @@ class Cost:
     def __init__(self, config: LogConfig, metrics: Path, started: float):
         self._config, self.since = config, started
         self.totals: dict[str, float] = {"rank_seconds": 0.0, "samples": 0, "bytes_moved": 0}
-        self.totals |= _last_totals(metrics)
+        before = last_record(metrics).get("total", {})
+        self.totals |= {name: before[name] for name in self.totals if name in before}
         self._bytes_seen = 0
 
     def step(self, samples: int, bytes_moved: int, ranks: int) -> dict[str, float]:
@@ -77,11 +78,6 @@ def last_record(metrics: Path) -> dict[str, Any]:
     """Of the latest step in train.jsonl; empty where there is none."""
     steps = (line for line in reversed(read_documents(metrics, TAIL_BYTES)) if "total" in line)
     return next(steps, {})  # others are evaluations
-
-
-def _last_totals(metrics: Path) -> dict[str, float]:
-    total = last_record(metrics).get("total", {})
-    return {name: total[name] for name in ("rank_seconds", "samples", "bytes_moved") if name in total}
 
 
 class Timeline:
@@ -135,11 +131,8 @@ class Reporter:
         rate = record["targets"] / max(record["step_s"], 1e-9)
         wait = 100.0 * record["data_s"] / max(record["step_s"], 1e-9)
         accuracy = f"  accuracy {100 * record['accuracy']:.1f} %" if "accuracy" in record else ""
-        loss = (
-            f"loss {record['loss']:.4f}"
-            if record["targets"]
-            else f"no valid {self._unit}: nothing was learned"
-        )
+        nothing = f"no valid {self._unit}: nothing was learned"
+        loss = f"loss {record['loss']:.4f}" if record["targets"] else nothing
         text = f"{loss}{accuracy}  norm {record['gradient_norm']:.2f}"
         text += f"  rate {record['learning_rate']:.2e}  {rate:,.0f} {self._unit}s/s  data wait {wait:.1f} %"
         if self._progress is not None:
@@ -216,7 +209,6 @@ class ProfilerWindow:
             self._profile.step()
 
     def close(self) -> None:
-        """Write what was recorded, if the window was reached."""
         if self._profile is not None:
             self._profile.stop()
             self._profile = None
@@ -239,12 +231,7 @@ _STAGES = ("data", "prepare", "exchange", "compute", "reduce", "update", "checkp
 
 
 class StageMeter:
-    """Adds up the stages of this rank's steps; a dozen additions per step, nothing else.
-
-    Args:
-        steps: of the whole run.
-        place: gives the stage that the rank has entered.
-    """
+    """Adds up the stages of this rank's steps; ``place`` gives the stage that the rank has entered."""
 
     def __init__(self, steps: int, place: Callable[[], str]) -> None:
         self._place, self._between, self._since = place, "", 0.0
@@ -279,7 +266,6 @@ class StageMeter:
 
     @contextmanager
     def between_steps(self, stage: str) -> Iterator[None]:
-        """Something that takes its time between two steps."""
         self._since, self._between = time.perf_counter(), stage
         try:
             yield

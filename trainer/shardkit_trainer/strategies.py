@@ -53,7 +53,6 @@ class TimedCollective:
         self._collective, self.seconds = collective, 0.0
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The buffer to gather or scatter into."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **named: Any) -> Any:
@@ -121,7 +120,6 @@ class FullySharded(Strategy):
         return time.perf_counter() - float(waited)
 
     def reduce(self) -> float:
-        """The norm over all shards, of which each replica has every one."""
         squares = super().reduce() ** 2 / self.replicas
         total = torch.tensor([squares], dtype=torch.float64, device=self.world.device)
         moved = sum(local_part(p).nbytes for p in self.module.parameters()) * self.world.size // self.replicas
@@ -135,12 +133,8 @@ def _shards(wanted: int, world: World) -> int:
     Where ranks have died in process the others go on: all of them share one copy until their number fits again.
     """
     fits = not wanted or world.size % wanted == 0
-    expect(
-        (
-            fits or world.generation > 0,
-            f"parallel.shard_ranks = {wanted}: {world.size} ranks are no multiple of it",
-        )
-    )
+    reason = f"parallel.shard_ranks = {wanted}: {world.size} ranks are no multiple of it"
+    expect((fits or world.generation > 0, reason))
     return wanted if wanted and fits else world.size
 
 
@@ -197,7 +191,6 @@ class Replicated(Strategy):
         return line
 
     def computed_at(self) -> float:
-        """With DDP, when the last gradient was there."""
         return self._gradients_seen.at or time.perf_counter()
 
     def _slices(self) -> list[OwnedTensor]:
@@ -208,12 +201,10 @@ class Replicated(Strategy):
         return owned
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
-        """DDP reduces in the last backward only."""
         within: Any = nullcontext if self.exact is not None or last else self.forward.no_sync
         return cast("AbstractContextManager[None]", within())
 
     def after_pass(self) -> None:
-        """Exact mode: this cell's gradient goes into the integer sum."""
         if self.exact is not None:
             self.exact.add_cell()
 
@@ -227,9 +218,8 @@ class Replicated(Strategy):
             norm = self.exact.reduce()
             for index, parameter in enumerate(self.parameters if self.keeps_whole_gradients else ()):
                 parameter.grad = self.exact.gradient(index, 0, parameter.numel()).view(parameter.shape)
-        for (index, low, high), owned in zip(
-            self.cuts, self.optimizer.owned, strict=False
-        ):  # ddp cuts nothing
+        # ddp cuts nothing
+        for (index, low, high), owned in zip(self.cuts, self.optimizer.owned, strict=False):
             whole = self.parameters[index].grad
             if self.exact is not None and not self.keeps_whole_gradients:
                 owned.tensor.grad = self.exact.gradient(index, low, high)
@@ -238,7 +228,6 @@ class Replicated(Strategy):
         return norm
 
     def overflowed(self) -> bool:
-        """Exact mode: a value outside the fixed-point range, or not finite."""
         return self.exact is not None and self.exact.overflowed
 
     def _gradients(self) -> Iterator[Tensor]:
@@ -266,14 +255,12 @@ class Replicated(Strategy):
             self.compression.forget()
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """As everywhere, with what compression has not sent yet."""
         found = super().state()
         if self.compression is not None:
             found["reduction"] = self.compression.state()
         return found
 
     def loading_state(self, saved: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
-        """What compression has not sent can come from another number of ranks."""
         found = super().loading_state(saved)
         if self.compression is not None:
             found["reduction"] = self.compression.loading_state(saved)
@@ -337,16 +324,13 @@ class LocalSteps(Strategy):
         self._since = 0  # updates since the last meeting
 
     def divisor(self, own: int, everyone: int) -> int:
-        """The mean over this rank's targets."""
         return own
 
     def passes(self, cells: Sequence[Inputs], cells_of_ranks: Sequence[int], cell_size: int) -> list[Inputs]:
-        """As everywhere; remembers this rank's weight in the next meeting."""
         self._samples += sum(cell.samples for cell in cells)
         return super().passes(cells, cells_of_ranks, cell_size)
 
     def update(self, rate: float) -> None:
-        """A step of this rank alone; a meeting after every H-th."""
         super().update(rate)
         self._since += 1
         if self._since == self.config.parallel.sync_every:
@@ -357,7 +341,6 @@ class LocalSteps(Strategy):
         return super().whole() and not self._since
 
     def settle(self) -> None:
-        """Meet now; nothing where no step was taken since the last meeting."""
         if not self._since:
             return
         everyone = sum(row[0] for row in self.world.gather_integers([self._samples]))
@@ -375,12 +358,9 @@ class LocalSteps(Strategy):
         self._samples = self._since = 0
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """As everywhere, with the outer optimizer's momentum."""
-        outer = dict(zip(self.names, self._momentum, strict=True))
-        return {**super().state(), "outer": outer}
+        return {**super().state(), "outer": dict(zip(self.names, self._momentum, strict=True))}
 
     def after_load(self, updates: int) -> None:
-        """The next meeting counts from what was loaded."""
         super().after_load(updates)
         for start, parameter in zip(self._start, self.parameters, strict=True):
             start.copy_(parameter.detach())

@@ -86,7 +86,7 @@ class Strategy:
             self._buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
 
     def abandon(self) -> None:
-        """The step that was begun is not taken: buffers are as they were before it."""
+        """The step that was begun is not taken: its buffers are restored."""
         for buffer, before in self._buffers:
             buffer.copy_(before)
         self._buffers = []
@@ -103,7 +103,7 @@ class Strategy:
         return nullcontext()
 
     def after_pass(self) -> None:
-        """After one backward."""
+        """Called after each backward of a step."""
 
     def computed_at(self) -> float:
         """When (perf_counter) this rank's own part of the step was computed; called after the last pass."""

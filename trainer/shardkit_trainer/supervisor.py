@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -68,26 +68,26 @@ class Supervisor:
             RunError: the job does not take so many ranks.
         """
         names = [self._new_name() for _ in range(nproc)]
+        lead = self._lead
         with on_stop_signals(lambda _number, _frame: self._stop()):
             try:
-                if self._lead is None:
+                if lead is None:
                     self._ask_to_join(names)
                 for name in names:
                     self._start(name)
-                if self._lead is not None:
-                    self._lead.begin(self._host, names)
-                while self._children or (self._lead is not None and self._lead.others_live()):
-                    self._beat()
+                if lead is not None:
+                    lead.begin(self._host, names)
+                while self._children or (lead is not None and lead.others_live()):
                     self._look_after_children()
-                    if self._lead is not None:
-                        self._lead.look()
+                    if lead is not None:
+                        lead.look()
+                    else:
+                        self._beat()
                     self._obey()
                     time.sleep(LOOK_S)
             except dist.DistError as error:
                 if self._children and not self._finished:
-                    _say(
-                        f"the job's first supervisor does not answer any more ({str(error).splitlines()[0]})"
-                    )
+                    _say(f"the job's first supervisor does not answer ({str(error).splitlines()[0]})")
                     return ExitCode.FAILED
             finally:
                 for child in self._children.values():
@@ -95,7 +95,7 @@ class Supervisor:
                     child.wait()
                 os.close(self._lifeline)
                 os.close(self._held)
-        return self._lead.failed if self._lead is not None else self._code
+        return lead.failed if lead is not None else self._code
 
     def _ask_to_join(self, names: list[str]) -> None:
         number = tell(self._store, {"kind": "join", "host": self._host, "names": names})
@@ -119,7 +119,7 @@ class Supervisor:
         self._children[name] = subprocess.Popen(command, env=environment, pass_fds=[self._lifeline])
 
     def _beat(self) -> None:
-        if self._lead is None and time.monotonic() - self._beaten >= BEAT_S:
+        if time.monotonic() - self._beaten >= BEAT_S:
             self._beaten = time.monotonic()
             self._store.set(f"host/{self._host}", str(self._beaten))
 
@@ -149,21 +149,19 @@ class Supervisor:
             self._kill([name for name in self._children if name not in last])
         if self._stopping_since is None and self._store.check(["stopping"]):
             self._stop()
-        if (
-            self._stopping_since
-            and time.monotonic() - self._stopping_since > self._config.parallel.shutdown_s
-        ):
+        since, patience_s = self._stopping_since, self._config.parallel.shutdown_s
+        if since is not None and time.monotonic() - since > patience_s:
             self._kill(list(self._children))
         key = f"accused/{self._store.get('generation').decode()}"
         if self._store.check([key]):
             # ranks that the others of the newest group have found frozen cannot be waited for
-            accused = [name for name in self._store.get(key).decode().split() if name in self._children]
+            accused = {*self._store.get(key).decode().split()} & {*self._children}
+            accused = {name for name in accused if self._children[name].poll() is None}
             for name in accused:
-                if self._children[name].poll() is None:
-                    _say(f"{name} does not answer and is killed")
+                _say(f"{name} does not answer and is killed")
             self._kill(accused)
 
-    def _kill(self, names: Sequence[str]) -> None:
+    def _kill(self, names: Iterable[str]) -> None:
         for name in names:
             self._children[name].kill()
 
@@ -212,7 +210,7 @@ class Lead:
         self._announce()
 
     def others_live(self) -> bool:
-        """Whether ranks of other supervisors go on; the store is theirs too."""
+        """Whether ranks of other supervisors go on: the store is theirs too."""
         return any(one.names for host, one in self._hosts.items() if host != self._own)
 
     def look(self) -> None:

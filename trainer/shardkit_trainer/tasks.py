@@ -137,7 +137,6 @@ class LanguageTask:
         return Inputs({"tokens": tokens, "targets": torch.full_like(tokens, IGNORED)}, 0, 0)
 
     def loss(self, forward: Callable[..., Any], tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Sum of the cross-entropies in nats; right answers are not counted."""
         logits = forward(tensors["tokens"]).float().flatten(0, 1)
         loss = F.cross_entropy(logits, tensors["targets"].flatten(), reduction="sum", ignore_index=IGNORED)
         return loss, torch.zeros((), dtype=torch.int64, device=loss.device)
@@ -177,13 +176,11 @@ class ClassifierTask:
         return Inputs(tensors, len(labels), len(labels))
 
     def empty(self) -> Inputs:
-        """One black image without a label."""
         height, width, channels = self.shape
         labels = torch.full((1,), IGNORED, dtype=torch.int64)
         return Inputs({"images": torch.zeros(1, channels, height, width), "labels": labels}, 0, 0)
 
     def loss(self, forward: Callable[..., Any], tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Sum of the cross-entropies in nats, and how many labels are right."""
         logits = forward(tensors["images"]).float()
         loss = F.cross_entropy(logits, tensors["labels"], reduction="sum", ignore_index=IGNORED)
         return loss, (logits.detach().argmax(1) == tensors["labels"]).sum()

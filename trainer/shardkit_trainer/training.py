@@ -24,7 +24,7 @@ from .distributed import World, is_collective_failure, join_world, leave_world
 from .ending import on_stop_signals
 from .membership import Left
 from .reading import CellsAhead, RunData
-from .recovery import Kept, Progress, carry_over, check_layout
+from .recovery import Carried, Kept, Progress, carry_over, check_layout
 from .reporting import Cost, Efficiency, ProfilerWindow, Reporter, StageMeter, Timeline
 from .run_directory import Change, RunDirectory, check_changes, record_changes
 from .steps import Regroup, Stepper, StepResult, evaluate
@@ -219,8 +219,8 @@ class _Run:
 
     def _take_over(self, strategy: Strategy) -> None:
         """From the ranks that have a state together where it is whole, else from the newest checkpoint."""
-        assert self.checkpointer is not None
-        carried = carry_over(self.world, self.kept, strategy)
+        alone = self.world.membership is None  # there was no group before this one
+        carried = Carried(None, None) if alone else carry_over(self.world, self.kept, strategy)
         if (at := carried.progress) is not None:
             self.step, self.stepper.skipped, self.stepper.loss_scale = at.step, at.skipped, at.loss_scale
             self._open_loader()
@@ -232,7 +232,8 @@ class _Run:
             self._resume(strategy, at.step if at is not None else -1)
         if at is not None and at.record.get("step") == self.step - 1:
             self.reporter.catch_up(at.record)
-        check_layout(self.world, strategy)
+        if self.world.size > 1:
+            check_layout(self.world, strategy)
 
     def _resume(self, strategy: Strategy, reached: int) -> None:
         """From the newest checkpoint, or the beginning; ``reached``: steps that these ranks have taken, or −1."""

@@ -136,12 +136,10 @@ def _expected(hint: Any) -> str:
         return str(inner[1].text(inner[0]))
     if origin is dict:
         return "a table" if inner[1] is Any else f"a table, each {_expected(inner[1])}"
+    if origin is list and dataclasses.is_dataclass(inner[0]):
+        return "a list of sections"
     if origin is list:
-        return (
-            "a list of sections"
-            if dataclasses.is_dataclass(inner[0])
-            else f"a list, each {_expected(inner[0])}"
-        )
+        return f"a list, each {_expected(inner[0])}"
     return {str: "text", bool: "true or false"}[hint]
 
 
