@@ -30,6 +30,7 @@ FREE = {
     "data.cache",
     "data.cache_size",
     "data.share",
+    "data.device_prefetch",
 }
 GUARDED_SECTIONS = ("data", "model", "optimizer", "schedule")
 

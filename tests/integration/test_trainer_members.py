@@ -94,7 +94,9 @@ def test_a_job_grows_shrinks_and_grows_while_a_rank_dies(
     script({})
     plain.start(1)
     plain.end()
-    job = Job(tmp_path / "run", numbers, kind, **{"parallel.shard_ranks": 0})
+    job = Job(
+        tmp_path / "run", numbers, kind, **{"parallel.shard_ranks": 0, "checkpoint.asynchronous": False}
+    )
     script({"wait": [[2, 1], [5, 2], [8, 3], [11, 4]], "die": [[5, "compute", 12]]})
     job.start(2)
     job.until_groups(2)
