@@ -50,13 +50,6 @@ def put_costs(
 
     Sizes and lengths of tar shards come from their indexes; for all else the blocks are read, each verified.
 
-    Args:
-        repository: where to.
-        reader: of the shards of `table`.
-        table: the shards, all of them or those that an append adds.
-        schema: of their samples.
-        expressions: of `parse_costs`.
-
     Raises:
         UsageError: a row's cost is 2**32 or more, or a field has values below zero.
     """

@@ -45,11 +45,6 @@ _NOT_A_NAME: Final = re.compile(r"[^A-Za-z0-9._-]+")
 def croissant_document(version: Version, about: About, *, name: str) -> dict[str, Any]:
     """The JSON-LD document of a version.
 
-    Args:
-        version: loaded; no shard is read.
-        about: what is said of it.
-        name: what the dataset is called where `about` gives it no name.
-
     Returns:
         JSON of texts, integers, booleans, lists and dicts; the same for the same arguments.
     """

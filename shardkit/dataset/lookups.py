@@ -181,12 +181,6 @@ def put_lookups(
     """Make the sidecars of the shards of a table durable, for a manifest to name.
 
     The shards are read back, block by block, each verified; of the keys only the indexes.
-
-    Args:
-        repository: where to.
-        reader: of the shards of `table`.
-        table: the shards, all of them or those that an append adds.
-        fields: ``key`` and names of fields.
     """
     lookups = []
     for field in sorted(fields):

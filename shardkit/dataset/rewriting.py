@@ -75,13 +75,7 @@ class Rewriter:
         return np.array(lost, dtype=np.bool_)
 
     def rewrite(self, survey: StoreSurvey, manifest: Manifest, parent: str | None) -> Manifest | None:
-        """Put the manifest that replaces one of the plan's, with all that it needs; None where no sample is left.
-
-        Args:
-            survey: of the repository.
-            manifest: of which some shard loses rows.
-            parent: what the new one is to name as its parent.
-        """
+        """Put the manifest that replaces one of the plan's, with all that it needs; None where no sample is left."""
         losses: list[_Loss] = []
         pages = [self._page(manifest, page, losses) for page in survey.pages(manifest)]
         kept = [page for page in pages if len(page)]

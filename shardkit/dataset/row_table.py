@@ -184,14 +184,7 @@ def check_unique_keys(
 def rows_of_shards(
     rows: Rows, layout: Layout, manifest_stratum: NDArray[np.int32], first_ordinal: int = 0
 ) -> Iterator[ShardRows]:
-    """What each shard holds, in shard order; made one at a time.
-
-    Args:
-        rows: of the whole dataset.
-        layout: of these rows.
-        manifest_stratum: int32[strata], the number of each stratum in the manifest.
-        first_ordinal: of the first row.
-    """
+    """What each shard holds, in shard order; made one at a time."""
     for shard in range(layout.shards):
         first, last = int(layout.shard_start[shard]), int(layout.shard_start[shard + 1])
         ordinal = layout.rows[first:last]

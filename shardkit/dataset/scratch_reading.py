@@ -165,13 +165,7 @@ def record_header(num_fields: int) -> struct.Struct:
 
 
 class ScratchReader:
-    """Reads records of many rows into one buffer that it keeps; one per thread.
-
-    Args:
-        parts: of the scratch.
-        schema: of the rows.
-        extents: reads what is still in the source; None where nothing is.
-    """
+    """Reads records of many rows into one buffer that it keeps; one per thread."""
 
     def __init__(self, parts: Parts, schema: Schema, extents: ExtentReader | None = None) -> None:
         self._parts = parts

@@ -59,13 +59,7 @@ def write_shard(
 ) -> WrittenShard:
     """Write and publish one shard and its index; what is published already is left as it is.
 
-    Args:
-        repository: where to.
-        reader: of the scratch that the rows are in.
-        rows: what the shard is to hold.
-        version: that it is of.
-        gather_bytes: scratch bytes held in memory at a time.
-        on_block: called with (rows, payload bytes) after each block.
+    `gather_bytes` of scratch are in memory at a time; `on_block` is told (rows, payload bytes) after each block.
 
     Raises:
         StoreError: the store or the scratch disk fails; nothing torn is published.

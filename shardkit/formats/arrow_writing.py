@@ -199,12 +199,6 @@ def arrow_array(
 ) -> Any:
     """One field of many rows, from its payloads joined once; shares the memory of those that lie together.
 
-    Args:
-        kind: Type of the field.
-        payloads: Of the field.
-        name: Of the field, for messages.
-        presence: Payloads of its presence column, where it is optional.
-
     Raises:
         SampleError: a text is not UTF-8.
     """
