@@ -8,12 +8,15 @@ import threading
 import weakref
 from collections import deque
 from functools import lru_cache
+from multiprocessing import reduction
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["BlockMemory", "Loan", "capacity_of"]
+from shardkit.loader import gather
+
+__all__ = ["BlockMemory", "Loan", "SharedSlots", "capacity_of"]
 
 _LEAST: Final = 1 << 16  # smaller blocks are the allocator's: it keeps what is freed
 
@@ -66,6 +69,39 @@ class Loan:
     def __del__(self) -> None:
         if self._returned is not None:
             self._returned.append(self._piece)  # on any thread, at any moment
+
+
+class SharedSlots:
+    """Memory in which processes that a program has started find each other's blocks; see block_rows.c.
+
+    Made in the process that starts them, and sent to them by a fork or as an argument. It has no name.
+
+    Args:
+        slots: blocks that it holds.
+        slot_bytes: bytes of a block at most; larger ones are not shared. Memory is taken as blocks come.
+    """
+
+    def __init__(self, slots: int, slot_bytes: int) -> None:
+        self.slots, self.slot_bytes = slots, -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._open(os.memfd_create("shardkit-slots"))
+        gather.block_rows.prepare_shared(self.file, slots, self.slot_bytes)
+
+    def _open(self, file: int) -> None:
+        self.file = file
+        weakref.finalize(self, os.close, file).atexit = False
+
+    @staticmethod
+    def is_possible() -> bool:
+        """Whether this system has nameless memory, and a compiler had been there."""
+        return hasattr(os, "memfd_create") and hasattr(gather.block_rows, "prepare_shared")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a process that is being started."""
+        return self.__dict__ | {"file": reduction.DupFd(self.file)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state
+        self._open(state["file"].detach())
 
 
 class BlockMemory:

@@ -13,6 +13,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -220,6 +221,7 @@ failed:
 
 /* ---- loads: blocks in the order of first need, taken by threads that hold no interpreter */
 
+#define FACTS 4            /* of a field of a block, after its rows: addresses of values, ends and data; bytes between rows */
 enum { FILE_NUMBER, OFFSET, SIZE, ADDRESS, HASH, AFTER, SLOT, BLOCK, LAYOUT, LAYOUT_SIZE, JOB }; /* int64 numbers of a job */
 enum { WAITING, BEGUN, DONE };
 #define WAIT_NS 100000000 /* between looks for signals */
@@ -242,6 +244,32 @@ typedef struct {
     int file, users;
 } OpenFile;
 
+/* Memory that some processes share (block_memory.py): the first that needs a block loads it, the others find it there, and
+ * nobody writes to it as long as one of them refers to it. Where there is no room for it, each loads it for itself. */
+enum { NOTHING, COMING, THERE };     /* in a shared slot */
+enum { MINE, FOUND, BUSY, NO_ROOM }; /* of asking for a block */
+#define MOST_USERS 64
+#define MOST_LATER 16        /* jobs that a thread leaves to others for a while */
+#define NAP_NS 20000
+#define PATIENCE_NS 1000000000 /* with one who loads a block; it may have been killed */
+
+typedef struct {
+    int64_t block, state, used; /* used: when it was asked for last */
+    int64_t total;              /* how often it is referred to */
+    uint16_t users[MOST_USERS]; /* the same, by each */
+} SharedSlot;
+
+typedef struct {
+    pthread_mutex_t lock;
+    int64_t count, slot_bytes, head_bytes, clock;
+    int64_t user[MOST_USERS]; /* its process; 0: nobody */
+    SharedSlot slots[];
+} Shared;
+
+typedef struct {
+    int64_t number, since, job[JOB];
+} Later;
+
 typedef struct {
     PyObject_HEAD
     pthread_mutex_t lock;
@@ -260,7 +288,13 @@ typedef struct {
     int64_t file_count, file_room;
     OpenFile open_files[MOST_OPEN]; /* each in the place of its number, modulo their count */
     int64_t *running, running_count, running_room;         /* slots that jobs before `dropped` still write to */
-    int64_t *times, time_count;                            /* (block, ns) */
+    int64_t *times, time_count; /* (block, ns) */
+    Later later[MOST_LATER];
+    int64_t later_count;
+    Shared *shared;
+    size_t shared_bytes;
+    int64_t user, shared_process;
+    int32_t *held; /* of each slot of the table the shared one, or -1 */
     int64_t loads, bytes, load_ns;
 } Loads;
 
@@ -274,6 +308,14 @@ static int64_t now_ns(void)
 static int64_t *job_at(Loads *self, int64_t job) { return self->jobs + (job & (self->room - 1)) * self->stride; }
 
 static int may_begin(Loads *self) { return self->next < self->end && job_at(self, self->next)[AFTER] <= self->now; }
+
+static int grow(void **memory, int64_t count, int64_t size)
+{
+    void *more = realloc(*memory, (size_t)count * (size_t)size);
+    if (more)
+        *memory = more;
+    return more ? 0 : -1;
+}
 
 /* A descriptor of a file, -1 where it cannot be had or has another size; the lock is not held. */
 static int borrow_file(Loads *self, int64_t number)
@@ -346,14 +388,13 @@ static void ask_disk(Loads *self)
 }
 
 /* Read and hash a block: 0 if it is what was written. */
-static int load(Loads *self, const int64_t *job)
+static int load(Loads *self, const int64_t *job, unsigned char *to)
 {
-    unsigned char *to = (unsigned char *)(intptr_t)job[ADDRESS];
     const int file = borrow_file(self, job[FILE_NUMBER]);
     if (file < 0)
         return -1;
     int64_t done = 0;
-    if (!job[AFTER]) /* memory that held no block before, perhaps: all of its pages at once take two thirds of the time */
+    if (!job[AFTER] && to == (unsigned char *)(intptr_t)job[ADDRESS]) /* memory that held no block before, perhaps: all of its pages at once take two thirds of the time */
         (void)madvise(to, (size_t)job[SIZE], MADV_POPULATE_WRITE);
     while (done < job[SIZE]) {
         const ssize_t got = pread(file, to + done, (size_t)(job[SIZE] - done), (off_t)(job[OFFSET] + done));
@@ -368,8 +409,97 @@ static int load(Loads *self, const int64_t *job)
     return -failed;
 }
 
-/* The lock is held. */
-static void finish_job(Loads *self, int64_t number, int64_t slot, const int64_t *facts)
+static void lock_shared(Shared *shared)
+{
+    const int state = pthread_mutex_lock(&shared->lock);
+#ifdef __linux__
+    if (state == EOWNERDEAD) /* what it had not written is of a block that nobody finds */
+        pthread_mutex_consistent(&shared->lock);
+#else
+    (void)state;
+#endif
+}
+
+static unsigned char *shared_memory(Shared *shared, int64_t slot)
+{
+    return (unsigned char *)shared + shared->head_bytes + slot * shared->slot_bytes;
+}
+
+/* No step refers to what was in a slot of the table. The lock is held. */
+static void release_shared(Loads *self, int64_t slot)
+{
+    if (!self->shared || self->held[slot] < 0)
+        return;
+    SharedSlot *one = &self->shared->slots[self->held[slot]];
+    lock_shared(self->shared);
+    one->users[self->user]--, one->total--;
+    pthread_mutex_unlock(&self->shared->lock);
+    self->held[slot] = -1;
+}
+
+/* Ask for a block: `place` is its shared slot, from now on referred to, unless it is BUSY or there is NO_ROOM. */
+static int ask_shared(Loads *self, const int64_t *job, int64_t *place)
+{
+    Shared *shared = self->shared;
+    int answer = NO_ROOM;
+    *place = -1;
+    lock_shared(shared);
+    for (int64_t n = 0; n < shared->count; n++) {
+        const SharedSlot *one = &shared->slots[n];
+        if (one->block == job[BLOCK] && one->state != NOTHING) {
+            answer = one->state == THERE ? FOUND : BUSY;
+            *place = n;
+            break;
+        }
+        if (!one->total && one->state != COMING && (*place < 0 || one->used < shared->slots[*place].used))
+            *place = n;
+    }
+    if (answer == NO_ROOM && *place >= 0) {
+        SharedSlot *one = &shared->slots[*place];
+        one->block = -1, one->state = COMING; /* in this order: whoever dies here leaves a block that nobody finds */
+        one->block = job[BLOCK];
+        answer = MINE;
+    }
+    if (answer == MINE || answer == FOUND) {
+        shared->slots[*place].users[self->user]++, shared->slots[*place].total++;
+        shared->slots[*place].used = ++shared->clock;
+    }
+    pthread_mutex_unlock(&shared->lock);
+    if (answer == MINE || answer == FOUND) {
+        pthread_mutex_lock(&self->lock);
+        self->held[job[SLOT]] = (int32_t)*place;
+        pthread_mutex_unlock(&self->lock);
+    }
+    return answer;
+}
+
+/* A block to its own memory, or the memory that is shared: where it is; NULL if it is not what was written, or `how` is BUSY. */
+static unsigned char *load_anywhere(Loads *self, const int64_t *job, int *how, int patient)
+{
+    unsigned char *own = (unsigned char *)(intptr_t)job[ADDRESS];
+    int64_t place;
+    *how = NO_ROOM;
+    if (!self->shared || job[SIZE] > self->shared->slot_bytes)
+        return load(self, job, own) ? NULL : own;
+    *how = ask_shared(self, job, &place);
+    if (*how == FOUND)
+        return shared_memory(self->shared, place);
+    if (*how == BUSY && patient)
+        return NULL;
+    if (*how == MINE) {
+        unsigned char *to = shared_memory(self->shared, place);
+        const int failed = load(self, job, to);
+        lock_shared(self->shared);
+        self->shared->slots[place].state = failed ? NOTHING : THERE;
+        pthread_mutex_unlock(&self->shared->lock);
+        return failed ? NULL : to;
+    }
+    *how = NO_ROOM;
+    return load(self, job, own) ? NULL : own;
+}
+
+/* The lock is held. `moved`: how far from where its facts say the block lies. */
+static void finish_job(Loads *self, int64_t number, int64_t slot, const int64_t *facts, int64_t moved)
 {
     if (number < self->dropped) {
         for (int64_t n = 0; n < self->running_count; n++)
@@ -379,8 +509,12 @@ static void finish_job(Loads *self, int64_t number, int64_t slot, const int64_t 
             }
         return;
     }
-    if (facts)
-        memcpy(self->facts + slot * self->width, facts, (size_t)self->width * 8);
+    if (facts) {
+        int64_t *to = self->facts + slot * self->width;
+        memcpy(to, facts, (size_t)self->width * 8);
+        for (int64_t field = 1; moved && field + FACTS <= self->width; field += FACTS)
+            to[field + (to[field + 1] ? 2 : 0)] += moved; /* data of what has ends, else values */
+    }
     self->states[number & (self->room - 1)] = DONE;
     while (self->prefix < self->next && self->states[self->prefix & (self->room - 1)] == DONE)
         self->prefix++;
@@ -388,71 +522,86 @@ static void finish_job(Loads *self, int64_t number, int64_t slot, const int64_t 
         pthread_cond_broadcast(&self->ready);
 }
 
-/* Take and load jobs until there is one for the interpreter: its number, or -1 once the object is closed. The lock is not held. */
-static int64_t work(Loads *self, int64_t *job, int *is_loaded)
+/* Load a job, and finish it unless it is the interpreter's: whether it is, then `address` says where it lies, 0: nowhere.
+ * -1: others load it. */
+static int do_job(Loads *self, int64_t number, const int64_t *job, int64_t *address, int patient)
 {
-    *is_loaded = 0;
+    const int64_t started = now_ns();
+    int how;
+    unsigned char *found = load_anywhere(self, job, &how, patient);
+    const int64_t took = now_ns() - started;
+    *address = (int64_t)(intptr_t)found;
+    if (how == BUSY)
+        return -1;
+    if (took > COLD_NS + job[SIZE])
+        ask_disk(self);
+    if (!found)
+        return 1;
+    const int placed = !job[LAYOUT_SIZE] || (job[LAYOUT_SIZE] > 0 && job[LAYOUT_SIZE] <= job[SIZE] &&
+                                             !memcmp(found, (const char *)(intptr_t)job[LAYOUT], (size_t)job[LAYOUT_SIZE]));
     pthread_mutex_lock(&self->lock);
+    if (how != FOUND)
+        self->loads++, self->bytes += job[SIZE], self->load_ns += took;
+    if (how != FOUND && self->is_timed && self->time_count < MOST_TIMES) {
+        self->times[2 * self->time_count] = job[BLOCK];
+        self->times[2 * self->time_count++ + 1] = took;
+    }
+    if (placed)
+        finish_job(self, number, job[SLOT], job_at(self, number) + JOB, *address - job[ADDRESS]);
+    pthread_mutex_unlock(&self->lock);
+    return !placed;
+}
+
+/* Take and load jobs until there is one for the interpreter: its number, or -1 once the object is closed. The lock is not held. */
+static int64_t work(Loads *self, int64_t *job, int64_t *address)
+{
+    *address = 0;
     for (;;) {
-        while (!self->is_closed && !may_begin(self))
+        pthread_mutex_lock(&self->lock);
+        while (!self->is_closed && !may_begin(self) && !self->later_count)
             pthread_cond_wait(&self->work, &self->lock);
-        if (self->is_closed)
-            break;
-        const int64_t number = self->next++, started = now_ns();
-        memcpy(job, job_at(self, number), JOB * 8);
-        self->states[number & (self->room - 1)] = BEGUN;
-        self->began[number & (self->room - 1)] = started;
-        if (job[FILE_NUMBER] < 0) {
+        if (self->is_closed) {
             pthread_mutex_unlock(&self->lock);
-            return number;
+            return -1;
+        }
+        Later one = {self->next, now_ns(), {0}};
+        if (may_begin(self) && self->later_count < MOST_LATER) {
+            memcpy(one.job, job_at(self, self->next), sizeof one.job);
+            self->states[self->next & (self->room - 1)] = BEGUN;
+            self->began[self->next++ & (self->room - 1)] = one.since;
+            release_shared(self, one.job[SLOT]);
+        } else { /* the one that waits for the longest time */
+            one = self->later[0];
+            memmove(self->later, self->later + 1, (size_t)--self->later_count * sizeof one);
         }
         pthread_mutex_unlock(&self->lock);
-        const int failed = load(self, job);
-        const int64_t took = now_ns() - started;
-        const int placed = !failed && (!job[LAYOUT_SIZE] ||
-                                       (job[LAYOUT_SIZE] > 0 && job[LAYOUT_SIZE] <= job[SIZE] &&
-                                        !memcmp((const char *)(intptr_t)job[ADDRESS], (const char *)(intptr_t)job[LAYOUT],
-                                                (size_t)job[LAYOUT_SIZE])));
-        if (took > COLD_NS + job[SIZE])
-            ask_disk(self);
-        *is_loaded = !failed;
-        if (failed)
-            return number;
-        pthread_mutex_lock(&self->lock);
-        self->loads++, self->bytes += job[SIZE], self->load_ns += took;
-        if (self->is_timed && self->time_count < MOST_TIMES) {
-            self->times[2 * self->time_count] = job[BLOCK];
-            self->times[2 * self->time_count++ + 1] = took;
-        }
-        if (!placed) {
+        memcpy(job, one.job, sizeof one.job);
+        int answer = 1;
+        while (job[FILE_NUMBER] >= 0 && (answer = do_job(self, one.number, job, address, now_ns() - one.since < PATIENCE_NS)) < 0) {
+            pthread_mutex_lock(&self->lock);
+            const int is_left = self->later_count < MOST_LATER, is_idle = is_left && !may_begin(self);
+            if (is_left)
+                self->later[self->later_count++] = one;
             pthread_mutex_unlock(&self->lock);
-            return number;
+            if (!is_left || is_idle)
+                nanosleep(&(struct timespec){0, NAP_NS}, NULL);
+            if (is_left)
+                break;
         }
-        finish_job(self, number, job[SLOT], job_at(self, number) + JOB);
+        if (answer > 0)
+            return one.number;
     }
-    pthread_mutex_unlock(&self->lock);
-    return -1;
 }
 
 static PyObject *loads_work(Loads *self, PyObject *ignored)
 {
-    int64_t job[JOB], number;
-    int is_loaded;
+    int64_t job[JOB], number, address;
     Py_BEGIN_ALLOW_THREADS
-    number = work(self, job, &is_loaded);
+    number = work(self, job, &address);
     Py_END_ALLOW_THREADS
     if (number < 0)
         Py_RETURN_NONE;
-    return Py_BuildValue("LLLL", (long long)number, (long long)job[SLOT], (long long)job[BLOCK],
-                         is_loaded ? (long long)job[ADDRESS] : 0LL);
-}
-
-static int grow(void **memory, int64_t count, int64_t size)
-{
-    void *more = realloc(*memory, (size_t)count * (size_t)size);
-    if (more)
-        *memory = more;
-    return more ? 0 : -1;
+    return Py_BuildValue("LLLL", (long long)number, (long long)job[SLOT], (long long)job[BLOCK], (long long)address);
 }
 
 /* Room for so many jobs; those that are not done move to their places in the larger ring. */
@@ -552,6 +701,13 @@ static PyObject *loads_set_table(Loads *self, PyObject *table)
         return NULL;
     }
     pthread_mutex_lock(&self->lock);
+    if (grow((void **)&self->held, held.shape[0] + 1, sizeof *self->held) < 0) {
+        pthread_mutex_unlock(&self->lock);
+        PyBuffer_Release(&held);
+        return PyErr_NoMemory();
+    }
+    for (int64_t slot = self->slots; slot < held.shape[0]; slot++)
+        self->held[slot] = -1;
     if (self->slots)
         memcpy(held.buf, self->facts, (size_t)(self->slots * self->width) * 8);
     old = self->table;
@@ -571,7 +727,7 @@ static PyObject *loads_finish(Loads *self, PyObject *args)
                      (!facts.buf || facts.len == self->width * 8);
     pthread_mutex_lock(&self->lock);
     if (fits)
-        finish_job(self, number, slot, facts.buf);
+        finish_job(self, number, slot, facts.buf, 0);
     pthread_mutex_unlock(&self->lock);
     PyBuffer_Release(&facts);
     if (!fits) {
@@ -715,6 +871,93 @@ static PyObject *loads_close(Loads *self, PyObject *ignored)
     Py_RETURN_NONE;
 }
 
+/* In a nameless file that nobody else has yet: empty slots. */
+static PyObject *prepare_shared(PyObject *self, PyObject *args)
+{
+    int file;
+    long long count, slot_bytes;
+    if (!PyArg_ParseTuple(args, "iLL:prepare_shared", &file, &count, &slot_bytes))
+        return NULL;
+    const int64_t page = sysconf(_SC_PAGESIZE);
+    if (count < 1 || slot_bytes < 1 || slot_bytes % page || count > INT32_MAX || slot_bytes > INT64_MAX / 2 / count) {
+        PyErr_SetString(PyExc_ValueError, "expected slots of whole pages");
+        return NULL;
+    }
+    const int64_t head = ((int64_t)sizeof(Shared) + count * (int64_t)sizeof(SharedSlot) + page - 1) / page * page;
+    Shared *shared = MAP_FAILED;
+    pthread_mutexattr_t kind;
+    if (!ftruncate(file, (off_t)(head + count * slot_bytes)))
+        shared = mmap(NULL, (size_t)head, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    if (shared == MAP_FAILED)
+        return PyErr_SetFromErrno(PyExc_OSError);
+    pthread_mutexattr_init(&kind);
+    pthread_mutexattr_setpshared(&kind, PTHREAD_PROCESS_SHARED);
+#ifdef __linux__
+    pthread_mutexattr_setrobust(&kind, PTHREAD_MUTEX_ROBUST);
+#endif
+    pthread_mutex_init(&shared->lock, &kind);
+    pthread_mutexattr_destroy(&kind);
+    shared->count = count, shared->slot_bytes = slot_bytes, shared->head_bytes = head;
+    for (int64_t n = 0; n < count; n++)
+        shared->slots[n].block = -1;
+    munmap(shared, (size_t)head);
+    Py_RETURN_NONE;
+}
+
+/* The user refers to nothing. The shared lock is held. */
+static void forget_user(Shared *shared, int64_t user)
+{
+    for (int64_t n = 0; n < shared->count; n++) {
+        shared->slots[n].total -= shared->slots[n].users[user];
+        shared->slots[n].users[user] = 0;
+    }
+    shared->user[user] = 0;
+}
+
+/* Blocks are found and left in the memory of `prepare_shared`: whether there is a place for one user more. */
+static PyObject *loads_share(Loads *self, PyObject *number)
+{
+    struct stat found;
+    const long file = PyLong_AsLong(number);
+    if (file == -1 && PyErr_Occurred())
+        return NULL;
+    if (self->shared || self->end || fstat((int)file, &found))
+        return PyErr_Format(PyExc_ValueError, "expected the file of shared memory, before any job");
+    Shared *shared = mmap(NULL, (size_t)found.st_size, PROT_READ | PROT_WRITE, MAP_SHARED, (int)file, 0);
+    if (shared == MAP_FAILED)
+        return PyErr_SetFromErrno(PyExc_OSError);
+    int64_t user = 0;
+    lock_shared(shared);
+    for (; user < MOST_USERS; user++) {
+        if (shared->user[user] && kill((pid_t)shared->user[user], 0) && errno == ESRCH)
+            forget_user(shared, user); /* it was killed */
+        if (!shared->user[user])
+            break;
+    }
+    if (user < MOST_USERS)
+        shared->user[user] = getpid();
+    pthread_mutex_unlock(&shared->lock);
+    if (user == MOST_USERS) {
+        munmap(shared, (size_t)found.st_size);
+        Py_RETURN_FALSE;
+    }
+    self->shared = shared, self->shared_bytes = (size_t)found.st_size, self->user = user, self->shared_process = getpid();
+    Py_RETURN_TRUE;
+}
+
+/* No thread works, and nobody copies rows any more. */
+static PyObject *loads_leave(Loads *self, PyObject *ignored)
+{
+    if (self->shared && self->shared_process == getpid()) { /* not in a forked child: its parent goes on */
+        lock_shared(self->shared);
+        forget_user(self->shared, self->user);
+        pthread_mutex_unlock(&self->shared->lock);
+        munmap(self->shared, self->shared_bytes);
+        self->shared = NULL;
+    }
+    Py_RETURN_NONE;
+}
+
 static int loads_init(Loads *self, PyObject *args, PyObject *names)
 {
     static char *keywords[] = {"width", "timed", "way", NULL};
@@ -745,11 +988,12 @@ static int loads_init(Loads *self, PyObject *args, PyObject *names)
 static void loads_dealloc(Loads *self)
 {
     PyTypeObject *type = Py_TYPE(self);
+    Py_DECREF(loads_leave(self, NULL));
     for (int64_t n = 0; n < self->file_count; n++)
         free(self->files[n].path);
     if (self->table.obj)
         PyBuffer_Release(&self->table);
-    free(self->files), free(self->jobs), free(self->began), free(self->states), free(self->running), free(self->times);
+    free(self->files), free(self->jobs), free(self->began), free(self->states), free(self->running), free(self->times), free(self->held);
     type->tp_free(self);
     Py_DECREF(type);
 }
@@ -768,6 +1012,8 @@ static PyMethodDef loads_methods[] = {
     {"longest", (PyCFunction)loads_longest, METH_NOARGS, "longest(): (block, seconds) of what has been loading for the longest time, or None."},
     {"counts", (PyCFunction)loads_counts, METH_NOARGS, "counts(): (jobs done without a gap, loads, bytes, seconds)."},
     {"take_times", (PyCFunction)loads_take_times, METH_NOARGS, "take_times(): int64 (block, ns) of loads since the last call."},
+    {"share", (PyCFunction)loads_share, METH_O, "share(file): find and leave blocks in the memory of `prepare_shared`; whether there is a place for one more."},
+    {"leave", (PyCFunction)loads_leave, METH_NOARGS, "leave(): refer to no shared memory any more; nobody may use it."},
     {"close", (PyCFunction)loads_close, METH_NOARGS, "close(): `work` and `wait` return."},
     {NULL, NULL, 0, NULL},
 };
@@ -878,7 +1124,6 @@ static PyObject *copy_rows(PyObject *self, PyObject *args)
 /* ---- rows of many blocks */
 
 enum { COPIED, NOT_COPIED };
-#define FACTS 4            /* of a field of a block, after its rows: addresses of values, ends and data; bytes between rows */
 #define DECIMAL_PITCH (-8) /* between rows that lie in their block as decimal texts */
 
 /* From places, of a block and in it, to addresses; the row of a block in `facts` says how many rows it has and where its fields lie.
@@ -1125,6 +1370,8 @@ static PyObject *decimals_at(PyObject *self, PyObject *args)
 }
 
 static PyMethodDef functions[] = {
+    {"prepare_shared", prepare_shared, METH_VARARGS,
+     "prepare_shared(file, slots, slot_bytes): memory for `Loads.share`, in a nameless file that nobody else has yet."},
     {"ways", ways, METH_NOARGS, "ways(): in how many ways this processor can hash; all give the same hashes."},
     {"copy_rows", copy_rows, METH_VARARGS,
      "copy_rows(target, addresses, size or sizes): the row at each address, end to end into `target`."},

@@ -60,8 +60,17 @@ class Loads:
     def take_times(self) -> bytes:
         """(n, 2) int64: block and nanoseconds of what was loaded since the last call."""
 
+    def share(self, file: int, /) -> bool:
+        """Before the first job: find and leave blocks in memory of `prepare_shared`; False: it has no place left."""
+
+    def leave(self) -> None:
+        """Refer to no shared memory any more: called once no thread works, and nobody copies rows."""
+
     def close(self) -> None:
         """`work` and `wait` return."""
+
+def prepare_shared(file: int, slots: int, slot_bytes: int, /) -> None:
+    """Make memory of so many slots, of whole pages, in a nameless file that nobody else has yet."""
 
 def ways() -> int:
     """In how many ways this processor can hash; all give the same hashes."""

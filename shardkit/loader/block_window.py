@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,8 @@ Int64s = NDArray[np.int64]
 _CLOSED = "the loader was closed while this loop waited for a block; begin another loop"
 _BLOCKS_AT_ONCE: Final = 16  # threads are woken for some blocks and not for each
 _NOBODY: Final = -1
+_SLOT_BITS: Final = 24
+_SLOT_MASK: Final = (1 << _SLOT_BITS) - 1
 
 
 class BlockSource(Protocol):
@@ -74,14 +76,6 @@ class _Slot:
     capacity: int = 0  # of its own memory; 0 where blocks bring theirs
     loan: Loan | None = None
     keep: Any = None  # what the addresses of a block that brought its memory refer to
-
-
-class _Place(NamedTuple):
-    """Where a block goes: others may take the slot and its memory later in the same plan."""
-
-    slot: int
-    address: int  # 0 where the block brings its memory
-    after: int  # the step up to which it is in use
 
 
 class GroupBlocks:
@@ -150,9 +144,7 @@ class BlockWindow:
         self._lock = threading.Lock()  # of what follows
         self._slots: list[_Slot] = []
         self._slot_of: dict[int, int] = {}  # block → its slot
-        self._spare: list[
-            tuple[int, int]
-        ] = []  # slots without memory and block: the step up to which they are in use
+        self._spare: list[int] = []  # keys of slots without memory and block, as of `_free_slots`
         self._leaving: list[tuple[int, Any]] = []  # what goes once a step is over
         self._bytes = self._planned = self._now = 0
         self._added = self._nobodys = 0  # jobs so far, and those of loops that are over
@@ -253,15 +245,20 @@ class BlockWindow:
     def _assign(
         self, group: StepGroup, missing: list[int], sizes: list[int], plain: list[bool], last: list[int],
         found: list[int],
-    ) -> list[_Place]:  # fmt: skip
-        """Give each missing block a slot, in `found` too."""
-        blocks = group.blocks.tolist()
+    ) -> Int64s:  # fmt: skip
+        """Give each missing block a slot, in `found` too.
+
+        Returns:
+            (3, n) the slots, where their memory is (0: the block brings its own), and the steps up to which they are in
+            use: others may take slot and memory later in the same plan.
+        """
+        blocks, slots = group.blocks.tolist(), self._slots
         first = (group.first + self._planned - len(group.numbers)).tolist()
         self._trim()
         heaps = self._free_slots()
-        own: dict[int, list[tuple[int, int]]] = {}
-        fitting: dict[int, list[list[tuple[int, int]]]] = {}  # by capacity, those that hold it
-        places = []
+        own: dict[int, list[int]] = {}
+        fitting: dict[int, list[list[int]]] = {}  # by capacity, those that hold it
+        chosen, addresses, afters = [], [], []
         for n in missing:
             cost, need = sizes[n], first[n]
             capacity = capacity_of(cost) if plain[n] else 0
@@ -270,9 +267,10 @@ class BlockWindow:
                 fitting = {size: [heaps[c] for c in heaps if size <= c <= 2 * size] for size in own if size}
                 fitting[0] = []
             best = min((one for one in fitting[capacity] if one), default=None)
-            if self._bytes + cost > self._budget and best is not None and best[0][0] <= need:
-                after, slot = heappop(best)
-                one = self._slots[slot]
+            if self._bytes + cost > self._budget and best is not None and best[0] >> _SLOT_BITS <= need:
+                key = heappop(best)
+                after, slot = key >> _SLOT_BITS, key & _SLOT_MASK
+                one = slots[slot]
                 self._evict(one)
                 self._bytes += cost - one.cost
                 one.cost = cost
@@ -281,44 +279,43 @@ class BlockWindow:
             else:
                 after = self._make_room(heaps, cost, need)
                 slot = self._new_slot(capacity, cost, after)
-                best, one = own[capacity], self._slots[slot]
+                best, one = own[capacity], slots[slot]
             found[n] = self._slot_of[blocks[n]] = slot
             one.block, one.last, one.used_in = blocks[n], last[n], self.loop
-            heappush(best, (last[n] + 1, slot))
-            places.append(_Place(slot, 0 if one.loan is None else one.loan.address, after))
+            heappush(best, last[n] + 1 << _SLOT_BITS | slot)
+            chosen.append(slot)
+            addresses.append(0 if one.loan is None else one.loan.address)
+            afters.append(after)
         self._counts.peak_bytes = max(self._counts.peak_bytes, self._bytes)
-        return places
+        return np.array([chosen, addresses, afters], np.int64)
 
-    def _free_slots(self) -> dict[int, list[tuple[int, int]]]:
-        """By capacity the slots that may be used again: (from which step on, slot), the earliest first."""
-        columns = np.array([(one.last, one.capacity, one.cost) for one in self._slots], np.int64).reshape(
-            -1, 3
-        )
-        last, capacity, cost = columns.T
-        used = (capacity > 0) | (cost > 0)
+    def _free_slots(self) -> dict[int, list[int]]:
+        """By capacity the slots that may be used again: from which step on, and slot, in one number; the first first.
+
+        One number, and no pair, for a pair is an object that the collector looks at.
+        """
+        last = np.array([one.last for one in self._slots], np.int64)
+        capacity = np.array([one.capacity for one in self._slots], np.int64)
+        used = (capacity > 0) | (np.array([one.cost for one in self._slots], np.int64) > 0)
         used[self._loads.running()] = False
-        heaps = {}
-        for size in np.unique(capacity[used]).tolist():
-            found = np.flatnonzero(used & (capacity == size))
-            found = found[np.argsort(last[found], kind="stable")]
-            heaps[size] = [
-                *zip((last[found] + 1).tolist(), found.tolist(), strict=True)
-            ]  # what is sorted is a heap
-        return heaps
+        keys = last + 1 << _SLOT_BITS | np.arange(len(last))
+        # what is sorted is a heap
+        return {
+            size: np.sort(keys[used & (capacity == size)]).tolist()
+            for size in np.unique(capacity[used]).tolist()
+        }
 
-    def _make_room(self, heaps: dict[int, list[tuple[int, int]]], cost: int, need: int) -> int:
+    def _make_room(self, heaps: dict[int, list[int]], cost: int, need: int) -> int:
         """Have slots of other sizes go until so many bytes more are within the budget, before step `need`.
 
         Returns the step from which on they are gone; what one step needs may exceed the budget all the same.
         """
         after = 0
         while self._bytes + cost > self._budget:
-            heap = min((one for one in heaps.values() if one), key=lambda one: one[0], default=None)
-            if heap is None or heap[0][0] > need:
+            heap = min((one for one in heaps.values() if one), default=None)
+            if heap is None or heap[0] >> _SLOT_BITS > need:
                 break
-            free_at, slot = heappop(heap)
-            after = max(after, free_at)
-            self._dispose(slot, free_at)
+            after = max(after, self._dispose(heappop(heap)))
         return after
 
     def _trim(self) -> None:
@@ -326,24 +323,18 @@ class BlockWindow:
         self._let_go()
         if self._bytes <= self._budget:
             return
-        free = sorted(
-            (free_at, slot)
-            for heap in self._free_slots().values()
-            for free_at, slot in heap
-            if free_at <= self._now
-        )
-        for free_at, slot in free:
-            if self._bytes <= self._budget:
+        for key in sorted(key for heap in self._free_slots().values() for key in heap):
+            if self._bytes <= self._budget or key >> _SLOT_BITS > self._now:
                 break
-            self._dispose(slot, free_at)
+            self._dispose(key)
 
     def _let_go(self) -> None:
         self._leaving = [one for one in self._leaving if one[0] > self._now]
 
     def _new_slot(self, capacity: int, cost: int, after: int) -> int:
         """A slot of its own memory, or of none."""
-        if self._spare and self._spare[0][0] <= max(after, self._now):
-            _, slot = heappop(self._spare)
+        if self._spare and self._spare[0] >> _SLOT_BITS <= max(after, self._now):
+            slot = heappop(self._spare) & _SLOT_MASK
         else:
             slot = len(self._slots)
             self._slots.append(_Slot())
@@ -367,29 +358,30 @@ class BlockWindow:
             self._dropped[slot.block] = self._loop_bytes
         slot.block = _NOBODY
 
-    def _dispose(self, slot: int, free_at: int) -> None:
-        """A slot has no memory any more from a step on."""
-        one = self._slots[slot]
+    def _dispose(self, key: int) -> int:
+        """A free slot has no memory any more from the step on that is returned."""
+        free_at, one = key >> _SLOT_BITS, self._slots[key & _SLOT_MASK]
         self._evict(one)
         self._bytes -= one.cost
         if free_at > self._now:
             self._leaving.append((free_at, (one.loan, one.keep)))
         one.loan, one.keep, one.cost, one.capacity = None, None, 0, 0
-        heappush(self._spare, (free_at, slot))
+        heappush(self._spare, key)
+        return free_at
 
-    def _add(self, blocks: Int64s, plain: NDArray[np.bool_], places: list[_Place], first: Int64s) -> int:
+    def _add(self, blocks: Int64s, plain: NDArray[np.bool_], places: Int64s, first: Int64s) -> int:
         """Have blocks loaded to their slots; the number of the first of these jobs."""
-        if not places:
+        if not len(blocks):
             return self._added
-        slots, addresses, after = np.array(places, np.int64).T
+        slots, addresses, after = places
         jobs = self._source.jobs(blocks, addresses, plain)
-        steps = max(1, _BLOCKS_AT_ONCE * int(first[-1] - first[0] + 1) // len(places))
+        steps = max(1, _BLOCKS_AT_ONCE * int(first[-1] - first[0] + 1) // len(blocks))
         jobs[:, AFTER] = np.minimum(-(-after // steps) * steps, first)
         jobs[:, SLOT] = slots
         number = int(self._loads.add(jobs))
         for n, slot in enumerate(slots.tolist(), number):
             self._slots[slot].job = n
-        self._added = number + len(places)
+        self._added = number + len(blocks)
         return number
 
     def wait_for(self, jobs: int, timeout_s: float, on_stall: Callable[[float], None]) -> int:
@@ -518,6 +510,7 @@ class BlockWindow:
             if thread is not threading.current_thread():
                 thread.join()
         with self.in_use, self._lock:
+            self._loads.leave()
             self._bytes = 0
             self._slots.clear()
             self._slot_of.clear()

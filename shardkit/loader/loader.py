@@ -34,6 +34,7 @@ from shardkit.telemetry import Telemetry
 from shardkit.telemetry.recorder import EventLog
 
 if TYPE_CHECKING:
+    from shardkit.loader.block_memory import SharedSlots
     from shardkit.loader.sharing import ServedCache
     from shardkit.reading.cache.shared_blocks import SharedBlocks
 
@@ -98,6 +99,7 @@ class Loader:
         self._handed_at = 0.0  # of the step that the trainer has
         self._computed_s = -1.0  # what it took to compute; below 0: nobody has said
         self.shared: SharedBlocks | None = None  # with loaders of other processes, from the first loop on
+        self.slots: SharedSlots | None = None  # the same, for blocks of local files
         self.allocate: Allocate = np.empty  # the arrays of batches; of the loops that begin after it was set
         if self._device is not None and self._device.type != "cpu":
             from shardkit.loader.device import pinned
@@ -366,7 +368,7 @@ class Loader:
         resources, live, setup = self.live.resources, self.live, self._setup
         if resources is None or resources.process != os.getpid():
             resources = live.resources = LoaderResources(
-                setup, self._memory, self.memory_needed, self._function, self.shared
+                setup, self._memory, self.memory_needed, self._function, self.shared, self.slots
             )
             if setup.config.run is not None:  # whoever has no run does not wait for these imports
                 from shardkit.loader.steering import open_watch
@@ -454,6 +456,11 @@ class Loader:
     def memory_needed(self) -> int:
         """Bytes that the windows of this rank's lanes need."""
         return self._setup.memory_needed(len(self.lanes))
+
+    @property
+    def mean_block_bytes(self) -> int:
+        """Bytes of a block of the dataset."""
+        return self._setup.sources.mean_block_bytes
 
     @property
     def handed_out(self) -> int:

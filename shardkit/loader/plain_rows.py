@@ -116,6 +116,9 @@ class Loads:
     def take_times(self) -> bytes:
         return b""
 
+    def leave(self) -> None:
+        pass
+
     def close(self) -> None:
         with self._changed:
             self._closed = True

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from shardkit.ledger import Journal
 from shardkit.loader import gather
 from shardkit.loader.block_loading import BlockLoading
-from shardkit.loader.block_memory import BlockMemory
+from shardkit.loader.block_memory import BlockMemory, SharedSlots
 from shardkit.loader.block_window import BlockWindow
 from shardkit.loader.gather import FACTS, Allocate
 from shardkit.loader.row_work import RowWork, open_workers
@@ -54,6 +54,7 @@ class LoaderResources:
         needed: int,
         function: RowFunction | None,
         shared: SharedBlocks | None,
+        slots: SharedSlots | None,
     ) -> None:
         plan, sources, config = setup.plan, setup.sources, setup.config
         self.process = os.getpid()
@@ -77,6 +78,8 @@ class LoaderResources:
         width = 1 + FACTS * len(setup.fields)
         timed = config.run is not None and config.telemetry is not None
         self._loads = gather.block_rows.Loads(width, timed)
+        if slots is not None:
+            self._loads.share(slots.file)
         load = self._load = BlockLoading(sources, reader, setup.fields, self._memory.take, self._loads)
         if timed:
             self.times = load.times = BlockTimes(lambda shard: reader.shard_name(shard)[18:30], load.has_file)

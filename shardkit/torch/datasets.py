@@ -17,7 +17,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from shardkit.dataset import Dataset
 from shardkit.errors import StateError, UsageError
-from shardkit.loader import Batch, check_state
+from shardkit.loader import Batch, Loader, check_state
+from shardkit.loader.block_memory import SharedSlots
 from shardkit.loader.state import STATE_VERSION, check_geometry
 from shardkit.plan import Plan
 from shardkit.reading.cache.shared_blocks import SharedBlocks
@@ -28,6 +29,8 @@ from .sent_batches import Outbox, Sent, SentBatch
 __all__ = ["PlanDataset", "dataset"]
 
 
+_SLOTS_OF_NEED: Final = 5  # quarters of the blocks that the windows need
+_LARGEST_OF_MEAN: Final = 2  # blocks that are larger are not shared
 _LEAST_SHARED: Final = 64 << 20  # bytes: small windows are left while a worker that is late still needs them
 
 
@@ -77,19 +80,26 @@ class PlanDataset(IterableDataset[Batch]):
         self._shared = (
             SharedBlocks(max(_LEAST_SHARED, loader.memory_needed)) if SharedBlocks.is_possible() else None
         )
+        self._slots = _slots_of(loader) if SharedSlots.is_possible() else None
 
     def __getstate__(self) -> dict[str, Any]:
         """What a process that is being started gets; a copy has loops of its own."""
         kept = self.__dict__ | {"_at": None, "_latest": None}
         if get_spawning_popen() is not None:
             return kept
-        return kept | {"_log": self._log.where(), "_shared": self._shared and self._shared.size}
+        sizes = None if self._slots is None else (self._slots.slots, self._slots.slot_bytes)
+        return kept | {
+            "_log": self._log.where(),
+            "_shared": self._shared and self._shared.size,
+            "_slots": sizes,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        log, shared = state["_log"], state["_shared"]
+        log, shared, slots = state["_log"], state["_shared"], state["_slots"]
         self.__dict__ |= state | {
             "_log": LoopLog(log) if isinstance(log, int) else log,
             "_shared": SharedBlocks(shared) if isinstance(shared, int) else shared,
+            "_slots": SharedSlots(*slots) if isinstance(slots, tuple) else slots,
         }
 
     def __repr__(self) -> str:
@@ -130,7 +140,7 @@ class PlanDataset(IterableDataset[Batch]):
         with self._ds.loader(self._plan, **self._settings, stride=workers) as loader:
             if get_worker_info() is not None:
                 loader.allocate = Outbox(self._log.token).empty
-                loader.shared = self._shared if workers > 1 else None
+                loader.shared, loader.slots = (self._shared, self._slots) if workers > 1 else (None, None)
             loader.seek(steps.start)
             for batch in loader:
                 step = _step_of(batch)
@@ -214,6 +224,12 @@ class _Part(Iterator[Any]):
         batch = next(self._batches)
         self._left = self._left[1:]
         return batch
+
+
+def _slots_of(loader: Loader) -> SharedSlots:
+    """Room for what one worker's windows need, and a part more: workers are not at the same step."""
+    mean = max(1, loader.mean_block_bytes)
+    return SharedSlots(8 + _SLOTS_OF_NEED * loader.memory_needed // (4 * mean), _LARGEST_OF_MEAN * mean)
 
 
 def _worker() -> tuple[int, int]:
