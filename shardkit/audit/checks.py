@@ -11,9 +11,9 @@ import numpy as np
 
 from shardkit.audit.checkpoint_records import STEP_NAME, CheckpointRecord, damaged_objects
 from shardkit.audit.plans import RunPlan
-from shardkit.audit.replay import Coverage, replay
+from shardkit.audit.replay import Coverage, cell_digests, replay
 from shardkit.audit.result import Audit, Report
-from shardkit.audit.run_record import Place, RunRecord
+from shardkit.audit.run_record import RunRecord, json_object
 from shardkit.formats.digest import sha256_digest
 from shardkit.ledger import MASKED, SUBSTITUTED, setting_differences
 from shardkit.ledger.bindings import BINDINGS, CHECKPOINT, CONFIGURATION, DEALT
@@ -92,7 +92,7 @@ def _explain_step(record: RunRecord, plan: RunPlan, stored: np.void, planned: by
     """Empty where recorded substitutions account for the difference."""
     step, found = int(stored["step"]), bytes(stored["digest"])
     substituted = record.substitutions(step, step + 1)
-    if substituted and found == _digest_with(plan, step, substituted):
+    if substituted and found == _consumed_digest(record, plan, step):
         return []
     text = f"its digest is {found.hex()[:16]}…, the plan's is {planned.hex()[:16]}…"
     if substituted:
@@ -100,12 +100,10 @@ def _explain_step(record: RunRecord, plan: RunPlan, stored: np.void, planned: by
     return [(step, f"{text}: the run consumed other samples than planned, or its record was changed")]
 
 
-def _digest_with(plan: RunPlan, step: int, substituted: dict[Place, tuple[int, int]]) -> bytes:
-    cells = plan.plan.step(step).copy()
-    for (_, lane, slot), (_, by) in substituted.items():
-        cells[lane, slot] = by
-    digests, _ = plan.cell_digests(cells)
-    return step_digest(plan.plan.population.identity, plan.plan.digest, step, digests)
+def _consumed_digest(record: RunRecord, plan: RunPlan, step: int) -> bytes:
+    (cells,) = plan.consumed(record, step, step + 1)
+    digests = [cell_digests(cell[cell >= 0][None])[0] for cell in cells]  # empty slots are anywhere in a cell
+    return step_digest(plan.plan.population.identity, plan.plan.digest, step, b"".join(digests))
 
 
 def check_pending(record: RunRecord, plans: dict[int, RunPlan]) -> None:
@@ -356,7 +354,9 @@ def check_bound_settings(record: RunRecord) -> None:
             "violated", "settings", "run.json", f"is gone; the ledger records {_short(events[0].get('run'))}"
         )
     elif any(sha256_digest(data) != event.get("run") for event in events):
-        changed = setting_differences(_settings(events[0]), record.settings.get("configuration") or {})
+        changed = setting_differences(
+            json_object(events[0].get("settings")) or {}, record.settings.get("configuration") or {}
+        )
         what = ", ".join(f"{key} is {json.dumps(new)}, the ledger records {json.dumps(old)}"
                          for key, old, new in changed[:_LISTED])  # fmt: skip
         record.add("violated", "settings", "run.json",
@@ -380,14 +380,6 @@ def _say_changes(record: RunRecord, event: dict[str, Any]) -> None:
                        f"{key} {old} → {new}, allowed by --allow-changes")  # fmt: skip
         else:
             record.add("note", "settings", f"step {event.get('step')}", f"{key} {old} → {new}")
-
-
-def _settings(event: dict[str, Any]) -> dict[str, Any]:
-    try:
-        value = json.loads(str(event.get("settings")))
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _short(value: object) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardkit.audit.plans import RunPlan
 from shardkit.audit.run_record import RunRecord
@@ -105,52 +106,22 @@ def _compare_samples(
         return
     for begin in range(first, last, _STEPS_AT_ONCE):
         end = min(last, begin + _STEPS_AT_ONCE)
-        left, right = _consumed(a, one, begin, end), _consumed(b, other, begin, end)
-        unequal = (left != right).any(axis=1)
+        left, right = (
+            plan.consumed(run, begin, end).reshape(end - begin, -1) for run, plan in ((a, one), (b, other))
+        )
         if by_key:
-            unequal = _keys_differ(one.dataset, other.dataset, left, right)
+            left, right = _keys(one.dataset, left), _keys(other.dataset, right)
+        unequal = (left != right).any(axis=1)
         if unequal.any():
             result.diverges = begin + int(np.flatnonzero(unequal)[0])
             return
 
 
-def _consumed(record: RunRecord, plan: RunPlan, first: int, last: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """(steps, B) samples in the order of the lanes, substitutions included."""
-    cells = plan.plan.steps(first, last).copy()
-    for (step, lane, slot), (_, by) in record.substitutions(first, last).items():
-        cells[step - first, lane, slot] = by
-    return cells.reshape(last - first, -1)
-
-
-def _keys_differ(
-    one: Dataset, other: Dataset, left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]
-) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Per step, whether any sample has another key."""
-    mine, theirs = _Keys(one), _Keys(other)
-    return np.array(
-        [
-            any(
-                mine[a] != theirs[b]
-                for a, b in zip(row.tolist(), line.tolist(), strict=True)
-                if a >= 0 or b >= 0
-            )
-            for row, line in zip(left, right, strict=True)
-        ]
-    )
-
-
-class _Keys:
-    """Keys of samples, looked up once each."""
-
-    def __init__(self, dataset: Dataset) -> None:
-        self._dataset, self._known = dataset, dict[int, str]()
-
-    def __getitem__(self, sample: int) -> str:
-        if sample < 0:
-            return ""
-        if sample not in self._known:
-            self._known[sample] = self._dataset.key(sample)
-        return self._known[sample]
+def _keys(dataset: Dataset, samples: NDArray[np.int64]) -> NDArray[Any]:
+    """Of samples of any shape, each looked up once; empty where there is none."""
+    numbers, inverse = np.unique(samples, return_inverse=True)
+    known = np.array([dataset.key(one) if one >= 0 else "" for one in numbers.tolist()], dtype=object)
+    return known[inverse].reshape(samples.shape)
 
 
 # ---- why
@@ -218,7 +189,7 @@ def _show_cells(a: RunRecord, b: RunRecord, one: RunPlan, other: RunPlan, result
     assert step is not None
     if (one.plan.lanes, one.plan.cell_size) != (other.plan.lanes, other.plan.cell_size):
         return
-    left, right = _consumed(a, one, step, step + 1)[0], _consumed(b, other, step, step + 1)[0]
+    left, right = (run.consumed(record, step, step + 1).ravel() for record, run in ((a, one), (b, other)))
     for place in np.flatnonzero(left != right)[:_SHOWN].tolist():
         lane, slot = divmod(place, one.plan.cell_size)
         result.cells.append((lane, slot, int(left[place]), int(right[place])))

@@ -39,7 +39,8 @@ def sample_lineage(dataset: Dataset, sample: int) -> dict[str, Any]:
     shard, row = int(where.shard[0]), int(where.row[0])
     index, part = dataset.reader.index(shard), dataset.version.part_of(shard)
     block, _ = index.block_of(row)
-    source = index.source(row)
+    source, lineage = index.source(row), _part_lineage(part)
+    files = {one["name"]: one["sha256"] for one in (lineage["sources"] or {"files": ()})["files"]}
     return {
         "sample": sample,
         "key": index.original_key(row),
@@ -54,8 +55,8 @@ def sample_lineage(dataset: Dataset, sample: int) -> dict[str, Any]:
         },
         "source": None
         if source is None
-        else {"name": source[0], "row": source[1], "sha256": _digest(part, source[0])},
-        "version": {"id": dataset.manifest.id, "parts": [_part_lineage(part)]},
+        else {"name": source[0], "row": source[1], "sha256": files.get(source[0])},
+        "version": {"id": dataset.manifest.id, "parts": [lineage]},
     }
 
 
@@ -84,23 +85,11 @@ def _part_lineage(part: Part) -> dict[str, Any]:
 
 
 def _sources(part: Part) -> dict[str, Any] | None:
-    found = _sources_object(part)
-    if found is None:
-        return None
-    files = [{"name": one.name, "size": one.size, "sha256": one.sha256} for one in found.files]
-    return {"digest": part.manifest.sources, "files": files, "rows_left_out": len(found.skipped)}
-
-
-def _sources_object(part: Part) -> Any:
     if part.manifest.sources is None:
         return None
-    return unpack_sources(part.repository.get_object(part.manifest.sources, "sources"))
-
-
-def _digest(part: Part, name: str) -> str | None:
-    found = _sources_object(part)
-    files = {one.name: one.sha256 for one in found.files} if found is not None else {}
-    return files.get(name)
+    found = unpack_sources(part.repository.get_object(part.manifest.sources, "sources"))
+    files = [{"name": one.name, "size": one.size, "sha256": one.sha256} for one in found.files]
+    return {"digest": part.manifest.sources, "files": files, "rows_left_out": len(found.skipped)}
 
 
 def _commit(repository: Repository, manifest_id: str) -> dict[str, Any] | None:

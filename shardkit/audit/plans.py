@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardkit.audit.replay import PlanRecipe, cell_digests, configured_settings, recipe_of
+from shardkit.audit.replay import PlanRecipe, configured_settings, recipe_of
 from shardkit.audit.run_record import RunRecord
 from shardkit.dataset import Dataset, open_dataset
 from shardkit.dataset.costs import costs_of
@@ -30,10 +30,12 @@ class RunPlan:
     recipe: PlanRecipe
     plan: Plan
 
-    def cell_digests(self, cells: NDArray[np.int64]) -> tuple[bytes, NDArray[np.int64]]:
-        """Digests of the cells of one step in lane order, wherever in a cell the empty slots are."""
-        parts = [cell_digests(cell[cell >= 0][None]) for cell in cells]
-        return b"".join(one for one, _ in parts), np.concatenate([rows for _, rows in parts])
+    def consumed(self, record: RunRecord, first: int, last: int) -> NDArray[np.int64]:
+        """(steps, lanes, m) samples of steps [first, last), recorded substitutions included, -1 in empty slots."""
+        cells = self.plan.steps(first, last).copy()
+        for (step, lane, slot), (_, by) in record.substitutions(first, last).items():
+            cells[step - first, lane, slot] = by
+        return cells
 
 
 def find_plans(record: RunRecord, dataset: str | None = None) -> dict[int, RunPlan]:

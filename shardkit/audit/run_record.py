@@ -97,10 +97,10 @@ class RunRecord:
     def configurations(self) -> list[dict[str, Any]]:
         """Every configuration that the run had: run.json's, then those that it went on with."""
         texts: list[Any] = [event.get("settings") for event in self.configuration_events]
-        found = [self.settings.get("configuration"), *map(_json_object, texts)]
+        found = [self.settings.get("configuration"), *map(json_object, texts)]
         if not texts:  # 0.1 said it in its log alone
             lines = (read_file(self.path / "events.jsonl") or b"").splitlines()
-            logged = (_json_object(line) or {} for line in lines)
+            logged = (json_object(line) or {} for line in lines)
             found += [one.get("configuration") for one in logged if one.get("event") == "configuration"]
         return [one for one in found if isinstance(one, dict)]
 
@@ -128,17 +128,17 @@ def _read_settings(run: RunRecord) -> dict[str, Any]:
     if data is None:
         return {}
     try:
-        value = json.loads(data)
+        json.loads(data)
     except (ValueError, RecursionError) as error:
         run.add("violated", "settings", "run.json", f"is no JSON any more: {error}")
-        return {}
-    return value if isinstance(value, dict) else {}
+    return json_object(data) or {}
 
 
-def _json_object(text: str | bytes) -> dict[str, Any] | None:
+def json_object(text: object) -> dict[str, Any] | None:
+    """The object that a text is; None where it is none."""
     try:
-        value = json.loads(text)
-    except (ValueError, TypeError):
+        value = json.loads(text)  # type: ignore[arg-type]  # what somebody else wrote; TypeError where it is no text
+    except (ValueError, TypeError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 
@@ -198,17 +198,13 @@ def _read_files(run: RunRecord) -> None:
     if len(bad) > _SHOWN:
         run.add("violated", "ledger", "ledger/steps", f"{len(bad) - _SHOWN} more records are damaged")
     for name in ("events", "heads"):
-        lines: list[dict[str, Any]] = []
+        lines = run.events if name == "events" else run.heads
         try:
             lines.extend(
                 document for document, _ in parse_lines(read_file(folder / name) or b"", f"ledger/{name}")
             )
         except FormatError as error:
             run.add("violated", "ledger", f"ledger/{name}", str(error))
-        if name == "events":
-            run.events = lines
-        else:
-            run.heads = lines
 
 
 def _committed_records(run: RunRecord) -> int:
@@ -310,11 +306,8 @@ def _logged_steps(path: Path) -> int:
     reached = 0
     for name in ("events.jsonl", "metrics/train.jsonl"):
         for line in (read_file(path / name) or b"").splitlines():
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            record = json_object(line) or {}
+            if not isinstance(record.get("step"), int):
                 continue
             if "event" not in record:
                 reached = max(reached, record["step"] + 1)

@@ -77,13 +77,10 @@ def uses_of(record: RunRecord, plans: dict[int, RunPlan], sample: int) -> list[U
         if not 0 <= sample < rows:
             raise NotFoundError(f"sample {sample} does not exist: this dataset has samples 0 to {rows - 1}")
         replaced = record.substitutions(first, last)
-        for epoch, place in _places(plan, sample, first, last):
-            if place not in replaced:
-                found.append(_use(record, sample, epoch, place, None))
-        for place, (original, by) in replaced.items():
-            if by == sample:
-                found.append(_use(record, sample, _epoch_of(plan, place[0]), place, original))
-    return sorted(found, key=lambda use: (use.step, use.lane, use.slot))
+        places = _places(plan, sample, first, last)
+        found += [_use(record, sample, epoch, place) for epoch, place in places if place not in replaced]
+        found += _substituted(record, plan, replaced, {sample})
+    return sorted(found, key=_place_of)
 
 
 def uses_of_many(
@@ -93,8 +90,7 @@ def uses_of_many(
     wanted = np.unique(np.fromiter(samples, dtype=np.int64))
     if len(wanted) < _MANY:
         return sorted(
-            (use for sample in wanted.tolist() for use in uses_of(record, plans, sample)),
-            key=lambda use: (use.step, use.lane, use.slot),
+            (use for sample in wanted.tolist() for use in uses_of(record, plans, sample)), key=_place_of
         )
     found: list[Use] = []
     for plan, first, last in _legs(record, plans):
@@ -107,15 +103,25 @@ def uses_of_many(
             for at, lane, slot in np.argwhere(member[cells]).tolist():
                 place = (chunk.first + at, lane, slot)
                 if place not in replaced:
-                    found.append(
-                        _use(record, int(cells[at, lane, slot]), _epoch_of(plan, place[0]), place, None)
-                    )
-        found += [
-            _use(record, by, _epoch_of(plan, place[0]), place, original)
-            for place, (original, by) in replaced.items()
-            if member[by]
-        ]
-    return sorted(found, key=lambda use: (use.step, use.lane, use.slot))
+                    epoch = place[0] // plan.plan.loop_steps
+                    found.append(_use(record, int(cells[at, lane, slot]), epoch, place))
+        found += _substituted(record, plan, replaced, set(wanted.tolist()))
+    return sorted(found, key=_place_of)
+
+
+def _place_of(use: Use) -> Place:
+    return use.step, use.lane, use.slot
+
+
+def _substituted(
+    record: RunRecord, plan: RunPlan, replaced: dict[Place, tuple[int, int]], wanted: set[int]
+) -> list[Use]:
+    """Uses in the place of another sample."""
+    return [
+        _use(record, by, place[0] // plan.plan.loop_steps, place, original)
+        for place, (original, by) in replaced.items()
+        if by in wanted
+    ]
 
 
 def samples_of_step(record: RunRecord, plans: dict[int, RunPlan], step: int) -> list[StepSample]:
@@ -127,19 +133,13 @@ def samples_of_step(record: RunRecord, plans: dict[int, RunPlan], step: int) -> 
     for plan, first, last in _legs(record, plans):
         if first <= step < last:
             return list(_describe_step(record, plan, step))
-    raise NotFoundError(f"step {step} was not consumed: the run's ledger holds {_range(record)}")
-
-
-def _range(record: RunRecord) -> str:
-    branch = record.branch
-    return f"steps {int(branch[0]['step'])} to {int(branch[-1]['step'])}" if len(branch) else "no step"
+    steps = record.branch["step"]
+    holds = f"steps {steps[0]} to {steps[-1]}" if len(steps) else "no step"
+    raise NotFoundError(f"step {step} was not consumed: the run's ledger holds {holds}")
 
 
 def _describe_step(record: RunRecord, plan: RunPlan, step: int) -> Iterator[StepSample]:
-    cells = plan.plan.step(step).copy()
-    replaced = record.substitutions(step, step + 1)
-    for (_, lane, slot), (_, by) in replaced.items():
-        cells[lane, slot] = by
+    (cells,), replaced = plan.consumed(record, step, step + 1), record.substitutions(step, step + 1)
     lanes, slots = np.nonzero(cells >= 0)
     samples = cells[lanes, slots]
     where = plan.dataset.rows.locate(samples)
@@ -188,11 +188,7 @@ def _places(plan: RunPlan, sample: int, first: int, last: int) -> Iterator[tuple
         turn += 1
 
 
-def _epoch_of(plan: RunPlan, step: int) -> int:
-    return step // plan.plan.loop_steps
-
-
-def _use(record: RunRecord, sample: int, epoch: int, place: Place, original: int | None) -> Use:
+def _use(record: RunRecord, sample: int, epoch: int, place: Place, original: int | None = None) -> Use:
     step, lane, slot = place
     after = (one.name for one in record.checkpoints if one.step > step)
     return Use(sample, epoch, step, lane, slot, _ranks(record, step, lane), next(after, None), original)

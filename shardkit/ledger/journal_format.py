@@ -188,12 +188,15 @@ def read_journal(path: Path, *, manifest: str | None = None, plan: str | None = 
     for entry in file.entries():
         if entry.kind == CELLS:
             lanes, rows, digests = entry.cells()
-            numbers = zip(_numbers(lanes), _numbers(rows), range(0, len(digests), 16), strict=True)
+            numbers = zip(
+                unpack_numbers(lanes), unpack_numbers(rows), range(0, len(digests), 16), strict=True
+            )
             for lane, count, at in numbers:
                 yield CellRecord(entry.step, lane, count, digests[at : at + 16].hex())
 
 
-def _numbers(packed: bytes) -> tuple[int, ...]:
+def unpack_numbers(packed: bytes) -> tuple[int, ...]:
+    """u32 little-endian."""
     return struct.unpack(f"<{len(packed) // 4}I", packed)
 
 

@@ -140,9 +140,14 @@ class Ledger:
         head, state.heads_check = encode_line({**self.head(), "records": state.records}, state.heads_check)
         steps = bytes(self._new_steps) if self._committed_records else STEPS_MAGIC + bytes(self._new_steps)
         with explained(f"write {self.directory}", writing=True):
-            _append(self.directory / "steps", steps if self._new_steps else b"")
-            _append(self.directory / "events", bytes(self._new_events))
-            _append(self.directory / "heads", head)
+            appended = {
+                "steps": steps if self._new_steps else b"",
+                "events": bytes(self._new_events),
+                "heads": head,
+            }
+            for name, data in appended.items():
+                if data:
+                    _write(self.directory / name, data, os.O_APPEND)
             state.events_bytes += len(self._new_events)
             state.heads_bytes += len(head)
             _replace(self.directory / "state.json", state.to_bytes())
@@ -227,37 +232,26 @@ def read_file(path: Path) -> bytes | None:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+def _opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
+    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o644)
     try:
         yield descriptor
     finally:
         os.close(descriptor)
 
 
-def _append(path: Path, data: bytes) -> None:
-    if not data:
-        return
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-    try:
+def _write(path: Path, data: bytes, flag: int) -> None:
+    """Durably; `flag` says whether it is appended or begins the file."""
+    with _opened(path, os.O_WRONLY | os.O_CREAT | flag) as descriptor:
         rest = memoryview(data)
         while rest:
             rest = rest[os.write(descriptor, rest) :]
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _replace(path: Path, data: bytes) -> None:
     temporary = path.with_name(path.name + ".new")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-    try:
-        rest = memoryview(data)
-        while rest:
-            rest = rest[os.write(descriptor, rest) :]
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    _write(temporary, data, os.O_TRUNC)
     os.replace(temporary, path)
     with _opened(path.parent) as folder:
         os.fsync(folder)

@@ -7,24 +7,27 @@ in order; a step is complete when all lanes of the plan have been recorded, by w
 from __future__ import annotations
 
 import heapq
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 from shardkit.errors import FormatError
-from shardkit.ledger.journal_format import CELLS, EVENT, META, Entry, Header, JournalFile, journal_paths
+from shardkit.ledger.journal_format import (
+    CELLS,
+    EVENT,
+    META,
+    Entry,
+    Header,
+    JournalFile,
+    journal_paths,
+    unpack_numbers,
+)  # fmt: skip
 from shardkit.ledger.ledger import Ledger
 from shardkit.ledger.records import step_digest
 
-
-class Conflict(NamedTuple):
-    """A cell that was recorded twice, with different digests (hex)."""
-
-    lane: int
-    before: str
-    now: str
+Conflict: TypeAlias = tuple[int, bytes, bytes]
+"""A lane whose cell was recorded twice, with different digests."""
 
 
 @dataclass(slots=True)
@@ -92,7 +95,7 @@ class PartialStep:
             if before is None:
                 self.missing -= 1
             elif before != now:
-                conflicts.append(Conflict(lane, before.hex(), now.hex()))
+                conflicts.append((lane, before, now))
             self.cells[16 * lane : 16 * lane + 16] = now
             self.rows[lane] = rows[place]
         return conflicts
@@ -115,7 +118,7 @@ class PartialStep:
             for lane, before in older.known_cells():
                 now = self.cell(lane)
                 if now is not None and now != before:
-                    found.append(Conflict(lane, before.hex(), now.hex()))
+                    found.append((lane, before, now))
             self.records += older.records
             older = older.older
         self.older = None
@@ -131,11 +134,6 @@ class PartialStep:
             else:
                 runs.append([rank, lane, 1])
         return runs
-
-
-def unpack_numbers(packed: bytes) -> tuple[int, ...]:
-    """u32 little-endian."""
-    return struct.unpack(f"<{len(packed) // 4}I", packed)
 
 
 Key = tuple[str, str, int]  # manifest, plan, step
@@ -188,10 +186,7 @@ class Merge:
             self._advance(source)
             ledger.state.journals[source.name] = [*source.settled, source.start]
         self.torn = [(one.name, one.file.torn_bytes) for one in self.sources if one.file.torn_bytes]
-        self.pending: dict[Key, PartialStep] = {
-            **self._steps,
-            **dict(self._ready.values()),
-        }
+        self.pending: dict[Key, PartialStep] = {**self._steps, **dict(self._ready.values())}
 
     def pending_steps(self) -> list[int]:
         """Numbers of the recorded steps that are not in the tree, ascending."""
@@ -280,22 +275,17 @@ class Merge:
                 self._tell_start(number, entry.step, source.header)
             if entry.kind == META:
                 self._settle([record])
-                self._know_plan(
-                    source.header.manifest, source.header.plan, source.header.lanes, entry.document()
-                )
+                header = source.header
+                self._know_plan(header.manifest, header.plan, header.lanes, entry.document())
             elif self._limit is not None and entry.step >= self._limit:
                 pass
             elif entry.kind == EVENT:
                 self._settle([record])
-                document = {
-                    "step": entry.step,
-                    "rank": source.header.rank,
-                    "start": number,
-                    **entry.document(),
-                }
-                self.ledger.add_event(document)
+                place = {"step": entry.step, "rank": source.header.rank, "start": number}
+                self.ledger.add_event({**place, **entry.document()})
             elif entry.kind == CELLS:
-                self._reach(number, entry.step)
+                reached = self.ledger.state.start["reached"]
+                reached[number] = max(reached[number], entry.step + 1)
                 self._add(source, record, entry, number)
             self._advance(source)
 
@@ -317,10 +307,6 @@ class Merge:
                 break
             source.settled, done = record.end, done + 1
         del source.waiting[:done]
-
-    def _reach(self, number: int, step: int) -> None:
-        reached = self.ledger.state.start["reached"]
-        reached[number] = max(reached[number], step + 1)
 
     def _tell_start(self, number: int, step: int, header: Header) -> None:
         """The event of a start, once, with how far the run had come before."""
@@ -368,8 +354,11 @@ class Merge:
                 self._take(*following)
 
     def _tell_conflicts(self, conflicts: list[Conflict], step: int, start: int) -> None:
-        for one in conflicts:
-            self.ledger.add_event({"kind": "conflict", "step": step, "start": start, **one._asdict()})
+        for lane, before, now in conflicts:
+            self.ledger.add_event(
+                {"kind": "conflict", "step": step, "start": start, "lane": lane, "before": before.hex(),
+                 "now": now.hex()}
+            )  # fmt: skip
 
     def _take(self, key: Key, step: PartialStep) -> None:
         """Take a complete step into the tree, or compare it with what is there."""
@@ -385,20 +374,15 @@ class Merge:
                 self._note_owners(step)
                 self._settle(step.records)
                 return
-            self._fork(step, plan)
+            # The run left what it had consumed from here on: said in an event, never hidden.
+            ledger.add_event(
+                {"kind": "fork", "step": number, "record": ledger.state.records, "start": step.start, "plan": plan,
+                 "abandoned": ledger.head()["steps"]}
+            )  # fmt: skip
+            ledger.fork(number)
         self._note_owners(step)
         ledger.append(number, sum(step.rows), plan, digest)
         self._settle(step.records)
-
-    def _fork(self, step: PartialStep, plan: int) -> None:
-        """The run left what it had consumed from here on: said in an event, never hidden."""
-        ledger = self.ledger
-        abandoned = ledger.head()["steps"]
-        ledger.add_event(
-            {"kind": "fork", "step": step.step, "record": ledger.state.records, "start": step.start, "plan": plan,
-             "abandoned": abandoned}
-        )  # fmt: skip
-        ledger.fork(step.step)
 
     def _note_owners(self, step: PartialStep) -> None:
         """An assignment event wherever other ranks work the lanes than in the step before."""
