@@ -826,7 +826,7 @@ if __name__ == "__main__":
     import shardkit
     from shardkit.audit.replay import recipe_of
     from shardkit.audit.replay import replay
-    from shardkit.dataset.population import population_of
+    from shardkit.dataset.dataset import population_of
     ds = shardkit.open({str(home / "data")!r})
     plan = ds.plan(**{SETTINGS!r}, remainder="short")
     population = population_of(ds.manifest, ds.table)
