@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import copy
 import os
 import threading
@@ -99,10 +100,7 @@ class BlockReader:
         return [repository.url for repository in self._repositories]
 
     def _part(self, shard: int) -> int:
-        part = 0
-        while part + 1 < len(self._part_first_shard) and shard >= self._part_first_shard[part + 1]:
-            part += 1
-        return part
+        return bisect.bisect_right(self._part_first_shard, shard) - 1
 
     def repository_of(self, shard: int) -> OpenedRoot:
         return self._repositories[self._part(shard)]
@@ -163,45 +161,27 @@ class BlockReader:
             FormatError: the digest is right but the content is not what shardkit writes.
             StoreError: the store does not answer or the object is gone.
         """
-        index = self.index(shard)
+        index, verify = self.index(shard), verify or self.verify
+
+        def parsed(stored: memoryview, verify: Verify) -> Block:
+            return read_block(stored, index, block, verify=verify, keys=keys, fields=fields)
+
         try:
-            return self._read(shard, block, index, verify or self.verify, keys, fields, memory)
+            try:
+                return parsed(self._stored(shard, block, index, memory), verify)
+            except (IntegrityError, NotFoundError) as error:
+                was_open = self._forget_file(shard)
+                store = self._elsewhere(shard, error)
+                if store is not None:
+                    return parsed(memoryview(store.read_block(self.request(shard, block))), "fast")
+                if not was_open:
+                    raise
+            # another file may lie there by now: what a reader finds does not depend on when it opened it
+            return parsed(self._stored(shard, block, index, memory), verify)
         except IntegrityError as error:
             raise IntegrityError(f"{self._where(shard, block)}: {error}") from None
         except ShardkitError as error:
             raise type(error)(f"{self._where(shard, block)}: {error}") from error
-
-    def _read(
-        self,
-        shard: int,
-        block: int,
-        index: ShardIndex,
-        verify: Verify,
-        keys: bool,
-        fields: Sequence[str] | None,
-        memory: TakeMemory,
-    ) -> Block:
-        try:
-            return read_block(
-                self._stored(shard, block, index, memory),
-                index,
-                block,
-                verify=verify,
-                keys=keys,
-                fields=fields,
-            )
-        except (IntegrityError, NotFoundError) as error:
-            was_open = self._forget_file(shard)
-            store = self._elsewhere(shard, error)
-            if store is not None:
-                stored = store.read_block(self.request(shard, block))
-                return read_block(memoryview(stored), index, block, keys=keys, fields=fields)
-            if not was_open:
-                raise
-        # another file may lie there by now: what a reader finds does not depend on when it opened it
-        return read_block(
-            self._stored(shard, block, index, memory), index, block, verify=verify, keys=keys, fields=fields
-        )
 
     def _where(self, shard: int, block: int) -> str:
         digest = bytes(self._table.digest[shard]).hex()
@@ -251,10 +231,10 @@ class BlockReader:
 
     def through(self, supply: BlockSupply | None) -> BlockReader:
         """A reader of the same blocks whose remote ones come through `supply`, such as a cache."""
-        reader = copy.copy(self)
+        reader = copy.copy(
+            self
+        )  # with a table of files of its own: they are closed with the reader that opened them
         reader.supply = supply
-        reader._paths = dict(self._paths)  # noqa: SLF001  (files are closed with the reader that opened them)
-        weakref.finalize(reader, _forget_files, reader._paths).atexit = False  # noqa: SLF001
         return reader
 
     def plain_file(self, shard: int, index: ShardIndex) -> tuple[str, int] | None:

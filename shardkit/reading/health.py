@@ -53,14 +53,6 @@ class Budget:
         self._running = 0
         self._last_cut = 0.0
 
-    @property
-    def limit(self) -> int:
-        return int(self._limit)
-
-    @property
-    def running(self) -> int:
-        return self._running
-
     def acquire(self, timeout_s: float) -> bool:
         """Take a place; False where none became free in time."""
         with self._changed:

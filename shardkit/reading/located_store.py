@@ -42,7 +42,7 @@ class LocatedStore(StoreAround):
     """A reader of one root over all its locations: an immutable value that implements `shardkit.stores.store.Store`.
 
     Objects are verified here against the digest in their name, blocks against the one in the request. The log, the
-    identity and other documents have no digest in their name: `get_document` checks them, and asks another location
+    identity and other documents have no digest in their name: `read_checked` checks them, and asks another location
     only where the first has no good answer, which is counted as ``stale_log``. Listings and sizes come from the first
     location, from another only while it does not answer. May be pickled; what is known of the locations is per process.
 
@@ -184,21 +184,6 @@ class LocatedStore(StoreAround):
             self.path.fetch(ReadRequest(name, min(max_bytes, 2**20), read, check, name, rebuild=rebuild))
         )
 
-    def get_document(self, name: str, check: Callable[[bytes], bool], *, max_bytes: int) -> bytes:
-        """A document without a digest in its name: the first answer that `check` takes, the root asked first."""
-        check_name(name)
-        elsewhere: list[str] = []
-
-        def read(location: Location) -> Buffer:
-            if location is not self.path.root:
-                elsewhere.append(location.name)
-            return location.store.get(name, max_bytes=max_bytes)
-
-        data = self.path.fetch(ReadRequest(name, min(max_bytes, 2**14), read, check, name, root_first=True))
-        if elsewhere:
-            self.read_events.note("stale_log", elsewhere[-1], what=name)
-        return bytes(data)
-
     def get_range(self, name: str, offset: int, length: int) -> bytes:
         """Part of an object, not verified: use `read_block` where a digest is known; see `Store.get_range`."""
         return self._unverified(name, lambda store: store.get_range(name, offset, length))
@@ -228,22 +213,32 @@ class LocatedStore(StoreAround):
             except (IntegrityError, FormatError, StoreError):
                 pass  # the read path asks again, and elsewhere
         refused: list[ShardkitError] = []
+        elsewhere: list[str] = []
 
-        def check(data: bytes) -> bool:
+        def read(location: Location) -> Buffer:
+            if location is not self.path.root:
+                elsewhere.append(location.name)
+            return location.store.get(name, max_bytes=max_bytes)
+
+        def check(data: Buffer) -> bool:
             try:
-                parse(data, where)
+                parse(bytes(data), where)
             except (IntegrityError, FormatError) as error:
                 refused.append(error)
                 return False
             return True
 
+        check_name(name)
+        request = ReadRequest(name, min(max_bytes, 2**14), read, check, name, root_first=True)
         try:
-            data = self.get_document(name, check, max_bytes=max_bytes)
+            data = bytes(self.path.fetch(request))
         except IntegrityError as error:
             if not refused:
                 raise
             told = type(refused[0])(f"{refused[0]} (asked again, and everywhere: {error})")
             raise told from None
+        if elsewhere:
+            self.read_events.note("stale_log", elsewhere[-1], what=name)
         return parse(data, where)
 
     def _unverified(self, name: str, ask: Callable[[Store], _Result]) -> _Result:
