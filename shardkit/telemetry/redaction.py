@@ -12,30 +12,22 @@ _SENSITIVE_NAME: Final = (
     r"(?:[\w.-]*(?:secret|passw(?:or)?d|passphrase|passwd|token|credential|api[_-]?key|access[_-]?key|private[_-]?key|"
     r"account[_-]?key|auth(?:orization)?|signature|sas|cookie|session[_-]?key)[\w.-]*)"
 )
-_RULES: Final[tuple[tuple[re.Pattern[str], str], ...]] = (
-    (
-        re.compile(
-            r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL
-        ),
-        MARK,
-    ),
-    (re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)[^/\s\"'@]*@"), rf"\1{MARK}@"),
-    (re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://[^\s\"'?]*\?)[^\s\"']+"), rf"\1{MARK}"),
-    (re.compile(r"(?i)\b(bearer|basic)\s+[A-Za-z0-9._~+/=-]{6,}"), rf"\1 {MARK}"),
-    (
-        re.compile(
-            rf"(?i)([\"']?\b(?!(?:num_)?tokens\b|tokeni[sz]er)(?=\w){_SENSITIVE_NAME}[\"']?\s*[=:]\s*)(\"[^\"\n]*\"|'[^'\n]*'|[^\s,;&}}\]\"']+)"
-        ),
-        rf"\1{MARK}",
-    ),
-    (re.compile(r"\b(?:AKIA|ASIA|AROA|AIDA)[A-Z0-9]{12,}\b"), MARK),
-    (
-        re.compile(
-            r"\b(?:gh[pousr]_|github_pat_|hf_|sk-|xox[abprs]-|glpat-|AIza|ya29\.)[A-Za-z0-9_\-.]{10,}"
-        ),
-        MARK,
-    ),
-    (re.compile(r"\beyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]*"), MARK),
+_NAMED_VALUE: Final = (
+    rf"(?i)([\"']?\b(?!(?:num_)?tokens\b|tokeni[sz]er)(?=\w){_SENSITIVE_NAME}[\"']?\s*[=:]\s*)"
+    r"(\"[^\"\n]*\"|'[^'\n]*'|[^\s,;&}\]\"']+)"
+)
+_RULES: Final = tuple(
+    (re.compile(pattern, re.DOTALL), replacement)
+    for pattern, replacement in (
+        (r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", MARK),
+        (r"([A-Za-z][A-Za-z0-9+.-]*://)[^/\s\"'@]*@", rf"\1{MARK}@"),
+        (r"([A-Za-z][A-Za-z0-9+.-]*://[^\s\"'?]*\?)[^\s\"']+", rf"\1{MARK}"),
+        (r"(?i)\b(bearer|basic)\s+[A-Za-z0-9._~+/=-]{6,}", rf"\1 {MARK}"),
+        (_NAMED_VALUE, rf"\1{MARK}"),
+        (r"\b(?:AKIA|ASIA|AROA|AIDA)[A-Z0-9]{12,}\b", MARK),
+        (r"\b(?:gh[pousr]_|github_pat_|hf_|sk-|xox[abprs]-|glpat-|AIza|ya29\.)[A-Za-z0-9_\-.]{10,}", MARK),
+        (r"\beyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]*", MARK),
+    )
 )
 _NAME: Final = re.compile(rf"(?i){_SENSITIVE_NAME}")
 # Words of this project that sound like secrets and are counts or settings.

@@ -201,15 +201,7 @@ _BETWEEN_STACKS_S: Final = 60.0
 
 
 class RunWatch:
-    """What runs beside a loader on one thread that sleeps: records, stacks, anomalies, the pages of its node.
-
-    Args:
-        run: directory.
-        telemetry: polled.
-        settings: see there.
-        events: of the run.
-        more_hooks: such as the control file's.
-    """
+    """What runs beside a loader on one thread that sleeps: records, stacks, anomalies, the pages of its node."""
 
     def __init__(
         self,

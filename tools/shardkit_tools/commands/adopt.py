@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from shardkit.errors import UsageError
 from shardkit_tools import console, options
 from shardkit_tools.adopting import Adoption
@@ -14,7 +12,7 @@ from shardkit_tools.adopting import adopt as adopt_tars
 from shardkit_tools.build_report import print_strata, progress_text
 from shardkit_tools.copies import begin_copies, finish_copies, print_copies
 from shardkit_tools.importers.options import parse_field_types
-from shardkit_tools.options import EngineName
+from shardkit_tools.options import EngineName, argument, option
 from shardkit_tools.texts import bytes_text, count_text, duration_text
 from shardkit_tools.versions import moved_document, moved_facts
 
@@ -22,17 +20,15 @@ from shardkit_tools.versions import moved_document, moved_facts
 def adopt(
     tars: Annotated[
         list[str],
-        typer.Argument(
-            metavar="TARS… ROOT",
-            help="Uncompressed WebDataset tars (files, folders, globs, URLs), and last where the dataset goes.",
+        argument(
+            "TARS… ROOT",
+            "Uncompressed WebDataset tars (files, folders, globs, URLs), and last where the dataset goes.",
         ),
     ],
     stratify: Annotated[
         list[str] | None,
-        typer.Option(
-            "--stratify",
-            metavar="FIELD",
-            help="Tell runs of rows of one value apart, of 8 rows and more; may be repeated.",
+        option(
+            "--stratify FIELD", "Tell runs of rows of one value apart, of 8 rows and more; may be repeated."
         ),
     ] = None,
     schema: Annotated[list[str] | None, options.SCHEMA] = None,
@@ -48,9 +44,7 @@ def adopt(
     jobs: options.JobsOption = None,
     engine: options.EngineOption = EngineName.LOCAL,
     address: options.AddressOption = None,
-    scratch: Annotated[
-        Path | None, typer.Option("--scratch", metavar="FOLDER", help="Folder for the journal.")
-    ] = None,
+    scratch: Annotated[Path | None, option("--scratch FOLDER", "Folder for the journal.")] = None,
     dry_run: options.DryRunOption = False,
     as_json: options.JsonFlag = False,
 ) -> None:

@@ -97,32 +97,24 @@ def audit() -> None:
 def run_command(
     run: RunArgument,
     level: Annotated[
-        LevelName,
-        option("--level", "How the shards are checked, as in verify."),
+        LevelName, option("--level", "How the shards are checked, as in verify.")
     ] = LevelName.READ,
     only_manifest: Annotated[
-        bool,
-        option("--manifest-only", "Do not look at the shards, only at the manifest and its pages."),
+        bool, option("--manifest-only", "Do not look at the shards, only at the manifest and its pages.")
     ] = False,
     sample: Annotated[str, option("--sample SHARE", "Look at a share of the shards, such as 5%.")] = "100%",
     dataset: DatasetOption = None,
     jobs: options.JobsOption = None,
     html: Annotated[Path | None, option("--html FILE", "Write the report as one HTML page, too.")] = None,
-    sign: Annotated[
-        Path | None,
-        option("--sign KEY", "Sign the result with this Ed25519 key (PEM)."),
-    ] = None,
+    sign: Annotated[Path | None, option("--sign KEY", "Sign the result with this Ed25519 key (PEM).")] = None,
     verify_key: Annotated[
-        Path | None,
-        option("--verify-key KEY", "Check a signed result by this public key (PEM)."),
+        Path | None, option("--verify-key KEY", "Check a signed result by this public key (PEM).")
     ] = None,
     statement: Annotated[
-        Path | None,
-        option("--statement FILE", f"The signed result; default: {_STATEMENT} in the run."),
+        Path | None, option("--statement FILE", f"The signed result; default: {_STATEMENT} in the run.")
     ] = None,
     lock: Annotated[
-        Path | None,
-        option("--lock FILE", "State the digest of this lock file in the signed result."),
+        Path | None, option("--lock FILE", "State the digest of this lock file in the signed result.")
     ] = None,
     as_json: options.JsonFlag = False,
 ) -> None:
@@ -282,12 +274,10 @@ def trace_command(
     run: RunArgument,
     sample: Annotated[str | None, option("--sample N|KEY", "Every step that saw this sample.")] = None,
     step: Annotated[
-        int | None,
-        option("--step K", "The samples of a step, and where their bytes came from.", min=0),
+        int | None, option("--step K", "The samples of a step, and where their bytes came from.", min=0)
     ] = None,
     exclude: Annotated[
-        Path | None,
-        option("--exclude FILE", "Prove that none of a list, one value a line, was ever used."),
+        Path | None, option("--exclude FILE", "Prove that none of a list, one value a line, was ever used.")
     ] = None,
     field: Annotated[
         str | None,

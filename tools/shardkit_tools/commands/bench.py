@@ -36,20 +36,16 @@ def bench(
         option("--against RESULT", "Compare ratios with a recorded result; measure what it measured."),
     ] = None,
     result_file: Annotated[
-        Path | None,
-        option("--result RESULT", "Compare this recorded result instead of measuring."),
+        Path | None, option("--result RESULT", "Compare this recorded result instead of measuring.")
     ] = None,
     scale: Annotated[
-        float | None,
-        option("--scale SHARE", f"Share of the full sizes; default: {SCALE}, or as recorded."),
+        float | None, option("--scale SHARE", f"Share of the full sizes; default: {SCALE}, or as recorded.")
     ] = None,
     repeats: Annotated[
-        int | None,
-        option("--repeats N", "Rounds of each; default: 5, or as recorded.", min=1),
+        int | None, option("--repeats N", "Rounds of each; default: 5, or as recorded.", min=1)
     ] = None,
     scratch: Annotated[
-        str | None,
-        option("--scratch FOLDER", "On the disk to be measured; default: that of /tmp."),
+        str | None, option("--scratch FOLDER", "On the disk to be measured; default: that of /tmp.")
     ] = None,
     out: Annotated[Path | None, option("--out FILE", "Record the result here.")] = None,
     as_json: options.JsonFlag = False,

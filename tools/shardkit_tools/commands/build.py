@@ -7,8 +7,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from shardkit.dataset.field_names import split_names
 from shardkit.errors import UsageError
 from shardkit_tools import console, options
@@ -16,11 +14,11 @@ from shardkit_tools.build_report import document, print_result, progress_text
 from shardkit_tools.building import build as build_dataset
 from shardkit_tools.copies import begin_copies, finish_copies, print_copies
 from shardkit_tools.importers import IMPORTERS, ImportOptions, parse_field_types
-from shardkit_tools.options import EngineName, ShardFormat
+from shardkit_tools.options import EngineName, ShardFormat, argument, option
 
-_SOURCE = functools.partial(typer.Option, rich_help_panel="Source")
-_SAMPLES = functools.partial(typer.Option, rich_help_panel="Samples")
-_VERSION = functools.partial(typer.Option, rich_help_panel="Version")
+_SOURCE = functools.partial(option, panel="Source")
+_SAMPLES = functools.partial(option, panel="Samples")
+_VERSION = functools.partial(option, panel="Version")
 
 
 class OnError(StrEnum):
@@ -38,95 +36,71 @@ class Per(StrEnum):
 
 
 def build(
-    source: Annotated[
-        str, typer.Argument(metavar="SOURCE", help="A file, a folder, a glob in quotes, or a URL.")
-    ],
-    root: Annotated[
-        str, typer.Argument(metavar="ROOT", help="The dataset's folder; made if it is not there.")
-    ],
+    source: Annotated[str, argument("SOURCE", "A file, a folder, a glob in quotes, or a URL.")],
+    root: Annotated[str, argument("ROOT", "The dataset's folder; made if it is not there.")],
     from_: Annotated[
         str | None,
-        _SOURCE(
-            "--from",
-            metavar="NAME",
-            help=f"What SOURCE is, if it is not to be guessed: {', '.join(IMPORTERS)}.",
-        ),
+        _SOURCE("--from NAME", f"What SOURCE is, if it is not to be guessed: {', '.join(IMPORTERS)}."),
     ] = None,
     schema: Annotated[list[str] | None, options.SCHEMA] = None,
     columns: Annotated[
-        str,
-        _SOURCE("--columns", metavar="FIELD,…", help="Take these fields of the source and no others."),
+        str, _SOURCE("--columns FIELD,…", "Take these fields of the source and no others.")
     ] = "",
     drop: Annotated[
-        list[str] | None,
-        _SOURCE("--drop", metavar="FIELD", help="Leave a field of the source out; may be repeated."),
+        list[str] | None, _SOURCE("--drop FIELD", "Leave a field of the source out; may be repeated.")
     ] = None,
     rename: Annotated[
         list[str] | None,
-        _SOURCE(
-            "--rename", metavar="OLD=NEW", help="Give a field of the source another name; may be repeated."
-        ),
+        _SOURCE("--rename OLD=NEW", "Give a field of the source another name; may be repeated."),
     ] = None,
     flatten: Annotated[
-        bool,
-        _SOURCE(
-            "--flatten",
-            help="Members of structs and objects become fields, such as meta.author.name.",
-        ),
+        bool, _SOURCE("--flatten", "Members of structs and objects become fields, such as meta.author.name.")
     ] = False,
     encoding: Annotated[
-        str,
-        _SOURCE("--encoding", metavar="NAME", help="Of CSV that is not UTF-8, such as latin-1 or cp1252."),
+        str, _SOURCE("--encoding NAME", "Of CSV that is not UTF-8, such as latin-1 or cp1252.")
     ] = "",
-    per: Annotated[Per, _SOURCE("--per", help="Of text: one sample per file or per line.")] = Per.FILE,
+    per: Annotated[Per, _SOURCE("--per", "Of text: one sample per file or per line.")] = Per.FILE,
     classes: Annotated[
-        bool | None, _SOURCE("--classes/--no-classes", help="Whether the folders in SOURCE are classes.")
+        bool | None, _SOURCE("--classes/--no-classes", "Whether the folders in SOURCE are classes.")
     ] = None,
     split_folders: Annotated[
         bool | None,
         _SOURCE(
             "--split-folders/--no-split-folders",
-            help="Whether the folders in SOURCE are splits, which become refs, with the classes in them; default: yes "
+            "Whether the folders in SOURCE are splits, which become refs, with the classes in them; default: yes "
             "where they are named train, val, valid, validation, test or dev.",
         ),
     ] = None,
     on_error: Annotated[
-        OnError, _SOURCE("--on-error", help="Stop at a row that cannot be read, or skip and list it.")
+        OnError, _SOURCE("--on-error", "Stop at a row that cannot be read, or skip and list it.")
     ] = OnError.RAISE,
     apply: Annotated[
         str | None,
         _SAMPLES(
-            "--apply",
-            metavar="MODULE:FUNCTION",
-            help="A function, sample → sample, list of samples or None, such as cleaning.text:normalise.",
+            "--apply MODULE:FUNCTION",
+            "A function, sample → sample, list of samples or None, such as cleaning.text:normalise.",
         ),
     ] = None,
     tokenizer: Annotated[
-        Path | None,
-        _SAMPLES("--tokenizer", metavar="FILE", help="A tokenizer.json; the text becomes the field tokens."),
+        Path | None, _SAMPLES("--tokenizer FILE", "A tokenizer.json; the text becomes the field tokens.")
     ] = None,
     text_field: Annotated[
-        str | None,
-        _SAMPLES("--text-field", metavar="FIELD", help="What to tokenise, where several fields are text."),
+        str | None, _SAMPLES("--text-field FIELD", "What to tokenise, where several fields are text.")
     ] = None,
     output_schema: Annotated[
         list[str] | None,
         _SAMPLES(
-            "--output-schema",
-            metavar="FIELD=TYPE",
-            help="Type of a field that --apply or --tokenizer makes; may be repeated.",
+            "--output-schema FIELD=TYPE",
+            "Type of a field that --apply or --tokenizer makes; may be repeated.",
         ),
     ] = None,
     unique: Annotated[
-        str | None,
-        _SAMPLES("--unique", metavar="FIELD", help="Of samples that are equal in this field keep the first."),
+        str | None, _SAMPLES("--unique FIELD", "Of samples that are equal in this field keep the first.")
     ] = None,
     pack: Annotated[
         str | None,
         _SAMPLES(
-            "--pack",
-            metavar="FIELD=LENGTH",
-            help="Put documents together into rows of this length, such as tokens=2048.",
+            "--pack FIELD=LENGTH", "Put documents together into rows of this length, such as tokens=2048."
         ),
     ] = None,
     stratify: Annotated[list[str] | None, options.STRATIFY] = None,
@@ -144,14 +118,13 @@ def build(
         bool,
         _VERSION(
             "--single-writer",
-            help="For a bucket without conditional writes: promise that nobody else writes this root.",
+            "For a bucket without conditional writes: promise that nobody else writes this root.",
         ),
     ] = False,
     append: Annotated[
         bool,
         _VERSION(
-            "--append",
-            help="Put the samples behind those that the ref holds; other settings as it was built.",
+            "--append", "Put the samples behind those that the ref holds; other settings as it was built."
         ),
     ] = False,
     about: Annotated[Path | None, options.ABOUT] = None,

@@ -14,8 +14,7 @@ from shardkit_tools.options import option
 
 def demo(
     directory: Annotated[
-        Path | None,
-        option("--dir", "Work in this empty folder and keep it; else a temporary one."),
+        Path | None, option("--dir", "Work in this empty folder and keep it; else a temporary one.")
     ] = None,
 ) -> None:
     """Build, look, verify, train, kill, resume, prove, damage, heal: on data that every machine has.

@@ -12,8 +12,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, TextIO
 
-import typer
-
 import shardkit
 from shardkit.dataset import Dataset
 from shardkit.dataset.about import about_of
@@ -27,6 +25,7 @@ from shardkit.reading.inventory import side_objects
 from shardkit.storage import Repository, adopted_place, object_name, with_adopted
 from shardkit_tools import console
 from shardkit_tools.exporting import Form, export_samples
+from shardkit_tools.options import argument, option
 from shardkit_tools.texts import bytes_text, count_text
 
 
@@ -43,43 +42,27 @@ class Kind(StrEnum):
 
 
 def export(
-    root: Annotated[str, typer.Argument(metavar="ROOT[@REF]", help="The version to export.")],
+    root: Annotated[str, argument("ROOT[@REF]", "The version to export.")],
     kind: Annotated[
         Kind,
-        typer.Option(
-            "--as",
-            metavar="FORM",
-            help="parquet, jsonl, webdataset, hf: the samples. sha256sums: for `sha256sum -c`; urls: the shards' "
+        option(
+            "--as FORM",
+            "parquet, jsonl, webdataset, hf: the samples. sha256sums: for `sha256sum -c`; urls: the shards' "
             "paths; croissant: MLCommons JSON-LD.",
         ),
     ],
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out",
-            "-o",
-            metavar="PATH",
-            help="A new file; for samples a new folder, or one file such as cats.parquet.",
-        ),
+        option("--out -o PATH", "A new file; for samples a new folder, or one file such as cats.parquet."),
     ] = None,
     where: Annotated[
-        str | None,
-        typer.Option(
-            "--where",
-            metavar="CONDITION",
-            help="Only samples that fulfil it, such as '`First Name` < 5'.",
-        ),
+        str | None, option("--where CONDITION", "Only samples that fulfil it, such as '`First Name` < 5'.")
     ] = None,
-    columns: Annotated[
-        str | None, typer.Option("--columns", metavar="FIELD,…", help="Only these fields, in this order.")
-    ] = None,
+    columns: Annotated[str | None, option("--columns FIELD,…", "Only these fields, in this order.")] = None,
     file_size: Annotated[
-        str,
-        typer.Option("--file-size", metavar="SIZE", help="Of samples: begin a new file after so many bytes."),
+        str, option("--file-size SIZE", "Of samples: begin a new file after so many bytes.")
     ] = "256MiB",
-    replace: Annotated[
-        bool, typer.Option("--replace", help="Write samples in the place of an earlier export.")
-    ] = False,
+    replace: Annotated[bool, option("--replace", "Write samples in the place of an earlier export.")] = False,
 ) -> None:
     """Hand a version to other tools.
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from shardkit.copies.collecting import GRACE_S, HISTORY_S, TAKE_OVER_S, Collection, collect
 from shardkit.ranges import duration_text as short_duration
 from shardkit.ranges import parse_duration
@@ -13,24 +11,24 @@ from shardkit.repository.repository import Repository
 from shardkit.stores.store import root_store
 from shardkit_tools import console, options
 from shardkit_tools.building.job import abandoned_jobs, remove_job
-from shardkit_tools.texts import bytes_text, clean, count_text
+from shardkit_tools.options import option
+from shardkit_tools.texts import bytes_text, count_text
 from shardkit_tools.versions import parse_url
 
 
 def gc(
     root: options.RootArgument,
     delete: Annotated[
-        bool, typer.Option("--delete", help="Mark what is found, and delete what was marked before.")
+        bool, option("--delete", "Mark what is found, and delete what was marked before.")
     ] = False,
     grace: Annotated[
-        str, typer.Option("--grace", metavar="AGE", help="From being marked to being deleted, such as 7d.")
+        str, option("--grace AGE", "From being marked to being deleted, such as 7d.")
     ] = short_duration(GRACE_S),
     history: Annotated[
-        str,
-        typer.Option("--history", metavar="AGE", help="Keep versions that a ref or tag named so long ago."),
+        str, option("--history AGE", "Keep versions that a ref or tag named so long ago.")
     ] = short_duration(HISTORY_S),
     take_over: Annotated[
-        bool, typer.Option("--take-over", help="Finish a collection that was killed less than an hour ago.")
+        bool, option("--take-over", "Finish a collection that was killed less than an hour ago.")
     ] = False,
     as_json: options.JsonFlag = False,
 ) -> None:
@@ -92,4 +90,4 @@ def _print(done: Collection, root: str, *, delete: bool, grace: str) -> None:
                 f"what stays unneeded is deleted by a round {grace} after it was marked", "dim"
             )
     for name, said in done.unreachable.items():
-        console.print_line(f"{name}: {clean(said)}; its garbage stays until the next round", "yellow")
+        console.print_line(f"{name}: {said}; its garbage stays until the next round", "yellow")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Annotated, Any
 
-import typer
-
 from shardkit.copies.place import GRACE_S, Change, Placing, promote, undo
 from shardkit.copies.place import place as place_root
 from shardkit.errors import UsageError
@@ -16,57 +14,46 @@ from shardkit.repository.location_table import LocationRecord
 from shardkit.repository.repository import Repository
 from shardkit_tools import console, options
 from shardkit_tools.copies import print_locations, running
+from shardkit_tools.options import option
 from shardkit_tools.texts import bytes_text, count_text, duration_text
 from shardkit_tools.versions import parse_url
 
-_PLACEMENT = functools.partial(typer.Option, rich_help_panel="Placement")
-_RUNNING = functools.partial(typer.Option, rich_help_panel="Running")
+_PLACEMENT = functools.partial(option, panel="Placement")
+_RUNNING = functools.partial(option, panel="Running")
 
 
 def place(
     root: options.RootArgument,
     location: options.LocationOption = None,
     empty: Annotated[
-        list[str] | None,
-        _PLACEMENT("--empty", metavar="NAME", help="Move everything away from this location."),
+        list[str] | None, _PLACEMENT("--empty NAME", "Move everything away from this location.")
     ] = None,
     forget: Annotated[
         list[str] | None,
-        _PLACEMENT(
-            "--forget",
-            metavar="NAME",
-            help="It is lost: make its copies elsewhere, and never look at it again.",
-        ),
+        _PLACEMENT("--forget NAME", "It is lost: make its copies elsewhere, and never look at it again."),
     ] = None,
     refill: Annotated[
-        list[str] | None,
-        _PLACEMENT("--refill", metavar="NAME", help="Its disk was replaced: fill it again."),
+        list[str] | None, _PLACEMENT("--refill NAME", "Its disk was replaced: fill it again.")
     ] = None,
     copies: options.CopiesOption = None,
     critical: options.CriticalOption = None,
     parity: options.ParityOption = None,
     mode: options.ModeOption = None,
     max_scrub_age: Annotated[
-        str | None,
-        _PLACEMENT("--max-scrub-age", metavar="AGE", help="When a copy is due to be checked."),
+        str | None, _PLACEMENT("--max-scrub-age AGE", "When a copy is due to be checked.")
     ] = None,
-    undone: Annotated[
-        bool,
-        _PLACEMENT("--undo", help="Back to the placement before the newest."),
-    ] = False,
+    undone: Annotated[bool, _PLACEMENT("--undo", "Back to the placement before the newest.")] = False,
     promoted: Annotated[
-        bool,
-        _PLACEMENT("--promote", help="ROOT is a copy, and its root is lost for good: let it be the root."),
+        bool, _PLACEMENT("--promote", "ROOT is a copy, and its root is lost for good: let it be the root.")
     ] = False,
     grace: Annotated[
-        str,
-        _RUNNING("--grace", metavar="AGE", help="How long surplus copies stay, such as 7d, 12h."),
+        str, _RUNNING("--grace AGE", "How long surplus copies stay, such as 7d, 12h.")
     ] = short_duration(GRACE_S),
     bandwidth: options.BandwidthOption = None,
     between: options.BetweenOption = None,
     message: options.MessageOption = "",
     author: options.AuthorOption = "",
-    dry_run: Annotated[bool, _RUNNING("--dry-run", help="Only say what would be done.")] = False,
+    dry_run: Annotated[bool, _RUNNING("--dry-run", "Only say what would be done.")] = False,
     as_json: options.JsonFlag = False,
 ) -> None:
     """Say where copies of ROOT belong, and move them there.

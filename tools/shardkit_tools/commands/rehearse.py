@@ -19,8 +19,7 @@ _LOST_SHOWN = 10
 def rehearse(
     run: Annotated[str, argument("RUN", "The run directory.")],
     kill_node: Annotated[
-        list[str] | None,
-        option("--kill-node HOST", "A node that dies; may be given again."),
+        list[str] | None, option("--kill-node HOST", "A node that dies; may be given again.")
     ] = None,
     kill_rank: Annotated[list[int] | None, option("--kill-rank N", "A single rank that dies.")] = None,
     kill_location: Annotated[

@@ -21,16 +21,14 @@ from shardkit_tools.versions import parse_url
 def remove(
     root: Annotated[str, argument("ROOT[@REF]", "ROOT: from every ref; ROOT@REF: from that ref alone.")],
     rows: Annotated[
-        str | None,
-        option("--rows N,…|FILE", "Sample numbers, or a file of them, one a line."),
+        str | None, option("--rows N,…|FILE", "Sample numbers, or a file of them, one a line.")
     ] = None,
     keys: Annotated[str | None, option("--keys KEY,…|FILE", "Keys, or a file of them, one a line.")] = None,
     listed: Annotated[Path | None, option("--list FILE", "A file of keys, one a line.")] = None,
     reason: Annotated[str, option("--reason TEXT", "Why; the log keeps it.")] = "",
     author: options.AuthorOption = "",
     erase_bytes: Annotated[
-        bool,
-        option("--erase", "Erase the bytes from every version and tag of ROOT. This cannot be undone."),
+        bool, option("--erase", "Erase the bytes from every version and tag of ROOT. This cannot be undone.")
     ] = False,
     resume: Annotated[
         bool, option("--resume", "Finish an erasure that was interrupted; takes no samples.")

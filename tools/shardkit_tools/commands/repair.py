@@ -5,16 +5,14 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any
 
-import typer
-
 from shardkit.copies.records import Lost, Unchecked
 from shardkit.copies.repair import Repair
 from shardkit.copies.repair import repair as repair_root
 from shardkit.repository.location_table import LocationRecord
 from shardkit_tools import console, options
 from shardkit_tools.copies import copying, spread_checks
-from shardkit_tools.options import EngineName
-from shardkit_tools.texts import bytes_text, clean, count_text, short_ids
+from shardkit_tools.options import EngineName, option
+from shardkit_tools.texts import bytes_text, count_text, short_ids
 from shardkit_tools.versions import parse_url
 
 _SHOWN = 20
@@ -33,20 +31,18 @@ def repair(
     root: options.RootArgument,
     level: Annotated[
         RepairLevel | None,
-        typer.Option(
-            "--level",
-            metavar="attested|list|stored|read",
-            help="Where to look: attested: only what readers or scrubs found bad; list: and what is missing or has "
+        option(
+            "--level attested|list|stored|read",
+            "Where to look: attested: only what readers or scrubs found bad; list: and what is missing or has "
             "another size; stored: and what the store's own checksums say; read: every byte. Default: read, and "
             "attested with --from-run.",
         ),
     ] = None,
     from_run: Annotated[
         list[str] | None,
-        typer.Option(
-            "--from-run",
-            metavar="RUN",
-            help="Heal what the readers of this run met and had no right to heal; may be given again.",
+        option(
+            "--from-run RUN",
+            "Heal what the readers of this run met and had no right to heal; may be given again.",
         ),
     ] = None,
     location: options.FurtherLocationOption = None,
@@ -105,7 +101,7 @@ def print_repair(done: Repair) -> None:
         console.print_table(
             ["location", "was", "from", ">bytes", "*object"],
             [
-                (one.location, one.was, one.source, bytes_text(one.num_bytes), clean(one.name))
+                (one.location, one.was, one.source, bytes_text(one.num_bytes), one.name)
                 for one in done.healed[:_SHOWN]
             ],
         )
@@ -132,17 +128,17 @@ def print_unchecked(unchecked: list[Unchecked]) -> None:
         )
     for group in list(alike.values())[:_SHOWN]:
         first, others = group[0], len(group) - 1
-        name = clean(first.name) or "all of it"
+        name = first.name or "all of it"
         console.print_line(
             f"{first.location}: {name}{f' and {count_text(others)} more' if others else ''}", "yellow"
         )
-        console.print_facts([("because", short_ids(clean(first.why)))], indent=2)
+        console.print_facts([("because", short_ids(first.why))], indent=2)
     console.print_more(len(alike) - _SHOWN)
 
 
 def _print_lost(lost: Lost) -> None:
-    console.print_line(clean(lost.name), "red")
-    facts = [("because", short_ids(clean(lost.why)))]
+    console.print_line(lost.name, "red")
+    facts = [("because", short_ids(lost.why))]
     if lost.rows:
         facts.append(("lost", count_text(lost.rows, "sample")))
     facts.append(

@@ -5,15 +5,13 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated
 
-import typer
-
 from shardkit.copies.replicate import Replication
 from shardkit.copies.replicate import replicate as replicate_root
 from shardkit.repository.repository import Repository
 from shardkit_tools import console, options
 from shardkit_tools.commands.repair import print_unchecked
 from shardkit_tools.copies import copying, print_lag, print_locations, spread_checks, spread_copies
-from shardkit_tools.options import EngineName
+from shardkit_tools.options import EngineName, option
 from shardkit_tools.versions import parse_url
 
 
@@ -29,18 +27,16 @@ def replicate(
     root: options.RootArgument,
     bandwidth: options.BandwidthOption = None,
     between: options.BetweenOption = None,
-    jobs: Annotated[
-        int, typer.Option("--jobs", "-j", min=1, max=64, metavar="N", help="Objects copied at once.")
-    ] = 4,
+    jobs: Annotated[int, option("--jobs -j N", "Objects copied at once.", min=1, max=64)] = 4,
     level: Annotated[
         ReplicateLevel,
-        typer.Option(
+        option(
             "--level",
-            help="How to look at the shards and parity that are there. list: by size alone, for frequent calls; "
+            "How to look at the shards and parity that are there. list: by size alone, for frequent calls; "
             "stored: by the checksums that the store keeps, by reading where it keeps none; read: every byte.",
         ),
     ] = ReplicateLevel.STORED,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what is missing where.")] = False,
+    dry_run: Annotated[bool, option("--dry-run", "Only say what is missing where.")] = False,
     engine: options.EngineOption = EngineName.LOCAL,
     address: options.AddressOption = None,
     as_json: options.JsonFlag = False,

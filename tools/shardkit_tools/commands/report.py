@@ -20,8 +20,7 @@ def report(
     run: Annotated[str, argument("RUN", "The run directory.")],
     since: Annotated[str, option("--since TIME", "How far back: 30min, 2h, 1d, all.")] = "2h",
     output: Annotated[
-        str | None,
-        option("--output -o FILE", "Where to; by default RUN-report-TIME.tar.gz here."),
+        str | None, option("--output -o FILE", "Where to; by default RUN-report-TIME.tar.gz here.")
     ] = None,
     stacks: Annotated[
         bool, option("--stacks/--no-stacks", "Ask live ranks what their threads are doing.")

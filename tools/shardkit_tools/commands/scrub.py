@@ -6,8 +6,6 @@ import dataclasses
 from enum import StrEnum
 from typing import Annotated, Any
 
-import typer
-
 from shardkit.copies.scrub import Scrub
 from shardkit.copies.scrub import scrub as scrub_root
 from shardkit.exit_codes import ExitCode
@@ -16,8 +14,8 @@ from shardkit.repository.location_table import LocationRecord
 from shardkit_tools import console, options
 from shardkit_tools.commands.repair import print_repair, print_unchecked, repair_document
 from shardkit_tools.copies import copying, spread_checks
-from shardkit_tools.options import EngineName
-from shardkit_tools.texts import bytes_text, clean, count_text
+from shardkit_tools.options import EngineName, option
+from shardkit_tools.texts import bytes_text, count_text
 from shardkit_tools.versions import parse_url
 
 _SHOWN = 20
@@ -32,29 +30,22 @@ class ScrubLevel(StrEnum):
 
 def scrub(
     root: options.RootArgument,
-    time_box: Annotated[
-        str | None, typer.Option("--time-box", metavar="TIME", help="Stop after so long, such as 10m.")
-    ] = None,
+    time_box: Annotated[str | None, option("--time-box TIME", "Stop after so long, such as 10m.")] = None,
     older_than: Annotated[
         str | None,
-        typer.Option(
-            "--older-than",
-            metavar="TIME",
-            help="Only copies that nobody has looked at for so long, such as 30d.",
-        ),
+        option("--older-than TIME", "Only copies that nobody has looked at for so long, such as 30d."),
     ] = None,
     level: Annotated[
         ScrubLevel,
-        typer.Option(
+        option(
             "--level",
-            help="stored: by the checksums that the store keeps (no bytes are moved), and by reading where it keeps "
+            "stored: by the checksums that the store keeps (no bytes are moved), and by reading where it keeps "
             "none; read: by reading every byte.",
         ),
     ] = ScrubLevel.STORED,
-    heal: Annotated[bool, typer.Option("--repair", help="Heal what is bad, at once.")] = False,
+    heal: Annotated[bool, option("--repair", "Heal what is bad, at once.")] = False,
     only: Annotated[
-        list[str] | None,
-        typer.Option("--only", metavar="NAME", help="Only this location; may be given again."),
+        list[str] | None, option("--only NAME", "Only this location; may be given again.")
     ] = None,
     location: options.FurtherLocationOption = None,
     bandwidth: options.BandwidthOption = None,
@@ -127,11 +118,11 @@ def _print(done: Scrub, root: str) -> None:
         console.print_heading(f"Bad: {count_text(len(bad), 'copy', 'copies')}")
         console.print_table(
             ["location", "is", "*object"],
-            [(where, result, clean(name)) for name, result, where in bad[:_SHOWN]],
+            [(where, result, name) for name, result, where in bad[:_SHOWN]],
         )
         console.print_more(len(bad) - _SHOWN)
     for name, why in done.lost.items():
-        console.print_line(f"{clean(name)}: {clean(why)}", "red")
+        console.print_line(f"{name}: {why}", "red")
     if done.repair is not None:
         print_repair(done.repair)
     else:

@@ -25,16 +25,13 @@ def select(
     root: Annotated[str, argument("ROOT[@REF]", "The version to take samples from.")],
     ref: Annotated[str, option("--ref NAME", "The ref that the new version gets.")],
     where: Annotated[
-        str | None,
-        option("--where CONDITION", "A condition, such as 'label < 5' or '`First Name` < 5'."),
+        str | None, option("--where CONDITION", "A condition, such as 'label < 5' or '`First Name` < 5'.")
     ] = None,
     rows: Annotated[
-        Path | None,
-        option("--rows FILE", "A file with the sample numbers to keep, one a line."),
+        Path | None, option("--rows FILE", "A file with the sample numbers to keep, one a line.")
     ] = None,
     exclude: Annotated[
-        Path | None,
-        option("--exclude FILE", "A file with the sample numbers to leave out, one a line."),
+        Path | None, option("--exclude FILE", "A file with the sample numbers to leave out, one a line.")
     ] = None,
     message: options.MessageOption = "",
     author: options.AuthorOption = "",

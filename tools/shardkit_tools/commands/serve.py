@@ -5,25 +5,21 @@ from __future__ import annotations
 import contextlib
 from typing import Annotated
 
-import typer
-
 from shardkit.reading.cache.serving import CacheServer, parse_bind
 from shardkit_tools import console
+from shardkit_tools.options import argument, option
 
 
 def serve(
-    cache: Annotated[str, typer.Argument(metavar="CACHE", help="The directory that loaders use as cache=.")],
+    cache: Annotated[str, argument("CACHE", "The directory that loaders use as cache=.")],
     bind: Annotated[
         str,
-        typer.Option(
-            "--bind",
-            metavar="HOST:PORT",
-            help="Where to listen. Others can reach it only if another address than 127.0.0.1 is named here.",
+        option(
+            "--bind HOST:PORT",
+            "Where to listen. Others can reach it only if another address than 127.0.0.1 is named here.",
         ),
     ] = "127.0.0.1:8450",
-    connections: Annotated[
-        int, typer.Option("--connections", min=1, help="Requests at once; more are refused.")
-    ] = 64,
+    connections: Annotated[int, option("--connections", "Requests at once; more are refused.", min=1)] = 64,
 ) -> None:
     """Share a cache with other nodes, read-only, until Ctrl-C.
 

@@ -39,8 +39,7 @@ def show(
         bool, option("--lineage", "Show where it comes from: sources, build settings, ancestors.")
     ] = False,
     sample: Annotated[
-        str | None,
-        option("--sample N|KEY", "Show where one sample comes from, down to file and row."),
+        str | None, option("--sample N|KEY", "Show where one sample comes from, down to file and row.")
     ] = None,
     as_json: options.JsonFlag = False,
 ) -> None:

@@ -24,8 +24,7 @@ def simulate(
     cluster: Annotated[Path, argument("CLUSTER", "A description in TOML; see examples/clusters/.")],
     changes: Annotated[list[str] | None, argument("[NAME=VALUE…]", "Further changes for --what-if.")] = None,
     what_if: Annotated[
-        list[str] | None,
-        option("NAME=VALUE…", "Simulate a changed cluster too, and show both."),
+        list[str] | None, option("NAME=VALUE…", "Simulate a changed cluster too, and show both.")
     ] = None,
     sweep: Annotated[str, option("NAME=A,B,…", "Simulate once for each value, such as nodes=1,8,64.")] = "",
     root: Annotated[str, option("ROOT[@REF]", "Take the samples of this manifest; no sample is read.")] = "",
@@ -34,8 +33,7 @@ def simulate(
     strata: Annotated[str, option("N", "… of so many strata …")] = "",
     size: Annotated[str, option("--bytes SIZE", "… of so many bytes in all.")] = "",
     compare: Annotated[
-        bool,
-        option("--compare/--no-compare", "Simulate a full shuffle with LRU caches beside it."),
+        bool, option("--compare/--no-compare", "Simulate a full shuffle with LRU caches beside it.")
     ] = True,
     unit: Annotated[
         str, typer.Option(help="What the full shuffle reads and caches: sample or block.")

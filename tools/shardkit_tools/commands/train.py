@@ -23,12 +23,10 @@ def _print_settings(asked: bool) -> None:
 
 def train(
     config: Annotated[
-        str | None,
-        argument("CONFIG", "A TOML file with the run's settings, or a run's run.json."),
+        str | None, argument("CONFIG", "A TOML file with the run's settings, or a run's run.json.")
     ] = None,
     overrides: Annotated[
-        list[str] | None,
-        argument("[KEY=VALUE]…", "Settings over the file's: optimizer.lr=0.001"),
+        list[str] | None, argument("[KEY=VALUE]…", "Settings over the file's: optimizer.lr=0.001")
     ] = None,
     nproc: Annotated[int, option("--nproc", "Ranks on this machine.", min=1)] = 1,
     restarts: Annotated[
@@ -42,8 +40,7 @@ def train(
         ),
     ] = "",
     join: Annotated[
-        str,
-        option("--join RUN", "Add --nproc ranks to those that train in RUN, here or on another machine."),
+        str, option("--join RUN", "Add --nproc ranks to those that train in RUN, here or on another machine.")
     ] = "",
     leave: Annotated[
         tuple[str, int] | None,

@@ -33,8 +33,7 @@ def tune(
     reduce: Annotated[bool, option("--reduce/--no-reduce", "Measure an all-reduce; needs torch.")] = True,
     quick: Annotated[bool, option("--quick", "A quarter of the time, for a first idea.")] = False,
     apply: Annotated[
-        Path | None,
-        option("FILE", "Write the settings into this configuration; comments stay."),
+        Path | None, option("FILE", "Write the settings into this configuration; comments stay.")
     ] = None,
     as_json: options.JsonFlag = False,
 ) -> None:

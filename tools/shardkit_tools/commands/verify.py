@@ -7,13 +7,12 @@ from enum import StrEnum
 from fractions import Fraction
 from typing import Annotated
 
-import typer
-
 from shardkit.copies.verify import Finding, Verification
 from shardkit.copies.verify import verify as verify_dataset
 from shardkit.errors import UsageError
 from shardkit_tools import console, options
-from shardkit_tools.texts import bytes_text, clean, count_text, short_ids
+from shardkit_tools.options import argument, option
+from shardkit_tools.texts import bytes_text, count_text, short_ids
 
 _SHOWN_BLOCKS = 8
 _SHOWN_FINDINGS = 20
@@ -30,29 +29,21 @@ class LevelName(StrEnum):
 
 
 def verify(
-    root: Annotated[str, typer.Argument(metavar="ROOT[@REF]", help="All versions of ROOT, or one of them.")],
+    root: Annotated[str, argument("ROOT[@REF]", "All versions of ROOT, or one of them.")],
     level: Annotated[
         LevelName,
-        typer.Option(
+        option(
             "--level",
-            help="list: objects and sizes; attested: and recorded scrubs; stored: and the store's own checksums, "
+            "list: objects and sizes; attested: and recorded scrubs; stored: and the store's own checksums, "
             "local files are read; read: every byte; decode: and every sample.",
         ),
     ] = LevelName.READ,
     sample: Annotated[
-        str,
-        typer.Option(
-            "--sample",
-            metavar="SHARE",
-            help="Look at a share of the shards, such as 5%; metadata is always whole.",
-        ),
+        str, option("--sample SHARE", "Look at a share of the shards, such as 5%; metadata is always whole.")
     ] = "100%",
-    seed: Annotated[str | None, typer.Option("--seed", help="Choose the same share as a run before.")] = None,
+    seed: Annotated[str | None, option("--seed", "Choose the same share as a run before.")] = None,
     jobs: Annotated[
-        int | None,
-        typer.Option(
-            "--jobs", "-j", min=1, metavar="N", help="Shards read at once; default: one per processor."
-        ),
+        int | None, option("--jobs -j N", "Shards read at once; default: one per processor.", min=1)
     ] = None,
     as_json: options.JsonFlag = False,
 ) -> None:
@@ -108,7 +99,7 @@ def _print(result: Verification) -> None:
     if result.damaged or result.unknown:
         console.print_line()
     verdict = "damaged" if result.damaged else "could not check everything" if result.unknown else "clean"
-    names = ", ".join(clean(name) for name in list(result.versions)[:8]) or "no versions"
+    names = ", ".join(list(result.versions)[:8]) or "no versions"
     console.print_line(f"{result.url}: {verdict} ({names}; level {result.level})", "bold")
     shards = count_text(result.shards, "shard")
     if result.shards_seen < result.shards:
@@ -122,8 +113,8 @@ def _print(result: Verification) -> None:
 
 def _print_finding(finding: Finding, others: int) -> None:
     more = f" and {count_text(others, 'other')}" if others else ""
-    console.print_line(clean(finding.name) + more, "red" if finding.is_damage else "yellow")
-    facts = [("expected", short_ids(clean(finding.expected))), ("got", short_ids(clean(finding.got)))]
+    console.print_line(finding.name + more, "red" if finding.is_damage else "yellow")
+    facts = [("expected", short_ids(finding.expected)), ("got", short_ids(finding.got))]
     if finding.blocks:
         shown = ", ".join(map(str, finding.blocks[:_SHOWN_BLOCKS]))
         rest = len(finding.blocks) - _SHOWN_BLOCKS
