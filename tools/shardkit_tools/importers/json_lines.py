@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 from codecs import BOM_UTF8
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, cast
@@ -125,8 +124,8 @@ class _First:
             for name, value in found.items():
                 if type(value) is list and len(seen := self.lists.setdefault(name, [])) < _LISTS_SEEN:
                     seen.append(value)
-                if value is not None:
-                    self.valued.add(name)
+            if self._options.flatten:
+                self.valued.update(name for name, value in found.items() if value is not None)
             yield where, found
 
     def _all(self) -> Iterator[tuple[str, Mapping[str, object]]]:
@@ -259,6 +258,13 @@ class _Seen:
         return "uint64"
 
 
+def _learn(seen: dict[str, _Seen], name: str, value: object, where: str) -> None:
+    known = seen.get(name)
+    if known is None:
+        known = seen[name] = _Seen(_KINDS[type(value)], where, value)
+    known.learn(name, value, where)
+
+
 def infer_types(
     rows: Iterable[tuple[str, Mapping[str, object]]],
     given: Mapping[str, str],
@@ -282,27 +288,27 @@ def infer_types(
     """
     seen: dict[str, _Seen] = {}
     mixed: set[str] = set()
-    held: Counter[str] = Counter()  # field → rows in which it has a value
+    held: dict[str, int] = {}  # field → rows in which it has a value
     rows_seen = 0
     for where, row in rows:
         known = {name: replace(one) for name, one in seen.items()} if skip else seen
         try:
             for name, value in row.items():
-                if value is None or name in given or name in mixed:
-                    continue
-                try:
-                    known.setdefault(name, _Seen(_KINDS[type(value)], where, value)).learn(name, value, where)
-                except SourceError:
-                    if skip or not unchecked:
-                        raise
-                    mixed.add(name)
+                if value is not None and name not in given and name not in mixed:
+                    try:
+                        _learn(known, name, value, where)
+                    except SourceError:
+                        if skip or not unchecked:
+                            raise
+                        mixed.add(name)
         except SourceError:
             if not skip:
                 raise
             continue
         seen = known
         rows_seen += 1
-        held.update({name: int(value is not None) for name, value in row.items()})
+        for name, value in row.items():
+            held[name] = held.get(name, 0) + (value is not None)
     types = {}
     for name, count in held.items():
         try:
