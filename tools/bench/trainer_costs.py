@@ -111,31 +111,57 @@ def step_seconds(dataset: Path, run: Path, ranks: int, order: str) -> float:
     return statistics.fmean(one["step_s"] for one in read_steps(run))
 
 
+def counted_seconds(dataset: Path, ranks: int, order: str) -> float:
+    """What `step_seconds` would be if nothing but sleep took time."""
+    opened = shardkit.open(dataset)
+    costs = opened.to_arrow()["n"].to_numpy().astype(np.float64) ** 2
+    balance = ORDERS[order].get("data.balance")
+    more: dict[str, Any] = {"cost": "n**2", "balance": balance} if balance else {}
+    plan = opened.plan(global_batch=BATCH, seed=0, **more)
+    steps = costs[plan.steps(0, plan.steps_per_epoch or 0)]
+    per_rank = steps.sum(axis=2).reshape(len(steps), ranks, -1).sum(axis=2)
+    dearest = per_rank.max(axis=1)
+    if order == "oracle":
+        dearest = np.array([max(longest_first(step.ravel(), ranks)) for step in steps])
+    return float(MEAN_S * dearest.sum() / per_rank.mean(axis=1).sum())
+
+
+def write(folder: Path, steps: int, seed: int) -> Path:
+    with shardkit.create(
+        folder, schema={"n": "int32", "pad": "uint8[16]"}, block_size="1KiB", shard_size="1MiB", format="arrow",
+        cost="n**2",
+    ) as writer:  # fmt: skip
+        for n in lengths(BATCH * steps, seed):
+            writer.add({"n": int(n), "pad": np.zeros(16, dtype=np.uint8)})
+    return folder
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     options.add_argument("--out", help="page that gets the table")
     options.add_argument("--seeds", type=int, default=2)
+    options.add_argument(
+        "--counted", type=int, metavar="STEPS", help="count the epoch of so many steps, train none"
+    )
     given = options.parse_args()
+    how = "counted" if given.counted else "trained"
+    command = "python tools/bench/trainer_costs.py" + (f" --counted {given.counted}" if given.counted else "")
     lines = [
-        "", "## The trainer's step time, real ranks", "",
+        "", f"## The trainer's step time, {how}", "",
         (__doc__ or "").strip().split("\n\n")[-1].replace("\n", " "), "",
-        f"`python tools/bench/trainer_costs.py`, {machine_facts()['date']}.", "",
+        f"`{command}`, {machine_facts()['date']}; an epoch of {given.counted or STEPS} steps.", "",
         "| ranks | seed | random, ms | spread | align | oracle | spread saves | align saves |", "|---" * 8 + "|",
     ]  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         for seed in range(given.seeds):
-            data = Path(folder, f"data-{seed}")
-            with shardkit.create(
-                data, schema={"n": "int32", "pad": "uint8[16]"}, block_size="1KiB", shard_size="1MiB", format="arrow",
-                cost="n**2",
-            ) as writer:  # fmt: skip
-                for n in lengths(BATCH * STEPS, seed):
-                    writer.add({"n": int(n), "pad": np.zeros(16, dtype=np.uint8)})
+            data = write(folder / f"data-{seed}", given.counted or STEPS, seed)
             for ranks in (2, 4):
                 found = {
-                    order: step_seconds(data, Path(folder, f"{seed}-{ranks}-{order}"), ranks, order)
+                    order: counted_seconds(data, ranks, order) if given.counted
+                    else step_seconds(data, folder / f"{seed}-{ranks}-{order}", ranks, order)
                     for order in ORDERS
-                }
+                }  # fmt: skip
                 gain = found["random"] - found["oracle"]
                 saved = [f"{(found['random'] - found[one]) / gain:.2f}" for one in ("spread", "align")]
                 times = [f"{1000 * seconds:.0f}" for seconds in found.values()]
