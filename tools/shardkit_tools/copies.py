@@ -31,7 +31,7 @@ from shardkit.stores.store import Store, root_store
 from shardkit_tools import console
 from shardkit_tools.building.engines import Engine, Report, open_engine
 from shardkit_tools.options import EngineName
-from shardkit_tools.texts import bytes_text, clean, count_text, duration_text
+from shardkit_tools.texts import bytes_text, count_text, duration_text
 
 
 def begin_copies(
@@ -122,21 +122,21 @@ def print_locations(done: Replication) -> None:
         [
             (
                 one.name,
-                clean(one.domain),
+                one.domain,
                 one.state,
                 count_text(one.copied),
                 bytes_text(one.copied_bytes),
                 count_text(one.commits),
                 count_text(one.lag),
                 bytes_text(one.lag_bytes),
-                clean(one.url),
+                one.url,
             )
             for one in done.locations
         ],
     )
     for one in done.locations:
         if one.problem:
-            console.print_line(f"{one.name}: {clean(one.problem)}", "yellow")
+            console.print_line(f"{one.name}: {one.problem}", "yellow")
 
 
 def print_lag(done: Replication, *, dry_run: bool = False) -> None:

@@ -6,8 +6,6 @@ import os
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from shardkit.dataset.version_settings import VersionSettings
 from shardkit.repository.repository import DEFAULT_REF
 from shardkit_tools import console, options
@@ -15,16 +13,14 @@ from shardkit_tools.build_report import document, print_result, progress_text
 from shardkit_tools.building.rebuilding import label_again
 from shardkit_tools.building.rebuilding import rebuild as rebuild_version
 from shardkit_tools.commands.build import split_shares
-from shardkit_tools.options import ShardFormat
+from shardkit_tools.options import ShardFormat, argument, option
 from shardkit_tools.texts import count_text, short_id
 from shardkit_tools.versions import parse_url
 
 
 def rebuild(
-    root: Annotated[str, typer.Argument(metavar="ROOT[@REF]", help="The version whose samples are taken.")],
-    to: Annotated[
-        str | None, typer.Option("--to", metavar="ROOT", help="Where to; by default the same root.")
-    ] = None,
+    root: Annotated[str, argument("ROOT[@REF]", "The version whose samples are taken.")],
+    to: Annotated[str | None, option("--to ROOT", "Where to; by default the same root.")] = None,
     stratify: Annotated[list[str] | None, options.STRATIFY] = None,
     split: Annotated[str | None, options.SPLIT] = None,
     split_by: Annotated[str | None, options.SPLIT_BY] = None,
@@ -38,10 +34,7 @@ def rebuild(
     lookup: Annotated[str | None, options.LOOKUP] = None,
     cost: Annotated[list[str] | None, options.COST] = None,
     ref: Annotated[
-        str | None,
-        typer.Option(
-            "--ref", metavar="NAME", help="The ref that is moved; default: the one named, or main of --to."
-        ),
+        str | None, option("--ref NAME", "The ref that is moved; default: the one named, or main of --to.")
     ] = None,
     message: options.MessageOption = "",
     author: options.AuthorOption = "",
