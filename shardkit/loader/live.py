@@ -1,19 +1,178 @@
-"""A loader while it runs, as those see it that watch and steer it."""
+"""A loader while it runs: its loops, and what watches and steers it sees."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
+from shardkit.errors import UsageError
+from shardkit.loader.batch import Batch
 from shardkit.loader.block_window import WindowCounts
-from shardkit.loader.pipeline import LoaderCounts, Pipeline
+from shardkit.loader.pipeline import LoaderCounts, Pipeline, StepBatches
 from shardkit.loader.resources import LoaderResources
+from shardkit.plan import Plan
+from shardkit.plan.natural import NaturalGrid
+from shardkit.plan.waits import cell_costs
 from shardkit.telemetry import Telemetry
 
-__all__ = ["LiveLoader"]
+__all__ = ["LiveLoader", "Loop", "StepCosts", "Steps"]
+
+_RECENT, _SPARSE, _EVERY = 32, 32, 16  # the last steps, and those before of which each is a multiple of 16
+
+
+class StepCosts:
+    """Works when it is polled, for steps that it has not told before; nothing is counted where steps are made.
+
+    Args:
+        plan: of the loader.
+        lanes: gives the lanes of the rank.
+        handed_out: gives the step after the last one handed out.
+    """
+
+    def __init__(self, plan: Plan, lanes: Callable[[], Sequence[int]], handed_out: Callable[[], int]) -> None:
+        self._plan, self._lanes, self._handed_out = plan, lanes, handed_out
+        self._plain: Plan | None = None
+        self._known: dict[int, tuple[float, float]] = {}
+
+    def table(self) -> list[list[float]]:
+        """Rows of (step, its cost, its cost if the plan had no costs); empty where the plan has none.
+
+        Ranks are told at different moments: with the last steps alone, those of fast steps would have none in common.
+        """
+        grid, end = self._plan.grid, self._handed_out()
+        if not isinstance(grid, NaturalGrid) or grid.costs is None:
+            return []
+        recent = range(max(self._plan.from_step, end - _RECENT), end)
+        sparse = range(recent.start // _EVERY * _EVERY, self._plan.from_step - 1, -_EVERY)[:_SPARSE]
+        wanted = sorted({*recent, *(step for step in sparse if step < end)})
+        missing = [step for step in wanted if step not in self._known]
+        if self._plain is None:
+            self._plain = self._plan.without_costs()
+        lanes = list(self._lanes())
+        for span in _runs(missing):
+            both = [
+                cell_costs(plan, grid.costs, span, lanes).sum(axis=1) for plan in (self._plan, self._plain)
+            ]
+            self._known |= zip(span, zip(*(one.tolist() for one in both), strict=True), strict=True)
+        self._known = {step: self._known[step] for step in wanted}
+        return [[step, *self._known[step]] for step in wanted]
+
+
+def _runs(steps: Sequence[int]) -> list[range]:
+    """Ascending numbers as runs of neighbours."""
+    found: list[range] = []
+    for step in steps:
+        if found and found[-1].stop == step:
+            found[-1] = range(found[-1].start, step + 1)
+        else:
+            found.append(range(step, step + 1))
+    return found
+
+
+class Steps:
+    """The steps of a pipeline, each taken once; dropping this closes the pipeline, once it has been asked for a step.
+
+    What the pipeline raises is raised by every later call too: an error that was met in looking ahead does not end a
+    loop as if there were no more steps.
+
+    Args:
+        pipeline: over `numbers`.
+        numbers: the steps.
+        lanes: whose cells they are.
+        counts: of the loop; a step counts when it is taken, not when it is looked at.
+        to_device: makes of the steps of the pipeline those that are taken.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        numbers: range,
+        lanes: list[int],
+        counts: LoaderCounts,
+        to_device: Callable[[Pipeline], Iterator[StepBatches]] = iter,
+    ) -> None:
+        self.pipeline, self.numbers, self.lanes, self.counts = pipeline, numbers, lanes, counts
+        self._steps = to_device(pipeline)
+        self._next: StepBatches | None = None
+        self._waited_s = 0.0  # for the next one
+        self._error: Exception | None = None
+
+    def peek(self) -> StepBatches | None:
+        """The next step; None where there is none, or where the pipeline was closed."""
+        if self._error is not None:
+            raise self._error
+        if self._next is None:
+            started = time.perf_counter()
+            try:
+                self._next = next(self._steps, None)
+            except BaseException as error:
+                self._error = error if isinstance(error, Exception) else _interrupted(error)
+                raise
+            self._waited_s = time.perf_counter() - started
+        return self._next
+
+    def take(self) -> StepBatches | None:
+        """The next step, which is the trainer's from now on."""
+        one, self._next = self.peek(), None
+        if one is not None:
+            self.counts.last_wait_s = self._waited_s
+            self.counts.consumer_wait_s += self._waited_s
+            self.counts.steps += 1
+            self.counts.samples += len(one.samples)
+        return one
+
+
+class Loop(Iterator[Batch]):
+    """What `iter(loader)` gives.
+
+    Args:
+        hand_out: makes the next batch of this loop the trainer's.
+        finish: called when more is asked for than there is.
+        steps: of the loop.
+        stop: the end of its epoch.
+    """
+
+    def __init__(
+        self, hand_out: Callable[[Loop], Batch], finish: Callable[[Loop], None], steps: Steps, stop: int
+    ) -> None:
+        self._hand_out, self._finish = hand_out, finish
+        self.steps, self.stop = steps, stop
+        self.left = steps.numbers  # not handed out yet
+        self.ended_by: str | None = None  # what ended it before its last step
+
+    def __next__(self) -> Batch:
+        """The next batch.
+
+        Raises:
+            UsageError: the loader has begun another loop, or was moved or closed, before the last step of this one.
+        """
+        if not self.left:
+            self._finish(self)
+            raise StopIteration
+        if self.ended_by is None:
+            return self._hand_out(self)
+        raise UsageError(
+            f"this loop ended before step {self.left[0]}: {self.ended_by}. A loader has one loop at a time; to look at "
+            "the next batch without leaving the loop call loader.peek()"
+        )
+
+    def close(self) -> None:
+        """Leave the loop here: nothing is read for it any more; may be called twice."""
+        self.ended_by = self.ended_by or "it was closed"
+        self.steps.pipeline.close()
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether it has a batch to hand out."""
+        return bool(self.left) and self.ended_by is None
+
+
+def _interrupted(error: BaseException) -> UsageError:
+    return UsageError(f"this loop was interrupted by {type(error).__name__}; iterate again, or load a state")
 
 
 class LiveLoader:

@@ -16,18 +16,15 @@ import numpy as np
 from shardkit.errors import ConfigurationError, MissingDependency, StateError, UsageError
 from shardkit.formats import presence_of
 from shardkit.ledger import MASKED, SUBSTITUTED, Journal
-from shardkit.loader.batch import Batch
+from shardkit.loader.batch import Batch, MissingValues
 from shardkit.loader.gather import Allocate
-from shardkit.loader.live import LiveLoader
-from shardkit.loader.loop import Loop, Steps
-from shardkit.loader.missing import MissingValues
+from shardkit.loader.live import LiveLoader, Loop, StepCosts, Steps
 from shardkit.loader.pipeline import LoaderCounts, Pipeline, StepBatches
 from shardkit.loader.ranks import Dealt, check_chosen, check_shares, find_topology, fixed_shares
 from shardkit.loader.rebalancing import Rebalancer, make_rebalancer
 from shardkit.loader.resources import LoaderResources
 from shardkit.loader.settings import LoaderConfig, LoaderSetup, Sources
 from shardkit.loader.state import STATE_VERSION, check_geometry, check_state
-from shardkit.loader.step_costs import StepCosts
 from shardkit.loader.transforms import RowFunction, find_decoders, split_decoders
 from shardkit.plan import Assignment, Plan
 from shardkit.telemetry import Telemetry
@@ -100,6 +97,7 @@ class Loader:
         self._computed_s = -1.0  # what it took to compute; below 0: nobody has said
         self.shared: SharedBlocks | None = None  # with loaders of other processes, from the first loop on
         self.slots: SharedSlots | None = None  # the same, for blocks of local files
+        self.mean_block_bytes = sources.mean_block_bytes
         self.allocate: Allocate = np.empty  # the arrays of batches; of the loops that begin after it was set
         if self._device is not None and self._device.type != "cpu":
             from shardkit.loader.device import pinned
@@ -456,11 +454,6 @@ class Loader:
     def memory_needed(self) -> int:
         """Bytes that the windows of this rank's lanes need."""
         return self._setup.memory_needed(len(self.lanes))
-
-    @property
-    def mean_block_bytes(self) -> int:
-        """Bytes of a block of the dataset."""
-        return self._setup.sources.mean_block_bytes
 
     @property
     def handed_out(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 from shardkit.errors import ConfigurationError
 from shardkit.formats import Schema
-from shardkit.loader.missing import MissingValues
+from shardkit.loader.batch import MissingValues
 from shardkit.loader.ranks import Holders, Topology
 from shardkit.loader.rebalancing import Rebalancing
 from shardkit.loader.transforms import BatchTransform, Decoder, SampleTransform
