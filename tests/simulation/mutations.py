@@ -308,8 +308,8 @@ FOUND_BY: Final[dict[str, int]] = {
     "indexes are garbage": 3,
     "erasing deletes before it commits": 2,
     "files are not synced": 2,
-    "a file's name is not synced": 2,
-    "a folder's name is not synced": 2,
+    "a file's name is not synced": 22,
+    "a folder's name is not synced": 6,
     "a version is committed before its indexes are there": 1,
     "the last commit wins": 2,
     "marking ignores tags": 9,
@@ -317,7 +317,7 @@ FOUND_BY: Final[dict[str, int]] = {
     "a killed erasure is forgotten": 7,
     "tags may be moved": 19,
     "replication forgets pages": 7,
-    "repair passes over indexes": 52,
+    "repair passes over indexes": 9,
     "what exists after a lost answer is ours": 1292,
 }
 """Mutation → the first seed that finds it."""
