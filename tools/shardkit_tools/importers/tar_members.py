@@ -85,31 +85,37 @@ def tar_samples(members: Iterable[Member], path: str) -> Iterator[TarSample]:
             back.
     """
     keys: set[str] = set()
+    fields: dict[str, str] = {}  # extension → field
     sample: TarSample | None = None
     for member in members:
-        where = f"{path} member {member.name!r}"
         head, slash, base = member.name.rpartition("/")
         stem, dot, extension = base.partition(".")
         if not stem:
             continue
         if not dot:
             raise SourceError(
-                f"{where}: has no extension, so its field is unknown; rename it (key.extension)"
+                f"{path} member {member.name!r}: has no extension, so its field is unknown; rename it (key.extension)"
             )
         key = head + slash + stem
         if sample is None or sample.key != key:
             if sample is not None:
                 yield sample
             if key in keys:
-                raise SourceError(f"{where}: the sample {key!r} appears twice in the tar; rename one of them")
+                raise SourceError(
+                    f"{path} member {member.name!r}: the sample {key!r} appears twice in the tar; rename one of them"
+                )
             keys.add(key)
             sample = TarSample(key, len(keys) - 1)
-        name = field_of(extension.lower(), where)
+        extension = extension.lower()
+        name = fields.get(extension)
+        if name is None:
+            name = fields[extension] = field_of(extension, f"{path} member {member.name!r}")
         if name in sample.members:
             raise SourceError(
-                f"{where}: a second member for the field {name!r} of one sample; rename or remove one"
+                f"{path} member {member.name!r}: a second member for the field {name!r} of one sample; rename or "
+                "remove one"
             )
-        sample.members[name] = (extension.lower(), member)
+        sample.members[name] = (extension, member)
     if sample is not None:
         yield sample
 
