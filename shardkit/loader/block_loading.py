@@ -278,8 +278,8 @@ class BlockLoading:
         found = self._shards.get(shard)
         return None if found is None else found.place(inside, address)
 
-    def read(self, block: int) -> tuple[GatherColumns, int]:
-        """A block by way of Python, verified and in memory of its own, and its bytes.
+    def read(self, block: int) -> tuple[GatherColumns, int, int]:
+        """A block by way of Python, verified and in memory of its own; its bytes, and those that it takes.
 
         Raises:
             IntegrityError: it is not what was written, and there is no other place to read it from.
@@ -295,7 +295,7 @@ class BlockLoading:
         columns, size = GatherColumns(found, self._fields), self._reader.raw_size(shard, inside)
         if self.times is not None:
             self.times.note(shard, inside, time.perf_counter() - started, size, number=block)
-        return columns, _whole_pages(size)
+        return columns, size, _whole_pages(size)
 
     def note_times(self) -> None:
         """Tell `times` what the loads have noted."""

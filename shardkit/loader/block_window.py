@@ -47,7 +47,7 @@ class BlockSource(Protocol):
     def place(self, block: int, address: int) -> bytes | None:
         """Facts of a block whose bytes are there."""
 
-    def read(self, block: int) -> tuple[GatherColumns, int]:
+    def read(self, block: int) -> tuple[GatherColumns, int, int]:
         """A block by way of Python, and its bytes."""
 
 
@@ -426,7 +426,7 @@ class BlockWindow:
             if address:
                 facts = self._source.place(block, address)
             if facts is None:
-                columns, size = self._source.read(block)
+                columns, size, taken = self._source.read(block)
                 facts = columns.facts
         except BaseException as raised:  # noqa: BLE001  raised where a step waits for it
             error = raised
@@ -435,18 +435,19 @@ class BlockWindow:
             if error is not None and number >= self._nobodys:
                 self._failed[number] = slot, error
             if columns is not None:
-                self._note_read(self._slots[slot], number, size, time.perf_counter() - started)
+                self._note_read(self._slots[slot], number, (size, taken), time.perf_counter() - started)
         self._loads.finish(number, slot, facts)
 
-    def _note_read(self, slot: _Slot, number: int, size: int, seconds: float) -> None:
+    def _note_read(self, slot: _Slot, number: int, sizes: tuple[int, int], seconds: float) -> None:
         """From what a block could at most have been to what it is."""
         counts = self._counts
         counts.block_loads += 1
-        counts.bytes_loaded += size
+        counts.bytes_loaded += sizes[0]
         counts.load_s += seconds
-        if slot.job == number and not slot.capacity and size < slot.cost:
-            self._bytes -= slot.cost - size
-            slot.cost = size
+        taken = sizes[1]
+        if slot.job == number and not slot.capacity and taken < slot.cost:
+            self._bytes -= slot.cost - taken
+            slot.cost = taken
 
     # ---- loops
 

@@ -75,8 +75,8 @@ class Blocks:
     def place(self, block: int, address: int) -> bytes | None:
         raise AssertionError("no block has a file")
 
-    def read(self, block: int) -> tuple[GatherColumns, int]:
-        return self._read(block), self._size(block)
+    def read(self, block: int) -> tuple[GatherColumns, int, int]:
+        return self._read(block), self._size(block), self._size(block)
 
 
 def window_of(source: Blocks, budget: int, threads: int) -> BlockWindow:
