@@ -30,7 +30,7 @@ def train(
     ] = None,
     nproc: Annotated[int, option("--nproc", "Ranks on this machine.", min=1)] = 1,
     restarts: Annotated[
-        int, option("--restarts", "How often torchrun starts again after a rank has died.", min=0)
+        int, option("--restarts", "How often ranks are started again after one has died.", min=0)
     ] = 0,
     allow_changes: Annotated[
         str,
