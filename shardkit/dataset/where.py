@@ -80,6 +80,9 @@ class Where:
                 )
         if not self.fields:
             raise UsageError(f"where={text!r} names no field; the fields are {', '.join(schema)}")
+        for node in ast.walk(self._tree):
+            if isinstance(node, ast.Compare):
+                self._store_literals(node)
 
     def of_block(self, block: Block) -> Mask:
         """(rows,) which rows of a block fulfil the condition; one that lacks a value of a field in it does not."""
@@ -117,20 +120,17 @@ class Where:
             return columns[node.id].astype(bool)
         raise self._unreadable(node)
 
-    def _literals(self, node: ast.Compare) -> ast.Compare:
-        """The comparison with texts beside a date, time or decimal as the numbers that are stored."""
+    def _store_literals(self, node: ast.Compare) -> None:
+        """Make what is compared with a date, time or decimal the number that is stored, once for all blocks."""
         parts = [node.left, *node.comparators]
         names = [part.id for part in parts if isinstance(part, ast.Name)]
         kinds = {self._schema[name].logical for name in names} - {None}
-        if not kinds:
-            return node
         if len(kinds) > 1:
             raise UsageError(f"where={self.text!r}: {' and '.join(names)} are of different types")
-        made: ast.Compare = _Numbers(kinds.pop(), self.text).visit(node)
-        return made
+        if kinds:
+            _Numbers(kinds.pop(), self.text).visit(node)
 
     def _compare(self, node: ast.Compare, columns: Mapping[str, NDArray[Any]]) -> Any:
-        node = self._literals(node)
         left: Any = self._value(node.left, columns)
         result: Any = True
         for op, operand in zip(node.ops, node.comparators, strict=True):

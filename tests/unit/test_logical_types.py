@@ -204,6 +204,20 @@ def test_a_condition_compares_with_texts(tmp_path: Path, where: str, rows: int) 
         ds.select(where="day < 'yesterday'")
 
 
+def test_a_condition_means_the_same_in_every_block(tmp_path: Path) -> None:
+    schema = {"price": "decimal[9,2]", "day": "date"}
+    with shardkit.create(tmp_path / "root", schema=schema, block_size="4KiB") as writer:
+        for number in range(400):
+            writer.add({"price": Decimal(number) / 4, "day": dt.date(1970, 1, 1) + dt.timedelta(days=number)})
+    ds = shardkit.open(tmp_path / "root")
+    assert ds.manifest.raw_bytes > 20 * 4096, "many blocks"
+    chosen = ds.select(where="price >= 50 and price < 75.5 and not (price == '60.25')")
+    assert sorted(row["price"] for row in chosen) == [
+        Decimal(number) / 4 for number in range(200, 302) if number != 241
+    ]
+    assert len(ds.select(where="price > -0.25 and day < '1970-04-11'")) == 100
+
+
 def test_tables_keep_their_types_on_the_way_in_and_out(tmp_path: Path) -> None:
     table = pa.table({
         "day": pa.array([dt.date(2026, 11, 20), None], pa.date64()),
