@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from shardkit.loader import gather, plain_rows
 from tests.servers.fault_proxy import FaultProxy
 from tests.servers.object_stores import Unavailable, moto, s3_environment
 
@@ -120,6 +121,17 @@ def _without_capabilities(left_out: int) -> Iterator[None]:
         yield
     finally:
         assert libc.capset(header, held) == 0, os.strerror(ctypes.get_errno())
+
+
+@pytest.fixture(scope="module", params=["compiled", "in Python"])
+def copies(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test of a file, with the compiled copies and without them."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "in Python":
+            patch.setattr(gather, "block_rows", plain_rows)
+        elif gather.block_rows is plain_rows:
+            pytest.skip("the module is not compiled here")
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import shardkit
-from shardkit.loader import gather, plain_rows
-
-
-@pytest.fixture(scope="module", params=["compiled", "in Python"])
-def copies(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every test of a file, with the compiled copies and without them."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "in Python":
-            patch.setattr(gather, "block_rows", plain_rows)
-        elif gather.block_rows is plain_rows:
-            pytest.skip("the module is not compiled here")
-        yield
 
 
 @pytest.fixture(params=["tar", "arrow"])

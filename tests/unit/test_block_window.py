@@ -27,16 +27,7 @@ from shardkit.loader.block_window import BlockWindow, GroupBlocks
 from shardkit.loader.gather import GatherColumns, RowAddresses
 from shardkit.loader.schedule import StepGroup, group_rows, steps_that_fit
 
-
-@pytest.fixture(scope="module", params=["compiled", "in Python"], autouse=True)
-def rows(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every test with the compiled loads and without them."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "in Python":
-            patch.setattr(gather, "block_rows", plain_rows)
-        elif gather.block_rows is plain_rows:
-            pytest.skip("the module is not compiled here")
-        yield
+pytestmark = pytest.mark.usefixtures("copies")
 
 
 class LoadedBlock(GatherColumns):
