@@ -1,13 +1,12 @@
-"""Merkle trees of RFC 6962 §2.1 (unchanged in RFC 9162 §2.1): roots, proofs that a leaf is in, proofs that a tree grew.
+"""Merkle trees of RFC 6962 §2.1 (unchanged in RFC 9162 §2.1), so that any library for these proves what they hold.
 
-`Frontier` appends with a state of one hash per set bit of the size; `Tree` keeps all hashes and proves. The functions
-that verify need neither: they take a proof and say yes or no.
+`Frontier` appends with a state of one hash per set bit of the size; `Tree` keeps all hashes and every root there was.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 HASH_BYTES = 32
 
@@ -62,7 +61,7 @@ class Frontier:
 
 
 class Tree:
-    """A whole tree in memory, 64 bytes a leaf: roots of every size it ever had, and proofs."""
+    """A whole tree in memory, 64 bytes a leaf: the roots of every size it ever had."""
 
     def __init__(self, leaves: Iterable[bytes] = ()) -> None:
         self._levels: list[bytearray] = [
@@ -100,40 +99,6 @@ class Tree:
                 first += 1 << height
         return Frontier(size, peaks)
 
-    def inclusion_proof(self, index: int, size: int | None = None) -> list[bytes]:
-        """PATH(index, D[0:size]) of RFC 6962 §2.1.1: the siblings from the leaf up."""
-        first, last = 0, self._size(size)
-        if not 0 <= index < last:
-            raise ValueError(f"leaf {index} is not among the first {last}")
-        path: list[bytes] = []
-        while last - first > 1:
-            split = first + _split(last - first)
-            if index < split:
-                path.append(self._subtree(split, last))
-                last = split
-            else:
-                path.append(self._subtree(first, split))
-                first = split
-        return path[::-1]
-
-    def consistency_proof(self, old: int, size: int | None = None) -> list[bytes]:
-        """PROOF(old, D[0:size]) of RFC 6962 §2.1.2; empty where `old` is 0 or `size`."""
-        first, last, whole = 0, self._size(size), True
-        if not 0 <= old <= last:
-            raise ValueError(f"a tree of {last} leaves never had {old}")
-        if old in (0, last):
-            return []
-        path: list[bytes] = []
-        while old != last:
-            split = first + _split(last - first)
-            if old <= split:
-                path.append(self._subtree(split, last))
-                last = split
-            else:
-                path.append(self._subtree(first, split))
-                first, whole = split, False
-        return ([] if whole else [self._subtree(first, last)]) + path[::-1]
-
     def _size(self, size: int | None) -> int:
         if size is None:
             return len(self)
@@ -150,52 +115,6 @@ class Tree:
             return bytes(self._levels[height][at : at + HASH_BYTES])
         split = first + _split(count)
         return node_hash(self._subtree(first, split), self._subtree(split, last))
-
-
-def verify_inclusion(leaf: bytes, index: int, size: int, proof: Sequence[bytes], root: bytes) -> bool:
-    """Whether `proof` shows that the leaf with this hash is number `index` of `size` (RFC 9162 §2.1.3.2)."""
-    if not 0 <= index < size:
-        return False
-    node, place, last = leaf, index, size - 1
-    for sibling in proof:
-        if len(sibling) != HASH_BYTES or last == 0:
-            return False
-        if place & 1 or place == last:
-            node = node_hash(sibling, node)
-            while not place & 1 and place:
-                place, last = place >> 1, last >> 1
-        else:
-            node = node_hash(node, sibling)
-        place, last = place >> 1, last >> 1
-    return last == 0 and node == root
-
-
-def verify_consistency(old: int, size: int, old_root: bytes, root: bytes, proof: Sequence[bytes]) -> bool:
-    """Whether `proof` shows that the tree of `size` leaves begins with that of `old` leaves (RFC 9162 §2.1.4.2)."""
-    if not 0 <= old <= size:
-        return False
-    if old in (0, size):
-        return not proof and old_root == (root if old else EMPTY_ROOT)
-    rest = list(proof)
-    if old & (old - 1) == 0:
-        rest.insert(0, old_root)
-    if not rest or any(len(one) != HASH_BYTES for one in rest):
-        return False
-    place, last = old - 1, size - 1
-    while place & 1:
-        place, last = place >> 1, last >> 1
-    before = after = rest[0]
-    for sibling in rest[1:]:
-        if last == 0:
-            return False
-        if place & 1 or place == last:
-            before, after = node_hash(sibling, before), node_hash(sibling, after)
-            while not place & 1 and place:
-                place, last = place >> 1, last >> 1
-        else:
-            after = node_hash(after, sibling)
-        place, last = place >> 1, last >> 1
-    return last == 0 and before == old_root and after == root
 
 
 def _split(count: int) -> int:
