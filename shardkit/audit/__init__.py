@@ -7,12 +7,20 @@ recorded settings, and against the data. Auditing writes nothing. SPEC.md says w
 from shardkit.audit.auditing import audit_run
 from shardkit.audit.comparing import Comparison, compare_runs
 from shardkit.audit.html_report import html_report
-from shardkit.audit.lineage import sample_lineage, version_lineage
 from shardkit.audit.plans import RunPlan, find_plans
 from shardkit.audit.result import Audit, Finding
 from shardkit.audit.run_record import RunRecord, load_run
 from shardkit.audit.signing import make_statement, read_envelope, sign_statement, verify_envelope
-from shardkit.audit.trace import StepSample, Use, resolve_samples, samples_of_step, uses_of, uses_of_many
+from shardkit.audit.trace import (
+    StepSample,
+    Use,
+    resolve_samples,
+    sample_lineage,
+    samples_of_step,
+    uses_of,
+    uses_of_many,
+    version_lineage,
+)
 
 __all__ = [
     "Audit",

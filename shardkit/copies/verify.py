@@ -43,10 +43,9 @@ from shardkit.reading.inventory import side_objects, take_inventory
 from shardkit.repository.location_table import read_table
 from shardkit.repository.log import LOG, MAX_ENTRY_BYTES, LogEntry, check_succession, parse_dataset_url
 from shardkit.repository.opening import IDENTITY_NAME, own_name
-from shardkit.repository.part_locations import find_part
 from shardkit.repository.policy import Policy
 from shardkit.repository.repository import Repository
-from shardkit.repository.versions import load_shard_selection, with_adopted
+from shardkit.repository.versions import find_part, load_shard_selection, with_adopted
 from shardkit.stores.objects import CheckResult, Depth, check_object
 from shardkit.stores.store import Store, object_name, parse_object_name, root_store
 

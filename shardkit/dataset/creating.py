@@ -8,17 +8,16 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from shardkit.dataset.committing import Destination, write_version
+from shardkit.dataset.committing import Destination, block_size_for, write_version
 from shardkit.dataset.encoding import RowEncoder, ordinal_identity, part_identity
-from shardkit.dataset.part_files import PartFolder, check_part_name, part_folder, settings_of
-from shardkit.dataset.ref_moves import block_size_for
+from shardkit.dataset.parts import PartFolder, check_part_name, part_folder, settings_of
 from shardkit.dataset.scratch import RowSpool, scratch_folder
 from shardkit.dataset.version_settings import NewVersion, VersionSettings
 from shardkit.errors import UsageError
 from shardkit.formats import Schema
 from shardkit.manifest import Manifest
 from shardkit.repository.repository import Repository
-from shardkit.stores.staging import temporary_name
+from shardkit.stores.local import temporary_name
 
 
 def create(

@@ -8,15 +8,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardkit.dataset.about import About, check_strata, given_about
+from shardkit.dataset.committing import Moved, move_refs, standing_refs
 from shardkit.dataset.costs import covers, parse_costs, put_costs
 from shardkit.dataset.dataset import Dataset, open_dataset
 from shardkit.dataset.lookups import parse_lookup, put_lookups
-from shardkit.dataset.ref_moves import Moved, move_refs, standing_refs
 from shardkit.errors import UsageError
 from shardkit.manifest import Manifest
-from shardkit.repository.part_locations import put_location
 from shardkit.repository.repository import Repository
-from shardkit.repository.versions import put_manifest
+from shardkit.repository.versions import put_location, put_manifest
 
 
 def merge_datasets(

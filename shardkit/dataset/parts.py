@@ -1,21 +1,35 @@
-"""`commit_parts`: what many writers left, as one version in one commit (SPEC.md §13)."""
+"""`commit_parts`: what many writers left, as one version in one commit (SPEC.md §13).
+
+A part is a scratch file of encoded rows and a record, which appears by rename once the file is durable. Writing a part
+again replaces it; a killed writer leaves nothing under a part's name.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import re
+import secrets
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import xxhash
+
 from shardkit.dataset.committing import Destination, write_version
-from shardkit.dataset.part_files import WrittenPart, part_folder
+from shardkit.dataset.row_table import Rows
+from shardkit.dataset.scratch import scratch_folder
 from shardkit.dataset.scratch_reading import PartFiles
 from shardkit.dataset.version_settings import NewVersion, VersionSettings
-from shardkit.errors import NotFoundError, UsageError
+from shardkit.errors import FormatError, IntegrityError, NotFoundError, UsageError
 from shardkit.formats import Schema
 from shardkit.manifest import Manifest
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import load_manifest
+from shardkit.stores.file_operations import Handle, active, explained
+from shardkit.stores.local import LocalStore, writer_is_dead
 
 
 def list_parts(root: str | os.PathLike[str], *, scratch: str | os.PathLike[str] | None = None) -> list[str]:
@@ -148,3 +162,226 @@ def _check_settings(written: Sequence[WrittenPart]) -> None:
 def _note_name(names: Sequence[str], ref: str, *, append: bool) -> str:
     text = "\n".join([ref, str(append), *names])
     return f"committed-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
+_RECORD = ".part"
+_CHECK_BYTES = 8
+_ROWS = re.compile(rf"({_NAME.pattern})\.[0-9a-f]{{16}}\.rows(?:\.new)?")
+_ORPHAN_GRACE_S = 24 * 3600
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WrittenPart:
+    """A part as its record tells of it."""
+
+    name: str
+    file: str  # of its rows, in the folder
+    settings: Mapping[str, Any]  # see `settings_of`
+    columns: Rows
+    digest: str  # of the record: equal for equal rows that were added in the same order
+
+
+def check_part_name(name: str) -> str:
+    """The name, if it can be one.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    if _NAME.fullmatch(name) is None:
+        raise UsageError(f"part {name!r}: expected 1 to 100 letters, digits, '_' and '-', such as part-00017")
+    return name
+
+
+def settings_of(version: NewVersion) -> dict[str, Any]:
+    """What all parts of a version must have in common, as JSON."""
+    return {
+        "schema": version.schema.to_json(),
+        "format": version.format,
+        "compression": version.compression,
+        "stratify": list(version.axes),
+        "classes": list(version.classes),
+        "split": version.split.to_json() if version.split else None,
+        **version.build_settings(),
+    }
+
+
+class PartFolder:
+    """The parts of a root that are not committed yet.
+
+    Args:
+        path: an existing folder that all writers share.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def names(self) -> list[str]:
+        """Of the parts that are whole, sorted."""
+        with self._opened() as folder:
+            found = [name for name, _ in active().names(folder) if name.endswith(_RECORD)]
+        return sorted(name.removesuffix(_RECORD) for name in found)
+
+    def publish(self, name: str, spooled: str, settings: Mapping[str, Any], columns: Rows) -> None:
+        """Make a part of a closed scratch file in this folder; it takes the place of one of the same name.
+
+        Raises:
+            StoreFullError, StoreError: the disk does not take it; the part is then as it was.
+        """
+        before = self._file_of(name)
+        file = f"{name}.{secrets.token_hex(8)}.rows"
+        data = columns.to_bytes({"settings": dict(settings), "file": file})
+        temporary = f"{file}.new"
+        with self._opened(writing=True) as folder:
+            _sync(folder, spooled)
+            active().rename(folder, spooled, folder, file)
+            try:
+                _write(folder, temporary, xxhash.xxh3_64_digest(data) + data)
+                active().fsync_directory(folder)  # the rows are found before anything names them
+                active().rename(folder, temporary, folder, name + _RECORD)
+            except OSError:
+                for left in (temporary, file):
+                    _remove(folder, left)
+                raise
+            active().fsync_directory(folder)
+            if before is not None:
+                _remove(folder, before)
+
+    def read(self, name: str) -> WrittenPart:
+        """A part.
+
+        Raises:
+            NotFoundError: there is none of this name.
+            IntegrityError: its record is damaged.
+        """
+        data = self._bytes(check_part_name(name) + _RECORD)
+        if data is None:
+            there = ", ".join(self.names()[:10]) or "none"
+            raise NotFoundError(
+                f"{self.path}: no part {name!r}; those there are {there}. Write it with create(…, part={name!r})"
+            )
+        body = data[_CHECK_BYTES:]
+        if data[:_CHECK_BYTES] != xxhash.xxh3_64_digest(body):
+            raise IntegrityError(f"{self.path}: the record of part {name!r} is damaged; write the part again")
+        try:
+            columns, meta = Rows.from_bytes(body)
+            settings: Any = meta["settings"]
+            file = str(meta["file"])
+        except (FormatError, KeyError, TypeError) as error:
+            raise IntegrityError(
+                f"{self.path}: the record of part {name!r} is of another release; write the part again"
+            ) from error
+        digest = xxhash.xxh3_128(name.encode())
+        records = columns.records
+        for column in (*columns.identity.T, records.check, records.length):
+            digest.update(column.tobytes())
+        return WrittenPart(name, file, settings, columns, digest.hexdigest())
+
+    def remove(self, part: WrittenPart) -> None:
+        """Remove a committed part, unless it was written again meanwhile."""
+        with self._opened(writing=True) as folder:
+            if self._file_of(part.name) == part.file:
+                _remove(folder, part.name + _RECORD)
+            _remove(folder, part.file)
+
+    def sweep(self) -> None:
+        """Remove what writers that died have left; rows that no record names, a day after they were written."""
+        with self._opened(writing=True) as folder:
+            for name, is_folder in active().names(folder):
+                with contextlib.suppress(FileNotFoundError):
+                    if not is_folder and (
+                        writer_is_dead(active(), folder, name) or self._is_orphan(folder, name)
+                    ):
+                        active().unlink(folder, name)
+
+    def _is_orphan(self, folder: Handle, name: str) -> bool:
+        match = _ROWS.fullmatch(name)
+        if match is None or self._file_of(match[1]) == name:
+            return False
+        # Not at once: its writer may be about to name it, from any machine.
+        return time.time() - active().stat(folder, name).st_mtime > _ORPHAN_GRACE_S
+
+    def note(self, name: str, text: str) -> None:
+        """Leave a text for later, whole or not at all."""
+        temporary = f"{name}.{secrets.token_hex(8)}.new"
+        with self._opened(writing=True) as folder:
+            _write(folder, temporary, text.encode())
+            active().rename(folder, temporary, folder, name)
+            active().fsync_directory(folder)
+
+    def noted(self, name: str) -> str | None:
+        data = self._bytes(name)
+        return None if data is None else data.decode("utf-8", "replace")
+
+    def _file_of(self, name: str) -> str | None:
+        try:
+            return self.read(name).file
+        except (NotFoundError, IntegrityError):
+            return None
+
+    def _bytes(self, name: str) -> bytes | None:
+        with self._opened() as folder:
+            try:
+                file = active().open_file(folder, name)
+            except FileNotFoundError:
+                return None
+            try:
+                size = active().stat_open(file).st_size
+                pieces = []
+                at = 0
+                while at < size and (piece := active().read(file, size - at, at)):
+                    pieces.append(piece)
+                    at += len(piece)
+            finally:
+                active().close(file)
+        return b"".join(pieces)
+
+    @contextlib.contextmanager
+    def _opened(self, *, writing: bool = False) -> Iterator[Handle]:
+        with explained(f"{'write' if writing else 'read'} {self.path}", writing=writing):
+            folder = active().open_root(self.path)
+            try:
+                yield folder
+            finally:
+                active().close(folder)
+
+
+def _sync(folder: Handle, name: str) -> None:
+    file = active().open_file(folder, name)
+    try:
+        active().fsync(file)
+    finally:
+        active().close(file)
+
+
+def _write(folder: Handle, name: str, data: bytes) -> None:
+    file = active().create_file(folder, name)
+    try:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[active().write(file, rest) :]
+        active().fsync(file)
+    finally:
+        active().close(file)
+
+
+def _remove(folder: Handle, name: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        active().unlink(folder, name)
+
+
+def part_folder(repository: Repository, scratch: str | os.PathLike[str] | None) -> PartFolder:
+    """Where the parts of a root are until they are committed.
+
+    Raises:
+        UsageError: the root is not a local folder, and no folder that its writers share was given.
+    """
+    if scratch is None and not isinstance(repository.store, LocalStore):
+        raise UsageError(
+            f"parts of {repository.store.url} need a folder that all writers share; give it as scratch=, here and to "
+            "commit_parts"
+        )
+    path = os.path.join(scratch_folder(repository, scratch), "parts")
+    with explained(f"make {path}", writing=True):
+        os.makedirs(path, exist_ok=True)
+    return PartFolder(path)

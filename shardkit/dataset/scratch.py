@@ -27,8 +27,7 @@ from shardkit.dataset.scratch_reading import NO_ROW, FilePart, MemoryPart, Part,
 from shardkit.errors import StoreError, UsageError
 from shardkit.repository.repository import Repository
 from shardkit.stores.file_operations import FOLDER, active, explained
-from shardkit.stores.local import LocalStore
-from shardkit.stores.staging import private_folder
+from shardkit.stores.local import LocalStore, private_folder
 
 RUN_BYTES = 64 * 2**20
 """Bytes of a run of scratch that is held in memory, at most and by default."""

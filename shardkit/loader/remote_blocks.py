@@ -24,9 +24,8 @@ from shardkit.plan.locality import LaneOfBlock
 from shardkit.reading.attestations import Attestation
 from shardkit.reading.blocks import BlockReader
 from shardkit.reading.cache.block_cache import BlockCache
-from shardkit.reading.cache.nearby_caches import NearbyCaches
 from shardkit.reading.cache.shared_blocks import SharedBlocks
-from shardkit.reading.cache.supply import BlockFetcher
+from shardkit.reading.cache.supply import BlockFetcher, NearbyCaches
 from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.locations import BlockRequest
 from shardkit.reading.read_events import ReadEvent, ReadEvents

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from shardkit.copies.lag import ReplicationLag
+from shardkit.copies.replicate import ReplicationLag
 from shardkit.errors import ConfigurationError
 from shardkit.loader.live import LiveLoader
 from shardkit.loader.remote_blocks import RemoteBlocks

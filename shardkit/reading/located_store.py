@@ -17,7 +17,7 @@ from shardkit.errors import (
     StoreError,
 )
 from shardkit.reading.attestations import Attestation
-from shardkit.reading.healing import Healer
+from shardkit.reading.copying import Healer
 from shardkit.reading.locations import BlockRequest, Location, block_name
 from shardkit.reading.read_events import ReadEvent, ReadEvents
 from shardkit.reading.read_path import ReadPath, ReadRequest, ReadSettings

@@ -14,13 +14,14 @@ from shardkit.reading.read_path import ReadSettings
 from shardkit.reading.row_map import RowMap
 from shardkit.repository.log import LogEntry, parse_dataset_url
 from shardkit.repository.opening import Locations, locate
-from shardkit.repository.part_locations import find_part, put_location
 from shardkit.repository.repository import DEFAULT_REF, Repository
 from shardkit.repository.versions import (
     Part,
     Version,
+    find_part,
     load_manifest,
     load_selection,
+    put_location,
     put_manifest,
     put_selection,
     with_adopted,

@@ -8,7 +8,7 @@ from typing import Final, Literal, NamedTuple, Protocol
 
 from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, UsageError
 from shardkit.formats.digest import sha256_digest
-from shardkit.stores.staging import LocalStage
+from shardkit.stores.local import LocalStage
 from shardkit.stores.store import (
     MAX_OBJECT_BYTES,
     Descriptor,

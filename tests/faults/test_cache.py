@@ -25,12 +25,10 @@ import pytest
 
 from shardkit.errors import IntegrityError, NotFoundError, StoreError, UsageError
 from shardkit.formats.digest import xxh3
-from shardkit.reading.cache.block_cache import BlockCache
+from shardkit.reading.cache.block_cache import BlockCache, filesystem_of, is_network
 from shardkit.reading.cache.eviction import NEVER, Future, choose_victims
-from shardkit.reading.cache.filesystems import filesystem_of, is_network
-from shardkit.reading.cache.nearby_caches import NearbyCaches
 from shardkit.reading.cache.serving import CacheServer, parse_bind
-from shardkit.reading.cache.supply import BlockFetcher
+from shardkit.reading.cache.supply import BlockFetcher, NearbyCaches
 from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.locations import BlockRequest, Location, block_name
 from shardkit.reading.read_path import ReadSettings
@@ -396,7 +394,7 @@ def test_network_file_systems_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_p
         assert filesystem_of(path, mounts) == kind
         assert is_network(kind) is network
     assert filesystem_of("/x", "") is None
-    monkeypatch.setattr("shardkit.reading.cache.filesystems.filesystem_of", lambda path: "lustre")
+    monkeypatch.setattr("shardkit.reading.cache.block_cache.filesystem_of", lambda path: "lustre")
     with pytest.raises(UsageError, match=r"lustre.*local disk"):
         BlockCache(tmp_path / "cache", limit=MIB)
     assert not (tmp_path / "cache").exists()

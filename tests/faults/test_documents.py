@@ -28,7 +28,7 @@ from shardkit.repository.garbage_lists import list_seen, put_list, put_seen, rea
 from shardkit.repository.location_table import LocationTable
 from shardkit.repository.log import LogEntry
 from shardkit.repository.opening import CopyMark, Identity
-from shardkit.repository.part_locations import PartLocation
+from shardkit.repository.versions import PartLocation
 from shardkit.storage import LocalStore
 from shardkit.stores.file_operations import FileOperations, Handle, substituted
 from shardkit.testing.memory_store import MemoryStore

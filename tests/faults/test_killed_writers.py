@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from shardkit.storage import LocalStore, Repository, parse_object_name
-from shardkit.stores.staging import temporary_name
+from shardkit.stores.local import temporary_name
 from tests.drills import drill_count
 
 WRITER = """

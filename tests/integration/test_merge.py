@@ -9,8 +9,8 @@ import pytest
 
 import shardkit
 from shardkit.copies.verify import verify
+from shardkit.dataset.committing import NOT_MOVED
 from shardkit.dataset.deriving import merge_datasets
-from shardkit.dataset.ref_moves import NOT_MOVED
 from shardkit.errors import NotFoundError, SchemaError, UsageError
 from shardkit.storage import Repository
 

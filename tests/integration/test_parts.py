@@ -13,7 +13,7 @@ import pytest
 
 import shardkit
 from shardkit.dataset import commit_parts, list_parts
-from shardkit.dataset.part_files import PartFolder
+from shardkit.dataset.parts import PartFolder
 from shardkit.errors import IntegrityError, NotFoundError, SampleError, UsageError
 from shardkit.storage import Repository
 

@@ -6,8 +6,8 @@ import dataclasses
 from pathlib import Path
 
 import shardkit
-from shardkit.copies.lag import ReplicationLag
 from shardkit.copies.place import Change, place
+from shardkit.copies.replicate import ReplicationLag
 from shardkit.repository.location_table import LocationRecord
 from shardkit.storage import Repository
 from shardkit.telemetry import Record, RunTelemetry, summarise

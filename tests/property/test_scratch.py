@@ -173,7 +173,7 @@ def test_a_sample_above_what_a_shard_can_hold_is_named(monkeypatch: pytest.Monke
 
 def test_the_writer_leaves_no_scratch_behind_when_it_dies_with_the_process(tmp_path: Path) -> None:
     """The scratch file is named like the store's own temporaries, so that the sweep finds it."""
-    from shardkit.stores.staging import temporary_name
+    from shardkit.stores.local import temporary_name
 
     name = temporary_name("spool")
     dead = name.replace(f"-{name.split('-')[2]}-", "-999999999-", 1)

@@ -13,7 +13,7 @@ from typing import Any, Final
 from unittest import mock
 
 from shardkit.copies import collecting, place, placement, repair, replicate
-from shardkit.dataset import erasing, erasing_copies, removing, store_survey
+from shardkit.dataset import erasing, removing, store_survey
 from shardkit.dataset.erasure_journal import Journal
 from shardkit.errors import StoreError
 from shardkit.formats import reading, sha256_digest
@@ -23,9 +23,8 @@ from shardkit.repository.commit_log import Changes
 from shardkit.repository.log import LOG, NO_COMMIT
 from shardkit.repository.repository import Repository
 from shardkit.stores import file_operations, objects, store
-from shardkit.stores.local import LocalStore
+from shardkit.stores.local import LocalStage, LocalStore
 from shardkit.stores.remote import object_store
-from shardkit.stores.staging import LocalStage
 from shardkit.stores.store import object_name
 
 __all__ = ["FOUND_BY", "MUTATIONS", "mutated"]
@@ -100,7 +99,7 @@ def _delete_first(repository: Any, plan: Any, report: Any) -> None:
     """Objects are deleted before the commit that lets go of them."""
     for name in report.objects:
         repository.store.delete(name)
-    erasing_copies.delete_from_copies(repository, report.objects, set(), [])
+    erasing.delete_from_copies(repository, report.objects, set(), [])
     _COMMIT(repository, plan, report)
 
 

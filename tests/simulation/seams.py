@@ -17,7 +17,7 @@ from typing import Any
 from unittest import mock
 
 from shardkit.reading import blocks
-from shardkit.stores import file_operations, open_files, staging
+from shardkit.stores import file_operations, local, open_files
 from shardkit.stores.remote import clients
 from shardkit.stores.remote.addresses import Address
 from shardkit.stores.remote.clients import Client
@@ -76,7 +76,7 @@ def simulated(
             ("_start_time", _nothing),
             ("_is_alive", is_alive),
         ):
-            stack.enter_context(mock.patch.object(staging, name, value))
+            stack.enter_context(mock.patch.object(local, name, value))
         stack.enter_context(
             mock.patch.object(WAITS, "_is_watched", False)
         )  # by a thread: it would move the clock

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shardkit.dataset.ref_moves import Moved
+from shardkit.dataset.committing import Moved
 from shardkit.manifest import Stratum
 from shardkit.repository.log import LogEntry, parse_dataset_url
 from shardkit.repository.repository import DEFAULT_REF

@@ -1,4 +1,4 @@
-"""Between a reader and the locations: the cache of this machine, and reading ahead by deadline."""
+"""Between a reader and the locations: this machine's cache, those of other nodes, and reading ahead by deadline."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from shardkit.errors import ShardkitError
 from shardkit.reading.cache.block_cache import BlockCache
 from shardkit.reading.cache.eviction import Future
 from shardkit.reading.cache.joining import Wanted, join, neighbours
-from shardkit.reading.cache.nearby_caches import NearbyCaches
 from shardkit.reading.cache.shared_blocks import SharedBlocks
-from shardkit.reading.located_store import LocatedStore
-from shardkit.reading.locations import BlockRequest
+from shardkit.reading.located_store import LocatedStore, wanted_block
+from shardkit.reading.locations import BlockRequest, Location
+from shardkit.reading.read_events import ReadEvents
+from shardkit.reading.read_path import ReadPath, ReadSettings
+from shardkit.stores.remote.cache_client import CacheClient
 
 Int64s = NDArray[np.int64]
 Uses = Callable[[int], Iterator[tuple[Int64s, Int64s]]]
@@ -378,3 +380,44 @@ def _start(name: str, work: Callable[[], None]) -> None:
             work()
 
     threading.Thread(target=run, name=name, daemon=True).start()
+
+
+Buffer = Any
+
+# a neighbour saves a request to the bucket and is worth no long wait: the first failure leaves it out for a while
+_SETTINGS: Final = ReadSettings(deadline_s=4, attempt_s=2, hedge=False, trip_after=1, cool_down_s=10)
+
+
+class NearbyCaches:
+    """Implements the part of the read path that comes before the locations, for one process.
+
+    Args:
+        urls: of the cache servers, by number.
+        holders: block → the numbers of those that may have it, to be asked in this order.
+        read_events: where counts and events go, under the names ``neighbour-0``, ``neighbour-1`` …
+    """
+
+    def __init__(
+        self, urls: Sequence[str], holders: Callable[[BlockRequest], Sequence[int]], read_events: ReadEvents
+    ) -> None:
+        self._names = [f"neighbour-{number}" for number in range(len(urls))]
+        self._holders = holders
+        self._path = ReadPath(
+            [Location(name=name, store=CacheClient(url), domain=url, holds="blocks")
+             for name, url in zip(self._names, urls, strict=True)],
+            settings=_SETTINGS, read_events=read_events,
+        )  # fmt: skip
+
+    def read(self, request: BlockRequest) -> Buffer | None:
+        """The block's bytes, verified by SHA-256; None where no neighbour that is asked gives them."""
+        among = [self._names[number] for number in self._holders(request)]
+        if not among:
+            return None
+        try:
+            return self._path.fetch(wanted_block(request)._replace(among=among))
+        except ShardkitError:
+            return None
+
+    def close(self) -> None:
+        """Ask nobody any more; what is under way ends by itself."""
+        self._path.close()

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shardkit.dataset.ref_moves import NOT_MOVED, Moved, block_size_for, move_refs, standing_refs
+from shardkit.dataset.committing import NOT_MOVED, Moved, block_size_for, move_refs, standing_refs
 from shardkit.errors import IntegrityError, SourceError, UsageError
 from shardkit.formats import Schema, canonical_json
 from shardkit.manifest import ADOPTED, Manifest, ShardTable, Stratum, check_against, compose

@@ -16,9 +16,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardkit.dataset.appending import Base
-from shardkit.dataset.committing import Destination, MadeVersion, commit_version, make_manifest
+from shardkit.dataset.committing import (
+    NOT_MOVED,
+    Destination,
+    MadeVersion,
+    Moved,
+    commit_version,
+    make_manifest,
+)
 from shardkit.dataset.encoding import RowEncoder
-from shardkit.dataset.ref_moves import NOT_MOVED, Moved
 from shardkit.dataset.row_table import Rows, ShardRows, describe_row, join_parts
 from shardkit.dataset.scratch import RUN_BYTES, scratch_folder, sized_run
 from shardkit.dataset.scratch_reading import ScratchReader

@@ -29,7 +29,7 @@ from shardkit.errors import FormatError, IntegrityError, RunError, StoreError
 from shardkit.formats import canonical_json
 from shardkit.storage import LocalStore, Repository
 from shardkit.stores.file_operations import Handle, active, explained
-from shardkit.stores.staging import private_folder, temporary_name, writer_is_dead
+from shardkit.stores.local import private_folder, temporary_name, writer_is_dead
 from shardkit.stores.store import Store, root_store
 
 _SCRATCH = "scratch"  # folder of a root for the scratch of builds over several machines

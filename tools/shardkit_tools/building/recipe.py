@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable
 from typing import ParamSpec
 
-from shardkit.dataset.ref_moves import block_size_for
+from shardkit.dataset.committing import block_size_for
 from shardkit.repository.repository import Repository
 from shardkit_tools.building.build_run import BuildInput, BuildRun
 from shardkit_tools.building.engines import open_engine

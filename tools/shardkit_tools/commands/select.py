@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 import shardkit
 from shardkit.dataset import Dataset
-from shardkit.dataset.ref_moves import move_refs, standing_refs
+from shardkit.dataset.committing import move_refs, standing_refs
 from shardkit.dataset.selecting import put_selected, select_rows
 from shardkit.errors import UsageError
 from shardkit.storage import Repository
