@@ -23,15 +23,7 @@ What to know for real data:
   keyed by seed, step, lane and slot: any number of ranks and workers makes the same pictures, resumed or not.
 * Threads decode (``threads=``, one per processor by default), each picture straight into its row of the batch.
 * What decoded, with versions, is in the ledger of the run: ``shardkit audit`` shows it.
-* Video and sound are not decoded by shardkit. torchcodec does it from the verified bytes, in ``transform=``, where the
-  generator is the sample's own::
-
-    def frames(sample, rng):
-        video = torchcodec.decoders.VideoDecoder(sample["video"], dimension_order="NCHW")
-        first = int(rng.integers(video.metadata.num_frames - 16 + 1))
-        return {**sample, "video": video[first : first + 16].numpy()}  # (16, 3, height, width) uint8
-
-    loader = ds.loader(plan, transform=frames)
+* Video and sound are not decoded by shardkit: clips_of_videos.py does it with torchcodec.
 """
 
 from __future__ import annotations

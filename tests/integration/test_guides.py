@@ -13,11 +13,13 @@ import pytest
 GUIDES = Path(__file__).parents[2] / "examples" / "guides"
 NAMES = sorted({path.stem for path in GUIDES.glob("*.py")} - {"guide_shell"})
 NEEDS = {
+    "clips_of_videos": ("torchcodec",),
     "images_from_s3": ("moto", "PIL", "obstore"),
     "training_on_images": ("PIL", "sklearn", "torch"),
     "tokens_for_language_models": ("tokenizers",),
 }
 SAYS = {
+    "clips_of_videos": r"\(4, 8, 3, 32, 32\) uint8; each frame over the one before: 4 levels(?s:.*): the same clips",
     "images_from_s3": r"after epoch 0: ([\d,]+) bytes came from the bucket\nafter epoch 1: \1 bytes",
     "tokens_for_language_models": r"share of web: 0\.750 before step 40, 0\.500 after",
     "training_on_images": r"held out: 0\.[6-9]\d(?s:.*)resumed: the same weights",
