@@ -283,7 +283,8 @@ class Loader:
 
     def _record(self, one: StepBatches, *, last: bool) -> None:
         """Journal a step that is about to be handed out."""
-        resources = self._open_resources()
+        resources = self.resources
+        assert resources is not None, "a step came from there"
         journal, remote = resources.journal, resources.remote
         if journal is not None:
             journal.record_step(one.step, self.lanes, one.lane_counts, one.samples)

@@ -13,9 +13,9 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain, cycle, pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -27,7 +27,7 @@ from shardkit.loader.batch import Batch, may_pin, to_tensors
 from shardkit.loader.block_window import GroupBlocks
 from shardkit.loader.gather import Allocate, RowAddresses, is_only_copied
 from shardkit.loader.resources import LoaderResources
-from shardkit.loader.row_work import BegunRows
+from shardkit.loader.row_work import BegunRows, RowWork
 from shardkit.loader.schedule import StepGroup, first_lanes, most_steps, plan_group, steps_that_fit
 from shardkit.loader.settings import LoaderSetup
 from shardkit.loader.watchdog import Watchdog
@@ -35,11 +35,12 @@ from shardkit.loader.watchdog import Watchdog
 __all__ = ["LoaderCounts", "Pipeline", "StepBatches"]
 
 T = TypeVar("T")
+Int64s = NDArray[np.int64]
 
 _GROUPS_AHEAD = 1  # beside the one that is gathered and the one that is planned
 # A step of at most this size is gathered in the trainer's own `next`: to hand it over would cost as much as it saves.
 _INLINE_BYTES = 8 << 20
-_TOGETHER_BYTES, _TOGETHER_STEPS = 1 << 20, 8
+_TOGETHER_BYTES, _TOGETHER_STEPS = 4 << 20, 8
 _DEFAULT_PREFETCH = 4
 _NO_SAMPLES = np.zeros(0, dtype=np.int64)
 
@@ -65,12 +66,20 @@ class LoaderCounts:
     transform_s: float = 0.0  # decoding and transforms, as the assembling thread sees them
 
 
+class _GatheredStep(NamedTuple):
+    step: int
+    rows: int
+    lane_counts: list[int]
+    parts: Sequence[tuple[int, dict[str, Any], Mapping[str, NDArray[np.bool_]], Int64s, Int64s]]
+    """(lane, fields, valid, samples, slots) of each batch to be; lane -1: of all."""
+
+
 class _BegunStep(NamedTuple):
-    """A step that is gathered, and in the hands of workers."""
+    """A step whose rows may be in the hands of workers."""
 
     step: int
     rows: int
-    parts: list[tuple[int, BegunRows]]  # (lane, rows) of each batch to be; lane -1: of all
+    parts: list[tuple[int, BegunRows]]  # (lane, rows)
     lane_counts: list[int]
 
 
@@ -79,7 +88,7 @@ class StepBatches(NamedTuple):
 
     step: int
     batches: list[Batch]  # one, or one per lane
-    samples: NDArray[np.int64]  # (n,) all samples of the step, lane after lane
+    samples: Int64s  # (n,) all samples of the step, lane after lane
     lane_counts: list[int]
     replaced: list[dict[str, Any]]  # rows that were substituted or masked, as the journal records them
 
@@ -259,9 +268,16 @@ class Pipeline:
     # ---- gather and transform
 
     def _steps(self) -> Iterator[StepBatches]:
-        """Steps in order, finished while workers have those after them."""
-        ahead = 0 if self._work is None else min(self._prefetch, self._work.steps_ahead(self._rows_per_step))
-        with contextlib.closing(self._begun_steps()) as begun:
+        """Steps in order; where rows are decoded, finished while workers have those after them."""
+        if self._work is None:
+            for gathered in self._gathered():
+                ready = [self._handed_on(one) for one in reversed(gathered)]
+                gathered.clear()
+                while ready:  # a batch that the trainer lets go of is nobody's
+                    yield ready.pop()
+            return
+        ahead = min(self._prefetch, self._work.steps_ahead(self._rows_per_step))
+        with contextlib.closing(self._begun_steps(self._work)) as begun:
             if ahead:
                 yield from self._finished_behind(begun, ahead)
             else:
@@ -293,65 +309,71 @@ class Pipeline:
         if error is not None:
             raise error
 
-    def _begun_steps(self) -> Generator[_BegunStep]:
-        for blocks in self._groups:
-            self._current = blocks.group
-            yield from self._begin(blocks)
+    def _begun_steps(self, work: RowWork) -> Generator[_BegunStep]:
+        for gathered in self._gathered():
+            gathered.reverse()
+            while gathered:
+                step, rows, lane_counts, parts = gathered.pop()
+                begun = []
+                for lane, fields, valid, samples, slots in parts:
+                    started = time.perf_counter()
+                    one = work.begin(fields, step, samples, slots, rows)
+                    if one.pieces:
+                        self._counts.transform_s += time.perf_counter() - started
+                    begun.append((lane, one._replace(valid=valid) if valid else one))
+                yield _BegunStep(step, rows, begun, lane_counts)
 
-    def _begin(self, needed: GroupBlocks) -> Iterator[_BegunStep]:
-        """The steps of a group, in order, each as soon as its blocks are there."""
-        group, counts, setup = needed.group, self._counts, self._setup
-        rows = RowAddresses(setup.sources.schema, setup.fields, needed.which, group.row, self._allocate)
-        borders, stall_s, offset = group.borders.tolist(), setup.config.stall_s, 0
+    def _gathered(self) -> Iterator[list[_GatheredStep]]:
+        """Steps in order, some at a time, as soon as their blocks are there."""
+        setup, stall_s = self._setup, self._setup.config.stall_s
+        for needed in self._groups:
+            self._current = group = needed.group
+            rows = RowAddresses(setup.sources.schema, setup.fields, needed.which, group.row, self._allocate)
+            offset = 0
+            while offset < len(group.numbers):
+                started = time.perf_counter()
+                steps = needed.wait(offset, self._together, stall_s, self._report_load)
+                self._counts.load_wait_s += time.perf_counter() - started
+                yield self._gather(needed, rows, steps)
+                offset = steps.stop
 
-        while offset < len(group.numbers):
-            started = time.perf_counter()
-            steps = needed.wait(offset, self._together, stall_s, self._report_load)
-            counts.load_wait_s += time.perf_counter() - started
-            lane_counts = group.lane_counts[offset : steps.stop].tolist()
-            cells = lane_counts if setup.config.by_cell else [[sum(one)] for one in lane_counts]
-            ends = list(accumulate(chain.from_iterable(cells), initial=borders[offset]))
-            started = time.perf_counter()
-            found = needed.take(steps, ends, rows)
-            taken = zip(pairwise(ends), map(setup.missing.split, found), strict=True)
-            counts.gather_s += time.perf_counter() - started
-            for step, of_lanes, sizes in zip(steps, lane_counts, cells, strict=True):
-                parts, number, size = [], group.numbers[step], sum(sizes)
-                for lane in self._lanes if setup.config.by_cell else [-1]:
-                    (a, b), (fields, valid) = next(taken)
-                    # copies: a batch that is kept keeps no other step of its group
-                    samples, slots = group.samples[a:b].copy(), group.slots[a:b].copy()
-                    begun = self._begin_work(fields, number, samples, slots, size)
-                    parts.append((lane, begun._replace(valid=valid) if valid else begun))
-                yield _BegunStep(number, size, parts, of_lanes)
-            offset = steps.stop
-
-    def _begin_work(
-        self,
-        fields: dict[str, Any],
-        step: int,
-        samples: NDArray[np.int64],
-        slots: NDArray[np.int64],
-        rows: int,
-    ) -> BegunRows:
-        if self._work is None:
-            return BegunRows(fields, {}, step, samples, slots, [])
+    def _gather(self, needed: GroupBlocks, rows: RowAddresses, steps: range) -> list[_GatheredStep]:
         started = time.perf_counter()
-        begun = self._work.begin(fields, step, samples, slots, rows)
-        if begun.pieces:
-            self._counts.transform_s += time.perf_counter() - started
-        return begun
+        group, split, by_cell = needed.group, self._setup.missing.split, self._setup.config.by_cell
+        lane_counts = group.lane_counts[steps.start : steps.stop].tolist()
+        borders: list[int] = group.borders[steps.start : steps.stop + 1].tolist()
+        ends = list(accumulate(chain.from_iterable(lane_counts), initial=borders[0])) if by_cell else borders
+        lanes = self._lanes if by_cell else [-1]
+        parts = [
+            # copies: a batch that is kept keeps no other step of its group
+            (lane, *split(fields), group.samples[a:b].copy(), group.slots[a:b].copy())
+            for lane, fields, (a, b) in zip(cycle(lanes), needed.take(steps, ends, rows), pairwise(ends))
+        ]
+        numbers, count = group.numbers[steps.start : steps.stop], len(lanes)
+        self._counts.gather_s += time.perf_counter() - started
+        return [
+            _GatheredStep(number, b - a, counts, parts[count * n : count * (n + 1)])
+            for n, (number, counts, (a, b)) in enumerate(
+                zip(numbers, lane_counts, pairwise(borders), strict=True)
+            )
+        ]
+
+    def _handed_on(self, gathered: _GatheredStep) -> StepBatches:
+        """A step of which nothing but rows as they are stored is wanted."""
+        step, rows, lane_counts, parts = gathered
+        weight = self._weight(step, rows)
+        return _together(step, [self._batch(step, weight, *part) for part in parts], lane_counts, [])
 
     def _finish(self, begun: _BegunStep) -> StepBatches:
         """The step as it goes to the trainer; steps are finished in the order in which they were begun."""
-        weight = self._weight(begun.step, begun.rows)
-        batches = [self._batch(lane, part, weight) for lane, part in begun.parts]
-        if len(batches) == 1:
-            samples = batches[0].samples
-        else:
-            samples = np.concatenate([batch.samples for batch in batches]) if batches else _NO_SAMPLES
-        replaced = [] if self._work is None else self._work.take_replaced()
-        return StepBatches(begun.step, batches, samples, begun.lane_counts, replaced)
+        work, weight, batches = self._work, self._weight(begun.step, begun.rows), []
+        assert work is not None, "somebody has the rows"
+        for lane, part in begun.parts:
+            started = time.perf_counter()
+            fields, samples = work.finish(part)
+            self._counts.transform_s += time.perf_counter() - started
+            batches.append(self._batch(begun.step, weight, lane, fields, part.valid, samples, part.slots))
+        return _together(begun.step, batches, begun.lane_counts, work.take_replaced())
 
     def _weight(self, step: int, rows: int) -> float:
         plan, world = self._setup.plan, self._setup.topology.world
@@ -362,19 +384,19 @@ class Pipeline:
             everyone = int((plan.step(step) >= 0).sum())
         return rows * world / everyone
 
-    def _batch(self, lane: int, begun: BegunRows, weight: float) -> Batch:
-        fields, samples = begun.fields, begun.samples
-        if self._work is not None:
-            started = time.perf_counter()
-            fields, samples = self._work.finish(begun)
-            self._counts.transform_s += time.perf_counter() - started
-        batch = Batch(
-            fields,
-            step=begun.step,
-            lane=lane,
-            samples=samples,
-            slots=begun.slots,
-            weight=weight,
-            valid=begun.valid,
-        )
+    def _batch(
+        self, step: int, weight: float, lane: int, fields: dict[str, Any], valid: Mapping[str, NDArray[np.bool_]],
+        samples: Int64s, slots: Int64s,
+    ) -> Batch:  # fmt: skip
+        batch = Batch(fields, step=step, lane=lane, samples=samples, slots=slots, weight=weight, valid=valid)
         return to_tensors(batch, pin=self._pin) if self._setup.tensors else batch
+
+
+def _together(
+    step: int, batches: list[Batch], lane_counts: list[int], replaced: list[dict[str, Any]]
+) -> StepBatches:
+    if len(batches) == 1:
+        samples = batches[0].samples
+    else:
+        samples = np.concatenate([batch.samples for batch in batches]) if batches else _NO_SAMPLES
+    return StepBatches(step, batches, samples, lane_counts, replaced)
