@@ -76,7 +76,7 @@ def _compare(
     if (last - first) * plan.plan.global_batch < _REPLAY_ALONE:
         jobs = 1
     wrong: list[tuple[int, str]] = []
-    for chunk in replay(plan.recipe, first, last, plan=plan.plan, jobs=jobs, coverage=coverage):
+    for chunk in replay(plan.plan, first, last, jobs=jobs, coverage=coverage):
         at = chunk.first - first
         stored = records[at : at + len(chunk.digests)]
         unequal = (stored["digest"] != chunk.digests).any(axis=1) | (stored["rows"] != chunk.rows)

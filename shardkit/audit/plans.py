@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardkit.audit.replay import PlanRecipe, configured_settings, recipe_of
+from shardkit.audit.replay import configured_plans, plan_of
 from shardkit.audit.run_record import RunRecord
 from shardkit.dataset import Dataset, open_dataset
 from shardkit.dataset.costs import costs_of
@@ -27,7 +27,6 @@ class RunPlan:
 
     number: int
     dataset: Dataset
-    recipe: PlanRecipe
     plan: Plan
 
     def consumed(self, record: RunRecord, first: int, last: int) -> NDArray[np.int64]:
@@ -115,7 +114,7 @@ def _make_plan(record: RunRecord, event: dict[str, Any], dataset: Dataset) -> Ru
     population = population_of(dataset.manifest, dataset.table)
     number, expected = int(event["number"]), str(event["plan"])
     subject = f"plan {expected[:12]}…"
-    candidates: list[tuple[str, PlanRecipe, Plan]] = []
+    candidates: list[tuple[str, Plan]] = []
 
     def rows_of(manifest: str) -> Population:
         if manifest == dataset.manifest.id:
@@ -128,28 +127,26 @@ def _make_plan(record: RunRecord, event: dict[str, Any], dataset: Dataset) -> Ru
     costs_found = partial(costs_of, dataset)
     try:
         if event.get("history"):
-            recipe = recipe_of(event["history"], rows_of, costs_found)
-            candidates.append(("the ledger's settings", recipe, recipe.make()))
+            candidates.append(("the ledger's settings", plan_of(event["history"], rows_of, costs_found)))
         if record.settings.get("configuration"):
             history = event.get("history") or [{"settings": {}}]
-            candidates.append(
-                _configured_plan(record, population, expected, history[0]["settings"], costs_found)
-            )
+            configured = _configured_plan(record, population, expected, history[0]["settings"], costs_found)
+            candidates.append(("run.json", configured))
     except ShardkitError as error:
         record.add("unknown", "plan", subject, f"cannot be made again: {error}")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         record.add(
             "violated", "plan", subject, f"cannot be made again, its settings are no settings: {error!r}"
         )
-    if any(expected in plan.superseded_digests() for *_, plan in candidates):
+    if any(expected in plan.superseded_digests() for _, plan in candidates):
         record.add(
             "unknown", "plan", subject,
             "release 0.1 dealt an amendment of this plan wrongly (rows came again before their pass ended), and later "
             "releases deal it otherwise; audit this run with 0.1",
         )  # fmt: skip
         return None
-    chosen = next((one for one in candidates if one[2].digest == expected), None)
-    for source, _, plan in candidates:
+    chosen = next((plan for _, plan in candidates if plan.digest == expected), None)
+    for source, plan in candidates:
         if plan.digest != expected:
             history = event.get("history") or [{"settings": {}}]
             differing = _differences(history[-1]["settings"], plan)
@@ -162,7 +159,7 @@ def _make_plan(record: RunRecord, event: dict[str, Any], dataset: Dataset) -> Ru
         if not candidates:
             record.add("unknown", "plan", subject, "its settings are not recorded")
         return None
-    return RunPlan(number, dataset, chosen[1], chosen[2])
+    return RunPlan(number, dataset, chosen)
 
 
 def _configured_plan(
@@ -171,22 +168,21 @@ def _configured_plan(
     expected: str,
     recorded: Mapping[str, Any],
     costs_found: Callable[[str], Costs],
-) -> tuple[str, PlanRecipe, Plan]:
+) -> Plan:
     """The plan of a stage that run.json, or the settings that the run went on with, ask for.
 
     Where none has the digest, the last plan of run.json: it says best in what they differ.
     """
-    made: list[tuple[str, PlanRecipe, Plan]] = []
+    made: list[Plan] = []
     for configuration in record.configurations():
-        recipes = configured_settings(population, configuration, recorded, costs_found)
-        plans = [recipe.make() for recipe in recipes]
-        made += [("run.json", recipe, plan) for recipe, plan in zip(recipes, plans, strict=True)]
+        plans = configured_plans(population, configuration, recorded, costs_found)
+        made += plans
         stages = [0, *(int(one["from_step"]) for one in configuration["data"].get("stages") or ())]
         record.stage_plans.append(
             [(step, {plan.digest, plan.digest_0_1}) for step, plan in zip(stages, plans, strict=True)]
         )
-    fitting = [one for one in made if one[2].digest == expected]
-    return fitting[0] if fitting else made[len(record.stage_plans[0]) - 1]
+    last = made[len(record.stage_plans[0]) - 1]
+    return next((plan for plan in made if plan.digest == expected), last)
 
 
 def _check_stages(record: RunRecord) -> None:

@@ -1,19 +1,21 @@
 """The plan's own digests of every step, and which samples they cover: computed from the manifest alone.
 
-A `PlanRecipe` makes a plan again, in this process and in others. Costs some 100 ns per sample and core; with `jobs`
-above 1, the lanes are shared out over processes.
+Costs some 100 ns per sample and core; with `jobs` above 1, the lanes are shared out over processes.
 """
 
 from __future__ import annotations
 
 import glob
 import hashlib
+import itertools
 import multiprocessing
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,27 +30,12 @@ _PLAIN = ("global_batch", "lanes", "seed", "remainder", "window_blocks", "shuffl
 _KNOWN = {*_PLAIN, "stages", "buckets", "join", "cost", "balance"}
 
 
-@dataclass(frozen=True)
-class PlanRecipe:
-    """A plan that can be made anywhere: a population, and arguments of `make_plan` and `Plan.amend`. Pickles."""
-
-    population: Population
-    arguments: dict[str, Any]
-    amendments: tuple[dict[str, Any], ...] = ()
-
-    def make(self) -> Plan:
-        plan = make_plan(self.population, **self.arguments)
-        for amendment in self.amendments:
-            plan = plan.amend(**amendment)
-        return plan
-
-
-def recipe_of(
+def plan_of(
     history: Sequence[Mapping[str, Any]],
     population_of: Callable[[str], Population],
     costs_of: Callable[[str], Costs] | None = None,
-) -> PlanRecipe:
-    """From what the ledger recorded (`plan.history()`).
+) -> Plan:
+    """The plan that the ledger recorded (`plan.history()`), made again.
 
     Args:
         history: the first plan's settings, then each amendment.
@@ -61,13 +48,6 @@ def recipe_of(
     """
     first, *rest = history
     population = before = population_of(first["manifest"])
-    amendments = []
-    for one in rest:
-        now = before if one["manifest"] == before.identity else population_of(one["manifest"])
-        amendment = _amendment(now, one)
-        if now is not before:
-            amendment["manifest"] = before = now
-        amendments.append(amendment)
     arguments = _arguments(population, first["settings"])
     if first["settings"].get("cost"):
         if costs_of is None:
@@ -76,7 +56,14 @@ def recipe_of(
             "cost": costs_of(first["settings"]["cost"]),
             "balance": first["settings"].get("balance"),
         }
-    return PlanRecipe(population, arguments, tuple(amendments))
+    plan = make_plan(population, **arguments)
+    for one in rest:
+        now = before if one["manifest"] == before.identity else population_of(one["manifest"])
+        amendment = _amendment(now, one)
+        if now is not before:
+            amendment["manifest"] = before = now
+        plan = plan.amend(**amendment)
+    return plan
 
 
 def _amendment(population: Population, one: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,12 +103,12 @@ def _arguments(population: Population, settings: Mapping[str, Any]) -> dict[str,
     return arguments
 
 
-def configured_settings(
+def configured_plans(
     population: Population,
     configuration: Mapping[str, Any],
     recorded: Mapping[str, Any],
     costs_of: Callable[[str], Costs],
-) -> list[PlanRecipe]:
+) -> list[Plan]:
     """From the configuration in the bundled trainer's ``run.json``: the plan that it begins with, then each stage's.
 
     Lanes and windows that nobody chose are those that the ledger recorded: today's defaults may be others.
@@ -140,11 +127,11 @@ def configured_settings(
     arguments |= {name: value for name, value in chosen.items() if value}
     if data.get("cost"):
         arguments["cost"] = costs_of(data["cost"])
-    recipes = [PlanRecipe(population, arguments)]
+    plans = [make_plan(population, **arguments)]
     for stage in data.get("stages") or ():
         change = {name: stage[name] for name in ("from_step", "global_batch", "weights") if stage.get(name)}
-        recipes.append(PlanRecipe(population, arguments, (*recipes[-1].amendments, change)))
-    return recipes
+        plans.append(plans[-1].amend(**change))
+    return plans
 
 
 def _by_name(population: Population, weights: list[int]) -> dict[str, int]:
@@ -153,6 +140,7 @@ def _by_name(population: Population, weights: list[int]) -> dict[str, int]:
 
 
 _CHUNK = 1 << 20  # samples replayed at once by each process
+_AHEAD = 3  # chunks under way at once
 MAX_COVERAGE_ROWS = 1 << 31
 """One byte per row and process group: more rows than this are not counted one by one."""
 
@@ -223,28 +211,20 @@ def cell_digests(cells: NDArray[np.int64]) -> tuple[bytes, NDArray[np.int64]]:
 
 
 def replay(
-    recipe: PlanRecipe,
-    first: int,
-    last: int,
-    *,
-    plan: Plan | None = None,
-    jobs: int = 1,
-    coverage: list[Coverage] | None = None,
+    plan: Plan, first: int, last: int, *, jobs: int = 1, coverage: list[Coverage] | None = None
 ) -> Iterator[ReplayedSteps]:
     """Steps [first, last) of the plan, some at a time, in order.
 
     Args:
-        recipe: of the plan.
+        plan: which.
         first: step over the whole run.
         last: the step behind the last.
-        plan: the plan itself, where it has been made.
         jobs: processes; at most the number of lanes.
         coverage: gets one entry per epoch, where the plan has epochs.
 
     Raises:
         RunError: a process died.
     """
-    plan = recipe.make() if plan is None else plan
     counted = coverage is not None and _has_epochs(plan) and plan.population.rows <= MAX_COVERAGE_ROWS
     with ExitStack() as stack:
         folder = (
@@ -253,16 +233,22 @@ def replay(
             else None
         )
         shares = assign(plan.lanes, max(1, min(jobs, plan.lanes))).shares()
-        crew: _Alone | _Crew
-        crew = _Alone(plan) if len(shares) == 1 else stack.enter_context(_Crew(recipe, shares))
-        for begin, end in _epochs(plan, first, last):
+        pool = _started(plan, len(shares), stack) if len(shares) > 1 else None
+        for begin, end in stretches(plan, first, last):
             seen = None
             if folder is not None:
                 seen = folder / f"epoch-{begin}"
                 with seen.open("wb") as file:
                     file.truncate(max(1, plan.population.rows))
             drawn = 0
-            for chunk, cells, rows in crew.chunks(begin, end, _steps_at_once(plan, len(shares)), seen):
+            size = max(1, len(shares) * _CHUNK // plan.global_batch)
+            spans = [(at, min(end, at + size)) for at in range(begin, end, size)]
+            done: Iterator[Chunk]
+            if pool is None:
+                done = (_work(plan, range(plan.lanes), *span, seen) for span in spans)
+            else:
+                done = _shared_out(pool, shares, spans, seen)
+            for chunk, cells, rows in done:
                 drawn += int(rows.sum())
                 yield ReplayedSteps(
                     chunk, step_digests(plan.population.identity, plan.digest, chunk, cells), rows.sum(axis=1)
@@ -292,7 +278,8 @@ def _has_epochs(plan: Plan) -> bool:
     return plan.steps_per_epoch is not None and not plan.settings.stages
 
 
-def _epochs(plan: Plan, first: int, last: int) -> Iterator[tuple[int, int]]:
+def stretches(plan: Plan, first: int, last: int) -> Iterator[tuple[int, int]]:
+    """Steps [first, last) in parts that are of one epoch and of cells of one size."""
     while first < last:
         end = min(last, plan.epoch_bounds(first)[1]) if _has_epochs(plan) else last
         if first < plan.from_step:
@@ -301,88 +288,58 @@ def _epochs(plan: Plan, first: int, last: int) -> Iterator[tuple[int, int]]:
         first = end
 
 
-def _steps_at_once(plan: Plan, shares: int) -> int:
-    return max(1, shares * _CHUNK // plan.global_batch)
-
-
 Chunk = tuple[int, NDArray[np.uint8], NDArray[np.int64]]
 """(first step, cell digests (steps, lanes, 16), rows (steps, lanes))."""
 
 
-def _work(plan: Plan, lanes: Sequence[int], first: int, last: int, seen: NDArray[np.bool_] | None) -> Chunk:
+def _work(plan: Plan, lanes: Sequence[int], first: int, last: int, seen: Path | None) -> Chunk:
+    marks = None if seen is None else np.memmap(seen, dtype=np.bool_, mode="r+")
     digests = np.empty((last - first, len(lanes), 16), dtype=np.uint8)
     rows = np.empty((last - first, len(lanes)), dtype=np.int64)
     for place, lane in enumerate(lanes):
         cells = plan.cells(first, last, lane)
         packed, rows[:, place] = cell_digests(cells)
         digests[:, place] = np.frombuffer(packed, dtype=np.uint8).reshape(-1, 16)
-        if seen is not None:
-            seen[cells[cells >= 0] if int(cells.min()) < 0 else cells.ravel()] = True
+        if marks is not None:
+            marks[cells[cells >= 0] if int(cells.min()) < 0 else cells.ravel()] = True
     return first, digests, rows
 
 
-class _Alone:
-    """Replays in this process."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-
-    def chunks(self, first: int, last: int, size: int, seen: Path | None) -> Iterator[Chunk]:
-        marks = None if seen is None else np.memmap(seen, dtype=np.bool_, mode="r+")
-        for at in range(first, last, size):
-            yield _work(self._plan, range(self._plan.lanes), at, min(last, at + size), marks)
+_plan: Plan
+"""Of a process that works shares of lanes."""
 
 
-class _Crew:
-    """Replays in processes of its own, each with some of the lanes."""
-
-    def __init__(self, recipe: PlanRecipe, shares: list[list[int]]) -> None:
-        context = multiprocessing.get_context("spawn")  # a fork would copy the locks of other threads
-        self._pipes: list[Connection] = []
-        self._processes = []
-        for lanes in shares:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, recipe, lanes), daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
-
-    def __enter__(self) -> _Crew:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for pipe in self._pipes:
-            pipe.close()
-        for process in self._processes:
-            process.terminate()
-            process.join()
-
-    def chunks(self, first: int, last: int, size: int, seen: Path | None) -> Iterator[Chunk]:
-        ranges = [(at, min(last, at + size)) for at in range(first, last, size)]
-        try:
-            for pipe in self._pipes:
-                pipe.send((ranges, seen))
-            for _ in ranges:
-                parts: list[Chunk] = [pipe.recv() for pipe in self._pipes]
-                yield (
-                    parts[0][0],
-                    np.concatenate([part[1] for part in parts], axis=1),
-                    np.concatenate([part[2] for part in parts], axis=1),
-                )
-        except (EOFError, BrokenPipeError, ConnectionResetError) as error:
-            raise RunError(
-                "a replay process died: killed, or out of memory; try again with --jobs 1"
-            ) from error
+def _begin(plan: Plan) -> None:
+    global _plan
+    _plan = plan
 
 
-def _serve(pipe: Connection, recipe: PlanRecipe, lanes: list[int]) -> None:
-    plan = recipe.make()
+def _share(lanes: Sequence[int], first: int, last: int, seen: Path | None) -> Chunk:
+    return _work(_plan, lanes, first, last, seen)
+
+
+def _started(plan: Plan, jobs: int, stack: ExitStack) -> ProcessPoolExecutor:
+    """Processes that have the plan; they end with `stack`."""
+    context = multiprocessing.get_context("spawn")  # a fork would copy the locks of other threads
+    pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin, initargs=(plan,))
+    stack.callback(pool.shutdown, cancel_futures=True)
+    return pool
+
+
+def _shared_out(
+    pool: ProcessPoolExecutor, shares: list[list[int]], spans: list[tuple[int, int]], seen: Path | None
+) -> Iterator[Chunk]:
+    """The chunks of spans in order, each worked by all processes; some ahead of what is taken."""
+    under_way: deque[list[Future[Chunk]]] = deque()
+    left = iter(spans)
     try:
         while True:
-            ranges, seen = pipe.recv()
-            marks = None if seen is None else np.memmap(seen, dtype=np.bool_, mode="r+")
-            for first, last in ranges:
-                pipe.send(_work(plan, lanes, first, last, marks))
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        return
+            for span in itertools.islice(left, _AHEAD - len(under_way)):
+                under_way.append([pool.submit(_share, lanes, *span, seen) for lanes in shares])
+            if not under_way:
+                return
+            parts = [one.result() for one in under_way.popleft()]
+            digests, rows = (np.concatenate([part[n] for part in parts], axis=1) for n in (1, 2))
+            yield parts[0][0], digests, rows
+    except BrokenProcessPool as error:
+        raise RunError("a replay process died: killed, or out of memory; try again with --jobs 1") from error

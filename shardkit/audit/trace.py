@@ -10,18 +10,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.audit.plans import RunPlan
-from shardkit.audit.replay import replay
+from shardkit.audit.replay import stretches
 from shardkit.audit.run_record import Place, RunRecord
 from shardkit.dataset import Dataset
 from shardkit.dataset.lookups import find_samples, hash_values
 from shardkit.dataset.sources import unpack_sources
 from shardkit.errors import NotFoundError, UsageError
+from shardkit.plan import Plan
 from shardkit.reading.inventory import read_root
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import Part
 
 _MANY = 256
-"""From so many samples on, one replay of the whole plan is quicker than asking the plan for each."""
+"""From so many samples on, one walk through the whole plan is quicker than asking it for each."""
+_SAMPLES_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -88,9 +90,7 @@ def uses_of(record: RunRecord, plans: dict[int, RunPlan], sample: int) -> list[U
     return sorted(found, key=_place_of)
 
 
-def uses_of_many(
-    record: RunRecord, plans: dict[int, RunPlan], samples: Iterable[int], *, jobs: int = 1
-) -> list[Use]:
+def uses_of_many(record: RunRecord, plans: dict[int, RunPlan], samples: Iterable[int]) -> list[Use]:
     """The uses of any of many samples, in order; empty is the proof that none of them was ever consumed."""
     wanted = np.unique(np.fromiter(samples, dtype=np.int64))
     if len(wanted) < _MANY:
@@ -102,16 +102,23 @@ def uses_of_many(
         replaced = record.substitutions(first, last)
         member = np.zeros(plan.plan.population.rows + 1, dtype=np.bool_)  # the last one is for empty slots
         member[wanted] = True
-        for chunk in replay(plan.recipe, first, last, plan=plan.plan, jobs=jobs):
-            end = chunk.first + len(chunk.rows)
-            cells = plan.plan.steps(chunk.first, end)
+        for begin, end in _parts(plan.plan, first, last):
+            cells = plan.plan.steps(begin, end)
             for at, lane, slot in np.argwhere(member[cells]).tolist():
-                place = (chunk.first + at, lane, slot)
+                place = (begin + at, lane, slot)
                 if place not in replaced:
                     epoch = place[0] // plan.plan.loop_steps
                     found.append(_use(record, int(cells[at, lane, slot]), epoch, place))
         found += _substituted(record, plan, replaced, set(wanted.tolist()))
     return sorted(found, key=_place_of)
+
+
+def _parts(plan: Plan, first: int, last: int) -> Iterator[tuple[int, int]]:
+    """Steps [first, last) some at a time."""
+    size = max(1, _SAMPLES_AT_ONCE // plan.global_batch)
+    for begin, end in stretches(plan, first, last):
+        for at in range(begin, end, size):
+            yield at, min(end, at + size)
 
 
 def _place_of(use: Use) -> Place:

@@ -590,7 +590,7 @@ def test_trace_of_a_list_proves_that_none_was_used(
     unused = [sample for sample in range(ROWS) if sample not in used]
     listed = tmp_path / "list"
     listed.write_text("".join(f"{dataset.key(sample)}\n" for sample in unused) + "elsewhere\n")
-    code, out = command("trace", str(run), "--exclude", str(listed), "--json", "--jobs", "1", capsys=capsys)
+    code, out = command("trace", str(run), "--exclude", str(listed), "--json", capsys=capsys)
     document = json.loads(out)
     assert (code, document["uses"], document["absent"]) == (0, [], ["elsewhere"])
     assert document["in_dataset"] == unused
@@ -824,17 +824,13 @@ def test_replay_in_processes_gives_the_same_digests(home: Path) -> None:
     code = f"""
 if __name__ == "__main__":
     import shardkit
-    from shardkit.audit.replay import recipe_of
     from shardkit.audit.replay import replay
-    from shardkit.dataset.dataset import population_of
     ds = shardkit.open({str(home / "data")!r})
     plan = ds.plan(**{SETTINGS!r}, remainder="short")
-    population = population_of(ds.manifest, ds.table)
-    recipe = recipe_of(plan.history(), lambda _: population)
     results = []
     for jobs in (1, 3):
         coverage = []
-        chunks = replay(recipe, 5, 70, jobs=jobs, coverage=coverage)
+        chunks = replay(plan, 5, 70, jobs=jobs, coverage=coverage)
         steps = [(c.first, c.digests.tobytes(), c.rows.tolist()) for c in chunks]
         results.append((b"".join(one[1] for one in steps), [n for one in steps for n in one[2]], coverage))
     assert results[0] == results[1]

@@ -23,13 +23,13 @@ from typing import Any
 import numpy as np
 
 from shardkit.audit.plans import RunPlan
-from shardkit.audit.replay import PlanRecipe, replay
+from shardkit.audit.replay import replay
 from shardkit.audit.run_record import RunRecord
 from shardkit.audit.trace import uses_of
 from shardkit.ledger import Journal, ledger_head
 from shardkit.ledger.merkle import Tree, leaf_hash
 from shardkit.ledger.records import RECORD, parse_records
-from shardkit.plan import Population
+from shardkit.plan import Population, make_plan
 
 BATCH, LANES = 4096, 64
 STEPS = 1_000_000
@@ -50,10 +50,10 @@ def population(shards: int, rows_per_shard: int, strata: int) -> Population:
 
 
 def bench_replay(steps: int, jobs: int) -> list[tuple[str, str, str]]:
-    recipe = PlanRecipe(population(40_000, 5_000, 10), {"global_batch": BATCH, "lanes": LANES})
+    plan = make_plan(population(40_000, 5_000, 10), global_batch=BATCH, lanes=LANES)
     coverage: list[Any] = []
     cpu, wall, samples = processor_time(), time.perf_counter(), 0
-    for chunk in replay(recipe, 0, steps, jobs=jobs, coverage=coverage):
+    for chunk in replay(plan, 0, steps, jobs=jobs, coverage=coverage):
         samples += int(chunk.rows.sum())
     wall, cpu = time.perf_counter() - wall, processor_time() - cpu
     exact = all(one.is_exact for one in coverage)
@@ -118,16 +118,16 @@ def bench_ledger() -> list[tuple[str, str, str]]:
 
 
 def bench_trace() -> list[tuple[str, str, str]]:
-    recipe = PlanRecipe(population(100_000, 10_000, 50), {"global_batch": BATCH, "lanes": LANES})
+    rows = population(100_000, 10_000, 50)
     started = time.perf_counter()
-    plan = recipe.make()
+    plan = make_plan(rows, global_batch=BATCH, lanes=LANES)
     made = time.perf_counter() - started
     record = RunRecord(Path("run"))
     steps = 3 * int(plan.steps_per_epoch or 0)
     branch = np.zeros(steps, dtype=RECORD)
     branch["step"] = np.arange(steps)
     record.branch = branch if steps else parse_records(b"")
-    plans = {0: RunPlan(0, None, recipe, plan)}  # type: ignore[arg-type]
+    plans = {0: RunPlan(0, None, plan)}  # type: ignore[arg-type]
     times = []
     for sample in (123_456_789, 999_999_999, 5, 654_321_098, 777_777_777):
         started = time.perf_counter()

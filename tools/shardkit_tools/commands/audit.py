@@ -287,7 +287,6 @@ def trace_command(
         ),
     ] = None,
     dataset: DatasetOption = None,
-    jobs: options.JobsOption = None,
     as_json: options.JsonFlag = False,
 ) -> None:
     """Trace a sample, a step, or a list of samples that must not have been used.
@@ -316,7 +315,7 @@ def trace_command(
     elif step is not None:
         _trace_step(record, plans, step, as_json)
     elif exclude is not None:
-        answer = _trace_list(record, plans, exclude, field, jobs or os.cpu_count() or 1, as_json)
+        answer = _trace_list(record, plans, exclude, field, as_json)
         if answer and not violated:
             raise typer.Exit(answer)
     if violated:
@@ -361,7 +360,7 @@ def _trace_step(record: RunRecord, plans: dict[int, RunPlan], step: int, as_json
 
 
 def _trace_list(
-    record: RunRecord, plans: dict[int, RunPlan], path: Path, field: str | None, jobs: int, as_json: bool
+    record: RunRecord, plans: dict[int, RunPlan], path: Path, field: str | None, as_json: bool
 ) -> ExitCode:
     """Print the answer; returns its code."""
     values = read_lines(path)
@@ -371,7 +370,7 @@ def _trace_list(
         found, missing, taken = resolve_samples(plan.dataset, field, values)
         samples |= set(found.tolist())
         absent &= set(missing)
-    uses = uses_of_many(record, plans, samples, jobs=jobs)
+    uses = uses_of_many(record, plans, samples)
     used = {use.sample for use in uses}
     answer = "these were used" if uses else "none of the list was ever used"
     if not samples:
