@@ -11,7 +11,8 @@ import itertools
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -31,7 +32,7 @@ from shardkit.repository.garbage_lists import (
     put_seen,
     read_list,
 )
-from shardkit.repository.log import LogEntry
+from shardkit.repository.log import NO_COMMIT, LogEntry
 from shardkit.repository.repository import Repository
 from shardkit.stores.file_operations import FOLDER
 from shardkit.stores.local import LocalStore
@@ -206,9 +207,9 @@ class _Collector:
             names[:] = still_due()
             return put_list(self.store, now, names) if names else None
 
-        identity = self._repository.begin_collection(put)
+        identity = begin_collection(self._repository, put)
         if identity is not None and self._sweep(identity, names):
-            self._repository.end_collection(identity)
+            end_collection(self._repository, identity)
             mirror(self._found)
             for name, one in self._found.all.items():
                 if one.state == "failed":
@@ -222,10 +223,10 @@ class _Collector:
             if clock() - seconds_of(begun) < take_over_s:
                 _refuse_second(repository, begun)
             names = read_list(self.store, digest)
-            taken, since = repository.take_over_collection(identity), time.monotonic()
+            taken, since = take_over_collection(repository, identity), time.monotonic()
             if taken is not None and self._sweep(taken, names):
                 time.sleep(max(0.0, settle_s - (time.monotonic() - since)))
-                repository.end_collection(taken)
+                end_collection(repository, taken)
             self.done.finished += 1
 
     def _sweep(self, identity: str, names: Iterable[str]) -> bool:
@@ -261,6 +262,65 @@ class _Collector:
                 if self._report is not None:
                     self._report(gone, total)
         return True
+
+
+def begin_collection(repository: Repository, put_list: Callable[[LogEntry | None], str | None]) -> str | None:
+    """Announce in the log what is going to be deleted: from then on no commit may name any of it.
+
+    Args:
+        repository: open for writing.
+        put_list: for a head, puts the list of objects that nothing names there, and gives its digest; None where there
+            are none. Asked again when another commit came first.
+
+    Returns:
+        Id of the collection; None where there is nothing to collect.
+
+    Raises:
+        CommitUnknown, StoreError: it is not known, or known not, to have begun.
+    """
+    identity = uuid.uuid4().hex
+
+    def change(head: LogEntry | None) -> Mapping[str, Any] | None:
+        digest, head = put_list(head), head or NO_COMMIT
+        under_way = {**head.collecting, identity: digest}
+        return None if digest is None else {"collected": head.collected + 1, "collecting": under_way}
+
+    return identity if repository.append(change, repository.head(), "garbage: deleting") else None
+
+
+def take_over_collection(repository: Repository, identity: str) -> str | None:
+    """Go on with a collection that its collector cannot end: from now on it is another one's, by another id.
+
+    Returns:
+        The new id; None where the collection has ended meanwhile.
+
+    Raises:
+        CommitUnknown, StoreError: it may be called again.
+    """
+    taken = uuid.uuid4().hex
+    return taken if _rename(repository, identity, taken, "garbage: taken over") else None
+
+
+def end_collection(repository: Repository, identity: str) -> None:
+    """Note that everything on the list of a collection was deleted and that nobody deletes any more of it.
+
+    Raises:
+        CommitUnknown, StoreError: it may be called again.
+    """
+    _rename(repository, identity, None, "garbage: deleted")
+
+
+def _rename(repository: Repository, old: str, new: str | None, message: str) -> LogEntry | None:
+    """Give a collection that is under way another id, or none: it is over."""
+
+    def change(head: LogEntry | None) -> Mapping[str, Any] | None:
+        collecting = dict((head or NO_COMMIT).collecting)
+        digest = collecting.pop(old, None)
+        if digest is None:
+            return None
+        return {"collecting": {**collecting, **({new: digest} if new else {})}}
+
+    return repository.append(change, repository.head(), message)
 
 
 def _refuse_second(repository: Repository, begun: str) -> NoReturn:

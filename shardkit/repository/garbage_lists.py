@@ -1,4 +1,4 @@
-"""What collections of garbage leave below ``gc/``, and what a commit checks by it (SPEC.md, "Garbage").
+"""Collections of garbage: in the log and below ``gc/``, and what a commit checks by that (SPEC.md, "Garbage").
 
 Numbers and names only, no data rests on them. A writer that finds an object in the root does not put it again; were
 that object collected meanwhile, the commit would dangle. Collections therefore stand in the log, and commits look
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from shardkit.errors import CommitConflict, FormatError, IntegrityError, NotFoundError, ShardkitError
@@ -17,6 +17,7 @@ from shardkit.formats.canonical_json import dumps
 from shardkit.formats.digest import parse_digest, sha256_digest
 from shardkit.manifest.json_fields import TIME, read_document, seconds_of, utc_text
 from shardkit.reading.inventory import walk_versions
+from shardkit.repository.log import NO_COMMIT, LogEntry
 from shardkit.stores.objects import OpenedRoot
 from shardkit.stores.store import Store, parse_object_name
 
@@ -133,23 +134,35 @@ def _read(data: bytes, kind: str, where: str) -> tuple[int, tuple[str, ...]]:
 
 def check_not_collected(
     repository: OpenedRoot,
-    versions: Iterable[str],
-    going: Iterable[str],
-    gone: Iterable[str],
+    commits: Iterable[LogEntry],
+    opened: LogEntry | None,
+    head: LogEntry | None,
+    versions: Collection[str],
     problem: ShardkitError | None = None,
 ) -> None:
     """Refuse a commit that names what is being collected, or what was collected since the writer began.
 
     Args:
         repository: that commits.
+        commits: its log, newest first; walked where collections were begun since.
+        opened: the head when the writer opened the root, before anything there could be relied on.
+        head: that the commit is to follow.
         versions: manifest ids that it names.
-        going: digests of the lists of collections that are not finished.
-        gone: of those that began since the writer opened the root, and are finished.
         problem: what the writer met that may come from that.
 
     Raises:
         CommitConflict: it does; the same work done again puts what is missing.
     """
+    opened = opened or NO_COMMIT
+    # A collection that was under way when the root was opened may have ended since.
+    gone = set(opened.collecting.values())
+    if head is None or not versions or not (head.collected != opened.collected or head.collecting or gone):
+        return
+    for entry in commits if head.collected != opened.collected else ():
+        if entry.n <= opened.n:
+            break
+        gone |= set(entry.collecting.values())
+    going = set(head.collecting.values())
     if problem is not None:
         raise CommitConflict(
             f"{repository.url}: garbage was collected while this was prepared, which may be why it failed ({problem}); "
@@ -157,7 +170,9 @@ def check_not_collected(
         ) from problem
     try:
         lost = {name for digest in sorted(going) for name in read_list(repository.store, digest)}
-        doubtful = {name for digest in sorted(gone) for name in read_list(repository.store, digest)} - lost
+        doubtful = {
+            name for digest in sorted(gone - going) for name in read_list(repository.store, digest)
+        } - lost
         needed = {name for one in walk_versions(repository, versions) for name, _ in one.names()}
     except ShardkitError as error:
         raise CommitConflict(

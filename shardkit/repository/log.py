@@ -1,17 +1,19 @@
-"""Entries of the log, and what numbered documents are: put if absent, never changed, each naming its predecessor.
+"""The log, read with its chain verified (SPEC.md §4); and what numbered documents are.
 
-An entry is one commit and has the full table of refs and tags.
+Those are put if absent, never changed, each naming its predecessor. An entry of the log is one commit and has the full
+table of refs and tags.
 """
 
 from __future__ import annotations
 
 import abc
+import itertools
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, NoReturn, TypeVar
 
 from shardkit.errors import (
     CommitUnknown,
@@ -36,6 +38,7 @@ MAX_NAMES: Final = 50_000
 _DIGITS: Final = re.compile(r"[0-9]{20}")
 _TXN: Final = re.compile(r"[0-9a-f]{32}")
 _PUT_ATTEMPTS: Final = 3
+_MAX_UNLISTED: Final = 1_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,6 +313,82 @@ def _names(fields: Fields, key: str) -> Mapping[str, str]:
             raise FormatError(f"{fields.where}: {key} hold {name[:100]!r}, expected names of manifest ids")
         names[name] = manifest
     return MappingProxyType(names)
+
+
+class CommitLog:
+    """Log entries of one repository; the first one follows the bytes of its identity, whose digest is `origin`."""
+
+    def __init__(self, store: Store, repository: str, origin: str) -> None:
+        self._store, self._repository, self._origin = store, repository, origin
+        self._seen = 0  # number of the newest entry met so far: a log never gets shorter
+
+    def head(self) -> LogEntry | None:
+        """The newest commit, None before the first. Lists names and reads one entry."""
+        number = self._last_number()
+        return None if number == 0 else self._entry(number)[0]
+
+    def log(self) -> list[LogEntry]:
+        """All commits, newest first, with the whole chain verified down to ``shardkit.json``.
+
+        Raises:
+            IntegrityError: An entry is missing or damaged, or the chain is broken.
+        """
+        entries = list(self.newest_commits())
+        if entries and entries[-1].previous != self._origin:
+            raise IntegrityError(
+                f"log of {self._store.url}: entry 1 belongs to another shardkit.json; restore it from a copy of "
+                "the root"
+            )
+        return entries
+
+    def newest_commits(self) -> Iterator[LogEntry]:
+        """Commits one by one, newest first, the chain verified as far as it is walked.
+
+        Raises:
+            IntegrityError: See `log`.
+        """
+        later: LogEntry | None = None
+        for number in range(self._last_number(), 0, -1):
+            entry, data = self._entry(number)
+            if later is not None:
+                check_succession(entry, data, later, self._store.url)
+            yield entry
+            later = entry
+
+    def _last_number(self) -> int:
+        """Number of the newest entry; all before it are there.
+
+        A directory that is listed while others commit may show a later entry and not an earlier one, and a network
+        file system may show an old listing: what a listing lacks is looked up by name before it counts as missing.
+        """
+        seen = self._seen  # before the listing: another thread may commit while it is made
+        listed = {n for n in map(LOG.number, self._store.list_after(LOG.prefix)) if n is not None}
+        last = max(seen, max(listed, default=0))
+        if last > len(listed) + _MAX_UNLISTED:
+            self._refuse_log(next(n for n in itertools.count(1) if n not in listed))
+        for number in sorted(set(range(1, last + 1)) - listed):
+            if not self._is_there(number):
+                self._refuse_log(number)
+        self._seen = max(self._seen, last)
+        return last
+
+    def _refuse_log(self, missing: int) -> NoReturn:
+        raise IntegrityError(
+            f"log of {self._store.url}: entry {missing} is missing; run: shardkit repair {self._store.url}"
+        )
+
+    def _is_there(self, number: int) -> bool:
+        """Whether an entry that was not listed can be read, from the root or from a copy of it."""
+        if self._store.head(LOG.name(number)) is not None:
+            return True
+        try:
+            self._entry(number)
+        except NotFoundError:
+            return False
+        return True
+
+    def _entry(self, number: int) -> tuple[LogEntry, bytes]:
+        return LOG.read(self._store, number, self._repository)
 
 
 def parse_dataset_url(url: str | os.PathLike[str]) -> tuple[str, str | None]:

@@ -1,22 +1,33 @@
-"""A repository: content-addressed objects and the log of commits that names them (SPEC.md §4)."""
+"""A repository: content-addressed objects, and commits that name them, added without ever guessing (SPEC.md §4)."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import difflib
 import os
+import random
+import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
-from shardkit.errors import NotFoundError, ShardkitError, StoreReadOnlyError, UsageError
-from shardkit.manifest.json_fields import DIGEST
+from shardkit.errors import (
+    CommitConflict,
+    FormatError,
+    NotFoundError,
+    ShardkitError,
+    StoreReadOnlyError,
+    UsageError,
+)
+from shardkit.formats.digest import parse_digest, sha256_digest
+from shardkit.manifest.json_fields import DIGEST, utc_text
 from shardkit.reading.read_path import ReadSettings
 from shardkit.repository import COMMIT_HOOKS
-from shardkit.repository.commit_log import Changes, CommitLog
 from shardkit.repository.garbage_lists import check_not_collected
 from shardkit.repository.location_table import read_table
-from shardkit.repository.log import NO_COMMIT, LogEntry, check_ref_name
+from shardkit.repository.log import LOG, MAX_NAMES, NO_COMMIT, CommitLog, LogEntry, check_ref_name
 from shardkit.repository.opening import (
     IDENTITY_NAME,
     SINGLE_WRITER,
@@ -38,6 +49,109 @@ from shardkit.stores.urls import open_store
 DEFAULT_REF: Final = "main"
 """The ref that is meant where none is named."""
 
+Change = Callable[[LogEntry | None], Mapping[str, Any] | None]
+"""Head, None for an empty log → the fields in which the next entry differs from it; None for no entry at all."""
+
+_ATTEMPTS: Final = 1_000
+_LONGEST_PAUSE_S: Final = 0.05
+# Forked writers must not draw the same pauses, hence the system's own source.
+_JITTER: Final = random.SystemRandom()
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """Refs to set or drop, tags to add or withdraw, and what must hold before."""
+
+    refs: Mapping[str, str | None]
+    """Name → manifest id, None to drop the ref."""
+    tags: Mapping[str, str]
+    expected: Mapping[str, str | None]
+    """Name → what the ref must point at when the commit lands, None for "must not exist"."""
+    withdraw: Mapping[str, str]
+    """Tag → the manifest id that it has: the tag goes, for good, and the log says so."""
+
+    def __post_init__(self) -> None:
+        for names in (self.refs, self.tags, self.expected, self.withdraw):
+            for name, manifest in names.items():
+                check_ref_name(name)
+                if manifest is not None:
+                    parse_digest(manifest)
+        both = sorted(self.refs.keys() & self.tags.keys())
+        if both:
+            raise UsageError(
+                f"{both[0]!r} is to become a ref and a tag: a name can be one of them; use two names"
+            )
+
+    @property
+    def manifests(self) -> set[str]:
+        """Manifests that must be in the repository before the commit."""
+        return {manifest for manifest in (*self.refs.values(), *self.tags.values()) if manifest is not None}
+
+    def apply(self, base: LogEntry | None, head: LogEntry | None) -> dict[str, dict[str, str]]:
+        """The tables of refs, tags and withdrawn tags after this commit.
+
+        Args:
+            base: The head when the commit began.
+            head: The head now: the commit is rebased onto it where it touches other refs.
+
+        Raises:
+            CommitConflict: A ref is not where it was expected, or was moved since `base`; or a tag exists, or is to go
+                and names something else, or the name is that of a withdrawn one.
+        """
+        head = head or NO_COMMIT
+        refs, tags, gone = dict(head.refs), dict(head.tags), self._withdrawn(head)
+        self._set_refs(refs, (base or NO_COMMIT).refs)
+        self._add_tags(tags)
+        again = sorted((tags.keys() | refs.keys()) & gone.keys() - self.withdraw.keys())
+        if again:
+            raise CommitConflict(
+                f"{again[0]!r} was a tag of {gone[again[0]]}, which was withdrawn: its name is never used again; use "
+                "another name"
+            )
+        tags = {name: manifest for name, manifest in tags.items() if name not in self.withdraw}
+        both = sorted(refs.keys() & tags.keys())
+        if both:
+            raise CommitConflict(f"{both[0]!r} would be a ref and a tag at once; use another name")
+        if max(len(refs), len(tags)) > MAX_NAMES:
+            raise UsageError(
+                f"{len(refs)} refs and {len(tags)} tags, expected at most {MAX_NAMES} each; drop some refs"
+            )
+        return {"refs": refs, "tags": tags, "withdrawn": gone}
+
+    def _set_refs(self, refs: dict[str, str], before: Mapping[str, str]) -> None:
+        for name, manifest in self.expected.items():
+            # Where it stands already where it is to go, nobody loses anything: the same version was made twice.
+            if refs.get(name) != manifest and (name not in self.refs or refs.get(name) != self.refs[name]):
+                raise CommitConflict(
+                    f"ref {name!r} points at {refs.get(name)}, expected {manifest}; "
+                    "look at it (shardkit log), then commit again"
+                )
+        for name, manifest in self.refs.items():
+            now = refs.pop(name, None)
+            if name not in self.expected and now not in (before.get(name), manifest):
+                raise CommitConflict(
+                    f"ref {name!r} was moved to {now} by another commit, expected {before.get(name)}; "
+                    "look at it (shardkit log), then commit again"
+                )
+            if manifest is not None:
+                refs[name] = manifest
+
+    def _add_tags(self, tags: dict[str, str]) -> None:
+        for name, manifest in self.tags.items():
+            if tags.setdefault(name, manifest) != manifest:
+                raise CommitConflict(
+                    f"tag {name!r} exists and points at {tags[name]}: tags are never moved; use another name"
+                )
+
+    def _withdrawn(self, head: LogEntry) -> dict[str, str]:
+        for name, manifest in self.withdraw.items():
+            if head.tags.get(name, head.withdrawn.get(name)) != manifest:
+                raise CommitConflict(
+                    f"tag {name!r} names {head.tags.get(name)}, expected {manifest}; look at it (shardkit log), then "
+                    "try again"
+                )
+        return {**head.withdrawn, **self.withdraw}
+
 
 class Repository(CommitLog):
     """Objects and commits below one root; may be used from any thread, after a fork, and pickled.
@@ -46,7 +160,8 @@ class Repository(CommitLog):
     """
 
     def __init__(self, store: Store, identity: Identity, *, read_only: bool) -> None:
-        super().__init__(store, identity)
+        super().__init__(store, identity.id, sha256_digest(identity.to_bytes()))
+        self._identity = identity
         self._read_only = read_only
         self._base: LogEntry | None = None  # the head before anything here could be relied on
 
@@ -269,15 +384,17 @@ class Repository(CommitLog):
             hooks = COMMIT_HOOKS if table is not None and table.others else ()
             follow_ups = [hook(self, table, sorted(changes.manifests)) for hook in hooks]
         except ShardkitError as error:
-            self._check_not_collected(self.head(), changes.manifests, error)
+            check_not_collected(
+                self, self.newest_commits(), self._base, self.head(), changes.manifests, error
+            )
             raise
 
         def change(head: LogEntry | None) -> Mapping[str, Any]:
             tables = changes.apply(base, head)
-            self._check_not_collected(head, changes.manifests)
+            check_not_collected(self, self.newest_commits(), self._base, head, changes.manifests)
             return tables
 
-        entry = self._append(change, base, message, author)
+        entry = self.append(change, base, message, author)
         assert entry is not None
         for follow_up in follow_ups:
             follow_up()
@@ -290,89 +407,60 @@ class Repository(CommitLog):
                     f"manifest {manifest} is not in {self.url}: expected its objects to be put before the commit"
                 )
 
-    def _check_not_collected(
-        self, head: LogEntry | None, manifests: Collection[str], problem: ShardkitError | None = None
-    ) -> None:
-        """Refuse to name what is being deleted, or was since this root was opened; or say that this may be why."""
-        base = self._base or NO_COMMIT
-        # A collection that was under way when the root was opened may have ended since.
-        since = set(base.collecting.values())
-        if (
-            head is None
-            or not manifests
-            or not (head.collected != base.collected or head.collecting or since)
-        ):
-            return
-        for entry in self.newest_commits() if head.collected != base.collected else ():
-            if entry.n <= base.n:
-                break
-            since |= set(entry.collecting.values())
-        going = set(head.collecting.values())
-        check_not_collected(self, manifests, going, since - going, problem)
-
-    # Collections of garbage (SPEC.md, "Garbage")
-
-    def begin_collection(self, put_list: Callable[[LogEntry | None], str | None]) -> str | None:
-        """Announce in the log what is going to be deleted: from then on no commit may name any of it.
+    def append(
+        self, change: Change, head: LogEntry | None, message: str, author: str = ""
+    ) -> LogEntry | None:
+        """Append one entry after the newest.
 
         Args:
-            put_list: For a head, puts the list of objects that nothing names there, and gives its digest; None where
-                there are none. Asked again when another commit came first.
+            change: Asked for every head that the entry could follow, so that a commit is rebased over those that come
+                first; raises CommitConflict where that cannot be.
+            head: The head as the caller knows it.
+            message: Why.
+            author: Who.
 
         Returns:
-            Id of the collection; None where there is nothing to collect.
-
-        Raises:
-            CommitUnknown, StoreError: It is not known, or known not, to have begun.
+            The entry, durably in the log; None where `change` says that there is nothing to do.
         """
         self._check_writable()
-        identity = uuid.uuid4().hex
-
-        def change(head: LogEntry | None) -> Mapping[str, Any] | None:
-            digest = put_list(head)
-            if digest is None:
+        txn = uuid.uuid4().hex
+        for attempt in range(_ATTEMPTS):
+            changed = change(head)
+            if changed is None:
                 return None
-            head = head or NO_COMMIT
-            return {
-                "collected": head.collected + 1,
-                "collecting": {**head.collecting, identity: digest},
-            }
+            entry = self._entry_after(head, {**changed, "txn": txn, "message": message, "author": author})
+            if self._put(entry):
+                self._seen = max(self._seen, entry.n)
+                return entry
+            time.sleep(_JITTER.uniform(0, min(_LONGEST_PAUSE_S, 0.001 * 2 ** min(attempt, 10))))
+            head = self.head()
+        raise CommitConflict(
+            f"{self._store.url}: {_ATTEMPTS} other commits came first each time; commit less often, or try again later"
+        )
 
-        return identity if self._append(change, self.head(), "garbage: deleting") else None
+    def _put(self, entry: LogEntry) -> bool:
+        return LOG.put(
+            self._store,
+            entry,
+            what=f"commit {entry.txn} to {self._store.url}",
+            then=f"ask again: Repository.find_commit({entry.txn!r})",
+        )
 
-    def take_over_collection(self, identity: str) -> str | None:
-        """Go on with a collection that its collector cannot end: from now on it is another one's, by another id.
-
-        Returns:
-            The new id; None where the collection has ended meanwhile.
-
-        Raises:
-            CommitUnknown, StoreError: It may be called again.
-        """
-        self._check_writable()
-        taken = uuid.uuid4().hex
-        return taken if self._rename_collection(identity, taken, "garbage: taken over") else None
-
-    def end_collection(self, identity: str) -> None:
-        """Note that everything on the list of a collection was deleted and that nobody deletes any more of it.
-
-        Raises:
-            CommitUnknown, StoreError: It may be called again.
-        """
-        self._check_writable()
-        self._rename_collection(identity, None, "garbage: deleted")
-
-    def _rename_collection(self, old: str, new: str | None, message: str) -> LogEntry | None:
-        """Give a collection that is under way another id, or none: it is over."""
-
-        def change(head: LogEntry | None) -> Mapping[str, Any] | None:
-            collecting = dict((head or NO_COMMIT).collecting)
-            digest = collecting.pop(old, None)
-            if digest is None:
-                return None
-            return {"collecting": {**collecting, **({new: digest} if new else {})}}
-
-        return self._append(change, self.head(), message)
+    def _entry_after(self, head: LogEntry | None, fields: Mapping[str, Any]) -> LogEntry:
+        entry = dataclasses.replace(
+            head or NO_COMMIT,
+            n=head.n + 1 if head else 1,
+            repository=self._identity.id,
+            previous=sha256_digest((head or self._identity).to_bytes()),
+            time=utc_text(),
+            software=f"shardkit {_version()}",
+            **fields,
+        )
+        try:
+            # nobody may write what nobody will read
+            return LogEntry.from_bytes(entry.to_bytes(), "this commit")
+        except FormatError as error:
+            raise UsageError(f"the commit cannot be written: {error}") from error
 
     def _check_writable(self) -> None:
         if self._read_only:
@@ -384,3 +472,12 @@ def _there_is(name: str, names: Mapping[str, str]) -> str:
         return "nothing was committed yet: run shardkit build"
     close = difflib.get_close_matches(name, names, n=1)
     return f"did you mean {close[0]!r}?" if close else f"there are {', '.join(sorted(names)[:10])}"
+
+
+def _version() -> str:
+    import importlib.metadata  # takes as long as ten modules of ours, and is asked by writers only
+
+    try:
+        return importlib.metadata.version("shardkit")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"

@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 
 import shardkit
-from shardkit.copies.collecting import collect
+from shardkit.copies import collecting
+from shardkit.copies.collecting import begin_collection, collect, end_collection
 from shardkit.copies.place import Change, place
 from shardkit.copies.placement import find_needed
 from shardkit.errors import CommitConflict
 from shardkit.reading.inventory import take_inventory
+from shardkit.repository.garbage_lists import put_list
 from shardkit.repository.location_table import LocationRecord, read_table
 from shardkit.storage import Repository, put_manifest
 from tests.drills import DRILLS
@@ -171,9 +173,7 @@ def test_a_commit_that_relies_on_what_goes_is_refused_and_done_again(tmp_path: P
     put_manifest(before, manifest, [])
     collector = Repository.open(root)
     names = sorted(name for name, _ in take_inventory(collector, version).names())
-    from shardkit.repository.garbage_lists import put_list
-
-    identity = collector.begin_collection(lambda head: put_list(collector.store, 0, names))
+    identity = begin_collection(collector, lambda head: put_list(collector.store, 0, names))
     assert identity is not None
     with pytest.raises(CommitConflict, match="being collected as garbage"):
         before.commit({"main": version}, message="relies on it")
@@ -186,7 +186,7 @@ def test_a_commit_that_relies_on_what_goes_is_refused_and_done_again(tmp_path: P
     with pytest.raises(CommitConflict):
         during.commit({"main": version}, message="relies on it")
     collector.store.delete(names[0])
-    collector.end_collection(identity)
+    end_collection(collector, identity)
     for name in names:
         if name.endswith(".manifest"):
             collector.store.put_new(name, data[name])
@@ -205,9 +205,8 @@ def test_a_killed_collection_is_finished_and_its_objects_are_refused_until_then(
     collector = Repository.open(root)
     names = sorted(name for name, _ in take_inventory(collector, version).names())
     from shardkit.errors import UsageError
-    from shardkit.repository.garbage_lists import put_list
 
-    collector.begin_collection(lambda head: put_list(collector.store, 0, names))
+    begin_collection(collector, lambda head: put_list(collector.store, 0, names))
     with pytest.raises(UsageError, match="--take-over"):
         collect(Repository.open(root), delete=True)
     done = collect(Repository.open(root), delete=True, take_over_s=0, settle_s=0)
@@ -225,7 +224,7 @@ def _garbage(root: Path) -> list[str]:
     return sorted(Repository.open(root).store.list_after("objects/"))
 
 
-def test_of_two_collections_at_once_the_log_lets_one(tmp_path: Path) -> None:
+def test_of_two_collections_at_once_the_log_lets_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both have seen that none is under way, and marked the same objects, when the first one begins."""
     from shardkit.errors import UsageError
 
@@ -233,17 +232,19 @@ def test_of_two_collections_at_once_the_log_lets_one(tmp_path: Path) -> None:
     names = _garbage(root)
     inner: list[Any] = []
 
-    class Late(Repository):
-        def begin_collection(self, put_list: Any) -> str | None:
+    late = Repository.open(root)
+
+    def begin(repository: Repository, put_list: Any) -> str | None:
+        if repository is late:
             inner.append(collect(Repository.open(root), delete=True, grace_s=0, history_s=0, report=pause))
-            return super().begin_collection(put_list)
+        return begin_collection(repository, put_list)
 
     def pause(gone: int, total: int) -> None:
         if gone == 2:  # in the middle of the first one's deletions comes a third
             with pytest.raises(UsageError, match="is under way since"):
                 collect(Repository.open(root), delete=True, grace_s=0, history_s=0)
 
-    late = Late.open(root)
+    monkeypatch.setattr(collecting, "begin_collection", begin)
     done = collect(late, delete=True, grace_s=0, history_s=0)
     assert inner[0].deleted == {"root": len(names)}
     assert done.deleted == {}, "what was due is gone when the second one may begin"
@@ -253,7 +254,9 @@ def test_of_two_collections_at_once_the_log_lets_one(tmp_path: Path) -> None:
     assert (head.collected, dict(head.collecting)) == (1, {})
 
 
-def test_one_that_begins_while_another_deletes_is_refused_by_the_log(tmp_path: Path) -> None:
+def test_one_that_begins_while_another_deletes_is_refused_by_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from shardkit.errors import UsageError
 
     root = tmp_path / "root"
@@ -261,17 +264,16 @@ def test_one_that_begins_while_another_deletes_is_refused_by_the_log(tmp_path: P
     first = Repository.open(root)
     begun: list[str | None] = []
 
-    class Beaten(Repository):
-        def begin_collection(self, put_list: Any) -> str | None:
-            from shardkit.repository.garbage_lists import put_list as put
+    def begin(repository: Repository, put_list_of: Any) -> str | None:
+        begun.append(begin_collection(first, lambda head: put_list(first.store, 0, names)))
+        return begin_collection(repository, put_list_of)
 
-            begun.append(first.begin_collection(lambda head: put(first.store, 0, names)))
-            return super().begin_collection(put_list)
+    monkeypatch.setattr(collecting, "begin_collection", begin)
 
     with pytest.raises(UsageError, match="is under way since"):
-        collect(Beaten.open(root), delete=True, grace_s=0, history_s=0)
+        collect(Repository.open(root), delete=True, grace_s=0, history_s=0)
     assert sorted(first.store.list_after("objects/")) == names, "the one that came second deleted nothing"
-    first.end_collection(str(begun[0]))
+    end_collection(first, str(begun[0]))
 
 
 def test_a_collector_that_lives_stops_when_it_is_taken_over(

@@ -18,8 +18,7 @@ from shardkit.dataset.erasure_journal import Journal
 from shardkit.errors import StoreError
 from shardkit.formats import reading, sha256_digest
 from shardkit.reading import inventory, located_store, read_path
-from shardkit.repository import commit_log
-from shardkit.repository.commit_log import Changes
+from shardkit.repository import repository as committing
 from shardkit.repository.log import LOG, NO_COMMIT
 from shardkit.repository.repository import Repository
 from shardkit.stores import file_operations, objects, store
@@ -224,9 +223,9 @@ def _placed(kind: str) -> Patch:
     )
 
 
-def _unannounced(self: Any, put_list: Any) -> str | None:
+def _unannounced(repository: Any, put_list: Any) -> str | None:
     """Garbage is deleted without a word in the log."""
-    return None if put_list(self.head()) is None else "nobody"
+    return None if put_list(repository.head()) is None else "nobody"
 
 
 def _last_one_wins(self: Any, _base: Any, head: Any) -> dict[str, Any]:
@@ -263,16 +262,16 @@ def _moved_at_once(table: Any, found: Any, wanted: Any, copies: Any, pace: Any) 
 
 
 MUTATIONS: Final[dict[str, Patch]] = {
-    "a lost answer counts as a commit": _replaced(commit_log.CommitLog, "_put", _answer_taken_for_granted),
-    "any entry counts as ours": _replaced(commit_log.CommitLog, "_put", _any_entry_is_ours),
+    "a lost answer counts as a commit": _replaced(Repository, "_put", _answer_taken_for_granted),
+    "any entry counts as ours": _replaced(Repository, "_put", _any_entry_is_ours),
     "put-if-absent puts over": _replaced(object_store.ObjectStore, "put_new", _put_over),
     "what exists after a lost answer is ours": _replaced(object_store.ObjectStore, "_is_mine", _always),
     "an object's digest is not checked": _replaced(Repository, "get_object", _unchecked_get),
     "a copy is not checked": _both(replicate, repair, "copy_object", _unchecked_copy),
     "blocks are not checked": _blocks_unchecked,
     "surplus goes without a look at what stays": _replaced(place, "drop_surplus", _moved_at_once),
-    "commits do not look at collections": _replaced(Repository, "_check_not_collected", _nothing),
-    "collections are not announced": _replaced(Repository, "begin_collection", _unannounced),
+    "commits do not look at collections": _replaced(committing, "check_not_collected", _nothing),
+    "collections are not announced": _replaced(collecting, "begin_collection", _unannounced),
     "only main is alive": _replaced(collecting, "mark_live", _marked_by_main),
     "selections are garbage": _marked(".selection"),
     "indexes are garbage": _marked(".index"),
@@ -285,9 +284,9 @@ MUTATIONS: Final[dict[str, Patch]] = {
     "a folder's name is not synced": _replaced(file_operations.Directories, "_make", _made_unsynced),
     "deletions are not synced": _replaced(LocalStore, "delete", _delete_unsynced),
     "a version is committed before its indexes are there": _indexes_last,
-    "the last commit wins": _replaced(Changes, "apply", _last_one_wins),
+    "the last commit wins": _replaced(committing.Changes, "apply", _last_one_wins),
     "marking ignores tags": _replaced(collecting, "mark_live", _mark_refs),
-    "tags may be moved": _replaced(Changes, "_add_tags", _move_tags),
+    "tags may be moved": _replaced(committing.Changes, "_add_tags", _move_tags),
     "repair believes what is there": _replaced(repair, "check_object", _listed),
     "a killed erasure is forgotten": _replaced(removing, "finish_erasures", _no_reports),
     "an erasure begins without a note": _replaced(Journal, "begin", _nothing),
