@@ -3,15 +3,7 @@
 Pure: bytes in, columns out; nothing here opens a store. SPEC.md says the bytes and why.
 """
 
-from shardkit.manifest.composing import (
-    check_against,
-    compose,
-    merge,
-    pack_page,
-    paginate,
-    stratum_counts,
-    unpack_page,
-)
+from shardkit.manifest.composing import compose, merge
 from shardkit.manifest.manifest import (
     ADOPTED,
     MAX_MANIFEST_BYTES,
@@ -26,7 +18,15 @@ from shardkit.manifest.manifest import (
 )
 from shardkit.manifest.row_costs import CostPiece, RowCosts
 from shardkit.manifest.selection import Selection, max_selection_bytes
-from shardkit.manifest.shard_table import ShardRecord, ShardTable
+from shardkit.manifest.shard_table import (
+    ShardRecord,
+    ShardTable,
+    check_against,
+    pack_page,
+    paginate,
+    stratum_counts,
+    unpack_page,
+)
 
 __all__ = [
     "ADOPTED",

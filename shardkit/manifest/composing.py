@@ -1,30 +1,18 @@
-"""Manifests and their pages: made of a table of written shards, read back, and merged from others as their parts.
-
-A page holds at most 4,096 shards of the table; an append adds new ones.
-"""
+"""Manifests: made of a table of written shards, and merged from others as their parts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from shardkit.errors import FormatError, SchemaError, UsageError
-from shardkit.formats.canonical_json import dumps
-from shardkit.formats.columns import pack_columns, unpack_columns
-from shardkit.formats.digest import sha256_digest
+from shardkit.errors import SchemaError, UsageError
 from shardkit.formats.schema import Schema
 from shardkit.manifest.manifest import (
-    MAX_SEGMENTS_PER_PAGE,
     MIXED,
-    SHARDS_PER_PAGE,
     Manifest,
-    PageRef,
     Stratum,
 )
-from shardkit.manifest.shard_table import SEGMENT_COLUMNS, SHARD_COLUMNS, ShardTable
+from shardkit.manifest.shard_table import ShardTable, paginate, stratum_counts
 
 
 def compose(
@@ -138,42 +126,6 @@ def merge(parts: Sequence[tuple[str, Manifest]], *, build: Mapping[str, Any] | N
     return Manifest.from_bytes(merged.to_bytes())
 
 
-def check_against(manifest: Manifest, table: ShardTable) -> None:
-    """Compare a root with its whole table.
-
-    Raises:
-        FormatError: Totals differ, or segments name strata that are not there or have none of their own.
-    """
-    rows, selected = stratum_counts(table, len(manifest.strata))
-    # A manifest made from the table must say the same; its own checks compare the rest.
-    for number, stratum in enumerate(manifest.strata):
-        expected = (0, 0) if stratum.in_pool else (stratum.rows, stratum.selected)
-        if (int(rows[number]), int(selected[number])) != expected:
-            _refuse(
-                manifest,
-                f"stratum {stratum.name!r} has {rows[number]} rows, {selected[number]} selected, expected {expected}",
-            )
-    totals = (sum(table.raw_bytes.tolist()), sum(table.size.tolist()), len(table))
-    if totals != (manifest.raw_bytes, manifest.stored_bytes, manifest.shards):
-        _refuse(manifest, f"its pages hold (raw bytes, stored bytes, shards) {totals}")
-
-
-def stratum_counts(table: ShardTable, strata: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(strata,) rows and (strata,) selected rows of each stratum, counted from the segments.
-
-    Raises:
-        FormatError: A segment names a stratum outside 0 … strata - 1.
-    """
-    if len(table.segment_stratum) and int(table.segment_stratum.max()) >= strata:
-        raise FormatError(
-            f"a segment belongs to stratum {int(table.segment_stratum.max())}, there are {strata}; do not trust it"
-        )
-    rows, selected = np.zeros(strata, dtype=np.int64), np.zeros(strata, dtype=np.int64)
-    np.add.at(rows, table.segment_stratum, table.segment_rows)  # exact, unlike a weighted bincount
-    np.add.at(selected, table.segment_stratum, table.segment_selected)
-    return rows, selected
-
-
 def _one(values: Sequence[str]) -> str:
     return values[0] if len(set(values)) == 1 else MIXED
 
@@ -186,97 +138,3 @@ def _common_axes(manifests: Sequence[Manifest]) -> tuple[str, ...]:
             break
         common.append(axes[0])
     return tuple(common)
-
-
-def _refuse(manifest: Manifest, why: str) -> None:
-    raise FormatError(f"manifest {manifest.id} and its pages contradict each other: {why}; do not trust it")
-
-
-_KIND: Final = "page"
-# segment_shard is not stored: the number of segments of each shard says the same, is shorter, and cannot be
-# out of order.
-_STORED: Final = {
-    **SHARD_COLUMNS,
-    "segments": np.uint32,
-    **{k: v for k, v in SEGMENT_COLUMNS.items() if k != "segment_shard"},
-}
-_SHARD_BYTES: Final = 3 * 32 + 7 * 8 + 4
-_SEGMENT_BYTES: Final = 4 + 8 + 8
-
-
-def pack_page(table: ShardTable) -> bytes:
-    """The bytes of one page: the same for the same shards.
-
-    Raises:
-        UsageError: Too many shards or segments for one page.
-    """
-    segments = np.diff(table.segment_starts)
-    if not 1 <= len(table) <= SHARDS_PER_PAGE or int(segments.sum()) > MAX_SEGMENTS_PER_PAGE:
-        raise UsageError(
-            f"page of {len(table)} shards and {int(segments.sum())} segments: expected 1 to {SHARDS_PER_PAGE} shards "
-            f"and at most {MAX_SEGMENTS_PER_PAGE} segments; order rows by stratum inside a shard"
-        )
-    columns = {name: segments if name == "segments" else getattr(table, name) for name in _STORED}
-    meta = {"shards": len(table), "segments": int(segments.sum())}
-    return pack_columns(
-        _KIND, meta, {name: np.asarray(columns[name], dtype=_STORED[name]) for name in _STORED}
-    )
-
-
-def unpack_page(data: bytes, ref: PageRef | None = None, *, strata: int | None = None) -> ShardTable:
-    """Read a page whose digest has been checked.
-
-    Args:
-        data: The page.
-        ref: What the root says of it, compared where given.
-        strata: How many strata the root has; no segment may name another, where given.
-
-    Raises:
-        FormatError: Not what `pack_page` writes, or not what the root says.
-    """
-    where = f"page {sha256_digest(data)}"
-    try:
-        most = (SHARDS_PER_PAGE if ref is None else ref.shards) * _SHARD_BYTES
-        most += MAX_SEGMENTS_PER_PAGE * _SEGMENT_BYTES
-        columns = unpack_columns(data, _KIND, max_raw_bytes=most)
-        arrays = dict(columns.arrays)
-        shards = len(arrays.get("segments", ()))
-        for name, dtype in _STORED.items():
-            if name not in arrays or arrays[name].dtype != dtype:
-                raise FormatError(f"column {name} is missing or not {np.dtype(dtype)}")
-        counts = arrays.pop("segments")
-        if len(arrays) != len(_STORED) - 1 or counts.ndim != 1:
-            raise FormatError(f"unexpected columns: {sorted(arrays.keys() - _STORED.keys())[:5]}")
-        segments = int(counts.sum(dtype=np.int64))
-        if dumps(columns.meta) != dumps({"shards": shards, "segments": segments}) or segments != len(
-            arrays["segment_rows"]
-        ):
-            raise FormatError(
-                f"{shards} shards and {segments} segments, the header and the columns say otherwise"
-            )
-        shard = np.repeat(np.arange(shards, dtype=np.int32), counts)
-        table = ShardTable(**arrays, segment_shard=shard)
-        if ref is not None and (len(table) != ref.shards or int(table.rows.sum()) != ref.rows):
-            raise FormatError(
-                f"{len(table)} shards and {int(table.rows.sum())} rows, the root says {ref.shards} and {ref.rows}"
-            )
-        highest = int(table.segment_stratum.max(initial=0))
-        if strata is not None and highest >= strata:
-            raise FormatError(f"a segment belongs to stratum {highest}, the root has {strata}")
-    except FormatError as error:
-        raise FormatError(f"{where}: {error}") from error
-    return table
-
-
-def paginate(table: ShardTable) -> list[tuple[PageRef, bytes]]:
-    """Cut a table into pages, in order.
-
-    Returns:
-        Each page with its reference for the root.
-    """
-    pages = []
-    for start in range(0, len(table), SHARDS_PER_PAGE):
-        piece = table.slice(start, min(start + SHARDS_PER_PAGE, len(table)))
-        data = pack_page(piece)
-        pages.append((PageRef(sha256_digest(data), len(data), len(piece), int(piece.rows.sum())), data))
-    return pages

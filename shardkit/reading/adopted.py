@@ -24,10 +24,10 @@ from shardkit.formats.canonical_json import dumps
 from shardkit.formats.digest import parse_digest
 from shardkit.manifest import ADOPTED, MIXED, Manifest, ShardTable
 from shardkit.manifest.json_fields import read_document
+from shardkit.reading.inventory import version_record_name
 from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.locations import ROOT_NAME, Location
 from shardkit.reading.parity.rebuilding import ParityReads
-from shardkit.reading.parity.sets import version_record_name
 from shardkit.stores.file_operations import explained
 from shardkit.stores.objects import OpenedRoot
 from shardkit.stores.remote.addresses import Address

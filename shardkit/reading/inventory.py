@@ -13,6 +13,7 @@ import numpy as np
 
 from shardkit.errors import IntegrityError, NotFoundError, ShardkitError
 from shardkit.formats import extension
+from shardkit.formats.digest import parse_digest
 from shardkit.manifest import MAX_MANIFEST_BYTES, MIXED, Manifest, PageRef, ShardTable, unpack_page
 from shardkit.reading.located_store import LocatedStore
 from shardkit.stores.objects import OpenedRoot
@@ -120,6 +121,11 @@ def _good_size(repository: OpenedRoot, digest: str, kind: str) -> int:
     if stat is not None and stat.sha256 is not None and f"sha256:{stat.sha256}" == digest:
         return stat.size
     return len(repository.get_object(digest, kind))
+
+
+def version_record_name(manifest_id: str) -> str:
+    """Where the document lies below the root that says how a version was cut into sets of parity."""
+    return f"parity/versions/{parse_digest(manifest_id)}.json"
 
 
 def read_root(repository: OpenedRoot, manifest_id: str) -> Manifest:

@@ -13,7 +13,7 @@ from shardkit.errors import FormatError, IntegrityError, NotFoundError, Shardkit
 from shardkit.formats.canonical_json import dumps
 from shardkit.formats.digest import parse_digest, sha256_digest
 from shardkit.manifest.json_fields import DIGEST, Fields, read_document
-from shardkit.reading.inventory import Inventory
+from shardkit.reading.inventory import Inventory, version_record_name
 from shardkit.reading.parity.galois import MAX_MEMBERS
 from shardkit.stores.objects import OpenedRoot
 from shardkit.stores.store import (
@@ -162,11 +162,6 @@ class VersionRecord:
         return cls(
             fields.digest("manifest"), fields.integer("members_per_set", minimum=1, maximum=MAX_MEMBERS)
         )
-
-
-def version_record_name(manifest_id: str) -> str:
-    """Where the document of a version lies below the root."""
-    return f"parity/versions/{parse_digest(manifest_id)}.json"
 
 
 def form_sets(row: Iterable[Descriptor], k: int) -> Iterator[ParitySet]:
