@@ -18,7 +18,6 @@ from shardkit.errors import ConfigurationError
 from shardkit.storage import Repository
 from shardkit_tools.copies import copying, spread_checks, spread_copies
 from shardkit_tools.main import run
-from shardkit_tools.options import EngineName
 
 
 class Elsewhere:
@@ -131,11 +130,11 @@ def test_a_location_that_a_node_does_not_see_is_not_called_empty(root: Path) -> 
 def test_a_rate_is_for_threads() -> None:
     with (
         pytest.raises(ConfigurationError, match="--bandwidth and --between"),
-        copying(EngineName.RAY, None, 1, "1MB/s", None),
+        copying("ray", None, 1, "1MB/s", None),
     ):
         pass
     with (
         pytest.raises(ConfigurationError, match="only --engine ray"),
-        copying(EngineName.LOCAL, "auto", 1, None, None),
+        copying("local", "auto", 1, None, None),
     ):
         pass

@@ -313,6 +313,7 @@ def test_memory_holds_some_blocks_and_never_all(tmp_path: Path) -> None:
         tracemalloc.stop()
         return held
 
-    for form in (Form.JSONL, Form.WEBDATASET, Form.PARQUET, Form.HF):
+    forms: tuple[Form, ...] = ("jsonl", "webdataset", "parquet", "hf")
+    for form in forms:
         peak(100, form)
         assert peak(1100, form) < 50 << 20 < 1100 * 60_000

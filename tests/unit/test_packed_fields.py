@@ -23,7 +23,7 @@ import shardkit_tools
 from shardkit.errors import FormatError, SampleError, SchemaError, UsageError
 from shardkit.formats import FieldType, Schema
 from shardkit.formats.schema import decode_payload, encode_value
-from shardkit_tools.exporting import Form, export_samples
+from shardkit_tools.exporting import export_samples
 from shardkit_tools.importers import ImportOptions
 from tests.command_line import call
 
@@ -224,13 +224,13 @@ def test_they_are_exported_as_lists(tmp_path: Path) -> None:
         for row in made:
             writer.add(row)
     ds = shardkit.open(tmp_path / "d")
-    export_samples(ds, Form.PARQUET, tmp_path / "out.parquet", schema=ds.schema, file_bytes=1 << 30)
+    export_samples(ds, "parquet", tmp_path / "out.parquet", schema=ds.schema, file_bytes=1 << 30)
     table = {row["number"]: row for row in pq.read_table(tmp_path / "out.parquet").to_pylist()}
     assert all(table[row["number"]]["picture"] == row["picture"].tolist() for row in made)
     with pytest.raises(SchemaError, match="'files'"):
-        export_samples(ds, Form.JSONL, tmp_path / "out.jsonl", schema=ds.schema, file_bytes=1 << 30)
+        export_samples(ds, "jsonl", tmp_path / "out.jsonl", schema=ds.schema, file_bytes=1 << 30)
     some = Schema({name: kind for name, kind in ds.schema.items() if name != "files"})
-    export_samples(ds, Form.WEBDATASET, tmp_path / "out.tar", schema=some, file_bytes=1 << 30)
+    export_samples(ds, "webdataset", tmp_path / "out.tar", schema=some, file_bytes=1 << 30)
     with tarfile.open(tmp_path / "out.tar") as tar:
         names = [name for name in tar.getnames() if name.endswith(".picture.npy")]
         arrays = [np.load(io.BytesIO(tar.extractfile(name).read())) for name in names]  # type: ignore[union-attr]

@@ -89,7 +89,7 @@ def _value(function: Any, name: str) -> str:
     kind = kinds[0]
     repeated = get_origin(kind) in (list, tuple)
     kind = get_args(kind)[0] if repeated else kind
-    parts = ["|".join(str(one.value) for one in kind) if issubclass(kind, enum.Enum) else kind.__name__]
+    parts = [_expected(kind)]
     parts += [f"from {info.min}"] * (info.min is not None) + [f"to {info.max}"] * (info.max is not None)
     parts += ["repeated"] * repeated
     parts += ["required"] if default in (inspect.Parameter.empty, ...) else [f"default {shown(default)}"]

@@ -321,7 +321,7 @@ def copying(
     """
     with running(bandwidth, between) as work, contextlib.ExitStack() as stack:
         opened = None
-        if engine is EngineName.LOCAL:
+        if engine == "local":
             if address is not None:
                 open_engine("local", None, address)  # says what is wrong with it
         elif bandwidth is not None or between is not None:
@@ -330,5 +330,5 @@ def copying(
                 "use --engine local"
             )
         else:
-            opened = stack.enter_context(open_engine(engine.value, jobs, address))
+            opened = stack.enter_context(open_engine(engine, jobs, address))
         yield work, opened

@@ -18,9 +18,8 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
-from enum import StrEnum
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, NoReturn, Protocol
+from typing import Any, BinaryIO, Literal, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -43,17 +42,8 @@ _GROUP_ROWS = 1 << 16
 _PICTURES = frozenset(["jpg", "png", "gif", "tiff", "webp", "bmp"])
 
 
-class Form(StrEnum):
-    """What samples are written as."""
-
-    PARQUET = "parquet"
-    JSONL = "jsonl"
-    WEBDATASET = "webdataset"
-    HF = "hf"
-
-    @property
-    def suffix(self) -> str:
-        return {"webdataset": ".tar", "hf": ".arrow"}.get(self.value, f".{self.value}")
+Form = Literal["parquet", "jsonl", "webdataset", "hf"]
+_SUFFIXES: dict[Form, str] = {"parquet": ".parquet", "jsonl": ".jsonl", "webdataset": ".tar", "hf": ".arrow"}
 
 
 class Exported(NamedTuple):
@@ -101,15 +91,15 @@ def export_samples(
         IntegrityError: a block is damaged.
     """
     _check_fields(form, schema)
-    is_file = target.suffix == form.suffix and form is not Form.HF
+    is_file = target.suffix == _SUFFIXES[form] and form != "hf"
     _check_target(target, form, replace=replace, is_file=is_file)
     staging = target.parent / f".{target.name}.{secrets.token_hex(4)}.partial"
     try:
         with explained(f"write {target}", writing=True):
             staging.mkdir()
-            features = _features(dataset, schema) if form is Form.HF else {}
+            features = _features(dataset, schema) if form == "hf" else {}
             names = _write_files(dataset, form, schema, staging, None if is_file else file_bytes, features)
-            if form is Form.HF:
+            if form == "hf":
                 _describe(staging, names, features, dataset.manifest.id)
             nbytes = sum(_synced(file) for file in staging.iterdir())
             made = staging / names[0] if is_file else staging
@@ -134,9 +124,9 @@ def _check_target(target: Path, form: Form, *, replace: bool, is_file: bool) -> 
         return
     if not replace:
         raise StoreError(f"{target}: is there already; name a new place, or pass --replace")
-    known = {"dataset_info.json", "state.json"} if form is Form.HF else set()
+    known = {"dataset_info.json", "state.json"} if form == "hf" else set()
     if is_file if target.is_file() else target.is_dir() and not is_file and all(
-        name in known or (name.startswith("data-") and name.endswith(form.suffix)) for name in os.listdir(target)
+        name in known or (name.startswith("data-") and name.endswith(_SUFFIXES[form])) for name in os.listdir(target)
     ):  # fmt: skip
         return
     raise StoreError(
@@ -163,7 +153,7 @@ def _write_files(
     with contextlib.ExitStack() as stack:
 
         def begin() -> tuple[BinaryIO, _Writer]:
-            names.append(f"data-{len(names):05d}{form.suffix}")
+            names.append(f"data-{len(names):05d}{_SUFFIXES[form]}")
             stream = stack.enter_context((folder / names[-1]).open("xb"))
             return stream, _open_writer(form, stream, schema, features, file_bytes, stack)
 
@@ -186,12 +176,12 @@ def _open_writer(
     file_bytes: int | None,
     stack: contextlib.ExitStack,
 ) -> _Writer:
-    if form is Form.JSONL:
+    if form == "jsonl":
         return _JsonLines(stream, schema)
-    if form is Form.WEBDATASET:
+    if form == "webdataset":
         return _Tar(stream, schema)
     arrow = arrow_schema(schema, packed=False)
-    if form is Form.HF:
+    if form == "hf":
         arrow = _with_media(arrow, features)
         made = pa.ipc.new_stream(stream, arrow)
     else:  # it closes itself when it is forgotten, which must not be after its stream
@@ -335,17 +325,17 @@ def _sample(block: Block, schema: Schema, row: int) -> dict[str, Any]:
 
 def _check_fields(form: Form, schema: Schema) -> None:
     for member, (name, kind) in zip(member_names(schema), schema.items(), strict=True):
-        if form is Form.JSONL and "bytes" in (kind.kind, str(kind.items)):
+        if form == "jsonl" and "bytes" in (kind.kind, str(kind.items)):
             raise SchemaError(
                 f"field {name!r} is {kind}, which JSON does not have; export --as parquet, webdataset or hf, or leave "
                 "it out with --columns"
             )
-        if form is Form.WEBDATASET and name != name.lower():
+        if form == "webdataset" and name != name.lower():
             raise SchemaError(
                 f"field {name!r} ({kind}): readers of WebDataset make names of members lower case; export --as "
                 "parquet, jsonl or hf, or leave it out with --columns"
             )
-        if form is Form.WEBDATASET and "%-" in member:
+        if form == "webdataset" and "%-" in member:
             raise SchemaError(
                 f"field {name!r} ({kind}): too long for names of members, which hold 40 bytes of it; export --as "
                 "parquet, jsonl or hf, or leave it out with --columns"

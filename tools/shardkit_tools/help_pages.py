@@ -6,7 +6,6 @@ import inspect
 import shutil
 import textwrap
 from collections.abc import Sequence
-from enum import Enum
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
@@ -105,15 +104,12 @@ def _option_name(option: Any) -> str:
         return f"{names} / {', '.join(option.secondary_opts)}"
     if option.is_flag or option.name == "help":
         return names
-    value = "N" if isinstance(option.default, int) else "TEXT"
-    if isinstance(option.default, Enum):
-        value = "|".join(str(choice.value) for choice in type(option.default))
-    return f"{names} {option.metavar or value}"
+    return f"{names} {option.metavar or ('N' if isinstance(option.default, int) else 'TEXT')}"
 
 
 def _help(param: Any) -> str:
     text = str(getattr(param, "help", None) or "")
-    default = getattr(param.default, "value", param.default)
+    default = param.default
     is_told = isinstance(default, (str, int)) and not isinstance(default, bool) and default != ""
     if param.param_type_name == "option" and is_told and "default:" not in text:
         text = f"{text} (default: {default})"

@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -32,19 +31,8 @@ _SHARDS, _VERSION, _COPIES, _RUNNING = (
 JsonFlag = Annotated[bool, option("--json", "Print one JSON document.")]
 
 
-class EngineName(StrEnum):
-    """Who does the work."""
-
-    LOCAL = "local"
-    RAY = "ray"
-
-
-class ShardFormat(StrEnum):
-    """The format of shards."""
-
-    TAR = "tar"
-    ARROW = "arrow"
-
+EngineName = Literal["local", "ray"]
+ShardFormat = Literal["tar", "arrow"]
 
 # ---- The version that a command is about, and its commit
 
@@ -69,7 +57,7 @@ COST = _VERSION(
     "--cost EXPR",
     'Write what samples cost, for plans that balance ranks, such as "len(tokens)**2"; may be repeated.',
 )
-FORMAT = _SHARDS("--format", "tar for media, arrow for numbers and text.")
+FORMAT = _SHARDS("--format tar|arrow", "tar for media, arrow for numbers and text.")
 COMPRESSION = _SHARDS("--compression NAME[:LEVEL]", "none, zstd, zstd:1…19; arrow also lz4.")
 SHARD_SIZE = _SHARDS("--shard-size SIZE", "Raw bytes per shard.")
 BLOCK_SIZE = _SHARDS(
@@ -115,7 +103,7 @@ FurtherLocationOption = Annotated[
 # ---- How the work is done
 
 EngineOption = Annotated[
-    EngineName, _RUNNING("--engine", "This machine, or a Ray cluster; the result is the same.")
+    EngineName, _RUNNING("--engine local|ray", "This machine, or a Ray cluster; the result is the same.")
 ]
 AddressOption = Annotated[
     str | None,
@@ -142,15 +130,11 @@ BetweenOption = Annotated[
 
 
 def settings_for(function: Callable[..., object], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a command that a function takes under the same name, as it takes them.
+    """The options of a command that a function takes under the same name.
 
     Args:
         function: with one parameter for each setting.
         given: every option of the command by its name.
     """
     wanted = inspect.signature(function).parameters
-    return {
-        name: value.value if isinstance(value, StrEnum) else value
-        for name, value in given.items()
-        if name in wanted
-    }
+    return {name: value for name, value in given.items() if name in wanted}

@@ -12,7 +12,7 @@ from shardkit_tools.adopting import adopt as adopt_tars
 from shardkit_tools.build_report import print_strata, progress_text
 from shardkit_tools.copies import begin_copies, finish_copies, print_copies
 from shardkit_tools.importers.options import parse_field_types
-from shardkit_tools.options import EngineName, argument, option
+from shardkit_tools.options import argument, option
 from shardkit_tools.texts import bytes_text, count_text, duration_text
 from shardkit_tools.versions import moved_document, moved_facts
 
@@ -42,7 +42,7 @@ def adopt(
     parity: options.ParityOption = None,
     mode: options.ModeOption = None,
     jobs: options.JobsOption = None,
-    engine: options.EngineOption = EngineName.LOCAL,
+    engine: options.EngineOption = "local",
     address: options.AddressOption = None,
     scratch: Annotated[Path | None, option("--scratch FOLDER", "Folder for the journal.")] = None,
     dry_run: options.DryRunOption = False,

@@ -31,10 +31,11 @@ from shardkit.audit import (
 )
 from shardkit.audit.plans import RunPlan
 from shardkit.audit.run_record import RunRecord
+from shardkit.copies.verify import Level
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, StoreError, UsageError
 from shardkit.exit_codes import ExitCode
 from shardkit_tools import console, options
-from shardkit_tools.commands.verify import LevelName, parse_share
+from shardkit_tools.commands.verify import parse_share
 from shardkit_tools.help_pages import CommandPage, GroupPage
 from shardkit_tools.options import argument, option
 from shardkit_tools.row_lists import read_lines, sample_number
@@ -97,8 +98,9 @@ def audit() -> None:
 def run_command(
     run: RunArgument,
     level: Annotated[
-        LevelName, option("--level", "How the shards are checked, as in verify.")
-    ] = LevelName.READ,
+        Level,
+        option("--level list|attested|stored|read|decode", "How the shards are checked, as in verify."),
+    ] = "read",
     only_manifest: Annotated[
         bool, option("--manifest-only", "Do not look at the shards, only at the manifest and its pages.")
     ] = False,
@@ -128,7 +130,7 @@ def run_command(
         result = audit_run(
             run,
             dataset=dataset,
-            level=None if only_manifest else level.value,
+            level=None if only_manifest else level,
             sample=parse_share(sample),
             jobs=jobs or os.cpu_count() or 1,
             statement=claim,

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from shardkit.dataset.field_names import split_names
 from shardkit.errors import UsageError
@@ -14,25 +13,11 @@ from shardkit_tools.build_report import document, print_result, progress_text
 from shardkit_tools.building import build as build_dataset
 from shardkit_tools.copies import begin_copies, finish_copies, print_copies
 from shardkit_tools.importers import IMPORTERS, ImportOptions, parse_field_types
-from shardkit_tools.options import EngineName, ShardFormat, argument, option
+from shardkit_tools.options import ShardFormat, argument, option
 
 _SOURCE = functools.partial(option, panel="Source")
 _SAMPLES = functools.partial(option, panel="Samples")
 _VERSION = functools.partial(option, panel="Version")
-
-
-class OnError(StrEnum):
-    """What becomes of a row that cannot be read."""
-
-    RAISE = "raise"
-    SKIP = "skip"
-
-
-class Per(StrEnum):
-    """What one sample of a text is."""
-
-    FILE = "file"
-    LINE = "line"
 
 
 def build(
@@ -59,7 +44,9 @@ def build(
     encoding: Annotated[
         str, _SOURCE("--encoding NAME", "Of CSV that is not UTF-8, such as latin-1 or cp1252.")
     ] = "",
-    per: Annotated[Per, _SOURCE("--per", "Of text: one sample per file or per line.")] = Per.FILE,
+    per: Annotated[
+        Literal["file", "line"], _SOURCE("--per file|line", "Of text: one sample per file or per line.")
+    ] = "file",
     classes: Annotated[
         bool | None, _SOURCE("--classes/--no-classes", "Whether the folders in SOURCE are classes.")
     ] = None,
@@ -72,8 +59,9 @@ def build(
         ),
     ] = None,
     on_error: Annotated[
-        OnError, _SOURCE("--on-error", "Stop at a row that cannot be read, or skip and list it.")
-    ] = OnError.RAISE,
+        Literal["raise", "skip"],
+        _SOURCE("--on-error raise|skip", "Stop at a row that cannot be read, or skip and list it."),
+    ] = "raise",
     apply: Annotated[
         str | None,
         _SAMPLES(
@@ -106,7 +94,7 @@ def build(
     stratify: Annotated[list[str] | None, options.STRATIFY] = None,
     split: Annotated[str | None, options.SPLIT] = None,
     split_by: Annotated[str | None, options.SPLIT_BY] = None,
-    format: Annotated[ShardFormat, options.FORMAT] = ShardFormat.TAR,
+    format: Annotated[ShardFormat, options.FORMAT] = "tar",
     compression: Annotated[str, options.COMPRESSION] = "none",
     shard_size: Annotated[str, options.SHARD_SIZE] = "256MiB",
     block_size: Annotated[str | None, options.BLOCK_SIZE] = None,
@@ -138,7 +126,7 @@ def build(
     parity: options.ParityOption = None,
     mode: options.ModeOption = None,
     jobs: options.JobsOption = None,
-    engine: options.EngineOption = EngineName.LOCAL,
+    engine: options.EngineOption = "local",
     address: options.AddressOption = None,
     scratch: options.ScratchOption = None,
     dry_run: options.DryRunOption = False,
@@ -154,10 +142,10 @@ def build(
     settings = options.settings_for(build_dataset, locals()) | {
         "options": ImportOptions(
             field_types=parse_field_types(schema or []),
-            per=per.value,
+            per=per,
             classes=classes,
             split_folders=split_folders,
-            skip_bad_rows=on_error is OnError.SKIP,
+            skip_bad_rows=on_error == "skip",
             columns=tuple(filter(None, split_names(columns))),
             drop=tuple(drop or ()),
             rename=_renames(rename or []),

@@ -8,9 +8,8 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, TextIO
+from typing import Annotated, Literal, TextIO
 
 import shardkit
 from shardkit.dataset import Dataset
@@ -29,22 +28,10 @@ from shardkit_tools.options import argument, option
 from shardkit_tools.texts import bytes_text, count_text
 
 
-class Kind(StrEnum):
-    """What a dataset can be exported as."""
-
-    PARQUET = "parquet"
-    JSONL = "jsonl"
-    WEBDATASET = "webdataset"
-    HF = "hf"
-    SHA256SUMS = "sha256sums"
-    URLS = "urls"
-    CROISSANT = "croissant"
-
-
 def export(
     root: Annotated[str, argument("ROOT[@REF]", "The version to export.")],
     kind: Annotated[
-        Kind,
+        Literal[Form, "sha256sums", "urls", "croissant"],
         option(
             "--as FORM",
             "parquet, jsonl, webdataset, hf: the samples. sha256sums: for `sha256sum -c`; urls: the shards' "
@@ -74,12 +61,12 @@ def export(
     Example: shardkit export data/cats --as parquet --where "label < 5" -o cats.parquet
     """
     dataset = shardkit.open(root)
-    if kind.value in {form.value for form in Form}:
-        _export_samples(dataset, Form(kind.value), out, where, columns, file_size, replace)
+    if kind != "sha256sums" and kind != "urls" and kind != "croissant":
+        _export_samples(dataset, kind, out, where, columns, file_size, replace)
         return
     if where is not None or columns is not None or replace:
         raise UsageError(f"--where, --columns and --replace are for samples, and --as {kind} lists objects")
-    lines = {Kind.SHA256SUMS: _sums, Kind.URLS: _urls, Kind.CROISSANT: _croissant}[kind](dataset)
+    lines = {"sha256sums": _sums, "urls": _urls, "croissant": _croissant}[kind](dataset)
     with contextlib.ExitStack() as stack:
         stream: TextIO = sys.stdout
         if out is not None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import typer
@@ -19,13 +18,6 @@ from shardkit_tools.texts import bytes_text, count_text
 
 _SHOWN = 12
 _USUAL_WORLDS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256)  # shown although they may not divide the lanes
-
-
-class Balance(StrEnum):
-    """How windows are arranged by what samples cost."""
-
-    SPREAD = "spread"
-    ALIGN = "align"
 
 
 def plan(
@@ -47,7 +39,10 @@ def plan(
             'What a sample costs, such as "len(tokens)**2": tells how long ranks would wait for each other.',
         ),
     ] = "",
-    balance: Annotated[Balance, typer.Option(help="With --cost: how windows are arranged.")] = Balance.SPREAD,
+    balance: Annotated[
+        Literal["spread", "align"],
+        option("--balance spread|align", "With --cost: how windows are arranged."),
+    ] = "spread",
     step: Annotated[
         int | None, typer.Option(help="Print this step's sample numbers instead of the report.")
     ] = None,
@@ -67,7 +62,7 @@ def plan(
     if window_blocks is not None:
         settings["window_blocks"] = window_blocks
     if cost:
-        settings |= {"cost": cost, "balance": balance.value}
+        settings |= {"cost": cost, "balance": balance}
     dataset = shardkit.open(root)
     made = dataset.plan(global_batch, seed=seed, **settings)
     if step is not None:
@@ -84,7 +79,7 @@ def plan(
     if cost:
         worlds = [ranks for ranks in _USUAL_WORLDS if 1 < ranks <= made.lanes]
         waits = predicted_waits(made, costs_of(dataset, cost), worlds)
-        report["cost"] = {"expression": made.settings.cost, "balance": balance.value, "worlds": waits}
+        report["cost"] = {"expression": made.settings.cost, "balance": balance, "worlds": waits}
     if plot is not None:
         plt = console.pyplot("plan")
         figure = plan_figure(made, plt)

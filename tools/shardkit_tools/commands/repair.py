@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from shardkit.copies.records import Lost, Unchecked
 from shardkit.copies.repair import Repair
@@ -11,26 +10,17 @@ from shardkit.copies.repair import repair as repair_root
 from shardkit.repository.location_table import LocationRecord
 from shardkit_tools import console, options
 from shardkit_tools.copies import copying, spread_checks
-from shardkit_tools.options import EngineName, option
+from shardkit_tools.options import option
 from shardkit_tools.texts import bytes_text, count_text, short_ids
 from shardkit_tools.versions import parse_url
 
 _SHOWN = 20
 
 
-class RepairLevel(StrEnum):
-    """How deep to look for what is bad."""
-
-    ATTESTED = "attested"
-    LIST = "list"
-    STORED = "stored"
-    READ = "read"
-
-
 def repair(
     root: options.RootArgument,
     level: Annotated[
-        RepairLevel | None,
+        Literal["attested", "list", "stored", "read"] | None,
         option(
             "--level attested|list|stored|read",
             "Where to look: attested: only what readers or scrubs found bad; list: and what is missing or has "
@@ -49,7 +39,7 @@ def repair(
     bandwidth: options.BandwidthOption = None,
     between: options.BetweenOption = None,
     jobs: options.ChecksOption = 4,
-    engine: options.EngineOption = EngineName.LOCAL,
+    engine: options.EngineOption = "local",
     address: options.AddressOption = None,
     as_json: options.JsonFlag = False,
 ) -> None:
@@ -61,12 +51,11 @@ def repair(
 
     Example: shardkit repair data/cats --from-run runs/7
     """
-    chosen = level or (RepairLevel.ATTESTED if from_run else RepairLevel.READ)
     more = [LocationRecord.parse(text) for text in location or ()]
     with copying(engine, address, jobs, bandwidth, between) as (work, spread):
         done = repair_root(
             parse_url(root)[0],
-            level=chosen.value,
+            level=level or ("attested" if from_run else "read"),
             from_runs=tuple(from_run or ()),
             locations=more,
             pace=work.pace,

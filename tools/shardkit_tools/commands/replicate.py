@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 from shardkit.copies.replicate import Replication
 from shardkit.copies.replicate import replicate as replicate_root
@@ -11,16 +10,8 @@ from shardkit.repository.repository import Repository
 from shardkit_tools import console, options
 from shardkit_tools.commands.repair import print_unchecked
 from shardkit_tools.copies import copying, print_lag, print_locations, spread_checks, spread_copies
-from shardkit_tools.options import EngineName, option
+from shardkit_tools.options import option
 from shardkit_tools.versions import parse_url
-
-
-class ReplicateLevel(StrEnum):
-    """How deep to look at the copies that are there."""
-
-    LIST = "list"
-    STORED = "stored"
-    READ = "read"
 
 
 def replicate(
@@ -29,15 +20,15 @@ def replicate(
     between: options.BetweenOption = None,
     jobs: Annotated[int, option("--jobs -j N", "Objects copied at once.", min=1, max=64)] = 4,
     level: Annotated[
-        ReplicateLevel,
+        Literal["list", "stored", "read"],
         option(
-            "--level",
+            "--level list|stored|read",
             "How to look at the shards and parity that are there. list: by size alone, for frequent calls; "
             "stored: by the checksums that the store keeps, by reading where it keeps none; read: every byte.",
         ),
-    ] = ReplicateLevel.STORED,
+    ] = "stored",
     dry_run: Annotated[bool, option("--dry-run", "Only say what is missing where.")] = False,
-    engine: options.EngineOption = EngineName.LOCAL,
+    engine: options.EngineOption = "local",
     address: options.AddressOption = None,
     as_json: options.JsonFlag = False,
 ) -> None:
@@ -58,7 +49,7 @@ def replicate(
             repository,
             pace=work.pace,
             dry_run=dry_run,
-            level=level.value,
+            level=level,
             jobs=jobs,
             copy_all=spread_copies(spread),
             check_all=spread_checks(spread),

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from shardkit.copies.scrub import Scrub
 from shardkit.copies.scrub import scrub as scrub_root
@@ -14,18 +13,11 @@ from shardkit.repository.location_table import LocationRecord
 from shardkit_tools import console, options
 from shardkit_tools.commands.repair import print_repair, print_unchecked, repair_document
 from shardkit_tools.copies import copying, spread_checks
-from shardkit_tools.options import EngineName, option
+from shardkit_tools.options import option
 from shardkit_tools.texts import bytes_text, count_text
 from shardkit_tools.versions import parse_url
 
 _SHOWN = 20
-
-
-class ScrubLevel(StrEnum):
-    """How to look at a copy."""
-
-    STORED = "stored"
-    READ = "read"
 
 
 def scrub(
@@ -36,13 +28,13 @@ def scrub(
         option("--older-than TIME", "Only copies that nobody has looked at for so long, such as 30d."),
     ] = None,
     level: Annotated[
-        ScrubLevel,
+        Literal["stored", "read"],
         option(
-            "--level",
+            "--level stored|read",
             "stored: by the checksums that the store keeps (no bytes are moved), and by reading where it keeps "
             "none; read: by reading every byte.",
         ),
-    ] = ScrubLevel.STORED,
+    ] = "stored",
     heal: Annotated[bool, option("--repair", "Heal what is bad, at once.")] = False,
     only: Annotated[
         list[str] | None, option("--only NAME", "Only this location; may be given again.")
@@ -51,7 +43,7 @@ def scrub(
     bandwidth: options.BandwidthOption = None,
     between: options.BetweenOption = None,
     jobs: options.ChecksOption = 4,
-    engine: options.EngineOption = EngineName.LOCAL,
+    engine: options.EngineOption = "local",
     address: options.AddressOption = None,
     as_json: options.JsonFlag = False,
 ) -> None:
@@ -70,7 +62,7 @@ def scrub(
     with copying(engine, address, jobs, bandwidth, between) as (work, spread):
         done = scrub_root(
             parse_url(root)[0],
-            depth=level.value,
+            depth=level,
             older_than_s=older,
             time_box_s=box,
             only=tuple(only or ()),

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from enum import StrEnum
 from fractions import Fraction
 from typing import Annotated
 
-from shardkit.copies.verify import Finding, Verification
+from shardkit.copies.verify import Finding, Level, Verification
 from shardkit.copies.verify import verify as verify_dataset
 from shardkit.errors import UsageError
 from shardkit_tools import console, options
@@ -18,26 +17,16 @@ _SHOWN_BLOCKS = 8
 _SHOWN_FINDINGS = 20
 
 
-class LevelName(StrEnum):
-    """How deep to look."""
-
-    LIST = "list"
-    ATTESTED = "attested"
-    STORED = "stored"
-    READ = "read"
-    DECODE = "decode"
-
-
 def verify(
     root: Annotated[str, argument("ROOT[@REF]", "All versions of ROOT, or one of them.")],
     level: Annotated[
-        LevelName,
+        Level,
         option(
-            "--level",
+            "--level list|attested|stored|read|decode",
             "list: objects and sizes; attested: and recorded scrubs; stored: and the store's own checksums, "
             "local files are read; read: every byte; decode: and every sample.",
         ),
-    ] = LevelName.READ,
+    ] = "read",
     sample: Annotated[
         str, option("--sample SHARE", "Look at a share of the shards, such as 5%; metadata is always whole.")
     ] = "100%",
@@ -56,7 +45,7 @@ def verify(
     with console.long_work() as status:
         result = verify_dataset(
             root,
-            level=level.value,
+            level=level,
             sample=parse_share(sample),
             seed=seed,
             jobs=jobs,
