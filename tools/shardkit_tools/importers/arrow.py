@@ -23,8 +23,6 @@ from shardkit_tools.importers.protocol import Source, SourceFile, SourceTask
 from shardkit_tools.importers.source_files import check_suffixes, is_url, open_file, read_file
 from shardkit_tools.importers.strict_json import parse_json
 
-__all__ = ["ArrowImporter", "open_arrow", "open_huggingface"]
-
 _MAGIC = b"ARROW1"
 _TASK_BYTES = TASK_BYTES
 _SCAN_ROWS = 100_000  # whose nulls tell which fields are optional

@@ -34,18 +34,6 @@ from shardkit.formats.logical import Logical
 from shardkit_tools.importers.options import MIXED, ImportOptions, array_note, shell_word
 from shardkit_tools.importers.protocol import Source
 
-__all__ = [
-    "KEY",
-    "described_arrays",
-    "fixed_shape",
-    "flat_batch",
-    "flat_schema",
-    "is_list",
-    "is_media",
-    "is_number",
-    "table_schema",
-]
-
 KEY = "__key__"
 _MOST_CLASSES = 2**17  # a manifest has no more
 _NUMBER = re.compile("bool|u?int(8|16|32|64)|float(16|32|64)")

@@ -31,8 +31,6 @@ from shardkit_tools.importers.protocol import (
     SourceTask,
 )
 
-__all__ = ["TASK_BYTES", "TableImporter", "null_columns"]
-
 TASK_BYTES = 64 << 20
 
 

@@ -37,8 +37,6 @@ from shardkit_tools.importers.protocol import (
 from shardkit_tools.importers.source_files import check_suffixes, file_suffix, open_file, open_plain
 from shardkit_tools.importers.strict_json import parse_json
 
-__all__ = ["CsvImporter", "open_csv"]
-
 _SCAN_ROWS = 100_000
 _MAX_CELL_CHARACTERS = 1 << 30
 _HEADER_BYTES = 1 << 16

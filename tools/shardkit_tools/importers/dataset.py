@@ -16,8 +16,6 @@ from shardkit.stores.store import object_name
 from shardkit.stores.urls import open_store
 from shardkit_tools.importers.protocol import SourceFailure, SourceFile, SourceSample, SourceTask
 
-__all__ = ["DatasetImporter", "open_dataset_source"]
-
 
 @dataclass(frozen=True)
 class DatasetImporter:

@@ -14,9 +14,6 @@ from shardkit_tools.importers.options import ImportOptions
 from shardkit_tools.importers.protocol import ChosenFields, FileImporter, Importer, Source
 from shardkit_tools.importers.source_files import file_stem, file_suffix, list_source
 
-__all__ = ["IMPORTERS", "MEDIA", "SIDECARS", "detect", "find_source", "media_of", "open_source"]
-
-
 IMPORTERS = {
     "folder": ("shardkit_tools.importers.folder", "open_folder"),
     "text": ("shardkit_tools.importers.text", "open_text"),

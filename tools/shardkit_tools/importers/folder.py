@@ -33,8 +33,6 @@ from shardkit_tools.importers.protocol import (
 from shardkit_tools.importers.source_files import file_stem, file_suffix, group_files, read_file
 from shardkit_tools.importers.strict_json import parse_json
 
-__all__ = ["SPLIT_FOLDERS", "FolderImporter", "FolderLayout", "folder_layout", "open_folder", "split_notes"]
-
 _MIN_EXTENT_BYTES = 32 << 10  # below it scratch costs less than opening the file once more
 # JPEG, PNG, GIF, WebP, BMP, TIFF, BigTIFF, PNM; AVIF, HEIC, JPEG 2000 and XL in boxes; bare JPEG XL and 2000
 _IMAGE_SIGNATURES = (

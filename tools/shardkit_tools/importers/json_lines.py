@@ -31,8 +31,6 @@ from shardkit_tools.importers.protocol import (
 from shardkit_tools.importers.source_files import check_suffixes, file_suffix, open_plain
 from shardkit_tools.importers.strict_json import parse_json, read_array
 
-__all__ = ["SCAN_ROWS", "JsonLinesImporter", "check_row", "infer_types", "open_json_lines"]
-
 SCAN_ROWS = 100_000
 """Rows that the schema is inferred from, in source order: the same for any number of jobs."""
 

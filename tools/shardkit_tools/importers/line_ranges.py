@@ -9,8 +9,6 @@ from shardkit.errors import SourceError
 from shardkit_tools.importers.protocol import SourceFile, SourceTask
 from shardkit_tools.importers.source_files import group_files, is_compressed, open_file, open_plain
 
-__all__ = ["LineTasks", "cut_lines", "holds_plain_rows", "read_lines"]
-
 _RANGE_BYTES = 64 << 20
 _PIECE_BYTES = 4 << 20
 _MAX_LINE_BYTES = 1 << 30

@@ -45,8 +45,6 @@ from shardkit_tools.importers.protocol import (
 from shardkit_tools.importers.source_files import Frames, read_file
 from shardkit_tools.importers.strict_json import parse_json
 
-__all__ = ["MdsImporter", "open_mds"]
-
 _INDEX = "index.json"
 _SCAN_ROWS = 1_000
 _MAX_SHARD_BYTES = 2**32  # offsets are 32 bits wide

@@ -26,8 +26,6 @@ from shardkit_tools.importers.detection import MEDIA
 from shardkit_tools.importers.numpy_rows import array_type, read_header
 from shardkit_tools.importers.strict_json import parse_json
 
-__all__ = ["common_array", "field_of", "field_type_of", "value_of"]
-
 _INTEGERS = frozenset(["cls", "cls2", "index", "count", "id", "inx"])
 _TEXTS = frozenset(["txt", "text", "transcript"])
 _NAMES = {"cls": "label", "json": "meta", "jsn": "meta", "npy": "array", "bin": "blob"} | dict.fromkeys(

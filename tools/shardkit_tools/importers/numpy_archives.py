@@ -33,8 +33,6 @@ from shardkit_tools.importers.protocol import (
 )
 from shardkit_tools.importers.source_files import check_suffixes, open_file
 
-__all__ = ["ArchiveImporter", "open_archives"]
-
 _PIECE_BYTES = 1 << 20
 _DAMAGED = (
     zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError, OverflowError, RuntimeError, ValueError

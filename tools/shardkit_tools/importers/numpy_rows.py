@@ -31,8 +31,6 @@ from shardkit_tools.importers.protocol import (
 )
 from shardkit_tools.importers.source_files import check_suffixes, file_stem, is_url, open_file
 
-__all__ = ["ArrayHeader", "NumpyImporter", "array_type", "check_rows", "open_numpy", "read_header"]
-
 _TASK_BYTES = 64 << 20
 _MIN_EXTENT_BYTES = 4096  # of a row; below it scratch costs less than a read for each
 _PIECE_ROWS = 1 << 14

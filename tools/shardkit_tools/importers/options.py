@@ -12,8 +12,6 @@ from typing import TypeVar
 from shardkit.errors import SchemaError, UsageError
 from shardkit.formats import RESERVED_NAMES, FieldType, Schema
 
-__all__ = ["MIXED", "ImportOptions", "SourceSchema", "array_note", "parse_field_types", "shell_word"]
-
 _Value = TypeVar("_Value")
 _LONGEST_SHOWN = 1000  # characters of a name
 

@@ -17,8 +17,6 @@ from shardkit_tools.importers.options import ImportOptions
 from shardkit_tools.importers.protocol import Source, SourceFile, SourceTask
 from shardkit_tools.importers.source_files import check_suffixes, open_file
 
-__all__ = ["ParquetImporter", "open_parquet"]
-
 _TASK_BYTES = TASK_BYTES
 _BATCH_ROWS = 4096
 

@@ -18,21 +18,6 @@ from shardkit.errors import ShardkitError
 from shardkit.formats import Schema, presence_of
 from shardkit_tools.importers.options import ImportOptions, SourceSchema
 
-__all__ = [
-    "ChosenFields",
-    "FileImporter",
-    "Importer",
-    "ReadMode",
-    "SampleColumns",
-    "SampleStream",
-    "Source",
-    "SourceFailure",
-    "SourceFile",
-    "SourceSample",
-    "SourceTask",
-]
-
-
 _Value = TypeVar("_Value")
 
 

@@ -20,13 +20,6 @@ from shardkit.stores.store import ObjectStat
 from shardkit.telemetry.redaction import redact
 from shardkit_tools.importers.protocol import SourceFile
 
-__all__ = [
-    "foreign_store",
-    "list_url",
-    "open_url",
-    "stat_file",
-]
-
 _WILDCARD = re.compile(r"[*?\[]")
 _SETTINGS = ("AWS_", "GOOGLE_", "AZURE_")
 _PIECE_BYTES = 4 << 20

@@ -23,19 +23,6 @@ from shardkit.errors import NotFoundError, SourceError
 from shardkit.formats import zstd
 from shardkit_tools.importers.protocol import Source, SourceFile, SourceTask
 
-__all__ = [
-    "check_suffixes",
-    "file_stem",
-    "file_suffix",
-    "group_files",
-    "is_compressed",
-    "is_url",
-    "list_source",
-    "open_file",
-    "open_plain",
-    "read_file",
-]
-
 _PACKED = (".gz", ".zst", ".xz")
 _XZ_MEMORY = 256 << 20  # `xz -9` needs 65 MiB; a file can ask for 4 GiB
 _FRAME_PIECE = 4 << 10  # unpacks to some 128 MiB at most

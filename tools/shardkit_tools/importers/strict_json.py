@@ -12,8 +12,6 @@ from shardkit.errors import SourceError
 from shardkit_tools.importers.protocol import SourceFile
 from shardkit_tools.importers.source_files import open_plain
 
-__all__ = ["parse_json", "read_array"]
-
 _PIECE = 1 << 20
 _MAX_ITEM = 1 << 28
 _BETWEEN = re.compile(r"[ \t\r\n]*")

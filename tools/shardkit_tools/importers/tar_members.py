@@ -16,8 +16,6 @@ from typing import BinaryIO, NamedTuple, NoReturn, Protocol
 from shardkit.errors import SourceError
 from shardkit_tools.importers.member_values import field_of
 
-__all__ = ["Member", "TarSample", "read_members", "tar_samples"]
-
 _BLOCK = 512
 _MAX_HEADER_BYTES = 1 << 20  # of a long name or a pax header; honest ones have a few hundred bytes
 _MAX_MEMBER_BYTES = 5 << 30  # the largest sample that a shard takes

@@ -22,8 +22,6 @@ from shardkit_tools.importers.protocol import (
 )
 from shardkit_tools.importers.source_files import group_files, is_compressed, open_plain, read_file
 
-__all__ = ["TextImporter", "open_text"]
-
 _MAX_TEXT_BYTES = 1 << 30
 
 

@@ -24,8 +24,6 @@ from shardkit_tools.importers.protocol import (
 from shardkit_tools.importers.source_files import check_suffixes, open_plain
 from shardkit_tools.importers.tar_members import TarSample, read_members, tar_samples
 
-__all__ = ["WebDatasetImporter", "check_fields", "open_webdataset"]
-
 # The schema is inferred from this many samples, in source order; the rest are checked against it.
 _SCAN_SAMPLES = 1000
 
