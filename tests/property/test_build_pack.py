@@ -22,9 +22,9 @@ import shardkit_tools
 from shardkit.errors import ConfigurationError, SourceError
 from shardkit_tools.building import build_run
 from shardkit_tools.building import packing as packing_module
+from shardkit_tools.building.packing import pack
 from shardkit_tools.importers import ImportOptions, line_ranges
 from shardkit_tools.main import run
-from shardkit_tools.transforms.best_fit import pack
 
 OPTIONS = ImportOptions(field_types={"tokens": "int32[*]"})
 

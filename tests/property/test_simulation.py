@@ -14,9 +14,9 @@ from shardkit.errors import ConfigurationError
 from shardkit.plan import make_plan
 from shardkit_tools.simulation.cluster import Cluster, changed
 from shardkit_tools.simulation.demand import Groups, Needs, through_memory
-from shardkit_tools.simulation.fetching import BlockFetching, Items, RankFlow
 from shardkit_tools.simulation.populations import BlockMap, open_population
 from shardkit_tools.simulation.run import prepare, simulate_lanes, simulate_shuffle
+from shardkit_tools.simulation.timing import BlockFetching, Items, RankFlow
 
 SMALL = [
     "model=none",

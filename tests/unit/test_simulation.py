@@ -29,11 +29,12 @@ from shardkit_tools.simulation.demand import (
     through_cache,
 )
 from shardkit_tools.simulation.faults import Draws, Moves, arrivals, recovery, restart
-from shardkit_tools.simulation.fetching import Items, RankFlow
 from shardkit_tools.simulation.populations import BlockMap, synthetic_population
 from shardkit_tools.simulation.reading import choose_sample
 from shardkit_tools.simulation.run import costs, prepare, simulate_lanes
 from shardkit_tools.simulation.timing import (
+    Items,
+    RankFlow,
     exposed_seconds,
     hierarchical_seconds,
     reduce_seconds,

@@ -29,9 +29,8 @@ import xxhash
 
 import shardkit
 from shardkit.errors import RunError
-from shardkit_tools.benchmarks.contests import build_round, make_tokens, write_limit
 from shardkit_tools.benchmarks.rounds import Contest, Entry, Held, Round, hold, timed
-from shardkit_tools.benchmarks.suite import machine_facts, versions
+from shardkit_tools.benchmarks.suite import build_round, machine_facts, make_tokens, versions, write_limit
 
 PEERS = {
     "mds": "MosaicML MDSWriter (no hash, order of the source)",

@@ -26,7 +26,7 @@ import numpy as np
 from shardkit.plan import Plan, Population, make_plan
 from shardkit.plan.locality import lane_shards, node_reads
 from shardkit.plan.mixing import mixing
-from shardkit_tools.benchmarks.contests import resume, spread
+from shardkit_tools.benchmarks.suite import resume, spread
 
 ROWS, SHARDS, STRATA, BATCH = 10**9, 10**5, 50, 4096
 PLANNERS = ("mosaicml", "litdata")

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import shardkit
-from shardkit_tools.benchmarks.contests import write_dataset
+from shardkit_tools.benchmarks.suite import write_dataset
 from shardkit_tools.benchmarks.workloads import WORKLOADS, Workload, touch
 from shardkit_tools.tuning.measuring import measure_machine
 from shardkit_tools.tuning.proposing import Machine, Needs, propose

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import itertools
 import json
 import os
 import platform
@@ -10,18 +13,202 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+import shardkit
 from shardkit.errors import ShardkitError, UsageError
-from shardkit_tools.benchmarks.contests import build_contest, plan_contest, read_contest
+from shardkit.plan import Population, make_plan
 from shardkit_tools.benchmarks.reducing import reduce_contest
 from shardkit_tools.benchmarks.results import Ratio, Result, ratios_of
-from shardkit_tools.benchmarks.rounds import Contest, hold
-from shardkit_tools.benchmarks.workloads import WORKLOADS
+from shardkit_tools.benchmarks.rounds import Contest, Entry, Round, hold, timed
+from shardkit_tools.benchmarks.workloads import (
+    LIMIT_NAMES,
+    WORKLOADS,
+    Workload,
+    open_limit,
+    touch,
+    write_rows,
+)
+from shardkit_tools.building import ProgressCallback, build
+
+
+@contextlib.contextmanager
+def read_contest(workload: Workload, scale: float, scratch: Path) -> Iterator[Contest]:
+    """A contest over one workload; the loader is open while the context lasts.
+
+    Args:
+        workload: what is read.
+        scale: share of its stated rows.
+        scratch: the data lie below it; the caller removes it.
+    """
+    write_rows(workload, scale, str(scratch / "rows"))
+    write_dataset(workload, scale, scratch / "shardkit")
+    rows, limit, epochs = workload.rows(scale), open_limit(workload, str(scratch / "rows")), itertools.count()
+    ds = shardkit.open(scratch / "shardkit")
+    with ds.loader(ds.plan(global_batch=workload.batch), tensors=False) as loader:
+        yield Contest(
+            f"read {workload.name}",
+            {"rows": rows, "batch": workload.batch},
+            [
+                Entry(LIMIT_NAMES[workload.name], "limit", lambda: _epoch(rows, limit(next(epochs)))),
+                Entry("shardkit", "shardkit", lambda: _epoch(rows, (b[workload.field] for b in loader))),
+            ],
+        )
+
+
+def _epoch(rows: int, values: Iterable[Any]) -> Round:
+    def work() -> None:
+        for value in values:
+            touch(value)
+
+    return timed(rows, work)
+
+
+def write_dataset(
+    workload: Workload, scale: float, root: str | os.PathLike[str], **settings: Any
+) -> shardkit.Dataset:
+    """Write a workload: Arrow shards, tar for blobs, zstd for text; ``settings`` are those of `shardkit.create`."""
+    kind = {"": "bytes", "str": "str"}.get(workload.dtype)
+    kind = kind or f"{workload.dtype}[{','.join(map(str, workload.shape))}]"
+    schema = {workload.field: kind} | ({"label": "int64"} if workload.label else {})
+    form: Any = "arrow" if workload.shape or workload.compressed else "tar"
+    with shardkit.create(root, schema, format=form, compression="zstd" if workload.compressed else "none",
+                         **settings) as writer:  # fmt: skip
+        for sample in workload.samples(scale):
+            writer.add(sample)
+    return shardkit.open(root)
+
+
+TOKENS = 2048
+_PIECE = 1 << 20
+_FULL_MEGABYTES = 1600
+
+
+def make_tokens(path: Path, megabytes: int) -> int:
+    """Write an ``.npy`` of int32[2048] rows; returns its bytes of tokens."""
+    rows = max(1, megabytes * 1_000_000 // (4 * TOKENS))
+    array = np.lib.format.open_memmap(path, "w+", np.int32, (rows, TOKENS))
+    for start in range(0, rows, 4096):
+        random = np.random.default_rng(start)
+        array[start : start + 4096] = random.integers(0, 50_000, (min(4096, rows - start), TOKENS))
+    array.flush()
+    return rows * 4 * TOKENS
+
+
+def write_limit(path: Path, size: int) -> Round:
+    """Write that many bytes with SHA-256 and XXH3, synced; bytes are the amount."""
+    piece = np.random.default_rng(2).bytes(_PIECE)
+    os.sync()  # what was written before is not on this bill
+
+    def work() -> None:
+        with path.open("wb") as stream:
+            for first in range(0, size, _PIECE):
+                part = memoryview(piece)[: size - first]
+                stream.write(part)
+                hashlib.sha256(part).digest()
+                xxhash.xxh3_64_intdigest(part)
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    try:
+        return timed(size, work)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def build_round(
+    source: Path, size: int, root: Path, form: str, jobs: int, progress: ProgressCallback | None = None
+) -> Round:
+    """Build a root and remove it again; bytes of the source are the amount."""
+    os.sync()
+    try:
+        return timed(size, lambda: build(str(source), root, format=form, jobs=jobs, progress=progress))
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def build_contest(scale: float, scratch: Path) -> Iterator[Contest]:
+    """Token rows of 8 KiB into arrow and tar shards, one process.
+
+    Args:
+        scale: share of 1.6 GB.
+        scratch: on the disk to be measured.
+    """
+    source = scratch / "tokens.npy"
+    size = make_tokens(source, max(16, int(_FULL_MEGABYTES * scale)))
+
+    def building(form: str) -> Callable[[], Round]:
+        return lambda: build_round(source, size, scratch / f"root-{form}", form, 1)
+
+    yield Contest(
+        "build tokens",
+        {"bytes": size},
+        [
+            Entry("write + SHA-256 + XXH3, synced", "limit", lambda: write_limit(scratch / "limit", size)),
+            Entry("shardkit arrow", "shardkit", building("arrow")),
+            Entry("shardkit tar", "shardkit", building("tar")),
+        ],
+    )
+
+
+_ROWS, _BATCH, _SHARD_ROWS = 10**7, 4096, 5000
+
+
+def spread(counts: NDArray[np.int64], shards: int, block_rows: int) -> Population:
+    """Strata of these sizes spread evenly over shards, as the build writes them."""
+    strata = len(counts)
+    at = np.arange(shards + 1, dtype=np.int64)
+    rows = np.empty((shards, strata), dtype=np.int64)
+    for s, n in enumerate(counts.tolist()):
+        rows[:, s] = np.diff(at * n // shards)
+    return Population("bench", tuple(f"s{s:04d}" for s in range(strata)),
+                      np.repeat(np.arange(shards, dtype=np.int32), strata),
+                      np.tile(np.arange(strata, dtype=np.int32), shards), rows.ravel(),
+                      np.full(shards, block_rows, dtype=np.int32))  # fmt: skip
+
+
+def resume(population: Population, batch: int, lanes: int) -> Round:
+    """Plan, and draw the cells of a step at 90 % of the epoch for the first ``lanes`` lanes."""
+
+    def work() -> None:
+        plan = make_plan(population, global_batch=batch)
+        step = int(plan.loop_steps * 0.9)
+        plan.steps(step, step + 1, range(lanes))
+
+    return timed(1, work)
+
+
+@contextlib.contextmanager
+def plan_contest(scale: float) -> Iterator[Contest]:
+    """A rank (1 lane of 64) resumes at 90 % of an epoch.
+
+    The limit is one uniform permutation of all rows, which a loader with a full shuffle makes at every start.
+
+    Args:
+        scale: share of 10⁷ rows.
+    """
+    rows = max(100_000, int(_ROWS * scale))
+    shards = max(20, rows // _SHARD_ROWS)
+    population = spread(np.array([rows]), shards, 64)
+
+    def permute() -> Round:
+        return timed(1, lambda: np.random.default_rng(0).permutation(rows))
+
+    entries = [
+        Entry("numpy permutation", "limit", permute),
+        Entry("shardkit", "shardkit", lambda: resume(population, _BATCH, 1)),
+    ]
+    yield Contest("plan resume", {"rows": rows, "batch": _BATCH}, entries)
+
 
 PARTS = ("read", "build", "plan", "reduce")
 """Of the suite."""

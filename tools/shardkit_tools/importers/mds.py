@@ -29,7 +29,6 @@ from numpy.typing import NDArray
 
 from shardkit.errors import SourceError
 from shardkit.formats import zstd
-from shardkit_tools.importers.member_values import common_array
 from shardkit_tools.importers.numpy_rows import array_type
 from shardkit_tools.importers.options import ImportOptions
 from shardkit_tools.importers.protocol import (
@@ -44,6 +43,7 @@ from shardkit_tools.importers.protocol import (
 )
 from shardkit_tools.importers.source_files import Frames, read_file
 from shardkit_tools.importers.strict_json import parse_json
+from shardkit_tools.importers.webdataset import common_array
 
 _INDEX = "index.json"
 _SCAN_ROWS = 1_000

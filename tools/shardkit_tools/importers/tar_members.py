@@ -9,12 +9,15 @@ never skipped.
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import BinaryIO, NamedTuple, NoReturn, Protocol
+from urllib.parse import unquote
 
 from shardkit.errors import SourceError
-from shardkit_tools.importers.member_values import field_of
+from shardkit_tools.importers.detection import MEDIA
 
 _BLOCK = 512
 _MAX_HEADER_BYTES = 1 << 20  # of a long name or a pax header; honest ones have a few hundred bytes
@@ -35,6 +38,23 @@ _HARMLESS_PAX = frozenset(
     {"mtime", "atime", "ctime", "uid", "gid", "uname", "gname", "comment", "LIBARCHIVE.creationtime"}
 )
 _HARMLESS_PAX_PREFIXES = ("SCHILY.", "LIBARCHIVE.xattr.")
+
+
+TEXTS = frozenset(["txt", "text", "transcript"])
+_NAMES = {"cls": "label", "json": "meta", "jsn": "meta", "npy": "array", "bin": "blob"} | dict.fromkeys(
+    TEXTS, "text"
+)
+_NAMES |= {suffix: name for name, suffixes in MEDIA.items() for suffix in suffixes}
+_ENCODED = re.compile(r"[a-z0-9_-]*(?:%[0-9a-f]{2}[a-z0-9_-]*)+")
+_PICKLED = frozenset(["pyd", "pickle", "pkl", "pth", "pt"])
+_UNREAD = {
+    "ten": "tensor",
+    "tb": "tensor",
+    "mp": "MessagePack",
+    "msgpack": "MessagePack",
+    "cbor": "CBOR",
+    "npz": "zipped NumPy",
+}
 
 
 class Stream(Protocol):
@@ -73,6 +93,32 @@ class TarSample:
     key: str
     row: int
     members: dict[str, tuple[str, Member]] = field(default_factory=dict)
+
+
+def field_of(extension: str, where: str) -> str:
+    """The field that a member becomes.
+
+    Args:
+        extension: what follows the first dot of the member's last name part, in lower case.
+        where: tar and member, for messages.
+
+    Raises:
+        SourceError: the member is of a kind that is not read.
+    """
+    *parts, suffix = extension.split(".")
+    if suffix in _PICKLED:
+        raise SourceError(
+            f"{where}: a pickle can run any code when it is loaded, so it is never read; convert the member "
+            "to .npy or .json"
+        )
+    if suffix in _UNREAD:
+        raise SourceError(
+            f"{where}: {_UNREAD[suffix]} members are not read; convert the member to .npy or .json"
+        )
+    if len(parts) == 1 and _ENCODED.fullmatch(parts[0]):  # as shardkit writes names that a tar cannot hold
+        with contextlib.suppress(UnicodeDecodeError):
+            return unquote(parts[0], errors="strict")
+    return ".".join(parts) or _NAMES.get(suffix, suffix)
 
 
 def tar_samples(members: Iterable[Member], path: str) -> Iterator[TarSample]:

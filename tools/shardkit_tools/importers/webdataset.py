@@ -1,15 +1,31 @@
-"""WebDataset tars: members that share a name up to its first dot are one sample."""
+"""WebDataset tars: members that share a name up to its first dot are one sample, read as webdataset's decoders do.
+
+The decoders that can run code (pickle, torch) have no counterpart here: such members are refused by name.
+
+    jpg png … → image: bytes    wav mp3 … → audio: bytes     mp4 … → video: bytes
+    cls → label: int64          index, count, id, inx, cls2 → int64
+    txt text transcript → text: str                          json → meta: json
+    npy → its dtype and shape   bin → blob: bytes            anything else → bytes, named by its extension
+
+A longer extension names its field: ``17.left.png`` is the field ``left``, ``17.tokens.npy`` the field
+``tokens``.
+"""
 
 from __future__ import annotations
 
+import io
 import itertools
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from shardkit.errors import SourceError
-from shardkit_tools.importers.member_values import common_array, field_type_of, value_of
+from shardkit_tools.importers.numpy_rows import array_type, read_header
 from shardkit_tools.importers.options import MIXED, ImportOptions, shell_word
 from shardkit_tools.importers.protocol import (
     FileImporter,
@@ -22,7 +38,8 @@ from shardkit_tools.importers.protocol import (
     SourceTask,
 )
 from shardkit_tools.importers.source_files import check_suffixes, open_plain
-from shardkit_tools.importers.tar_members import TarSample, read_members, tar_samples
+from shardkit_tools.importers.strict_json import parse_json
+from shardkit_tools.importers.tar_members import TEXTS, TarSample, read_members, tar_samples
 
 # The schema is inferred from this many samples, in source order; the rest are checked against it.
 _SCAN_SAMPLES = 1000
@@ -148,3 +165,79 @@ def _merged(known: str, found: str, where: str) -> str:
     raise SourceError(
         f"{where}: an array of type {found}, but {known} in the samples before it; make the arrays alike"
     )
+
+
+# ---- The values of members
+
+
+_INTEGERS = frozenset(["cls", "cls2", "index", "count", "id", "inx"])
+
+
+def field_type_of(extension: str, data: bytes, where: str) -> str:
+    """The field type of one member.
+
+    Raises:
+        SourceError: the member is not what its extension says.
+    """
+    suffix = extension.rpartition(".")[2]
+    if suffix in _INTEGERS:
+        return "int64"
+    if suffix in TEXTS:
+        return "str"
+    if suffix in ("json", "jsn"):
+        return "json"
+    if suffix == "npy":
+        array = _array(data, where)
+        return array_type(array.dtype, array.shape)
+    return "bytes"
+
+
+def common_array(known: str, found: str) -> str | None:
+    """The type that holds arrays of both types: where they differ in a size, it is free. None where there is none."""
+    (dtype, _, sizes), (other, _, other_sizes) = (text.rstrip("]").partition("[") for text in (known, found))
+    pairs = list(zip(sizes.split(","), other_sizes.split(","), strict=False))
+    if dtype != other or not (sizes and other_sizes) or sizes.count(",") != other_sizes.count(","):
+        return None
+    return f"{dtype}[{','.join(a if a == b else '*' for a, b in pairs)}]"
+
+
+def value_of(extension: str, kind: str, data: bytes, where: str) -> object:
+    """The value of one member.
+
+    Args:
+        extension: as for `field_of`.
+        kind: the field's type; `bytes` leaves any member as it is.
+        data: the member's bytes.
+        where: tar and member, for messages.
+
+    Raises:
+        SourceError: the member is not what its extension says; the field's type is checked later, by the
+        schema.
+    """
+    suffix = extension.rpartition(".")[2]
+    if kind == "bytes":
+        return data
+    if suffix in _INTEGERS:
+        text = data.strip()
+        if not re.fullmatch(rb"[+-]?[0-9]{1,20}", text):
+            raise SourceError(
+                f"{where}: {text[:40]!r} is not an integer; mend it, or read it as text with --schema …=str"
+            )
+        return int(text)
+    if suffix in ("json", "jsn"):
+        return parse_json(data, where)
+    if suffix == "npy":
+        return _array(data, where)
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise SourceError(
+            f"{where}: not UTF-8 (byte {error.start}); mend it, or keep the bytes with --schema …=bytes"
+        ) from error
+
+
+def _array(data: bytes, where: str) -> NDArray[np.generic]:
+    stream = io.BytesIO(data)
+    header = read_header(stream, where, len(data), has_rows=False)
+    values = np.frombuffer(data, header.dtype, offset=header.offset)
+    return values.reshape(header.shape, order="F" if header.columns_first else "C")

@@ -20,8 +20,8 @@ from shardkit_tools.simulation.demand import (
     through_cache,
     through_memory,
 )
-from shardkit_tools.simulation.fetching import Items, RankFlow
 from shardkit_tools.simulation.populations import BlockMap
+from shardkit_tools.simulation.timing import Items, RankFlow
 
 Floats = NDArray[np.float64]
 Tell = Callable[[str], None]

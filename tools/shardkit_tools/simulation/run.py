@@ -14,11 +14,10 @@ from shardkit.plan import Plan, make_plan
 from shardkit_tools.simulation.cluster import Cluster, changed
 from shardkit_tools.simulation.demand import group_steps
 from shardkit_tools.simulation.faults import Moves, Stops, recovery, restart
-from shardkit_tools.simulation.fetching import RankFlow
 from shardkit_tools.simulation.full_shuffle import Unit, shuffled_reads
 from shardkit_tools.simulation.populations import BlockMap, open_population
 from shardkit_tools.simulation.reading import Prepared, Reads, Tell, choose_sample, read_lanes
-from shardkit_tools.simulation.timing import Times, time_steps
+from shardkit_tools.simulation.timing import RankFlow, Times, time_steps
 
 DEFAULT_BUDGET = 12_000_000
 """Rows an epoch that are drawn exactly."""

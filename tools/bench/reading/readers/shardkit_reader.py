@@ -6,7 +6,7 @@ from typing import Any
 
 import shardkit
 from shardkit.errors import ConfigurationError
-from shardkit_tools.benchmarks.contests import write_dataset as build
+from shardkit_tools.benchmarks.suite import write_dataset as build
 
 __all__ = ["build", "open_reader"]
 
