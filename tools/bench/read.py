@@ -23,9 +23,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # servers of the tests
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from bench.peer_versions import versions
 from bench.reading import bucket, contest
 from bench.reading.report import report
-from shardkit_tools.benchmarks.suite import machine_facts, versions
+from shardkit_tools.benchmarks.suite import machine_facts
 from shardkit_tools.benchmarks.workloads import WORKLOADS
 
 RESULTS = Path(__file__).with_name("results") / "read"

@@ -5,12 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import json
 import os
 import platform
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,6 +35,7 @@ from shardkit_tools.benchmarks.workloads import (
     write_rows,
 )
 from shardkit_tools.building import ProgressCallback, build
+from shardkit_tools.installed import installed
 
 
 @contextlib.contextmanager
@@ -298,29 +296,7 @@ def _scratch(given: str | None) -> tempfile.TemporaryDirectory[str]:
         ) from None
 
 
-_PACKAGES = ("shardkit", "torch", "numpy", "pyarrow", "zstandard", "mosaicml-streaming", "litdata", "webdataset",
-             "datasets", "grain", "array-record", "pylance", "megatron-energon", "spdl", "ffcv", "torchvision",
-             "pillow")  # fmt: skip
-_PROGRAM = """
-import importlib.metadata as m, json, sys
-found = {}
-for name in sys.argv[1:]:
-    try:
-        found[name] = m.version(name)
-    except m.PackageNotFoundError:
-        pass
-print(json.dumps(found))
-"""
-
-
-def versions(python: str) -> dict[str, str]:
-    """Installed versions of what may be measured, in the environment of an interpreter.
-
-    Raises:
-        OSError, subprocess.CalledProcessError: it is not a Python interpreter.
-    """
-    done = subprocess.run([python, "-c", _PROGRAM, *_PACKAGES], capture_output=True, text=True, check=True)
-    return dict(json.loads(done.stdout))
+_PACKAGES = ("shardkit", "torch", "torchvision", "numpy", "pyarrow", "zstandard", "pillow")
 
 
 def machine_facts() -> dict[str, Any]:
@@ -332,7 +308,7 @@ def machine_facts() -> dict[str, Any]:
         "processor": _processor(),
         "system": platform.system(),
         "python": platform.python_version(),
-        "versions": versions(sys.executable),
+        "versions": installed(_PACKAGES),
     }
 
 

@@ -19,12 +19,12 @@ import secrets
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import xxhash
 
 from shardkit.dataset.scratch import scratch_folder
-from shardkit.dataset.scratch_reading import Part, PartFiles, Parts
+from shardkit.dataset.scratch_reading import Part, PartFiles
 from shardkit.errors import FormatError, IntegrityError, RunError, StoreError
 from shardkit.formats import canonical_json
 from shardkit.storage import LocalStore, Repository
@@ -42,21 +42,19 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _JOB = re.compile(rf"{_SCRATCH}/build-[0-9a-f]{{32}}/")
 
 
-class ClosableParts(Parts, Protocol):
-    """Parts that hold files until they are closed."""
+class LocalFolder:
+    """A folder of this machine, or one that all machines mount; "" keeps nothing.
 
-    def close(self) -> None: ...
+    Args:
+        path: the folder of this machine in which parts are written; "" where nothing is kept.
+    """
 
-
-class JobFolder(Protocol):
-    """Where the files of a build are; picklable."""
-
-    @property
-    def path(self) -> str:
-        """The folder of this machine in which parts are written; "" where nothing is kept."""
+    def __init__(self, path: str) -> None:
+        self.path = path
 
     def new_part(self, kind: str) -> str:
         """Name of a part that nobody has; "" where nothing is kept."""
+        return f"{kind}-{os.getpid()}-{secrets.token_hex(8)}" if self.path else ""
 
     def keep(self, part: str) -> int:
         """Take over a part that was written whole; its size in bytes.
@@ -64,9 +62,11 @@ class JobFolder(Protocol):
         Raises:
             StoreError: it cannot be kept; it is gone then.
         """
+        return os.stat(f"{self.path}/{part}").st_size if part else 0
 
-    def parts(self, names: Sequence[str]) -> ClosableParts:
+    def parts(self, names: Sequence[str]) -> PartFiles | _StoreParts:
         """Parts that were kept, by number."""
+        return PartFiles(self.path, names)
 
     def put_record(self, name: str, data: bytes) -> None:
         """Make a record appear, whole or not at all.
@@ -74,36 +74,6 @@ class JobFolder(Protocol):
         Raises:
             StoreFullError, StoreError: there is no room, or the store fails.
         """
-
-    def read(self, name: str) -> bytes | None:
-        """What a record holds with its checksum, None where there is none."""
-
-    def names(self) -> list[str]:
-        """Everything that was kept."""
-
-    def size_of(self, name: str) -> int | None:
-        """Bytes of a file, None where it is not there."""
-
-    def remove(self, name: str) -> None:
-        """Remove a file if it is there."""
-
-
-class LocalFolder:
-    """A folder of this machine, or one that all machines mount; "" keeps nothing."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def new_part(self, kind: str) -> str:
-        return f"{kind}-{os.getpid()}-{secrets.token_hex(8)}" if self.path else ""
-
-    def keep(self, part: str) -> int:
-        return os.stat(f"{self.path}/{part}").st_size if part else 0
-
-    def parts(self, names: Sequence[str]) -> ClosableParts:
-        return PartFiles(self.path, names)
-
-    def put_record(self, name: str, data: bytes) -> None:
         temporary = f"{name}.{os.getpid()}-{secrets.token_hex(4)}.new"
         with explained(f"write {self.path}/{name}", writing=True):
             root = active().open_root(self.path)
@@ -124,19 +94,23 @@ class LocalFolder:
                 active().close(root)
 
     def read(self, name: str) -> bytes | None:
+        """What a record holds with its checksum, None where there is none."""
         with explained(f"read {self.path}/{name}"), contextlib.suppress(FileNotFoundError):
             return Path(self.path, name).read_bytes()
         return None
 
     def names(self) -> list[str]:
+        """Everything that was kept."""
         return os.listdir(self.path)
 
     def size_of(self, name: str) -> int | None:
+        """Bytes of a file, None where it is not there."""
         with contextlib.suppress(FileNotFoundError):
             return os.stat(f"{self.path}/{name}").st_size
         return None
 
     def remove(self, name: str) -> None:
+        """Remove a file if it is there."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(f"{self.path}/{name}")
 
@@ -194,7 +168,7 @@ class StoreFolder:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
 
-    def parts(self, names: Sequence[str]) -> ClosableParts:
+    def parts(self, names: Sequence[str]) -> _StoreParts:
         return _StoreParts(self._store, [self.prefix + name for name in names])
 
     def put_record(self, name: str, data: bytes) -> None:
@@ -244,6 +218,10 @@ class _StorePart(NamedTuple):
             buffer[:] = self.store.get_range(self.name, offset, len(buffer))
 
     def close(self) -> None: ...
+
+
+JobFolder = LocalFolder | StoreFolder
+"""Where the files of a build are; picklable."""
 
 
 class Job:

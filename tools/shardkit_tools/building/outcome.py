@@ -6,7 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 from shardkit.dataset.version_settings import NewVersion, VersionSettings
@@ -19,6 +19,7 @@ from shardkit_tools.building.engines import Engine
 from shardkit_tools.importers import Importer, ImportOptions
 from shardkit_tools.importers.protocol import SourceFile
 from shardkit_tools.importers.source_files import is_url
+from shardkit_tools.texts import bytes_text
 
 _INTERVAL_S = 0.1
 Phase: TypeAlias = Literal["read", "pack", "write", "commit"]
@@ -148,7 +149,7 @@ class ProgressMeter:
 
     def __init__(self, callback: ProgressCallback | None) -> None:
         self._callback: ProgressCallback | None = None
-        self._scratch_bytes = 0
+        self._now = Progress("read", 0, 0, 0, 0.0, 0.0, 0, 0)
         self.begin("read")  # which nobody is told of: nothing has begun
         self._callback = callback
 
@@ -163,41 +164,27 @@ class ProgressMeter:
         scratch_bytes: int | None = None,
     ) -> None:
         """Start a phase, with what an earlier run has done of it."""
-        self._phase: Phase = phase
-        self._total_bytes, self._rows, self._reused = total_bytes, done_rows, reused
-        self._done_bytes = self._before = done_bytes
-        self._scratch_bytes = self._scratch_bytes if scratch_bytes is None else scratch_bytes
-        self._started = time.monotonic()
-        self._told = 0.0
+        scratch = self._now.scratch_bytes if scratch_bytes is None else scratch_bytes
+        self._now = Progress(phase, done_rows, done_bytes, total_bytes, 0.0, 0.0, scratch, reused)
+        self._before, self._started, self._told = done_bytes, time.monotonic(), 0.0
         self._tell(force=True)
 
     def add(self, rows: int, size: int) -> None:
-        self._rows += rows
-        self._done_bytes += size
+        now = self._now
+        self._now = replace(now, rows=now.rows + rows, done_bytes=now.done_bytes + size)
         self._tell()
 
     def end(self) -> None:
-        self._done_bytes = self._total_bytes
+        self._now = replace(self._now, done_bytes=self._now.total_bytes)
         self._tell(force=True)
 
     def _tell(self, *, force: bool = False) -> None:
         now = time.monotonic()
         if self._callback is None or (not force and now - self._told < _INTERVAL_S):
             return
-        self._told = now
-        seconds = now - self._started
-        self._callback(
-            Progress(
-                phase=self._phase,
-                rows=self._rows,
-                done_bytes=self._done_bytes,
-                total_bytes=self._total_bytes,
-                seconds=seconds,
-                rate=(self._done_bytes - self._before) / seconds if seconds > 0 else 0.0,
-                scratch_bytes=self._scratch_bytes,
-                reused=self._reused,
-            )
-        )
+        self._told, seconds = now, now - self._started
+        rate = (self._now.done_bytes - self._before) / seconds if seconds > 0 else 0.0
+        self._callback(replace(self._now, seconds=seconds, rate=rate))
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,10 +324,10 @@ def check_space(needs: Sequence[SpaceNeed]) -> None:
         together = [other for other in needs if other.device == need.device]
         total = sum(other.need_bytes for other in together)
         if total > need.free_bytes:
-            parts = " and ".join(f"{_gib(one.need_bytes)} of {one.what}" for one in together)
+            parts = " and ".join(f"{bytes_text(one.need_bytes)} of {one.what}" for one in together)
             raise StoreFullError(
-                f"{need.folder}: {_gib(need.free_bytes)} free, but the build needs at least {_gib(total)} there "
-                f"({parts}); make room, or name a folder on another disk with --scratch"
+                f"{need.folder}: {bytes_text(need.free_bytes)} free, but the build needs at least "
+                f"{bytes_text(total)} there ({parts}); make room, or name a folder on another disk with --scratch"
             )
 
 
@@ -356,7 +343,3 @@ def fits_page_cache(files: Iterable[SourceFile], room: int | None = None) -> boo
         if left < 0 or is_url(file.path):
             return False
     return True
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

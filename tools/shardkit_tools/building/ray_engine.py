@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
-import importlib.metadata
 import itertools
 import logging
 import os
@@ -35,6 +34,7 @@ from shardkit.errors import (
     StoreError,
 )
 from shardkit_tools.building.engines import Report, Worker, run_here
+from shardkit_tools.installed import installed
 
 RETRIES = 5
 _POLL_S = 0.5
@@ -284,10 +284,8 @@ def _worker(key: str, made: list[Any], given: _Given) -> Worker:
 
 
 def _own_versions() -> dict[str, str]:
-    installed = {str(one.metadata["Name"]).lower(): one.version for one in importlib.metadata.distributions()}
-    return {
-        name: installed.get(name, f"none (Python {platform.python_version()})") for name in _SAME_VERSIONS
-    }
+    here = f"none (Python {platform.python_version()})"
+    return dict.fromkeys(_SAME_VERSIONS, here) | installed(_SAME_VERSIONS)
 
 
 def _short_folder() -> str:

@@ -20,6 +20,7 @@ from shardkit.reading.inventory import read_root
 from shardkit.repository.log import LogEntry
 from shardkit.repository.repository import Repository
 from shardkit_tools import console, options
+from shardkit_tools.installed import installed
 from shardkit_tools.options import argument, option
 from shardkit_tools.row_lists import sample_number
 from shardkit_tools.texts import bytes_text, count_text, share_text, short_id
@@ -286,11 +287,7 @@ def _extras() -> dict[str, dict[str, str | None]]:
         match = _EXTRA.match(text)
         if match is None or match[1] == "shardkit" or match[2] in _OWN:
             continue
-        try:
-            version: str | None = importlib.metadata.version(match[1])
-        except importlib.metadata.PackageNotFoundError:
-            version = None
-        found.setdefault(match[2], {})[match[1]] = version
+        found.setdefault(match[2], {})[match[1]] = installed([match[1]]).get(match[1])
     return found
 
 

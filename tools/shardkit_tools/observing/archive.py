@@ -10,7 +10,6 @@ import platform
 import tarfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -22,6 +21,7 @@ from shardkit.telemetry.intervals import Interval, byte_counters, intervals, ste
 from shardkit.telemetry.recorder import request_stacks
 from shardkit.telemetry.records import Record, check_run, read_lines, record_path, telemetry_directory
 from shardkit.telemetry.redaction import redact_document, redactor
+from shardkit_tools.installed import installed
 from shardkit_tools.observing.run_view import clock_text, event_text, run_settings, view_run
 from shardkit_tools.texts import bytes_text, clean, duration_text
 
@@ -164,9 +164,7 @@ def _text(path: Path) -> str:
 
 
 def _versions() -> dict[str, str]:
-    installed = {one.name: one.version for one in metadata.distributions() if one.name in _PACKAGES}
-    here = {name: installed[name] for name in _PACKAGES if name in installed}
-    return here | {
+    return installed(_PACKAGES) | {
         "python": platform.python_version(),
         "system": platform.system(),
         "machine": platform.machine(),
