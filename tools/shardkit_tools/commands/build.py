@@ -13,8 +13,10 @@ from shardkit_tools.build_report import document, print_result, progress_text
 from shardkit_tools.building import build as build_dataset
 from shardkit_tools.copies import begin_copies, finish_copies, print_copies
 from shardkit_tools.importers import IMPORTERS, ImportOptions, parse_field_types
+from shardkit_tools.importers.options import parse_pairs
 from shardkit_tools.options import ShardFormat, argument, option
 
+_PACK = "a field and a length, such as tokens=2048"
 _SOURCE = functools.partial(option, panel="Source")
 _SAMPLES = functools.partial(option, panel="Samples")
 _VERSION = functools.partial(option, panel="Version")
@@ -148,7 +150,7 @@ def build(
             skip_bad_rows=on_error == "skip",
             columns=tuple(filter(None, split_names(columns))),
             drop=tuple(drop or ()),
-            rename=_renames(rename or []),
+            rename=parse_pairs(rename or [], "--rename", "OLD=NEW, such as --rename 'First Name=first_name'"),
             flatten=flatten,
             encoding=encoding,
         ),
@@ -169,22 +171,12 @@ def build(
         print_copies(root, lag)
 
 
-def _renames(pairs: list[str]) -> dict[str, str]:
-    names = {}
-    for pair in pairs:
-        old, equals, new = pair.rpartition("=")
-        if not (old and equals and new):
-            raise UsageError(f"--rename {pair!r}: expected OLD=NEW, such as --rename 'First Name=first_name'")
-        names[old] = new
-    return names
-
-
 def _pack(text: str | None) -> dict[str, int] | None:
     if text is None:
         return None
-    name, _, length = text.rpartition("=")
-    if not name or not length.isascii() or not length.isdigit():
-        raise UsageError(f"--pack {text!r}: expected a field and a length, such as tokens=2048")
+    ((name, length),) = parse_pairs([text], "--pack", _PACK).items()
+    if not length.isascii() or not length.isdigit():
+        raise UsageError(f"--pack {text!r}: expected {_PACK}")
     return {name: int(length)}
 
 

@@ -17,11 +17,11 @@ from shardkit.dataset.about import about_of
 from shardkit.dataset.croissant import croissant_document
 from shardkit.dataset.field_names import split_names
 from shardkit.errors import UsageError
-from shardkit.formats import Schema, extension, parse_digest
+from shardkit.formats import Schema
 from shardkit.manifest import ADOPTED
 from shardkit.ranges import parse_size
-from shardkit.reading.inventory import side_objects
-from shardkit.storage import Repository, adopted_place, object_name, with_adopted
+from shardkit.reading.inventory import take_inventory
+from shardkit.storage import adopted_place, with_adopted
 from shardkit_tools import console
 from shardkit_tools.exporting import Form, export_samples
 from shardkit_tools.options import argument, option
@@ -101,36 +101,14 @@ def _export_samples(
     )
 
 
-def object_names(dataset: Dataset) -> Iterator[tuple[Repository, str, str]]:
-    """(repository, digest, name) of every object of a version: roots, pages, selections, indexes, shards."""
-    roots = [(dataset.repository, dataset.manifest)] if dataset.manifest.parts else []
-    roots += [(part.repository, part.manifest) for part in dataset.version.parts]
-    for repository, manifest in roots:
-        digests = [(manifest.id, "manifest"), *((page.digest, "page") for page in manifest.pages)]
-        digests += [(digest, kind) for digest, kind, _ in side_objects(manifest)]
-        for digest, kind in digests:
-            yield repository, digest, object_name(digest, kind)
-    for shard in range(len(dataset.table)):
-        yield from shard_names(dataset, shard)
-
-
-def shard_names(dataset: Dataset, shard: int) -> Iterator[tuple[Repository, str, str]]:
-    """(repository, digest, name) of a shard, its index and its selection."""
-    part = dataset.version.part_of(shard)
-    suffix = extension(part.manifest.format, part.manifest.compression)
-    digests = [(dataset.table.digest_text(shard), suffix), (dataset.table.index_digest_text(shard), "index")]
-    selection = dataset.table.selection_digest_text(shard)
-    for digest, kind in [*digests, *([(selection, "selection")] if selection is not None else [])]:
-        yield part.repository, digest, object_name(digest, kind)
-
-
 def _sums(dataset: Dataset) -> Iterator[str]:
-    seen = set()
+    """Every object of a version: roots, pages, selections, indexes, shards."""
+    roots = [(dataset.repository, dataset.manifest.id)] if dataset.manifest.parts else []
+    roots += [(part.repository, part.manifest.id) for part in dataset.version.parts]
     adopted = _adopted_places(dataset)
-    for _, digest, name in object_names(dataset):
-        if name not in seen:
-            seen.add(name)
-            yield _sum_line(parse_digest(digest), adopted.get(name, name))
+    inventories = (take_inventory(repository, version) for repository, version in roots)
+    for name in dict.fromkeys(name for inventory in inventories for name, _ in inventory.names()):
+        yield _sum_line(name.rpartition("/")[2].partition(".")[0], adopted.get(name, name))
 
 
 def _sum_line(digits: str, path: str) -> str:
@@ -145,7 +123,7 @@ def _adopted_places(dataset: Dataset) -> dict[str, str]:
     for shard in range(len(dataset.table)):
         part = dataset.version.part_of(shard)
         if ADOPTED in part.manifest.features:
-            _, _, name = next(shard_names(dataset, shard))
+            name = dataset.reader.shard_name(shard)
             place = adopted_place(with_adopted(part.repository, part.manifest).store, name)
             if place is not None:
                 places[name] = place if "://" in place else os.path.abspath(place)
@@ -161,5 +139,5 @@ def _croissant(dataset: Dataset) -> Iterator[str]:
 def _urls(dataset: Dataset) -> Iterator[str]:
     adopted = _adopted_places(dataset)
     for shard in range(len(dataset.table)):
-        repository, _, name = next(shard_names(dataset, shard))
-        yield adopted.get(name) or f"{repository.url}/{name}"
+        name = dataset.reader.shard_name(shard)
+        yield adopted.get(name) or f"{dataset.version.part_of(shard).repository.url}/{name}"

@@ -170,19 +170,28 @@ def array_note(name: str, dtype: str, dimensions: int) -> str:
     return f"{name} is json; --schema {flag} makes an array of each row{shaped}"
 
 
-def parse_field_types(pairs: list[str], option: str = "--schema") -> dict[str, str]:
+def parse_field_types(texts: Iterable[str], option: str = "--schema") -> dict[str, str]:
     """Parse ``field=type`` texts as given on a command line.
 
     Raises:
         UsageError: a text is not of that form, or the type does not exist.
     """
-    types: dict[str, str] = {}
-    for pair in pairs:
-        name, equals, text = pair.rpartition("=")
-        if not equals or not name:
-            raise UsageError(
-                f"{option} {pair!r}: expected field=type, for example score=float64 or tokens=int32[*]"
-            )
+    types = parse_pairs(texts, option, "field=type, for example score=float64 or tokens=int32[*]")
+    for text in types.values():
         FieldType.parse(text)
-        types[name] = text
     return types
+
+
+def parse_pairs(texts: Iterable[str], option: str, expected: str) -> dict[str, str]:
+    """What stands before and behind the last equals sign of each text.
+
+    Raises:
+        UsageError: one of them is empty.
+    """
+    pairs = {}
+    for text in texts:
+        name, _, value = text.rpartition("=")
+        if not (name and value):
+            raise UsageError(f"{option} {text!r}: expected {expected}")
+        pairs[name] = value
+    return pairs

@@ -221,7 +221,7 @@ def _list_bucket(url: str) -> tuple[list[SourceFile], bool]:
             return [_object(bucket, key, key.rpartition("/")[0], found)], True
         folder = key[: glob.start()].rpartition("/")[0] if glob else key
         prefix = f"{folder}/" if folder else ""
-        wanted = _pattern(key) if glob else None
+        wanted = _pattern(url, key) if glob else None
         files = [
             _object(bucket, name, folder, stat)
             for name, stat in bucket.list_keys(prefix)
@@ -323,21 +323,10 @@ def _is_hidden(name: str) -> bool:
     return any(part.startswith(".") for part in name.split("/"))
 
 
-def _pattern(glob: str) -> re.Pattern[str]:
-    """``*`` and ``?`` within a part, ``**`` over parts, ``[…]`` of one character."""
-    text = ""
-    for piece in re.findall(r"\*\*/|\*\*|\*|\?|\[[^\]]+\]|.", glob, re.DOTALL):
-        if piece == "**/":
-            text += "(?:.*/)?"
-        elif piece == "**":
-            text += ".*"
-        elif piece == "*":
-            text += "[^/]*"
-        elif piece == "?":
-            text += "[^/]"
-        elif len(piece) > 1:
-            inside = piece[1:-1].replace("\\", "\\\\")
-            text += f"[^{inside[1:]}]" if inside[0] == "!" else f"[{inside}]"
-        else:
-            text += re.escape(piece)
-    return re.compile(text, re.DOTALL)
+def _pattern(url: str, key: str) -> re.Pattern[str]:
+    from fsspec.utils import glob_translate
+
+    try:
+        return re.compile(glob_translate(key))
+    except ValueError as error:
+        raise UsageError(f"{url}: {error}") from None
