@@ -84,10 +84,11 @@ class AdoptedTar:
         )
 
 
+@dataclass
 class AdoptWorker:
     """Adopts tars; one per process.
 
-    Args:
+    Attributes:
         repository: that adopts them; None to write nothing.
         folder: the job directory.
         schema: of every sample.
@@ -95,16 +96,11 @@ class AdoptWorker:
         block_bytes: target size of a block.
     """
 
-    def __init__(
-        self,
-        repository: Repository | None,
-        folder: JobFolder,
-        schema: Schema,
-        axes: Sequence[str],
-        block_bytes: int,
-    ) -> None:
-        self._repository, self._folder = repository, folder
-        self._schema, self._axes, self._block_bytes = schema, axes, block_bytes
+    repository: Repository | None
+    folder: JobFolder
+    schema: Schema
+    axes: Sequence[str]
+    block_bytes: int
 
     def close(self) -> None:
         """Nothing is kept open."""
@@ -116,11 +112,11 @@ class AdoptWorker:
             SourceError: the tar cannot be adopted.
             StoreError: the root or the scratch disk fails.
         """
-        scanned = scan_tar(item.file, self._schema, self._axes, self._block_bytes, report)
+        scanned = scan_tar(item.file, self.schema, self.axes, self.block_bytes, report)
         index, sizes = Descriptor("", 0, "index"), scanned.index.block_raw_size
-        if self._repository is not None:
-            index = self._repository.put_object(scanned.index.to_bytes(), "index")
-            put_adopted(self._repository, scanned.digest, place_of(item.file), scanned.etag)
+        if self.repository is not None:
+            index = self.repository.put_object(scanned.index.to_bytes(), "index")
+            put_adopted(self.repository, scanned.digest, place_of(item.file), scanned.etag)
         adopted = AdoptedTar(
             number=item.number,
             digest=scanned.digest,
@@ -133,10 +129,10 @@ class AdoptWorker:
             raw_bytes=int(sizes.sum()),
             runs=scanned.runs,
         )
-        if self._repository is not None:
+        if self.repository is not None:
             runs = [[list(labels), rows] for labels, rows in adopted.runs]
             record = {**asdict(adopted), "runs": runs, "stamp": item.stamp}
-            self._folder.put_record(item.record_name, canonical_json.dumps(record))
+            self.folder.put_record(item.record_name, canonical_json.dumps(record))
         return adopted
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -155,10 +155,11 @@ def _item(rows: Rows, number: int, places: NDArray[np.int64], borders: NDArray[n
     )
 
 
+@dataclass
 class PackWorker:
     """Packs documents; one per process.
 
-    Args:
+    Attributes:
         settings: of the packing.
         seed: of the shuffle, None where rows keep their order.
         folder: the job directory.
@@ -166,21 +167,17 @@ class PackWorker:
         run_bytes: of `RowSpool`.
     """
 
-    def __init__(
-        self,
-        settings: PackSettings,
-        *,
-        seed: int | None,
-        folder: JobFolder,
-        parts: Sequence[str],
-        run_bytes: int,
-    ) -> None:
-        self._settings = settings
-        self._seed = seed
-        self._folder = folder
-        self._parts = folder.parts(parts)
+    settings: PackSettings
+    _: KW_ONLY
+    seed: int | None
+    folder: JobFolder
+    parts: Sequence[str]
+    run_bytes: int
+
+    def __post_init__(self) -> None:
+        settings = self.settings
+        self._parts = self.folder.parts(self.parts)
         self._reader = ScratchReader(self._parts, settings.documents.stored)
-        self._run_bytes = run_bytes
         self._item_bytes = settings.rows[settings.field].numpy_dtype.itemsize
         self._raw_bytes = functools.lru_cache(maxsize=4096)(
             functools.partial(raw_row_bytes, settings.format, settings.rows)
@@ -196,15 +193,15 @@ class PackWorker:
             StoreError: the scratch disk fails.
             IntegrityError: a scratch record changed.
         """
-        part = self._folder.new_part("packed")
+        part = self.folder.new_part("packed")
         spool = RowSpool(
-            self._folder.path, part, seed=self._seed, run_bytes=self._run_bytes, always_file=bool(part)
+            self.folder.path, part, seed=self.seed, run_bytes=self.run_bytes, always_file=bool(part)
         )
         try:
             documents = self._documents(item) if part else None
             for group, stratum in enumerate(item.stratum):
                 first, last = int(item.group_start[group]), int(item.group_start[group + 1])
-                for pieces in _rows(pack(item.items[first:last], self._settings.length), first):
+                for pieces in _rows(pack(item.items[first:last], self.settings.length), first):
                     lead, at, _ = pieces[0]
                     source, payloads, sizes = self._row(pieces, stratum, documents)
                     split, size = int(item.split[lead]) or None, self._raw_bytes(sizes)
@@ -216,9 +213,9 @@ class PackWorker:
         except BaseException:
             spool.drop()
             raise
-        made = TaskRows(TaskFacts(item.number, part, self._folder.keep(part)), columns)
+        made = TaskRows(TaskFacts(item.number, part, self.folder.keep(part)), columns)
         if part:
-            self._folder.put_record(item.record_name, made.to_bytes())
+            self.folder.put_record(item.record_name, made.to_bytes())
         report(len(columns), item.raw_bytes)
         return made
 
@@ -226,14 +223,14 @@ class PackWorker:
         """Documents in memory, and the payloads of each of their fields."""
         records = self._reader.read(item.records, item.ordinal)
         block = records.block(0, len(item.ordinal))
-        columns = zip(self._settings.documents.stored, block.columns, strict=True)
+        columns = zip(self.settings.documents.stored, block.columns, strict=True)
         return block, {name: payloads_of(column) for name, column in columns}
 
     def _row(
         self, pieces: list[_Piece], stratum: tuple[str, ...], documents: _Held | None
     ) -> tuple[tuple[str, int] | None, tuple[bytes, ...], tuple[int, ...]]:
         """(source, payloads, their sizes) of a row; without documents there are only sizes."""
-        settings = self._settings
+        settings = self.settings
         ends = np.cumsum([0, *(length for _, _, length in pieces)], dtype="<i4")
         if documents is None:
             # what the dataset is stratified by has the size of its text in the stratum
@@ -260,7 +257,7 @@ class PackWorker:
         data = b"".join(
             documents[document][start * size : (start + length) * size] for document, start, length in pieces
         )
-        return data.ljust(self._settings.length * size, b"\0")
+        return data.ljust(self.settings.length * size, b"\0")
 
 
 def _rows(packing: Packing, base: int) -> Iterator[list[_Piece]]:

@@ -63,7 +63,6 @@ class RayEngine:
         self._is_ours = False
         self._running: dict[Any, Any] = {}
         self._output = contextlib.ExitStack()
-        self._tally: Any = None
 
     def __enter__(self) -> Self:
         """Join the cluster, or start one.
@@ -73,7 +72,6 @@ class RayEngine:
         """
         if not self._ray.is_initialized():
             self._start()
-        self._tally = self._ray.remote(num_cpus=0, max_restarts=-1)(_Tally).remote()
         return self
 
     def _slots(self) -> int:
@@ -83,10 +81,6 @@ class RayEngine:
 
     def __exit__(self, *_: object) -> None:
         self._cancel()
-        if self._tally is not None:
-            with contextlib.suppress(self._ray.exceptions.RayError):
-                self._ray.kill(self._tally)
-            self._tally = None
         if self._is_ours:
             self._ray.shutdown()
             self._is_ours = False
@@ -124,7 +118,7 @@ class RayEngine:
     def run(
         self, make: Callable[[], Worker], items: Iterable[Any], report: Report, *, here: bool = False
     ) -> Iterator[Any]:
-        """See `Engine`.
+        """See `Engine`; what a task reports is told when it is done, so that one that runs again counts once.
 
         Raises:
             ShardkitError: of the first item that failed.
@@ -137,25 +131,22 @@ class RayEngine:
         # By reference within a list: fetched once per worker, not with every task.
         made = [self._ray.put(make)]
         key = os.urandom(8).hex()
-        given = _Given(platform.node(), _own_versions(), self._tally)
-        counted = _Counted(report)
-        numbered = enumerate(items)
+        given = _Given(platform.node(), _own_versions())
+        waiting = iter(items)
         asked, slots = time.monotonic(), self._slots()
         try:
             while True:
-                for number, item in itertools.islice(numbered, max(0, slots - len(self._running))):
+                for item in itertools.islice(waiting, max(0, slots - len(self._running))):
                     named = task.options(name=f"shardkit {type(item).__name__}")
-                    self._running[named.remote(key, made, item, number, given)] = (number, item)
+                    self._running[named.remote(key, made, item, given)] = item
                 if not self._running:
                     return
                 ready, _ = self._ray.wait(list(self._running), num_returns=1, timeout=_POLL_S)
                 if time.monotonic() - asked > _POLL_S:
                     asked, slots = time.monotonic(), self._slots()
-                    counted.add(self._counts())
                 for reference in ready:
-                    number, item = self._running.pop(reference)
-                    result, rows, size = self._result(reference, item)
-                    counted.add({number: (rows, size)})
+                    result, rows, size = self._result(reference, self._running.pop(reference))
+                    report(rows, size)
                     yield result
         finally:
             self._cancel()
@@ -173,13 +164,6 @@ class RayEngine:
         # Arrays that Ray hands over are views of memory that ends with the cluster.
         return copy.deepcopy(value), rows, size
 
-    def _counts(self) -> dict[int, tuple[int, int]]:
-        try:
-            counts: dict[int, tuple[int, int]] = self._ray.get(self._tally.take.remote(), timeout=_POLL_S)
-        except self._ray.exceptions.RayError:
-            return {}  # its process was lost, too: results carry their counts with them
-        return counts
-
     def _cancel(self) -> None:
         for reference in self._running:
             with contextlib.suppress(self._ray.exceptions.RayError, ValueError):
@@ -187,59 +171,25 @@ class RayEngine:
         self._running = {}
 
 
-class _Counted:
-    """Turns what tasks have done so far into what is new; a task that runs again counts once."""
-
-    def __init__(self, report: Report) -> None:
-        self._report = report
-        self._seen: dict[int, tuple[int, int]] = {}
-
-    def add(self, counts: dict[int, tuple[int, int]]) -> None:
-        for number, (rows, size) in counts.items():
-            old_rows, old_size = self._seen.get(number, (0, 0))
-            if rows > old_rows or size > old_size:
-                self._seen[number] = (max(rows, old_rows), max(size, old_size))
-                self._report(max(0, rows - old_rows), max(0, size - old_size))
-
-
-class _Tally:
-    """Task → (rows, bytes) so far; an actor, because tasks cannot speak before they end."""
-
-    def __init__(self) -> None:
-        self._counts: dict[int, tuple[int, int]] = {}
-
-    def note(self, number: int, rows: int, size: int) -> None:
-        self._counts[number] = (rows, size)
-
-    def take(self) -> dict[int, tuple[int, int]]:
-        counts, self._counts = self._counts, {}
-        return counts
-
-
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """What workers know of the one who asks: node, versions that decide the bytes, and where to tell progress."""
+    """What workers know of the one who asks: node, and versions that decide the bytes."""
 
     node: str
     versions: dict[str, str]
-    tally: Any
 
 
 _held: tuple[str, Worker] | None = None
 """In a worker: the list of items that its worker is for, and the worker."""
 
 
-def _work(key: str, made: list[Any], item: Any, number: int, given: _Given) -> Any:
+def _work(key: str, made: list[Any], item: Any, given: _Given) -> Any:
     """One item, in a worker: ("done", result, rows, bytes) or ("failed", error, rows, bytes)."""
     rows = size = 0
-    last = time.monotonic()
 
     def report(new_rows: int, new_size: int) -> None:
-        nonlocal rows, size, last
+        nonlocal rows, size
         rows, size = rows + new_rows, size + new_size
-        if time.monotonic() - last > _POLL_S:
-            last = time.monotonic()
-            given.tally.note.remote(number, rows, size)
 
     try:
         result = _worker(key, made, given).work(item, report)

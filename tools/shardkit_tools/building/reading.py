@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, dataclass
+from dataclasses import KW_ONLY, astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -204,10 +204,11 @@ class _HasToBeLookedAt(Exception):
     """Rows whose payloads were left in the source have to be looked at one by one."""
 
 
+@dataclass
 class ReadWorker:
     """Reads tasks; one per process.
 
-    Args:
+    Attributes:
         importer: of the source.
         encoder: of the dataset.
         seed: of the shuffle, None where rows keep their order.
@@ -218,27 +219,19 @@ class ReadWorker:
         in_place: leave payloads in the source where the importer can.
     """
 
-    def __init__(
-        self,
-        importer: Importer,
-        encoder: RowEncoder,
-        *,
-        seed: int | None,
-        folder: JobFolder,
-        skip: bool,
-        run_bytes: int,
-        marks: RowMarks,
-        in_place: bool = False,
-    ) -> None:
-        self._importer = importer
-        self._encoder = encoder
-        self._seed = seed
-        self._folder = folder
-        self._skip = skip
-        self._marks = marks
-        self._in_place = in_place
-        self._reads_whole = isinstance(importer, FileImporter) and importer.reads_whole_files
-        self._buffer = RunBuffer(run_bytes)
+    importer: Importer
+    encoder: RowEncoder
+    _: KW_ONLY
+    seed: int | None
+    folder: JobFolder
+    skip: bool
+    run_bytes: int
+    marks: RowMarks
+    in_place: bool = False
+
+    def __post_init__(self) -> None:
+        self._reads_whole = isinstance(self.importer, FileImporter) and self.importer.reads_whole_files
+        self._buffer = RunBuffer(self.run_bytes)
 
     def close(self) -> None:
         """Nothing is held between tasks."""
@@ -251,20 +244,20 @@ class ReadWorker:
             StoreError: the scratch disk fails.
         """
         try:
-            return self._work(item, report, in_place=self._in_place)
+            return self._work(item, report, in_place=self.in_place)
         except _HasToBeLookedAt:
             return self._work(item, report, in_place=False)
 
     def _work(self, item: ReadTask, report: Report, *, in_place: bool) -> TaskRows:
-        part = self._folder.new_part("part")
+        part = self.folder.new_part("part")
         is_watched = in_place and not self._reads_whole
         states = tuple(file_state(file.path) for file in item.task.files) if is_watched else ()
         spool = RowSpool(
-            self._folder.path,
+            self.folder.path,
             part,
-            seed=self._seed,
+            seed=self.seed,
             always_file=bool(part),
-            marks=self._marks.names,
+            marks=self.marks.names,
             buffer=self._buffer,
         )
         try:
@@ -282,20 +275,20 @@ class ReadWorker:
         except BaseException:
             spool.drop()
             raise
-        size = self._folder.keep(part)
+        size = self.folder.keep(part)
         facts = TaskFacts(item.number, part, size, files, tuple(skipped), in_place, states)
         read = TaskRows(facts, columns)
         if part:
-            self._folder.put_record(_record_name(item.task), read.to_bytes())
+            self.folder.put_record(_record_name(item.task), read.to_bytes())
         return read
 
     def _rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
         """The rows of a task; an error of the source itself ends it, as a failure of row -1."""
         try:
-            if isinstance(self._importer, FileImporter):
-                yield from self._importer.read_rows(task, mode)
+            if isinstance(self.importer, FileImporter):
+                yield from self.importer.read_rows(task, mode)
             else:
-                yield from self._importer.read(task)
+                yield from self.importer.read(task)
         except SourceError as error:
             yield SourceFailure(task.name, -1, error)
 
@@ -310,7 +303,7 @@ class ReadWorker:
             )
             if error is None:
                 continue
-            if not self._skip:
+            if not self.skip:
                 raise error
             # A message may quote bytes of the source that are not text.
             message = str(error).encode("utf-8", "backslashreplace").decode("utf-8")[:1_000]
@@ -332,8 +325,8 @@ class ReadWorker:
                 yield found
                 continue
             encoded = None
-            if not self._marks.names:  # marks are made of payloads one by one
-                encoded = encode_columns(self._encoder, found.columns, found.source_name, found.first_row)
+            if not self.marks.names:  # marks are made of payloads one by one
+                encoded = encode_columns(self.encoder, found.columns, found.source_name, found.first_row)
             if encoded is not None:
                 spool.append_rows(encoded)
                 throttle.add(encoded.raw_bytes * len(encoded), rows=len(encoded))
@@ -347,14 +340,14 @@ class ReadWorker:
     ) -> ShardkitError | None:
         source = (found.source_name, found.source_row)
         try:
-            row = self._encoder.encode(found.sample, found.key, source, where="")
+            row = self.encoder.encode(found.sample, found.key, source, where="")
         except SampleError:
             # Named only now: making up a name for every good row would cost more than encoding some.
             where = f"{paths.get(found.source_name, found.source_name)} row {found.source_row}"
             if found.key is not None:
                 where += f" (key {found.key!r})"
             try:
-                row = self._encoder.encode(found.sample, found.key, source, where=where)
+                row = self.encoder.encode(found.sample, found.key, source, where=where)
             except SampleError as error:
                 return error
         assert row.identity is not None, "a row with a source has an identity"
@@ -362,7 +355,7 @@ class ReadWorker:
         if found.piece and found.key is None:  # pieces of one row lie apart in the shuffle, as other rows do
             text = b"p%d:%d:%d" % (*identity, found.piece)
             identity = divmod(xxhash.xxh3_128_intdigest(text), 2**64)
-        spool.append(row, identity, self._marks.marks(row.payloads))
+        spool.append(row, identity, self.marks.marks(row.payloads))
         throttle.add(row.raw_bytes)
         return None
 

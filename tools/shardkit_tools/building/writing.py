@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from shardkit.dataset.extents import ExtentReader, changed_source, file_state
 from shardkit.dataset.row_table import ShardRows
@@ -21,10 +22,11 @@ from shardkit_tools.importers.protocol import SourceTask
 _MAX_RECORD_BYTES = 10_000
 
 
+@dataclass
 class WriteWorker:
     """Writes shards; one per process.
 
-    Args:
+    Attributes:
         repository: where to.
         version: schema, format and compression.
         folder: the job directory.
@@ -32,20 +34,15 @@ class WriteWorker:
         files: number of a part whose payloads are in the source → paths of its task's files.
     """
 
-    def __init__(
-        self,
-        repository: Repository,
-        version: NewVersion,
-        folder: JobFolder,
-        parts: Sequence[str],
-        files: Mapping[int, Sequence[str]],
-    ) -> None:
-        self._repository = repository
-        self._version = version
-        self._folder = folder
-        self._parts = folder.parts(parts)
-        self._extents = ExtentReader(files)
-        self._reader = ScratchReader(self._parts, version.schema.stored, self._extents)
+    repository: Repository
+    version: NewVersion
+    folder: JobFolder
+    parts: Sequence[str]
+    files: Mapping[int, Sequence[str]]
+
+    def __post_init__(self) -> None:
+        self._parts, self._extents = self.folder.parts(self.parts), ExtentReader(self.files)
+        self._reader = ScratchReader(self._parts, self.version.schema.stored, self._extents)
 
     def close(self) -> None:
         self._parts.close()
@@ -59,7 +56,7 @@ class WriteWorker:
             IntegrityError: a scratch record changed.
             SourceError: the source did.
         """
-        written = write_shard(self._repository, self._reader, item, self._version, on_block=report)
+        written = write_shard(self.repository, self._reader, item, self.version, on_block=report)
         record = {
             "fingerprint": item.fingerprint(),
             "shard": [written.shard.digest, written.shard.size, written.shard.extension],
@@ -67,7 +64,7 @@ class WriteWorker:
             "largest_block": written.largest_block,
             "raw_bytes": written.raw_bytes,
         }
-        self._folder.put_record(_record_name(item), canonical_json.dumps(record))
+        self.folder.put_record(_record_name(item), canonical_json.dumps(record))
         return written
 
 
