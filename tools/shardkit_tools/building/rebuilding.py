@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +15,6 @@ from shardkit.dataset import Dataset
 from shardkit.dataset.about import About, about_of
 from shardkit.dataset.deriving import relabel
 from shardkit.dataset.encoding import CLASS_AXIS
-from shardkit.dataset.version_settings import VersionSettings
 from shardkit.errors import UsageError
 from shardkit.formats import Schema
 from shardkit.manifest import MIXED, Manifest
@@ -24,7 +22,7 @@ from shardkit.repository.log import LogEntry, parse_dataset_url
 from shardkit.repository.repository import DEFAULT_REF, Repository
 from shardkit.stores.store import object_name
 from shardkit.stores.urls import open_store
-from shardkit_tools.building.outcome import BuildResult, ProgressCallback
+from shardkit_tools.building.outcome import BuildResult
 from shardkit_tools.building.recipe import build
 from shardkit_tools.importers.protocol import SourceFailure, SourceFile, SourceSample, SourceTask
 
@@ -37,12 +35,7 @@ def rebuild(
     *,
     ref: str | None = None,
     message: str = "",
-    author: str = "",
-    jobs: int = 1,
-    scratch: str | os.PathLike[str] | None = None,
-    dry_run: bool = False,
-    progress: ProgressCallback | None = None,
-    **changes: Any,
+    **settings: Any,
 ) -> BuildResult:
     """Build the samples that a version holds anew; what is not given stays as it is.
 
@@ -54,59 +47,39 @@ def rebuild(
         to: another root; by default the same.
         ref: that is moved; by default the one that was named; ``main`` in another root.
         message: of the commit.
-        author: of the commit.
-        jobs: processes.
-        scratch: directory for encoded rows.
-        dry_run: write nothing.
-        progress: called with a `Progress` a few times a second.
-        changes: fields of `VersionSettings`; None leaves one as it is. Splits are not taken over, and of a merged
-            dataset the axis ``part`` goes; an empty list or text takes strata, look-ups and about away.
+        settings: further fields of `BuildSettings`; None leaves one as it is. Splits are not taken over, and of a
+            merged dataset the axis ``part`` goes; an empty list or text takes strata, look-ups and about away.
 
     Raises:
         UsageError: a digest or tag was named and no ref was given.
     """
     root, named = parse_dataset_url(url)
     dataset = shardkit.open(url)
-    manifest = dataset.manifest
     return build(
         open_dataset_source(root, dataset),
         to if to is not None else root,
-        **_settings(dataset, changes),
+        **_settings(dataset, settings),
         ref=ref or (_ref(root, named) if to is None else DEFAULT_REF),
-        message=message or f"rebuilt from {manifest.id}",
-        author=author,
-        jobs=jobs,
-        scratch=scratch,
-        dry_run=dry_run,
-        progress=progress,
+        message=message or f"rebuilt from {dataset.manifest.id}",
     )
 
 
 def label_again(
-    url: str | os.PathLike[str],
-    *,
-    about: Mapping[str, Any] | str | os.PathLike[str] | None = None,
-    lookup: str | Sequence[str] | None = None,
-    cost: str | Sequence[str] | None = None,
-    ref: str | None = None,
-    message: str = "",
-    author: str = "",
+    url: str | os.PathLike[str], *, ref: str | None = None, message: str = "", author: str = "", **labels: Any
 ) -> tuple[Manifest, LogEntry | None]:
     """Give a version other look-ups, costs or another about, over the same shards.
 
     Args:
         url: ``ROOT[@REF]``.
-        about: licence, source and contact; None: what it says now.
-        lookup: fields; None: those that it has.
-        cost: expressions; None: those that it has.
         ref: that is moved; by default the one that was named.
         message: of the commit.
         author: of the commit.
+        labels: see `relabel`; None: what the version has now.
     """
     root, named = parse_dataset_url(url)
     dataset = shardkit.open(url)
     repository = Repository.open(root)
-    manifest = relabel(repository, dataset, about=about, lookup=lookup, cost=cost)
+    manifest = relabel(repository, dataset, **labels)
     wanted = ref or _ref(root, named)
     if repository.refs.get(wanted) == manifest.id:
         return manifest, None
@@ -133,8 +106,7 @@ def _settings(dataset: Dataset, changes: Mapping[str, Any]) -> dict[str, Any]:
             raise UsageError(
                 f"the parts of this merged dataset differ in format or compression; say which: --{name}"
             )
-    settings = VersionSettings(**held)
-    return {one.name: getattr(settings, one.name) for one in dataclasses.fields(settings)}
+    return held
 
 
 def _ref(root: str, named: str | None) -> str:
