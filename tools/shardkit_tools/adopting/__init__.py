@@ -6,6 +6,6 @@ hold for adopted data is said when it is adopted.
 
 from __future__ import annotations
 
-from shardkit_tools.adopting.adoption import Adoption, Promise, adopt, broken_promises
+from shardkit_tools.adopting.adoption import Adoption, adopt, broken_promises
 
-__all__ = ["Adoption", "Promise", "adopt", "broken_promises"]
+__all__ = ["Adoption", "adopt", "broken_promises"]

@@ -41,7 +41,7 @@ class Adoption:
         schema: of the samples.
         tars: number of them. rows: samples. stored_bytes: of the tars.
         strata: name → rows.
-        promises: that do not hold.
+        promises: that do not hold, see `broken_promises`.
         reused: tars that an earlier, killed run had read.
         read_bytes: by this run. seconds: wall clock.
     """
@@ -54,7 +54,7 @@ class Adoption:
     rows: int
     stored_bytes: int
     strata: Mapping[str, int]
-    promises: tuple[Promise, ...]
+    promises: Mapping[str, str]
     reused: int
     read_bytes: int
     seconds: float
@@ -253,7 +253,7 @@ class _Adopting:
             rows=sum(tar.rows for tar in found),
             stored_bytes=sum(tar.size for tar in found),
             strata={Stratum(labels, 0, 0).name: rows for labels, rows in strata.items()},
-            promises=tuple(broken_promises(self._axes, len(strata), largest, self._block_bytes)),
+            promises=broken_promises(self._axes, len(strata), largest, self._block_bytes),
             reused=self._reused,
             read_bytes=self._read_bytes,
             seconds=time.monotonic() - self._started,
@@ -274,28 +274,19 @@ def _check_axes(axes: Sequence[str], schema: Schema) -> None:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Promise:
-    """A promise that does not hold.
+def broken_promises(axes: Sequence[str], strata: int, largest_block: int, block_bytes: int) -> dict[str, str]:
+    """Promises that do not hold for so many strata by these axes, and so large blocks for that target.
 
-    Attributes:
-        name: stable, for programs.
-        text: what is so instead, for people.
+    Returns:
+        Name of the promise, stable, for programs → what is so instead, for people.
     """
-
-    name: str
-    text: str
-
-
-def broken_promises(axes: Sequence[str], strata: int, largest_block: int, block_bytes: int) -> list[Promise]:
-    """What to tell of an adopted version with so many strata by these axes, and so large blocks for that target."""
     balance = (
         f"{strata} strata of {'/'.join(axes)} lie where the tars have them; a shard need not hold all of them, so "
         "batches are balanced over more shards than a build would need"
         if axes
         else "all samples are one stratum: batches are not balanced by any field"
     )
-    promises = {
+    return {
         "strata": balance,
         "order": "samples were not shuffled over all tars: they lie in the tars' order, so a plan mixes what its "
         "window of blocks holds; choose a larger window where neighbours are alike",
@@ -306,4 +297,3 @@ def broken_promises(axes: Sequence[str], strata: int, largest_block: int, block_
         "nothing keeps them from being changed, moved or deleted; a change cannot be healed from the root",
         "erasure": "remove takes samples out of versions; --erase cannot take their bytes out of the tars",
     }
-    return [Promise(name, text) for name, text in promises.items()]

@@ -86,7 +86,7 @@ def _document(result: Adoption, root: str, ref: str) -> dict[str, Any]:
         "tars": result.tars,
         "stored_bytes": result.stored_bytes,
         "strata": dict(result.strata),
-        "does_not_hold": {promise.name: promise.text for promise in result.promises},
+        "does_not_hold": dict(result.promises),
         "reused_tars": result.reused,
         "read_bytes": result.read_bytes,
         "seconds": round(result.seconds, 3),
@@ -115,6 +115,6 @@ def _print(result: Adoption, root: str, ref: str) -> None:
     console.print_facts(facts)
     print_strata(result.strata, result.rows)
     console.print_heading("What does not hold for adopted data")
-    console.print_facts([(promise.name, promise.text) for promise in result.promises], indent=2)
+    console.print_facts(result.promises.items(), indent=2)
     if manifest:
         console.print_line(f"next: shardkit show {root}{'' if ref == 'main' else '@' + ref}", "dim")
