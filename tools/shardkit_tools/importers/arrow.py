@@ -91,7 +91,7 @@ def _opened(
         )
 
     schema, classes = table_schema(source, options, schemas, nulls, features)
-    return kind(source=source, schema=schema, options=options, classes=classes, batches=batches)
+    return kind(source=source, fields=schema, options=options, labels=classes, batches=batches)
 
 
 def open_huggingface(source: Source, options: ImportOptions) -> ArrowImporter:

@@ -37,10 +37,10 @@ TASK_BYTES = 64 << 20
 class TableImporter(FileImporter):
     """Tables as a source."""
 
-    def read_rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
+    def _rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
         """Whole record batches where no row has to be looked at; a row with a null costs its own sample only."""
         (file,) = task.files
-        types = dict(self.schema)
+        types = dict(self.fields)
         row, batches = self._batches(file, task)
         for found in batches:
             batch = flat_batch(found, self.options)

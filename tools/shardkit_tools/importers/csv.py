@@ -61,9 +61,9 @@ class CsvImporter(FileImporter):
         """Runs of rows of large files without quotes, else whole files."""
         return self.lines.tasks
 
-    def read_rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
+    def _rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
         """A row that does not fit costs its own sample only."""
-        types = {name: _cell_type(kind) for name, kind in self.schema.items()}  # without what is left out
+        types = {name: _cell_type(kind) for name, kind in self.fields.items()}  # without what is left out
         value_of = _value_or_cell if self.options.unchecked else _value
         for file in task.files:
             # the header is no row
@@ -79,8 +79,8 @@ class CsvImporter(FileImporter):
                     continue
                 yield SourceSample(sample, None, file.name, row)
 
-    def describe(self) -> dict[str, object]:
-        return {"importer": "csv", **({} if self.encoding == _UTF8 else {"encoding": self.encoding})}
+    def _settings(self) -> dict[str, object]:
+        return {} if self.encoding == _UTF8 else {"encoding": self.encoding}
 
 
 def open_csv(source: Source, options: ImportOptions) -> CsvImporter:
@@ -104,7 +104,7 @@ def open_csv(source: Source, options: ImportOptions) -> CsvImporter:
     whole = () if is_cut else [file.name for file in source.files]
     return CsvImporter(
         source=source,
-        schema=options.schema(types, source.given),
+        fields=options.schema(types, source.given),
         options=options,
         names=tuple(first),
         encoding=encoding,

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from shardkit.errors import NotFoundError, SourceError, UsageError
 from shardkit_tools.importers.options import ImportOptions
-from shardkit_tools.importers.protocol import ChosenFields, FileImporter, Importer, Source
+from shardkit_tools.importers.protocol import FileImporter, Importer, Source
 from shardkit_tools.importers.source_files import file_stem, file_suffix, list_source
 
 IMPORTERS = {
@@ -95,7 +95,7 @@ def find_source(source: str, kind: str | None, options: ImportOptions) -> tuple[
     module, function = IMPORTERS[kind]
     importer: FileImporter = getattr(importlib.import_module(module), function)(listed, options)
     notes = (*_notes(listed.left_out), *listed.notes)
-    return ChosenFields.of(importer) if options.chooses else importer, notes
+    return importer, notes
 
 
 def _without_strays(source: Source, kind: str | None) -> Source:

@@ -76,7 +76,7 @@ class FolderImporter(FileImporter):
     def bytes_in_place(self, task: SourceTask) -> int:
         return sum(file.size for file in task.files[:: self._width] if file.size >= _MIN_EXTENT_BYTES)
 
-    def read_rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
+    def _rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
         """One sample per file; a file that cannot be read costs its own sample only."""
         width = self._width
         for start in range(0, len(task.files), width):
@@ -100,19 +100,19 @@ class FolderImporter(FileImporter):
             raise SourceError(
                 f"{own.path}: not an image (it starts with {data[:8].hex(' ')}); fetch it again, or remove it"
             )
-        sample: dict[str, object] = {self.media: data} if self.media in self.schema else {}
-        if "label" in self.schema:
+        sample: dict[str, object] = {self.media: data} if self.media in self.fields else {}
+        if "label" in self.fields:
             sample["label"] = self.layout.label(own.name)
         for sidecar in sidecars:
             name, _ = SIDECARS[file_suffix(sidecar.name)]
-            if name in self.schema:
+            if name in self.fields:
                 text = read_file(sidecar)
                 mode.seen(sidecar, text)
                 sample[name] = _sidecar_value(name, sidecar, text)
         return sample
 
-    def describe(self) -> dict[str, object]:
-        return {"importer": "folder", **self.layout.describe()}
+    def _settings(self) -> dict[str, object]:
+        return self.layout.describe()
 
 
 def open_folder(source: Source, options: ImportOptions) -> FolderImporter:
@@ -138,9 +138,9 @@ def open_folder(source: Source, options: ImportOptions) -> FolderImporter:
     fields |= dict(SIDECARS[suffix] for suffix in sidecars)
     return FolderImporter(
         source=source,
-        schema=options.schema(fields, source.given),
+        fields=options.schema(fields, source.given),
         options=options,
-        classes=layout.classes,
+        labels=layout.classes,
         layout=layout,
         samples=tuple(samples),
         media=own,

@@ -50,7 +50,7 @@ class JsonLinesImporter(FileImporter):
     def tasks(self) -> Sequence[SourceTask]:
         return self.lines.tasks
 
-    def read_rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
+    def _rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
         """One sample per line; a line that does not parse or fit costs its own sample only."""
         for file in task.files:
             lines = None if file.name in self.arrays else self.lines.read(file, task)
@@ -68,8 +68,8 @@ class JsonLinesImporter(FileImporter):
                 else:
                     yield SourceSample(row, None, file.name, number)
 
-    def describe(self) -> dict[str, object]:
-        return {"importer": "jsonl", "given": dict(self.options.field_types), **super().describe()}
+    def _settings(self) -> dict[str, object]:
+        return {"given": dict(self.options.field_types), **super()._settings()}
 
 
 def open_json_lines(source: Source, options: ImportOptions) -> JsonLinesImporter:
@@ -96,7 +96,7 @@ def open_json_lines(source: Source, options: ImportOptions) -> JsonLinesImporter
             source.notes.append(array_note(name, *found))
     return JsonLinesImporter(
         source=source,
-        schema=options.schema(types, source.given, names=first.left_out),
+        fields=options.schema(types, source.given, names=first.left_out),
         options=options,
         types=types,
         lines=cut_lines(source.files, arrays),

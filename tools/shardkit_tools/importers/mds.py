@@ -79,7 +79,7 @@ class MdsImporter(FileImporter):
             for number, shard in enumerate(self.shards)
         ]
 
-    def read_rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
+    def _rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
         """A field that cannot be decoded costs its own sample only."""
         shard = self.shards[task.start]
         for row, fields in enumerate(_rows(shard, self.encodings)):
@@ -87,7 +87,7 @@ class MdsImporter(FileImporter):
                 sample = {
                     name: _value_of(encoding, data, f"{shard.file.path} row {row}, column {name!r}")
                     for (name, encoding, _), data in zip(self.encodings, fields, strict=True)
-                    if name in self.schema
+                    if name in self.fields
                 }
             except SourceError as error:
                 yield SourceFailure(shard.file.name, row, error)
@@ -131,7 +131,7 @@ def open_mds(source: Source, options: ImportOptions) -> MdsImporter:
         )
     schema = options.schema(types, source.given, names=[name for name, _, _ in encodings])
     return MdsImporter(
-        source=source, schema=schema, options=options, shards=tuple(shards), encodings=encodings
+        source=source, fields=schema, options=options, shards=tuple(shards), encodings=encodings
     )
 
 

@@ -69,7 +69,7 @@ class ArchiveImporter(FileImporter):
         """An archive each: what is compressed is read from its start."""
         return [SourceTask(one.file.name, (one.file,), one.file.size, 0, one.rows) for one in self.archives]
 
-    def read_rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
+    def _rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
         """About a MiB of rows at a time."""
         archive = next(one for one in self.archives if one.file.name == task.files[0].name)
         with _opened(archive.file) as members, contextlib.ExitStack() as stack:
@@ -145,7 +145,7 @@ def open_archives(source: Source, options: ImportOptions) -> ArchiveImporter:
             )
     return ArchiveImporter(
         source=source,
-        schema=options.schema(types, source.given, names=first.members),
+        fields=options.schema(types, source.given, names=first.members),
         options=options,
         archives=archives,
     )

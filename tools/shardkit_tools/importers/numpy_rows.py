@@ -140,7 +140,7 @@ class NumpyImporter(FileImporter):
         large = sum(array.header.row_bytes for array in self.arrays if self._is_in_place(array))
         return large * (stop - task.start)
 
-    def read_rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
+    def _rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
         """About a MiB of rows at a time; large ones that need no conversion may stay where they are."""
         stop = self._num_rows if task.stop is None else task.stop
         in_place = {array.field for array in self.arrays if mode.in_place and self._is_in_place(array)}
@@ -161,7 +161,7 @@ class NumpyImporter(FileImporter):
 
     def _is_in_place(self, array: ArrayFile) -> bool:
         """Whether rows are large, and the canonical payloads as they stand; a bool might be neither 0 nor 1."""
-        kind, head = self.schema[array.field], array.header
+        kind, head = self.fields[array.field], array.header
         dtype = np.dtype(head.dtype)
         return (
             head.row_bytes >= _MIN_EXTENT_BYTES
@@ -196,7 +196,7 @@ def open_numpy(source: Source, options: ImportOptions) -> NumpyImporter:
     types = {array.field: array.header.row_type for array in kept}
     schema = options.schema(types, source.given, names=files)
     check_rows({array.file.path: array.header.shape[0] for array in kept}, "the files of a folder")
-    return NumpyImporter(source=source, schema=schema, options=options, arrays=kept)
+    return NumpyImporter(source=source, fields=schema, options=options, arrays=kept)
 
 
 def _open_array(field: str, file: SourceFile) -> ArrayFile:

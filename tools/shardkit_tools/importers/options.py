@@ -82,7 +82,7 @@ class ImportOptions:
             names: of the source's other fields, which were left out already.
 
         Returns:
-            The fields by the names that the source has; `ChosenFields` renames them.
+            The fields by the names that the source has; `FileImporter` renames them.
 
         Raises:
             SchemaError: a field is named that the source does not have, or a field name cannot be stored.

@@ -70,9 +70,9 @@ def open_parquet(source: Source, options: ImportOptions) -> ParquetImporter:
     wanted = tuple(name for name in names if name in schema or name == KEY)
     return ParquetImporter(
         source=source,
-        schema=schema,
+        fields=schema,
         options=options,
-        classes=classes,
+        labels=classes,
         groups=tuple(
             tuple(
                 (group.num_rows, group.total_byte_size)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from numpy.typing import NDArray
@@ -193,17 +194,36 @@ class FileImporter:
     """An `Importer` that gives neighbouring rows at once where the source does, and may leave payloads where they are.
 
     Attributes:
+        name: of the importer, in the recipe.
         source: its files.
         options: what the user said of them.
-        name: of the importer, in the recipe.
+        fields: of every sample, by the names that the source has.
+        labels: names of the values of the source's field ``label``.
     """
 
     name: ClassVar[str]
 
     source: Source
-    schema: Schema
     options: ImportOptions
-    classes: tuple[str, ...] = ()
+    fields: Schema
+    labels: tuple[str, ...] = ()
+
+    @cached_property
+    def _stored(self) -> dict[str, str]:
+        """Field of the source → stored name."""
+        return {name: self.options.rename.get(name, name) for name in self.fields}
+
+    @cached_property
+    def schema(self) -> Schema:
+        if not self.options.rename:
+            return self.fields
+        kinds = _renamed(self.fields, self._stored)
+        return SourceSchema(kinds) if self.options.unchecked else Schema(kinds)
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the label; none where it is gone, or is another field."""
+        return self.labels if self._stored.get("label") == "label" else ()
 
     def files(self) -> Sequence[SourceFile]:
         return self.source.files
@@ -221,7 +241,23 @@ class FileImporter:
 
     def read_rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
         """The rows of `read`, in the same order, many at once where that can be."""
+        rows = self._rows(task, mode)
+        return self._with_stored_names(rows) if self.options.rename else rows
+
+    def _rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
+        """The same, with the names that the source has."""
         raise NotImplementedError
+
+    def _with_stored_names(self, rows: SampleStream) -> SampleStream:
+        columns = {presence_of(name): presence_of(stored) for name, stored in self._stored.items()}
+        columns |= self._stored
+        for found in rows:
+            if isinstance(found, SampleColumns):
+                yield replace(found, columns=_renamed(found.columns, columns))
+            elif isinstance(found, SourceSample):
+                yield replace(found, sample=_renamed(found.sample, self._stored))
+            else:
+                yield found
 
     @property
     def reads_whole_files(self) -> bool:
@@ -233,62 +269,12 @@ class FileImporter:
         return 0
 
     def describe(self) -> dict[str, object]:
-        return {"importer": self.name, **({"flatten": True} if self.options.flatten else {})}
+        chosen = {"fields": self._stored} if self.options.chooses else {}
+        return {"importer": self.name, **self._settings(), **chosen}
 
-
-@dataclass(frozen=True, kw_only=True)
-class ChosenFields(FileImporter):
-    """What `ImportOptions.columns`, ``drop`` and ``rename`` leave of another importer's samples."""
-
-    importer: FileImporter
-    names: Mapping[str, str]  # field of the source → stored name
-
-    @classmethod
-    def of(cls, importer: FileImporter) -> ChosenFields:
-        options = importer.options
-        names = {name: options.rename.get(name, name) for name in importer.schema}
-        kinds = {names[name]: kind for name, kind in importer.schema.items()}
-        return cls(
-            source=importer.source,
-            schema=SourceSchema(kinds) if options.unchecked else Schema(kinds),
-            options=options,
-            # a label that is gone, or is another field, has no names
-            classes=importer.classes if names.get("label") == "label" else (),
-            importer=importer,
-            names=names,
-        )
-
-    @property
-    def layout(self) -> object:
-        """Splits and classes of a source that is a tree of folders."""
-        return getattr(self.importer, "layout", None)
-
-    def files(self) -> Sequence[SourceFile]:
-        return self.importer.files()
-
-    def tasks(self) -> Sequence[SourceTask]:
-        return self.importer.tasks()
-
-    def read_rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
-        columns = {presence_of(name): presence_of(stored) for name, stored in self.names.items()}
-        columns |= self.names
-        for found in self.importer.read_rows(task, mode):
-            if isinstance(found, SampleColumns):
-                yield replace(found, columns=_renamed(found.columns, columns))
-            elif isinstance(found, SourceSample):
-                yield replace(found, sample=_renamed(found.sample, self.names))
-            else:
-                yield found
-
-    @property
-    def reads_whole_files(self) -> bool:
-        return self.importer.reads_whole_files
-
-    def bytes_in_place(self, task: SourceTask) -> int:
-        return self.importer.bytes_in_place(task)
-
-    def describe(self) -> dict[str, object]:
-        return {**self.importer.describe(), "fields": dict(self.names)}
+    def _settings(self) -> dict[str, object]:
+        """What decides the samples beside their files, for the recipe."""
+        return {"flatten": True} if self.options.flatten else {}
 
 
 def _renamed(values: Mapping[str, _Value], names: Mapping[str, str]) -> dict[str, _Value]:

@@ -37,7 +37,7 @@ class TextImporter(FileImporter):
         """Runs of files, or of lines."""
         return self.lines.tasks if self.lines else group_files(self.source.files)
 
-    def read_rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
+    def _rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
         """One sample per file, or per line that is not empty."""
         for file in task.files:
             try:
@@ -62,7 +62,7 @@ class TextImporter(FileImporter):
 
     def _sample(self, file: SourceFile, data: bytes, where: str) -> dict[str, object]:
         sample: dict[str, object] = {"text": data}
-        if self.schema["text"].kind == "str":
+        if self.fields["text"].kind == "str":
             try:
                 sample["text"] = data.decode()
             except UnicodeDecodeError as error:
@@ -70,12 +70,12 @@ class TextImporter(FileImporter):
                     f"{where}: not UTF-8 (byte {error.start} is 0x{data[error.start]:02x}); convert it, "
                     "leave it out with a glob, or keep the bytes as they are with --schema text=bytes"
                 ) from error
-        if self.classes:
+        if self.labels:
             sample["label"] = self.layout.label(file.name)
         return sample
 
-    def describe(self) -> dict[str, object]:
-        return {"importer": "text", "per": self.options.per, **self.layout.describe()}
+    def _settings(self) -> dict[str, object]:
+        return {"per": self.options.per, **self.layout.describe()}
 
 
 def _whole_text(file: SourceFile) -> bytes:
@@ -100,9 +100,9 @@ def open_text(source: Source, options: ImportOptions) -> TextImporter:
     fields = {"text": "str"} | ({"label": "int64"} if layout.classes else {})
     return TextImporter(
         source=source,
-        schema=options.schema(fields, source.given),
+        fields=options.schema(fields, source.given),
         options=options,
-        classes=layout.classes,
+        labels=layout.classes,
         layout=layout,
         lines=cut_lines(source.files) if options.per == "line" else None,
     )

@@ -51,11 +51,11 @@ class WebDatasetImporter(FileImporter):
 
     name: ClassVar[str] = "webdataset"
 
-    def read_rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
+    def _rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
         """A member that cannot be decoded costs its own sample only."""
         (file,) = task.files
-        types = {name: str(kind.required) for name, kind in self.schema.items()}
-        optional = {name for name, kind in self.schema.items() if kind.optional}
+        types = {name: str(kind.required) for name, kind in self.fields.items()}
+        optional = {name for name, kind in self.fields.items() if kind.optional}
         for found in _samples(file):
             where = f"{file.path} sample {found.key!r}"
             members = self.options.kept(found.members)
@@ -115,7 +115,7 @@ def open_webdataset(source: Source, options: ImportOptions) -> WebDatasetImporte
         if count < scanned and types.get(name, MIXED) != MIXED and name not in options.field_types:
             types[name] += "?"
     schema = options.schema(types, source.given, names=left_out)
-    return WebDatasetImporter(source=source, schema=schema, options=options)
+    return WebDatasetImporter(source=source, fields=schema, options=options)
 
 
 def _value_or_bytes(extension: str, data: bytes, kind: str) -> object:
