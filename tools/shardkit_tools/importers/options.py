@@ -170,13 +170,13 @@ def array_note(name: str, dtype: str, dimensions: int) -> str:
     return f"{name} is json; --schema {flag} makes an array of each row{shaped}"
 
 
-def parse_field_types(texts: Iterable[str], option: str = "--schema") -> dict[str, str]:
+def parse_field_types(pairs: Iterable[str], option: str = "--schema") -> dict[str, str]:
     """Parse ``field=type`` texts as given on a command line.
 
     Raises:
         UsageError: a text is not of that form, or the type does not exist.
     """
-    types = parse_pairs(texts, option, "field=type, for example score=float64 or tokens=int32[*]")
+    types = parse_pairs(pairs, option, "field=type, for example score=float64 or tokens=int32[*]")
     for text in types.values():
         FieldType.parse(text)
     return types
