@@ -28,7 +28,7 @@ from shardkit.formats import Schema
 from shardkit.manifest import Manifest
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import load_manifest
-from shardkit.stores.file_operations import Handle, active, explained
+from shardkit.stores.file_operations import Directories, Handle, active, explained, read_exactly, write_all
 from shardkit.stores.local import LocalStore, writer_is_dead
 
 
@@ -229,18 +229,22 @@ class PartFolder:
             StoreFullError, StoreError: the disk does not take it; the part is then as it was.
         """
         before = self._file_of(name)
-        file = f"{name}.{secrets.token_hex(8)}.rows"
-        data = columns.to_bytes({"settings": dict(settings), "file": file})
-        temporary = f"{file}.new"
+        rows = f"{name}.{secrets.token_hex(8)}.rows"
+        data = columns.to_bytes({"settings": dict(settings), "file": rows})
+        temporary = f"{rows}.new"
         with self._opened(writing=True) as folder:
-            _sync(folder, spooled)
-            active().rename(folder, spooled, folder, file)
+            file = active().open_file(folder, spooled)
+            try:
+                active().fsync(file)
+            finally:
+                active().close(file)
+            active().rename(folder, spooled, folder, rows)
             try:
                 _write(folder, temporary, xxhash.xxh3_64_digest(data) + data)
                 active().fsync_directory(folder)  # the rows are found before anything names them
                 active().rename(folder, temporary, folder, name + _RECORD)
             except OSError:
-                for left in (temporary, file):
+                for left in (temporary, rows):
                     _remove(folder, left)
                 raise
             active().fsync_directory(folder)
@@ -326,40 +330,21 @@ class PartFolder:
             except FileNotFoundError:
                 return None
             try:
-                size = active().stat_open(file).st_size
-                pieces = []
-                at = 0
-                while at < size and (piece := active().read(file, size - at, at)):
-                    pieces.append(piece)
-                    at += len(piece)
+                return read_exactly(file, 0, active().stat_open(file).st_size)
             finally:
                 active().close(file)
-        return b"".join(pieces)
 
     @contextlib.contextmanager
     def _opened(self, *, writing: bool = False) -> Iterator[Handle]:
-        with explained(f"{'write' if writing else 'read'} {self.path}", writing=writing):
-            folder = active().open_root(self.path)
-            try:
-                yield folder
-            finally:
-                active().close(folder)
-
-
-def _sync(folder: Handle, name: str) -> None:
-    file = active().open_file(folder, name)
-    try:
-        active().fsync(file)
-    finally:
-        active().close(file)
+        what = f"{'write' if writing else 'read'} {self.path}"
+        with explained(what, writing=writing), Directories(self.path).opened(()) as folder:
+            yield folder
 
 
 def _write(folder: Handle, name: str, data: bytes) -> None:
     file = active().create_file(folder, name)
     try:
-        rest = memoryview(data)
-        while rest:
-            rest = rest[active().write(file, rest) :]
+        write_all(file, data)
         active().fsync(file)
     finally:
         active().close(file)

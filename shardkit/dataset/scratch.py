@@ -26,7 +26,7 @@ from shardkit.dataset.row_table import Rows
 from shardkit.dataset.scratch_reading import NO_ROW, FilePart, MemoryPart, Part, Records, record_header
 from shardkit.errors import StoreError, UsageError
 from shardkit.repository.repository import Repository
-from shardkit.stores.file_operations import FOLDER, active, explained
+from shardkit.stores.file_operations import FOLDER, Directories, active, explained, write_all
 from shardkit.stores.local import LocalStore, private_folder
 
 RUN_BYTES = 64 * 2**20
@@ -308,12 +308,9 @@ class ScratchFile:
         self.folder = folder
         self.name = name
         self.size = 0
-        with explained(f"create scratch file {folder}/{name}", writing=True):
-            root = active().open_root(folder)
-            try:
-                self._file = active().create_file(root, name)
-            finally:
-                active().close(root)
+        doing = f"create scratch file {folder}/{name}"
+        with explained(doing, writing=True), Directories(folder).opened(()) as opened:
+            self._file = active().create_file(opened, name)
         with contextlib.suppress(OSError):  # tells the sweep of a store's tmp/ that we live
             active().try_lock(self._file)
 
@@ -323,10 +320,8 @@ class ScratchFile:
         Raises:
             StoreFullError, StoreError: the scratch disk does not take it; names the file.
         """
-        rest = memoryview(data).cast("B")
         with explained(f"write scratch file {self.folder}/{self.name}", writing=True):
-            while len(rest):
-                rest = rest[active().write(self._file, rest) :]
+            write_all(self._file, memoryview(data).cast("B"))
         self.size += len(data)
 
     def close(self) -> None:
@@ -335,12 +330,8 @@ class ScratchFile:
 
 def remove_scratch(folder: str, name: str) -> None:
     """Remove a scratch file if it is there; one that cannot be removed is left to the sweep."""
-    with contextlib.suppress(OSError):
-        root = active().open_root(folder)
-        try:
-            active().unlink(root, name)
-        finally:
-            active().close(root)
+    with contextlib.suppress(OSError), Directories(folder).opened(()) as opened:
+        active().unlink(opened, name)
 
 
 def _pack_record(row: EncodedRow) -> tuple[bytes, list[bytes]]:

@@ -22,7 +22,7 @@ from shardkit.dataset.encoding import generated_key, generated_keys
 from shardkit.dataset.extents import EXTENT_BYTES, IN_SOURCE, SIZE, WATCHED, ExtentReader
 from shardkit.errors import IntegrityError
 from shardkit.formats import JoinedPayloads, RowBlock, Schema
-from shardkit.stores.file_operations import Handle, active, explained
+from shardkit.stores.file_operations import Directories, Handle, active, explained
 
 _MAX_GAP = 128 * 2**10
 _MAX_OPEN = 128
@@ -111,11 +111,8 @@ class FilePart:
 
     def _opened(self) -> Handle:
         if self._file is None:
-            root = active().open_root(self._folder)
-            try:
-                self._file = active().open_file(root, self._name)
-            finally:
-                active().close(root)
+            with Directories(self._folder).opened(()) as folder:
+                self._file = active().open_file(folder, self._name)
         return self._file
 
     def close(self) -> None:

@@ -170,6 +170,24 @@ def substituted(operations: FileOperations) -> Iterator[None]:
         _active = before
 
 
+def write_all(file: Handle, data: bytes | memoryview) -> None:
+    """Append all of `data`."""
+    rest = memoryview(data)
+    while rest.nbytes:
+        rest = rest[active().write(file, rest) :]
+
+
+def read_exactly(file: Handle, offset: int, length: int) -> bytes:
+    """`length` bytes, fewer only at the end of the file; the kernel hands out at most 2 GiB at a time."""
+    data = active().read(file, length, offset)
+    while data and len(data) < length:
+        more = active().read(file, length - len(data), offset + len(data))
+        if not more:
+            break
+        data += more
+    return data
+
+
 _FULL: Final = {
     errno.ENOSPC: "no room is left; make room, then run it again: what was published is kept",
     errno.EDQUOT: "the quota is used up; make room or raise it, then run it again: what was published is kept",

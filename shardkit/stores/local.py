@@ -35,6 +35,7 @@ from shardkit.stores.file_operations import (
     check_regular,
     exists,
     explained,
+    read_exactly,
 )
 from shardkit.stores.store import DirectStore, ObjectStat, check_name, check_prefix, is_name
 
@@ -69,14 +70,14 @@ class LocalStore(DirectStore):
         with self._reading(name) as file:
             size = active().stat_open(file).st_size
             self._check_size(name, size, max_bytes)
-            data = _read_exactly(file, 0, size)
+            data = read_exactly(file, 0, size)
         self._check_length(name, len(data), size)  # it may shrink while it is read
         return data
 
     def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         with self._reading(name) as file:
             self._check_ranges(name, ranges, active().stat_open(file).st_size)
-            parts = [_read_exactly(file, offset, length) for offset, length in ranges]
+            parts = [read_exactly(file, offset, length) for offset, length in ranges]
         for part, (_, length) in zip(parts, ranges, strict=True):
             self._check_length(name, len(part), length)
         return parts
@@ -191,17 +192,6 @@ def _reopen(root: str, read_only: bool) -> LocalStore:
     store = LocalStore(root, read_only=True)  # unpickling never sweeps: only opening does
     store._read_only = read_only  # noqa: SLF001
     return store
-
-
-def _read_exactly(file: Handle, offset: int, length: int) -> bytes:
-    """`length` bytes, fewer only at the end of the file; the kernel hands out at most 2 GiB at a time."""
-    data = active().read(file, length, offset)
-    while data and len(data) < length:
-        more = active().read(file, length - len(data), offset + len(data))
-        if not more:
-            break
-        data += more
-    return data
 
 
 _FOREIGN_GRACE_S: Final = 24 * 3600

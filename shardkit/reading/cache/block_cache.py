@@ -22,12 +22,12 @@ import numpy as np
 from shardkit.errors import FormatError, ShardkitError, StoreError, UsageError
 from shardkit.formats.canonical_json import dumps, loads
 from shardkit.formats.digest import xxh3
-from shardkit.reading.cache.catalogue import Catalogue, Entry, write_all
+from shardkit.reading.cache.catalogue import Catalogue, Entry
 from shardkit.reading.cache.eviction import Future, decide
 from shardkit.reading.cache.leases import Lease, Neighbours
 from shardkit.reading.locations import BlockRequest
 from shardkit.reading.read_events import ReadEvents
-from shardkit.stores.file_operations import Directories, Handle, active, explained
+from shardkit.stores.file_operations import Directories, Handle, active, explained, write_all
 
 Buffer = Any
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.errors import ShardkitError
-from shardkit.stores.file_operations import Handle, active
+from shardkit.stores.file_operations import Handle, active, write_all
 
 _RECORD: Final = struct.Struct("<32sQQdB7x")  # digest, size, place, time, what happened
 _ADDED: Final = 1
@@ -25,13 +25,6 @@ _REMOVED: Final = 2
 _MAX_BYTES: Final = 5 * 2**30
 _COMPACT_AFTER: Final = 50_000
 NAME: Final = "catalogue"
-
-
-def write_all(file: Handle, data: bytes | memoryview) -> None:
-    """Append all of `data`."""
-    rest = memoryview(data)
-    while rest.nbytes:
-        rest = rest[active().write(file, rest) :]
 
 
 class Entry(NamedTuple):

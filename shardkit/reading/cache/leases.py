@@ -17,9 +17,8 @@ import numpy as np
 
 from shardkit.errors import ShardkitError
 from shardkit.formats import pack_columns, unpack_columns
-from shardkit.reading.cache.catalogue import write_all
 from shardkit.reading.cache.eviction import NEVER, Float64s, Future, Int64s, UInt64s
-from shardkit.stores.file_operations import Directories, Handle, active
+from shardkit.stores.file_operations import Directories, Handle, active, write_all
 
 FOLDER: Final = "futures"
 """Folder of what each process needs when."""
