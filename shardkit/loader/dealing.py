@@ -21,8 +21,8 @@ from shardkit.loader.sharing import holders_of
 from shardkit.plan import Assignment, Plan, assign
 from shardkit.plan.locality import LaneOfBlock
 from shardkit.reading.cache.catalogue import cached_places
-from shardkit.reading.cache.serving import parse_bind
 from shardkit.reading.located_store import LocatedStore
+from shardkit.telemetry.pages import parse_listen
 
 __all__ = ["bytes_nearby", "deal"]
 
@@ -74,7 +74,7 @@ def _others(heard: Mapping[str, Any], node: str) -> Holders | None:
     if not any(other != node for other, _ in caches):
         return None
     for _, address in caches:
-        parse_bind(address)
+        parse_listen(address)
     own = [number for number, (other, _) in enumerate(caches) if other == node]
     return Holders(
         [f"http://{address}" for _, address in caches],

@@ -11,7 +11,8 @@ from typing import Any, Final
 
 from shardkit.errors import ConfigurationError
 from shardkit.reading.cache.block_cache import MARKER, BlockCache
-from shardkit.reading.cache.serving import CacheServer, parse_bind
+from shardkit.reading.cache.serving import CacheServer
+from shardkit.telemetry.pages import parse_listen
 
 __all__ = ["ServedCache", "find_address", "holders_of"]
 
@@ -61,7 +62,7 @@ def find_address(share: bool | str, store: Any) -> tuple[str, int]:
         ConfigurationError: the store is at no host, and MASTER_ADDR names none.
     """
     if isinstance(share, str):
-        return parse_bind(share)
+        return parse_listen(share)
     while not hasattr(store, "host") and hasattr(store, "underlying_store"):
         store = store.underlying_store
     host, port = (

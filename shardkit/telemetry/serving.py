@@ -1,149 +1,23 @@
-"""Pages over HTTP, and what watches a live run from inside one of its processes.
-
-A server listens on 127.0.0.1 unless another address is named (SPEC.md §4).
-"""
+"""Health and metrics of a run over HTTP, and what watches a live run from inside one of its processes (SPEC.md §4)."""
 
 from __future__ import annotations
 
 import json
 import os
 import socket
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Final
 
-from shardkit.errors import ConfigurationError, MissingDependency, StoreError
+from shardkit.errors import MissingDependency, StoreError
 from shardkit.telemetry.anomalies import KINDS, AnomalyWatch, find_anomalies
+from shardkit.telemetry.pages import Answer, PageServer, parse_listen
 from shardkit.telemetry.prometheus import exposition
 from shardkit.telemetry.recorder import EventLog, Recorder, StackWriter, Telemetry, TelemetrySettings
 from shardkit.telemetry.records import Record, RunTelemetry, read_run
 
-Answer: TypeAlias = tuple[int, str, bytes]
-"""Status, content type, body."""
-
-NOT_FOUND: Final[Answer] = (404, "text/plain", b"not found\n")
-_LOCAL: Final = ("127.0.0.1", "localhost", "::1")
 _TAIL_BYTES: Final = 64 << 10
-
-
-def parse_listen(text: str) -> tuple[str, int]:
-    """Host and port of ``127.0.0.1:9400``; an address must be named, so that no one serves the world by accident.
-
-    Raises:
-        ConfigurationError: it is something else.
-    """
-    host, colon, port = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not port.isdigit() or not 0 <= int(port) < 65536:
-        raise ConfigurationError(f"listen = {text!r}: expected HOST:PORT, such as 127.0.0.1:9400")
-    return host, int(port)
-
-
-def host_allowed(header: str | None, host: str) -> bool:
-    """Whether a request's Host header names this server: against pages that rebind their name to 127.0.0.1."""
-    if host not in _LOCAL:
-        return True  # served to others on purpose, under names that only they know
-    given = header or ""
-    name, _, port = given.rpartition(":")
-    if not port.isdigit():
-        name = given
-    return name.removeprefix("[").removesuffix("]").lower() in _LOCAL
-
-
-class PageServer:
-    """Answers GET requests, each in a thread of its own.
-
-    Args:
-        host, port: where to listen; port 0 takes a free one.
-        answer: path of a request, as it came → its answer.
-        headers: of every answer.
-
-    Raises:
-        StoreError: the port is taken.
-    """
-
-    def __init__(
-        self, host: str, port: int, answer: Callable[[str], Answer], headers: Mapping[str, str] | None = None
-    ) -> None:
-        settings = {"pages": staticmethod(answer), "bound": host, "added": headers or {}}
-        try:
-            self._server = _Server((host, port), type("_PageHandler", (_Handler,), settings))
-        except OSError as error:
-            raise StoreError(
-                f"{host}:{port} cannot be listened on: {error.strerror}; name another port"
-            ) from error
-        self.port: int = self._server.server_address[1]
-        self._thread: threading.Thread | None = None
-
-    def serve(self) -> None:
-        """Answer until the process is interrupted."""
-        self._server.serve_forever()
-
-    def start(self) -> PageServer:
-        """Answer in the background, until it is closed."""
-        self._thread = threading.Thread(target=self.serve, name="shardkit-pages", daemon=True)
-        self._thread.start()
-        return self
-
-    def close(self) -> None:
-        if self._thread is not None:
-            self._server.shutdown()
-            self._thread.join()
-        self._server.server_close()
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 16
-
-
-class _Handler(BaseHTTPRequestHandler):
-    pages: Callable[[str], Answer]
-    bound: str
-    added: Mapping[str, str]
-    timeout = 10.0
-
-    def do_GET(self) -> None:
-        if self.request_version == "HTTP/0.9":
-            return  # an answer to it has no status
-        if not host_allowed(self.headers.get("Host"), self.bound):
-            self._answer(403, "text/plain", b"this server answers to its own name only\n")
-            return
-        # `self.path` has leading slashes joined
-        self._answer(*self.pages(self.requestline.split()[1].partition("?")[0]))
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("do_"):  # any other method
-            return lambda: self._answer(405, "text/plain", b"only GET is answered\n")
-        raise AttributeError(name)
-
-    def _answer(self, status: int, kind: str, body: bytes) -> None:
-        self.send_response_only(status)
-        headers = {
-            "Content-Type": kind,
-            "Content-Length": str(len(body)),
-            "X-Content-Type-Options": "nosniff",
-        }
-        for name, value in (headers | dict(self.added)).items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What is no request is answered by the base class; without pages of HTML."""
-        self.close_connection = True
-        if self.request_version != "HTTP/0.9":
-            self._answer(code, "text/plain", b"no such request\n")
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Not every probe is worth a line."""
-
-
-# ---- Health and metrics of a run
 
 
 def health(telemetry: RunTelemetry, now: float, host: str | None = None) -> Answer:

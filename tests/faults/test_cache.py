@@ -27,13 +27,14 @@ from shardkit.errors import IntegrityError, NotFoundError, StoreError, UsageErro
 from shardkit.formats.digest import xxh3
 from shardkit.reading.cache.block_cache import BlockCache, filesystem_of, is_network
 from shardkit.reading.cache.eviction import NEVER, Future, choose_victims
-from shardkit.reading.cache.serving import CacheServer, parse_bind
+from shardkit.reading.cache.serving import CacheServer
 from shardkit.reading.cache.supply import BlockFetcher, NearbyCaches
 from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.locations import BlockRequest, Location, block_name
 from shardkit.reading.read_path import ReadSettings
 from shardkit.stores.file_operations import substituted
 from shardkit.stores.remote.cache_client import CacheClient
+from shardkit.telemetry.pages import parse_listen
 from shardkit.testing.memory_store import MemoryStore
 from tests.drills import drill_count
 from tests.faults.faulty_operations import CHANGES, READS, FaultyOperations
@@ -512,17 +513,17 @@ class TestServing:
                 urllib.request.urlopen(
                     urllib.request.Request(server.url + "/" + name, b"x", method=method), timeout=10
                 )
-            assert caught.value.code == 501
+            assert caught.value.code == 405
             caught.value.close()
         with urllib.request.urlopen(f"{server.url}/{name}", timeout=10) as answer:
             assert answer.read() == data
 
     def test_addresses_are_explicit(self, tmp_path: Path) -> None:
-        assert parse_bind("127.0.0.1:8450") == ("127.0.0.1", 8450)
-        assert parse_bind("[::1]:0") == ("::1", 0)
+        assert parse_listen("127.0.0.1:8450") == ("127.0.0.1", 8450)
+        assert parse_listen("[::1]:0") == ("::1", 0)
         for bad in ("8450", ":8450", "host:", "host:x", "host:99999"):
             with pytest.raises(UsageError, match="HOST:PORT"):
-                parse_bind(bad)
+                parse_listen(bad)
         with pytest.raises(NotFoundError, match="no cache"):
             CacheServer(tmp_path, ("127.0.0.1", 0))
         with pytest.raises(StoreError):

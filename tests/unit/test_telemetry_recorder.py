@@ -16,9 +16,10 @@ import pytest
 
 from shardkit.errors import ConfigurationError, NotFoundError, StoreError
 from shardkit.telemetry import Record, Recorder, Telemetry, TelemetrySettings, read_events, read_run
+from shardkit.telemetry.pages import host_allowed, parse_listen
 from shardkit.telemetry.recorder import StackWriter, request_stacks
 from shardkit.telemetry.records import check_run, record_path
-from shardkit.telemetry.serving import host_allowed, parse_listen, serve_health
+from shardkit.telemetry.serving import serve_health
 
 QUICK = TelemetrySettings(interval_s=0.01)
 

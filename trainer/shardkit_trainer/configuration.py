@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 from shardkit.errors import ConfigurationError
 from shardkit.ranges import Range, parse_size
 from shardkit.telemetry import TelemetrySettings
-from shardkit.telemetry.serving import parse_listen
+from shardkit.telemetry.pages import parse_listen
 
 from .typed_settings import Section, build, expect, one_of
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 from typing import Annotated
 
-from shardkit.reading.cache.serving import CacheServer, parse_bind
+from shardkit.reading.cache.serving import CacheServer
+from shardkit.telemetry.pages import parse_listen
 from shardkit_tools import console
 from shardkit_tools.options import argument, option
 
@@ -29,7 +30,7 @@ def serve(
 
     Example: shardkit serve /var/tmp/shardkit --bind 10.0.0.5:8450
     """
-    server = CacheServer(cache, parse_bind(bind), most_connections=connections)
+    server = CacheServer(cache, parse_listen(bind), most_connections=connections)
     console.print_line(f"serving the blocks of {server.path} at {server.url}; Ctrl-C ends it")
     with contextlib.closing(server):
         server.serve()

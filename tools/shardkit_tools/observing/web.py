@@ -17,9 +17,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from shardkit.telemetry.pages import NOT_FOUND, Answer, PageServer
 from shardkit.telemetry.records import check_run, read_run
 from shardkit.telemetry.redaction import redact_document, redactor
-from shardkit.telemetry.serving import NOT_FOUND, Answer, PageServer, health, run_metrics
+from shardkit.telemetry.serving import health, run_metrics
 from shardkit_tools.observing.run_view import anomaly_text, event_text, view_run
 from shardkit_tools.texts import clean
 

@@ -1,0 +1,170 @@
+"""Bytes over HTTP: an answer for each path, to GET requests alone.
+
+A server listens on 127.0.0.1 unless another address is named (SPEC.md §4).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Final, TypeAlias
+
+from shardkit.errors import ConfigurationError, StoreError
+
+Answer: TypeAlias = tuple[int, str, bytes]
+"""Status, content type, body."""
+
+NOT_FOUND: Final[Answer] = (404, "text/plain", b"not found\n")
+_LOCAL: Final = ("127.0.0.1", "localhost", "::1")
+_IDLE_S: Final = 60.0
+_MOST_REQUESTS: Final = 64
+
+
+def parse_listen(text: str) -> tuple[str, int]:
+    """Host and port of ``127.0.0.1:9400``; an address must be named, so that no one serves the world by accident.
+
+    Raises:
+        ConfigurationError: it is something else.
+    """
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
+        raise ConfigurationError(f"address {text!r}: expected HOST:PORT, such as 127.0.0.1:9400")
+    return host, int(port)
+
+
+def host_allowed(header: str | None, host: str) -> bool:
+    """Whether a request's Host header names this server: against pages that rebind their name to 127.0.0.1."""
+    if host not in _LOCAL:
+        return True  # served to others on purpose, under names that only they know
+    given = header or ""
+    name, _, port = given.rpartition(":")
+    if not port.isdigit():
+        name = given
+    return name.removeprefix("[").removesuffix("]").lower() in _LOCAL
+
+
+class PageServer:
+    """Answers GET and HEAD requests, each connection in a thread of its own.
+
+    Args:
+        host, port: where to listen; port 0 takes a free one.
+        answer: path of a request, as it came → its answer.
+        headers: of every answer.
+        most_requests: more than so many at once are refused with 503.
+
+    Raises:
+        StoreError: the port is taken.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        answer: Callable[[str], Answer],
+        headers: Mapping[str, str] | None = None,
+        *,
+        most_requests: int = _MOST_REQUESTS,
+    ) -> None:
+        settings = {
+            "pages": staticmethod(answer),
+            "bound": host,
+            "added": headers or {},
+            "under_way": threading.BoundedSemaphore(most_requests),
+        }
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        server = type("_PageServer", (_Server,), {"address_family": family})
+        try:
+            self._server = server((host, port), type("_PageHandler", (_Handler,), settings))
+        except OSError as error:
+            raise StoreError(
+                f"{host}:{port} cannot be listened on: {error.strerror}; name another port"
+            ) from error
+        self.port: int = self._server.server_address[1]
+        self._thread: threading.Thread | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://{self._server.server_address[0]!s}:{self.port}"
+
+    def serve(self) -> None:
+        """Answer until the process is interrupted, or another thread closes it."""
+        self._server.serve_forever(0.1)
+
+    def start(self) -> PageServer:
+        """Answer in the background, until it is closed."""
+        self._thread = threading.Thread(target=self.serve, name="shardkit-pages", daemon=True)
+        self._thread.start()
+        return self
+
+    def close(self) -> None:
+        self._server.shutdown()
+        if self._thread is not None:
+            self._thread.join()
+        self._server.server_close()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 64
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away is no error of ours."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    pages: Callable[[str], Answer]
+    bound: str
+    added: Mapping[str, str]
+    under_way: threading.BoundedSemaphore
+    protocol_version = "HTTP/1.1"
+    timeout = _IDLE_S
+
+    def do_GET(self) -> None:
+        if self.request_version == "HTTP/0.9":
+            return  # an answer to it has no status
+        if not host_allowed(self.headers.get("Host"), self.bound):
+            self._answer(403, "text/plain", b"this server answers to its own name only\n")
+        elif not self.under_way.acquire(blocking=False):
+            self._answer(503, "text/plain", b"too many requests at once\n")
+        else:
+            try:
+                # `self.path` has leading slashes joined
+                self._answer(*self.pages(self.requestline.split()[1].partition("?")[0]))
+            finally:
+                self.under_way.release()
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("do_"):  # any other method
+            self.close_connection = True  # it may have a body, which nobody reads
+            return lambda: self._answer(405, "text/plain", b"only GET is answered\n")
+        raise AttributeError(name)
+
+    def _answer(self, status: int, kind: str, body: bytes) -> None:
+        self.send_response_only(status)
+        headers = {
+            "Content-Type": kind,
+            "Content-Length": str(len(body)),
+            "X-Content-Type-Options": "nosniff",
+        }
+        for name, value in (headers | dict(self.added)).items():
+            self.send_header(name, value)
+        with contextlib.suppress(OSError):  # whoever asked went away
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """What is no request is answered by the base class; without pages of HTML."""
+        self.close_connection = True
+        if self.request_version != "HTTP/0.9":
+            self._answer(code, "text/plain", b"no such request\n")
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Not every probe or block is worth a line."""
