@@ -14,7 +14,7 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Callable, Iterator, Mapping
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from typing import Any, Final, NamedTuple, Protocol
 
 from shardkit.errors import MissingDependency, StoreError
@@ -196,11 +196,12 @@ def s3_options() -> dict[str, Any]:
 
         session = boto3.Session()
         region = region or session.region_name
-        credentials = session.get_credentials()
-        if credentials is None:
+        if session.get_credentials() is None:
             options["skip_signature"] = True  # a public bucket
         else:
-            options["credential_provider"] = _Renewed(credentials)
+            # profiles, roles and single sign-on as boto3 finds them; it renews those that expire
+            providers = importlib.import_module("obstore.auth.boto3")
+            options["credential_provider"] = providers.Boto3CredentialProvider(session, ttl=_TOKEN_LIFE)
     return options | {"region": region or "us-east-1"}
 
 
@@ -217,25 +218,6 @@ def google_options(environment: Mapping[str, str] | None = None) -> dict[str, An
     if "://" not in endpoint:
         endpoint = f"http://{endpoint}"
     return {"base_url": endpoint.rstrip("/"), "bearer_token": found.get("GOOGLE_BEARER_TOKEN") or "emulator"}
-
-
-class _Renewed:
-    """Credentials as boto3 finds them: profiles, roles, single sign-on; it renews those that expire."""
-
-    def __init__(self, credentials: Any) -> None:
-        self._credentials = credentials
-
-    def __repr__(self) -> str:
-        return "<credentials from the AWS environment>"
-
-    def __call__(self) -> dict[str, Any]:
-        frozen = self._credentials.get_frozen_credentials()
-        return {
-            "access_key_id": frozen.access_key,
-            "secret_access_key": frozen.secret_key,
-            "token": frozen.token,
-            "expires_at": datetime.now(UTC) + _TOKEN_LIFE,
-        }
 
 
 class Boto3Client:
