@@ -27,7 +27,7 @@ from shardkit.ledger import step_digests
 from shardkit.plan import Costs, Plan, Population, assign, make_plan
 
 _PLAIN = ("global_batch", "lanes", "seed", "remainder", "window_blocks", "shuffle", "epoch_steps")
-_KNOWN = {*_PLAIN, "stages", "buckets", "join", "cost", "balance"}
+_KNOWN = {*_PLAIN, "stages", "buckets", "join", "cost", "balance", "round_parts"}
 
 
 def plan_of(
@@ -55,6 +55,7 @@ def plan_of(
         arguments |= {
             "cost": costs_of(first["settings"]["cost"]),
             "balance": first["settings"].get("balance"),
+            "round_parts": first["settings"].get("round_parts", 1),
         }
     plan = make_plan(population, **arguments)
     for one in rest:
@@ -126,7 +127,7 @@ def configured_plans(
     chosen = {name: data.get(name) for name in ("lanes", "weights", "window_blocks", "balance")}
     arguments |= {name: value for name, value in chosen.items() if value}
     if data.get("cost"):
-        arguments["cost"] = costs_of(data["cost"])
+        arguments |= {"cost": costs_of(data["cost"]), "round_parts": recorded.get("round_parts", 1)}
     plans = [make_plan(population, **arguments)]
     for stage in data.get("stages") or ():
         change = {name: stage[name] for name in ("from_step", "global_batch", "weights") if stage.get(name)}

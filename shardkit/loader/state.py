@@ -36,9 +36,8 @@ def check_state(state: Mapping[str, Any], plan: Plan, manifest: str) -> int:
     earlier = plan.earlier_defaults().get(str(state.get("plan"))) if differing == ["plan"] else None
     if earlier is not None:
         raise StateError(
-            f"this state was taken with {earlier[0]} lanes and windows of {earlier[1]} blocks, the defaults of version "
-            f"0.1; this plan has {plan.lanes} and {plan.settings.window_blocks}: make it with lanes={earlier[0]}, "
-            f"window_blocks={earlier[1]} to go on"
+            "this state was taken with a plan of the same settings, but with the defaults of an earlier version; make "
+            f"the plan with {', '.join(f'{name}={value}' for name, value in earlier.items())} to go on"
         )
     if differing:
         details = "; ".join(f"{n} is {state.get(n)!r} in the state, {expected[n]!r} here" for n in differing)

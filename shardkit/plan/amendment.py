@@ -208,6 +208,7 @@ def natural_grid(
         shuffle=settings.shuffle,
         costs=costs,
         balance=settings.balance,
+        round_parts=settings.round_parts,
     )
 
 

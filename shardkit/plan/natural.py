@@ -68,6 +68,7 @@ class NaturalGrid:
         shuffle: ``"window"``, ``"full"`` or ``"none"``.
         costs: what samples cost, where windows are arranged by it.
         balance: ``"spread"`` or ``"align"``.
+        round_parts: parts of a round of the arrangement.
     """
 
     def __init__(
@@ -83,9 +84,10 @@ class NaturalGrid:
         shuffle: str,
         costs: Costs | None = None,
         balance: str | None = None,
+        round_parts: int | None = None,
     ) -> None:
         self.population, self.groups = population, groups
-        self.costs, self.balance = costs, balance
+        self.costs, self.balance, self.round_parts = costs, balance, round_parts or 1
         self.global_batch, self.lanes, self.seed, self.shuffle = global_batch, lanes, seed, shuffle
         self.cell_size = global_batch // lanes
         self.rows = groups.total
@@ -192,6 +194,7 @@ class NaturalGrid:
         return Balance(
             self.costs.codes,
             np.tile(np.array(taken, dtype=np.int64), len(of)),
+            self.round_parts,
             derive(self.seed, _CLASSES, number),
             Balance.offsets(of, len(groups), self.balance or BALANCES[0]),
             steps,

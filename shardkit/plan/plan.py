@@ -15,12 +15,20 @@ from shardkit.notebook import Shown
 
 from .amendment import AnyGrid, Change, Leg, amended, natural_grid, weighted_grid
 from .buckets import BucketGrid, find_buckets
-from .costs import BALANCES, Costs
+from .costs import BALANCES, ROUND_PARTS, Costs
 from .natural import NaturalGrid
 from .population import Population
 from .rest import RestGrid
 from .sequences import JoinedGrid, joined, rows_per_sequence
-from .settings import EARLIER_WINDOW_BLOCKS, Settings, default_lanes, default_lanes_0_1, default_window_blocks
+from .settings import (
+    EARLIER_WINDOW_BLOCKS,
+    Settings,
+    default_cost_window,
+    default_lanes,
+    default_lanes_0_1,
+    default_window_blocks,
+    earlier_cost_window,
+)
 from .strata import stratum_rows
 from .weighted import WeightedGrid
 from .weights import WeightsLike, resolve_stages
@@ -151,21 +159,23 @@ class Plan(Shown):
         # a stratum that is in few cells has a block at least, and at most two of them are open per slot
         return max(settings.window_blocks, 2 * size) + min(strata, size)
 
-    def earlier_defaults(self) -> dict[str, tuple[int, int]]:
-        """Digests of the same plan with the defaults of version 0.1 → its lanes and window_blocks; of no amendment."""
+    def earlier_defaults(self) -> dict[str, dict[str, int]]:
+        """Digests of the same plan with defaults of versions 0.1 and 0.2 → what to pass for them; of no amendment."""
         if self.parent is not None:
             return {}
-        units = self.population if self.settings.join is None else joined(self.population, self.settings.join)
-        chosen = {self.lanes, default_lanes_0_1(units, self.global_batch)}
-        windows = {self.settings.window_blocks, EARLIER_WINDOW_BLOCKS}
-        found = {
-            self._hashed(None, None, replace(self.settings, lanes=lanes, window_blocks=window)): (
-                lanes,
-                window,
+        own = self.settings
+        units = self.population if own.join is None else joined(self.population, own.join)
+        found = {}
+        for lanes in {self.lanes, default_lanes_0_1(units, self.global_batch)}:
+            earlier = (
+                EARLIER_WINDOW_BLOCKS if own.cost is None else earlier_cost_window(self.population, lanes)
             )
-            for lanes in chosen
-            for window in windows
-        }
+            for window in {own.window_blocks, earlier}:
+                known = replace(own, lanes=lanes, window_blocks=window, round_parts=None)
+                passed = {"lanes": lanes, "window_blocks": window}
+                found[self._hashed(None, None, known)] = (
+                    passed if own.cost is None else {**passed, "round_parts": 1}
+                )
         return {digest: what for digest, what in found.items() if digest != self.digest}
 
     @property
@@ -258,7 +268,7 @@ class Plan(Shown):
 
     def without_costs(self) -> Plan:
         """The plan of the same settings without costs, from `from_step` on: what ranks wait less than."""
-        plain = replace(self.settings, cost=None, balance=None)
+        plain = replace(self.settings, cost=None, balance=None, round_parts=None)
         grid = natural_grid(self.population, plain, stratum_rows(self.population))
         return Plan(replace(self._leg, settings=plain, grid=grid))
 
@@ -366,6 +376,7 @@ def make_plan(
     row_tokens: int | None = None,
     cost: Costs | None = None,
     balance: str | None = None,
+    round_parts: int | None = None,
 ) -> Plan:
     """Plan a population.
 
@@ -377,7 +388,7 @@ def make_plan(
         remainder: ``"drop"`` leaves fewer than B rows out of each epoch, in turn; ``"short"`` ends the epoch
             with them.
         window_blocks: blocks that a lane keeps open, over all its strata; by default as many as take about 256 MiB in
-            all lanes, from 4 to 16; with costs four times as many.
+            all lanes, from 4 to 16; with costs from 16 to 64, for cells of more than 8 samples up to 128.
         shuffle: ``"window"``, ``"full"`` (each lane's hand as a whole) or ``"none"``.
         weights: glob over strata to the integer weight of each stratum that it matches, 1 for all others; rows
             then come round pass after pass, without an end.
@@ -392,6 +403,7 @@ def make_plan(
         balance: ``"spread"`` (default): dear cells of neighbouring lanes come in other steps, so that steps cost nearly
             the same, and ranks of several lanes too. ``"align"``: in the same steps, so that ranks of one lane cost the
             same too; steps then differ.
+        round_parts: how finely rows are dealt to cells by cost; 4 by default, 1 as version 0.2 did.
 
     Raises:
         PlanError: a setting is out of range, or the epoch has no full step.
@@ -404,24 +416,29 @@ def make_plan(
     join = None if sequence is None else rows_per_sequence(sequence, row_tokens)
     units = population if join is None else joined(population, join)
     lanes = default_lanes(units, global_batch) if lanes is None else lanes
+    if window_blocks is None and cost is None:
+        window_blocks = default_window_blocks(population, lanes)
+    elif window_blocks is None:
+        window_blocks = default_cost_window(population, lanes, global_batch // lanes)
+    if cost is not None and round_parts is None:
+        round_parts = ROUND_PARTS
     settings = Settings(
         global_batch=global_batch,
         lanes=lanes,
         seed=seed,
         remainder=remainder,
-        window_blocks=default_window_blocks(population, lanes, costs=cost is not None)
-        if window_blocks is None
-        else window_blocks,
+        window_blocks=window_blocks,
         shuffle=shuffle,
         stages=resolved,
         epoch_steps=epoch_steps,
         join=join,
         cost=None if cost is None else cost.text,
         balance=balance if cost is None else balance or BALANCES[0],
+        round_parts=None if round_parts == 1 else round_parts,
     )
     if not total:
         raise PlanError("plan: the dataset has no selected row")
-    if cost is not None or balance is not None:
+    if cost is not None or balance is not None or round_parts is not None:
         _check_cost(cost, settings, population, group_by)
     if group_by is not None:
         if resolved or join is not None:
@@ -441,7 +458,10 @@ def _check_cost(
 ) -> None:
     """Refuse what cost is not combined with."""
     if cost is None:
-        raise PlanError(f"plan: balance is {settings.balance!r}, expected it only with cost")
+        name, value = (
+            ("balance", settings.balance) if settings.balance else ("round_parts", settings.round_parts)
+        )
+        raise PlanError(f"plan: {name} is {value!r}, expected it only with cost")
     others = {
         "weights or stages": bool(settings.stages),
         "group_by": group_by is not None,

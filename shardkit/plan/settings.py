@@ -18,9 +18,11 @@ __all__ = [
     "Settings",
     "check_range",
     "check_rows",
+    "default_cost_window",
     "default_lanes",
     "default_lanes_0_1",
     "default_window_blocks",
+    "earlier_cost_window",
     "few_lanes",
     "num_blocks",
 ]
@@ -30,7 +32,9 @@ EARLIER_WINDOW_BLOCKS = 16
 
 WINDOW_BYTES = 256 << 20  # of all lanes together, about
 LEAST_WINDOW, MOST_WINDOW = 4, 16  # blocks
-COST_FACTOR = 4  # windows that balance costs are larger: the sums of small ones differ too much between lanes
+# windows that balance costs are larger: the sums of small ones differ too much between lanes
+COST_WINDOW_BYTES, LEAST_COST_WINDOW, MOST_COST_WINDOW = 1 << 30, 16, 64  # of all lanes; blocks
+MOST_COST_CELLS = 16  # and twice as large for cells of so many rows, of which a window has fewer steps
 
 TARGET_LANES = 64
 LEAST_LANES = 8
@@ -55,6 +59,8 @@ class Settings:
     join: int | None = None
     cost: str | None = None
     balance: str | None = None
+    round_parts: int | None = None
+    """None where rounds are whole, as in plans that version 0.2 made."""
 
     def __post_init__(self) -> None:
         _at_least("global_batch", self.global_batch, 1)
@@ -73,6 +79,8 @@ class Settings:
         _one_of("shuffle", self.shuffle, SHUFFLES)
         if self.balance is not None:
             _one_of("balance", self.balance, BALANCES)
+        if self.round_parts is not None:
+            _at_least("round_parts", self.round_parts, 1)
 
     def canonical(self) -> dict[str, object]:
         """The settings as canonical JSON takes them.
@@ -148,16 +156,34 @@ def _best_lanes(global_batch: int, most: int) -> int:
     return max(fit, key=merit)
 
 
-def default_window_blocks(population: Population, lanes: int, *, costs: bool = False) -> int:
-    """Blocks that a lane keeps open, so that those of all lanes take about 256 MiB: from 4 to 16; with costs 4 times.
+def default_window_blocks(population: Population, lanes: int) -> int:
+    """Blocks that a lane keeps open, so that those of all lanes take about 256 MiB: from 4 to 16.
 
     A function of manifest and lanes alone: a plan is the same on every machine, whatever memory a loader has.
     """
+    return _blocks_of(population, lanes, WINDOW_BYTES, LEAST_WINDOW, MOST_WINDOW)
+
+
+def default_cost_window(population: Population, lanes: int, cell_size: int) -> int:
+    """The same of a plan with costs: 1 GiB in 64 lanes, from 16 to 64 blocks; up to twice as many for large cells.
+
+    What ranks cost differs as the sums of their windows do, the less the more steps a window has. Lanes beyond 64 are
+    for more ranks, so that those of a rank take no more.
+    """
+    eighths = max(8, min(MOST_COST_CELLS, cell_size))
+    size, most = COST_WINDOW_BYTES * eighths // 8, MOST_COST_WINDOW * eighths // 8
+    return _blocks_of(population, min(lanes, TARGET_LANES), size, LEAST_COST_WINDOW, most)
+
+
+def earlier_cost_window(population: Population, lanes: int) -> int:
+    """What version 0.2 took for plans with costs."""
+    return _blocks_of(population, lanes, COST_WINDOW_BYTES, LEAST_COST_WINDOW, MOST_COST_WINDOW)
+
+
+def _blocks_of(population: Population, lanes: int, size: int, least: int, most: int) -> int:
     _at_least("lanes", lanes, 1)
     mean = population.mean_block_bytes
-    factor = COST_FACTOR if costs else 1
-    least, most = factor * LEAST_WINDOW, factor * MOST_WINDOW
-    return most if not mean else max(least, min(most, factor * WINDOW_BYTES // (lanes * mean)))
+    return most if not mean else max(least, min(most, size // (lanes * mean)))
 
 
 def check_rows(rows: int, settings: Settings) -> None:

@@ -43,14 +43,15 @@ def plans(draw: st.DrawFn) -> tuple[Plan, Plan]:
         "remainder": draw(st.sampled_from(["drop", "short"])), "window_blocks": draw(st.integers(1, 9)),
     }  # fmt: skip
     cost = costs_of(people.rows, draw(st.integers(0, 9)))
-    return make_plan(people, cost=cost, balance=draw(balances), **given_), make_plan(people, **given_)  # type: ignore[arg-type]
+    more = {"balance": draw(balances), "round_parts": draw(st.sampled_from([None, 1, 3]))}
+    return make_plan(people, cost=cost, **more, **given_), make_plan(people, **given_)  # type: ignore[arg-type]
 
 
 def again(plan: Plan) -> Plan:
     grid, own = plan.grid, plan.settings
     return make_plan(
         plan.population, global_batch=own.global_batch, lanes=own.lanes, seed=own.seed, remainder=own.remainder,
-        window_blocks=own.window_blocks, cost=grid.costs, balance=own.balance,  # type: ignore[union-attr]
+        window_blocks=own.window_blocks, cost=grid.costs, balance=own.balance, round_parts=own.round_parts or 1,  # type: ignore[union-attr]
     )  # fmt: skip
 
 
@@ -115,8 +116,11 @@ def test_a_skip_shifts_the_same_cells(both: tuple[Plan, Plan], data: st.DataObje
     st.lists(st.integers(0, 200), min_size=1, max_size=5),
     st.integers(0, 99),
     st.booleans(),
+    st.sampled_from([1, 4]),
 )
-def test_a_window_is_permuted_into_even_cells(size: int, sizes: list[int], seed: int, equal: bool) -> None:
+def test_a_window_is_permuted_into_even_cells(
+    size: int, sizes: list[int], seed: int, equal: bool, parts: int
+) -> None:
     rng = np.random.default_rng(seed)
     rows = sum(sizes)
     octaves = rng.integers(0, 5, rows) * (not equal)
@@ -130,7 +134,7 @@ def test_a_window_is_permuted_into_even_cells(size: int, sizes: list[int], seed:
 
     def arranged(scale: int) -> np.ndarray:
         balance = Balance(
-            encode_costs(numbers << scale), np.array([size]), seed, np.array([5], dtype=np.uint64),
+            encode_costs(numbers << scale), np.array([size]), parts, seed, np.array([5], dtype=np.uint64),
             lambda hand, draw: draw // size,
         )  # fmt: skip
         return balance.arrange(order, np.array(sizes), hands, firsts * size)
@@ -145,7 +149,10 @@ def test_a_window_is_permuted_into_even_cells(size: int, sizes: list[int], seed:
         if whole:
             cells = numbers[window[:whole]].reshape(-1, size)
             ranked = -np.sort(-numbers[before[:whole]]).reshape(size, -1)
-            assert np.array_equal((-np.sort(-cells, axis=1)).min(axis=0), ranked[:, -1])
+            dearest = (-np.sort(-cells, axis=1)).min(axis=0)
+            assert np.array_equal(
+                dearest[: size if parts == 1 else 1], ranked[: size if parts == 1 else 1, -1]
+            )
             # sums of middles of levels, which lie half a level above the numbers, differ by no round more
             middles = cells + (1 << np.log2(cells // 8).astype(np.int64)) / 2
             widest = -np.sort(-middles.ravel()).reshape(size, -1)
@@ -177,12 +184,15 @@ def test_what_cost_does_not_go_with_is_refused_by_name() -> None:
         (people, {"group_by": {"all": 8}}, "group_by"),
         (people, {"sequence": 8, "row_tokens": 4}, "sequence"),
         (people, {"balance": "even"}, "one of spread, align"),
+        (people, {"round_parts": -1}, "round_parts = -1"),
         (population([64]), {}, "128 samples, expected 64"),
     ):
         with pytest.raises(PlanError, match=named):
             make_plan(rows, global_batch=16, lanes=4, cost=cost, **more)
     with pytest.raises(PlanError, match="only with cost"):
         make_plan(people, global_batch=16, lanes=4, balance="spread")
+    with pytest.raises(PlanError, match="only with cost"):
+        make_plan(people, global_batch=16, lanes=4, round_parts=4)
     plan = make_plan(people, global_batch=16, lanes=4, cost=cost)
     for change in ({"weights": {"all": 3}}, {"lanes": 8}, {"global_batch": 32}):
         with pytest.raises(PlanError, match="skip only"):
@@ -202,11 +212,9 @@ def waits(plan: Plan, numbers: np.ndarray, ranks: int) -> float:
 
 
 @pytest.mark.parametrize(
-    ("size", "ranks", "spread", "align"), [(8, 64, 2.0, 1.35), (8, 8, 1.15, 1.10), (32, 64, 1.25, 1.25)]
+    ("size", "ranks", "spread", "align"), [(8, 64, 1.7, 1.2), (8, 8, 1.08, 1.07), (32, 64, 1.15, 1.15)]
 )
-def test_ranks_wait_no_longer_than_the_study_found(
-    size: int, ranks: int, spread: float, align: float
-) -> None:
+def test_ranks_wait_less(size: int, ranks: int, spread: float, align: float) -> None:
     """On lognormal costs (1,000, 1.5, cut at 32,000), 64 lanes, windows of 2,048 rows."""
     rows = 64 * 2048 * 3
     drawn = np.exp(np.random.default_rng(7).normal(np.log(1000), 1.5, rows)).astype(np.int64)
@@ -259,12 +267,12 @@ def test_strata_are_balanced_each_within_its_share() -> None:
 
 
 def test_golden_plans_with_costs() -> None:
-    """Written once; never again. Costs come from plain arithmetic."""
+    """Written once; never again, those without `round_parts` by version 0.2. Costs come from plain arithmetic."""
     numbers = np.arange(5000, dtype=np.int64) * 7919 % 3001 + 1
     for document in json.loads(GOLDEN.read_text()):
         cost = Costs("squares", encode_costs(numbers**2))
         people = population([1250] * 4, strata=document["strata"])
-        plan = make_plan(people, cost=cost, **document["settings"])
+        plan = make_plan(people, cost=cost, **{"round_parts": 1, **document["settings"]})
         assert plan.digest == document["digest"]
         assert [plan.cell_digest(step, lane) for step, lane, _ in document["cells"]] == [
             digest for *_, digest in document["cells"]

@@ -3,12 +3,12 @@
     python tools/bench/costs.py --out tools/bench/results/costs
 
 Documents have lognormal lengths (median 600 tokens, log sd 1.2, at most 8,192) as int32 in blocks of 256 KiB, drawn row
-by row; their cost is n or n². Plans are those of the product at default windows (64 blocks a lane for 64 lanes, 16 for
-512), and with 64 blocks for 512; 64 lanes for 8 to 64 ranks, 512 for 64 to 512. Rank r of R has lanes r·L/R to
-(r+1)·L/R − 1. *LPT* gives the rows of each batch of the plan without costs to
-its ranks, dearest first, each to the rank that has least: it knows the whole batch and the world, and counts of rows
-may differ. *Saved* is the share of what LPT takes off the plan without costs. Step times are costs: the time of a step
-is that of its dearest rank, and nothing else is computed.
+by row; their cost is n or n². Plans are those of the product at default windows; 64 lanes for 8 to 64 ranks, 512 for 64
+to 512. Rank r of R has lanes r·L/R to (r+1)·L/R − 1, as the product assigns them where no rank has anything yet. *LPT*
+gives the rows of each batch of the plan without costs to its ranks, dearest first, each to the rank that has least: it
+knows the whole batch and the world, and counts of rows may differ. *Saved* is the share of what LPT takes off the plan
+without costs. p95 is of the dearest rank over the mean one, step by step; the step time is the sum of the dearest
+ranks' costs over that of the mean ones': the time of a step is that of its dearest rank, and nothing else is computed.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import heapq
 import itertools
 import json
 import sys
-import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.plan import Costs, Plan, Population, encode_costs, make_plan
-from shardkit.plan.costs import BALANCES
+from shardkit.plan.settings import default_cost_window
 from shardkit.plan.waits import rank_skew
 from shardkit_tools.benchmarks.suite import machine_facts
 
@@ -52,14 +52,13 @@ def longest_first(costs: NDArray[np.float64], ranks: int) -> float:
 
 
 def measure(
-    lanes: int, size: int, power: int, worlds: list[int], seed: int, windows: int
+    lanes: int, size: int, power: int, worlds: list[int], seed: int, windows: int | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Rows of results of one dataset; `windows` 0: the default."""
+    """Rows of results of one dataset; `windows` in place of the default."""
     sample = lengths(1 << 16, seed)
     per_block = max(1, round(BLOCK_BYTES / (float(sample.mean()) * TOKEN_BYTES)))
-    windows = windows or max(
-        16, min(64, (1 << 30) // (lanes * BLOCK_BYTES))
-    )  # as the default is for such blocks
+    some = replace(Population.of("", ["all"], [(0, 0, 1)], 1), mean_block_bytes=BLOCK_BYTES)
+    windows = windows or default_cost_window(some, lanes, size)
     steps = max(LEAST_STEPS, WINDOWS * windows * per_block // size)
     rows = lanes * size * steps
     costs = lengths(rows, seed) ** power
@@ -79,62 +78,30 @@ def measure(
     exact = costs.astype(np.float64)
     cells = {name: exact[plan.steps(0, steps)].sum(axis=2) for name, plan in plans.items()}
     batches = [exact[plans["random"].step(step).ravel()] for step in range(0, steps, -(-steps // LPT_STEPS))]
+    totals = {name: each.sum(axis=1) for name, each in cells.items()}
+    totals["LPT"] = np.array([batch.sum() for batch in batches])
     for ranks in worlds:
         skew = {name: rank_skew(each, ranks) for name, each in cells.items()}
         skew["LPT"] = np.array([longest_first(batch, ranks) for batch in batches])
         p95 = {name: float(np.quantile(each, 0.95)) for name, each in skew.items()}
-        gain = p95["random"] - p95["LPT"]
+        time = {name: float(np.average(each, weights=totals[name])) for name, each in skew.items()}
         yield {
             "lanes": lanes, "size": size, "power": power, "ranks": ranks, "seed": seed, "window_blocks": windows,
-            "p95": p95, "time": {name: float(each.mean()) for name, each in skew.items()},
-            # where a row alone is dearer than a rank's share, LPT saves nothing that a share could be of
-            "saved": {n: (p95["random"] - p95[n]) / gain if gain > 0.1 * p95["random"] else None for n in p95},
+            "p95": p95, "time": time, "saved": saved(p95), "time_saved": saved(time),
             "spread_of_steps": {n: float(c.sum(axis=1).std() / c.sum(axis=1).mean()) for n, c in cells.items()},
         }  # fmt: skip
 
 
-def attend(length: int, width: int = 16) -> float:
-    """Attention over a document of so many tokens: processor seconds."""
-    query = np.ones((length, width), dtype=np.float32)
-    begun = time.process_time()
-    scores = query @ query.T
-    np.exp(scores - scores.max(axis=1, keepdims=True), out=scores)
-    (scores / scores.sum(axis=1, keepdims=True)) @ query
-    return time.process_time() - begun
+def saved(found: dict[str, float]) -> dict[str, float | None]:
+    """Share of what LPT saves; None where a row alone is dearer than a rank's share, so that it saves nothing."""
+    plain = found["random"]
+    gain = plain - found["LPT"]
+    return {name: (plain - one) / gain if gain > 0.1 * plain else None for name, one in found.items()}
 
 
-def measure_steps(
-    seed: int = 0, lanes: int = 64, size: int = 8, ranks: int = 8, steps: int = 16
-) -> dict[str, float]:
-    """Attention of each rank's rows, one rank after the other: time of the dearest rank over the mean one's."""
-    rows, per_block = lanes * size * 256, 220  # of lengths below: 256 KiB
-    tokens = lengths(rows, seed) // 4 + 1
-    segments = [(n, 0, rows // 64) for n in range(64)]
-    people, cost = Population.of("sha256:steps", ["all"], segments, per_block), encode_costs(tokens**2)
-    chosen: dict[str, Any] = {"global_batch": lanes * size, "lanes": lanes, "seed": seed, "window_blocks": 64}
-    found: dict[str, float] = {}
-    orders: dict[str, dict[str, Any]] = {"random": {}}
-    orders |= {balance: {"cost": Costs("n**2", cost), "balance": balance} for balance in BALANCES}
-    for name, more in orders.items():
-        cells = tokens[make_plan(people, **chosen, **more).steps(40, 40 + steps)].reshape(steps, ranks, -1)
-        seconds = np.array([[sum(map(attend, rank.tolist())) for rank in step] for step in cells])
-        found[name] = float((seconds.max(axis=1) / seconds.mean(axis=1)).mean())
-    return found
-
-
-_TIMED = """
-## Attention, timed
-
-Cells of 8, 64 lanes, 8 ranks, documents of a quarter of these lengths: softmax(QQᵀ)Q of each in numpy, rank after rank
-on one core; processor time of the rank that takes most, over that of the mean rank. 16 steps.
-
-| order | dearest rank over the mean one |
-|---|---|
-"""
-_LARGE = [64, 128, 256, 512]  # ranks
 _HEAD = (
     *("cost", "cell", "lanes", "window", "ranks", "random, p95", "spread", "align", "LPT", "spread saves"),
-    *("align saves", "step time: random, spread, align, LPT"),
+    *("align saves", "step time: random, spread, align, LPT", "spread saves", "align saves"),
 )
 
 
@@ -151,15 +118,16 @@ def page(rows: list[dict[str, Any]], facts: dict[str, Any]) -> str:
                                        key=lambda row: tuple(row[k] for k in key)):  # fmt: skip
         same = list(group)
         p95 = [f"{np.mean([row['p95'][name] for row in same]):.2f}" for name in ORDERS]
-        saved = []
-        for name in ("spread", "align"):
-            each = [row["saved"][name] for row in same]
-            saved.append(
+        shares = []
+        for measure, name in itertools.product(("saved", "time_saved"), ("spread", "align")):
+            each = [row[measure][name] for row in same]
+            shares.append(
                 f"{np.mean(each):.2f} ({min(each):.2f} … {max(each):.2f})" if None not in each else "–"
             )
         times = ", ".join(f"{np.mean([row['time'][name] for row in same]):.2f}" for name in ORDERS)
         cost = "n" if at[0] == 1 else "n²"
-        out.append(f"| {cost} | {' | '.join(map(str, at[1:]))} | {' | '.join([*p95, *saved])} | {times} |")
+        cells = [cost, *map(str, at[1:]), *p95, *shares[:2], times, *shares[2:]]
+        out.append(f"| {' | '.join(cells)} |")
     return "\n".join(out) + "\n"
 
 
@@ -167,20 +135,20 @@ def main() -> None:
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     options.add_argument("--out", help="NAME of NAME.md and NAME.json")
     options.add_argument("--seeds", type=int, default=5)
-    options.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 8, 16])
+    options.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 8, 16, 32])
     given = options.parse_args()
     rows: list[dict[str, Any]] = []
-    for lanes, worlds, windows in ((64, [8, 16, 32, 64], 0), (512, _LARGE, 0), (512, _LARGE, 64)):
+    for lanes, worlds in ((64, [8, 16, 32, 64]), (512, [64, 128, 256, 512])):
         for size, power, seed in itertools.product(given.sizes, (1, 2), range(given.seeds)):
-            rows += measure(lanes, size, power, worlds, seed, windows)
+            rows += measure(lanes, size, power, worlds, seed)
             print(f"{lanes} lanes, cells of {size}, n**{power}, seed {seed}", file=sys.stderr)
-    facts, timed = machine_facts(), measure_steps()
-    text = page(rows, facts) + _TIMED + "".join(f"| {name} | {one:.2f} |\n" for name, one in timed.items())
+    facts = machine_facts()
+    text = page(rows, facts)
     print(text)
     if given.out:
         Path(f"{given.out}.md").write_text(text, encoding="utf-8")
         Path(f"{given.out}.json").write_text(
-            json.dumps({"facts": facts, "rows": rows, "timed": timed}, separators=(",", ":")) + "\n"
+            json.dumps({"facts": facts, "rows": rows}, separators=(",", ":")) + "\n"
         )
 
 

@@ -60,6 +60,8 @@ class RunData:
         if known is not None:  # a run keeps what it began with, whatever the defaults are by now
             recorded = recorded_plan(directory.path, known["plan"]) or {}
             settings = {name: recorded[name] for name in _RESOLVED if name in recorded} | settings
+            if "cost" in recorded:
+                settings["round_parts"] = recorded.get("round_parts", 1)
         plan = self.dataset.plan(global_batch=data.global_batch, seed=data.seed, **settings)
         self.steps: int = config.run.steps or config.run.epochs * (plan.steps_per_epoch or plan.loop_steps)
         self.plans = [plan]
