@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import copy
+import functools
 import os
 import threading
 import weakref
@@ -30,6 +31,9 @@ class BlockSupply(Protocol):
 
     def read(self, store: LocatedStore, request: BlockRequest) -> Any:
         """The block's bytes, verified."""
+
+    def obtain(self, request: BlockRequest, fetch: Callable[[], Any]) -> Any:
+        """The verified bytes: those that are kept near, else what `fetch` gives, which are kept then."""
 
 
 TakeMemory: TypeAlias = Callable[[int], NDArray[np.uint8]]
@@ -127,7 +131,13 @@ class BlockReader:
                 return found[0]
         digest = "sha256:" + bytes(self._table.index_digest[shard]).hex()
         size = int(self._table.index_size[shard])
-        index = ShardIndex.from_bytes(self.repository_of(shard).get_object(digest, "index", size))
+        get = functools.partial(self.repository_of(shard).get_object, digest, "index", size)
+        if self.supply is None or self.located(shard) is None or self.has_file(shard):
+            index = ShardIndex.from_bytes(get())
+        else:  # every start on every node needs it again
+            sha256 = bytes(self._table.index_digest[shard])
+            request = BlockRequest(object_name(digest, "index"), 0, size, sha256, shard=shard)
+            index = ShardIndex.from_bytes(self.supply.obtain(request, get))
         with self._lock:
             if shard not in self._indexes:
                 self._index_bytes += size

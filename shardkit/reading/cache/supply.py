@@ -174,6 +174,13 @@ class BlockFetcher:
         kept = self.cache or self._shared
         return fetch() if kept is None else kept.fetch(request, fetch)
 
+    def obtain(self, request: BlockRequest, fetch: Callable[[], Any]) -> Any:
+        def found() -> Any:
+            data = None if self._nearby is None else self._nearby.read(request)
+            return fetch() if data is None else data
+
+        return found() if self.cache is None else self.cache.fetch(request, found)
+
     def _over(self, turn: int) -> bool:
         return self._closed or turn != self._turn
 
@@ -215,7 +222,8 @@ class BlockFetcher:
             share = _SPARE_SHARE if self.cache is None else _SPARE_SHARE_CACHED
             found = list(batch.values())
             along = [] if beside is None else neighbours(found, beside, self._asked_for(request))
-            spare = sum(one.request.length for one in found) // share
+            # where nodes share, what lies between blocks is another's, who fetches it
+            spare = sum(one.request.length for one in found) // share if self._nearby is None else 0
             for group in join([*found, *along], spare=spare):
                 self._submit(turn, group)
             most = min(most * 4, _MOST_BLOCKS)
@@ -245,6 +253,7 @@ class BlockFetcher:
     def _submit(self, turn: int, group: Sequence[Wanted]) -> None:
         """Start reading blocks of one shard, when there is room for them."""
         size = sum(one.request.length for one in group)
+        gaps = max(one.end for one in group) - min(one.request.offset for one in group) - size
         with self._changed:
             self._changed.wait_for(
                 lambda: self._over(turn) or self._held + size <= self._ahead_bytes or not self._waiting
@@ -265,13 +274,13 @@ class BlockFetcher:
                     self._held += one.request.length
                     if place in self._along:  # it is on its way to the cache: from there, then
                         later = [(one, answer)]
-                        self._along[place].add_done_callback(lambda _, later=later: self._begin(later))  # type: ignore[misc]
+                        self._along[place].add_done_callback(lambda _, later=later: self._begin(later, 0))  # type: ignore[misc]
                         continue
                 reads.append((one, answer))
-            self._begin(reads)
+            self._begin(reads, gaps)
 
-    def _begin(self, reads: Sequence[tuple[Wanted, Answer[Any]]]) -> None:
-        """Read blocks of one shard on a thread.
+    def _begin(self, reads: Sequence[tuple[Wanted, Answer[Any]]], gaps: int) -> None:
+        """Read blocks of one shard on a thread; at most so many bytes between them for nothing.
 
         Whatever ends that, an unforeseen error or that it is closed before it begins, ends their answers too: somebody
         may wait for one already, and reads the block himself then.
@@ -288,20 +297,21 @@ class BlockFetcher:
             ended()
             return
         try:
-            self._pool.submit(self._read_group, reads).add_done_callback(ended)
+            self._pool.submit(self._read_group, reads, gaps).add_done_callback(ended)
         except RuntimeError:  # closed meanwhile
             ended()
 
-    def _read_group(self, reads: Sequence[tuple[Wanted, Answer[Any]]]) -> None:
+    def _read_group(self, reads: Sequence[tuple[Wanted, Answer[Any]]], gaps: int) -> None:
         """Read blocks of one shard: what the cache holds from there, the others together."""
         cache, shared = self.cache, self._shared
         if shared is not None:
             with shared.claimed([one.request for one, _ in reads]) as mine:
                 claimed = [one for one, is_mine in zip(reads, mine, strict=True) if is_mine]
-                self._read_joined([one for one in claimed if not shared.holds(one[0].request)])
+                self._read_joined([one for one in claimed if not shared.holds(one[0].request)], gaps)
         else:
             missing = [one for one in reads if cache is None or not cache.holds(one[0].request.sha256)]
-            self._read_joined(missing if self._nearby is None else self._read_nearby(self._nearby, missing))
+            others = missing if self._nearby is None else self._read_nearby(self._nearby, missing)
+            self._read_joined(others, gaps)
         for one, answer in reads:
             if one.step >= 0 and not answer.done():
                 try:
@@ -330,15 +340,20 @@ class BlockFetcher:
         if not answer.done():
             answer.set_result(None if one.step < 0 else data)
 
-    def _read_joined(self, reads: Sequence[tuple[Wanted, Answer[Any]]]) -> None:
-        """All with one request; one alone, and those that fail, are left to be read one by one."""
-        if len(reads) < 2:
-            return
-        with contextlib.suppress(ShardkitError):
-            found = reads[0][0].store.read_blocks([one.request for one, _ in reads])
-            for (one, answer), data in zip(reads, found, strict=True):
-                # A copy: a view of one block would keep the bytes of all in memory.
-                self._keep(one, answer, bytes(data))
+    def _read_joined(self, reads: Sequence[tuple[Wanted, Answer[Any]]], gaps: int) -> None:
+        """With as few requests as may be; one alone, and those that fail, are left to be read one by one.
+
+        Joined again: what others got since the blocks were joined first lies between them now.
+        """
+        answers = {one.block: answer for one, answer in reads}
+        for group in join([one for one, _ in reads], spare=gaps):
+            if len(group) < 2:
+                continue
+            with contextlib.suppress(ShardkitError):
+                found = group[0].store.read_blocks([one.request for one in group])
+                for one, data in zip(group, found, strict=True):
+                    # A copy: a view of one block would keep the bytes of all in memory.
+                    self._keep(one, answers[one.block], bytes(data))
 
     def _drop_past(self) -> None:
         for place, (_, size, step) in list(self._waiting.items()):
