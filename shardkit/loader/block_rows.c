@@ -153,6 +153,30 @@ __attribute__((target("avx2"))) static void add_by_avx2(uint64_t *lanes, const u
     _mm256_storeu_si256((__m256i *)lanes, held[0]);
     _mm256_storeu_si256((__m256i *)lanes + 1, held[1]);
 }
+
+__attribute__((target("avx512f"))) static void add_by_avx512(uint64_t *lanes, const unsigned char *from, int64_t size)
+{
+    const __m512i prime = _mm512_set1_epi64((int64_t)PRIME32_1);
+    __m512i held = _mm512_loadu_si512(lanes);
+#define ADD(at, key)                                                                                                    \
+    do {                                                                                                                \
+        const __m512i value = _mm512_loadu_si512(at), keyed = _mm512_xor_si512(value, _mm512_loadu_si512(key)),         \
+                      product = _mm512_mul_epu32(keyed, _mm512_srli_epi64(keyed, 32)),                                  \
+                      swapped = _mm512_shuffle_epi32(value, 0x4E);                                                      \
+        held = _mm512_add_epi64(held, _mm512_add_epi64(product, swapped));                                              \
+    } while (0)
+#define SCRAMBLE(key)                                                                                                   \
+    do {                                                                                                                \
+        const __m512i mixed = _mm512_xor_si512(_mm512_xor_si512(held, _mm512_srli_epi64(held, 47)),                     \
+                                               _mm512_loadu_si512(key)),                                                \
+                      high = _mm512_mul_epu32(_mm512_srli_epi64(mixed, 32), prime);                                     \
+        held = _mm512_add_epi64(_mm512_mul_epu32(mixed, prime), _mm512_slli_epi64(high, 32));                           \
+    } while (0)
+    ADD_BLOCKS(ADD, SCRAMBLE);
+#undef ADD
+#undef SCRAMBLE
+    _mm512_storeu_si512(lanes, held);
+}
 #endif
 
 typedef void (*way)(uint64_t *, const unsigned char *, int64_t);
@@ -165,6 +189,8 @@ static int ways_here(way *found)
 #if defined(BY_PROCESSOR)
     if (__builtin_cpu_supports("avx2"))
         found[ways++] = add_by_avx2;
+    if (__builtin_cpu_supports("avx512f"))
+        found[ways++] = add_by_avx512;
 #endif
     return ways;
 }
@@ -961,7 +987,7 @@ static PyObject *loads_leave(Loads *self, PyObject *ignored)
 static int loads_init(Loads *self, PyObject *args, PyObject *names)
 {
     static char *keywords[] = {"width", "timed", "way", NULL};
-    way found[2];
+    way found[3];
     const int ways = ways_here(found);
     int wanted = ways - 1, timed = 0;
     Py_ssize_t width;
@@ -1026,7 +1052,7 @@ static PyType_Spec loads_spec = {"shardkit.loader.block_rows.Loads", sizeof(Load
 
 static PyObject *ways(PyObject *self, PyObject *ignored)
 {
-    way found[2];
+    way found[3];
     return PyLong_FromLong(ways_here(found));
 }
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from heapq import heappop, heappush
-from typing import Any, Final, Protocol
+from heapq import heappop, heappush, heapreplace
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,6 +76,16 @@ class _Slot:
     capacity: int = 0  # of its own memory; 0 where blocks bring theirs
     loan: Loan | None = None
     keep: Any = None  # what the addresses of a block that brought its memory refer to
+
+
+class _Wanted(NamedTuple):
+    """Blocks of a group that are not there, in the order of first need."""
+
+    block: Int64s
+    size: Int64s
+    plain: NDArray[np.bool_]
+    first: Int64s  # steps that need them, counted over all loops
+    last: Int64s
 
 
 class GroupBlocks:
@@ -222,54 +232,54 @@ class BlockWindow:
         waits for a block gets a UsageError; `wake` them.
         """
         with self._lock:
-            blocks, origin = group.blocks.tolist(), self._planned
-            last = (group.last + origin).tolist()
+            blocks, origin, slots = group.blocks.tolist(), self._planned, self._slots
+            last = group.last + origin
             self._planned += len(group.numbers)
-            found = [self._slot_of.get(block, _NOBODY) for block in blocks]
-            missing = []
-            for n, slot in enumerate(found):
-                if slot < 0:
-                    missing.append(n)
-                else:
-                    one = self._slots[slot]
-                    one.last, one.used_in = last[n], self.loop
-            self._count([blocks[n] for n in missing], int(sizes[missing].sum()))
+            found = np.array([self._slot_of.get(block, _NOBODY) for block in blocks], np.int64)
+            there, missing = np.flatnonzero(found >= 0), np.flatnonzero(found < 0)
+            for slot, step in zip(found[there].tolist(), last[there].tolist(), strict=True):
+                one = slots[slot]
+                one.last, one.used_in = step, self.loop
+            wanted = _Wanted(
+                group.blocks[missing],
+                sizes[missing],
+                plain[missing],
+                group.first[missing] + origin,
+                last[missing],
+            )
+            self._count(wanted)
             self._counts.block_uses += len(blocks)
-            places = self._assign(group, missing, sizes.tolist(), plain.tolist(), last, found)
-            first = group.first[missing]
-            base = self._add(group.blocks[missing], plain[missing], places, first + origin)
-            steps = np.arange(len(group.numbers))
-            needs = (base + np.searchsorted(first, steps, side="right")).tolist()
-            return GroupBlocks(self, self.loop, group, np.array(found, np.int64), needs, origin, stopped)
+            places = self._assign(wanted)
+            found[missing] = places[0]
+            base = self._add(wanted, places)
+            steps = np.arange(origin, self._planned)
+            needs = (base + np.searchsorted(wanted.first, steps, side="right")).tolist()
+            return GroupBlocks(self, self.loop, group, found, needs, origin, stopped)
 
-    def _assign(
-        self, group: StepGroup, missing: list[int], sizes: list[int], plain: list[bool], last: list[int],
-        found: list[int],
-    ) -> Int64s:  # fmt: skip
-        """Give each missing block a slot, in `found` too.
+    def _assign(self, wanted: _Wanted) -> Int64s:
+        """Give each block a slot.
 
         Returns:
             (3, n) the slots, where their memory is (0: the block brings its own), and the steps up to which they are in
             use: others may take slot and memory later in the same plan.
         """
-        blocks, slots = group.blocks.tolist(), self._slots
-        first = (group.first + self._planned - len(group.numbers)).tolist()
+        slots = self._slots
         self._trim()
         heaps = self._free_slots()
         own: dict[int, list[int]] = {}
         fitting: dict[int, list[list[int]]] = {}  # by capacity, those that hold it
         chosen, addresses, afters = [], [], []
-        for n in missing:
-            cost, need = sizes[n], first[n]
-            capacity = capacity_of(cost) if plain[n] else 0
+        for block, cost, plain, need, last in zip(*(one.tolist() for one in wanted), strict=True):
+            capacity = capacity_of(cost) if plain else 0
             if capacity not in own:
                 own[capacity] = heaps.setdefault(capacity, [])
                 fitting = {size: [heaps[c] for c in heaps if size <= c <= 2 * size] for size in own if size}
                 fitting[0] = []
-            best = min((one for one in fitting[capacity] if one), default=None)
+            best = min(filter(None, fitting[capacity]), default=None)
+            free_again = last + 1 << _SLOT_BITS
             if self._bytes + cost > self._budget and best is not None and best[0] >> _SLOT_BITS <= need:
-                key = heappop(best)
-                after, slot = key >> _SLOT_BITS, key & _SLOT_MASK
+                after, slot = best[0] >> _SLOT_BITS, best[0] & _SLOT_MASK
+                heapreplace(best, free_again | slot)
                 one = slots[slot]
                 self._evict(one)
                 self._bytes += cost - one.cost
@@ -279,10 +289,10 @@ class BlockWindow:
             else:
                 after = self._make_room(heaps, cost, need)
                 slot = self._new_slot(capacity, cost, after)
-                best, one = own[capacity], slots[slot]
-            found[n] = self._slot_of[blocks[n]] = slot
-            one.block, one.last, one.used_in = blocks[n], last[n], self.loop
-            heappush(best, last[n] + 1 << _SLOT_BITS | slot)
+                heappush(own[capacity], free_again | slot)
+                one = slots[slot]
+            one.block, one.last, one.used_in = block, last, self.loop
+            self._slot_of[block] = slot
             chosen.append(slot)
             addresses.append(0 if one.loan is None else one.loan.address)
             afters.append(after)
@@ -312,7 +322,7 @@ class BlockWindow:
         """
         after = 0
         while self._bytes + cost > self._budget:
-            heap = min((one for one in heaps.values() if one), default=None)
+            heap = min(filter(None, heaps.values()), default=None)
             if heap is None or heap[0] >> _SLOT_BITS > need:
                 break
             after = max(after, self._dispose(heappop(heap)))
@@ -369,19 +379,19 @@ class BlockWindow:
         heappush(self._spare, key)
         return free_at
 
-    def _add(self, blocks: Int64s, plain: NDArray[np.bool_], places: Int64s, first: Int64s) -> int:
+    def _add(self, wanted: _Wanted, places: Int64s) -> int:
         """Have blocks loaded to their slots; the number of the first of these jobs."""
-        if not len(blocks):
+        if not len(wanted.block):
             return self._added
-        slots, addresses, after = places
-        jobs = self._source.jobs(blocks, addresses, plain)
-        steps = max(1, _BLOCKS_AT_ONCE * int(first[-1] - first[0] + 1) // len(blocks))
+        (slots, addresses, after), first = places, wanted.first
+        jobs = self._source.jobs(wanted.block, addresses, wanted.plain)
+        steps = max(1, _BLOCKS_AT_ONCE * int(first[-1] - first[0] + 1) // len(first))
         jobs[:, AFTER] = np.minimum(-(-after // steps) * steps, first)
         jobs[:, SLOT] = slots
         number = int(self._loads.add(jobs))
         for n, slot in enumerate(slots.tolist(), number):
             self._slots[slot].job = n
-        self._added = number + len(blocks)
+        self._added = number + len(first)
         return number
 
     def wait_for(self, jobs: int, timeout_s: float, on_stall: Callable[[float], None]) -> int:
@@ -456,13 +466,14 @@ class BlockWindow:
         self.loop_loads = self.loop_reloads = 0
         self.loop_soon_again = 0  # of these what twice the budget would have kept
 
-    def _count(self, missing: Sequence[int], need: int) -> None:
-        dropped_at = [self._dropped[block] for block in missing if block in self._dropped]
+    def _count(self, wanted: _Wanted) -> None:
+        blocks = wanted.block.tolist() if self._dropped else ()
+        dropped_at = [self._dropped[block] for block in blocks if block in self._dropped]
         self._counts.block_reloads += len(dropped_at)
         self.loop_reloads += len(dropped_at)
         self.loop_soon_again += sum(self._loop_bytes - at < self._budget for at in dropped_at)
-        self.loop_loads += len(missing)
-        self._loop_bytes += need
+        self.loop_loads += len(wanted.block)
+        self._loop_bytes += int(wanted.size.sum())
 
     def begin_loop(self) -> int:
         """What is admitted from now on is for another loop, of this number; the one before it has ended."""

@@ -278,13 +278,17 @@ class NaturalGrid:
         ends = deal.lane_prefix(np.repeat([first, last], num), np.tile(of, 2))
         begin, end = np.diff(ends, axis=1, prepend=0).reshape(2, num, groups)
         active = np.flatnonzero((end > begin).any(axis=0))  # with many strata a lane draws from few at a time
-        steps = np.arange(first, last + 1, dtype=np.int64)
-        before = deal.lane_counts(np.tile(steps, num), np.repeat(of, len(steps)), active)
-        counts = np.diff(before.reshape(num, len(steps), len(active)), axis=1)
         offset = deck.start[:-1].reshape(num, groups)[:, active]
         lo, hi = (offset + begin[:, active]).ravel(), (offset + end[:, active]).ravel()
         some = hi > lo
-        cells = assemble(deck.take(lo[some], hi[some]), counts, self.cell_size)
+        draws = deck.take(lo[some], hi[some])
+        if groups == 1:  # every cell takes all its slots from it
+            cells = draws.reshape(num, last - first, self.cell_size)
+        else:
+            steps = np.arange(first, last + 1, dtype=np.int64)
+            before = deal.lane_counts(np.tile(steps, num), np.repeat(of, len(steps)), active)
+            counts = np.diff(before.reshape(num, len(steps), len(active)), axis=1)
+            cells = assemble(draws, counts, self.cell_size)
         return self._finish(cells, epoch, of, first, self.cell_size)
 
     def _short_cells(self, key: _Key) -> NDArray[np.int64]:
