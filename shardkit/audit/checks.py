@@ -16,9 +16,9 @@ from shardkit.audit.result import Audit, Report
 from shardkit.audit.run_record import RunRecord, json_object
 from shardkit.formats.digest import sha256_digest
 from shardkit.ledger import MASKED, SUBSTITUTED, setting_differences
-from shardkit.ledger.bindings import BINDINGS, CHECKPOINT, CONFIGURATION, DEALT
-from shardkit.ledger.ledger import read_file
-from shardkit.ledger.records import StepRecords, step_digest
+from shardkit.ledger.bindings import CHECKPOINT, CONFIGURATION, DEALT
+from shardkit.ledger.journal import BINDINGS
+from shardkit.ledger.ledger import StepRecords, read_file, step_digest
 
 _SHOWN = 20
 _REPLAY_ALONE = 30_000_000  # samples below which starting processes does not pay

@@ -17,10 +17,9 @@ from shardkit.errors import FormatError, IntegrityError, NotFoundError, Shardkit
 from shardkit.formats.canonical_json import dumps
 from shardkit.ledger import SUBSTITUTED, Ledger, Merge, journal_paths
 from shardkit.ledger.bindings import CONFIGURATION
-from shardkit.ledger.journal_format import JournalFile
-from shardkit.ledger.ledger import read_file
+from shardkit.ledger.journal import JournalFile
+from shardkit.ledger.ledger import StepRecords, damaged_records, parse_lines, parse_records, read_file
 from shardkit.ledger.merkle import Tree, leaf_hash
-from shardkit.ledger.records import StepRecords, damaged_records, parse_lines, parse_records
 
 _SHOWN: Final = 10
 

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shardkit.dataset.appending import Base, load_base
 from shardkit.dataset.costs import put_costs
 from shardkit.dataset.layout import BLOCK_BYTES
 from shardkit.dataset.lookups import put_lookups
@@ -21,7 +20,7 @@ from shardkit.dataset.row_table import Rows, describe_row, join_parts
 from shardkit.dataset.scratch_reading import Parts, ScratchReader
 from shardkit.dataset.selecting import put_selected, select_rows, selected_rows
 from shardkit.dataset.shard_writing import WrittenShard, write_shard
-from shardkit.dataset.version_plan import VersionPlan, plan_version
+from shardkit.dataset.version_plan import Base, VersionPlan, load_base, plan_version
 from shardkit.dataset.version_settings import NewVersion
 from shardkit.errors import CommitConflict, NotFoundError, ShardkitError, UsageError
 from shardkit.formats import Schema

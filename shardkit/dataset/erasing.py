@@ -12,10 +12,9 @@ from itertools import pairwise
 
 from shardkit.copies.holdings import Holdings
 from shardkit.copies.placement import live_versions
-from shardkit.dataset.equal_rows import find_equal_rows
 from shardkit.dataset.erasure_journal import ErasurePlan, ErasureReport, Journal, unfinished
 from shardkit.dataset.rewriting import Rewriter
-from shardkit.dataset.store_survey import StoreSurvey
+from shardkit.dataset.store_survey import StoreSurvey, find_equal_rows
 from shardkit.errors import (
     CommitConflict,
     FormatError,

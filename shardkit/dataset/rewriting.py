@@ -17,7 +17,7 @@ from shardkit.dataset.costs import covers, read_piece, write_piece
 from shardkit.dataset.erasure_journal import ErasurePlan, NewShard
 from shardkit.dataset.lookups import Entries
 from shardkit.dataset.shard_writing import publish_shard
-from shardkit.dataset.store_survey import StoreSurvey
+from shardkit.dataset.store_survey import StoreSurvey, shard_pair, version_reader
 from shardkit.formats import Row, ShardIndex, block_starts
 from shardkit.manifest import (
     CostPiece,
@@ -267,16 +267,6 @@ class Rewriter:
             return None
         placed = self.repository.put_object(write_piece(expression, left, codes), "cost")
         return CostPiece(placed.digest, placed.size, left, len(codes))
-
-
-def shard_pair(table: ShardTable, shard: int) -> tuple[str, str]:
-    """(hex of the shard, hex of its index): by which an erasure knows a shard."""
-    return bytes(table.digest[shard]).hex(), bytes(table.index_digest[shard]).hex()
-
-
-def version_reader(repository: Repository, manifest: Manifest, table: ShardTable) -> BlockReader:
-    """A reader of the shards of a version, or of one of its pages, that trusts SHA-256 alone."""
-    return BlockReader(table, [repository], [0], [(manifest.format, manifest.compression)], "strong")
 
 
 def _kept_rows(reader: BlockReader, shard: int, index: ShardIndex, keep: NDArray[np.bool_]) -> Iterator[Row]:

@@ -15,11 +15,9 @@ from shardkit.ledger.bindings import (
     recorded_plan,
     setting_differences,
 )
-from shardkit.ledger.journal import Journal
-from shardkit.ledger.journal_format import CellRecord, journal_paths, read_journal
-from shardkit.ledger.ledger import Ledger
+from shardkit.ledger.journal import CellRecord, Journal, journal_paths, read_journal
+from shardkit.ledger.ledger import MASKED, SUBSTITUTED, Ledger, step_digest, step_digests
 from shardkit.ledger.merging import Merge, merge_journals
-from shardkit.ledger.records import MASKED, SUBSTITUTED, step_digest, step_digests
 
 __all__ = [
     "MASKED",

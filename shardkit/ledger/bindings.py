@@ -16,8 +16,6 @@ from shardkit.ledger.merging import Merge, Source, merge_journals
 from shardkit.plan import assign
 from shardkit.stores.file_operations import explained
 
-BINDINGS: Final = "bindings"
-"""Key of the event of a plan: the version that recorded it binds every checkpoint."""
 CHECKPOINT: Final = "checkpoint"
 """Kind of the event that a checkpoint's ref is preceded by: `name`, `checkpoint` (digest of its manifest)."""
 CONFIGURATION: Final = "configuration"

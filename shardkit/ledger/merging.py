@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from shardkit.errors import FormatError
-from shardkit.ledger.journal_format import (
+from shardkit.ledger.journal import (
     CELLS,
     EVENT,
     META,
@@ -23,8 +23,7 @@ from shardkit.ledger.journal_format import (
     journal_paths,
     unpack_numbers,
 )  # fmt: skip
-from shardkit.ledger.ledger import Ledger
-from shardkit.ledger.records import step_digest
+from shardkit.ledger.ledger import Ledger, step_digest
 
 Conflict: TypeAlias = tuple[int, bytes, bytes]
 """A lane whose cell was recorded twice, with different digests."""

@@ -10,13 +10,14 @@ from shardkit.manifest.manifest import (
     MIXED,
     POOL,
     SHARDS_PER_PAGE,
+    CostPiece,
     Lookup,
     LookupPiece,
     Manifest,
     PageRef,
+    RowCosts,
     Stratum,
 )
-from shardkit.manifest.row_costs import CostPiece, RowCosts
 from shardkit.manifest.selection import Selection, max_selection_bytes
 from shardkit.manifest.shard_table import (
     ShardRecord,

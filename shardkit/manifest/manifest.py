@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final, NoReturn
@@ -13,7 +13,6 @@ from shardkit.formats.canonical_json import dumps
 from shardkit.formats.digest import sha256_digest
 from shardkit.formats.schema import MAX_FIELD_NAME, Schema
 from shardkit.manifest.json_fields import DIGEST, Fields, read_document
-from shardkit.manifest.row_costs import COSTS, RowCosts, costs_from_json, costs_to_json
 
 MAX_MANIFEST_BYTES: Final = 16 * 2**20
 """Of a manifest, without its pages."""
@@ -58,6 +57,12 @@ _OPTIONAL_KEYS: Final = ("about", "lookups")
 _LOOKUP_KEYS: Final = ("field", "pieces")
 _PIECE_KEYS: Final = ("digest", "size", "shards", "entries")
 _MAX_LOOKUPS: Final = 100
+_COSTS: Final = "costs"
+"""Key among the build settings: what reads a manifest without knowing it has all that it needs."""
+
+_HEX: Final = re.compile(r"[0-9a-f]{64}")
+_MAX_COSTS: Final = 100
+_MAX_PIECES: Final = 2**17
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +114,29 @@ class Lookup:
     field: str
     pieces: tuple[LookupPiece, ...]
     """In shard order; together they cover all shards."""
+
+
+@dataclass(frozen=True, slots=True)
+class CostPiece:
+    """The codes of all rows of a run of shards: one object."""
+
+    digest: str
+    size: int
+    """Bytes of the object."""
+    shards: int
+    """How many shards it covers: those after the shards of the pieces before it."""
+    rows: int
+    """Of those shards, selected or not: one byte each."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowCosts:
+    """What each row of a version costs."""
+
+    expression: str
+    """Such as ``bytes(text)**2``, without spaces."""
+    pieces: tuple[CostPiece, ...]
+    """In shard order."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +216,7 @@ class Manifest:
                 "shard_format": self.format,
                 "strata": [_as_json(stratum, _STRATUM_KEYS) for stratum in self.strata],
                 "pages": [_as_json(page, _PAGE_KEYS) for page in self.pages],
-                "build": {**self.build, **({COSTS: costs_to_json(self.costs)} if self.costs else {})},
+                "build": {**self.build, **({_COSTS: _costs_to_json(self.costs)} if self.costs else {})},
             }
         )
 
@@ -218,13 +246,13 @@ class Manifest:
                 stored_bytes=fields.integer("stored_bytes"),
                 pages=_pages(fields),
                 sources=fields.optional_digest("sources"),
-                build={name: value for name, value in build.items() if name != COSTS},
+                build={name: value for name, value in build.items() if name != _COSTS},
                 parent=fields.optional_digest("parent"),
                 parts=_parts(fields),
                 features=features,
                 about=fields.digest("about") if fields.has("about") else None,
                 lookups=_lookups(fields) if fields.has("lookups") else (),
-                costs=costs_from_json(build[COSTS]) if COSTS in build else (),
+                costs=_costs_from_json(build[_COSTS]) if _COSTS in build else (),
             )
         except (FormatError, UsageError) as error:
             raise FormatError(f"{where}: {error}") from error
@@ -376,3 +404,46 @@ def _check_parts(manifest: Manifest) -> None:
 
 def _refuse(why: str) -> NoReturn:
     raise FormatError(f"the manifest contradicts itself: {why}; do not trust it")
+
+
+def _costs_to_json(costs: Sequence[RowCosts]) -> dict[str, list[list[object]]]:
+    """What stands among the build settings."""
+    return {
+        one.expression: [
+            [piece.digest.removeprefix("sha256:"), piece.size, piece.shards, piece.rows]
+            for piece in one.pieces
+        ]
+        for one in costs
+    }
+
+
+def _costs_from_json(value: object) -> tuple[RowCosts, ...]:
+    """Read it again; sorted by expression.
+
+    Raises:
+        FormatError: it is not of that form.
+    """
+    if not isinstance(value, Mapping) or not 0 < len(value) <= _MAX_COSTS:
+        raise FormatError(f"build setting {_COSTS!r}: expected an object of 1 to {_MAX_COSTS} expressions")
+    return tuple(RowCosts(name, _cost_pieces(name, value[name])) for name in sorted(value))
+
+
+def _cost_pieces(expression: str, value: Any) -> tuple[CostPiece, ...]:
+    if not isinstance(value, list) or len(value) > _MAX_PIECES or len(expression) > 1_000:
+        raise FormatError(f"costs of {expression[:100]!r}: expected a list of at most {_MAX_PIECES} pieces")
+    pieces = []
+    for piece in value:
+        match piece:
+            case [str(digest), int(size), int(shards), int(rows)] if (
+                _HEX.fullmatch(digest)
+                and 0 < size < 2**32
+                and 0 < shards < 2**32
+                and 0 < rows < 2**42
+                and not any(isinstance(number, bool) for number in piece)
+            ):
+                pieces.append(CostPiece(f"sha256:{digest}", size, shards, rows))
+            case _:
+                raise FormatError(
+                    f"costs of {expression[:100]!r}: piece {str(piece)[:120]}, expected [hex, size, shards, rows]"
+                )
+    return tuple(pieces)

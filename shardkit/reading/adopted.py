@@ -31,7 +31,6 @@ from shardkit.reading.parity.rebuilding import ParityReads
 from shardkit.stores.file_operations import explained
 from shardkit.stores.objects import OpenedRoot
 from shardkit.stores.remote.addresses import Address
-from shardkit.stores.remote.foreign import ForeignStore, open_foreign, split_url
 from shardkit.stores.remote.waiting import RetryPolicy
 from shardkit.stores.store import (
     ObjectStat,
@@ -44,6 +43,7 @@ from shardkit.stores.store import (
     put_over,
     scheme_of,
 )
+from shardkit.stores.urls import ForeignStore, open_foreign, split_url
 
 _FORMAT: Final = "shardkit-adopted/1"
 _KEYS: Final = ("digest", "urls")

@@ -22,8 +22,8 @@ from shardkit.errors import NotFoundError
 from shardkit.formats.canonical_json import dumps, loads
 from shardkit.formats.digest import sha256_digest
 from shardkit.ledger import Ledger
+from shardkit.ledger.ledger import RECORD_BYTES, STEPS_MAGIC, encode_line, parse_lines
 from shardkit.ledger.merkle import Tree, leaf_hash
-from shardkit.ledger.records import RECORD_BYTES, STEPS_MAGIC, encode_line, parse_lines
 from shardkit.storage import object_name
 from shardkit.torch.checkpoint_format import decode_value, encode_value
 from shardkit_trainer import load_configuration

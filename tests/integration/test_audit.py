@@ -18,7 +18,7 @@ from shardkit.audit import Audit, audit_run
 from shardkit.formats.canonical_json import dumps
 from shardkit.formats.digest import sha256_digest
 from shardkit.ledger import Journal, Ledger, bind_checkpoint, ledger_head
-from shardkit.ledger.records import RECORD_BYTES, STEPS_MAGIC, encode_record, step_digest
+from shardkit.ledger.ledger import RECORD_BYTES, STEPS_MAGIC, encode_record, step_digest
 from shardkit.storage import object_name, open_store
 from shardkit_tools.main import run as shardkit_command
 from tests.journal_cells import record_cells

@@ -19,7 +19,7 @@ from shardkit.audit.replay import cell_digests, plan_of
 from shardkit.audit.signing import verify_envelope
 from shardkit.dataset.dataset import population_of
 from shardkit.errors import FormatError, MissingDependency, NotFoundError, PlanError
-from shardkit.ledger.records import (
+from shardkit.ledger.ledger import (
     STEPS_MAGIC,
     damaged_records,
     encode_line,

@@ -10,7 +10,7 @@ import pytest
 
 from shardkit.errors import FormatError
 from shardkit.ledger import Journal, read_journal
-from shardkit.ledger.journal_format import JournalFile
+from shardkit.ledger.journal import JournalFile
 from shardkit.plan import cell_digest
 from tests.journal_cells import record_cells
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from shardkit.errors import IntegrityError, NotFoundError, SourceError, StoreError, UsageError
-from shardkit.stores.remote.foreign import split_url
+from shardkit.stores.urls import split_url
 from shardkit_tools.importers.protocol import SourceFile
 from shardkit_tools.importers.remote_files import foreign_store, stat_file
 from shardkit_tools.importers.source_files import is_url, list_source, open_file

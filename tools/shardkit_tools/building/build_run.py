@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardkit.dataset.appending import Base
 from shardkit.dataset.committing import (
     NOT_MOVED,
     Destination,
@@ -31,7 +30,7 @@ from shardkit.dataset.scratch_reading import ScratchReader
 from shardkit.dataset.shard_writing import WrittenShard
 from shardkit.dataset.sources import SourceDigest, SourcesObject, joined_sources, pack_sources, unpack_sources
 from shardkit.dataset.splits import split_of
-from shardkit.dataset.version_plan import VersionPlan, plan_version
+from shardkit.dataset.version_plan import Base, VersionPlan, plan_version
 from shardkit.dataset.version_settings import NewVersion
 from shardkit.errors import IntegrityError, NotFoundError, SourceError
 from shardkit.formats import canonical_json, sha256_digest
