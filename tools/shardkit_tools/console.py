@@ -8,6 +8,7 @@ its source.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -28,9 +29,20 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def print_json(document: Mapping[str, Any] | Sequence[Any]) -> None:
-    """Print one JSON document to standard output."""
-    sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+def print_json(document: object) -> None:
+    """Print one JSON document to standard output; see `plain`."""
+    sys.stdout.write(json.dumps(plain(document), indent=2, ensure_ascii=False) + "\n")
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON has it: dataclasses and named tuples are objects of their fields."""
+    if dataclasses.is_dataclass(value):
+        value = {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
+    elif isinstance(value, tuple) and hasattr(value, "_asdict"):
+        value = value._asdict()
+    if isinstance(value, Mapping):
+        return {name: plain(one) for name, one in value.items()}
+    return [plain(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
 def present(
@@ -132,12 +144,12 @@ def print_more(left_out: int, where: str = " (--json lists all)") -> None:
         print_line(f"… and {count_text(left_out)} more{where}")
 
 
-def print_list(lines: Iterable[str], most: int, where: str = " (--json lists all)") -> None:
+def print_list(lines: Iterable[str], most: int) -> None:
     """Print the first lines of a list, indented, and how many more there are."""
     given = list(lines)
     for line in given[:most]:
         print_line(f"  {line}")
-    print_more(len(given) - most, where)
+    print_more(len(given) - most)
 
 
 def pyplot(command: str) -> Any:

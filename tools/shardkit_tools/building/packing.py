@@ -114,15 +114,12 @@ class Documents:
         return f"packed-{digest.hexdigest()}.rows"
 
 
-def cut_documents(
-    rows: Rows, split: NDArray[np.int16] | None, group_bytes: int = _GROUP_BYTES
-) -> Iterator[Documents]:
-    """Documents in items of at most ``group_bytes`` (or one document), by stratum and split, then in source order.
+def cut_documents(rows: Rows, split: NDArray[np.int16] | None) -> Iterator[Documents]:
+    """Documents in items of at most `_GROUP_BYTES` (or one document), by stratum and split, then in source order.
 
     Args:
         rows: all documents.
         split: int16[n], the split of each where documents of different splits must not share a row.
-        group_bytes: of an item.
     """
     kinds: list[NDArray[np.integer]] = [rows.stratum] if split is None else [split, rows.stratum]
     order = np.lexsort(kinds)  # stable: source order within
@@ -135,7 +132,7 @@ def cut_documents(
     start = number = 0
     while start < len(order):
         before = int(ends[start - 1]) if start else 0
-        stop = max(start + 1, int(np.searchsorted(ends, before + group_bytes, side="right")))
+        stop = max(start + 1, int(np.searchsorted(ends, before + _GROUP_BYTES, side="right")))
         yield _item(rows, number, order[start:stop], firsts[(firsts > start) & (firsts < stop)] - start)
         start, number = stop, number + 1
 

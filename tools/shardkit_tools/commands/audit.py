@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -162,7 +161,9 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _document(result: Audit) -> dict[str, Any]:
-    coverage = [{**asdict(one), "whole": one.is_whole, "exact": one.is_exact} for one in result.coverage]
+    coverage = [
+        {**console.plain(one), "whole": one.is_whole, "exact": one.is_exact} for one in result.coverage
+    ]
     checkpoints = [{"name": name, "step": step, "fits": fits} for name, step, fits in result.checkpoints]
     own = {
         "coverage": coverage,
@@ -170,7 +171,7 @@ def _document(result: Audit) -> dict[str, Any]:
         "verdict": result.verdict,
         "exit_code": result.exit_code,
     }
-    return asdict(result) | own
+    return {**console.plain(result), **own}
 
 
 _GROUPS = (("violated", "Violated", "red"), ("unknown", "Could not check", "yellow"),
@@ -246,7 +247,7 @@ def diff_command(
     sides = {"a": str(first), "b": str(second)}
     console.present(
         as_json,
-        lambda: sides | asdict(result) | {"violated": [asdict(one) for one in troubles]},
+        lambda: sides | console.plain(result) | {"violated": troubles},
         lambda: _print_comparison(first, second, result, troubles),
         ExitCode.DONE if result.is_equal else ExitCode.NO,
     )
@@ -328,7 +329,7 @@ def _trace_sample(record: RunRecord, plans: dict[int, RunPlan], text: str, as_js
     number = sample_number(next(iter(plans.values())).dataset, text)
     uses = uses_of(record, plans, number)
     if as_json:
-        console.print_json({"sample": number, "uses": [asdict(use) for use in uses]})
+        console.print_json({"sample": number, "uses": uses})
         return
     console.print_line(f"sample {number} was consumed {count_text(len(uses), 'time')}", "bold")
     _print_uses(uses)
@@ -350,7 +351,7 @@ def _instead(substitute_for: int | None) -> str:
 def _trace_step(record: RunRecord, plans: dict[int, RunPlan], step: int, as_json: bool) -> None:
     samples = samples_of_step(record, plans, step)
     if as_json:
-        console.print_json({"step": step, "samples": [asdict(one) for one in samples]})
+        console.print_json({"step": step, "samples": samples})
         return
     console.print_line(f"step {step}: {count_text(len(samples), 'sample')}", "bold")
     console.print_table(
@@ -380,7 +381,7 @@ def _trace_list(
     if as_json:
         console.print_json({"listed": len(values), "field": taken, "absent": sorted(absent),
                             "in_dataset": sorted(samples), "used": sorted(used), "answer": answer,
-                            "uses": [asdict(use) for use in uses]})  # fmt: skip
+                            "uses": uses})  # fmt: skip
     else:
         console.print_facts([
             ("listed", f"{count_text(len(values), 'value')}, taken as {taken}"),

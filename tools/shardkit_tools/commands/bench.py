@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -18,7 +17,6 @@ from shardkit_tools.benchmarks.results import (
     LEAST_ROUNDS,
     MOST_MARGIN,
     Comparison,
-    Finding,
     Ratio,
     Result,
     compare,
@@ -78,7 +76,7 @@ def bench(
     document = {
         "exit_code": found.exit_code,
         "notes": found.notes,
-        "findings": list(map(_finding, found.findings)),
+        "findings": [console.plain(one) | {"name": one.name, "change": one.change} for one in found.findings],
     }
     console.present(
         as_json,
@@ -171,15 +169,3 @@ def _number(value: float) -> str:
 def _last_line(text: str) -> str:
     lines = text.strip().splitlines()
     return lines[-1][:200] if lines else "no reason was told"
-
-
-def _finding(finding: Finding) -> dict[str, Any]:
-    sides = {"recorded": finding.recorded, "now": finding.now}
-    return {
-        "name": finding.name,
-        "verdict": finding.verdict,
-        "margin": finding.margin,
-        "change": finding.change,
-        "reason": finding.reason,
-        **{side: None if ratio is None else dataclasses.asdict(ratio) for side, ratio in sides.items()},
-    }

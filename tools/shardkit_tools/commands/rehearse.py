@@ -30,7 +30,7 @@ def rehearse(
 ) -> None:
     """Rehearse a loss: which lanes move, what is read again and from where, which steps are repeated, what is lost.
 
-    Nothing happens to the run: its plan is made again from a copy of its ledger, and locations are only asked what they
+    Nothing happens to the run: its plan is made again from its ledger, and locations are only asked what they
     have. A location whose failure domain is a dead node dies with it. Exit code 5: data would be lost.
 
     Example: shardkit rehearse runs/mine --kill-node node-7

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from shardkit.copies.records import Lost, Unchecked
 from shardkit.copies.repair import Repair
 from shardkit.copies.repair import repair as repair_root
+from shardkit.copies.scrub import Scrub
 from shardkit.repository.location_table import LocationRecord
 from shardkit_tools import console, options
 from shardkit_tools.copies import copying, spread_checks
@@ -63,24 +64,12 @@ def repair(
             check_all=spread_checks(spread),
             report=work.tell,
         )
-    console.present(as_json, lambda: repair_document(done), lambda: _print(done), done.exit_code)
+    console.present(as_json, lambda: checked_document(done), lambda: _print(done), done.exit_code)
 
 
-def repair_document(done: Repair) -> dict[str, Any]:
+def checked_document(done: Repair | Scrub) -> dict[str, Any]:
     """For machines."""
-    return {
-        "url": done.url,
-        "level": done.level,
-        "versions": done.versions,
-        "copies": done.copies,
-        "read_bytes": done.read_bytes,
-        "healed": [one._asdict() for one in done.healed],
-        "lost": [one._asdict() for one in done.lost],
-        "unchecked": [one._asdict() for one in done.unchecked],
-        "encoded": done.encoded,
-        "verdict": done.verdict,
-        "exit_code": done.exit_code,
-    }
+    return {**console.plain(done), "verdict": done.verdict, "exit_code": done.exit_code}
 
 
 def print_repair(done: Repair) -> None:

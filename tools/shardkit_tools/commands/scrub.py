@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Annotated, Any, Literal
 
 from shardkit.copies.scrub import Scrub
@@ -11,7 +10,7 @@ from shardkit.exit_codes import ExitCode
 from shardkit.ranges import parse_duration
 from shardkit.repository.location_table import LocationRecord
 from shardkit_tools import console, options
-from shardkit_tools.commands.repair import print_repair, print_unchecked, repair_document
+from shardkit_tools.commands.repair import checked_document, print_repair, print_unchecked
 from shardkit_tools.copies import copying, spread_checks
 from shardkit_tools.options import option
 from shardkit_tools.texts import bytes_text, count_text
@@ -77,16 +76,7 @@ def scrub(
 
 
 def _document(done: Scrub) -> dict[str, Any]:
-    return {
-        "url": done.url,
-        "locations": {name: dataclasses.asdict(one) for name, one in done.locations.items()},
-        "remaining": done.remaining,
-        "unchecked": [one._asdict() for one in done.unchecked],
-        "lost": done.lost,
-        "repair": None if done.repair is None else repair_document(done.repair),
-        "verdict": done.verdict,
-        "exit_code": done.exit_code,
-    }
+    return checked_document(done) | {"repair": done.repair and checked_document(done.repair)}
 
 
 def _print(done: Scrub, root: str) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -97,7 +95,7 @@ def _document(
 ) -> dict[str, Any]:
     document: dict[str, Any] = {
         "seconds": seconds,
-        "machine": asdict(machine) | {"gather": _by_bytes(machine.gather)},
+        "machine": machine,
         "proposals": {one.name: {"value": one.value, "why": one.why} for one in proposals},
     }
     if ranges is not None:
@@ -105,16 +103,12 @@ def _document(
             "is_local": ranges.is_local,
             "latency_s": ranges.latency_s,
             "stream": ranges.stream,
-            "single_s": _by_bytes(ranges.single_s),
+            "single_s": ranges.single_s,
             "rates": [{"bytes": b, "at_a_time": c, "rate": r} for (b, c), r in ranges.rates.items()],
         }
     if reducing is not None:
-        document["all_reduce_s"] = _by_bytes(reducing.seconds)
+        document["all_reduce_s"] = reducing.seconds
     return document
-
-
-def _by_bytes(values: Mapping[int, float]) -> dict[str, float]:
-    return {str(num_bytes): value for num_bytes, value in values.items()}
 
 
 def _print_measured(machine: Machine, ranges: Ranges | None, reducing: Reducing | None, missing: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from fractions import Fraction
 from typing import Annotated
 
@@ -53,7 +52,7 @@ def verify(
         )
     console.present(
         as_json,
-        lambda: asdict(result) | {"exit_code": result.exit_code},
+        lambda: console.plain(result) | {"exit_code": result.exit_code},
         lambda: _print(result),
         result.exit_code,
     )

@@ -1,14 +1,12 @@
-"""What would happen if a node or a location died now: worked out on a scratch copy, nothing of the run is touched.
+"""What would happen if a node or a location died now: worked out on paper, nothing of the run is touched.
 
-The run's plan is made again from a copy of its ledger, the present owners of its lanes come from its telemetry, the new
+The run's plan is made again from its ledger, the present owners of its lanes come from its telemetry, the new
 ones from the same `assign` that a restart uses (where nodes cache, each is taken to have what it works), and what lies
 where is asked of the locations themselves (HEAD, never a write).
 """
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -32,7 +30,6 @@ from shardkit.telemetry.records import check_run
 
 _MOST_ASKED: Final = 2_000
 _THREADS: Final = 16
-_COPIED: Final = ("run.json", "journal", "ledger")
 
 
 @dataclass
@@ -61,9 +58,8 @@ class Rehearsal:
 
     def to_json(self) -> dict[str, Any]:
         """For ``--json``."""
-        document = dict(self.__dict__)
-        document["moves"] = [{"lane": lane, "from": a, "to": b} for lane, (a, b) in self.moves.items()]
-        return document
+        moves = [{"lane": lane, "from": a, "to": b} for lane, (a, b) in self.moves.items()]
+        return vars(self) | {"moves": moves}
 
 
 def rehearse_loss(
@@ -95,17 +91,9 @@ def rehearse_loss(
         survivors=[rank for rank in last if rank not in dead],
         memory_bytes=int(sum(last[rank].value("loader.window_bytes") for rank in dead)),
     )
-    with tempfile.TemporaryDirectory(prefix="shardkit-rehearse-") as scratch:
-        copy = Path(scratch) / "run"
-        copy.mkdir()
-        for name in _COPIED:
-            if (run / name).is_dir():
-                shutil.copytree(run / name, copy / name)
-            elif (run / name).is_file():
-                shutil.copyfile(run / name, copy / name)
-        plan = _newest_plan(copy)
-        _move_lanes(found, last, plan, near=_is_near(copy, last))
-        _ask_locations(found, plan, locations)
+    plan = _newest_plan(run)
+    _move_lanes(found, last, plan, near=_is_near(run, last))
+    _ask_locations(found, plan, locations)
     checkpoints, broken = read_checkpoints(run)
     if checkpoints:
         found.steps_repeated = max(0, found.step - max(one.step for one in checkpoints))
@@ -124,8 +112,8 @@ def _dead(last: Mapping[int, Record], nodes: Sequence[str], ranks: Sequence[int]
     return sorted(rank for rank, record in last.items() if record.host in nodes or rank in ranks)
 
 
-def _newest_plan(copy: Path) -> RunPlan:
-    record = load_run(copy)
+def _newest_plan(run: Path) -> RunPlan:
+    record = load_run(run)
     plans = find_plans(record)
     if not plans:
         why = "; ".join(finding.text for finding in record.findings) or "no step is recorded"
@@ -133,9 +121,9 @@ def _newest_plan(copy: Path) -> RunPlan:
     return plans[max(plans)]
 
 
-def _is_near(copy: Path, last: Mapping[int, Record]) -> bool:
+def _is_near(run: Path, last: Mapping[int, Record]) -> bool:
     """Whether the next start deals lanes to where their blocks are cached."""
-    dealt = any(event.get("kind") == DEALT for event in Ledger(copy).event_documents())
+    dealt = any(event.get("kind") == DEALT for event in Ledger(run).event_documents())
     return dealt and any(
         one.value(f"reads.cache_{what}") for one in last.values() for what in ("hits", "misses")
     )

@@ -19,8 +19,8 @@ _METRICS_BYTES: Final = 64 << 10
 _LONGEST: Final = 60
 
 
-def view_run(run: Path, now: float | None = None) -> dict[str, Any]:
-    """The summary of a run at a moment, with its name, its last loss and what run.json says.
+def view_run(run: Path) -> dict[str, Any]:
+    """The summary of a run as it is now, with its name, its last loss and what run.json says.
 
     Raises:
         NotFoundError: there is no run.
@@ -38,9 +38,7 @@ def view_run(run: Path, now: float | None = None) -> dict[str, Any]:
         if isinstance(software, dict)
         else {},
         "loss": known[-1] if known else None,
-        **summarise(
-            read_run(run), read_events(run, tail_bytes=_EVENT_BYTES), time.time() if now is None else now
-        ),
+        **summarise(read_run(run), read_events(run, tail_bytes=_EVENT_BYTES), time.time()),
     }
 
 

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from shardkit.loader.schedule import most_steps
 from shardkit.plan import Plan
-from shardkit.plan.natural import NaturalGrid
 from shardkit.reading.cache.eviction import FurthestFirst
 from shardkit_tools.simulation.populations import BlockMap
 
@@ -166,7 +165,8 @@ def _needed(
     plan: Plan, blocks: BlockMap, lanes: Sequence[int], groups: Groups, first: int, last: int
 ) -> tuple[Int64s, Int64s, Int64s]:
     start, stop = int(groups.first[first]), int(groups.first[last])
-    cells = _cells(plan, lanes, start, stop)
+    # (steps, samples of these lanes): lanes one after the other, as the loader concatenates them
+    cells = plan.steps(start, stop, lanes).reshape(stop - start, -1)
     step, place = np.nonzero(cells >= 0)
     block = blocks.blocks_of(cells[step, place])
     step += start
@@ -175,26 +175,6 @@ def _needed(
     _, where = np.unique((group - first) * base + block, return_index=True)
     where.sort()
     return step[where], group[where], block[where]
-
-
-def _cells(plan: Plan, lanes: Sequence[int], start: int, stop: int) -> Int64s:
-    """(steps, samples of these lanes): lanes one after the other, as the loader concatenates them."""
-    grid, loop = plan.grid, plan.loop_steps
-    if not isinstance(grid, NaturalGrid) or plan.parent is not None:
-        return plan.steps(start, stop, lanes).reshape(stop - start, -1)
-    out = np.empty((stop - start, len(lanes), plan.cell_size), dtype=np.int64)
-    at = start
-    while at < stop:  # epoch by epoch; the short last step has cells of its own
-        epoch, step = divmod(at, loop)
-        last = min(loop, step + stop - at)
-        full = min(last, grid.full_steps)
-        for place, lane in enumerate(lanes):
-            if full > step:
-                out[at - start : at - start + full - step, place] = grid.draw(epoch, lane, step, full)
-            if last > full:
-                out[at - start + last - step - 1, place] = plan.cell(epoch * loop + full, lane)
-        at += last - step
-    return out.reshape(stop - start, -1)
 
 
 def through_memory(needs: Needs, sizes: Int64s, budget: int) -> Bools:
