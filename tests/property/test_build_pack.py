@@ -64,7 +64,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(line_ranges, "_RANGE_BYTES", 2_000)
     monkeypatch.setattr(line_ranges, "_PIECE_BYTES", 500)
     monkeypatch.setattr(build_run, "SMALL_BYTES", 0)
-    monkeypatch.setattr(packing_module.cut_documents, "__defaults__", (3_000,))
+    monkeypatch.setattr(packing_module, "_GROUP_BYTES", 3_000)
 
 
 def documents(path: Path, lengths: list[int]) -> list[list[int]]:
@@ -137,7 +137,7 @@ def test_strata_are_not_mixed_and_jobs_do_not_matter(
     tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if format == "tar":  # headers count
-        monkeypatch.setattr(packing_module.cut_documents, "__defaults__", (150_000,))
+        monkeypatch.setattr(packing_module, "_GROUP_BYTES", 150_000)
     made = documents(tmp_path / "a.jsonl", LENGTHS)
     ids = set()
     for jobs in (1, 2):
@@ -177,7 +177,7 @@ from shardkit_tools.building import packing
 from shardkit_tools.building.job import LocalFolder
 from shardkit_tools.importers import ImportOptions, line_ranges
 line_ranges._RANGE_BYTES, line_ranges._PIECE_BYTES = 2000, 500
-packing.cut_documents.__defaults__ = (3000,)
+packing._GROUP_BYTES = 3000
 real, left = LocalFolder.put_record, [int(sys.argv[3])]
 def record(folder, name, data):
     if name.startswith("packed-"):

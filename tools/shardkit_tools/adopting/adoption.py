@@ -17,7 +17,7 @@ from shardkit.manifest import ADOPTED, Manifest, ShardTable, Stratum, check_agai
 from shardkit.repository.log import LogEntry
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import put_manifest
-from shardkit_tools.adopting.tar_places import find_tars, look_at, place_of
+from shardkit_tools.adopting.tar_places import find_tars, place_of, stat_tar
 from shardkit_tools.adopting.tasks import AdoptedTar, AdoptTask, AdoptWorker, finished_tar
 from shardkit_tools.building.engines import Engine, open_engine
 from shardkit_tools.building.job import NO_FOLDER, Job, JobFolder, clear_temporaries, open_job
@@ -193,7 +193,7 @@ class _Adopting:
     def make(self, repository: Repository, found: Sequence[AdoptedTar]) -> Manifest:
         self._meter.begin("commit")
         for task, tar in zip(self._tasks, found, strict=True):
-            if look_at(task.file).size != tar.size:
+            if stat_tar(task.file).size != tar.size:
                 raise IntegrityError(f"{task}: it changed while it was adopted; adopt what nobody writes to")
         strata = self._strata(found)
         numbers = {labels: number for number, labels in enumerate(strata)}

@@ -20,7 +20,7 @@ from shardkit.errors import FormatError, SourceError
 from shardkit.formats import FieldType, Schema, ShardIndex, Texts, fit_key, npy_payload_offset, xxh3
 from shardkit.formats.schema import decode_json
 from shardkit.formats.tar_blocks import tar_column
-from shardkit_tools.adopting.tar_places import BUILD_INSTEAD, look_at
+from shardkit_tools.adopting.tar_places import BUILD_INSTEAD, stat_tar
 from shardkit_tools.importers.protocol import SourceFile
 from shardkit_tools.importers.source_files import open_file
 from shardkit_tools.importers.tar_members import Member, TarSample, read_members, tar_samples
@@ -163,14 +163,14 @@ class _Scan:
         self._fields: list[list[tuple[int, int]]] = []
 
     def run(self) -> ScannedTar:
-        before = look_at(self._file)
+        before = stat_tar(self._file)
         with open_file(self._file) as file:
             self._stream = _HeldStream(file, self._file.path, self._report)
             try:
                 end = self._read_rows()
             finally:
                 self.position = self._stream.position
-        if look_at(self._file) != before or self._stream.position != before.size:
+        if stat_tar(self._file) != before or self._stream.position != before.size:
             raise SourceError(
                 f"{self._file.path}: it was changed while it was read; adopt what nobody writes to"
             )

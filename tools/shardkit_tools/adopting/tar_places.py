@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from shardkit.errors import IntegrityError, NotFoundError, SourceError, StoreError, UsageError
+from shardkit.stores.store import ObjectStat
 from shardkit.stores.urls import split_url
+from shardkit_tools.building.source_digests import check_unchanged
 from shardkit_tools.importers.protocol import SourceFile
 from shardkit_tools.importers.remote_files import foreign_store, stat_file
 from shardkit_tools.importers.source_files import is_url, list_source, open_file
@@ -25,37 +26,16 @@ _PACKED = {
 _PACKED_NAMES = (".gz", ".tgz", ".zst", ".bz2", ".xz", ".lz4")
 
 
-@dataclass(frozen=True, slots=True)
-class Look:
-    """What can be known of a tar without reading it; equal as long as nobody writes to it.
-
-    Attributes:
-        size: bytes.
-        changed: time of modification in ns of a local file, else 0.
-        sha256: hex digest that its store keeps, None where it keeps none.
-        etag: its store's, empty where it has none.
-    """
-
-    size: int
-    changed: int = 0
-    sha256: str | None = None
-    etag: str = ""
-
-
-def look_at(file: SourceFile) -> Look:
-    """A tar as it is now.
+def stat_tar(file: SourceFile) -> ObjectStat:
+    """A tar as it is now; of a local one the size alone is known.
 
     Raises:
-        SourceError: it is gone, or its store does not answer.
+        SourceError: it is gone, or its store does not answer; or a local one was written to since it was listed.
     """
     if is_url(file.path):
-        found = stat_file(file)
-        return Look(found.size, 0, found.sha256, found.etag)
-    try:
-        status = os.stat(file.path)
-    except OSError as error:
-        raise SourceError(f"{file.path}: cannot be looked at ({error.strerror}); put it back") from error
-    return Look(status.st_size, status.st_mtime_ns)
+        return stat_file(file)
+    check_unchanged(file)
+    return ObjectStat(file.size, None)
 
 
 def place_of(file: SourceFile) -> str:

@@ -31,8 +31,9 @@ from shardkit.audit import (
 from shardkit.audit.plans import RunPlan
 from shardkit.audit.run_record import RunRecord
 from shardkit.copies.verify import Level
-from shardkit.errors import FormatError, IntegrityError, NotFoundError, StoreError, UsageError
+from shardkit.errors import FormatError, IntegrityError, NotFoundError, UsageError
 from shardkit.exit_codes import ExitCode
+from shardkit.stores.file_operations import explained
 from shardkit_tools import console, options
 from shardkit_tools.commands.verify import parse_share
 from shardkit_tools.help_pages import CommandPage, GroupPage
@@ -154,10 +155,8 @@ def _claim(signed: Path, key: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, data: bytes) -> None:
-    try:
+    with explained(f"write {path}", writing=True):
         path.write_bytes(data)
-    except OSError as error:
-        raise StoreError(f"{path} cannot be written: {error.strerror}; name another file") from error
 
 
 def _document(result: Audit) -> dict[str, Any]:
