@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from shardkit.copies.holdings import Holdings
+from shardkit.copies.placement import Holdings
 from shardkit.copies.replicate import mirror
 from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, UsageError
 from shardkit.manifest.json_fields import seconds_of

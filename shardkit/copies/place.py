@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from shardkit.copies.holdings import Holdings, look
 from shardkit.copies.pacing import RateLimiter
 from shardkit.copies.parity_encoding import encode_parity
-from shardkit.copies.placement import Needed, find_needed, live_versions, unknown_strata
+from shardkit.copies.placement import Holdings, Needed, find_needed, live_versions, look, unknown_strata
 from shardkit.copies.replicate import Replication, Report, copy_missing, mirror, over_all
 from shardkit.errors import ConfigurationError, NotFoundError, ShardkitError, StoreError, UsageError
 from shardkit.manifest.json_fields import seconds_of

@@ -14,10 +14,18 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from shardkit.copies.documents import mirror_documents, mirror_log
-from shardkit.copies.holdings import Holding, Holdings, Missing, look
 from shardkit.copies.pacing import RateLimiter
 from shardkit.copies.parity_encoding import encode_parity
-from shardkit.copies.placement import Needed, add_needed, find_needed, live_versions
+from shardkit.copies.placement import (
+    Holding,
+    Holdings,
+    Missing,
+    Needed,
+    add_needed,
+    find_needed,
+    live_versions,
+    look,
+)
 from shardkit.copies.records import Healed, Unchecked
 from shardkit.copies.repair import CheckAll, repair_listed
 from shardkit.errors import (

@@ -12,7 +12,7 @@ from shardkit.copies.pacing import RateLimiter
 from shardkit.copies.placement import Needed, add_needed, needed_of
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
 from shardkit.reading.adopted import AdoptedStore
-from shardkit.reading.inventory import Inventory, take_inventory, walk_versions
+from shardkit.reading.inventory import Inventory, take_inventory, version_record_name, walk_versions
 from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.locations import ROOT_NAME, Location
 from shardkit.reading.parity.rebuilding import restore
@@ -26,7 +26,6 @@ from shardkit.reading.parity.sets import (
     read_record,
     read_version_record,
     sets_of,
-    version_record_name,
 )
 from shardkit.repository.location_table import (
     LocationRecord,

@@ -10,8 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from shardkit.copies.holdings import Holdings
-from shardkit.copies.placement import live_versions
+from shardkit.copies.placement import Holdings, live_versions
 from shardkit.dataset.erasure_journal import ErasurePlan, ErasureReport, Journal, unfinished
 from shardkit.dataset.rewriting import Rewriter
 from shardkit.dataset.store_survey import StoreSurvey, find_equal_rows

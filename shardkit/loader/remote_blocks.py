@@ -26,9 +26,9 @@ from shardkit.reading.blocks import BlockReader
 from shardkit.reading.cache.block_cache import BlockCache
 from shardkit.reading.cache.shared_blocks import SharedBlocks
 from shardkit.reading.cache.supply import BlockFetcher, NearbyCaches
+from shardkit.reading.health import ReadEvent, ReadEvents
 from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.locations import BlockRequest
-from shardkit.reading.read_events import ReadEvent, ReadEvents
 from shardkit.stores.local import LocalStore
 from shardkit.telemetry.recorder import EventLog
 

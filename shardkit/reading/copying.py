@@ -10,8 +10,8 @@ from typing import Final
 
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError, StoreError
 from shardkit.reading.attestations import Attestation
+from shardkit.reading.health import ReadEvents
 from shardkit.reading.locations import Location
-from shardkit.reading.read_events import ReadEvents
 from shardkit.stores.objects import PIECE_BYTES, publish
 from shardkit.stores.store import MAX_OBJECT_BYTES, Stage, parse_object_name
 

@@ -18,8 +18,8 @@ from shardkit.errors import (
 )
 from shardkit.reading.attestations import Attestation
 from shardkit.reading.copying import Healer
+from shardkit.reading.health import ReadEvent, ReadEvents
 from shardkit.reading.locations import BlockRequest, Location, block_name
-from shardkit.reading.read_events import ReadEvent, ReadEvents
 from shardkit.reading.read_path import ReadPath, ReadRequest, ReadSettings
 from shardkit.stores.remote.object_store import ObjectStore
 from shardkit.stores.remote.waiting import RetryPolicy

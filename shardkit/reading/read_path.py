@@ -18,9 +18,8 @@ from typing import Any, Final, NamedTuple
 
 from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, StoreError
 from shardkit.ranges import Range
-from shardkit.reading.health import Breaker, Budget, Latencies
+from shardkit.reading.health import Breaker, Budget, Latencies, ReadEvents
 from shardkit.reading.locations import Location
-from shardkit.reading.read_events import ReadEvents
 from shardkit.stores.remote.waiting import WAITS, RetryPolicy, pauses
 
 Buffer = Any

@@ -1,4 +1,7 @@
-"""Health and metrics of a run over HTTP, and what watches a live run from inside one of its processes (SPEC.md §4)."""
+"""Health and metrics of a run over HTTP, and what watches a live run from inside one of its processes (SPEC.md §4).
+
+The metrics by their standard names are one table; exposing them needs prometheus-client.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,15 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from shardkit.errors import MissingDependency, StoreError
 from shardkit.telemetry.anomalies import KINDS, AnomalyWatch, find_anomalies
+from shardkit.telemetry.intervals import cost_skew
 from shardkit.telemetry.pages import Answer, PageServer, parse_listen
-from shardkit.telemetry.prometheus import exposition
 from shardkit.telemetry.recorder import EventLog, Recorder, StackWriter, Telemetry, TelemetrySettings
 from shardkit.telemetry.records import Record, RunTelemetry, read_run
 
@@ -116,3 +120,150 @@ class RunWatch:
         server, self._server = self._server, None
         if server is not None:
             server.close()
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric."""
+
+    name: str  # with unit, without ``_total``
+    help: str
+    values: tuple[tuple[str, str], ...]  # label value → value of a record, or a prefix that ends in ``*``
+    label: str = ""  # its name; a metric without one has the one label value ""
+    gauge: bool = False  # whether it may fall
+
+    @property
+    def exposed(self) -> str:
+        """The name of its samples."""
+        return self.name if self.gauge else f"{self.name}_total"
+
+    def samples(self, record: Record) -> Iterator[tuple[str, float]]:
+        """Label value and value of each sample."""
+        for label, name in self.values:
+            if name.endswith("*"):
+                prefix = name[:-1]
+                found = record.values.items()
+                yield from (
+                    (one.removeprefix(prefix), value) for one, value in found if one.startswith(prefix)
+                )
+            else:
+                yield label, record.value(name)
+
+
+def _one(name: str, text: str, value: str, *, gauge: bool = False) -> Metric:
+    return Metric(name, text, (("", value),), gauge=gauge)
+
+
+def _by(name: str, text: str, label: str, values: str, pattern: str) -> Metric:
+    return Metric(name, text, tuple((one, pattern.format(one)) for one in values.split()), label)
+
+
+METRICS: Final = (
+    _one("shardkit_step", "Step of the run that the rank was handed last", "loader.step", gauge=True),
+    _one("shardkit_loader_steps", "Steps handed out", "loader.steps"),
+    _one("shardkit_loader_samples", "Samples handed out", "loader.samples"),
+    _one("shardkit_loader_wait_seconds", "Time that the trainer waited for the loader", "loader.consumer_wait_s"),
+    _one("shardkit_loader_computed_seconds", "Time that the rank computed, if its loop says so", "loader.computed_s"),
+    _by("shardkit_loader_stage_seconds", "Time that a stage of the loader was busy or starved", "stage",
+        "plan load load_wait gather transform assembly_blocked assembly_starved plan_blocked plan_starved",
+        "loader.{}_s"),
+    _one("shardkit_loader_block_loads", "Blocks loaded and verified", "loader.block_loads"),
+    _one("shardkit_loader_loaded_bytes", "Bytes of blocks loaded, decompressed", "loader.bytes_loaded"),
+    _one("shardkit_loader_evictions", "Blocks dropped from memory to make room", "loader.evictions"),
+    _one("shardkit_loader_window_bytes", "Bytes of blocks in memory", "loader.window_bytes", gauge=True),
+    _one("shardkit_loader_queued_steps", "Finished steps that wait", "loader.queued_steps", gauge=True),
+    _one("shardkit_loader_stalls", "Reports of the loader's watchdog", "loader.stalls"),
+    _one("shardkit_loader_substitutions", "Rows replaced or masked", "loader.substitutions"),
+    Metric("shardkit_read_bytes", "Verified bytes by where they came from",
+           (("disk", "blocks.local_bytes"), ("*", "reads.bytes_from_*")), "source"),
+    _by("shardkit_read_events", "What reads over a network met with", "kind",
+        "requests retries refetches failovers hedges hedges_won missing throttled timeouts circuit_opened "
+        "circuit_closed healed heal_failed rebuilt stale_log coalesced", "reads.remote_{}"),
+    _by("shardkit_cache_events", "What the cache of this machine did", "kind",
+        "hits misses fills waits evictions bypassed failed", "reads.cache_{}"),
+    Metric("shardkit_verification_failures", "Blocks whose bytes were not those that were written",
+           (("location", "reads.remote_mismatches"), ("cache", "reads.cache_damaged"),
+            ("disk", "loader.verification_failures")), "source"),
+    _by("shardkit_trainer_stage_seconds", "Time of each stage of the trainer's steps", "stage",
+        "data prepare exchange compute reduce update checkpoint evaluation", "trainer.{}_s"),
+    _one("shardkit_trainer_steps", "Optimizer steps taken", "trainer.steps"),
+    _one("shardkit_trainer_cells", "Cells that this rank worked", "trainer.cells"),
+    _one("shardkit_trainer_moved_bytes", "Bytes that this rank exchanged with others", "trainer.moved_bytes"),
+    _one("shardkit_trainer_loss", "Loss of the last step", "trainer.loss", gauge=True),
+    _one("shardkit_replication_lag_bytes", "Bytes below the replication policy", "replication.lag_bytes", gauge=True),
+    _one("shardkit_control_changes", "Settings changed by control.toml", "control.changes"),
+    _one("shardkit_process_cpu_seconds", "Processor time of the process", "process.cpu_s"),
+    _one("shardkit_process_resident_bytes", "Memory of the process", "process.resident_bytes", gauge=True),
+    _one("shardkit_telemetry_errors", "Sources that raised when they were polled", "telemetry.errors"),
+)  # fmt: skip
+
+_HEARTBEAT: Final = ("shardkit_heartbeat_timestamp_seconds", "When the rank was last heard of")
+_ANOMALY: Final = ("shardkit_anomalies", "Anomalies that are found now, by kind")
+_SKEW: Final = (
+    "shardkit_cost_skew",
+    "Dearest rank's cost of a step over the mean rank's, 95th percentile of the last steps; plain: without costs",
+)
+
+
+def metric_names() -> set[str]:
+    """Names of all samples that can be exposed."""
+    return {one.exposed for one in METRICS} | {_HEARTBEAT[0], _ANOMALY[0], _SKEW[0]}
+
+
+def exposition(records: Iterable[Record], anomalies: Mapping[str, int]) -> bytes:
+    """The text format of Prometheus.
+
+    Args:
+        records: the newest one of each rank and worker.
+        anomalies: kind → how many are found now.
+
+    Raises:
+        MissingDependency: prometheus-client is not installed.
+    """
+    try:
+        from prometheus_client import CollectorRegistry, generate_latest
+    except ImportError as error:
+        raise MissingDependency(
+            "metrics need prometheus-client; run: pip install 'shardkit[metrics]'"
+        ) from error
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Collector(list(records), anomalies))
+    return bytes(generate_latest(registry))
+
+
+class _Collector:
+    """Implements `prometheus_client.registry.Collector` over records."""
+
+    def __init__(self, records: list[Record], anomalies: Mapping[str, int]) -> None:
+        self._records, self._anomalies = records, anomalies
+
+    def describe(self) -> list[Any]:
+        return []
+
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        for metric in METRICS:
+            kind = GaugeMetricFamily if metric.gauge else CounterMetricFamily
+            label = [metric.label] if metric.label else []
+            family = kind(metric.name, metric.help, labels=["rank", "worker", *label])
+            for record in self._records:
+                for named, value in metric.samples(record):
+                    family.add_metric(
+                        [str(record.rank), str(record.worker), *([named] if label else [])], value
+                    )
+            yield family
+        heartbeat = GaugeMetricFamily(*_HEARTBEAT, labels=["rank", "worker"])
+        for record in self._records:
+            heartbeat.add_metric([str(record.rank), str(record.worker)], record.time)
+        yield heartbeat
+        skew = cost_skew(self._records)
+        if skew is not None:
+            family = GaugeMetricFamily(*_SKEW, labels=["order"])
+            for order in ("plan", "plain"):
+                family.add_metric([order], skew[f"{order}_p95"])
+            yield family
+        family = GaugeMetricFamily(*_ANOMALY, labels=["kind"])
+        for anomaly, count in self._anomalies.items():
+            family.add_metric([anomaly], count)
+        yield family

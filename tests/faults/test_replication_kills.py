@@ -16,9 +16,8 @@ import pytest
 
 import shardkit
 from shardkit.copies.collecting import collect
-from shardkit.copies.holdings import look
 from shardkit.copies.place import Change, place
-from shardkit.copies.placement import find_needed, live_versions
+from shardkit.copies.placement import find_needed, live_versions, look
 from shardkit.copies.replicate import replicate
 from shardkit.errors import ShardkitError
 from shardkit.reading.inventory import take_inventory

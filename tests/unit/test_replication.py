@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 import shardkit
-from shardkit.copies.holdings import look
 from shardkit.copies.pacing import Hours, RateLimiter, parse_bandwidth
 from shardkit.copies.place import Change, place, promote, undo
-from shardkit.copies.placement import find_needed, live_versions
+from shardkit.copies.placement import find_needed, live_versions, look
 from shardkit.copies.replicate import replicate
 from shardkit.errors import ConfigurationError, IntegrityError, StoreError, UsageError
 from shardkit.reading.copying import copy_object

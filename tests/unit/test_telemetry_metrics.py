@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from shardkit.errors import MissingDependency
-from shardkit.reading.read_events import COUNTED
+from shardkit.reading.health import COUNTED
 from shardkit.telemetry import Record
 from shardkit.telemetry.anomalies import KINDS
 from shardkit.telemetry.control import Knob, parse_control
 from shardkit.telemetry.intervals import cost_skew
-from shardkit.telemetry.prometheus import METRICS, exposition, metric_names
+from shardkit.telemetry.serving import METRICS, exposition, metric_names
 
 OPERATING = Path(__file__).parents[2] / "examples" / "operating"
 NAME = re.compile(r"\bshardkit_[a-z_]+")

@@ -256,10 +256,10 @@ def exit_codes() -> Names:
 
 def metrics() -> Names:
     """What Prometheus sees, and the anomalies that are told."""
-    from shardkit.telemetry import anomalies, prometheus
+    from shardkit.telemetry import anomalies, serving
 
-    found = dict.fromkeys(prometheus.metric_names(), "gauge")
-    for one in prometheus.METRICS:
+    found = dict.fromkeys(serving.metric_names(), "gauge")
+    for one in serving.METRICS:
         found[one.exposed] = "gauge" if one.gauge else "counter"
         found |= {f"{one.exposed} {one.label}={value}": "label" for value, _ in one.values if one.label}
     return found | {f"shardkit_anomalies kind={kind}": "label" for kind in anomalies.KINDS}

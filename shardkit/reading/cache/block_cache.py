@@ -25,8 +25,8 @@ from shardkit.formats.digest import xxh3
 from shardkit.reading.cache.catalogue import Catalogue, Entry
 from shardkit.reading.cache.eviction import Future, decide
 from shardkit.reading.cache.leases import Lease, Neighbours
+from shardkit.reading.health import ReadEvents
 from shardkit.reading.locations import BlockRequest
-from shardkit.reading.read_events import ReadEvents
 from shardkit.stores.file_operations import Directories, Handle, active, explained, write_all
 
 Buffer = Any

@@ -18,9 +18,9 @@ from shardkit.reading.cache.block_cache import BlockCache
 from shardkit.reading.cache.eviction import Future
 from shardkit.reading.cache.joining import Wanted, join, neighbours
 from shardkit.reading.cache.shared_blocks import SharedBlocks
+from shardkit.reading.health import ReadEvents
 from shardkit.reading.located_store import LocatedStore, wanted_block
 from shardkit.reading.locations import BlockRequest, Location
-from shardkit.reading.read_events import ReadEvents
 from shardkit.reading.read_path import ReadPath, ReadSettings
 from shardkit.stores.remote.cache_client import CacheClient
 
