@@ -197,6 +197,7 @@ class BlockLoading:
         self._needed: dict[int, int] = {}  # shard → the step up to which what it knows is referred to
         self._first_block: Int64s = sources.rows.shard_first_block
         self._has_file: dict[int, bool] = {}
+        self._lock = threading.Lock()  # several threads read
         self.verification_failures = 0
         self.times: BlockTimes | None = None  # told how long each block took
 
@@ -290,7 +291,8 @@ class BlockLoading:
         try:
             found = self._reader.read(shard, inside, keys=False, fields=self._fields, memory=self._memory)
         except IntegrityError:
-            self.verification_failures += 1
+            with self._lock:
+                self.verification_failures += 1
             raise
         columns, size = GatherColumns(found, self._fields), self._reader.raw_size(shard, inside)
         if self.times is not None:

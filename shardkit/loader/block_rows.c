@@ -2,7 +2,8 @@
  *
  * A thread that takes the interpreter back after every block or row waits for it as long as it works; here it is let go
  * once per call, and threads that load blocks never take it back while all goes well. The caller has checked where everything lies and keeps it alive. Numbers
- * of a caller are read once, while the interpreter is held: nobody changes them between the check and the copy.
+ * of a caller are read once: nobody changes them between the check and the use. Nothing of the interpreter is asked for
+ * while a lock is held: a thread of free-threaded Python that has to stop there would stop, with it, who waits for the lock.
  * Optional: without this module plain_rows.py does the same with os.preadv, xxhash and numpy.
  *
  * XXH3-64 is written from the description of the algorithm (xxHash, doc/xxhash_spec.md) for inputs of more than 240
@@ -665,18 +666,16 @@ static PyObject *loads_add(Loads *self, PyObject *jobs)
     const int64_t count = held.len / (self->stride * 8);
     int fits = held.len == count * self->stride * 8, enough = 1;
     pthread_mutex_lock(&self->lock);
-    for (int64_t n = 0; fits && n < count; n++) {
-        int64_t job[JOB];
-        memcpy(job, (const char *)held.buf + n * self->stride * 8, sizeof job);
+    const int64_t first = self->end;
+    enough = !make_ring(self, self->end + count - self->prefix);
+    for (int64_t n = 0; enough && fits && n < count; n++) { /* nobody's before `end` says so, and checked as it was copied */
+        int64_t *job = job_at(self, first + n);
+        memcpy(job, (const char *)held.buf + n * self->stride * 8, (size_t)self->stride * 8);
+        self->states[(first + n) & (self->room - 1)] = WAITING;
         fits = job[FILE_NUMBER] < self->file_count && job[SLOT] >= 0 && job[SLOT] < self->slots &&
                (job[FILE_NUMBER] < 0 || (job[SIZE] >= SHORTEST && job[OFFSET] >= 0));
     }
-    const int64_t first = self->end;
-    if (fits && (enough = !make_ring(self, self->end + count - self->prefix))) {
-        for (int64_t n = 0; n < count; n++) {
-            memcpy(job_at(self, first + n), (const char *)held.buf + n * self->stride * 8, (size_t)self->stride * 8);
-            self->states[(first + n) & (self->room - 1)] = WAITING;
-        }
+    if (enough && fits) {
         self->end += count;
         pthread_cond_broadcast(&self->work);
     }
@@ -749,9 +748,9 @@ static PyObject *loads_finish(Loads *self, PyObject *args)
     Py_buffer facts = {0};
     if (!PyArg_ParseTuple(args, "LLz*:finish", &number, &slot, &facts))
         return NULL;
+    pthread_mutex_lock(&self->lock);
     const int fits = number >= 0 && number < self->next && slot >= 0 && slot < self->slots &&
                      (!facts.buf || facts.len == self->width * 8);
-    pthread_mutex_lock(&self->lock);
     if (fits)
         finish_job(self, number, slot, facts.buf, 0);
     pthread_mutex_unlock(&self->lock);
@@ -840,15 +839,21 @@ static PyObject *loads_drop(Loads *self, PyObject *ignored)
 
 static PyObject *loads_running(Loads *self, PyObject *ignored)
 {
-    PyObject *found = PyList_New(0);
     pthread_mutex_lock(&self->lock);
-    for (int64_t n = 0; found && n < self->running_count; n++) {
-        PyObject *slot = PyLong_FromLongLong(self->running[n]);
-        if (!slot || PyList_Append(found, slot) < 0)
-            Py_CLEAR(found);
-        Py_XDECREF(slot);
-    }
+    const int64_t count = self->running_count;
+    int64_t *slots = malloc((size_t)count * 8 + 1);
+    if (slots && count)
+        memcpy(slots, self->running, (size_t)count * 8);
     pthread_mutex_unlock(&self->lock);
+    PyObject *found = slots ? PyList_New(count) : PyErr_NoMemory();
+    for (int64_t n = 0; found && n < count; n++) {
+        PyObject *slot = PyLong_FromLongLong(slots[n]);
+        if (slot)
+            PyList_SET_ITEM(found, n, slot);
+        else
+            Py_CLEAR(found);
+    }
+    free(slots);
     return found;
 }
 
@@ -869,16 +874,24 @@ static PyObject *loads_longest(Loads *self, PyObject *ignored)
 
 static PyObject *loads_counts(Loads *self, PyObject *ignored)
 {
-    return Py_BuildValue("LLLd", (long long)self->prefix, (long long)self->loads, (long long)self->bytes,
-                         (double)self->load_ns / 1e9);
+    pthread_mutex_lock(&self->lock);
+    const int64_t prefix = self->prefix, loads = self->loads, bytes = self->bytes, load_ns = self->load_ns;
+    pthread_mutex_unlock(&self->lock);
+    return Py_BuildValue("LLLd", (long long)prefix, (long long)loads, (long long)bytes, (double)load_ns / 1e9);
 }
 
 static PyObject *loads_take_times(Loads *self, PyObject *ignored)
 {
+    int64_t *empty = self->is_timed ? malloc(MOST_TIMES * 16) : NULL;
+    if (self->is_timed && !empty)
+        return PyErr_NoMemory();
     pthread_mutex_lock(&self->lock);
-    PyObject *found = PyBytes_FromStringAndSize((const char *)self->times, self->time_count * 16);
-    self->time_count = 0;
+    int64_t *times = self->times;
+    const int64_t count = self->time_count;
+    self->times = empty, self->time_count = 0;
     pthread_mutex_unlock(&self->lock);
+    PyObject *found = PyBytes_FromStringAndSize((const char *)times, count * 16);
+    free(times);
     return found;
 }
 

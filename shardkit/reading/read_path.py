@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -127,6 +128,7 @@ class ReadPath:
         self._bad_copy = bad_copy
         threads = 2 * settings.most_concurrency * len(self._known)
         self._pool = ThreadPoolExecutor(min(512, threads), thread_name_prefix="shardkit-reads")
+        self._lock = threading.Lock()  # of what follows
         self._reads = self._hedges = 0
 
     @property
@@ -146,7 +148,8 @@ class ReadPath:
             NotFoundError: No location has the object.
             StoreError: No location gave good bytes before the deadline; says what each answered.
         """
-        self._reads += 1
+        with self._lock:
+            self._reads += 1
         started = time.monotonic()
         problems: dict[str, ShardkitError] = {}
         bad: dict[str, str] = {}
@@ -207,10 +210,11 @@ class ReadPath:
 
     def may_hedge(self) -> bool:
         """Whether one more request beside another is within the share that hedging may cost."""
-        if not self.settings.hedge or self._hedges >= _HEDGES_FREE + _HEDGE_SHARE * self._reads:
-            return False
-        self._hedges += 1
-        return True
+        with self._lock:
+            if not self.settings.hedge or self._hedges >= _HEDGES_FREE + _HEDGE_SHARE * self._reads:
+                return False
+            self._hedges += 1
+            return True
 
     def start(self, known: _Known, request: ReadRequest, deadline: float) -> Future[Buffer]:
         """One attempt at one location, on a thread that may be left behind."""

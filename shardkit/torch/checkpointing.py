@@ -140,18 +140,23 @@ class CheckpointWriter(StorageWriter):
                     pack.append((item, content))
                 else:
                     pieces = [content[at : at + PIECE_BYTES] for at in range(0, len(content), PIECE_BYTES)]
-                    extents = list(pool.map(lambda piece: self._put(store, piece), pieces))
+                    extents = self._count(pool.map(lambda piece: self._put(store, piece), pieces))
                     results.append(WriteResult(item.index, len(content), {"extents": extents}))
             results.extend(self._write_packs(store, pack))
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
-    def _put(self, store: Store, content: memoryview | bytes) -> Extent:
+    def _put(self, store: Store, content: memoryview | bytes) -> tuple[Extent, bool]:
+        """On any thread: where it is, and whether it was written."""
         digest = sha256_digest(content)
-        if self._put_object(store, object_name(digest, "tensor"), bytes(content)):
-            self.written_bytes += len(content)
-        return [parse_digest(digest), len(content), 0, len(content)]
+        is_new = self._put_object(store, object_name(digest, "tensor"), bytes(content))
+        return [parse_digest(digest), len(content), 0, len(content)], is_new
+
+    def _count(self, puts: Iterable[tuple[Extent, bool]]) -> list[Extent]:
+        done = list(puts)
+        self.written_bytes += sum(extent[1] for extent, is_new in done if is_new)
+        return [extent for extent, _ in done]
 
     def _put_object(self, store: Store, name: str, content: bytes) -> bool:
         """Whether it was not there, or was damaged."""
@@ -179,7 +184,8 @@ class CheckpointWriter(StorageWriter):
             packs[-1].append((item, data))
             room -= len(data)
         for pack in packs:
-            digest, size, at = *self._put(store, b"".join(data for _, data in pack))[:2], 0
+            (extent,) = self._count([self._put(store, b"".join(data for _, data in pack))])
+            digest, size, at = *extent[:2], 0
             for item, data in pack:
                 results.append(
                     WriteResult(item.index, len(data), {"extents": [[digest, size, at, len(data)]]})

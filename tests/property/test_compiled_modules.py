@@ -123,12 +123,11 @@ def test_blocks_that_no_page_holds_are_read_like_others(tmp_path: Path) -> None:
         assert {one[: len(BYTES)] for one in found} == {BYTES.tobytes()}
 
 
-@pytest.mark.parametrize("rows", [block_rows, plain_rows], ids=["compiled", "in Python"])
 @pytest.mark.parametrize("threads", [1, 3])
-def test_blocks_are_loaded_in_order_each_once_its_memory_is_free(file: Path, rows: Any, threads: int) -> None:
-    """Many jobs over few slots: what is in a slot is what its step needs until that step is over."""
+def test_blocks_are_loaded_in_order_each_once_its_memory_is_free(file: Path, threads: int) -> None:
+    """Many jobs over few slots: a slot keeps what a step needs until that is over. Others ask meanwhile."""
     slots, steps, size = 4, 300, 1000
-    loads = _loads(block_rows, slots)
+    loads = _loads(block_rows, slots, timed=True)
     memory = [np.zeros(size, np.uint8) for _ in range(slots)]
     loads.add_file(str(file), len(BYTES))
     spans = [(17 * n, size) for n in range(steps)]
@@ -136,7 +135,18 @@ def test_blocks_are_loaded_in_order_each_once_its_memory_is_free(file: Path, row
             for n, ((first, _), expected) in enumerate(zip(spans, _hashes(spans), strict=True))]  # fmt: skip
     for n, job in enumerate(jobs):
         job[5] = max(0, n - slots + 1)  # its slot was that of step n - slots
+    times: list[bytes] = []
+    ended = threading.Event()
+
+    def ask() -> None:
+        while not ended.wait(0.001):
+            assert loads.counts()[0] <= steps
+            assert loads.running() == []
+            loads.longest()
+            times.append(loads.take_times())
+
     working = [threading.Thread(target=loads.work) for _ in range(threads)]
+    working += [threading.Thread(target=ask) for _ in range(2)]
     for thread in working:
         thread.start()
     for first in range(0, steps, 70):
@@ -145,9 +155,11 @@ def test_blocks_are_loaded_in_order_each_once_its_memory_is_free(file: Path, row
         assert loads.wait(n + 1, 60) > n
         assert memory[n % slots].tobytes() == BYTES[first : first + size].tobytes()
         loads.advance(n + 1)
+    ended.set()
     loads.close()
     for thread in working:
         thread.join()
+    assert len(b"".join(times) + loads.take_times()) == 16 * steps
     assert loads.wait(0, 0) == -2
     assert loads.counts()[:3] == (steps, steps, steps * size)
 
