@@ -8,11 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, overload
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
 from shardkit.errors import MissingDependency, NotFoundError, UsageError
-from shardkit.formats import Block, Schema, Verify, arrow_schema, record_batch
+from shardkit.formats import Block, Schema, Verify
 from shardkit.manifest import Selection
 from shardkit.plan.permutation import Feistel, derive
 from shardkit.ranges import Range
@@ -337,6 +336,10 @@ def stream_table(
         for name in wanted:
             schema.position(name)
         schema = Schema({name: schema[name] for name in wanted})
+    import pyarrow as pa  # slow to import, and only tables need it
+
+    from shardkit.formats.arrow_writing import arrow_schema, record_batch
+
     arrow = arrow_schema(schema, keys=False, packed=False)
     runs = read_runs(reader, row_map, all_numbers(len(row_map)), list(schema.stored))
     batches = (record_batch(block, rows, schema, arrow) for block, rows in runs)
@@ -365,6 +368,8 @@ def _cut(batches: Iterable[Any], size: int) -> Iterator[Any]:
 def _joined(batches: list[Any]) -> Any:
     if len(batches) == 1:
         return batches[0]
+    import pyarrow as pa
+
     return pa.Table.from_batches(batches).combine_chunks().to_batches()[0]
 
 

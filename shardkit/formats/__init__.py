@@ -5,7 +5,6 @@ before memory is taken. Programs that know tar, zstd and Arrow read what is writ
 """
 
 from .arrow_reading import FixedPlace, fixed_places
-from .arrow_writing import arrow_schema, record_batch
 from .block import Block, Column, FixedColumn, VariableColumn
 from .columns import Columns, Texts, pack_columns, unpack_columns
 from .compression import extension, normalise_compression
@@ -38,7 +37,6 @@ __all__ = [
     "Texts",
     "VariableColumn",
     "Verify",
-    "arrow_schema",
     "block_starts",
     "extension",
     "fit_key",
@@ -55,7 +53,6 @@ __all__ = [
     "presence_of",
     "raw_row_bytes",
     "read_block",
-    "record_batch",
     "sha256_digest",
     "unpack_columns",
     "verify_block",

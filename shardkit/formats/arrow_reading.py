@@ -13,16 +13,14 @@ from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
 from shardkit.errors import FormatError, UsageError
 
 from .arrow_message import BatchHeader, compressed_buffer, raw_message_bytes, read_batch_header
-from .arrow_writing import KEY_FIELD, arrow_schema
 from .block import Column, FixedColumn, VariableColumn, check_text
 from .compression import MAX_RATIO, decompress_frame
-from .schema import FieldType, Schema, presence_of
+from .schema import KEY_FIELD, FieldType, Schema, presence_of
 
 _TEXT, _BYTES = FieldType("str"), FieldType("bytes")
 _EMPTY = np.empty(0, np.uint8)
@@ -298,6 +296,10 @@ def _decompressed(message: memoryview, header: BatchHeader, number: int) -> NDAr
 
 def _decompressed_by_pyarrow(message: memoryview, schema: Schema) -> list[NDArray[np.uint8]]:
     """Buffers as pyarrow decompresses them: it holds each to its declared length, which has been bounded."""
+    import pyarrow as pa  # slow to import, and shards that are not compressed need none of it
+
+    from .arrow_writing import arrow_schema
+
     try:
         batch = pa.ipc.read_record_batch(pa.py_buffer(message), arrow_schema(schema))
         batch.validate(full=True)

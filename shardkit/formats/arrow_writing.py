@@ -18,10 +18,7 @@ from .block import Block, Column, FixedColumn, VariableColumn
 from .compression import zstd_level
 from .packed import unpack_array, unpack_list
 from .rows import JoinedPayloads, PayloadColumn, RowBlock, payloads_of, sizes_of
-from .schema import FieldType, Schema, presence_of
-
-KEY_FIELD = "__key__"
-"""Name of the column of keys."""
+from .schema import KEY_FIELD, FieldType, Schema, presence_of
 
 METADATA_KEY = b"shardkit"
 

@@ -12,12 +12,11 @@ from numpy.typing import NDArray
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, UsageError
 
 from .arrow_reading import BatchReader
-from .arrow_writing import KEY_FIELD
 from .block import Block, Column, FixedColumn, VariableColumn
 from .compression import decompress_frame
 from .digest import xxh3
 from .index import BlockSpan, ShardIndex
-from .schema import presence_of
+from .schema import KEY_FIELD, presence_of
 from .tar_blocks import optional_column, tar_column
 
 Verify = Literal["fast", "strong"]

@@ -23,7 +23,10 @@ MAX_FIELD_NAME = 200  # characters
 
 MAX_DIMENSIONS = 8
 MAX_ITEM_BYTES = 2**31 - 1  # a fixed-size list of Arrow counts its items in an int32
-RESERVED_NAMES = frozenset({"step", "samples", "__key__"})
+KEY_FIELD = "__key__"
+"""Name of the column of keys in an Arrow shard."""
+
+RESERVED_NAMES = frozenset({"step", "samples", KEY_FIELD})
 """What a batch and a shard hold beside the fields: no field may be called so."""
 
 OPAQUE = ("bytes", "str", "json")

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from shardkit.errors import SampleError, UsageError
 
-from .arrow_writing import ArrowEncoder
 from .columns import Texts
 from .compression import extension, normalise_compression
 from .digest import xxh3
@@ -99,7 +98,13 @@ class ShardWriter:
         extension(format, compression)
         if block_rows < 1:
             raise UsageError(f"block_rows {block_rows}: expected at least 1")
-        encoder: BlockEncoder = (TarEncoder if format == "tar" else ArrowEncoder)(schema, compression)
+        encoder: BlockEncoder
+        if format == "tar":
+            encoder = TarEncoder(schema, compression)
+        else:
+            from .arrow_writing import ArrowEncoder  # slow to import, and nobody who reads needs it
+
+            encoder = ArrowEncoder(schema, compression)
         self.format = format
         self.compression = compression
         self.schema = schema

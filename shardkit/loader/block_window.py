@@ -312,7 +312,7 @@ class BlockWindow:
         # what is sorted is a heap
         return {
             size: np.sort(keys[used & (capacity == size)]).tolist()
-            for size in np.unique(capacity[used]).tolist()
+            for size in sorted(set(capacity[used].tolist()))
         }
 
     def _make_room(self, heaps: dict[int, list[int]], cost: int, need: int) -> int:
