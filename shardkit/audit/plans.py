@@ -119,9 +119,8 @@ def _make_plan(record: RunRecord, event: dict[str, Any], dataset: Dataset) -> Ru
     def rows_of(manifest: str) -> Population:
         if manifest == dataset.manifest.id:
             return population
-        earlier = open_dataset(
-            f"{dataset.repository.url}@{manifest}"
-        )  # the plan went on from another version
+        # the plan went on from another version
+        earlier = open_dataset(f"{dataset.repository.url}@{manifest}")
         return population_of(earlier.manifest, earlier.table)
 
     costs_found = partial(costs_of, dataset)

@@ -257,9 +257,8 @@ class Roots:
 
     def __init__(self, records: StepRecords, events: list[dict[str, Any]]) -> None:
         self._events = Tree(leaf_hash(dumps(event)) for event in events)
-        self._branches: list[
-            tuple[int, Tree]
-        ] = []  # (first step, tree) of every branch, the current one last
+        # (first step, tree) of every branch, the current one last
+        self._branches: list[tuple[int, Tree]] = []
         digests = [leaf_hash(bytes(one)) for one in records["digest"].reshape(-1, 32)]
         steps = records["step"].astype(np.int64).tolist()
         borders = [0, *(at for at in range(1, len(steps)) if steps[at] <= steps[at - 1]), len(steps)]

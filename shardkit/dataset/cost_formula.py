@@ -101,9 +101,8 @@ class Term(NamedTuple):
             )
 
         def sums(values: NDArray[np.int64]) -> NDArray[np.int64]:
-            before = np.concatenate(
-                (np.zeros(1, np.int64), np.cumsum(values))
-            )  # may wrap; differences do not
+            # may wrap; differences do not
+            before = np.concatenate((np.zeros(1, np.int64), np.cumsum(values)))
             return np.asarray(before[ends] - before[ends - counts])
 
         longest = int(sums(steps).max(initial=0))
@@ -186,9 +185,8 @@ class CostFormula:
             case ast.BinOp(left=left, op=op, right=right):
                 first, second = self._value(left, terms), self._value(right, terms)
                 value = _OPERATIONS[type(op)](first, second)
-                if (
-                    isinstance(value, int) and value >= _LARGEST
-                ):  # of the largest terms: arrays would overflow
+                # of the largest terms: arrays would overflow
+                if isinstance(value, int) and value >= _LARGEST:
                     raise self._too_large(value)
                 return value
         raise AssertionError(node)  # `_check` lets nothing else through

@@ -164,9 +164,8 @@ class CostCodes:
         out, order = np.empty(len(at), dtype=np.uint8), np.argsort(unit, kind="stable")
         wanted, begin = np.unique(unit[order], return_index=True)
         groups = np.split(order, begin[1:])
-        for some in range(
-            0, len(groups), _READERS
-        ):  # as many are in memory at a time beside those that are kept
+        # as many are in memory at a time beside those that are kept
+        for some in range(0, len(groups), _READERS):
             chosen = wanted[some : some + _READERS].tolist()
             for number, codes, mine in zip(chosen, self._units(chosen), groups[some:], strict=False):
                 out[mine] = codes[at[mine] - self._first[number]]

@@ -389,9 +389,8 @@ def population_of(manifest: Manifest, table: ShardTable) -> Population:
     selected = np.asarray(table.selected, dtype=np.int64)
     block_rows = np.asarray(table.block_rows, dtype=np.int64)
     of_segment = np.maximum(block_rows[np.asarray(table.segment_shard, dtype=np.int64)], 1)
-    blocks = int(
-        (-(-np.asarray(table.segment_rows, dtype=np.int64) // of_segment)).sum()
-    )  # restart at segments
+    # restart at segments
+    blocks = int((-(-np.asarray(table.segment_rows, dtype=np.int64) // of_segment)).sum())
     scaled = np.where(selected < rows, -(-block_rows * selected // rows), block_rows)
     return Population(
         identity=manifest.id,

@@ -27,9 +27,8 @@ class ErasurePlan:
     request: str  # digest of what was asked for, by which a second call of the same kind knows it again
     reason: str  # for the log, as the author
     author: str
-    shards: Mapping[
-        tuple[str, str], tuple[int, ...]
-    ]  # (hex of the shard, hex of its index) → rows, ascending
+    # (hex of the shard, hex of its index) → rows, ascending
+    shards: Mapping[tuple[str, str], tuple[int, ...]]
     notes: tuple[str, ...]  # what was found that cannot be erased from here
     samples: int  # how many were asked for
 
@@ -94,9 +93,8 @@ class ErasureReport:
     reason: str = ""
     samples: int = 0  # that were asked for
     rows: int = 0  # erased from shards, equal rows in other shards counted
-    versions: dict[str, str] = field(
-        default_factory=dict
-    )  # old manifest id → new one, "" where nothing was left
+    # old manifest id → new one, "" where nothing was left
+    versions: dict[str, str] = field(default_factory=dict)
     refs: dict[str, str] = field(default_factory=dict)  # ref → its new manifest id, "" where it was dropped
     tags: dict[str, str] = field(default_factory=dict)  # withdrawn tag → the manifest id that it named
     commits: list[int] = field(default_factory=list)  # numbers of the log entries
@@ -104,9 +102,8 @@ class ErasureReport:
     dropped: int = 0  # shards that had no row left
     objects: list[str] = field(default_factory=list)  # names of what was deleted
     bytes: int = 0  # how many bytes that were
-    not_reached: list[str] = field(
-        default_factory=list
-    )  # what cannot be erased from here, and what to do about it
+    # what cannot be erased from here, and what to do about it
+    not_reached: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         return {item.name: getattr(self, item.name) for item in fields(self)}

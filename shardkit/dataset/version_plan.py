@@ -35,9 +35,8 @@ class VersionPlan:
     rows: Rows  # all new ones
     layout: Layout  # of these rows
     listed: Sequence[Stratum]  # the manifest's strata, with the rows of the base
-    of_stratum: NDArray[
-        np.int32
-    ]  # from the number of a stratum in `rows` (last: the pool) to that in the manifest
+    # from the number of a stratum in `rows` (last: the pool) to that in the manifest
+    of_stratum: NDArray[np.int32]
     split: NDArray[np.int16] | None  # of each row in ordinal order, -1 for none; None without splits
 
     def shards(self) -> Iterator[ShardRows]:

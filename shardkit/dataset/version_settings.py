@@ -35,9 +35,8 @@ class NewVersion:
     recipe: Mapping[str, Any] = field(default_factory=dict)  # more settings that decide the bytes: plain JSON
     sources: str | None = None  # digest of the object that lists the source files
     about: About | None = None  # licence, source and contact; None: what the base says
-    lookups: tuple[
-        str, ...
-    ] = ()  # fields of which sidecars are made; of a base its own are carried on, as costs
+    # fields of which sidecars are made; of a base its own are carried on, as costs
+    lookups: tuple[str, ...] = ()
     costs: tuple[str, ...] = ()  # expressions of which rows' costs are written
 
     def refs(self, ref: str) -> tuple[str, ...]:

@@ -64,9 +64,8 @@ class Tree:
     """A whole tree in memory, 64 bytes a leaf: the roots of every size it ever had."""
 
     def __init__(self, leaves: Iterable[bytes] = ()) -> None:
-        self._levels: list[bytearray] = [
-            bytearray()
-        ]  # level h: hashes of the complete subtrees of 2**h leaves
+        # level h: hashes of the complete subtrees of 2**h leaves
+        self._levels: list[bytearray] = [bytearray()]
         self.extend(leaves)
 
     def __len__(self) -> int:

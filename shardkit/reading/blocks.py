@@ -241,9 +241,8 @@ class BlockReader:
 
     def through(self, supply: BlockSupply | None) -> BlockReader:
         """A reader of the same blocks whose remote ones come through `supply`, such as a cache."""
-        reader = copy.copy(
-            self
-        )  # with a table of files of its own: they are closed with the reader that opened them
+        # with a table of files of its own: they are closed with the reader that opened them
+        reader = copy.copy(self)
         reader.supply = supply
         return reader
 

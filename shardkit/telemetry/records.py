@@ -286,9 +286,8 @@ def read_run(run: Path, *, since: float = 0.0, tail_bytes: int = _TAIL_BYTES) ->
     skipped = 0
     directory = telemetry_directory(run)
     present = os.listdir(directory) if directory.is_dir() else []
-    for name in sorted(
-        {one.removesuffix(".1") for one in present}
-    ):  # a file may just have become the older half
+    # a file may just have become the older half
+    for name in sorted({one.removesuffix(".1") for one in present}):
         match = _FILE.fullmatch(name)
         if match is None:
             continue

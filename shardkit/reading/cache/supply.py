@@ -72,9 +72,8 @@ class BlockFetcher:
         self._ahead_bytes = ahead_bytes
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="shardkit-ahead")
         self._changed = threading.Condition()
-        self._waiting: dict[
-            int, tuple[Answer[Any], int, int]
-        ] = {}  # place → (bytes on their way, size, step)
+        # place → (bytes on their way, size, step)
+        self._waiting: dict[int, tuple[Answer[Any], int, int]] = {}
         self._reading: set[int] = set()  # places that the loader itself is getting
         self._along: dict[int, Answer[Any]] = {}  # place → on its way to the cache, nobody waits for it yet
         self._needed: NDArray[np.uint64] = np.zeros(0, dtype=np.uint64)  # places until the horizon, ascending

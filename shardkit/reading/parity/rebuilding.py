@@ -185,9 +185,8 @@ def rebuild_range(
     failed = [i for i in others if i not in pieces]
     if found is not None or len(failed) > 1:
         return found
-    fetch(
-        one.k + 1
-    )  # with Q, the one that cannot be read is done without, or each in turn: one is silently wrong
+    # with Q, the one that cannot be read is done without, or each in turn: one is silently wrong
+    fetch(one.k + 1)
     tried = map(attempt, failed or (others if one.k + 1 in pieces else ()))
     return next((data for data in tried if data is not None), None)
 

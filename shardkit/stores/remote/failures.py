@@ -85,9 +85,8 @@ def classify(error: BaseException) -> Failure:
     """What a client's exception means. Drop the exception itself: its text may hold credentials."""
     text = str(error)
     status_match, code_match = _STATUS.search(text), _CODE.search(text)
-    answer = getattr(
-        error, "response", None
-    )  # botocore keeps it beside the text; a HEAD has no body, and so no code
+    # botocore keeps it beside the text; a HEAD has no body, and so no code
+    answer = getattr(error, "response", None)
     status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(answer, dict) else None
     if status_match:
         status = int(next(filter(None, status_match.groups())))
