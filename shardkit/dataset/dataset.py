@@ -96,7 +96,7 @@ class Dataset(Samples):
             self.manifest, self.table, masks, row_strata=self.row_strata
         )
         version = dataclasses.replace(self.version, manifest=manifest, table=table)
-        return Dataset(version, selections=selections, verify=self.reader.verify)
+        return Dataset(version, selections=selections, verify=self._verify)
 
     def row_strata(self, shard: int) -> NDArray[np.int32] | None:
         """(rows,) int32, the own stratum of each row of a shard that holds pooled strata; None for others."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NoReturn, overload
 
 import numpy as np
@@ -35,27 +36,30 @@ class Samples:
         self.manifest = version.manifest
         self.table = version.table
         self._selections = selections  # those of a view, which no repository holds
-        self.reader = BlockReader(
-            version.table,
-            [part.repository for part in version.parts],
-            [part.first_shard for part in version.parts],
-            [(part.manifest.format, part.manifest.compression) for part in version.parts],
-            verify,
-        )
-        self._row_map: RowMap | None = None
+        self._verify: Verify = verify
 
     @property
     def schema(self) -> Schema:
         """Field names and types."""
         return self.manifest.schema
 
-    @property
+    @cached_property
+    def reader(self) -> BlockReader:
+        """Of its blocks."""
+        parts = self.version.parts
+        return BlockReader(
+            self.table,
+            [part.repository for part in parts],
+            [part.first_shard for part in parts],
+            [(part.manifest.format, part.manifest.compression) for part in parts],
+            self._verify,
+        )
+
+    @cached_property
     def rows(self) -> RowMap:
-        """Where each sample lies; built on first use."""
-        if self._row_map is None:
-            load = self.version.load_selection if self._selections is None else self._selections.__getitem__
-            self._row_map = RowMap(self.table, load)
-        return self._row_map
+        """Where each sample lies."""
+        load = self.version.load_selection if self._selections is None else self._selections.__getitem__
+        return RowMap(self.table, load)
 
     def __len__(self) -> int:
         return self.manifest.selected

@@ -16,6 +16,7 @@ from typing import Any, Final
 from shardkit.errors import (
     CommitConflict,
     FormatError,
+    IntegrityError,
     NotFoundError,
     ShardkitError,
     StoreReadOnlyError,
@@ -41,9 +42,17 @@ from shardkit.repository.opening import (
     refuse_copy,
 )
 from shardkit.stores.local import LocalStore
-from shardkit.stores.objects import ObjectStage, get_object, put_object
+from shardkit.stores.objects import ObjectStage, check_size, is_good
 from shardkit.stores.remote.probe import check_writers
-from shardkit.stores.store import EXTENSIONS, MAX_OBJECT_BYTES, Descriptor, Store, object_name, root_store
+from shardkit.stores.store import (
+    EXTENSIONS,
+    MAX_OBJECT_BYTES,
+    Descriptor,
+    Store,
+    asked_twice,
+    object_name,
+    root_store,
+)
 from shardkit.stores.urls import open_store
 
 DEFAULT_REF: Final = "main"
@@ -276,7 +285,11 @@ class Repository(CommitLog):
     def put_object(self, data: bytes, extension: str) -> Descriptor:
         """Make bytes durable under their digest; bad bytes that lie there already are replaced."""
         self._check_writable()
-        return put_object(self._store, data, extension)
+        check_size(len(data))
+        placed = Descriptor(sha256_digest(data), len(data), extension)
+        if not self._store.put_new(placed.name, data) and not is_good(self._store, placed):
+            self._store.replace(placed.name, data)
+        return placed
 
     @contextlib.contextmanager
     def stage_object(self, extension: str) -> Iterator[ObjectStage]:
@@ -302,7 +315,24 @@ class Repository(CommitLog):
             NotFoundError: The object is not there.
             IntegrityError: Its size or SHA-256 is another.
         """
-        return get_object(self._store, digest, extension, size, max_bytes)
+        name, store = object_name(digest, extension), self._store
+        if size is not None and not 0 <= size <= MAX_OBJECT_BYTES:
+            raise UsageError(f"{name}: size {size}, expected 0 to {MAX_OBJECT_BYTES}")
+
+        def ask() -> bytes:
+            data = store.get(name, max_bytes=max_bytes if size is None else size)
+            found = sha256_digest(data)
+            problem = "" if found == digest else f"SHA-256 mismatch (got {found})"
+            if size is not None and len(data) != size:
+                problem = f"{len(data)} bytes, expected {size}"
+            if problem:
+                raise IntegrityError(
+                    f"{name} in {store.url}: {problem}; the bytes are not those that were written; "
+                    f"run: shardkit repair {store.url}"
+                )
+            return data
+
+        return asked_twice(ask)
 
     # Log
 

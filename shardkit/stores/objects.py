@@ -1,4 +1,4 @@
-"""Content-addressed objects over any store: one way to put one, to get, check and copy it, verified each time."""
+"""Content-addressed objects over any store: one way to publish a large one, and one to check any."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ from collections.abc import Callable
 from typing import Final, Literal, NamedTuple, Protocol
 
 from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, UsageError
-from shardkit.formats.digest import sha256_digest
 from shardkit.stores.local import LocalStage
 from shardkit.stores.store import (
     MAX_OBJECT_BYTES,
     Descriptor,
     Stage,
     Store,
-    asked_twice,
-    object_name,
     parse_object_name,
 )
 
@@ -58,7 +55,7 @@ class ObjectStage:
 
     def write(self, data: bytes | bytearray | memoryview, /) -> int:
         """Append all of `data`; returns its length. UsageError: more than any store takes in one piece."""
-        _check_size(self._stage.size + memoryview(data).nbytes)
+        check_size(self._stage.size + memoryview(data).nbytes)
         return self._stage.write(data)
 
     def sync(self) -> None:
@@ -71,46 +68,15 @@ class ObjectStage:
         return publish(self._store, self._stage, self._extension)
 
 
-def put_object(store: Store, data: bytes, extension: str) -> Descriptor:
-    """Make bytes durable under their digest; bad bytes that lie there already are replaced."""
-    _check_size(len(data))
-    descriptor = Descriptor(sha256_digest(data), len(data), extension)
-    if not store.put_new(descriptor.name, data) and not _is_good(store, descriptor):
-        store.replace(descriptor.name, data)
-    return descriptor
-
-
 def publish(store: Store, stage: Stage, extension: str) -> Descriptor:
     """Give a finished stage the name of its digest."""
     descriptor = Descriptor(f"sha256:{stage.digest}", stage.size, extension)
-    if not stage.publish(descriptor.name) and not _is_good(store, descriptor):
+    if not stage.publish(descriptor.name) and not is_good(store, descriptor):
         stage.publish(descriptor.name, replace=True)
     return descriptor
 
 
-def get_object(store: Store, digest: str, extension: str, size: int | None, max_bytes: int) -> bytes:
-    """The bytes, after size and SHA-256 have been compared."""
-    name = object_name(digest, extension)
-    if size is not None and not 0 <= size <= MAX_OBJECT_BYTES:
-        raise UsageError(f"{name}: size {size}, expected 0 to {MAX_OBJECT_BYTES}")
-
-    def ask() -> bytes:
-        data = store.get(name, max_bytes=max_bytes if size is None else size)
-        found = sha256_digest(data)
-        problem = "" if found == digest else f"SHA-256 mismatch (got {found})"
-        if size is not None and len(data) != size:
-            problem = f"{len(data)} bytes, expected {size}"
-        if problem:
-            raise IntegrityError(
-                f"{name} in {store.url}: {problem}; the bytes are not those that were written; "
-                f"run: shardkit repair {store.url}"
-            )
-        return data
-
-    return asked_twice(ask)
-
-
-def _is_good(store: Store, descriptor: Descriptor) -> bool:
+def is_good(store: Store, descriptor: Descriptor) -> bool:
     """Whether the bytes that lie there are those of the name; what cannot be read is as bad as what is wrong.
 
     Callers have the good bytes in hand, so this is the moment to repair bad ones.
@@ -118,7 +84,8 @@ def _is_good(store: Store, descriptor: Descriptor) -> bool:
     return check_object(store, descriptor.name, descriptor.size, "stored").is_good
 
 
-def _check_size(size: int) -> None:
+def check_size(size: int) -> None:
+    """Refuse more bytes than any store takes in one piece; UsageError."""
     if size > MAX_OBJECT_BYTES:
         raise UsageError(f"object of {size} bytes: expected at most {MAX_OBJECT_BYTES}; use smaller samples")
 
