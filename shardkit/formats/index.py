@@ -322,7 +322,9 @@ def _check_rows(index: ShardIndex) -> None:
     index.key_texts.check("keys", rows)
     lengths = np.diff(index.key_texts.offsets)
     if rows and (
-        int(lengths.min()) < 1 or int(lengths.max()) > 80 or not _KEY_BYTES[index.key_texts.data].all()
+        int(lengths.min()) < 1
+        or int(lengths.max()) > 80
+        or index.key_texts.data.tobytes().translate(None, _KEY_BYTES)
     ):
         raise FormatError("index: a key is not 1 to 80 of A-Z a-z 0-9 _ -")
     if (index.source_id is None) != (index.source_row is None) or (index.source_id is None) != (
@@ -375,5 +377,4 @@ def _check_fields(index: ShardIndex) -> None:
         raise FormatError("index: a field that has no member has a size")
 
 
-_KEY_BYTES = np.zeros(256, bool)
-_KEY_BYTES[list(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-")] = True
+_KEY_BYTES = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-"
