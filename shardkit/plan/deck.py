@@ -166,7 +166,8 @@ def build_deck(order: BaseOrder, hands: Hands, shuffle: str, balance: Balance | 
 
     ``"window"`` permutes the blocks of a hand and takes ``hands.window`` of them at a time, the first window
     shorter by a keyed amount so that lanes do not change windows in the same step; ``"none"`` keeps blocks
-    and rows in base order. With `balance` windows begin where cells do, and are arranged by cost.
+    and rows in base order. With `balance` windows begin where cells do, and are arranged by cost; a hand that fits
+    is one window.
     """
     if shuffle == "full":
         return _full_deck(order, hands)
@@ -182,6 +183,10 @@ def build_deck(order: BaseOrder, hands: Hands, shuffle: str, balance: Balance | 
     stagger = derive_each(hands.keys, np.full(num_hands, _STAGGER, dtype=np.int64)) % hands.window.astype(
         np.uint64
     )
+    if (
+        balance is not None and balance.parts > 1
+    ):  # a hand that fits is one window: larger ones balance better
+        stagger[blocks.per_hand <= hands.window] = 0
     head = hands.window - stagger.astype(np.int64)  # blocks of the first window: 1 .. window
     num = np.where(blocks.per_hand > 0, 1 + np.maximum(0, -((head - blocks.per_hand) // hands.window)), 0)
     hand = np.repeat(np.arange(num_hands), num)

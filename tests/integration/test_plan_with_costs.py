@@ -48,7 +48,7 @@ def test_lanes_cost_nearly_the_same(root: str, caplog: pytest.LogCaptureFixture)
         align = ds.plan(BATCH, lanes=LANES, cost="bytes(text)", balance="align")
     assert "gradients vary more" in caplog.text
     found = [skew(sizes[plan.steps(0, ROWS // BATCH)]) for plan in (plain, spread, align)]
-    assert found[2] < found[1] < found[0]
+    assert max(found[1:]) < 1 + (found[0] - 1) / 2
     assert spread.digest == ds.plan(BATCH, lanes=LANES, cost="bytes( text)").digest
     assert (
         len(

@@ -124,7 +124,7 @@ def step_seconds(dataset: Path, run: Path, ranks: int, order: str) -> float:
 
 def write(folder: Path, steps: int, seed: int) -> Path:
     with shardkit.create(
-        folder, schema={"n": "int32", "pad": "uint8[16]"}, block_size="1KiB", shard_size="1MiB", format="arrow",
+        folder, schema={"n": "int32", "pad": "uint8[16]"}, block_size="3KiB", shard_size="1MiB", format="arrow",
         cost="n**2",
     ) as writer:  # fmt: skip
         for n in lengths(BATCH * steps, seed):
