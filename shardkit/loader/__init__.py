@@ -7,11 +7,11 @@ and how is one `LoaderSetup`, which does not change; what is open in a process (
 """
 
 from shardkit.loader.batch import Batch
+from shardkit.loader.live import check_state
 from shardkit.loader.loader import Loader
 from shardkit.loader.ranks import Topology, find_topology
 from shardkit.loader.rebalancing import Rebalancing
 from shardkit.loader.settings import LoaderConfig, Sources
-from shardkit.loader.state import check_state
 from shardkit.loader.transforms import sample_generator, stack_samples
 
 __all__ = [

@@ -18,13 +18,20 @@ from shardkit.formats import presence_of
 from shardkit.ledger import MASKED, SUBSTITUTED, Journal
 from shardkit.loader.batch import Batch, MissingValues
 from shardkit.loader.gather import Allocate
-from shardkit.loader.live import LiveLoader, Loop, StepCosts, Steps
+from shardkit.loader.live import (
+    STATE_VERSION,
+    LiveLoader,
+    Loop,
+    StepCosts,
+    Steps,
+    check_geometry,
+    check_state,
+)
 from shardkit.loader.pipeline import LoaderCounts, Pipeline, StepBatches
 from shardkit.loader.ranks import Dealt, check_chosen, check_shares, find_topology, fixed_shares
 from shardkit.loader.rebalancing import Rebalancer, make_rebalancer
 from shardkit.loader.resources import LoaderResources
 from shardkit.loader.settings import LoaderConfig, LoaderSetup, Sources
-from shardkit.loader.state import STATE_VERSION, check_geometry, check_state
 from shardkit.loader.transforms import RowFunction, find_decoders, split_decoders
 from shardkit.plan import Assignment, Plan
 from shardkit.telemetry import Telemetry

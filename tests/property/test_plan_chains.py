@@ -16,7 +16,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from shardkit.errors import PlanError, StateError
-from shardkit.loader.state import check_state
+from shardkit.loader.live import check_state
 from shardkit.plan import Plan, Population, make_plan
 from shardkit.plan.deck import WindowDeck
 from tests.property.populations import populations

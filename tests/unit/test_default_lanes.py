@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardkit.errors import StateError
-from shardkit.loader.state import STATE_VERSION, check_state
+from shardkit.loader.live import STATE_VERSION, check_state
 from shardkit.plan import Plan, Population, make_plan
 
 LARGE = Population.of("large", ["a"], [(shard, 0, 4096) for shard in range(4)], 2)
