@@ -1,7 +1,7 @@
 """Sources behind a URL: object stores by the library's own clients, ``https://host/rows.jsonl`` and others by fsspec.
 
 Credentials come from the environment, as each protocol's package looks for them: a URL that holds one is refused, for
-the URL appears in messages. An object is read in pieces; when it is read front to back the next are on their way.
+the URL appears in messages. A file is read in pieces; where an object is read front to back the next are on their way.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import functools
 import io
 import os
 import re
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, BinaryIO, cast
 
@@ -82,27 +83,31 @@ def open_url(file: SourceFile) -> BinaryIO:
     Raises:
         SourceError: it cannot be opened, or its size is no longer the listed one.
     """
+    read: Callable[[int, int], bytes]
     if _is_bucket(file.path):
-        return cast(BinaryIO, io.BufferedReader(_BucketFile(file), _BUFFER_BYTES))
-    system, path = _system(file.path)
-    try:
-        inner = system.open(path, "rb")
-        size = inner.seek(0, io.SEEK_END)
-        inner.seek(0)
-    except Exception as error:
-        raise _unreadable(file, error) from error
+        size = stat_file(file).size
+        address, key = split_url(file.path)
+        read, ahead = functools.partial(foreign_store(address).get_range, key), _AHEAD
+    else:
+        system, path = _system(file.path)
+        try:
+            size = system.size(path)
+        except Exception as error:
+            raise _unreadable(file, error) from error
+        read, ahead = lambda offset, length: system.cat_file(path, offset, offset + length), 0
     if size != file.size:
-        inner.close()
-        raise _changed(file, size)
-    return cast(BinaryIO, io.BufferedReader(_Remote(inner, file), _BUFFER_BYTES))
+        raise SourceError(f"{file.path}: changed since it was listed ({file.size} bytes then, {size} now)")
+    return cast(BinaryIO, io.BufferedReader(_Pieces(file, read, ahead), _BUFFER_BYTES))
 
 
-class _Remote(io.RawIOBase):
-    """A remote stream whose errors name the file."""
+class _Pieces(io.RawIOBase):
+    """A file that is read in pieces, some ahead; errors name it."""
 
-    def __init__(self, inner: Any, file: SourceFile) -> None:
-        self._inner = inner
-        self._file = file
+    def __init__(self, file: SourceFile, read: Callable[[int, int], bytes], ahead: int) -> None:
+        self._file, self._read, self._ahead = file, read, ahead
+        self._position = 0
+        self._pieces: dict[int, Future[bytes]] = {}
+        self._pool = ThreadPoolExecutor(ahead + 1, thread_name_prefix="shardkit-source")
 
     def readable(self) -> bool:
         return True
@@ -111,22 +116,49 @@ class _Remote(io.RawIOBase):
         return True
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        try:
-            data = self._inner.read(len(buffer))
-        except Exception as error:
-            raise _unreadable(self._file, error) from error
+        left = self._file.size - self._position
+        if left <= 0 or not len(buffer):
+            return 0
+        number, inside = divmod(self._position, _PIECE_BYTES)
+        data = self._piece(number)[inside : inside + len(buffer)]
         buffer[: len(data)] = data
+        self._position += len(data)
         return len(data)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        return int(self._inner.seek(offset, whence))
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.size}[whence]
+        self._position = max(0, base + offset)
+        return self._position
 
     def tell(self) -> int:
-        return int(self._inner.tell())
+        return self._position
 
     def close(self) -> None:
-        self._inner.close()
+        """Let go of what is on its way."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pieces.clear()
         super().close()
+
+    def _piece(self, number: int) -> bytes:
+        is_next = number in self._pieces or number - 1 in self._pieces
+        wanted = range(number, number + 1 + (self._ahead if is_next or not number else 0))
+        self._pieces = {
+            one: self._pieces.get(one) or self._pool.submit(self._fetch, one)
+            for one in wanted
+            if one * _PIECE_BYTES < self._file.size
+        }
+        try:
+            return self._pieces[number].result()
+        except Exception as error:
+            raise _unreadable(self._file, error) from error
+
+    def _fetch(self, number: int) -> bytes:
+        offset = number * _PIECE_BYTES
+        length = min(_PIECE_BYTES, self._file.size - offset)
+        data = self._read(offset, length)
+        if len(data) != length:
+            raise OSError(f"{len(data)} bytes of {length} from byte {offset} on")
+        return data
 
 
 def _check_harmless(url: str) -> None:
@@ -176,10 +208,6 @@ def _unreadable(file: SourceFile, error: Exception) -> SourceError:
     return SourceError(
         f"{file.path}: cannot be read ({_brief(error)}); check it and the credentials, then try again"
     )
-
-
-def _changed(file: SourceFile, size: int) -> SourceError:
-    return SourceError(f"{file.path}: changed since it was listed ({file.size} bytes then, {size} now)")
 
 
 def _brief(error: Exception) -> str:
@@ -248,70 +276,6 @@ def stat_file(file: SourceFile) -> ObjectStat:
     if found is None:
         raise SourceError(f"{file.path}: it is gone; build from a source that nobody writes to")
     return found
-
-
-class _BucketFile(io.RawIOBase):
-    """An object as a file, read in pieces, the next of which are on their way."""
-
-    def __init__(self, file: SourceFile) -> None:
-        found = stat_file(file)
-        if found.size != file.size:
-            raise _changed(file, found.size)
-        address, self._key = split_url(file.path)
-        self._bucket = foreign_store(address)
-        self._file = file
-        self._position = 0
-        self._pieces: dict[int, Future[bytes]] = {}
-        self._pool = ThreadPoolExecutor(_AHEAD + 1, thread_name_prefix="shardkit-source")
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        left = self._file.size - self._position
-        if left <= 0 or not len(buffer):
-            return 0
-        number, inside = divmod(self._position, _PIECE_BYTES)
-        data = self._piece(number)[inside : inside + len(buffer)]
-        buffer[: len(data)] = data
-        self._position += len(data)
-        return len(data)
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.size}[whence]
-        self._position = max(0, base + offset)
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-    def close(self) -> None:
-        """Let go of what is on its way."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        self._pieces.clear()
-        super().close()
-
-    def _piece(self, number: int) -> bytes:
-        is_next = number in self._pieces or number - 1 in self._pieces
-        wanted = range(number, number + 1 + (_AHEAD if is_next or not number else 0))
-        self._pieces = {
-            one: self._pieces.get(one) or self._pool.submit(self._fetch, one)
-            for one in wanted
-            if one * _PIECE_BYTES < self._file.size
-        }
-        try:
-            return self._pieces[number].result()
-        except Exception as error:
-            raise SourceError(
-                f"{self._file.path}: cannot be read ({error}); check it and the credentials, then try again"
-            ) from error
-
-    def _fetch(self, number: int) -> bytes:
-        offset = number * _PIECE_BYTES
-        return self._bucket.get_range(self._key, offset, min(_PIECE_BYTES, self._file.size - offset))
 
 
 def _object(bucket: ForeignBucket, key: str, folder: str, found: ObjectStat) -> SourceFile:
