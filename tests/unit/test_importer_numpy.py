@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import shardkit_tools.importers.numpy_archives as numpy_archives
 import shardkit_tools.importers.numpy_rows as numpy_rows
 from shardkit.errors import SchemaError, SourceError
 from shardkit_tools.importers import open_source
@@ -105,7 +104,7 @@ class TestArchives:
         self, tmp_path: Path, save: Any, order: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Of several archives the rows follow each other, in the order of their names."""
-        monkeypatch.setattr(numpy_archives, "_PIECE_BYTES", 50)
+        monkeypatch.setattr(numpy_rows, "_PIECE_BYTES", 50)
         images = np.asarray(np.arange(60).reshape(10, 2, 3), dtype=">i4", order=order)  # type: ignore[call-overload]
         labels = np.arange(10) % 3
         save(tmp_path / "0.npz", image=images[:7], label=labels[:7])

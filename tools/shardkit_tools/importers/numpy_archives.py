@@ -14,18 +14,14 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, ClassVar
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import ClassVar
 
 from shardkit.errors import ShardkitError, SourceError
-from shardkit_tools.importers.numpy_rows import ArrayHeader, check_rows, read_header
+from shardkit_tools.importers.numpy_rows import ArrayHeader, Rows, Take, check_rows, read_header, take_columns
 from shardkit_tools.importers.options import ImportOptions
 from shardkit_tools.importers.protocol import (
     FileImporter,
     ReadMode,
-    SampleColumns,
     SampleStream,
     Source,
     SourceFile,
@@ -54,8 +50,22 @@ class Archive:
     arrays: Mapping[str, ArrayHeader]
 
     @property
-    def rows(self) -> int:
+    def num_rows(self) -> int:
         return next(iter(self.arrays.values())).shape[0]
+
+    def rows(self, field: str, members: zipfile.ZipFile, stack: contextlib.ExitStack) -> Rows:
+        """Those of an array; the archive is open as long as the stack."""
+        member, array = self.members[field], self.arrays[field]
+        where = f"{self.file.path}: {member}"
+        stream = stack.enter_context(members.open(member))
+        if read_header(stream, where, members.getinfo(member).file_size) != array:
+            raise SourceError(f"{where}: changed since it was listed; build again when nothing writes it")
+
+        def read(length: int) -> bytes:
+            with _named(self.file, member):
+                return stream.read(length)
+
+        return Rows(array, where, read)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,62 +77,20 @@ class ArchiveImporter(FileImporter):
 
     def tasks(self) -> Sequence[SourceTask]:
         """An archive each: what is compressed is read from its start."""
-        return [SourceTask(one.file.name, (one.file,), one.file.size, 0, one.rows) for one in self.archives]
+        return [
+            SourceTask(one.file.name, (one.file,), one.file.size, 0, one.num_rows) for one in self.archives
+        ]
 
     def _rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
-        """About a MiB of rows at a time."""
         archive = next(one for one in self.archives if one.file.name == task.files[0].name)
         with _opened(archive.file) as members, contextlib.ExitStack() as stack:
             for field in archive.arrays:
                 _check(members, archive.file, archive.members[field])
-            readers = {
-                field: _Rows(
-                    stack.enter_context(members.open(archive.members[field])),
-                    archive.file,
-                    members.getinfo(archive.members[field]),
-                    array,
-                )
-                for field, array in archive.arrays.items()
+            fields: dict[str, Take] = {
+                field: archive.rows(field, members, stack).take for field in archive.arrays
             }
-            step = max(1, _PIECE_BYTES // max(1, sum(array.row_bytes for array in archive.arrays.values())))
-            for start in range(0, archive.rows, step):
-                count = min(step, archive.rows - start)
-                columns = {field: reader.take(count) for field, reader in readers.items()}
-                yield SampleColumns(columns, archive.file.name, start)
-
-
-class _Rows:
-    """The rows of one array, in order."""
-
-    def __init__(
-        self, stream: IO[bytes], file: SourceFile, member: zipfile.ZipInfo, array: ArrayHeader
-    ) -> None:
-        self._stream, self._file, self._member, self._array = stream, file, member.filename, array
-        self._where = f"{file.path}: {member.filename}"
-        if read_header(stream, self._where, member.file_size) != array:
-            raise SourceError(
-                f"{self._where}: changed since it was listed; build again when nothing writes it"
-            )
-        self._at = 0
-        self._whole: NDArray[np.generic] | None = None
-        if array.columns_first:  # a row lies scattered over the array
-            data = self._read(array.row_bytes * array.shape[0])
-            self._whole = np.frombuffer(data, array.dtype).reshape(array.shape, order="F")
-
-    def take(self, count: int) -> NDArray[np.generic]:
-        """So many more, as an array of their own."""
-        if self._whole is not None:
-            self._at += count
-            return np.array(self._whole[self._at - count : self._at], order="C")
-        data = self._read(count * self._array.row_bytes)
-        return np.frombuffer(data, self._array.dtype).reshape(count, *self._array.shape[1:])
-
-    def _read(self, length: int) -> bytes:
-        with _named(self._file, self._member):
-            data = self._stream.read(length)
-        if len(data) != length:
-            raise SourceError(f"{self._where}: ends inside of its rows; write it again with numpy.savez")
-        return data
+            read = sum(array.row_bytes for array in archive.arrays.values())
+            yield from take_columns(fields, range(archive.num_rows), read, archive.file.name)
 
 
 def open_archives(source: Source, options: ImportOptions) -> ArchiveImporter:

@@ -3,13 +3,14 @@
 Several files with equally many rows are the fields of one sample.
 
 The header is parsed by numpy's own reader with pickling off; the data is read by offset, so that a file of
-any size takes the memory of one range of rows.
+any size takes the memory of about a MiB of rows.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import IO, ClassVar
 
@@ -68,6 +69,58 @@ def array_type(dtype: np.dtype[np.generic], shape: Sequence[int]) -> str:
     return f"{name}[{','.join(map(str, shape))}]" if shape else name
 
 
+class Rows:
+    """The rows of an array, in order.
+
+    Args:
+        header: of the array.
+        where: what messages call it.
+        read: gives the next so many bytes of its data, fewer at their end.
+        whole: the array, where it need not be read.
+        at: the row that is taken first.
+    """
+
+    def __init__(
+        self,
+        header: ArrayHeader,
+        where: str,
+        read: Callable[[int], bytes],
+        whole: NDArray[np.generic] | None = None,
+        at: int = 0,
+    ) -> None:
+        self._header, self._where, self._read_some = header, where, read
+        self._whole, self._at = whole, at
+        if header.columns_first and whole is None:
+            data = self._read(header.row_bytes * header.shape[0])
+            self._whole = np.frombuffer(data, header.dtype).reshape(header.shape, order="F")
+
+    def take(self, count: int) -> NDArray[np.generic]:
+        """So many more, as an array of their own."""
+        if self._whole is not None:  # a row lies scattered over the array
+            self._at += count
+            return np.array(self._whole[self._at - count : self._at], order="C")
+        data = self._read(count * self._header.row_bytes)
+        return np.frombuffer(data, self._header.dtype).reshape(count, *self._header.shape[1:])
+
+    def _read(self, length: int) -> bytes:
+        data = self._read_some(length)
+        if len(data) != length:
+            raise SourceError(f"{self._where}: ends inside of its rows; write it again")
+        return data
+
+
+Take = Callable[[int], NDArray[np.generic] | ExtentColumn]
+"""Gives so many more rows of a field."""
+
+
+def take_columns(fields: Mapping[str, Take], rows: range, row_bytes: int, name: str) -> SampleStream:
+    """Rows of a file of that name about a MiB at a time; of each ``row_bytes`` are read."""
+    step = max(1, min(_PIECE_ROWS, _PIECE_BYTES // max(1, row_bytes)))
+    for start in range(rows.start, rows.stop, step):
+        count = min(step, rows.stop - start)
+        yield SampleColumns({field: take(count) for field, take in fields.items()}, name, start)
+
+
 @dataclass(frozen=True)
 class ArrayFile:
     """A ``.npy`` file whose rows become a field."""
@@ -76,39 +129,32 @@ class ArrayFile:
     file: SourceFile
     header: ArrayHeader
 
-    def rows(self, start: int, stop: int) -> NDArray[np.generic]:
-        """Rows start … stop − 1 as a fresh array."""
-        head, size = self.header, self.header.row_bytes
-        if head.columns_first:  # a row lies scattered over the file
-            if is_url(self.file.path):
-                with open_file(self.file) as stream:
-                    whole: NDArray[np.generic] = npy_format.read_array(stream, allow_pickle=False)
-            else:
-                whole = np.load(self.file.path, mmap_mode="r", allow_pickle=False)
-            return np.array(whole[start:stop], order="C")
-        with open_file(self.file) as stream:
-            stream.seek(head.offset + start * size)
-            data = stream.read((stop - start) * size)
-        if len(data) != (stop - start) * size:
-            raise SourceError(
-                f"{self.file.path} rows {start}:{stop}: the file ends inside them; write it again"
-            )
-        return np.frombuffer(data, np.dtype(head.dtype)).reshape(stop - start, *head.shape[1:])
+    def rows(self, start: int, stack: ExitStack) -> Rows:
+        """Rows from ``start`` on; the file is open as long as the stack."""
+        head = self.header
+        stream = stack.enter_context(open_file(self.file))
+        stream.seek(head.offset + (0 if head.columns_first else start * head.row_bytes))
+        whole = None
+        if head.columns_first and not is_url(self.file.path):
+            whole = np.load(self.file.path, mmap_mode="r", allow_pickle=False)
+        return Rows(head, self.file.path, stream.read, whole, start)
 
-    def extents(self, place: int, state: int, start: int, stop: int) -> ExtentColumn:
-        """Where rows start … stop − 1 are; the file is the ``place``-th of its task."""
-        offset = self.header.offset + self.header.row_bytes * np.arange(start, stop, dtype=np.int64)
-        return ExtentColumn(place, offset, self.header.row_bytes, state)
-
-    def read_ahead(self, start: int, stop: int) -> None:
-        """Ask the system for rows of a local file that will be wanted in another order."""
+    def extents(self, place: int, state: int, rows: range) -> Take:
+        """Where rows are; the file is the ``place``-th of its task. The system is told that they will be wanted."""
+        head = self.header
         if hasattr(os, "posix_fadvise"):
-            at, length = (
-                self.header.offset + start * self.header.row_bytes,
-                (stop - start) * self.header.row_bytes,
-            )
+            at, length = head.offset + rows.start * head.row_bytes, len(rows) * head.row_bytes
             with open_file(self.file) as stream:
                 os.posix_fadvise(stream.fileno(), at, length, os.POSIX_FADV_WILLNEED)
+        first = rows.start
+
+        def take(count: int) -> ExtentColumn:
+            nonlocal first
+            offset = head.offset + head.row_bytes * np.arange(first, first + count, dtype=np.int64)
+            first += count
+            return ExtentColumn(place, offset, head.row_bytes, state)
+
+        return take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,23 +187,18 @@ class NumpyImporter(FileImporter):
         return large * (stop - task.start)
 
     def _rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
-        """About a MiB of rows at a time; large ones that need no conversion may stay where they are."""
-        stop = self._num_rows if task.stop is None else task.stop
-        in_place = {array.field for array in self.arrays if mode.in_place and self._is_in_place(array)}
-        for array in self.arrays:
-            if array.field in in_place:
-                array.read_ahead(task.start, stop)
-        read = sum(array.header.row_bytes for array in self.arrays if array.field not in in_place)
-        step = max(1, min(_PIECE_ROWS, _PIECE_BYTES // max(1, read)))
-        for start in range(task.start, stop, step):
-            end = min(stop, start + step)
-            columns = {
-                array.field: array.extents(place, mode.states[place], start, end)
-                if array.field in in_place
-                else array.rows(start, end)
-                for place, array in enumerate(self.arrays)
-            }
-            yield SampleColumns(columns, self.arrays[0].file.name, start)
+        """Large rows that need no conversion may stay where they are."""
+        rows = range(task.start, self._num_rows if task.stop is None else task.stop)
+        fields: dict[str, Take] = {}
+        read = 0
+        with ExitStack() as stack:
+            for place, array in enumerate(self.arrays):
+                if mode.in_place and self._is_in_place(array):
+                    fields[array.field] = array.extents(place, mode.states[place], rows)
+                else:
+                    fields[array.field] = array.rows(rows.start, stack).take
+                    read += array.header.row_bytes
+            yield from take_columns(fields, rows, read, self.arrays[0].file.name)
 
     def _is_in_place(self, array: ArrayFile) -> bool:
         """Whether rows are large, and the canonical payloads as they stand; a bool might be neither 0 nor 1."""
