@@ -62,8 +62,8 @@ def _is_number(value: object) -> TypeGuard[float]:
 REDUCTIONS = ("ring", "tree", "hierarchical", "none")
 
 
-def _as(parser: Callable[[Any], object], default: Any) -> Any:
-    return field(default=default, metadata={"parser": parser})
+def _as(parser: Callable[[Any], object], default: Any, *, least: float | None = None) -> Any:
+    return field(default=default, metadata={"parser": parser, "least": least})
 
 
 def _text(value: object) -> str:
@@ -82,11 +82,11 @@ def _flag(value: object) -> bool:
 class Nodes:
     """The machines; all alike."""
 
-    nodes: int = _as(parse_count, 1)
-    ranks: int = _as(parse_count, 8)  # per node
+    nodes: int = _as(parse_count, 1, least=1)
+    ranks: int = _as(parse_count, 8, least=1)  # per node
     cache: int = _as(parse_size, 0)  # bytes per node; 0: none
-    memory: int = _as(parse_size, 2 << 30)  # bytes per rank, for blocks
-    threads: int = _as(parse_count, 8)  # of a rank's loader
+    memory: int = _as(parse_size, 2 << 30, least=1 << 20)  # bytes per rank, for blocks
+    threads: int = _as(parse_count, 8, least=1)  # of a rank's loader
     disk_read: float = _as(parse_rate, 3e9)  # bytes/s, of the cache's disk
     nic: float = _as(parse_rate, 12.5e9)  # bytes/s, each way
     verify: float = _as(parse_rate, 1e9)  # bytes/s per rank: checks, decompression, gathering
@@ -103,9 +103,9 @@ class Store:
     stream: float = _as(parse_rate, 90e6)  # bytes/s of one request
     bandwidth: float = _as(parse_rate, float("inf"))  # bytes/s of one location, for everybody together
     requests_per_second: float = _as(parse_number, 0.0)  # of one location; 0: no limit
-    concurrency: int = _as(parse_count, 16)  # requests under way, per rank
+    concurrency: int = _as(parse_count, 16, least=1)  # requests under way, per rank
     ahead: int = _as(parse_size, 256 << 20)  # bytes read ahead per rank, at most a quarter of memory
-    copies: int = _as(parse_count, 1)  # locations that hold everything
+    copies: int = _as(parse_count, 1, least=1)  # locations that hold everything
     price_per_million_requests: float = _as(parse_number, 0.0)
     price_per_gb: float = _as(parse_number, 0.0)  # of egress
     price_per_gb_month: float = _as(parse_number, 0.0)  # of storage, per copy
@@ -121,7 +121,7 @@ class Reduce:
     gradient: int = _as(parse_size, 0)  # bytes summed
     link_latency: float = _as(parse_duration, 1e-5)
     inner_bandwidth: float = _as(parse_rate, 200e9)  # bytes/s between ranks of a node
-    oversubscription: float = _as(parse_number, 1.0)  # of the network between nodes
+    oversubscription: float = _as(parse_number, 1.0, least=1)  # of the network between nodes
     overlap: float = _as(parse_number, 0.0)  # share that hides behind the computation
 
 
@@ -133,7 +133,7 @@ class Work:
     global_batch: int = _as(parse_count, 512)
     lanes: int = _as(parse_count, 0)  # 0: the plan's default
     window_blocks: int = _as(parse_count, 16)
-    epochs: int = _as(parse_count, 2)
+    epochs: int = _as(parse_count, 2, least=1)
     seed: int = _as(parse_count, 0)
 
 
@@ -145,9 +145,9 @@ class Faults:
     detect: float = _as(parse_duration, 30.0)
     restart: float = _as(parse_duration, 120.0)
     checkpoint: int = _as(parse_size, 0)  # bytes that are loaded again
-    checkpoint_steps: int = _as(parse_count, 500)
+    checkpoint_steps: int = _as(parse_count, 500, least=1)
     slow_share: float = _as(parse_number, 0.0)  # of all ranks, at any time
-    slow_factor: float = _as(parse_number, 2.0)
+    slow_factor: float = _as(parse_number, 2.0, least=1)
     slow_for: float = _as(parse_duration, 1800.0)
     rebalance: bool = _as(_flag, True)
 
@@ -157,21 +157,11 @@ class Data:
     """The samples: made up, or those of a manifest."""
 
     root: str = _as(_text, "")
-    rows: int = _as(parse_count, 1_000_000)
+    rows: int = _as(parse_count, 1_000_000, least=1)
     shards: int = _as(parse_count, 0)  # 0: of 256 MiB
-    strata: int = _as(parse_count, 1)
+    strata: int = _as(parse_count, 1, least=1)
     bytes: int = _as(parse_size, 0)  # 0: 100 KB a sample
-    block: int = _as(parse_size, 1 << 20)
-
-
-_LEAST = {
-    "nodes": {"nodes": 1, "ranks": 1, "threads": 1, "memory": 1 << 20},
-    "store": {"concurrency": 1, "copies": 1},
-    "reduce": {"oversubscription": 1},
-    "work": {"epochs": 1},
-    "faults": {"checkpoint_steps": 1, "slow_factor": 1},
-    "data": {"rows": 1, "strata": 1, "block": 1},
-}
+    block: int = _as(parse_size, 1 << 20, least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,11 +177,11 @@ class Cluster:
     data: Data = Data()
 
     def __post_init__(self) -> None:
-        for part, least in _LEAST.items():
-            for name, number in least.items():
-                value = getattr(getattr(self, part), name)
-                if value < number:
-                    raise ConfigurationError(f"{name} is {value}: at least {number} is expected")
+        for part in (getattr(self, section) for section in _SECTIONS):
+            for one in fields(part):
+                value, least = getattr(part, one.name), one.metadata["least"]
+                if least is not None and value < least:
+                    raise ConfigurationError(f"{one.name} is {value}: at least {least} is expected")
         if self.reduce.model not in REDUCTIONS:
             raise ConfigurationError(f"model is {self.reduce.model!r}: {', '.join(REDUCTIONS)} is expected")
         if not 0 <= self.reduce.overlap <= 1 or not 0 <= self.faults.slow_share < 1:
@@ -202,7 +192,7 @@ class Cluster:
         return self.nodes.nodes * self.nodes.ranks
 
 
-_SECTIONS = tuple(_LEAST)
+_SECTIONS = ("nodes", "store", "reduce", "work", "faults", "data")
 
 
 def load_cluster(path: Path) -> Cluster:
