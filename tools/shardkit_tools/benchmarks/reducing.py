@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
+import multiprocessing
 import os
-import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 
 from shardkit.errors import MissingDependency, RunError
 from shardkit_tools.benchmarks.rounds import Contest, Entry, Round
@@ -31,53 +31,48 @@ _PATIENCE_S = 120.0
 _ROUND_ELEMENTS = 1 << 22  # reduced in a round: fewer are over before the clock has seen them
 
 
+def _work(connection: Connection, rank: int, ranks: int, store: str, elements: int) -> None:
+    """The life of a rank; torch reads the environment when it is imported."""
+    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    if sys.platform == "linux":  # the loopback device has another name elsewhere
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    from shardkit_tools.benchmarks import reduction_ranks
+
+    reduction_ranks.serve(connection, rank, ranks, store, elements)
+
+
 class _Ranks:
     """Processes on this machine that reduce when told to."""
 
     def __init__(self, ranks: int, elements: int, folder: str) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        if sys.platform == "linux":  # the loopback device has another name elsewhere
-            environment["GLOO_SOCKET_IFNAME"] = "lo"
-        self._processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "shardkit_tools.benchmarks.reduction_ranks", str(rank), str(ranks),
-                 os.path.join(folder, "store"), str(elements)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment,
-            )
-            for rank in range(ranks)
-        ]  # fmt: skip
+        context = multiprocessing.get_context("spawn")
+        self._ranks: list[tuple[SpawnProcess, Connection]] = []
+        for rank in range(ranks):
+            ours, theirs = context.Pipe()
+            given = (theirs, rank, ranks, os.path.join(folder, "store"), elements)
+            process = context.Process(target=_work, args=given, daemon=True)
+            process.start()
+            theirs.close()
+            self._ranks.append((process, ours))
 
     def run(self, kind: str, count: int, amount: float) -> Round:
         """All ranks reduce ``count`` times; the slowest one's clock, everybody's CPU."""
-        timer = threading.Timer(_PATIENCE_S, self.end)
-        timer.start()
-        pipes = [(one.stdin, one.stdout) for one in self._processes]
         try:
-            for told, _ in pipes:
-                assert told is not None, "ranks are told by pipes"
-                told.write(f"{kind} {count}\n")
-                told.flush()
-            answers = [json.loads(said.readline()) for _, said in pipes if said is not None]
-        except (OSError, ValueError):
+            for _, connection in self._ranks:
+                connection.send((kind, count))
+            if not all(connection.poll(_PATIENCE_S) for _, connection in self._ranks):
+                raise TimeoutError
+            seconds, cpu_s = zip(*(connection.recv() for _, connection in self._ranks), strict=True)
+        except (EOFError, OSError):
             raise RunError(f"reduce {kind}: a rank of the benchmark ended") from None
-        finally:
-            timer.cancel()
-        return Round(amount, max(a["seconds"] for a in answers), sum(a["cpu_s"] for a in answers))
-
-    def end(self) -> None:
-        """Kill them; they hold nothing."""
-        for process in self._processes:
-            process.kill()
-            process.wait()
+        return Round(amount, max(seconds), sum(cpu_s))
 
     def close(self) -> None:
-        """Kill them and let go of the pipes."""
-        self.end()
-        for process in self._processes:
-            for stream in (process.stdin, process.stdout):
-                if stream is not None:
-                    with contextlib.suppress(OSError):
-                        stream.close()
+        """Kill them; they hold nothing."""
+        for process, connection in self._ranks:
+            process.kill()
+            process.join()
+            connection.close()
 
 
 @contextlib.contextmanager

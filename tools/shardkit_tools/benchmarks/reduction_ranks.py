@@ -1,19 +1,12 @@
-"""One rank of the reduction benchmark: told on stdin which reduction to run how often, answers with JSON lines.
-
-python -m shardkit_tools.benchmarks.reduction_ranks RANK RANKS STORE ELEMENTS
-
-STORE is a file that the ranks meet at. Commands are ``KIND COUNT``; the answer has seconds and CPU seconds. What is
-reduced are the trainer's own gradients-to-be: the classes are those that `strategies` uses.
-"""
+"""One rank of the reduction benchmark: the classes are those that the trainer's `strategies` use."""
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -45,24 +38,31 @@ class _Bucket:
         return self.of
 
 
-def main() -> None:
-    """Join the others, then answer commands until stdin ends."""
-    rank, size, path, elements = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+def serve(connection: Connection, rank: int, size: int, path: str, elements: int) -> None:
+    """Join the others, then answer (kind, times) with (seconds, CPU seconds) until the connection ends.
+
+    Args:
+        connection: to the one who asks.
+        rank: of ``size``.
+        size: ranks.
+        path: of a file that the ranks meet at.
+        elements: numbers that are reduced.
+    """
     torch.set_num_threads(1)
     store: c10d.Store = dist.FileStore(path, size)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=PATIENCE)
     world = World(rank, size, torch.device("cpu"), store, owned=True)
     kinds = _kinds(world, elements)
     try:
-        for line in sys.stdin:
-            kind, count = line.split()
+        while True:
+            kind, count = connection.recv()
             dist.barrier()
             cpu, begun = time.process_time(), time.perf_counter()
-            for _ in range(int(count)):
+            for _ in range(count):
                 kinds[kind]()
-            answer = {"seconds": time.perf_counter() - begun, "cpu_s": time.process_time() - cpu}
-            sys.stdout.write(json.dumps(answer) + "\n")
-            sys.stdout.flush()
+            connection.send((time.perf_counter() - begun, time.process_time() - cpu))
+    except (EOFError, OSError):
+        return
     finally:
         dist.destroy_process_group()
 
@@ -107,7 +107,3 @@ def _kinds(world: World, elements: int) -> dict[str, Callable[[], object]]:
         **{kind: compressed(kind) for kind in ("bf16", "int8", "topk", "powersgd")},
         **{kind: exact(kind) for kind in ("fp64", "int64")},
     }
-
-
-if __name__ == "__main__":
-    main()
