@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -144,7 +145,7 @@ def _members(kind: type, path: str) -> Found:
     for name, member in sorted(found.items()):
         if name.startswith("_") and name not in PROTOCOLS:
             continue
-        if isinstance(member, property):
+        if isinstance(member, (property, functools.cached_property)):
             yield f"{path}.{name}", ("property", head(member.__doc__))
         elif isinstance(member, (classmethod, staticmethod)) or inspect.isfunction(member):
             yield f"{path}.{name}", ("method", head(member.__doc__))
