@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .permutation import order_rows
+from .rounding import ragged
 
 __all__ = ["assemble", "chunk_steps", "permute_cells"]
 
@@ -30,11 +31,7 @@ def assemble(draws: NDArray[np.int64], counts: NDArray[np.int64], size: int) -> 
     out = np.full(lanes * steps * size, -1, dtype=np.int64)
     first = np.arange(lanes * steps, dtype=np.int64).reshape(lanes, steps, 1) * size
     slot = np.cumsum(counts, axis=2) - counts + first
-    lengths = counts.transpose(0, 2, 1).ravel()
-    ends = np.cumsum(lengths)
-    place = np.repeat(slot.transpose(0, 2, 1).ravel() - (ends - lengths), lengths)
-    place += np.arange(len(draws), dtype=np.int64)
-    out[place] = draws
+    out[ragged(slot.transpose(0, 2, 1).ravel(), counts.transpose(0, 2, 1).ravel())] = draws
     return out.reshape(lanes, steps, size)
 
 

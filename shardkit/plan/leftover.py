@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .natural import NaturalGrid
+from .rounding import ragged
 from .tapes import Heads
 from .weighted import WeightedGrid
 
@@ -29,9 +30,7 @@ class _BySource:
             here = np.flatnonzero(touched[source])
             a, b = np.maximum(lo[here], begin[source, here]), np.minimum(hi[here], end[source, here])
             draws = self._rest(source, columns[here], a - begin[source, here], b - begin[source, here])
-            lengths = b - a
-            ends = np.cumsum(lengths)
-            out[np.arange(len(draws)) + np.repeat(first[here] + a - (ends - lengths), lengths)] = draws
+            out[ragged(first[here] + a, b - a)] = draws
         return out
 
     def _rest(self, source: int, columns: Numbers, lo: Numbers, hi: Numbers) -> Numbers:

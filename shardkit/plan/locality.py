@@ -16,8 +16,9 @@ from .plan import Plan
 from .population import Population
 from .rest import RestGrid
 from .sequences import JoinedGrid
+from .weighted import WeightedGrid
 
-__all__ = ["LaneOfBlock", "NodeReads", "lane_shards", "node_reads"]
+__all__ = ["LaneOfBlock", "NodeReads", "lane_shards", "node_reads", "parts"]
 
 Numbers = NDArray[np.int64]
 
@@ -41,14 +42,19 @@ class NodeReads:
 
 def lane_shards(plan: Plan, lane: int, epoch: int = 0) -> Numbers:
     """Distinct shards that hold a lane's rows of an epoch; with explicit weights, of pass ``epoch`` of each stratum."""
-    return _grid_shards(plan.grid, lane, epoch)
+    return np.unique(np.concatenate([_grid_shards(grid, lane, epoch) for grid in parts(plan.grid)]))
 
 
-def _grid_shards(grid: AnyGrid, lane: int, epoch: int) -> Numbers:
+def parts(grid: AnyGrid) -> list[NaturalGrid | WeightedGrid]:
+    """The grids that hand out rows, of one that buckets or joins them, or begins with the rest of an epoch."""
     if isinstance(grid, BucketGrid):
-        return np.unique(np.concatenate([_grid_shards(part, lane, epoch) for part in grid.grids]))
+        return list(grid.grids)
     if isinstance(grid, (RestGrid, JoinedGrid)):
-        return _grid_shards(grid.after if isinstance(grid, RestGrid) else grid.inner, lane, epoch)
+        return parts(grid.after if isinstance(grid, RestGrid) else grid.inner)
+    return [grid]
+
+
+def _grid_shards(grid: NaturalGrid | WeightedGrid, lane: int, epoch: int) -> Numbers:
     if isinstance(grid, NaturalGrid):
         hand = grid.hands(epoch, (lane,))
         return np.unique(grid.order.pieces(hand.group, hand.lo, hand.hi).shard)

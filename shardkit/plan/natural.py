@@ -95,7 +95,7 @@ class NaturalGrid:
         self.remainder = remainder
         self.short = remainder == "short" and self.left > 0
         self.steps_per_epoch = self.full_steps + self.short
-        self.windows = window_sizes(groups, global_batch, lanes, window_blocks)
+        self.windows = window_sizes(groups.masses, global_batch, lanes, window_blocks)
         self.order = BaseOrder(population, groups)
         self._golden = golden_step(self.rows)
         self._chunk = chunk_steps(global_batch, lanes, self.full_steps)
@@ -376,7 +376,9 @@ class NaturalGrid:
         return cells
 
 
-def window_sizes(groups: Groups, global_batch: int, lanes: int, window_blocks: int) -> NDArray[np.int64]:
+def window_sizes(
+    masses: Sequence[int], global_batch: int, lanes: int, window_blocks: int
+) -> NDArray[np.int64]:
     """Blocks per window of each group's hands: a lane's budget shared out (SPEC.md §4).
 
     Groups that every cell draws from share by mass. A smaller group is drawn from in few phases of a turn,
@@ -384,9 +386,9 @@ def window_sizes(groups: Groups, global_batch: int, lanes: int, window_blocks: i
     block.
     """
     size = global_batch // lanes
-    total = groups.total
+    total = sum(masses)
     sizes = [
         window_blocks * mass // total if global_batch * mass >= lanes * total else window_blocks // (2 * size)
-        for mass in groups.masses
+        for mass in masses
     ]
     return np.maximum(1, np.array(sizes, dtype=np.int64))

@@ -10,13 +10,11 @@ from numpy.typing import NDArray
 
 from shardkit.notebook import page, table
 
-from .amendment import AnyGrid
 from .buckets import BucketGrid
-from .locality import lane_shards, node_reads
+from .locality import lane_shards, node_reads, parts
 from .mixing import mixing
 from .natural import NaturalGrid
 from .plan import Plan
-from .rest import RestGrid
 from .sequences import JoinedGrid
 from .settings import LEAST_LANES, few_lanes, num_blocks
 from .strata import stratum_rows
@@ -166,7 +164,7 @@ def _lengths(plan: Plan) -> dict[str, object]:
 
 def _working_set(plan: Plan) -> dict[str, object]:
     """Blocks that a lane holds open: its windows; of strata rarer than one per cell, two windows per slot."""
-    blocks = max(_open_blocks(grid) for grid in _parts(plan.grid))
+    blocks = max(_open_blocks(grid) for grid in parts(plan.grid))
     size = plan.population.shard_bytes
     each = -1 if size is None else int(size.sum()) // max(1, num_blocks(plan.population))
     return {
@@ -175,14 +173,6 @@ def _working_set(plan: Plan) -> dict[str, object]:
         "bytes_per_lane": -1 if each < 0 else blocks * each,
         "bytes_all_lanes": -1 if each < 0 else blocks * each * plan.lanes,
     }
-
-
-def _parts(grid: AnyGrid) -> list[NaturalGrid | WeightedGrid]:
-    if isinstance(grid, BucketGrid):
-        return list(grid.grids)
-    if isinstance(grid, (RestGrid, JoinedGrid)):
-        return _parts(grid.after if isinstance(grid, RestGrid) else grid.inner)
-    return [grid]
 
 
 def _open_blocks(grid: NaturalGrid | WeightedGrid) -> int:

@@ -12,6 +12,7 @@ from .natural import NaturalGrid
 from .permutation import derive, derive_each
 from .recent import Recent
 from .stage import first_step
+from .strata import group_strata
 
 __all__ = ["RestGrid"]
 
@@ -36,14 +37,11 @@ class RestGrid:
         self.left, self.after = left, after
         self.order = after.order
         self.lanes, self.cell_size = after.lanes, after.cell_size
-        rows = left.starts[-1]
-        total, batch = int(rows.sum()), after.global_batch
-        alive = sorted(np.flatnonzero(rows).tolist(), key=lambda g: (-int(rows[g]), g))
-        common = [g for g in alive if batch * int(rows[g]) >= total]
-        rare = alive[len(common) :]
-        self.members: list[list[int]] = [[g] for g in common] + ([rare] if rare else [])
-        sums = np.cumsum([sum(int(rows[g]) for g in m) for m in self.members]).tolist() if alive else [1]
-        self.full_steps, spare = divmod(total, batch)
+        rows, batch = left.starts[-1].tolist(), after.global_batch
+        groups = group_strata(range(len(rows)), rows, rows, batch)
+        self.members = groups.strata
+        sums = groups.cumulative() or [1]
+        self.full_steps, spare = divmod(groups.total, batch)
         self.short = after.remainder == "short" and spare > 0
         self.steps = self.full_steps + self.short
         self.deal = Deal(sums, batch, after.lanes, self.full_steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import gcd, lcm
@@ -161,11 +162,4 @@ def first_step(count: Callable[[int], int], number: int, limit: int | None) -> i
                 return None
     elif count(limit) <= number:
         return None
-    low, high = 0, limit - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        if count(middle) <= number:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return bisect_right(range(limit), number, key=count) - 1

@@ -69,12 +69,11 @@ def stratum_rows(population: Population) -> list[int]:
 
 
 def group_strata(
-    names: Sequence[str], rows: Sequence[int], masses: Sequence[int], global_batch: int
+    names: Sequence[str] | range, rows: Sequence[int], masses: Sequence[int], global_batch: int
 ) -> Groups:
     """Sort strata by (-mass, name); those expected less than once per global batch are pooled last.
 
-    A rare stratum cannot be dealt alone anywhere but in the last place: its cumulative counts would not be
-        monotone.
+    A rare stratum cannot be dealt alone anywhere but in the last place: its cumulative counts would not be monotone.
     """
     total = sum(m for m, r in zip(masses, rows, strict=True) if r)
     alive = [s for s in range(len(names)) if rows[s] and masses[s]]

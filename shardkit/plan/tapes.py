@@ -12,6 +12,7 @@ from .base_order import BaseOrder
 from .deck import Deck, Hands, build_deck
 from .permutation import Feistel, derive, derive_each
 from .recent import Recent
+from .rounding import ragged
 
 __all__ = ["Heads", "Leftover", "Tapes"]
 
@@ -142,8 +143,7 @@ class Tapes:
                     offset = deck.start[:-1][chosen] - start
                     draws = deck.take(begin + offset, end + offset)
                 lengths = end - begin
-                ends = np.cumsum(lengths)
-                out[np.arange(len(draws)) + np.repeat(first[at] - (ends - lengths), lengths)] = draws
+                out[ragged(first[at], lengths)] = draws
                 first[at] += lengths
                 lo[at] = end
             todo = todo[lo[todo] < hi[todo]]

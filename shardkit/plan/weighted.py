@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from .base_order import BaseOrder
 from .cells import assemble, chunk_steps, permute_cells
+from .natural import window_sizes
 from .permutation import derive, derive_each, order
 from .population import Population
 from .recent import Recent
@@ -80,11 +81,8 @@ class WeightedGrid:
         self.rows: Numbers = np.array(stratum_rows(population), dtype=np.int64)
         self.order = BaseOrder(population, each_alone(self.rows.tolist()))
         self.shared = self._shared_strata(stages)
-        masses = stages[0].masses
-        windows = [_window(m, sum(masses), global_batch, lanes, window_blocks) for m in masses]
-        self.tapes = Tapes(
-            self.order, self.rows, lanes, seed, np.array(windows, dtype=np.int64), shuffle, heads
-        )
+        windows = window_sizes(stages[0].masses, global_batch, lanes, window_blocks)
+        self.tapes = Tapes(self.order, self.rows, lanes, seed, windows, shuffle, heads)
         self.loop_steps = -(-int(self.rows.sum()) // global_batch)
         #: an amendment was dealt otherwise than release 0.1 dealt it (SPEC.md §6)
         self.revised = False
@@ -386,8 +384,3 @@ class WeightedGrid:
             return before
         key = derive(self.seed, _CELLS, lane, step + stage.start)
         return int(np.flatnonzero(order(key, stage.batch // self.lanes) == before)[0])
-
-
-def _window(mass: int, total: int, batch: int, lanes: int, budget: int) -> int:
-    size = batch // lanes
-    return max(1, budget * mass // total if batch * mass >= lanes * total else budget // (2 * size))
