@@ -37,7 +37,8 @@ def resize_view(
 def _by_torch(box: NDArray[np.uint8], view: View, size: tuple[int, int]) -> NDArray[np.uint8]:
     import torch
 
-    planes = torch.from_numpy(box).permute(2, 0, 1)[None]
+    # a batch of one that is whole in memory, and whose strides say so: of any other torch makes planes, which is slower
+    planes = torch.from_numpy(np.ascontiguousarray(box)).view(1, *box.shape).permute(0, 3, 1, 2)
     if box.shape[:2] == view.resized:
         seen = planes.clone()
     else:
