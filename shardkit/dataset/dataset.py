@@ -12,10 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from shardkit.dataset.costs import costs_of
 from shardkit.dataset.samples import Samples, numbers_of
-from shardkit.dataset.selecting import select_rows
-from shardkit.dataset.where import Where
 from shardkit.errors import FormatError, UsageError
 from shardkit.formats import Verify
 from shardkit.loader import Loader, LoaderConfig, Rebalancing, Sources
@@ -92,6 +89,8 @@ class Dataset(Samples):
                 numbers_of(list(rows) if isinstance(rows, tuple) else rows, len(self), "select(rows=…)")
             )
         )
+        from shardkit.dataset.selecting import select_rows
+
         manifest, table, selections = select_rows(
             self.manifest, self.table, masks, row_strata=self.row_strata
         )
@@ -112,6 +111,8 @@ class Dataset(Samples):
         return masks
 
     def _masks_where(self, text: str) -> dict[int, NDArray[np.bool_]]:
+        from shardkit.dataset.where import Where
+
         condition = Where(text, self.schema)
         masks = {}
         for shard in range(len(self.table.rows)):
@@ -152,6 +153,8 @@ class Dataset(Samples):
             settings["row_tokens"] = lengths[0] if len(lengths) == 1 else None
         population = population_of(self.manifest, self.table)
         if settings.get("cost") is not None:
+            from shardkit.dataset.costs import costs_of
+
             settings["cost"] = costs_of(self, settings["cost"])
             if settings.get("balance") == "align":
                 _log.warning(

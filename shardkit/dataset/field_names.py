@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import csv
 import re
 
 from shardkit.errors import UsageError
@@ -48,6 +47,8 @@ def split_names(text: str) -> list[str]:
     Raises:
         UsageError: quotes that do not close.
     """
+    import csv  # slow to import, and rarely needed
+
     try:
         names = next(csv.reader([text], skipinitialspace=True, strict=True), [])
     except csv.Error as error:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime as dt
 import decimal
 import re
-import zoneinfo
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -264,6 +263,8 @@ def _zone(name: str) -> dt.tzinfo:
     """The zone, or UTC where this machine's database does not have it: the moment is the same."""
     match = _OFFSET.match(name)
     if match is None:
+        import zoneinfo  # slow to import, and rarely needed
+
         try:
             return zoneinfo.ZoneInfo(name)
         except (zoneinfo.ZoneInfoNotFoundError, ValueError, OSError):

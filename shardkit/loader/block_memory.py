@@ -8,7 +8,6 @@ import threading
 import weakref
 from collections import deque
 from functools import lru_cache
-from multiprocessing import reduction
 from typing import Any, Final
 
 import numpy as np
@@ -97,6 +96,8 @@ class SharedSlots:
 
     def __getstate__(self) -> dict[str, Any]:
         """For a process that is being started."""
+        from multiprocessing import reduction
+
         return self.__dict__ | {"file": reduction.DupFd(self.file)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

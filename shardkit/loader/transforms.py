@@ -63,7 +63,7 @@ class RowDecoder(Protocol):
 Decoder: TypeAlias = Callable[[Any], Any] | RowDecoder
 """Stored value → what the model takes."""
 
-SampleTransform = Callable[[dict[str, Any], np.random.Generator], Mapping[str, Any]]
+SampleTransform = Callable[[dict[str, Any], "np.random.Generator"], Mapping[str, Any]]
 """A sample and its own generator of random numbers → a sample."""
 
 BatchTransform = Callable[[dict[str, Any], "LazyGenerators"], Mapping[str, Any]]
@@ -168,7 +168,7 @@ def sample_generator(seed: int, step: int, lane: int, slot: int) -> np.random.Ge
     return np.random.Generator(np.random.Philox(key=np.frombuffer(digest[:16], dtype=np.uint64)))
 
 
-class LazyGenerators(Sequence[np.random.Generator]):
+class LazyGenerators(Sequence["np.random.Generator"]):
     """The generators of a batch's samples, each made only when it is asked for."""
 
     def __init__(self, seed: int, step: int, slots: NDArray[np.int64], cell_size: int) -> None:

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import re
 import time
-import uuid
 from collections.abc import Iterable, Iterator
 from typing import Final
 
@@ -89,6 +88,8 @@ class Attestation:
 
 
 def _new_name(location: str, when: str) -> str:
+    import uuid  # slow to import, and readers do not need it
+
     return f"attest/{location}/{when[:10]}/{uuid.uuid4().hex}.json"
 
 

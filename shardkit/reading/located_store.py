@@ -21,7 +21,6 @@ from shardkit.reading.copying import Healer
 from shardkit.reading.health import ReadEvent, ReadEvents
 from shardkit.reading.locations import BlockRequest, Location, block_name
 from shardkit.reading.read_path import ReadPath, ReadRequest, ReadSettings
-from shardkit.stores.remote.object_store import ObjectStore
 from shardkit.stores.remote.waiting import RetryPolicy
 from shardkit.stores.store import ObjectStat, Parse, Store, StoreAround, check_name, parse_object_name
 
@@ -293,9 +292,8 @@ def _asked_once(location: Location, settings: ReadSettings) -> Location:
 
 def _read_range(store: Store, name: str, offset: int, length: int) -> Buffer:
     """A range, without a copy where the store can do without."""
-    if isinstance(store, ObjectStore):
-        return store.read_range(name, offset, length)
-    return store.get_range(name, offset, length)
+    read: Callable[[str, int, int], Buffer] = getattr(store, "read_range", store.get_range)
+    return read(name, offset, length)
 
 
 def _digest_in(name: str) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import os
 import random
 import time
@@ -500,6 +499,8 @@ class Repository(CommitLog):
 def _there_is(name: str, names: Mapping[str, str]) -> str:
     if not names:
         return "nothing was committed yet: run shardkit build"
+    import difflib  # slow to import, and rarely needed
+
     close = difflib.get_close_matches(name, names, n=1)
     return f"did you mean {close[0]!r}?" if close else f"there are {', '.join(sorted(names)[:10])}"
 

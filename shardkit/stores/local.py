@@ -17,9 +17,7 @@ import functools
 import hashlib
 import os
 import re
-import secrets
 import stat
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -200,6 +198,8 @@ _NAME: Final = re.compile(r"([0-9a-z]+)-([0-9a-z]+)-([0-9]+)-([0-9]+)-[0-9a-f]{1
 
 def temporary_name(suffix: str = "") -> str:
     """A new name that says which process of which boot writes it."""
+    import secrets  # slow to import, and readers do not need it
+
     pid = os.getpid()
     tail = f".{suffix}" if suffix else ""
     return f"{_boot()}-{_pid_namespace()}-{pid}-{_start_time(pid) or 0}-{secrets.token_hex(8)}{tail}"
@@ -211,6 +211,8 @@ def private_folder(url: str) -> str:
     Raises:
         StoreError: Its place is taken by something that another user could write to.
     """
+    import tempfile  # slow to import, and rarely needed
+
     parent = os.path.join(tempfile.gettempdir(), f"shardkit-{os.getuid()}")
     with explained(f"make {parent}", writing=True):
         with contextlib.suppress(FileExistsError):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import secrets
-import socket
 import sys
 import threading
 import time
@@ -50,7 +48,7 @@ class Telemetry:
         lanes: Callable[[], Sequence[int]] | None = None,
     ) -> None:
         self.rank, self.world, self.worker = rank, world, worker
-        self.session = secrets.token_hex(6)
+        self.session = os.urandom(6).hex()
         self._lanes = lanes or tuple
         self._lock = threading.RLock()  # its own thread may end it, by a collection of garbage
         self._sources: dict[str, Source] = {"process": _process_numbers}
@@ -86,7 +84,7 @@ class Telemetry:
         lanes = tuple(self._polled(self._lanes) or ())
         values["telemetry.errors"] = float(self._errors)
         return Record(
-            time=time.time(), rank=self.rank, world=self.world, worker=self.worker, host=socket.gethostname()[:200],
+            time=time.time(), rank=self.rank, world=self.world, worker=self.worker, host=os.uname().nodename[:200],
             pid=os.getpid(), session=self.session, state=state, interval_s=interval_s, lanes=lanes, values=values,
             tables=rows,
         )  # fmt: skip
