@@ -17,7 +17,7 @@ from shardkit.formats.canonical_json import dumps
 from shardkit.formats.digest import parse_digest, sha256_digest
 from shardkit.manifest.json_fields import TIME, read_document, seconds_of, utc_text
 from shardkit.reading.inventory import walk_versions
-from shardkit.repository.log import NO_COMMIT, LogEntry
+from shardkit.repository.log import LogEntry
 from shardkit.stores.objects import OpenedRoot
 from shardkit.stores.store import Store, parse_object_name
 
@@ -135,8 +135,8 @@ def _read(data: bytes, kind: str, where: str) -> tuple[int, tuple[str, ...]]:
 def check_not_collected(
     repository: OpenedRoot,
     commits: Iterable[LogEntry],
-    opened: LogEntry | None,
-    head: LogEntry | None,
+    opened: LogEntry,
+    head: LogEntry,
     versions: Collection[str],
     problem: ShardkitError | None = None,
 ) -> None:
@@ -153,11 +153,9 @@ def check_not_collected(
     Raises:
         CommitConflict: it does; the same work done again puts what is missing.
     """
-    opened = opened or NO_COMMIT
-    # A collection that was under way when the root was opened may have ended since.
-    gone = set(opened.collecting.values())
-    if head is None or not versions or not (head.collected != opened.collected or head.collecting or gone):
+    if not versions:
         return
+    gone = set(opened.collecting.values())
     for entry in commits if head.collected != opened.collected else ():
         if entry.n <= opened.n:
             break

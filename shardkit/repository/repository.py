@@ -413,14 +413,12 @@ class Repository(CommitLog):
             hooks = COMMIT_HOOKS if table is not None and table.others else ()
             follow_ups = [hook(self, table, sorted(changes.manifests)) for hook in hooks]
         except ShardkitError as error:
-            check_not_collected(
-                self, self.newest_commits(), self._base, self.head(), changes.manifests, error
-            )
+            self._check_not_collected(self.head(), changes.manifests, error)
             raise
 
         def change(head: LogEntry | None) -> Mapping[str, Any]:
             tables = changes.apply(base, head)
-            check_not_collected(self, self.newest_commits(), self._base, head, changes.manifests)
+            self._check_not_collected(head, changes.manifests)
             return tables
 
         entry = self.append(change, base, message, author)
@@ -428,6 +426,13 @@ class Repository(CommitLog):
         for follow_up in follow_ups:
             follow_up()
         return entry
+
+    def _check_not_collected(
+        self, head: LogEntry | None, manifests: Collection[str], problem: ShardkitError | None = None
+    ) -> None:
+        opened = self._base or NO_COMMIT  # what was being collected then may have ended since
+        if head and (head.collected != opened.collected or head.collecting or opened.collecting):
+            check_not_collected(self, self.newest_commits(), opened, head, manifests, problem)
 
     def _check_manifests(self, manifests: Collection[str]) -> None:
         for manifest in sorted(manifests):
