@@ -37,6 +37,7 @@ class Samples:
         self.table = version.table
         self._selections = selections  # those of a view, which no repository holds
         self._verify: Verify = verify
+        self._row_map: RowMap | None = None
 
     @property
     def schema(self) -> Schema:
@@ -55,11 +56,13 @@ class Samples:
             self._verify,
         )
 
-    @cached_property
+    @property
     def rows(self) -> RowMap:
-        """Where each sample lies."""
-        load = self.version.load_selection if self._selections is None else self._selections.__getitem__
-        return RowMap(self.table, load)
+        """Where each sample lies; built on first use."""
+        if self._row_map is None:
+            load = self.version.load_selection if self._selections is None else self._selections.__getitem__
+            self._row_map = RowMap(self.table, load)
+        return self._row_map
 
     def __len__(self) -> int:
         return self.manifest.selected
