@@ -7,14 +7,14 @@ import mmap
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.errors import FormatError, IntegrityError, ShardkitError
 from shardkit.formats import Schema, ShardIndex, fixed_places
-from shardkit.loader.gather import DECIMALS, FACTS, GatherColumns
+from shardkit.loader.gather import DECIMALS, FACTS, OBJECTS, GatherColumns
 from shardkit.loader.settings import Sources
 from shardkit.reading.blocks import BlockReader, TakeMemory
 from shardkit.telemetry.slow_blocks import BlockTimes
@@ -28,6 +28,9 @@ JOB: Final = 10
 """Numbers of a job before its facts; see block_rows.pyi."""
 
 _SHORT_BYTES: Final = 240  # XXH3 hashes longer blocks in another way
+_LONG_BYTES: Final = 1 << 14  # rows of which are read one by one, rather than the block and then they
+_MOST_OBJECTS: Final = 256  # of a block, as block_rows.c has it
+_MOST_OBJECT_FIELDS: Final = 4
 _MOST_SHARDS: Final = 256  # known at a time, if steps that are planned need no more
 
 
@@ -95,12 +98,13 @@ class PlainShard:
         self._layout_of = np.full(
             index.blocks, -1, np.int64
         )  # Arrow: what was met, or is thought to be the same
-        self._members: list[
-            tuple[int, int, int]
-        ] = []  # of each field (tar): where starts and ends lie, and the pitch
+        self.own_sizes = self.sizes  # bytes of memory that a block needs beside its objects
+        self._members: list[tuple[Int64s, Int64s, int]] = []  # of each field (tar): starts, ends, pitch
 
     @classmethod
-    def of(cls, index: ShardIndex, fields: Sequence[str], file: int, layouts: Layouts) -> PlainShard | None:
+    def of(
+        cls, index: ShardIndex, fields: Sequence[str], file: int, layouts: Layouts, objects: bool
+    ) -> PlainShard | None:
         """None where the index tells that the bytes of all blocks need a closer look."""
         self = cls(index, fields, file, layouts)
         if index.format == "arrow":
@@ -112,15 +116,39 @@ class PlainShard:
             kind, number = index.schema[name], index.schema.position(name)
             if index.is_adopted or not (kind.is_whole or kind.kind == "bytes" or kind.is_packed):
                 return None  # text is checked, arrays have headers
-            (
-                starts,
-                ends,
-            ) = (  # contiguous, and kept by the index, which has seen that members lie inside their blocks
-                one.__array_interface__["data"][0]
-                for one in (index.member_places(number)[0], index.member_ends(number))
-            )
+            # contiguous, and the index has seen that members lie inside their blocks
+            starts, ends = index.member_places(number)[0], index.member_ends(number)
             self._members.append((starts, ends, DECIMALS if kind.is_whole else 8))
+        if objects:
+            self._choose_objects([index.schema[name].kind == "bytes" for name in fields])
         return self
+
+    def _choose_objects(self, is_bytes: list[bool]) -> None:
+        """Have long rows of these fields read into objects, and the others found where they lie then."""
+        members, rows = self._members, int(self._rows.sum())
+        chosen = [
+            own and rows > 0 and int((ends - starts).sum()) >= _LONG_BYTES * rows
+            for own, (starts, ends, _) in zip(is_bytes, members, strict=True)
+        ]
+        if not 0 < sum(chosen) <= min(_MOST_OBJECT_FIELDS, _MOST_OBJECTS // int(self._rows.max())):
+            return
+        # places in the raw blocks end to end
+        begins = np.cumsum(self._raw_sizes) - self._raw_sizes
+        begin = np.repeat(begins, self._rows)
+        spans = [(starts + begin, ends + begin) for starts, ends, _ in members]
+        gone = _Removed([span for span, own in zip(spans, chosen, strict=True) if own])
+        places = [None if own else gone.places_of(*span) for span, own in zip(spans, chosen, strict=True)]
+        own_sizes = self._raw_sizes - np.diff(gone.bytes_before(np.append(begins, self._raw_sizes.sum())))
+        if gone.overlap or any(one is False for one in places) or int(own_sizes.min()) <= 0:
+            return
+        self.own_sizes = own_sizes
+        before = begin - np.repeat(gone.bytes_before(begins), self._rows)
+        self._members = [
+            (starts, ends, OBJECTS)
+            if place is None
+            else (place - before, place - before + ends - starts, pitch)
+            for (starts, ends, pitch), place in zip(members, places, strict=True)
+        ]
 
     @property
     def is_fit(self) -> NDArray[np.bool_]:
@@ -136,7 +164,8 @@ class PlainShard:
         facts = jobs[:, JOB:]
         if self.index.format == "tar":
             facts[:, 0], first = self._rows[inside], 8 * self.index.block_start[inside]
-            for number, (starts, ends, pitch) in enumerate(self._members):
+            for number, (*spans, pitch) in enumerate(self._members):
+                starts, ends = (one.__array_interface__["data"][0] for one in spans)
                 own = facts[:, 1 + FACTS * number :]
                 own[:, 0], own[:, 1], own[:, 2], own[:, 3] = starts + first, ends + first, addresses, pitch
             return jobs
@@ -165,6 +194,31 @@ class PlainShard:
         return facts.tobytes()
 
 
+class _Removed:
+    """Spans that are taken out of a row of bytes, and where others lie then."""
+
+    def __init__(self, spans: list[tuple[Int64s, Int64s]]) -> None:
+        starts, ends = (np.concatenate(one) for one in zip(*spans, strict=True))
+        order = np.argsort(starts, kind="stable")
+        self._starts, self._ends = starts[order], ends[order]
+        self._before = np.append(0, np.cumsum(self._ends - self._starts))
+        self.overlap = bool((self._starts[1:] < self._ends[:-1]).any())
+
+    def bytes_before(self, places: Int64s) -> Int64s:
+        """Bytes taken out by spans that begin before these places."""
+        before: Int64s = self._before[np.searchsorted(self._starts, places)]
+        return before
+
+    def places_of(self, starts: Int64s, ends: Int64s) -> Int64s | Literal[False]:
+        """Where spans begin once nothing but others has been taken out; False where that takes out of one of them."""
+        number = np.searchsorted(self._starts, starts)
+        past = np.append(0, self._ends)[number] > starts
+        if bool(past.any()) or bool((np.searchsorted(self._starts, ends) != number).any()):
+            return False
+        found: Int64s = starts - self._before[number]
+        return found
+
+
 class _Bytes:
     """Memory as an array, which does not keep it."""
 
@@ -181,16 +235,23 @@ class BlockLoading:
         fields: to be gathered.
         memory: into which those are read that need Python.
         loads: knows the files of the others.
+        objects: whether these may read long rows into objects: what processes share has none.
 
     Attributes:
         verification_failures: how many blocks were not what was written, anywhere.
     """
 
     def __init__(
-        self, sources: Sources, reader: BlockReader, fields: Sequence[str], memory: TakeMemory, loads: Any
+        self,
+        sources: Sources,
+        reader: BlockReader,
+        fields: Sequence[str],
+        memory: TakeMemory,
+        loads: Any,
+        objects: bool,
     ) -> None:
         self._sources, self._reader, self._memory, self._loads = sources, reader, memory, loads
-        self._fields = fields
+        self._fields, self._objects = fields, objects
         self._files: dict[tuple[str, int], int] = {}
         self._shards: dict[int, PlainShard | None] = {}
         self._layouts: dict[Schema, Layouts] = {}
@@ -201,23 +262,24 @@ class BlockLoading:
         self.verification_failures = 0
         self.times: BlockTimes | None = None  # told how long each block took
 
-    def sizes(self, blocks: Int64s, until: int, now: int) -> tuple[Int64s, NDArray[np.bool_]]:
-        """(n,) bytes that blocks take at most, and which of them are loaded without the interpreter.
+    def sizes(self, blocks: Int64s, until: int, now: int) -> tuple[Int64s, Int64s]:
+        """(n,) bytes that blocks take at most, and of memory for those that are loaded without the interpreter, else 0.
 
         What is known of their shards is kept until a later call with a `now` from `until` on.
         """
         if len(self._shards) > _MOST_SHARDS and not self._loads.running():
             for shard in [shard for shard, step in self._needed.items() if step <= now]:
                 del self._needed[shard], self._shards[shard]
-        sizes, plain = np.zeros(len(blocks), np.int64), np.zeros(len(blocks), np.bool_)
+        sizes, own = np.zeros((2, len(blocks)), np.int64)
         for shard, places, inside in self._by_shard(blocks):
             found = self._shard(shard)
             self._needed[shard] = until
             if found is not None:
-                sizes[places], plain[places] = found.sizes[inside], found.is_fit[inside]
+                sizes[places] = found.sizes[inside]
+                own[places] = np.where(found.is_fit[inside], found.own_sizes[inside], 0)
                 continue
             sizes[places] = [self._size(shard, one) for one in inside.tolist()]
-        return _whole_pages(sizes), plain
+        return _whole_pages(sizes), own
 
     def _by_shard(self, blocks: Int64s) -> list[tuple[int, Int64s, Int64s]]:
         """(shard, places in `blocks`, blocks inside of it) of each shard."""
@@ -252,7 +314,9 @@ class BlockLoading:
                     file = self._reader.plain_file(shard, index)
                     layouts = self._layouts.setdefault(index.schema, Layouts(index.schema, self._fields))
                     if file is not None:
-                        found = PlainShard.of(index, self._fields, self._number_of(file), layouts)
+                        found = PlainShard.of(
+                            index, self._fields, self._number_of(file), layouts, self._objects
+                        )
             self._shards[shard] = found
         return self._shards[shard]
 
@@ -262,12 +326,13 @@ class BlockLoading:
             number = self._files[file] = self._loads.add_file(*file)
         return number
 
-    def jobs(self, blocks: Int64s, addresses: Int64s, plain: NDArray[np.bool_]) -> Int64s:
+    def jobs(self, blocks: Int64s, addresses: Int64s, own: Int64s) -> Int64s:
         """(n, JOB + facts) what the window adds to its loads, after `sizes` of these blocks."""
         jobs = np.zeros((len(blocks), JOB + 1 + FACTS * len(self._fields)), np.int64)
         jobs[:, FILE] = -1
+        plain = np.flatnonzero(own)
         for shard, places, inside in self._by_shard(blocks[plain]):
-            chosen, found = np.flatnonzero(plain)[places], self._shards[shard]
+            chosen, found = plain[places], self._shards[shard]
             assert found is not None
             jobs[chosen] = found.jobs(inside, addresses[chosen])
         jobs[:, BLOCK] = blocks

@@ -20,6 +20,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -27,6 +28,7 @@
 
 #define STRIPE 64
 #define STRIPES 16 /* of a block: (bytes of the secret - STRIPE) / 8 */
+#define BLOCK_BYTES (STRIPE * STRIPES)
 #define LANES 8
 #define SECRET 192
 #define SHORTEST 241
@@ -101,22 +103,17 @@ static uint64_t folded(uint64_t a, uint64_t b)
 #endif
 }
 
-/* All of an input into the lanes, with a way to add a stripe and a way to scramble; `lanes` is what they take. */
+/* So many blocks into the lanes, with a way to add a stripe and a way to scramble; `lanes` is what they take. */
 #define ADD_BLOCKS(add, scramble)                                                      \
-    const int64_t block = STRIPE * STRIPES, blocks = (size - 1) / block;               \
-    for (int64_t done = 0; done < blocks; done++, from += block) {                     \
+    for (int64_t done = 0; done < blocks; done++, from += BLOCK_BYTES) {               \
         for (int stripe = 0; stripe < STRIPES; stripe++) {                             \
             ASK_FOR(from + stripe * STRIPE);                                           \
             add(from + stripe * STRIPE, secret + 8 * stripe);                          \
         }                                                                              \
         scramble(secret + SECRET - STRIPE);                                            \
-    }                                                                                  \
-    const int64_t left = size - blocks * block, stripes = (left - 1) / STRIPE;         \
-    for (int64_t stripe = 0; stripe < stripes; stripe++)                               \
-        add(from + stripe * STRIPE, secret + 8 * stripe);                              \
-    add(from + left - STRIPE, secret + SECRET - STRIPE - 7)
+    }
 
-static void add_plainly(uint64_t *lanes, const unsigned char *from, int64_t size)
+static void add_plainly(uint64_t *lanes, const unsigned char *from, int64_t blocks)
 {
 #define ADD(at, key) add_stripe(lanes, at, key)
 #define SCRAMBLE(key) scramble(lanes, key)
@@ -129,7 +126,7 @@ static void add_plainly(uint64_t *lanes, const unsigned char *from, int64_t size
 #include <immintrin.h>
 #define BY_PROCESSOR
 
-__attribute__((target("avx2"))) static void add_by_avx2(uint64_t *lanes, const unsigned char *from, int64_t size)
+__attribute__((target("avx2"))) static void add_by_avx2(uint64_t *lanes, const unsigned char *from, int64_t blocks)
 {
     const __m256i prime = _mm256_set1_epi64x((int64_t)PRIME32_1);
     __m256i held[2] = {_mm256_loadu_si256((__m256i *)lanes), _mm256_loadu_si256((__m256i *)lanes + 1)};
@@ -155,7 +152,7 @@ __attribute__((target("avx2"))) static void add_by_avx2(uint64_t *lanes, const u
     _mm256_storeu_si256((__m256i *)lanes + 1, held[1]);
 }
 
-__attribute__((target("avx512f"))) static void add_by_avx512(uint64_t *lanes, const unsigned char *from, int64_t size)
+__attribute__((target("avx512f"))) static void add_by_avx512(uint64_t *lanes, const unsigned char *from, int64_t blocks)
 {
     const __m512i prime = _mm512_set1_epi64((int64_t)PRIME32_1);
     __m512i held = _mm512_loadu_si512(lanes);
@@ -196,10 +193,39 @@ static int ways_here(way *found)
     return ways;
 }
 
-static uint64_t xxh3(way add_blocks, const unsigned char *from, int64_t size)
+/* Of pieces that together are an input of SHORTEST bytes or more. */
+static uint64_t xxh3(way add_blocks, const struct iovec *pieces, int64_t count)
 {
     uint64_t lanes[LANES] = {PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3, PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1};
-    add_blocks(lanes, from, size);
+    unsigned char edge[STRIPE + BLOCK_BYTES], *const begins = edge + STRIPE; /* a block of several pieces, and what is before it */
+    int64_t size = 0, held = 0;
+    for (int64_t n = 0; n < count; n++)
+        size += (int64_t)pieces[n].iov_len;
+    int64_t left = (size - 1) / BLOCK_BYTES; /* blocks; at least a byte comes after them */
+    for (int64_t n = 0; n < count; n++) {
+        const unsigned char *from = pieces[n].iov_base;
+        int64_t bytes = (int64_t)pieces[n].iov_len;
+        while (bytes) {
+            const int64_t room = BLOCK_BYTES - held, whole = bytes / BLOCK_BYTES, blocks = whole < left ? whole : left;
+            if (!held && blocks) {
+                add_blocks(lanes, from, blocks);
+                left -= blocks, from += blocks * BLOCK_BYTES, bytes -= blocks * BLOCK_BYTES;
+                memcpy(edge, from - STRIPE, STRIPE);
+                continue;
+            }
+            const int64_t some = bytes < room ? bytes : room;
+            memcpy(begins + held, from, (size_t)some);
+            held += some, from += some, bytes -= some;
+            if (held == BLOCK_BYTES && left) {
+                add_blocks(lanes, begins, 1);
+                memcpy(edge, edge + BLOCK_BYTES, STRIPE);
+                left--, held = 0;
+            }
+        }
+    }
+    for (int64_t stripe = 0; stripe < (held - 1) / STRIPE; stripe++)
+        add_stripe(lanes, begins + stripe * STRIPE, secret + 8 * stripe);
+    add_stripe(lanes, edge + held, secret + SECRET - STRIPE - 7);
     uint64_t hash = (uint64_t)size * PRIME64_1;
     for (int pair = 0; pair < LANES / 2; pair++) {
         const unsigned char *key = secret + 11 + 16 * pair;
@@ -249,11 +275,14 @@ failed:
 /* ---- loads: blocks in the order of first need, taken by threads that hold no interpreter */
 
 #define FACTS 4            /* of a field of a block, after its rows: addresses of values, ends and data; bytes between rows */
+#define DECIMAL_PITCH (-8) /* between rows that lie in their block as decimal texts */
+#define OBJECT_PITCH (-16) /* between rows that are objects already: where these are is in the place of the data */
 enum { FILE_NUMBER, OFFSET, SIZE, ADDRESS, HASH, AFTER, SLOT, BLOCK, LAYOUT, LAYOUT_SIZE, JOB }; /* int64 numbers of a job */
 enum { WAITING, BEGUN, DONE };
 #define WAIT_NS 100000000 /* between looks for signals */
 #define COLD_NS 20000     /* and one for each byte: longer than any read from memory */
 #define ASK_AHEAD 16      /* blocks */
+#define PIECES_AT_ONCE 16 /* of a block that are read in one call */
 #define MOST_TIMES (1 << 16)
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23 /* of Linux from 5.14 on; others refuse it */
@@ -276,6 +305,8 @@ typedef struct {
 enum { NOTHING, COMING, THERE };     /* in a shared slot */
 enum { MINE, FOUND, BUSY, NO_ROOM }; /* of asking for a block */
 #define MOST_USERS 64
+#define MOST_FIELDS 4    /* of which objects are made */
+#define MOST_OBJECTS 256 /* of a block */
 #define MOST_LATER 16        /* jobs that a thread leaves to others for a while */
 #define NAP_NS 20000
 #define PATIENCE_NS 1000000000 /* with one who loads a block; it may have been killed */
@@ -297,16 +328,23 @@ typedef struct {
     int64_t number, since, job[JOB];
 } Later;
 
+/* Of one block the rows of some fields, as objects into which they are read; what lies between them is read to the job's address. */
+typedef struct {
+    int64_t job, count, pieces, field[MOST_FIELDS];
+    struct iovec *piece; /* all of the block, in order */
+    PyObject *objects[]; /* field after field, row after row */
+} Objects;
+
 typedef struct {
     PyObject_HEAD
     pthread_mutex_t lock;
     pthread_cond_t work, ready;
-    int is_open, is_closed, is_timed, waiting;
+    int is_open, is_closed, is_making, is_timed, waiting;
     way add_blocks;
-    int64_t width, stride;                                 /* facts of a block; numbers of a job with them */
+    int64_t width, stride, page;                           /* facts of a block; numbers of a job with them; bytes of a page */
     int64_t *jobs, *began;                                 /* a ring of `room` jobs */
     char *states;
-    int64_t room, prefix, next, end, dropped, asked;       /* done without a gap, taken, added; jobs before it are nobody's */
+    int64_t room, prefix, next, ready_to, end, dropped, asked; /* done without a gap, taken, free to be taken, added; jobs before it are nobody's */
     int64_t now, need;                                     /* steps before it are over; jobs that are waited for, 0: nobody waits */
     int64_t drops;                                         /* who waits across one is told */
     int64_t *facts, slots;                                 /* of `table` */
@@ -322,6 +360,7 @@ typedef struct {
     size_t shared_bytes;
     int64_t user, shared_process;
     int32_t *held; /* of each slot of the table the shared one, or -1 */
+    Objects **objects; /* of each slot, or NULL */
     int64_t loads, bytes, load_ns;
 } Loads;
 
@@ -334,7 +373,7 @@ static int64_t now_ns(void)
 
 static int64_t *job_at(Loads *self, int64_t job) { return self->jobs + (job & (self->room - 1)) * self->stride; }
 
-static int may_begin(Loads *self) { return self->next < self->end && job_at(self, self->next)[AFTER] <= self->now; }
+static int may_begin(Loads *self) { return self->next < self->ready_to; }
 
 static int grow(void **memory, int64_t count, int64_t size)
 {
@@ -414,24 +453,49 @@ static void ask_disk(Loads *self)
 #endif
 }
 
-/* Read and hash a block: 0 if it is what was written. */
-static int load(Loads *self, const int64_t *job, unsigned char *to)
+/* Read pieces one after the other from some place of a file: 0 if all are there. */
+static int read_pieces(int file, int64_t offset, const struct iovec *pieces, int64_t count)
 {
-    const int file = borrow_file(self, job[FILE_NUMBER]);
-    if (file < 0)
-        return -1;
-    int64_t done = 0;
-    if (!job[AFTER] && to == (unsigned char *)(intptr_t)job[ADDRESS]) /* memory that held no block before, perhaps: all of its pages at once take two thirds of the time */
-        (void)madvise(to, (size_t)job[SIZE], MADV_POPULATE_WRITE);
-    while (done < job[SIZE]) {
-        const ssize_t got = pread(file, to + done, (size_t)(job[SIZE] - done), (off_t)(job[OFFSET] + done));
+    size_t skip = 0; /* bytes of the first piece that are there */
+    while (count) {
+        struct iovec some[PIECES_AT_ONCE];
+        const int these = count < PIECES_AT_ONCE ? (int)count : PIECES_AT_ONCE;
+        memcpy(some, pieces, (size_t)these * sizeof *some);
+        some->iov_base = (char *)some->iov_base + skip, some->iov_len -= skip;
+        const ssize_t got = preadv(file, some, these, (off_t)offset);
         if (got < 0 && errno == EINTR)
             continue;
         if (got <= 0)
-            break;
-        done += got;
+            return -1;
+        offset += got;
+        for (skip += (size_t)got; count && skip >= pieces->iov_len; count--)
+            skip -= pieces++->iov_len;
     }
-    const int failed = done < job[SIZE] || xxh3(self->add_blocks, to, job[SIZE]) != (uint64_t)job[HASH];
+    return 0;
+}
+
+/* All pages of new memory at once take two thirds of the time; those at its ends may be others' too. */
+static void touch(const struct iovec *piece, int64_t page)
+{
+    const uintptr_t begin = ((uintptr_t)piece->iov_base + (uintptr_t)page - 1) & ~((uintptr_t)page - 1),
+                    end = ((uintptr_t)piece->iov_base + piece->iov_len) & ~((uintptr_t)page - 1);
+    if (begin < end)
+        (void)madvise((void *)begin, end - begin, MADV_POPULATE_WRITE);
+}
+
+/* Read and hash a block: 0 if it is what was written. */
+static int load(Loads *self, const int64_t *job, const Objects *objects, unsigned char *to)
+{
+    const struct iovec all = {to, (size_t)job[SIZE]}, *pieces = objects ? objects->piece : &all;
+    const int64_t count = objects ? objects->pieces : 1;
+    const int file = borrow_file(self, job[FILE_NUMBER]);
+    if (file < 0)
+        return -1;
+    if (!job[AFTER] && to == (unsigned char *)(intptr_t)job[ADDRESS]) /* memory that held no block before, perhaps */
+        for (int64_t n = 0; n < count; n++)
+            touch(&pieces[n], self->page);
+    const int failed =
+        read_pieces(file, job[OFFSET], pieces, count) || xxh3(self->add_blocks, pieces, count) != (uint64_t)job[HASH];
     return_file(self, job[FILE_NUMBER], file, failed);
     return -failed;
 }
@@ -501,13 +565,13 @@ static int ask_shared(Loads *self, const int64_t *job, int64_t *place)
 }
 
 /* A block to its own memory, or the memory that is shared: where it is; NULL if it is not what was written, or `how` is BUSY. */
-static unsigned char *load_anywhere(Loads *self, const int64_t *job, int *how, int patient)
+static unsigned char *load_anywhere(Loads *self, const int64_t *job, const Objects *objects, int *how, int patient)
 {
     unsigned char *own = (unsigned char *)(intptr_t)job[ADDRESS];
     int64_t place;
     *how = NO_ROOM;
-    if (!self->shared || job[SIZE] > self->shared->slot_bytes)
-        return load(self, job, own) ? NULL : own;
+    if (!self->shared || objects || job[SIZE] > self->shared->slot_bytes)
+        return load(self, job, objects, own) ? NULL : own;
     *how = ask_shared(self, job, &place);
     if (*how == FOUND)
         return shared_memory(self->shared, place);
@@ -515,14 +579,14 @@ static unsigned char *load_anywhere(Loads *self, const int64_t *job, int *how, i
         return NULL;
     if (*how == MINE) {
         unsigned char *to = shared_memory(self->shared, place);
-        const int failed = load(self, job, to);
+        const int failed = load(self, job, NULL, to);
         lock_shared(self->shared);
         self->shared->slots[place].state = failed ? NOTHING : THERE;
         pthread_mutex_unlock(&self->shared->lock);
         return failed ? NULL : to;
     }
     *how = NO_ROOM;
-    return load(self, job, own) ? NULL : own;
+    return load(self, job, NULL, own) ? NULL : own;
 }
 
 /* The lock is held. `moved`: how far from where its facts say the block lies. */
@@ -551,11 +615,11 @@ static void finish_job(Loads *self, int64_t number, int64_t slot, const int64_t 
 
 /* Load a job, and finish it unless it is the interpreter's: whether it is, then `address` says where it lies, 0: nowhere.
  * -1: others load it. */
-static int do_job(Loads *self, int64_t number, const int64_t *job, int64_t *address, int patient)
+static int do_job(Loads *self, int64_t number, const int64_t *job, const Objects *objects, int64_t *address, int patient)
 {
     const int64_t started = now_ns();
     int how;
-    unsigned char *found = load_anywhere(self, job, &how, patient);
+    unsigned char *found = load_anywhere(self, job, objects, &how, patient);
     const int64_t took = now_ns() - started;
     *address = (int64_t)(intptr_t)found;
     if (how == BUSY)
@@ -592,11 +656,13 @@ static int64_t work(Loads *self, int64_t *job, int64_t *address)
             return -1;
         }
         Later one = {self->next, now_ns(), {0}};
+        const Objects *objects = NULL;
         if (may_begin(self) && self->later_count < MOST_LATER) {
             memcpy(one.job, job_at(self, self->next), sizeof one.job);
             self->states[self->next & (self->room - 1)] = BEGUN;
             self->began[self->next++ & (self->room - 1)] = one.since;
             release_shared(self, one.job[SLOT]);
+            objects = self->objects[one.job[SLOT]];
         } else { /* the one that waits for the longest time */
             one = self->later[0];
             memmove(self->later, self->later + 1, (size_t)--self->later_count * sizeof one);
@@ -604,7 +670,7 @@ static int64_t work(Loads *self, int64_t *job, int64_t *address)
         pthread_mutex_unlock(&self->lock);
         memcpy(job, one.job, sizeof one.job);
         int answer = 1;
-        while (job[FILE_NUMBER] >= 0 && (answer = do_job(self, one.number, job, address, now_ns() - one.since < PATIENCE_NS)) < 0) {
+        while (job[FILE_NUMBER] >= 0 && (answer = do_job(self, one.number, job, objects, address, now_ns() - one.since < PATIENCE_NS)) < 0) {
             pthread_mutex_lock(&self->lock);
             const int is_left = self->later_count < MOST_LATER, is_idle = is_left && !may_begin(self);
             if (is_left)
@@ -618,6 +684,147 @@ static int64_t work(Loads *self, int64_t *job, int64_t *address)
         if (answer > 0)
             return one.number;
     }
+}
+
+/* The objects of a slot, which are no longer its own. The lock is held. */
+static Objects *take_objects(Loads *self, int64_t slot)
+{
+    Objects *old = self->objects[slot];
+    self->objects[slot] = NULL;
+    return old;
+}
+
+/* No lock is held, as where they are made. */
+static void release_objects(Objects *old)
+{
+    for (int64_t n = 0; old && n < old->count; n++)
+        Py_XDECREF(old->objects[n]);
+    PyMem_Free(old);
+}
+
+static void add_piece(Objects *to, void *begin, int64_t size)
+{
+    if (size)
+        to->piece[to->pieces++] = (struct iovec){begin, (size_t)size};
+}
+
+/* Where a row of a block begins and ends in it; of `field`, the facts of one. */
+static int64_t row_start(const int64_t *field, int64_t row) { return ((const int64_t *)(intptr_t)field[0])[row]; }
+static int64_t row_end(const int64_t *field, int64_t row) { return ((const int64_t *)(intptr_t)field[1])[row]; }
+
+/* All of a block as pieces: objects where they lie in it, and at the job's address what is between them. 0 if none overlap. */
+static int cut_block(Objects *made, const int64_t *job)
+{
+    const int64_t rows = job[JOB], *fields[MOST_FIELDS];
+    int64_t next[MOST_FIELDS] = {0}, count = 0, at = 0;
+    char *between = (char *)(intptr_t)job[ADDRESS];
+    for (; count * rows < made->count; count++)
+        fields[count] = job + JOB + 1 + FACTS * (made->field[count]);
+    for (;;) { /* rows of a field ascend: the nearest of the next ones of each comes first */
+        int64_t nearest = -1;
+        for (int64_t n = 0; n < count; n++)
+            if (next[n] < rows && (nearest < 0 || row_start(fields[n], next[n]) < row_start(fields[nearest], next[nearest])))
+                nearest = n;
+        if (nearest < 0)
+            break;
+        const int64_t row = next[nearest]++, start = row_start(fields[nearest], row), end = row_end(fields[nearest], row);
+        if (start == end)
+            continue;
+        if (start < at)
+            return -1;
+        add_piece(made, between, start - at);
+        between += start - at;
+        add_piece(made, PyBytes_AS_STRING(made->objects[nearest * rows + row]), end - start);
+        at = end;
+    }
+    add_piece(made, between, job[SIZE] - at);
+    return 0;
+}
+
+/* How many fields of a job are read into objects, and which the first of them are. */
+static int64_t object_fields(const Loads *self, const int64_t *job, int64_t *field)
+{
+    int64_t fields = 0;
+    for (int64_t n = 0; job[FILE_NUMBER] >= 0 && 1 + FACTS * (n + 1) <= self->width; n++)
+        if (job[JOB + 1 + FACTS * n + 3] == OBJECT_PITCH && fields++ < MOST_FIELDS)
+            field[fields - 1] = n;
+    return fields;
+}
+
+/* New objects for the rows of a job, whose facts say then where they are; NULL without memory, or where none can be made. */
+static Objects *make_objects(const Loads *self, int64_t number, int64_t *job)
+{
+    int64_t field[MOST_FIELDS];
+    const int64_t rows = job[JOB], fields = object_fields(self, job, field), count = fields * rows;
+    if (fields > MOST_FIELDS || self->shared || rows < 0 || count > MOST_OBJECTS)
+        return NULL;
+    Objects *made = PyMem_Calloc(1, sizeof *made + (size_t)count * sizeof *made->objects + (size_t)(2 * count + 1) * sizeof *made->piece);
+    if (!made)
+        return NULL;
+    made->job = number, made->count = count, made->piece = (struct iovec *)(made->objects + count);
+    for (int64_t n = 0; n < fields; n++) {
+        int64_t *facts = job + JOB + 1 + FACTS * field[n];
+        made->field[n] = field[n];
+        facts[2] = (int64_t)(intptr_t)(made->objects + n * rows);
+        for (int64_t row = 0; row < rows; row++) {
+            const int64_t start = row_start(facts, row), end = row_end(facts, row);
+            if (start < 0 || end < start || end > job[SIZE] ||
+                !(made->objects[n * rows + row] = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(end - start))))
+                goto failed;
+        }
+    }
+    if (!cut_block(made, job))
+        return made;
+failed:
+    PyErr_Clear();
+    release_objects(made);
+    return NULL;
+}
+
+/* Let the next job be taken once it has objects, those of its slot until now go. The lock is held, but not meanwhile. */
+static void free_with_objects(Loads *self, int64_t *copy)
+{
+    const int64_t number = self->ready_to, slot = job_at(self, number)[SLOT], bytes = self->stride * 8;
+    Objects *old = take_objects(self, slot), *made = NULL;
+    memcpy(copy, job_at(self, number), (size_t)bytes);
+    self->is_making = 1;
+    pthread_mutex_unlock(&self->lock);
+    int64_t field[MOST_FIELDS];
+    const int has_objects = object_fields(self, copy, field) > 0;
+    release_objects(old);
+    if (has_objects && !(made = make_objects(self, number, copy)))
+        copy[FILE_NUMBER] = -1; /* the caller's, who finds out why */
+    pthread_mutex_lock(&self->lock);
+    self->is_making = 0;
+    if (self->ready_to == number) {
+        memcpy(job_at(self, number), copy, (size_t)bytes);
+        self->objects[slot] = made;
+        self->ready_to++;
+    } else { /* it was dropped */
+        pthread_mutex_unlock(&self->lock);
+        release_objects(made);
+        pthread_mutex_lock(&self->lock);
+    }
+}
+
+/* Let jobs be taken whose slots are free by now. The lock is held, but not while objects are made: by the thread that works
+ * the steps, for what batches gave back to glibc's malloc is taken again by the same thread only. */
+static void free_jobs(Loads *self, int works_steps)
+{
+    const int64_t before = self->ready_to;
+    int64_t *copy = NULL, field[MOST_FIELDS];
+    while (self->ready_to < self->end && job_at(self, self->ready_to)[AFTER] <= self->now) {
+        const int64_t *job = job_at(self, self->ready_to);
+        if (!object_fields(self, job, field) && !self->objects[job[SLOT]])
+            self->ready_to++;
+        else if (!works_steps || self->is_making || (!copy && !(copy = malloc((size_t)self->stride * 8))))
+            break;
+        else
+            free_with_objects(self, copy);
+    }
+    free(copy);
+    if (self->ready_to > before)
+        pthread_cond_broadcast(&self->work);
 }
 
 static PyObject *loads_work(Loads *self, PyObject *ignored)
@@ -677,7 +884,9 @@ static PyObject *loads_add(Loads *self, PyObject *jobs)
     }
     if (enough && fits) {
         self->end += count;
-        pthread_cond_broadcast(&self->work);
+        free_jobs(self, 0);
+        if (self->waiting) /* who works the steps makes objects */
+            pthread_cond_broadcast(&self->ready);
     }
     pthread_mutex_unlock(&self->lock);
     PyBuffer_Release(&held);
@@ -726,13 +935,14 @@ static PyObject *loads_set_table(Loads *self, PyObject *table)
         return NULL;
     }
     pthread_mutex_lock(&self->lock);
-    if (grow((void **)&self->held, held.shape[0] + 1, sizeof *self->held) < 0) {
+    if (grow((void **)&self->held, held.shape[0] + 1, sizeof *self->held) < 0 ||
+        grow((void **)&self->objects, held.shape[0] + 1, sizeof *self->objects) < 0) {
         pthread_mutex_unlock(&self->lock);
         PyBuffer_Release(&held);
         return PyErr_NoMemory();
     }
     for (int64_t slot = self->slots; slot < held.shape[0]; slot++)
-        self->held[slot] = -1;
+        self->held[slot] = -1, self->objects[slot] = NULL;
     if (self->slots)
         memcpy(held.buf, self->facts, (size_t)(self->slots * self->width) * 8);
     old = self->table;
@@ -751,9 +961,13 @@ static PyObject *loads_finish(Loads *self, PyObject *args)
     pthread_mutex_lock(&self->lock);
     const int fits = number >= 0 && number < self->next && slot >= 0 && slot < self->slots &&
                      (!facts.buf || facts.len == self->width * 8);
-    if (fits)
+    Objects *old = NULL;
+    if (fits) {
+        old = take_objects(self, slot); /* they are not what was read */
         finish_job(self, number, slot, facts.buf, 0);
+    }
     pthread_mutex_unlock(&self->lock);
+    release_objects(old);
     PyBuffer_Release(&facts);
     if (!fits) {
         PyErr_SetString(PyExc_ValueError, "expected a job that was taken, and its facts");
@@ -773,6 +987,7 @@ static PyObject *loads_wait(Loads *self, PyObject *args)
     const int64_t drops = self->drops;
     int64_t prefix;
     for (;;) {
+        free_jobs(self, 1);
         prefix = self->prefix;
         if (self->is_closed || self->drops != drops)
             prefix = -2;
@@ -808,8 +1023,7 @@ static PyObject *loads_advance(Loads *self, PyObject *step)
         return NULL;
     pthread_mutex_lock(&self->lock);
     self->now = now;
-    if (may_begin(self))
-        pthread_cond_broadcast(&self->work);
+    free_jobs(self, 1);
     pthread_mutex_unlock(&self->lock);
     Py_RETURN_NONE;
 }
@@ -830,7 +1044,7 @@ static PyObject *loads_drop(Loads *self, PyObject *ignored)
         if (enough)
             self->running[self->running_count++] = job_at(self, job)[SLOT];
     }
-    self->prefix = self->next = self->dropped = self->end;
+    self->prefix = self->next = self->ready_to = self->dropped = self->end;
     self->drops++;
     pthread_cond_broadcast(&self->ready);
     pthread_mutex_unlock(&self->lock);
@@ -984,9 +1198,26 @@ static PyObject *loads_share(Loads *self, PyObject *number)
     Py_RETURN_TRUE;
 }
 
+/* What a job has read is needed no more; perhaps another one has its slot by now. */
+static PyObject *loads_release(Loads *self, PyObject *args)
+{
+    long long number, slot;
+    if (!PyArg_ParseTuple(args, "LL:release", &number, &slot))
+        return NULL;
+    pthread_mutex_lock(&self->lock);
+    Objects *old = NULL;
+    if (slot >= 0 && slot < self->slots && self->objects[slot] && self->objects[slot]->job == number)
+        old = take_objects(self, slot);
+    pthread_mutex_unlock(&self->lock);
+    release_objects(old);
+    Py_RETURN_NONE;
+}
+
 /* No thread works, and nobody copies rows any more. */
 static PyObject *loads_leave(Loads *self, PyObject *ignored)
 {
+    for (int64_t slot = 0; slot < self->slots; slot++)
+        release_objects(take_objects(self, slot));
     if (self->shared && self->shared_process == getpid()) { /* not in a forked child: its parent goes on */
         lock_shared(self->shared);
         forget_user(self->shared, self->user);
@@ -1011,6 +1242,7 @@ static int loads_init(Loads *self, PyObject *args, PyObject *names)
         return -1;
     }
     self->width = width, self->stride = JOB + width, self->is_timed = timed, self->add_blocks = found[wanted];
+    self->page = sysconf(_SC_PAGESIZE);
     if (timed && !(self->times = malloc(MOST_TIMES * 16))) {
         PyErr_NoMemory();
         return -1;
@@ -1032,7 +1264,7 @@ static void loads_dealloc(Loads *self)
         free(self->files[n].path);
     if (self->table.obj)
         PyBuffer_Release(&self->table);
-    free(self->files), free(self->jobs), free(self->began), free(self->states), free(self->running), free(self->times), free(self->held);
+    free(self->files), free(self->jobs), free(self->began), free(self->states), free(self->running), free(self->times), free(self->held), free(self->objects);
     type->tp_free(self);
     Py_DECREF(type);
 }
@@ -1052,6 +1284,7 @@ static PyMethodDef loads_methods[] = {
     {"counts", (PyCFunction)loads_counts, METH_NOARGS, "counts(): (jobs done without a gap, loads, bytes, seconds)."},
     {"take_times", (PyCFunction)loads_take_times, METH_NOARGS, "take_times(): int64 (block, ns) of loads since the last call."},
     {"share", (PyCFunction)loads_share, METH_O, "share(file): find and leave blocks in the memory of `prepare_shared`; whether there is a place for one more."},
+    {"release", (PyCFunction)loads_release, METH_VARARGS, "release(job, slot): the objects that it has read are referred to no more."},
     {"leave", (PyCFunction)loads_leave, METH_NOARGS, "leave(): refer to no shared memory any more; nobody may use it."},
     {"close", (PyCFunction)loads_close, METH_NOARGS, "close(): `work` and `wait` return."},
     {NULL, NULL, 0, NULL},
@@ -1163,8 +1396,6 @@ static PyObject *copy_rows(PyObject *self, PyObject *args)
 /* ---- rows of many blocks */
 
 enum { COPIED, NOT_COPIED };
-#define DECIMAL_PITCH (-8) /* between rows that lie in their block as decimal texts */
-
 /* From places, of a block and in it, to addresses; the row of a block in `facts` says how many rows it has and where its fields lie.
  * Not where a row is past the end, or a decimal text: the caller says which. */
 static int find_rows(Table *table, const Py_buffer *facts, Py_ssize_t column)
@@ -1306,33 +1537,23 @@ static int is_ascii(const char *text, int64_t size)
     return !(seen & 0x8080808080808080u);
 }
 
-/* New objects of these sizes that nobody else sees yet are filled while others run. Texts that are ASCII, as most are,
- * need no decoder; `to` is NULL for those that were decoded. */
-static PyObject *objects_at(PyObject *args, int text)
+/* What lies at these places as objects. They are new and nobody else sees them yet, so that long ones are filled while
+ * others run. Texts that are ASCII, as most are, need no decoder. */
+static PyObject *objects_at(const int64_t *from, const int64_t *size, Py_ssize_t rows, int text)
 {
-    Table table;
-    if (copy_spans_of(args, &table) < 0)
-        return NULL;
-    const Py_ssize_t rows = table.rows;
-    const int64_t *from = table.numbers, *size = from + rows;
+    int64_t bytes = 0;
     PyObject *list = PyList_New(rows);
-    char **to = list ? PyMem_Calloc((size_t)(rows ? rows : 1), sizeof *to) : NULL;
+    char **to = list ? PyMem_Calloc((size_t)(rows ? rows : 1), sizeof *to) : NULL; /* NULL where nothing is to be copied */
     if (list && !to) {
         PyErr_NoMemory();
         Py_CLEAR(list);
-    }
-    if (list && text) {
-        PyThreadState *let_go = PyEval_SaveThread();
-        for (Py_ssize_t row = 0; row < rows; row++) /* one character is a str that exists already */
-            to[row] = size[row] > 1 && is_ascii((const char *)(intptr_t)from[row], size[row]) ? (char *)to : NULL;
-        PyEval_RestoreThread(let_go);
     }
     for (Py_ssize_t row = 0; list && row < rows; row++) {
         const char *source = (const char *)(intptr_t)from[row];
         PyObject *one;
         if (!text)
             one = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)size[row]);
-        else if (to[row])
+        else if (size[row] > 1 && is_ascii(source, size[row])) /* one character is a str that exists already */
             one = PyUnicode_New((Py_ssize_t)size[row], 127);
         else
             one = PyUnicode_DecodeUTF8(source, (Py_ssize_t)size[row], "strict");
@@ -1342,25 +1563,84 @@ static PyObject *objects_at(PyObject *args, int text)
         }
         if (!text)
             to[row] = PyBytes_AS_STRING(one);
-        else if (to[row])
+        else if (size[row] > 1 && PyUnicode_IS_ASCII(one))
             to[row] = PyUnicode_DATA(one);
+        bytes += size[row];
         PyList_SET_ITEM(list, row, one);
     }
     if (list) {
-        PyThreadState *let_go = PyEval_SaveThread();
+        PyThreadState *let_go = bytes >= WORTH_LETTING_GO ? PyEval_SaveThread() : NULL;
         for (Py_ssize_t row = 0; row < rows; row++)
             if (to[row] && size[row])
                 copy(to[row], (const char *)(intptr_t)from[row], (Py_ssize_t)size[row]);
-        PyEval_RestoreThread(let_go);
+        if (let_go)
+            PyEval_RestoreThread(let_go);
     }
     PyMem_Free(to);
+    return list;
+}
+
+static PyObject *bytes_at(PyObject *self, PyObject *args)
+{
+    Table table;
+    if (copy_spans_of(args, &table) < 0)
+        return NULL;
+    PyObject *list = objects_at(table.numbers, table.numbers + table.rows, table.rows, 0);
     PyMem_Free(table.numbers);
     return list;
 }
 
-static PyObject *bytes_at(PyObject *self, PyObject *args) { return objects_at(args, 0); }
-
-static PyObject *texts_at(PyObject *self, PyObject *args) { return objects_at(args, 1); }
+/* Rows of blocks as objects: those that are objects already, and new ones. */
+static PyObject *objects_of(PyObject *self, PyObject *args)
+{
+    PyObject *facts_object, *arrays[2], *list = NULL;
+    Py_buffer facts;
+    Py_ssize_t column, news = 0;
+    int text, fits;
+    Table table;
+    if (!PyArg_ParseTuple(args, "OOOnp:objects_of", &facts_object, &arrays[0], &arrays[1], &column, &text) ||
+        copy_table(arrays, 2, &table) < 0)
+        return NULL;
+    if (PyObject_GetBuffer(facts_object, &facts, PyBUF_C_CONTIGUOUS) < 0)
+        goto no_facts;
+    const Py_ssize_t rows = table.rows;
+    int64_t *which = table.numbers, *row = which + rows; /* in their places: addresses and sizes of those that are new */
+    PyObject **found = PyMem_Calloc((size_t)(rows + 1), sizeof *found);
+    if (!found) {
+        PyErr_NoMemory();
+        goto no_memory;
+    }
+    fits = facts.ndim == 2 && facts.itemsize == 8 && column >= 0 && column < (facts.shape[1] - 1) / FACTS;
+    for (Py_ssize_t n = 0; fits && n < rows; n++) {
+        if (!(fits = which[n] >= 0 && which[n] < facts.shape[0]))
+            break;
+        const int64_t *block = (const int64_t *)facts.buf + which[n] * facts.shape[1], *field = block + 1 + FACTS * column;
+        if (!(fits = row[n] >= 0 && row[n] < block[0]))
+            break;
+        if (field[3] == OBJECT_PITCH) {
+            found[n] = ((PyObject *const *)(intptr_t)field[2])[row[n]];
+            continue;
+        }
+        const int64_t start = row_start(field, row[n]), size = row_end(field, row[n]) - start;
+        fits = size >= 0 && field[3] == 8;
+        which[news] = field[2] + start, row[news++] = size;
+    }
+    if (!fits)
+        PyErr_SetString(PyExc_ValueError, "expected rows of blocks, and a field of theirs");
+    else if ((list = objects_at(which, row, news, text)) && news < rows) {
+        PyObject *made = list;
+        if ((list = PyList_New(rows)))
+            for (Py_ssize_t n = 0, at = 0; n < rows; n++)
+                PyList_SET_ITEM(list, n, Py_NewRef(found[n] ? found[n] : PyList_GET_ITEM(made, at++)));
+        Py_DECREF(made);
+    }
+    PyMem_Free(found);
+no_memory:
+    PyBuffer_Release(&facts);
+no_facts:
+    PyMem_Free(table.numbers);
+    return list;
+}
 
 #define MOST_DIGITS 18 /* of any so many digits the value fits int64 */
 
@@ -1417,8 +1697,8 @@ static PyMethodDef functions[] = {
     {"gather_rows", gather_rows, METH_VARARGS,
      "gather_rows(targets, facts, which, rows, columns): rows of blocks, field by field, end to end into a list of targets; 0 if done."},
     {"bytes_at", bytes_at, METH_VARARGS, "bytes_at(addresses, sizes): a list of the bytes at each address."},
-    {"texts_at", texts_at, METH_VARARGS,
-     "texts_at(addresses, sizes): a list of the UTF-8 text at each address, as str."},
+    {"objects_of", objects_of, METH_VARARGS,
+     "objects_of(facts, which, rows, column, text): a list of the bytes, or the str, of rows of blocks."},
     {"decimals_at", decimals_at, METH_VARARGS,
      "decimals_at(addresses, sizes): the int64 values of canonical decimals as bytes; None where one of them is not."},
     {NULL, NULL, 0, NULL},

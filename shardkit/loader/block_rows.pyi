@@ -10,6 +10,9 @@ Int64s = NDArray[np.int64]
 class Loads:
     """Blocks to be loaded, in the order in which steps first need them, for threads that hold no interpreter.
 
+    Where the facts of a field say OBJECTS (gather.py) instead of the bytes between rows, its rows are read into bytes
+    objects, made once the slot is free; of the block only what lies between them is at the job's address, end to end.
+
     A job is 10 + `width` int64: file (-1: the caller loads it), offset, bytes (above 240), address, XXH3-64, the step
     up to which its memory is in use, slot, block, address and length of what its bytes begin with (0: anything, -1: the
     caller places it), and its facts: they are the row `slot` of the table once it is loaded.
@@ -60,6 +63,9 @@ class Loads:
     def take_times(self) -> bytes:
         """(n, 2) int64: block and nanoseconds of what was loaded since the last call."""
 
+    def release(self, number: int, slot: int, /) -> None:
+        """What a job has read is needed no more: objects that are in its slot still are no longer held."""
+
     def share(self, file: int, /) -> bool:
         """Before the first job: find and leave blocks in memory of `prepare_shared`; False: it has no place left."""
 
@@ -96,11 +102,13 @@ def gather_rows(
 def bytes_at(addresses: Int64s, sizes: Int64s, /) -> list[bytes]:
     """What lies at each address, (n,) and (n,)."""
 
-def texts_at(addresses: Int64s, sizes: Int64s, /) -> list[str]:
-    """The UTF-8 text at each address.
+def objects_of(
+    facts: Int64s, which: Int64s, row: Int64s, column: int, text: bool, /
+) -> list[bytes] | list[str]:
+    """Rows `row`, (n,), of slots `which`, (n,), of a field of variable size: as bytes, or as UTF-8 text.
 
     Raises:
-        UnicodeDecodeError: one is not.
+        UnicodeDecodeError: one is none.
     """
 
 def decimals_at(addresses: Int64s, sizes: Int64s, /) -> bytes | None:

@@ -38,10 +38,10 @@ _SLOT_MASK: Final = (1 << _SLOT_BITS) - 1
 class BlockSource(Protocol):
     """Where a window's blocks come from; `BlockLoading`."""
 
-    def sizes(self, blocks: Int64s, until: int, now: int) -> tuple[Int64s, NDArray[np.bool_]]:
-        """(n,) bytes that blocks take at most, and which are loaded without the interpreter."""
+    def sizes(self, blocks: Int64s, until: int, now: int) -> tuple[Int64s, Int64s]:
+        """(n,) bytes that blocks take at most, and of their slots' memory; 0: they bring their own."""
 
-    def jobs(self, blocks: Int64s, addresses: Int64s, plain: NDArray[np.bool_]) -> Int64s:
+    def jobs(self, blocks: Int64s, addresses: Int64s, own: Int64s) -> Int64s:
         """What is added to the loads."""
 
     def place(self, block: int, address: int) -> bytes | None:
@@ -83,7 +83,7 @@ class _Wanted(NamedTuple):
 
     block: Int64s
     size: Int64s
-    plain: NDArray[np.bool_]
+    own: Int64s  # bytes of memory that its slot has for it; 0: it brings its own
     first: Int64s  # steps that need them, counted over all loops
     last: Int64s
 
@@ -155,7 +155,9 @@ class BlockWindow:
         self._slots: list[_Slot] = []
         self._slot_of: dict[int, int] = {}  # block → its slot
         self._spare: list[int] = []  # keys of slots without memory and block, as of `_free_slots`
-        self._leaving: list[tuple[int, Any]] = []  # what goes once a step is over
+        self._leaving: list[
+            tuple[int, int, int, Any]
+        ] = []  # step, once which is over job, slot and memory go
         self._bytes = self._planned = self._now = 0
         self._added = self._nobodys = 0  # jobs so far, and those of loops that are over
         self.loop = 0
@@ -213,22 +215,22 @@ class BlockWindow:
 
     # ---- what steps need
 
-    def sizes(self, group: StepGroup) -> tuple[Int64s, NDArray[np.bool_], NDArray[np.bool_]]:
-        """Of the blocks of a group that is planned next: bytes, at most; which need no Python; which are there."""
-        sizes, plain = self._source.sizes(group.blocks, self._planned + len(group.numbers), self._now)
+    def sizes(self, group: StepGroup) -> tuple[Int64s, Int64s, NDArray[np.bool_]]:
+        """Of the blocks of a group that is planned next: bytes, at most; those of their slots; which are there."""
+        sizes, own = self._source.sizes(group.blocks, self._planned + len(group.numbers), self._now)
         there = [block in self._slot_of for block in group.blocks.tolist()]
-        return sizes, plain, np.array(there, np.bool_)
+        return sizes, own, np.array(there, np.bool_)
 
     def admit(
         self,
         group: StepGroup,
         sizes: Int64s,
-        plain: NDArray[np.bool_],
+        own: Int64s,
         stopped: Callable[[], bool] = lambda: False,
     ) -> GroupBlocks:
         """Have the blocks of a group loaded that are not there, as early as there is room, in the order of first need.
 
-        `sizes` and `plain` are of its blocks, as `sizes` tells of it or of a longer one. Once `stopped` says so, who
+        `sizes` and `own` are of its blocks, as `sizes` tells of it or of a longer one. Once `stopped` says so, who
         waits for a block gets a UsageError; `wake` them.
         """
         with self._lock:
@@ -243,7 +245,7 @@ class BlockWindow:
             wanted = _Wanted(
                 group.blocks[missing],
                 sizes[missing],
-                plain[missing],
+                own[missing],
                 group.first[missing] + origin,
                 last[missing],
             )
@@ -266,14 +268,14 @@ class BlockWindow:
         slots = self._slots
         self._trim()
         heaps = self._free_slots()
-        own: dict[int, list[int]] = {}
+        same: dict[int, list[int]] = {}  # by capacity, those of just that
         fitting: dict[int, list[list[int]]] = {}  # by capacity, those that hold it
         chosen, addresses, afters = [], [], []
-        for block, cost, plain, need, last in zip(*(one.tolist() for one in wanted), strict=True):
-            capacity = capacity_of(cost) if plain else 0
-            if capacity not in own:
-                own[capacity] = heaps.setdefault(capacity, [])
-                fitting = {size: [heaps[c] for c in heaps if size <= c <= 2 * size] for size in own if size}
+        for block, cost, own, need, last in zip(*(one.tolist() for one in wanted), strict=True):
+            capacity = capacity_of(own) if own else 0
+            if capacity not in same:
+                same[capacity] = heaps.setdefault(capacity, [])
+                fitting = {size: [heaps[c] for c in heaps if size <= c <= 2 * size] for size in same if size}
                 fitting[0] = []
             best = min(filter(None, fitting[capacity]), default=None)
             free_again = last + 1 << _SLOT_BITS
@@ -289,7 +291,7 @@ class BlockWindow:
             else:
                 after = self._make_room(heaps, cost, need)
                 slot = self._new_slot(capacity, cost, after)
-                heappush(own[capacity], free_again | slot)
+                heappush(same[capacity], free_again | slot)
                 one = slots[slot]
             one.block, one.last, one.used_in = block, last, self.loop
             self._slot_of[block] = slot
@@ -339,6 +341,9 @@ class BlockWindow:
             self._dispose(key)
 
     def _let_go(self) -> None:
+        for step, job, slot, _ in self._leaving:
+            if step <= self._now:
+                self._loads.release(job, slot)
         self._leaving = [one for one in self._leaving if one[0] > self._now]
 
     def _new_slot(self, capacity: int, cost: int, after: int) -> int:
@@ -374,7 +379,9 @@ class BlockWindow:
         self._evict(one)
         self._bytes -= one.cost
         if free_at > self._now:
-            self._leaving.append((free_at, (one.loan, one.keep)))
+            self._leaving.append((free_at, one.job, key & _SLOT_MASK, (one.loan, one.keep)))
+        else:
+            self._loads.release(one.job, key & _SLOT_MASK)
         one.loan, one.keep, one.cost, one.capacity = None, None, 0, 0
         heappush(self._spare, key)
         return free_at
@@ -384,7 +391,7 @@ class BlockWindow:
         if not len(wanted.block):
             return self._added
         (slots, addresses, after), first = places, wanted.first
-        jobs = self._source.jobs(wanted.block, addresses, wanted.plain)
+        jobs = self._source.jobs(wanted.block, addresses, wanted.own)
         steps = max(1, _BLOCKS_AT_ONCE * int(first[-1] - first[0] + 1) // len(first))
         jobs[:, AFTER] = np.minimum(-(-after // steps) * steps, first)
         jobs[:, SLOT] = slots

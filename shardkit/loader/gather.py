@@ -28,7 +28,16 @@ try:
 except ImportError:  # not compiled where this was installed
     block_rows = plain_rows
 
-__all__ = ["DECIMALS", "FACTS", "Allocate", "GatherColumns", "RowAddresses", "is_only_copied", "rows_of"]
+__all__ = [
+    "DECIMALS",
+    "FACTS",
+    "OBJECTS",
+    "Allocate",
+    "GatherColumns",
+    "RowAddresses",
+    "is_only_copied",
+    "rows_of",
+]
 
 Int64s = NDArray[np.int64]
 Allocate = Callable[[tuple[int, ...], np.dtype[Any]], NDArray[Any]]
@@ -39,6 +48,8 @@ FACTS = 4
 DECIMALS = -8
 """Stands for the bytes between rows where a fixed-size field lies in its block as decimal texts, as in our tars: the
 addresses are then those of starts, ends and data."""
+OBJECTS = -16
+"""The same where the loads of block_rows.c read rows into bytes objects, which are then handed out as they are."""
 
 
 def is_only_copied(field: FieldType) -> bool:
@@ -171,26 +182,32 @@ class RowAddresses:
         block_rows.copy_rows(target, addresses, one.type.item_bytes)
 
     def _variable(self, facts: Int64s, one: _Gathered, borders: Sequence[int]) -> list[Any]:
+        places = [slice(a - borders[0], b - borders[0]) for a, b in pairwise(borders)]
         row = self._row[borders[0] : borders[-1]]
+        if one.type.kind not in ("ragged", "varying"):
+            which = self._which[borders[0] : borders[-1]]
+            _check_rows(facts, which, row)
+            objects = _objects(one, facts, which, row)
+            return [objects[place] for place in places]
         values, ends, data, _ = self._facts_of(facts, one, borders[0], borders[-1])
         starts = _int64s(values + 8 * row)
         addresses, sizes = data + starts, _int64s(ends + 8 * row) - starts
-        places = [slice(a - borders[0], b - borders[0]) for a, b in pairwise(borders)]
         if one.type.kind == "ragged":
             return [_ragged(one, addresses[place], sizes[place], self._allocate) for place in places]
-        if one.type.kind == "varying":
-            return [_varying(one, addresses[place], sizes[place], self._allocate) for place in places]
-        objects = _objects(one.name, one.type, addresses, sizes)
-        return [objects[place] for place in places]
+        return [_varying(one, addresses[place], sizes[place], self._allocate) for place in places]
 
     def _facts_of(self, table: Int64s, one: _Gathered, first: int, end: int) -> Int64s:
         """(4, n) the numbers of a field, of the block of each row; see `GatherColumns`."""
-        facts, row = table[self._which[first:end]], self._row[first:end]
-        if len(row) and (int(row.min()) < 0 or bool((row >= facts[:, 0]).any())):
-            raise FormatError(
-                "a block holds fewer rows than the manifest says; run: shardkit verify on this dataset"
-            )
-        return facts[:, 1 + FACTS * one.column : 1 + FACTS * (one.column + 1)].T
+        which = self._which[first:end]
+        _check_rows(table, which, self._row[first:end])
+        return table[which, 1 + FACTS * one.column : 1 + FACTS * (one.column + 1)].T
+
+
+def _check_rows(table: Int64s, which: Int64s, row: Int64s) -> None:
+    if len(row) and (int(row.min()) < 0 or bool((row >= table[which, 0]).any())):
+        raise FormatError(
+            "a block holds fewer rows than the manifest says; run: shardkit verify on this dataset"
+        )
 
 
 class _Gathered(NamedTuple):
@@ -229,17 +246,18 @@ def _parsed(one: _Gathered, starts_at: Int64s, ends_at: Int64s, data: Int64s) ->
     return parse_decimals(texts, np.cumsum(sizes) - sizes, sizes, dtype, one.name, first=0)
 
 
-def _objects(name: str, field: FieldType, addresses: Int64s, sizes: Int64s) -> list[Any]:
-    """bytes, str, list or parsed JSON of each row; one copy, out of the block."""
-    if field.kind == "str":
-        texts: list[str] = block_rows.texts_at(addresses, sizes)
-        return texts
-    found: list[Any] = block_rows.bytes_at(addresses, sizes)
-    if field.kind == "bytes":
+def _objects(one: _Gathered, facts: Int64s, which: Int64s, row: Int64s) -> list[Any]:
+    """bytes, str, list or parsed JSON of each row."""
+    field = one.type
+    found: list[Any] = block_rows.objects_of(facts, which, row, one.column, field.kind == "str")
+    if field.kind in ("bytes", "str"):
         return found
     if field.kind == "list":
-        return [decode_payload(field, one, name) if one or not field.optional else None for one in found]
-    return [json.loads(one) if one or not field.optional else None for one in found]
+        return [
+            decode_payload(field, payload, one.name) if payload or not field.optional else None
+            for payload in found
+        ]
+    return [json.loads(payload) if payload or not field.optional else None for payload in found]
 
 
 def _ragged(

@@ -255,7 +255,7 @@ class Pipeline:
     def _admit(self, planned: StepGroup) -> tuple[GroupBlocks, StepGroup | None]:
         """As many steps as there is room for, and the others."""
         window = self._resources.window
-        sizes, plain, held = window.sizes(planned)
+        sizes, own, held = window.sizes(planned)
         steps, needed = steps_that_fit(planned, sizes, held, window.budget)
         if needed > window.budget:
             if self._resources.make_room(needed):
@@ -263,7 +263,7 @@ class Pipeline:
             self._watchdog.over_memory(planned.numbers[0], needed)
         group, rest = planned.split(steps)
         count = len(group.blocks)  # they are in the order of first need
-        return window.admit(group, sizes[:count], plain[:count], self._stopping.is_set), rest
+        return window.admit(group, sizes[:count], own[:count], self._stopping.is_set), rest
 
     # ---- gather and transform
 

@@ -80,7 +80,9 @@ class LoaderResources:
         self._loads = gather.block_rows.Loads(width, timed)
         if slots is not None:
             self._loads.share(slots.file)
-        load = self._load = BlockLoading(sources, reader, setup.fields, self._memory.take, self._loads)
+        load = self._load = BlockLoading(
+            sources, reader, setup.fields, self._memory.take, self._loads, objects=slots is None
+        )
         if timed:
             self.times = load.times = BlockTimes(lambda shard: reader.shard_name(shard)[18:30], load.has_file)
 

@@ -182,6 +182,9 @@ def main() -> None:
     where, compiled, seed, changes, *folders = sys.argv[1:]
     if compiled == "plain":
         sys.modules.update(dict.fromkeys(COMPILED))  # type: ignore[arg-type]
+    from shardkit.loader import block_loading
+
+    block_loading._LONG_BYTES = 1000  # type: ignore[misc]  # the blobs of these datasets are short for long ones
     warnings.simplefilter("ignore")
     seen = dict.fromkeys(("changes", "batches", "errors", "wrong", "unnamed"), 0)
     for number, folder in enumerate(map(Path, folders)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -79,6 +80,101 @@ def _load(
     assert loads.wait(len(jobs), 1) == len(jobs)
     loads.close()
     return intact, [one.tobytes() for one in into]
+
+
+def _object_job(
+    first: int, size: int, spans: list[list[tuple[int, int]]], slot: int = 0, after: int = 0
+) -> tuple[list[int], Any]:
+    """A job whose rows, at these places of the block for each field, become objects; and what it needs meanwhile."""
+    between = np.zeros(size - sum(b - a for field in spans for a, b in field), np.uint8)
+    places = [np.array(field, np.int64).reshape(-1, 2).T.copy() for field in spans]
+    (expected,) = _hashes([(first, size)])
+    job = _job(0, first, between, expected, slot)
+    job[2], job[5], job[10] = size, after, len(spans[0])
+    for starts, ends in places:
+        job += [_address(starts), _address(ends), 0, gather.OBJECTS]
+    return job, (between, places)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_rows_are_read_into_objects_and_what_lies_between_them_is_not_lost(
+    file: Path, data: st.DataObject
+) -> None:
+    size, first = data.draw(st.integers(241, 20_000)), data.draw(st.integers(0, 5000))
+    fields, rows = data.draw(st.integers(1, 3)), data.draw(st.integers(0, 12))
+    cut = sorted(
+        data.draw(st.lists(st.integers(0, size - 1), min_size=2 * fields * rows, max_size=2 * fields * rows))
+    )
+    pairs = [*zip(cut[::2], cut[1::2], strict=True)]
+    spans = [pairs[field::fields] for field in range(fields)]  # of each row one of every field, in turn
+    job, (between, _places) = _object_job(first, size, spans)
+    for way in range(block_rows.ways()):
+        loads = block_rows.Loads(1 + 4 * fields, way=way)
+        facts = np.zeros((2, 1 + 4 * fields), np.int64)
+        loads.set_table(facts)
+        loads.add_file(str(file), len(BYTES))
+        loads.add(np.array([job, [-1, *[0] * 5, 1, *[0] * (len(job) - 7)]]))
+        assert loads.wait(0, 0) == 0  # who works the steps makes the objects
+        assert loads.work()[:2] == (1, 1)
+        block = BYTES[first : first + size].tobytes()
+        row = np.arange(rows)
+        for field, own in enumerate(spans):
+            found = block_rows.objects_of(facts, 0 * row, row, field, False)
+            assert found == [block[a:b] for a, b in own]
+            again = block_rows.objects_of(facts, 0 * row, row, field, False)
+            assert all(one is other for one, other in zip(found, again, strict=True)), "copied once"
+        gone = np.ones(size, np.bool_)
+        for a, b in pairs:
+            gone[a:b] = False
+        assert between.tobytes() == BYTES[first : first + size][gone].tobytes()
+        loads.close()
+
+
+def test_objects_are_held_until_their_slot_is_taken_or_released(file: Path) -> None:
+    jobs = [
+        _object_job(100 * n, 5000, [[(10, 2000), (2100, 4000)]], slot=n % 2, after=n - n % 2)
+        for n in range(4)
+    ]
+    broken = _object_job(0, 5000, [[(10, 2000), (1999, 4000)]], after=4)  # rows that overlap: nothing is read
+    wrong = _object_job(0, 5000, [[(10, 2000)]], after=4, slot=1)
+    wrong[0][4] ^= 1
+    loads, facts = block_rows.Loads(5), np.zeros((2, 5), np.int64)
+    loads.set_table(facts)
+    loads.add_file(str(file), len(BYTES))
+    loads.add(np.array([*(job for job, _ in jobs), broken[0], wrong[0]]))
+    thread = threading.Thread(target=loads.work)
+    thread.start()
+    which, row = np.array([0, 0, 1, 1]), np.array([0, 1, 0, 1])
+    held = []
+    for step in (0, 2):
+        loads.advance(step)
+        assert loads.wait(step + 2, 60) == step + 2
+        held.append(block_rows.objects_of(facts, which, row, 0, False))
+        assert held[-1] == [
+            BYTES[100 * (step + n) :][a:b].tobytes() for n in (0, 1) for a, b in ((10, 2000), (2100, 4000))
+        ]
+
+    def references(some: list[bytes]) -> set[int]:
+        return {sys.getrefcount(one) for one in some}
+
+    (own,) = references([bytes(1000)])
+    assert references(held[0]) == {own}
+    assert references(held[1]) == {own + 1}
+    loads.release(1, 1)  # another job has its slot
+    assert references(held[1]) == {own + 1}
+    loads.release(3, 1)
+    assert references(held[1]) == {own, own + 1}
+    loads.advance(4)
+    thread.join()  # with the one that overlaps
+    number, slot, _, address = loads.work()
+    assert (number, slot, address) == (5, 1, 0)
+    for one in (4, 5):
+        loads.finish(one, one - 4, np.zeros(5, np.int64).tobytes())
+    assert loads.wait(6, 1) == 6
+    assert references(held[1]) == {own}
+    loads.close()
+    loads.leave()
 
 
 def _hashes(spans: list[tuple[int, int]]) -> list[int]:
@@ -214,12 +310,30 @@ def test_spans_are_copied_as_they_are(pieces: list[bytes]) -> None:
     assert target.tobytes() == b"".join(pieces)
 
 
+def _rows(
+    pieces: list[bytes],
+) -> tuple[Any, np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """(what keeps them, facts, slots, rows) of pieces that lie in two blocks with gaps between them."""
+    kept, facts = [], []
+    for own in (pieces[::2], pieces[1::2]):
+        data = np.frombuffer(b"".join(b"gap" + one for one in own) + b"end", np.uint8)
+        ends = np.cumsum([3 + len(one) for one in own], dtype=np.int64)
+        starts = ends - np.array([len(one) for one in own], np.int64)
+        kept.append((data, starts, ends))
+        facts.append([len(own), 0, 0, 0, 0, _address(starts), _address(ends), _address(data), 8])
+    number = np.arange(len(pieces))
+    return kept, np.array(facts), number % 2, number // 2
+
+
 @settings(max_examples=200, deadline=None)
 @given(texts=st.lists(st.sampled_from(TEXTS) | st.text(max_size=40), max_size=12))
 def test_texts_are_decoded_whatever_they_hold(texts: list[str]) -> None:
-    _kept, addresses, sizes = _spans([one.encode() for one in texts])
-    found = block_rows.texts_at(addresses, sizes)
-    assert found == texts
+    raw = [one.encode() for one in texts]
+    _kept, facts, which, row = _rows(raw)
+    found = block_rows.objects_of(facts, which, row, 1, True)
+    assert found == texts == plain_rows.objects_of(facts, which, row, 1, True)
+    assert block_rows.objects_of(facts, which, row, 1, False) == raw
+    assert plain_rows.objects_of(facts, which, row, 1, False) == raw
     for one, text in zip(
         found, texts, strict=True
     ):  # a str of its own kind, as the interpreter would make it
@@ -229,9 +343,9 @@ def test_texts_are_decoded_whatever_they_hold(texts: list[str]) -> None:
 
 
 def test_text_that_is_not_utf8_is_refused() -> None:
-    _kept, addresses, sizes = _spans([b"good", b"bad \xff"])
+    _kept, facts, which, row = _rows([b"good", b"bad \xff"])
     with pytest.raises(UnicodeDecodeError):
-        block_rows.texts_at(addresses, sizes)
+        block_rows.objects_of(facts, which, row, 1, True)
 
 
 @pytest.mark.parametrize("rows", [block_rows, plain_rows], ids=["compiled", "in Python"])
@@ -330,7 +444,13 @@ def test_decimals_are_parsed_if_all_are_canonical_and_fit(
         ),  # a row across two
         ("bytes_at", (np.zeros(1, np.int64), np.array([-1]))),
         ("bytes_at", (np.zeros(1, np.int64), np.array([1, 1]))),
-        ("texts_at", (np.zeros(1, np.int64), np.array([-1]))),
+        (
+            "objects_of",
+            (np.zeros((1, 5), np.int64), *np.zeros((2, 1), np.int64), 0, False),
+        ),  # a row past the end
+        ("objects_of", (np.ones((1, 5), np.int64), np.ones(1, np.int64), np.zeros(1, np.int64), 0, False)),
+        ("objects_of", (np.ones((1, 5), np.int64), *np.zeros((2, 1), np.int64), 1, False)),
+        ("objects_of", (np.ones((1, 5), np.int64), *np.zeros((2, 1), np.int64), -1, False)),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_before_anything_is_read(

@@ -56,9 +56,9 @@ class Blocks:
         self._read, self._most, self._size = read, most, size
 
     def sizes(self, blocks: Any, until: int, now: int) -> Any:
-        return np.full(len(blocks), self._most), np.zeros(len(blocks), np.bool_)
+        return np.full(len(blocks), self._most), np.zeros(len(blocks), np.int64)
 
-    def jobs(self, blocks: Any, addresses: Any, plain: Any) -> Any:
+    def jobs(self, blocks: Any, addresses: Any, own: Any) -> Any:
         jobs = np.zeros((len(blocks), JOB + 1), np.int64)
         jobs[:, FILE], jobs[:, BLOCK] = -1, blocks
         return jobs
@@ -93,8 +93,8 @@ def group_of(steps: Sequence[Sequence[int]], first: int = 0) -> StepGroup:
 
 def admitted(window: BlockWindow, steps: Sequence[Sequence[int]], **options: Any) -> GroupBlocks:
     group = group_of(steps)
-    sizes, plain, _ = window.sizes(group)
-    return window.admit(group, sizes, plain, **options)
+    sizes, own, _ = window.sizes(group)
+    return window.admit(group, sizes, own, **options)
 
 
 def work(window: BlockWindow, steps: Sequence[Sequence[int]], rows_of: Any = _Facts) -> Iterator[set[Any]]:
@@ -103,11 +103,11 @@ def work(window: BlockWindow, steps: Sequence[Sequence[int]], rows_of: Any = _Fa
     waiting: deque[GroupBlocks] = deque()
     while left is not None or waiting:
         while left is not None and len(waiting) < 2:
-            sizes, plain, held = window.sizes(left)
+            sizes, own, held = window.sizes(left)
             fitting, _ = steps_that_fit(left, sizes, held, window.budget)
             group, left = left.split(fitting)
             count = len(group.blocks)
-            waiting.append(window.admit(group, sizes[:count], plain[:count]))
+            waiting.append(window.admit(group, sizes[:count], own[:count]))
         one = waiting.popleft()
         rows = rows_of(one.which)
         for step in range(len(one.group.numbers)):
@@ -135,9 +135,9 @@ class FileBlocks(Blocks):
         assert loads.add_file(str(self._path), sum(self._bytes)) == 0
 
     def sizes(self, blocks: Any, until: int, now: int) -> Any:
-        return self._bytes[blocks], np.ones(len(blocks), np.bool_)
+        return self._bytes[blocks], self._bytes[blocks]
 
-    def jobs(self, blocks: Any, addresses: Any, plain: Any) -> Any:
+    def jobs(self, blocks: Any, addresses: Any, own: Any) -> Any:
         jobs = np.zeros((len(blocks), JOB + 2), np.int64)
         jobs[:, OFFSET], jobs[:, SIZE], jobs[:, HASH] = (
             self._starts[blocks],
