@@ -144,7 +144,6 @@ def _root(
 ) -> Manifest:
     """The manifest of new shards, behind those of the base if there is one, whose pages stay as they are."""
     version, own = plan.version, plan.base.manifest if plan.base else None
-    rows = sum(table.rows.tolist())
     build = version.build_settings()
     return Manifest(
         schema=version.schema,
@@ -152,15 +151,11 @@ def _root(
         compression=version.compression,
         axes=version.axes,
         strata=plan.strata(),
-        shards=len(table) + (own.shards if own else 0),
-        rows=rows + (own.rows if own else 0),
-        selected=rows + (own.selected if own else 0),
-        raw_bytes=sum(table.raw_bytes.tolist()) + (own.raw_bytes if own else 0),
-        stored_bytes=sum(table.size.tolist()) + (own.stored_bytes if own else 0),
+        **{name: total + (getattr(own, name) if own else 0) for name, total in table.totals.items()},
         pages=(own.pages if own else ()) + pages,
         classes=version.classes,
         sources=version.sources or (own.sources if own else None),
-        build={**own.build, "append": {**build, "rows": rows}} if own else build,
+        build={**own.build, "append": {**build, "rows": table.totals["rows"]}} if own else build,
         parent=own.id if own else None,
         features=own.features if own else (),
         **_sidecars(repository, version, table, own),

@@ -14,6 +14,7 @@ from typing import Any, Final
 from shardkit.errors import FormatError, NotFoundError
 from shardkit.formats import canonical_json, sha256_digest
 from shardkit.repository.repository import Repository
+from shardkit.stores.store import put_over
 
 _PREFIX: Final = "erasures/"
 _MAX_BYTES: Final = 2**30
@@ -130,7 +131,7 @@ class Journal:
             },
             "report": report.to_json(),
         }
-        self._put("objects.json", canonical_json.dumps(document))
+        put_over(self._store, f"{self._folder}objects.json", canonical_json.dumps(document))
 
     def read(self) -> tuple[dict[str, NewShard], ErasureReport]:
         """What `write` noted; nothing where it has not been called."""
@@ -162,13 +163,10 @@ class Journal:
 
     def finish(self, report: ErasureReport) -> None:
         """Leave the report, and nothing else."""
-        self._put("report.json", canonical_json.dumps({"format": _FORMAT, "report": report.to_json()}))
+        document = {"format": _FORMAT, "report": report.to_json()}
+        put_over(self._store, f"{self._folder}report.json", canonical_json.dumps(document))
         for name in ("objects.json", "plan.json"):
             self._store.delete(self._folder + name)
-
-    def _put(self, name: str, data: bytes) -> None:
-        if not self._store.put_new(self._folder + name, data):
-            self._store.replace(self._folder + name, data)
 
 
 def unfinished(repository: Repository) -> list[ErasurePlan]:

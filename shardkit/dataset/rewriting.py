@@ -83,21 +83,17 @@ class Rewriter:
         if not table.selected.any():
             return None
         references = [(ref, data) for page in kept for ref, data in paginate(page)]
-        rows, before = int(table.rows.sum()), survey.table(manifest)
+        before = survey.table(manifest)
         strata = _recount(manifest, table, losses)
         # They keep their numbers, which other shards and indexes use; so their names stay.
         self.empty_strata |= {
             new.name for new, old in zip(strata, manifest.strata, strict=True) if old.rows and not new.rows
         }
-        erased = int(manifest.build.get("erased", 0)) + manifest.rows - rows
+        erased = int(manifest.build.get("erased", 0)) + manifest.rows - int(table.rows.sum())
         new = dataclasses.replace(
             manifest,
             strata=strata,
-            shards=len(table),
-            rows=rows,
-            selected=int(table.selected.sum()),
-            raw_bytes=sum(table.raw_bytes.tolist()),
-            stored_bytes=sum(table.size.tolist()),
+            **table.totals,
             pages=tuple(ref for ref, _ in references),
             parent=parent,
             build={**manifest.build, "erased": erased},

@@ -100,6 +100,17 @@ class ShardTable:
     def __len__(self) -> int:
         return len(self.rows)
 
+    @property
+    def totals(self) -> dict[str, Any]:
+        """What a manifest says of the whole table: shards, rows, selected, raw and stored bytes, by its own names."""
+        columns = {
+            "rows": self.rows,
+            "selected": self.selected,
+            "raw_bytes": self.raw_bytes,
+            "stored_bytes": self.size,
+        }
+        return {"shards": len(self), **{name: sum(column.tolist()) for name, column in columns.items()}}
+
     @cached_property
     def segment_starts(self) -> NDArray[np.int64]:
         """(shards + 1,) first segment of each shard."""
@@ -389,9 +400,9 @@ def check_against(manifest: Manifest, table: ShardTable) -> None:
                 manifest,
                 f"stratum {stratum.name!r} has {rows[number]} rows, {selected[number]} selected, expected {expected}",
             )
-    totals = (sum(table.raw_bytes.tolist()), sum(table.size.tolist()), len(table))
-    if totals != (manifest.raw_bytes, manifest.stored_bytes, manifest.shards):
-        _contradict(manifest, f"its pages hold (raw bytes, stored bytes, shards) {totals}")
+    for name, total in table.totals.items():
+        if total != getattr(manifest, name):
+            _contradict(manifest, f"its pages hold {total} {name}, the root says {getattr(manifest, name)}")
 
 
 def stratum_counts(table: ShardTable, strata: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
