@@ -122,6 +122,7 @@ class _Handler(BaseHTTPRequestHandler):
     under_way: threading.BoundedSemaphore
     protocol_version = "HTTP/1.1"
     timeout = _IDLE_S
+    disable_nagle_algorithm = True  # a body behind its headers would wait for their acknowledgement
 
     def do_GET(self) -> None:
         if self.request_version == "HTTP/0.9":

@@ -34,7 +34,7 @@ def held():
 threading.stack_size(2**20)  # the limit counts what a stack may take, 8 MiB by default, not what it does
 source, tiny, root, headroom, by = sys.argv[1:]
 build_run.fits_page_cache = lambda files: False  # as of a source that is larger than the machine's memory
-shardkit_tools.build(tiny, root + "-tiny", jobs=1)
+shardkit_tools.build(tiny, root + "-tiny", jobs=1, format=by)  # what it imports is not counted
 limit = held() + int(headroom)
 resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 result = shardkit_tools.build(source, root, jobs=1, shard_size="64MiB", format=by)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import shardkit
+from shardkit.reading.cache import supply
 from shardkit.reading.read_path import ReadSettings
 from tests.drills import DRILLS
 from tests.servers.object_stores import s3_environment
@@ -84,6 +85,9 @@ def _dataset(server: str, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_four_nodes_share(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # on a busy machine neighbours are slow and not gone: nobody is to give them up after two seconds
+    patient = ReadSettings(deadline_s=60, attempt_s=60, hedge=False)
+    monkeypatch.setattr(supply, "_SETTINGS", patient)
     root = _dataset(server, monkeypatch)
     dataset = shardkit.open(root).reader.stored_bytes
     starts = [  # hosts, how lanes are dealt, epochs
