@@ -40,7 +40,7 @@ Int64s = NDArray[np.int64]
 _GROUPS_AHEAD = 1  # beside the one that is gathered and the one that is planned
 # A step of at most this size is gathered in the trainer's own `next`: to hand it over would cost as much as it saves.
 _INLINE_BYTES = 8 << 20
-_TOGETHER_BYTES, _TOGETHER_STEPS = 4 << 20, 8
+_TOGETHER_BYTES, _LENT_BYTES, _TOGETHER_STEPS = 4 << 20, 1 << 20, 8
 _DEFAULT_PREFETCH = 4
 _NO_SAMPLES = np.zeros(0, dtype=np.int64)
 
@@ -123,7 +123,9 @@ class Pipeline:
         self._work = resources.row_work(allocate)
         self._prefetch = self._steps_ahead(prefetch)
         # Every gather waits for the interpreter once it is done: some steps at a time where they are small.
-        fit = _TOGETHER_BYTES // max(1, self._bytes_per_step)
+        # Memory that others lend for batches is used again the sooner the less of it is out.
+        most = _TOGETHER_BYTES if allocate is np.empty else _LENT_BYTES
+        fit = most // max(1, self._bytes_per_step)
         self._together = 1 if self._prefetch else max(1, min(_TOGETHER_STEPS, fit))
         self._watchdog = Watchdog(setup, resources, len(lanes), self._work)
         self._process = os.getpid()
