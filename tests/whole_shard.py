@@ -24,9 +24,9 @@ from shardkit.formats.arrow_message import (
 )
 from shardkit.formats.arrow_reading import BatchReader
 from shardkit.formats.arrow_writing import arrow_schema
+from shardkit.formats.canonical_json import xxh3
 from shardkit.formats.columns import Texts
 from shardkit.formats.compression import MAX_RATIO, decompress_frame, extension, normalise_compression
-from shardkit.formats.digest import xxh3
 from shardkit.formats.index import MAX_BLOCK_BYTES, ShardIndex, block_starts
 from shardkit.formats.schema import Schema
 from shardkit.formats.tar_members import BLOCK, TRAILER, member_extension, member_header, member_names, padded

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardkit.errors import IntegrityError, ShardkitError
-from shardkit.formats.canonical_json import dumps, loads
-from shardkit.formats.digest import sha256_digest
+from shardkit.formats.canonical_json import dumps, loads, sha256_digest
 from shardkit.stores.store import Store, object_name
 from shardkit.stores.urls import open_store
 

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import shardkit
 from shardkit.audit.result import Audit
 from shardkit.errors import ConfigurationError, FormatError, IntegrityError, MissingDependency, NotFoundError
-from shardkit.formats.canonical_json import dumps
-from shardkit.formats.digest import parse_digest
+from shardkit.formats.canonical_json import dumps, parse_digest
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey

@@ -15,8 +15,7 @@ from typing import Final, NamedTuple
 
 from shardkit.copies.records import BadCopy, Healed, Lost, Unchecked
 from shardkit.errors import FormatError, IntegrityError, MissingDependency, NotFoundError, ShardkitError
-from shardkit.formats.canonical_json import loads
-from shardkit.formats.digest import sha256_digest
+from shardkit.formats.canonical_json import loads, sha256_digest
 from shardkit.reading.locations import ROOT_NAME, Location
 from shardkit.repository.location_table import (
     SPARES,

@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 
 from shardkit.errors import ConfigurationError, IntegrityError, ShardkitError
-from shardkit.formats.digest import parse_digest
+from shardkit.formats.canonical_json import parse_digest
 from shardkit.manifest import Manifest
 from shardkit.reading.adopted import AdoptedStore
 from shardkit.reading.inventory import Inventory, walk_versions

@@ -33,7 +33,7 @@ import numpy as np
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError, UsageError
 from shardkit.exit_codes import ExitCode
 from shardkit.formats import ShardIndex, read_block, verify_block
-from shardkit.formats.digest import sha256_digest
+from shardkit.formats.canonical_json import sha256_digest
 from shardkit.manifest import Manifest, ShardTable, check_against
 from shardkit.manifest.json_fields import utc_text
 from shardkit.ranges import duration_text

@@ -5,17 +5,15 @@ before memory is taken. Programs that know tar, zstd and Arrow read what is writ
 """
 
 from .arrow_reading import FixedPlace, fixed_places
-from .block import Block, Column, FixedColumn, VariableColumn
+from .block import Block, Column, FixedColumn, JoinedPayloads, Row, RowBlock, VariableColumn
+from .canonical_json import format_digest, parse_digest, sha256_digest, xxh3
 from .columns import Columns, Texts, pack_columns, unpack_columns
 from .compression import extension, normalise_compression
-from .digest import format_digest, parse_digest, sha256_digest, xxh3
 from .index import BlockSpan, ShardIndex, block_starts
-from .reading import Verify, read_block, verify_block
-from .rows import JoinedPayloads, Row, RowBlock, fit_key, is_key, max_key_bytes
+from .reading import Verify, parse_decimals, read_block, verify_block
 from .schema import RESERVED_NAMES, FieldType, Schema, presence_of
-from .tar_blocks import parse_decimals
 from .tar_members import member_names, npy_payload_offset
-from .writing import MAX_SAMPLE_BYTES, ShardWriter, Sink, raw_row_bytes
+from .writing import MAX_SAMPLE_BYTES, ShardWriter, Sink, fit_key, is_key, max_key_bytes, raw_row_bytes
 
 __all__ = [
     "MAX_SAMPLE_BYTES",

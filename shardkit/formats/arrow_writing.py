@@ -14,10 +14,19 @@ from shardkit.errors import FormatError, SampleError
 
 from . import canonical_json
 from .arrow_message import file_head_size, raw_message_bytes, read_batch_header
-from .block import Block, Column, FixedColumn, VariableColumn
+from .block import (
+    Block,
+    Column,
+    FixedColumn,
+    JoinedPayloads,
+    PayloadColumn,
+    RowBlock,
+    VariableColumn,
+    payloads_of,
+    sizes_of,
+)
 from .compression import zstd_level
 from .packed import unpack_array, unpack_list
-from .rows import JoinedPayloads, PayloadColumn, RowBlock, payloads_of, sizes_of
 from .schema import KEY_FIELD, FieldType, Schema, presence_of
 
 METADATA_KEY = b"shardkit"

@@ -1,15 +1,18 @@
-"""A verified block: whole columns as numpy views, single samples as dicts."""
+"""Rows in memory, field by field: verified ones as numpy views, and those on their way into a shard.
+
+Encoders take blocks, so that nothing is done row by row that need not be.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardkit.errors import FormatError
+from shardkit.errors import FormatError, SampleError
 
 from .schema import FieldType, Schema, presence_of
 
@@ -137,3 +140,105 @@ def _is_text(data: NDArray[np.uint8], starts: NDArray[np.int64], ends: NDArray[n
     borders = np.concatenate((starts, ends))
     borders = borders[borders < last]
     return not bool(((data[borders] & 0xC0) == 0x80).any())
+
+
+# ---- On their way into a shard
+
+
+class Row(NamedTuple):
+    """A sample as the writer takes it.
+
+    `payloads` are the canonical bytes of the fields in schema order (`Schema.encode`). `original_key` is the
+    source's key where it had to be rewritten, `source` the (source name, row number in it), `stratum` an
+    index into the manifest's strata, needed only where rare strata are pooled.
+    """
+
+    key: str
+    payloads: tuple[bytes, ...]
+    original_key: str | None = None
+    source: tuple[str, int] | None = None
+    stratum: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class JoinedPayloads:
+    """Payloads that lie one behind the other already."""
+
+    data: NDArray[np.uint8]  # uint8 (sum of the sizes,), contiguous
+    sizes: NDArray[np.int64]  # int64 (rows,)
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+
+PayloadColumn = Sequence[bytes | memoryview] | NDArray[np.uint8] | JoinedPayloads
+"""Canonical payloads of one field: one buffer per row, uint8 (rows, bytes) whose rows are contiguous, or joined."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowBlock:
+    """Rows on their way into a shard.
+
+    Buffers are borrowed until the block is written.
+    """
+
+    keys: Sequence[str]  # of the rows
+    columns: Sequence[PayloadColumn]  # one per column of `Schema.stored`, in its order
+    # (place, the source's key) of the rows whose key had to be rewritten
+    originals: Sequence[tuple[int, str]] = ()
+    source_names: tuple[str, ...] = ()  # that `source_id` indexes; empty where no row has a source
+    source_id: NDArray[np.int32] | None = None  # (n,), -1 for none
+    source_row: NDArray[np.int64] | None = None  # (n,), 0 for none
+    stratum: NDArray[np.int32] | None = None  # (n,), -1 for none; None where no row has one
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], num_fields: int) -> RowBlock:
+        """The same rows, field by field.
+
+        Raises:
+            SampleError: a row has another number of payloads.
+        """
+        for row in rows:
+            if len(row.payloads) != num_fields:
+                raise SampleError(f"key {row.key!r}: {len(row.payloads)} payloads for {num_fields} fields")
+        names = tuple(dict.fromkeys(row.source[0] for row in rows if row.source is not None))
+        number = {name: place for place, name in enumerate(names)}
+        has_stratum = any(row.stratum is not None for row in rows)
+        return cls(
+            keys=[row.key for row in rows],
+            columns=[[row.payloads[place] for row in rows] for place in range(num_fields)],
+            originals=[
+                (place, row.original_key) for place, row in enumerate(rows) if row.original_key is not None
+            ],
+            source_names=names,
+            source_id=np.array([-1 if r.source is None else number[r.source[0]] for r in rows], np.int32),
+            source_row=np.array([0 if row.source is None else row.source[1] for row in rows], np.int64),
+            stratum=np.array([-1 if row.stratum is None else row.stratum for row in rows], np.int32)
+            if has_stratum
+            else None,
+        )
+
+
+def payloads_of(column: PayloadColumn) -> Sequence[bytes | memoryview]:
+    """One buffer per row."""
+    if isinstance(column, JoinedPayloads):
+        stops = np.cumsum(column.sizes)
+        view = column.data.data
+        starts = (stops - column.sizes).tolist()
+        return [view[start:stop] for start, stop in zip(starts, stops.tolist(), strict=True)]
+    if not isinstance(column, np.ndarray):
+        return column
+    flat, size = np.ascontiguousarray(column).reshape(-1).data, column.shape[1]
+    return [flat[start : start + size] for start in range(0, len(column) * size, size)]
+
+
+def sizes_of(column: PayloadColumn) -> NDArray[np.int64]:
+    """Bytes of each row's payload: int64[n]."""
+    if isinstance(column, JoinedPayloads):
+        return column.sizes
+    if isinstance(column, np.ndarray):
+        return np.full(len(column), column.shape[1], np.int64)
+    return np.fromiter(map(len, column), np.int64, len(column))

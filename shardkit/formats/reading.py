@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
-from typing import Literal
+import re
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,12 +14,15 @@ from numpy.typing import NDArray
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, UsageError
 
 from .arrow_reading import BatchReader
-from .block import Block, Column, FixedColumn, VariableColumn
+from .block import Block, Column, FixedColumn, VariableColumn, check_text
+from .canonical_json import xxh3
 from .compression import decompress_frame
-from .digest import xxh3
 from .index import BlockSpan, ShardIndex
-from .schema import KEY_FIELD, presence_of
-from .tar_blocks import optional_column, tar_column
+from .schema import KEY_FIELD, FieldType, presence_of
+from .tar_members import MAX_DIGITS, RAGGED_HEADER_BYTES, npy_header
+
+_DECIMAL = re.compile(rb"0|-?[1-9][0-9]*")
+_FEW_ROWS = 64
 
 Verify = Literal["fast", "strong"]
 """By which checksum of the index blocks are verified: XXH3 ("fast") or SHA-256 ("strong")."""
@@ -143,3 +148,217 @@ def _tar_block(view: memoryview, index: ShardIndex, block: int, span: BlockSpan)
         return optional_column(present, kind, column) if kind.optional else column(slice(None))
 
     return Block(index.schema, span.end_row - span.first_row, span.raw_size, load)
+
+
+# ---- Fields of a tar: columns over its members
+
+
+def tar_column(
+    data: NDArray[np.uint8],
+    starts: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    kind: FieldType,
+    name: str,
+    *,
+    is_payload: bool = False,
+) -> Column:
+    """One field of a raw block from the members that hold it; views of `data` where the layout allows.
+
+    Args:
+        data: The raw block, uint8.
+        starts: Where each row's member content begins in it; inside it with its size (`ShardIndex` has
+            checked).
+        sizes: Bytes of each member.
+        kind: The field's type.
+        name: The field's name, for messages.
+        is_payload: `starts` and `sizes` are those of the canonical payload itself, whatever stands before it
+            (adopted tars, whose headers were read once).
+
+    Raises:
+        FormatError: a member is not what shardkit writes for `kind`.
+    """
+    if kind.is_opaque:
+        if kind.kind == "str":
+            check_text(data, starts, starts + sizes, name)
+        return VariableColumn(data, starts, starts + sizes, kind)
+    dtype = kind.numpy_dtype
+    if kind.is_whole and not is_payload:
+        parse = _parse_few if len(starts) <= _FEW_ROWS else parse_decimals
+        return FixedColumn(parse(data, starts, sizes, dtype, name))
+    header_bytes = RAGGED_HEADER_BYTES if kind.kind == "ragged" else len(npy_header(kind))
+    header_bytes = 0 if is_payload else header_bytes
+    lengths = sizes - header_bytes
+    wrong = (
+        lengths != kind.item_bytes
+        if kind.item_bytes is not None
+        else (lengths < 0) | (lengths % dtype.itemsize != 0)
+    )
+    _refuse_rows(wrong, name, f"member size does not fit {kind}")
+    if not is_payload:
+        _check_headers(data, starts, lengths // dtype.itemsize, kind, name)
+    starts = starts + header_bytes
+    if kind.kind == "ragged":
+        column = VariableColumn(data, starts, starts + lengths, kind)
+        if dtype.kind == "b":
+            for row, (start, end) in enumerate(
+                zip(starts.tolist(), (starts + lengths).tolist(), strict=True)
+            ):
+                if bool((data[start:end] > 1).any()):
+                    raise FormatError(f"field {name!r}, row {row} of the block: a bool is neither 0 nor 1")
+        return column
+    values = _gather(data, starts, kind)
+    if dtype.kind == "b" and bool((values.view(np.uint8) > 1).any()):
+        raise FormatError(f"field {name!r}: a bool is neither 0 nor 1")
+    return FixedColumn(values)
+
+
+def optional_column(
+    present: NDArray[np.bool_], kind: FieldType, load: Callable[[NDArray[np.bool_]], Column]
+) -> Column:
+    """A field of which some rows have no member.
+
+    Returns:
+        The column of all rows; the others have zeros, or nothing.
+    """
+    if bool(present.all()):
+        return load(present)
+    rows = len(present)
+    if kind.item_bytes is not None:
+        values = np.zeros((rows, *kind.shape), kind.numpy_dtype)
+        if bool(present.any()):
+            found = load(present)
+            assert isinstance(found, FixedColumn), "payloads of one size are a column of one size"
+            values[present] = found.values
+        values.flags.writeable = False
+        return FixedColumn(values)
+    starts, ends = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
+    if not present.any():
+        return VariableColumn(np.empty(0, np.uint8), starts, ends, kind)
+    found = load(present)
+    assert isinstance(found, VariableColumn), "payloads of any size are a column of any size"
+    starts[present], ends[present] = found.starts, found.ends
+    return VariableColumn(found.data, starts, ends, kind)
+
+
+def _refuse_rows(wrong: NDArray[np.bool_], name: str, why: str) -> None:
+    if bool(wrong.any()):
+        raise FormatError(f"field {name!r}, row {int(np.argmax(wrong))} of the block: {why}")
+
+
+def _windows(data: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
+    """Every run of `size` bytes of `data`, as overlapping rows: indexing it copies whole runs."""
+    return np.lib.stride_tricks.as_strided(data, (len(data) - size + 1, size), (1, 1), writeable=False)
+
+
+def _check_headers(
+    data: NDArray[np.uint8], starts: NDArray[np.int64], lengths: NDArray[np.int64], kind: FieldType, name: str
+) -> None:
+    """Each npy header is the very one that its type and length call for; so none needs to be interpreted."""
+    if kind.kind == "ragged":
+        distinct, which = np.unique(lengths, return_inverse=True)
+        headers = b"".join([npy_header(kind, length) for length in distinct.tolist()])
+        expected = np.frombuffer(headers, np.uint8).reshape(len(distinct), -1)[which]
+    else:
+        expected = np.frombuffer(npy_header(kind), np.uint8)[None, :]
+    found = _windows(data, expected.shape[1])[starts]
+    _refuse_rows((found != expected).any(axis=1), name, f"npy header is not that of {kind}")
+
+
+def _gather(data: NDArray[np.uint8], starts: NDArray[np.int64], kind: FieldType) -> NDArray[Any]:
+    """Items of one size as (rows, *shape): a strided view where the pitch is constant, else one copy."""
+    size, dtype = int(kind.item_bytes or 0), kind.numpy_dtype
+    pitches = np.diff(starts)
+    if len(starts) == 1 or bool((pitches == pitches[0]).all() and pitches[0] >= 0):
+        inner = np.empty(kind.shape, dtype).strides
+        pitch = int(pitches[0]) if len(pitches) else size
+        values: NDArray[Any] = np.ndarray(
+            (len(starts), *kind.shape), dtype, buffer=data, offset=int(starts[0]), strides=(pitch, *inner)
+        )
+    else:
+        values = _windows(data, size)[starts].view(dtype).reshape(len(starts), *kind.shape)
+    values.flags.writeable = False
+    return values
+
+
+@lru_cache(maxsize=16)
+def _integer_range(dtype: np.dtype[Any]) -> tuple[int, int, str]:
+    """Magnitudes of the smallest and the largest value, and the type's name: numpy takes 40 µs to say them."""
+    top = 1 if dtype.kind == "b" else int(np.iinfo(dtype).max)
+    return (-int(np.iinfo(dtype).min) if dtype.kind == "i" else 0), top, dtype.name
+
+
+def _parse_few(
+    data: NDArray[np.uint8],
+    starts: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    dtype: np.dtype[Any],
+    name: str,
+) -> NDArray[Any]:
+    """`parse_decimals` one by one: for some dozen rows two dozen numpy calls cost more."""
+    bottom, top, type_name = _integer_range(dtype)
+    found: list[int] = []
+    view = data.data
+    for row, (start, size) in enumerate(zip(starts.tolist(), sizes.tolist(), strict=True)):
+        text = bytes(view[start : start + size]) if 0 < size <= MAX_DIGITS else b""
+        value = int(text) if _DECIMAL.fullmatch(text) else top + 1
+        if not -bottom <= value <= top:
+            raise FormatError(f"field {name!r}, row {row} of the block: no canonical decimal of {type_name}")
+        found.append(value)
+    values = np.array(found, dtype)
+    values.flags.writeable = False
+    return values
+
+
+def parse_decimals(
+    data: NDArray[np.uint8],
+    starts: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    dtype: np.dtype[Any],
+    name: str,
+    *,
+    first: NDArray[np.int64] | int = 0,
+) -> NDArray[Any]:
+    """Canonical decimals at any places at once, by Horner's rule in uint64 over right-aligned digits.
+
+    Args:
+        data: Bytes.
+        starts: Where each text begins in them, (n,).
+        sizes: Bytes of each.
+        dtype: Of the result, an integer type or bool.
+        name: The field's, for messages.
+        first: No byte before this place is looked at; of the block that each text lies in.
+
+    Returns:
+        (n,) of `dtype`, read-only.
+
+    Raises:
+        FormatError: a text is not what shardkit writes for a value of `dtype`.
+    """
+    if not len(starts):
+        return np.empty(0, dtype)
+    _refuse_rows((sizes < 1) | (sizes > MAX_DIGITS), name, "expected a decimal of 1 to 20 characters")
+    width = int(sizes.max())
+    places = (starts + sizes)[:, None] + np.arange(-width, 0)
+    digits = data[np.maximum(places, np.reshape(first, (-1, 1)))] - np.uint8(ord("0"))
+    negative = data[starts] == ord("-")
+    used = sizes - negative
+    present = np.arange(-width, 0) >= -used[:, None]
+    leading = data[starts + np.where(sizes > 1, negative, 0)]
+    bad = (used < 1) | ((digits > 9) & present).any(axis=1)
+    bad |= (leading == ord("0")) & (sizes > 1)  # leading zeros and "-0"
+    digits = np.where(present, digits, 0).astype(np.uint64)
+    high = np.zeros(len(starts), np.uint64)
+    for place in range(width - 1):
+        high = high * np.uint64(10) + digits[:, place]
+    last = digits[:, -1]
+    limit = np.uint64(2**64 - 1)
+    bad |= (high > limit // np.uint64(10)) | (
+        (high == limit // np.uint64(10)) & (last > limit % np.uint64(10))
+    )
+    magnitude = high * np.uint64(10) + last
+    bottom, top, type_name = _integer_range(dtype)
+    bad |= magnitude > np.where(negative, np.uint64(bottom), np.uint64(top))
+    _refuse_rows(bad, name, f"no canonical decimal of {type_name}")
+    values: NDArray[Any] = np.where(negative, np.uint64(0) - magnitude, magnitude).astype(dtype)
+    values.flags.writeable = False
+    return values

@@ -1,4 +1,4 @@
-"""Members of a tar: ustar headers, the npy headers of arrays, and the extensions that tell readers how to decode them.
+"""The `tar` format: ustar members `key.field.extension`, the npy headers of arrays, and blocks of them (SPEC.md §3).
 
 All are deterministic to write and strict to read. Sources: IEEE Std 1003.1, pax utility, "ustar Interchange Format";
 numpy.lib.format, version 1.0: magic, version, little-endian uint16 header length, a Python literal padded with spaces
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from math import prod
 
@@ -20,8 +21,10 @@ from numpy.typing import NDArray
 
 from shardkit.errors import FormatError, SampleError
 
+from .block import RowBlock, payloads_of
+from .compression import compress_frame, zstd_level
 from .packed import array_header
-from .schema import FieldType, Schema
+from .schema import FieldType, Schema, presence_of
 
 BLOCK = 512
 """Bytes: the unit of a tar (POSIX.1-1988 ustar)."""
@@ -49,7 +52,7 @@ RAGGED_HEADER_BYTES = 128
 """Of any one-dimensional array: no length has enough digits for 192."""
 
 
-# (offset, magic bytes, extension); the first match wins. Four letters at most (`rows.MAX_EXTENSION`).
+# (offset, magic bytes, extension); the first match wins. Four letters at most (`writing.MAX_EXTENSION`).
 _MAGIC: tuple[tuple[int, bytes, str], ...] = (
     (0, b"\xff\xd8\xff", "jpg"),
     (0, b"\x89PNG\r\n\x1a\n", "png"),
@@ -192,3 +195,147 @@ def member_extension(kind: FieldType, payload: bytes | memoryview) -> str:
     if kind.is_whole:
         return "cls"
     return "bin" if kind.kind == "list" else "npy"
+
+
+# ---- Blocks of members
+
+_PADDING = tuple(bytes(size) for size in range(BLOCK))
+MAX_DIGITS = 20
+"""Characters of a 64-bit integer, sign included."""
+
+
+class TarEncoder:
+    """Rows to stored tar blocks."""
+
+    def __init__(self, schema: Schema, compression: str) -> None:
+        self._fields = [
+            (f".{name}.", kind) for name, kind in zip(member_names(schema), schema.values(), strict=True)
+        ]
+        self._schema = schema
+        self._level = zstd_level(compression)
+
+    def head(self) -> bytes:
+        """Nothing precedes the first block."""
+        return b""
+
+    def encode(
+        self, block: RowBlock
+    ) -> tuple[bytes | memoryview, int, NDArray[np.uint64] | None, NDArray[np.uint64] | None]:
+        """Stored bytes of a block, its raw size, and offsets and sizes of its fields in the raw block."""
+        lengths = {len(key) for key in block.keys}
+        is_matrix = (
+            len(lengths) == 1
+            and self._schema.stored is self._schema
+            and all(isinstance(column, np.ndarray) for column in block.columns)
+        )
+        raw, offsets, sizes = (self._matrix if is_matrix else self._members)(block)
+        stored = raw if self._level is None else compress_frame(raw, self._level)
+        return stored, len(raw), offsets, sizes
+
+    def _members(self, block: RowBlock) -> tuple[bytes | memoryview, NDArray[np.uint64], NDArray[np.uint64]]:
+        """Member by member: names and payloads of any length."""
+        parts: list[bytes | memoryview] = []
+        offsets: list[int] = []
+        sizes: list[int] = []
+        position = 0
+        stored = dict(zip(self._schema.stored, map(payloads_of, block.columns), strict=True))
+        columns = [_members_of(stored, name) for name in self._schema]
+        for key, *payloads in zip(block.keys, *columns, strict=True):
+            for (dotted, kind), payload in zip(self._fields, payloads, strict=True):
+                if payload is None:
+                    offsets.append(0)
+                    sizes.append(0)
+                    continue
+                prefix, content = _member_parts(kind, payload)
+                size = len(prefix) + len(content)
+                name = f"{key}{dotted}{member_extension(kind, payload)}"
+                parts += (member_header(name.encode(), size), prefix, content, _PADDING[-size % BLOCK])
+                offsets.append(position + BLOCK)
+                sizes.append(size)
+                position += BLOCK + padded(size)
+            if payloads.count(None) == len(payloads):
+                raise SampleError(
+                    f"key {key!r}: no field has a value, and a sample of a tar is its members; leave it out, or "
+                    'store them as arrow (--format arrow, format="arrow")'
+                )
+        shape = (len(block), len(self._fields))
+        return (
+            b"".join(parts),
+            np.array(offsets, np.uint64).reshape(shape),
+            np.array(sizes, np.uint64).reshape(shape),
+        )
+
+    def _matrix(self, block: RowBlock) -> tuple[bytes | memoryview, NDArray[np.uint64], NDArray[np.uint64]]:
+        """The same bytes where keys are equally long and every field is of a fixed size: all rows at once."""
+        rows = len(block)
+        keys = np.frombuffer("".join(block.keys).encode(), np.uint8).reshape(rows, -1)
+        members = [
+            _fixed_members(kind, np.asarray(column), keys, dotted)
+            for (dotted, kind), column in zip(self._fields, block.columns, strict=True)
+        ]
+        widths = [BLOCK + padded(int(sizes.max())) for _, _, _, sizes in members]
+        starts = np.cumsum([0, *widths])
+        raw = np.empty((rows, int(starts[-1])), np.uint8)
+        for start, stop, (headers, prefix, content, _) in zip(starts, starts[1:], members, strict=False):
+            raw[:, start : start + BLOCK] = headers
+            at = start + BLOCK
+            raw[:, at : at + len(prefix)] = np.frombuffer(prefix, np.uint8)
+            at += len(prefix)
+            raw[:, at : at + content.shape[1]] = content
+            raw[:, at + content.shape[1] : stop] = 0
+        before = np.arange(rows)[:, None] * raw.shape[1]
+        offsets = (before + starts[None, :-1] + BLOCK).astype(np.uint64)
+        sizes = np.stack([sizes for *_, sizes in members], axis=1).astype(np.uint64)
+        return raw.reshape(-1).data, offsets, sizes
+
+    def tail(self) -> bytes:
+        """The two zero blocks that end an archive, in a frame of their own where blocks are compressed."""
+        return TRAILER if self._level is None else compress_frame(TRAILER, self._level)
+
+
+def _members_of(
+    stored: Mapping[str, Sequence[bytes | memoryview]], name: str
+) -> Sequence[bytes | memoryview | None]:
+    """The payloads of a field, None where it has no value."""
+    presence = stored.get(presence_of(name))
+    if presence is None:
+        return stored[name]
+    return [payload if present[0] else None for payload, present in zip(stored[name], presence, strict=True)]
+
+
+def _member_parts(kind: FieldType, payload: bytes | memoryview) -> tuple[bytes, bytes | memoryview]:
+    """(prefix, content) whose concatenation is the member of a canonical payload."""
+    if kind.is_opaque:
+        return b"", payload
+    dtype = kind.numpy_dtype
+    if kind.is_whole:
+        value = int.from_bytes(payload, "little", signed=dtype.kind == "i")
+        return b"", b"%d" % value
+    return npy_header(kind, len(payload) // dtype.itemsize), payload
+
+
+def _fixed_members(
+    kind: FieldType, payloads: NDArray[np.uint8], keys: NDArray[np.uint8], dotted: str
+) -> tuple[NDArray[np.uint8], bytes, NDArray[np.uint8], NDArray[np.int64]]:
+    """Headers, common prefix, contents (zero-padded) and sizes of the members of one field of many rows."""
+    rows, dtype = len(keys), kind.numpy_dtype
+    if kind.is_whole:
+        whole = np.ascontiguousarray(payloads).view(np.uint8 if dtype.kind == "b" else dtype).ravel()
+        texts = [b"%d" % value for value in whole.tolist()]
+        sizes = np.fromiter(map(len, texts), np.int64, rows)
+        prefix, content = b"", np.array(texts, f"S{MAX_DIGITS}").view(np.uint8).reshape(rows, MAX_DIGITS)
+    else:
+        prefix, content = npy_header(kind), payloads
+        sizes = np.full(rows, len(prefix) + payloads.shape[1], np.int64)
+    suffix = f"{dotted}{member_extension(kind, b'')}".encode()
+    names = np.empty((rows, keys.shape[1] + len(suffix)), np.uint8)
+    names[:, : keys.shape[1]] = keys
+    names[:, keys.shape[1] :] = np.frombuffer(suffix, np.uint8)
+    return member_headers(names, sizes), prefix, content, sizes
+
+
+def member_bytes(kind: FieldType, payload_bytes: int) -> int:
+    """Bytes of the tar member, header and padding included, of a payload of so many bytes."""
+    if kind.is_whole:
+        return 2 * BLOCK
+    return BLOCK + padded(payload_bytes + (0 if kind.is_opaque else len(npy_header(kind))))

@@ -16,8 +16,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Final, NoReturn
 
 from shardkit.errors import FormatError, IntegrityError
-from shardkit.formats.canonical_json import dumps, loads
-from shardkit.formats.digest import sha256_digest
+from shardkit.formats.canonical_json import dumps, loads, sha256_digest
 
 MAX_INTEGER: Final = 2**62
 """Sums of two still fit int64."""

@@ -9,8 +9,7 @@ from functools import cached_property
 from typing import Any, Final, NoReturn
 
 from shardkit.errors import FormatError, UsageError
-from shardkit.formats.canonical_json import dumps
-from shardkit.formats.digest import sha256_digest
+from shardkit.formats.canonical_json import dumps, sha256_digest
 from shardkit.formats.schema import MAX_FIELD_NAME, Schema
 from shardkit.manifest.json_fields import DIGEST, Fields, read_document
 

@@ -14,9 +14,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from shardkit.errors import FormatError, UsageError
-from shardkit.formats.canonical_json import dumps
+from shardkit.formats.canonical_json import dumps, sha256_digest
 from shardkit.formats.columns import pack_columns, unpack_columns
-from shardkit.formats.digest import sha256_digest
 
 _KIND: Final = "selection"
 _OVERHEAD_BYTES: Final = 4_096

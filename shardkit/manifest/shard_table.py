@@ -14,9 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.errors import FormatError, UsageError
-from shardkit.formats.canonical_json import dumps
+from shardkit.formats.canonical_json import dumps, format_digest, parse_digest, sha256_digest
 from shardkit.formats.columns import pack_columns, unpack_columns
-from shardkit.formats.digest import format_digest, parse_digest, sha256_digest
 from shardkit.manifest.manifest import MAX_SEGMENTS_PER_PAGE, SHARDS_PER_PAGE, Manifest, PageRef
 
 SHARD_COLUMNS: Final[dict[str, type[Any]]] = {

@@ -20,8 +20,7 @@ from typing import Final
 from urllib.parse import unquote
 
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
-from shardkit.formats.canonical_json import dumps
-from shardkit.formats.digest import parse_digest
+from shardkit.formats.canonical_json import dumps, parse_digest
 from shardkit.manifest import ADOPTED, MIXED, Manifest, ShardTable
 from shardkit.manifest.json_fields import read_document
 from shardkit.reading.inventory import version_record_name

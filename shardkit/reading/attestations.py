@@ -15,8 +15,7 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from shardkit.errors import FormatError, IntegrityError, NotFoundError
-from shardkit.formats.canonical_json import dumps
-from shardkit.formats.digest import parse_digest
+from shardkit.formats.canonical_json import dumps, parse_digest
 from shardkit.manifest.json_fields import TIME, Fields, read_document, utc_text
 from shardkit.stores.store import EXTENSIONS, Store, object_name, parse_object_name
 

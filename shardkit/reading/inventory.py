@@ -13,7 +13,7 @@ import numpy as np
 
 from shardkit.errors import IntegrityError, NotFoundError, ShardkitError
 from shardkit.formats import extension
-from shardkit.formats.digest import parse_digest
+from shardkit.formats.canonical_json import parse_digest
 from shardkit.manifest import MAX_MANIFEST_BYTES, MIXED, Manifest, PageRef, ShardTable, unpack_page
 from shardkit.reading.located_store import LocatedStore
 from shardkit.stores.objects import OpenedRoot

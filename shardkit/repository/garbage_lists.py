@@ -13,8 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from shardkit.errors import CommitConflict, FormatError, IntegrityError, NotFoundError, ShardkitError
-from shardkit.formats.canonical_json import dumps
-from shardkit.formats.digest import parse_digest, sha256_digest
+from shardkit.formats.canonical_json import dumps, parse_digest, sha256_digest
 from shardkit.manifest.json_fields import TIME, read_document, seconds_of, utc_text
 from shardkit.reading.inventory import walk_versions
 from shardkit.repository.log import LogEntry

@@ -23,7 +23,7 @@ from shardkit.errors import (
     ShardkitError,
     UsageError,
 )
-from shardkit.formats.digest import sha256_digest
+from shardkit.formats.canonical_json import sha256_digest
 from shardkit.manifest.json_fields import (
     Fields,
     check_spelling,

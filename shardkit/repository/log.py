@@ -25,8 +25,7 @@ from shardkit.errors import (
     StoreReadOnlyError,
     UsageError,
 )
-from shardkit.formats.canonical_json import dumps
-from shardkit.formats.digest import sha256_digest
+from shardkit.formats.canonical_json import dumps, sha256_digest
 from shardkit.manifest.json_fields import DIGEST, TIME, Fields, check_spelling, sealed, unseal
 from shardkit.stores.store import Store, read_checked
 

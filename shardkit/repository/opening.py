@@ -20,8 +20,7 @@ from shardkit.errors import (
     StoreReadOnlyError,
     UsageError,
 )
-from shardkit.formats.canonical_json import dumps
-from shardkit.formats.digest import sha256_digest
+from shardkit.formats.canonical_json import dumps, sha256_digest
 from shardkit.manifest.json_fields import check_spelling, read_document, sealed, unseal
 from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.locations import LOCATION_NAME, ROOT_NAME, Location

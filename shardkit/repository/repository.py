@@ -21,7 +21,7 @@ from shardkit.errors import (
     StoreReadOnlyError,
     UsageError,
 )
-from shardkit.formats.digest import parse_digest, sha256_digest
+from shardkit.formats.canonical_json import parse_digest, sha256_digest
 from shardkit.manifest.json_fields import DIGEST, utc_text
 from shardkit.reading.read_path import ReadSettings
 from shardkit.repository import COMMIT_HOOKS

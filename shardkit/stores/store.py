@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, StoreReadOnlyError, UsageError
-from shardkit.formats.digest import parse_digest
+from shardkit.formats.canonical_json import parse_digest
 
 _Result = TypeVar("_Result")
 

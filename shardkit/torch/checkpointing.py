@@ -42,8 +42,7 @@ from shardkit.errors import (
     RunError,
     ShardkitError,
 )
-from shardkit.formats.canonical_json import dumps
-from shardkit.formats.digest import parse_digest, sha256_digest
+from shardkit.formats.canonical_json import dumps, parse_digest, sha256_digest
 from shardkit.ledger import bind_checkpoint
 from shardkit.stores.store import Store, object_name
 

@@ -6,7 +6,7 @@ import json
 import os
 
 from shardkit.errors import ConfigurationError, ShardkitError
-from shardkit.formats.digest import parse_digest
+from shardkit.formats.canonical_json import parse_digest
 from shardkit.stores.store import Store, object_name
 
 from .checkpoint_format import (

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import shardkit
-from shardkit.formats.canonical_json import dumps
-from shardkit.formats.digest import parse_digest, sha256_digest
+from shardkit.formats.canonical_json import dumps, parse_digest, sha256_digest
 from shardkit.ledger import bind_checkpoint, ledger_head
 from shardkit.storage import object_name, open_store
 

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 
 from shardkit.errors import IntegrityError, NotFoundError, StoreError, UsageError
-from shardkit.formats.digest import xxh3
+from shardkit.formats.canonical_json import xxh3
 from shardkit.reading.cache.block_cache import BlockCache, filesystem_of, is_network
 from shardkit.reading.cache.eviction import NEVER, Future, choose_victims
 from shardkit.reading.cache.serving import CacheServer
@@ -278,7 +278,7 @@ class TestFullAndFailingDisks:
 
 FILLER = """
 import sys, random, hashlib
-from shardkit.formats.digest import xxh3
+from shardkit.formats.canonical_json import xxh3
 from shardkit.reading.cache.block_cache import BlockCache
 from shardkit.reading.locations import BlockRequest
 cache = BlockCache(sys.argv[1], limit=1 << 20)

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError, StoreError
-from shardkit.formats.canonical_json import dumps
+from shardkit.formats.canonical_json import dumps, sha256_digest
 from shardkit.formats.columns import pack_columns, unpack_columns
-from shardkit.formats.digest import sha256_digest
 from shardkit.formats.schema import Schema
 from shardkit.manifest import Manifest, Selection, ShardRecord, ShardTable, compose, merge, pack_page
 from shardkit.storage import (

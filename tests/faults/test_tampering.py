@@ -19,8 +19,7 @@ import pytest
 import shardkit
 from shardkit.audit import audit_run, make_statement
 from shardkit.errors import NotFoundError
-from shardkit.formats.canonical_json import dumps, loads
-from shardkit.formats.digest import sha256_digest
+from shardkit.formats.canonical_json import dumps, loads, sha256_digest
 from shardkit.ledger import Ledger
 from shardkit.ledger.ledger import RECORD_BYTES, STEPS_MAGIC, encode_line, parse_lines
 from shardkit.ledger.merkle import Tree, leaf_hash

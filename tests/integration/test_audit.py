@@ -15,8 +15,7 @@ import pytest
 
 import shardkit
 from shardkit.audit import Audit, audit_run
-from shardkit.formats.canonical_json import dumps
-from shardkit.formats.digest import sha256_digest
+from shardkit.formats.canonical_json import dumps, sha256_digest
 from shardkit.ledger import Journal, Ledger, bind_checkpoint, ledger_head
 from shardkit.ledger.ledger import RECORD_BYTES, STEPS_MAGIC, encode_record, step_digest
 from shardkit.storage import object_name, open_store

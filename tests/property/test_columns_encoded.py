@@ -24,7 +24,7 @@ from shardkit.dataset.scratch import RowSpool
 from shardkit.dataset.scratch_reading import Part, ScratchReader
 from shardkit.errors import IntegrityError
 from shardkit.formats import Row, RowBlock, Schema
-from shardkit.formats.rows import payloads_of
+from shardkit.formats.block import payloads_of
 
 TYPES = ["bool", "int64", "uint8", "float16", "int32[5]", "float64[2,3]"]
 COLUMNS = ("identity", "raw_bytes", "split", "generated")

@@ -19,7 +19,7 @@ from shardkit.dataset.scratch import RowSpool
 from shardkit.dataset.scratch_reading import HeldRecords, Part, ScratchReader
 from shardkit.errors import SampleError, SourceError
 from shardkit.formats import RowBlock, Schema
-from shardkit.formats.rows import payloads_of
+from shardkit.formats.block import payloads_of
 
 SCHEMA = Schema.parse({"blob": "bytes", "n": "int64"})
 

@@ -23,8 +23,8 @@ from shardkit.formats.arrow_message import BatchHeader
 from shardkit.formats.arrow_reading import BatchReader, _decompressed
 from shardkit.formats.block import check_text
 from shardkit.formats.compression import compress_frame
+from shardkit.formats.reading import tar_column
 from shardkit.formats.schema import DTYPES
-from shardkit.formats.tar_blocks import tar_column
 from tests.format_conformance import stored_block, write_shard
 
 INTEGERS = [name for name in DTYPES if not name.startswith("float")]

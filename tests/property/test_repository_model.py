@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from shardkit.errors import CommitConflict, NotFoundError, ShardkitError, StoreError, StoreReadOnlyError
-from shardkit.formats.digest import sha256_digest
+from shardkit.formats.canonical_json import sha256_digest
 from shardkit.storage import Repository
 from shardkit.stores.file_operations import substituted
 from tests.faults.faulty_operations import FaultyOperations

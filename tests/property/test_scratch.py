@@ -17,7 +17,7 @@ from shardkit.dataset.scratch import RowSpool
 from shardkit.dataset.scratch_reading import PartFiles, Parts, ScratchReader
 from shardkit.errors import FormatError, IntegrityError, SampleError
 from shardkit.formats import Row, RowBlock, Schema
-from shardkit.formats.rows import payloads_of
+from shardkit.formats.block import payloads_of
 
 SCHEMA = Schema.parse({"one": "bytes", "two": "bytes"})
 KEYS = st.from_regex(r"[A-Za-z0-9_-]{1,80}", fullmatch=True)

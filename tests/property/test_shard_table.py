@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.errors import FormatError, UsageError
-from shardkit.formats.digest import sha256_digest
+from shardkit.formats.canonical_json import sha256_digest
 from shardkit.formats.schema import Schema
 from shardkit.manifest import (
     SHARDS_PER_PAGE,

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
-from shardkit.formats.digest import xxh3
+from shardkit.formats.canonical_json import xxh3
 from shardkit.reading.cache.shared_blocks import SharedBlocks
 from shardkit.reading.locations import BlockRequest
 

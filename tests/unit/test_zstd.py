@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardkit.errors import FormatError, MissingDependency
-from shardkit.formats import compression, zstd
+from shardkit.formats import compression
 
 
 def _stand_in() -> types.ModuleType:
@@ -55,15 +55,15 @@ def _stand_in() -> types.ModuleType:
 
 @pytest.fixture
 def without_package(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """shardkit.formats.zstd as it is where zstandard is not installed."""
+    """shardkit.formats.compression as it is where zstandard is not installed."""
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "zstandard", None)
         if sys.version_info < (3, 14):
             patch.setitem(sys.modules, "compression", types.ModuleType("compression"))
             patch.setitem(sys.modules, "compression.zstd", _stand_in())
-        importlib.reload(zstd)
+        importlib.reload(compression)
         yield
-    importlib.reload(zstd)
+    importlib.reload(compression)
 
 
 RAW = b"a frame of a shard, " * 500
@@ -72,11 +72,11 @@ RAW = b"a frame of a shard, " * 500
 @pytest.mark.usefixtures("without_package")
 def test_python_alone_writes_and_reads_frames() -> None:
     frame = compression.compress_frame(RAW, 3)
-    assert zstd._library.__name__ == "compression.zstd"
-    header = zstd.read_header(frame)
+    assert compression._library.__name__ == "compression.zstd"
+    header = compression.read_header(frame)
     assert (header.content_size, header.dictionary, header.has_checksum) == (len(RAW), 0, True)
     assert compression.decompress_frame(memoryview(frame), len(RAW), "block") == RAW
-    piecewise = zstd.new_decompressor()
+    piecewise = compression.new_decompressor()
     assert b"".join(piecewise.decompress(frame[at : at + 7]) for at in range(0, len(frame), 7)) == RAW
     assert piecewise.eof
     damaged = frame[:-1] + bytes([frame[-1] ^ 1])
@@ -96,7 +96,7 @@ def test_without_either_the_error_says_what_to_install(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "compression", None)
     monkeypatch.setitem(sys.modules, "compression.zstd", None)
     with pytest.raises(MissingDependency, match="pip install zstandard"):
-        zstd._find("zstandard", "compression.zstd")
+        compression._find("zstandard", "compression.zstd")
 
 
 @given(
@@ -108,7 +108,7 @@ def test_headers_are_read_as_the_package_reads_them(
 ) -> None:
     compressor = zstandard.ZstdCompressor(level=level, write_content_size=sized, write_checksum=checked)
     frame = compressor.compress(bytes(size))
-    found, wanted = zstd.read_header(frame), zstandard.get_frame_parameters(frame)
+    found, wanted = compression.read_header(frame), zstandard.get_frame_parameters(frame)
     assert found.content_size == (wanted.content_size if sized else None)
     assert found.window_size == wanted.window_size
     assert (found.dictionary, found.has_checksum) == (wanted.dict_id, wanted.has_checksum)
@@ -122,7 +122,7 @@ def test_every_header_is_read_as_the_package_reads_it(descriptor: int, rest: byt
         wanted = zstandard.get_frame_parameters(frame)
     except zstandard.ZstdError:
         return  # more is refused there: windows of 4 GiB
-    found = zstd.read_header(frame)
+    found = compression.read_header(frame)
     unknown = wanted.content_size == 2**64 - 1
     assert (found.content_size is None) or found.content_size == wanted.content_size or unknown
     assert (found.window_size, found.dictionary) == (wanted.window_size, wanted.dict_id)

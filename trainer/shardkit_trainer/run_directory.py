@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardkit.errors import ConfigurationError, IntegrityError, NotFoundError, RunError, StateError
-from shardkit.formats.digest import sha256_digest
+from shardkit.formats.canonical_json import sha256_digest
 from shardkit.ledger import bind_configuration, bound_settings, setting_differences
 from shardkit.stores.store import Store
 from shardkit.stores.urls import open_store

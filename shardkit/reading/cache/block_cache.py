@@ -20,8 +20,7 @@ from typing import Any, Final
 import numpy as np
 
 from shardkit.errors import FormatError, ShardkitError, StoreError, UsageError
-from shardkit.formats.canonical_json import dumps, loads
-from shardkit.formats.digest import xxh3
+from shardkit.formats.canonical_json import dumps, loads, xxh3
 from shardkit.reading.cache.catalogue import Catalogue, Entry
 from shardkit.reading.cache.eviction import Future, decide
 from shardkit.reading.cache.leases import Lease, Neighbours

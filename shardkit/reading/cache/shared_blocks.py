@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import reduction
 from typing import Any, Final
 
-from shardkit.formats.digest import xxh3
+from shardkit.formats.canonical_json import xxh3
 from shardkit.reading.locations import BlockRequest
 
 Buffer = Any

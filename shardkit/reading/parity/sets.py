@@ -10,8 +10,7 @@ from functools import cached_property
 from typing import Final, TypeVar
 
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
-from shardkit.formats.canonical_json import dumps
-from shardkit.formats.digest import parse_digest, sha256_digest
+from shardkit.formats.canonical_json import dumps, parse_digest, sha256_digest
 from shardkit.manifest.json_fields import DIGEST, Fields, read_document
 from shardkit.reading.inventory import Inventory, version_record_name
 from shardkit.reading.parity.galois import MAX_MEMBERS

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from shardkit.errors import FormatError, SourceError
 from shardkit.formats import FieldType, Schema, ShardIndex, Texts, fit_key, npy_payload_offset, xxh3
+from shardkit.formats.reading import tar_column
 from shardkit.formats.schema import decode_json
-from shardkit.formats.tar_blocks import tar_column
 from shardkit_tools.adopting.tar_places import BUILD_INSTEAD, stat_tar
 from shardkit_tools.importers.protocol import SourceFile
 from shardkit_tools.importers.source_files import open_file

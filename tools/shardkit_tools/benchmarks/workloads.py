@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from shardkit.formats import zstd
+from shardkit.formats.compression import compress_frame, decompress
 
 CHUNK = 1000
 BLOB_BYTES = 100_000
@@ -196,13 +196,13 @@ def _hash(rows: Rows, epoch: int) -> Iterator[Any]:
 
 def _compressed(data: Any) -> list[bytes]:
     starts = range(0, len(data), _FRAME_BYTES)
-    return [zstd.compress(data[start : start + _FRAME_BYTES].tobytes(), 3) for start in starts]
+    return [compress_frame(data[start : start + _FRAME_BYTES].tobytes(), 3) for start in starts]
 
 
 def _decompress(frames: list[bytes], rows: int) -> Iterator[int]:
     def work(first: int) -> int:
         for frame in frames[first : first + _TASK_FRAMES]:
-            zstd.decompress(frame)
+            decompress(frame)
         last = min(first + _TASK_FRAMES, len(frames))
         return rows * last // len(frames) - rows * first // len(frames)
 

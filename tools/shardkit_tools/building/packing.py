@@ -22,7 +22,7 @@ from shardkit.dataset.scratch import RowSpool
 from shardkit.dataset.scratch_reading import Records, ScratchReader
 from shardkit.errors import ConfigurationError
 from shardkit.formats import RowBlock, Schema, raw_row_bytes
-from shardkit.formats.rows import payloads_of
+from shardkit.formats.block import payloads_of
 from shardkit_tools.building.engines import Report
 from shardkit_tools.building.job import JobFolder
 from shardkit_tools.building.reading import ITEMS, TaskFacts, TaskRows

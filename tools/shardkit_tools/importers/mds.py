@@ -28,7 +28,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from shardkit.errors import SourceError
-from shardkit.formats import zstd
+from shardkit.formats.compression import ZstdError, new_decompressor
 from shardkit_tools.importers.numpy_rows import array_type
 from shardkit_tools.importers.options import ImportOptions
 from shardkit_tools.importers.protocol import (
@@ -239,7 +239,7 @@ def _unpacked(shard: MdsShard, data: bytes) -> bytes:
     packed = io.BytesIO(data)
     try:
         if kind == "zstd":
-            frames, unpacked = Frames(packed, zstd.new_decompressor), bytearray()
+            frames, unpacked = Frames(packed, new_decompressor), bytearray()
             while len(unpacked) < limit and (piece := frames.read(limit - len(unpacked))):
                 unpacked += piece
             return bytes(unpacked)
@@ -247,7 +247,7 @@ def _unpacked(shard: MdsShard, data: bytes) -> bytes:
             return gzip.GzipFile(fileobj=packed).read(limit)
         if kind == "bz2":
             return bz2.BZ2File(packed).read(limit)
-    except (zstd.ZstdError, OSError, EOFError, zlib.error, ValueError) as error:
+    except (ZstdError, OSError, EOFError, zlib.error, ValueError) as error:
         raise SourceError(f"{shard.file.path}: cannot be decompressed ({error}); fetch it again") from error
     if kind:
         raise SourceError(

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, BinaryIO, cast
 
 from shardkit.errors import NotFoundError, SourceError
-from shardkit.formats import zstd
+from shardkit.formats.compression import ZstdError, new_decompressor
 from shardkit_tools.importers.protocol import Source, SourceFile, SourceTask
 
 _PACKED = (".gz", ".zst", ".xz")
@@ -167,7 +167,7 @@ def open_plain(file: SourceFile) -> BinaryIO:
         return stream
     reader: gzip.GzipFile | Frames
     if file.name.lower().endswith(".zst"):
-        reader = Frames(stream, zstd.new_decompressor)
+        reader = Frames(stream, new_decompressor)
     elif file.name.lower().endswith(".xz"):  # zeros may stand between its streams
         reader = Frames(stream, lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, _XZ_MEMORY), b"\0")
     else:
@@ -203,7 +203,7 @@ class _Guarded(io.RawIOBase):
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         try:
             data = self._inner.read(len(buffer))
-        except (OSError, EOFError, zlib.error, zstd.ZstdError, lzma.LZMAError) as error:
+        except (OSError, EOFError, zlib.error, ZstdError, lzma.LZMAError) as error:
             raise SourceError(
                 f"{self._path}: cannot be decompressed ({error}); fetch or write it again"
             ) from error

@@ -16,8 +16,8 @@ import numpy as np
 
 import shardkit
 from shardkit.errors import StoreError, UsageError
-from shardkit.formats import zstd
-from shardkit.formats.digest import xxh3
+from shardkit.formats.canonical_json import xxh3
+from shardkit.formats.compression import compress_frame, decompress
 from shardkit.plan.permutation import order
 from shardkit.stores.store import Store
 from shardkit_tools.tuning.proposing import KIB, MIB, Machine, Ranges, Reducing
@@ -69,7 +69,7 @@ def measure_machine(folder: Path, *, seconds: float, tell: Tell) -> Machine:
     tell("checksums, zstd")
     data = bytes(_text(8 * MIB))
     pieces = [memoryview(data)[i : i + MIB] for i in range(0, len(data), MIB)]
-    packed = [zstd.compress(piece, 3) for piece in pieces]
+    packed = [compress_frame(piece, 3) for piece in pieces]
     return Machine(
         sequential=sequential,
         random=random,
@@ -78,7 +78,7 @@ def measure_machine(folder: Path, *, seconds: float, tell: Tell) -> Machine:
         gather=gather,
         sha256=rate_of(lambda: _over(pieces, lambda piece: hashlib.sha256(piece).digest()), seconds / 2),
         xxh3=rate_of(lambda: _over(pieces, xxh3), seconds / 2),
-        zstd=rate_of(lambda: sum(len(zstd.decompress(one)) for one in packed), seconds / 2),
+        zstd=rate_of(lambda: sum(len(decompress(one)) for one in packed), seconds / 2),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
     )
 
