@@ -13,8 +13,8 @@ from shardkit.audit.plans import RunPlan
 from shardkit.audit.replay import stretches
 from shardkit.audit.run_record import Place, RunRecord
 from shardkit.dataset import Dataset
+from shardkit.dataset.about import unpack_sources
 from shardkit.dataset.lookups import find_samples, hash_values
-from shardkit.dataset.sources import unpack_sources
 from shardkit.errors import NotFoundError, UsageError
 from shardkit.plan import Plan
 from shardkit.reading.inventory import read_root

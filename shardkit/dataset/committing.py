@@ -20,8 +20,7 @@ from shardkit.dataset.row_table import Rows, describe_row, join_parts
 from shardkit.dataset.scratch_reading import Parts, ScratchReader
 from shardkit.dataset.selecting import put_selected, select_rows, selected_rows
 from shardkit.dataset.shard_writing import WrittenShard, write_shard
-from shardkit.dataset.version_plan import Base, VersionPlan, load_base, plan_version
-from shardkit.dataset.version_settings import NewVersion
+from shardkit.dataset.version_plan import Base, NewVersion, VersionPlan, load_base, plan_version
 from shardkit.errors import CommitConflict, NotFoundError, ShardkitError, UsageError
 from shardkit.formats import Schema
 from shardkit.manifest import (

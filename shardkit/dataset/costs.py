@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shardkit.dataset.cost_formula import CostFormula, Term
+from shardkit.dataset.expressions import CostFormula, Term
 from shardkit.dataset.samples import Samples
 from shardkit.errors import FormatError, UsageError
 from shardkit.formats import Schema

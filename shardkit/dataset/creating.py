@@ -12,7 +12,7 @@ from shardkit.dataset.committing import Destination, block_size_for, write_versi
 from shardkit.dataset.encoding import RowEncoder, ordinal_identity, part_identity
 from shardkit.dataset.parts import PartFolder, check_part_name, part_folder, settings_of
 from shardkit.dataset.scratch import RowSpool, scratch_folder
-from shardkit.dataset.version_settings import NewVersion, VersionSettings
+from shardkit.dataset.version_plan import NewVersion, VersionSettings
 from shardkit.errors import UsageError
 from shardkit.formats import Schema
 from shardkit.manifest import Manifest

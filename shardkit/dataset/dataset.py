@@ -111,7 +111,7 @@ class Dataset(Samples):
         return masks
 
     def _masks_where(self, text: str) -> dict[int, NDArray[np.bool_]]:
-        from shardkit.dataset.where import Where
+        from shardkit.dataset.expressions import Where
 
         condition = Where(text, self.schema)
         masks = {}

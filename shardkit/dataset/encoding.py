@@ -1,7 +1,15 @@
-"""From samples to encoded rows, one by one or as columns of many: payloads, identity, stratum, split, size; pure."""
+"""From samples to encoded rows, one by one or as columns of many: payloads, identity, stratum, split, size.
+
+A payload may stay where the source has it: scratch holds where that is, an *extent*, and the shard is read from there.
+An extent is a run of bytes of a source file that is the canonical payload of a field as it stands. It is verified by
+the XXH3-64 of its bytes, where they were read before; otherwise its file is watched: what the file system says of it
+must be the same before its first row was noted and after its last was written.
+"""
 
 from __future__ import annotations
 
+import os
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -10,10 +18,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from shardkit.dataset.extents import IN_SOURCE, WATCHED, Extent, ExtentColumn
-from shardkit.dataset.layout import MAX_SHARD_BYTES
-from shardkit.dataset.splits import split_value
-from shardkit.errors import ConfigurationError, SampleError
+from shardkit.dataset.layout import MAX_SHARD_BYTES, split_value
+from shardkit.errors import ConfigurationError, SampleError, SourceError
 from shardkit.formats import Schema, fit_key, max_key_bytes, raw_row_bytes
 from shardkit.formats.logical import logical_text
 
@@ -25,6 +31,77 @@ SOURCE_PREFIX = b"s"
 
 _MAX_STRATUM_TEXT = 200
 _MAX_SIZES = 4096
+
+
+_PACKED = struct.Struct("<QQQ")
+EXTENT_BYTES = _PACKED.size
+"""Of an extent in a scratch record: file, offset, XXH3-64 of the bytes or state of the file; each of 8 bytes."""
+
+IN_SOURCE = 1 << 63
+"""Marks the size of a payload that is not in the record: an extent stands there instead."""
+
+WATCHED = 1 << 62
+"""Marks the size of an extent that has the state of its file in the place of a hash of its bytes."""
+
+SIZE = WATCHED - 1
+"""Takes the marks off a size: what is left is the number of bytes."""
+
+
+class Extent(NamedTuple):
+    """A payload in a source file."""
+
+    file: int  # place of the file among those of the task
+    offset: int  # of the payload, in bytes
+    size: int
+    check: int  # XXH3-64 of it
+
+    def packed(self) -> bytes:
+        """As it stands in a scratch record."""
+        return _PACKED.pack(self.file, self.offset, self.check)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExtentColumn:
+    """The payloads of one field of many rows, equally long, in one source file."""
+
+    file: int  # as in `Extent`
+    offset: NDArray[np.int64]  # (n,)
+    size: int  # of each of them
+    state: int  # of the file, see `file_state`
+
+    def __len__(self) -> int:
+        return len(self.offset)
+
+    def packed(self) -> NDArray[np.uint8]:
+        """As they stand in scratch records: uint8 (n, `EXTENT_BYTES`)."""
+        words = np.empty((len(self), 3), "<u8")
+        words[:, 0] = self.file
+        words[:, 1] = self.offset
+        words[:, 2] = self.state
+        return words.view(np.uint8)
+
+
+def file_state(path: str) -> int:
+    """A number that is another one after any write to a file, also by somebody who sets its times back.
+
+    Raises:
+        SourceError: the file is gone.
+    """
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        raise SourceError(
+            f"{path}: cannot be read ({error.strerror}); put it back, then run the build again"
+        ) from error
+    text = f"{found.st_ino} {found.st_size} {found.st_mtime_ns} {found.st_ctime_ns}"
+    return xxhash.xxh3_64_intdigest(text.encode())
+
+
+def changed_source(path: str) -> SourceError:
+    """What to raise where a file is not what it was."""
+    return SourceError(
+        f"{path}: changed while the build was at work; build from a source that nobody writes to"
+    )
 
 
 class EncodedRow(NamedTuple):

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.dataset.costs import cut_pieces
-from shardkit.dataset.field_names import split_names
+from shardkit.dataset.expressions import split_names
 from shardkit.errors import FormatError, NotFoundError, UsageError
 from shardkit.formats import FieldType, Schema, VariableColumn, pack_columns, unpack_columns
 from shardkit.manifest import Lookup, LookupPiece, ShardTable

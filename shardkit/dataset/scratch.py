@@ -19,8 +19,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from shardkit.dataset.encoding import EncodedRow, EncodedRows
-from shardkit.dataset.extents import IN_SOURCE, Extent
+from shardkit.dataset.encoding import IN_SOURCE, EncodedRow, EncodedRows, Extent
 from shardkit.dataset.layout import order_keys
 from shardkit.dataset.row_table import Rows
 from shardkit.dataset.scratch_reading import NO_ROW, FilePart, MemoryPart, Part, Records, record_header

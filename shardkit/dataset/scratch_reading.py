@@ -1,16 +1,18 @@
 """Scratch read back: parts by number, and their records as blocks of rows, field by field, verified.
 
 A record is a header (lengths and the row in the source), key, original key, source name, and the payloads; or, of a
-payload that is read from the source later, where it is (`extents.py`).
+payload that is read from the source later, where it is (an extent, see `encoding.py`).
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import os
+import stat
 import struct
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,9 +20,16 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from shardkit.dataset.encoding import generated_key, generated_keys
-from shardkit.dataset.extents import EXTENT_BYTES, IN_SOURCE, SIZE, WATCHED, ExtentReader
-from shardkit.errors import IntegrityError
+from shardkit.dataset.encoding import (
+    EXTENT_BYTES,
+    IN_SOURCE,
+    SIZE,
+    WATCHED,
+    changed_source,
+    generated_key,
+    generated_keys,
+)
+from shardkit.errors import IntegrityError, SourceError
 from shardkit.formats import JoinedPayloads, RowBlock, Schema
 from shardkit.stores.file_operations import Directories, Handle, active, explained
 
@@ -197,6 +206,91 @@ class ScratchReader:
                 "the scratch disk or memory is faulty: use another --scratch, then run it again"
             )
         return HeldRecords(self._buffer[:at], begin, records.part, ordinal, self._schema, self._contents)
+
+
+class ExtentReader:
+    """Reads payloads from source files, of which only so many are open at a time.
+
+    Args:
+        files: part of scratch → paths of its task's files.
+    """
+
+    def __init__(self, files: Mapping[int, Sequence[str]]) -> None:
+        self._files = files
+        self._open: dict[str, int] = {}
+
+    def read(
+        self,
+        part: NDArray[np.int32],
+        packed: NDArray[np.uint64],
+        watched: NDArray[np.bool_],
+        begin: NDArray[np.int64],
+        size: NDArray[np.int64],
+        view: memoryview,
+    ) -> None:
+        """Fill a buffer with payloads.
+
+        Args:
+            part: of each row.
+            packed: uint64 (n, 3), the extents as scratch has them.
+            watched: of which rows the files are watched; the others are verified.
+            begin: of each payload in ``view``.
+            size: of each payload.
+            view: the buffer.
+
+        Raises:
+            SourceError: a file cannot be read, or does not hold any more what it held when its row was noted.
+        """
+        opened, files, preadv, hashed = self._open, self._files, os.preadv, xxhash.xxh3_64_intdigest
+        for number, (file, offset, check), is_watched, start, wanted in zip(
+            part.tolist(), packed.tolist(), watched.tolist(), begin.tolist(), size.tolist(), strict=True
+        ):
+            path = files[number][file]
+            descriptor = opened.get(path)
+            if descriptor is None:
+                descriptor = self._opened(path)
+            payload = view[start : start + wanted]
+            try:
+                found = preadv(descriptor, (payload,), offset)
+                if found != wanted:
+                    found = _read_on(descriptor, payload, found, offset)
+            except OSError as error:
+                raise SourceError(
+                    f"{path}: cannot be read ({error.strerror}); run the build again"
+                ) from error
+            if found != wanted or not (is_watched or hashed(payload) == check):
+                raise changed_source(path)
+
+    def close(self) -> None:
+        for descriptor in self._open.values():
+            os.close(descriptor)
+        self._open.clear()
+
+    def _opened(self, path: str) -> int:
+        if len(self._open) >= _MAX_OPEN:
+            self.close()
+        try:
+            # O_NONBLOCK: a name that has become a pipe since it was listed must not hang the build
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise SourceError(
+                f"{path}: cannot be read ({error.strerror}); put it back, then run the build again"
+            ) from error
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise SourceError(f"{path}: no file any more; put it back, then run the build again")
+        self._open[path] = descriptor
+        return descriptor
+
+
+def _read_on(descriptor: int, payload: memoryview, found: int, offset: int) -> int:
+    """The bytes that there are: a read may end early, at the latest after 2 GiB."""
+    while 0 < found < len(payload):
+        more = os.preadv(descriptor, (payload[found:],), offset + found)
+        if not more:
+            break
+        found += more
+    return found
 
 
 class SourceContents:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from shardkit.dataset.row_table import ShardRows
 from shardkit.dataset.scratch import MIN_RUN_BYTES
 from shardkit.dataset.scratch_reading import ScratchReader
-from shardkit.dataset.version_settings import NewVersion
+from shardkit.dataset.version_plan import NewVersion
 from shardkit.formats import Row, RowBlock, Schema, ShardIndex, ShardWriter, Sink, block_starts, extension
 from shardkit.repository.repository import Repository
 from shardkit.stores.store import Descriptor

@@ -10,7 +10,7 @@ import pytest
 
 import shardkit
 import shardkit_tools
-from shardkit.dataset.sources import unpack_sources
+from shardkit.dataset.about import unpack_sources
 from shardkit.errors import CommitConflict, NotFoundError, SampleError, ShardkitError, UsageError
 from shardkit.storage import Repository, load_manifest
 from shardkit_tools.building import build_run

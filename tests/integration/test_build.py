@@ -13,7 +13,7 @@ import pytest
 
 import shardkit
 import shardkit_tools
-from shardkit.dataset.sources import unpack_sources
+from shardkit.dataset.about import unpack_sources
 from shardkit.errors import (
     ConfigurationError,
     NotFoundError,

@@ -12,7 +12,7 @@ import pytest
 
 import shardkit
 import shardkit_tools
-from shardkit.dataset.sources import unpack_sources
+from shardkit.dataset.about import unpack_sources
 from shardkit.errors import CommitConflict, SourceError
 from shardkit.storage import Repository
 from shardkit_tools.building import build_run, engines, outcome, reading, source_digests

@@ -12,11 +12,19 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardkit.dataset.encoding import EncodedRow, RowEncoder, encode_columns, generated_key, generated_keys
-from shardkit.dataset.extents import Extent, ExtentColumn, ExtentReader, file_state
+from shardkit.dataset.encoding import (
+    EncodedRow,
+    Extent,
+    ExtentColumn,
+    RowEncoder,
+    encode_columns,
+    file_state,
+    generated_key,
+    generated_keys,
+)
 from shardkit.dataset.row_table import Rows
 from shardkit.dataset.scratch import RowSpool
-from shardkit.dataset.scratch_reading import HeldRecords, Part, ScratchReader
+from shardkit.dataset.scratch_reading import ExtentReader, HeldRecords, Part, ScratchReader
 from shardkit.errors import SampleError, SourceError
 from shardkit.formats import RowBlock, Schema
 from shardkit.formats.block import payloads_of
@@ -139,7 +147,7 @@ def test_a_source_that_is_not_what_it_was_is_named(tmp_path: Path, damage: str) 
 
 
 def test_only_so_many_files_are_open_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardkit.dataset.extents._MAX_OPEN", 3)
+    monkeypatch.setattr("shardkit.dataset.scratch_reading._MAX_OPEN", 3)
     paths = [str(tmp_path / str(n)) for n in range(10)]
     for n, path in enumerate(paths):
         Path(path).write_bytes(bytes([n]) * 5)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import shardkit
 from shardkit.dataset.encoding import key_identity
-from shardkit.dataset.splits import parse_split, split_of, split_value
+from shardkit.dataset.layout import parse_split, split_of, split_value
 from shardkit.errors import ConfigurationError
 
 

@@ -14,7 +14,7 @@ import pytest
 
 import shardkit
 import shardkit_tools
-from shardkit.dataset.version_settings import VersionSettings
+from shardkit.dataset.version_plan import VersionSettings
 from shardkit.errors import ConfigurationError, NotFoundError, SampleError, SchemaError, UsageError
 from shardkit.storage import Repository
 

@@ -16,8 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardkit
-from shardkit.dataset.field_names import parse_expression, split_names, without_spaces
-from shardkit.dataset.where import Where
+from shardkit.dataset.expressions import Where, parse_expression, split_names, without_spaces
 from shardkit.errors import FormatError, SchemaError, UsageError
 from shardkit.formats import Schema
 from shardkit.formats.tar_members import member_names

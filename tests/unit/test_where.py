@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shardkit.dataset.where import Where
+from shardkit.dataset.expressions import Where
 from shardkit.errors import UsageError
 from shardkit.formats import Schema
 

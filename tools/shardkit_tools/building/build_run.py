@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shardkit.dataset.about import SourceDigest, SourcesObject, joined_sources, pack_sources, unpack_sources
 from shardkit.dataset.committing import (
     NOT_MOVED,
     Destination,
@@ -24,14 +25,12 @@ from shardkit.dataset.committing import (
     make_manifest,
 )
 from shardkit.dataset.encoding import RowEncoder
+from shardkit.dataset.layout import split_of
 from shardkit.dataset.row_table import Rows, ShardRows, describe_row, join_parts
 from shardkit.dataset.scratch import RUN_BYTES, scratch_folder, sized_run
 from shardkit.dataset.scratch_reading import ScratchReader
 from shardkit.dataset.shard_writing import WrittenShard
-from shardkit.dataset.sources import SourceDigest, SourcesObject, joined_sources, pack_sources, unpack_sources
-from shardkit.dataset.splits import split_of
-from shardkit.dataset.version_plan import Base, VersionPlan, plan_version
-from shardkit.dataset.version_settings import NewVersion
+from shardkit.dataset.version_plan import Base, NewVersion, VersionPlan, plan_version
 from shardkit.errors import IntegrityError, NotFoundError, SourceError
 from shardkit.formats import canonical_json, sha256_digest
 from shardkit.repository.repository import Repository

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
-from shardkit.dataset.version_settings import NewVersion, VersionSettings
+from shardkit.dataset.version_plan import NewVersion, VersionSettings
 from shardkit.errors import ConfigurationError, StoreFullError, UsageError
 from shardkit.manifest import Manifest
 from shardkit.repository.log import LogEntry

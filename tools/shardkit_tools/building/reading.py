@@ -13,12 +13,11 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from shardkit.dataset.encoding import RowEncoder, encode_columns
-from shardkit.dataset.extents import Extent, ExtentColumn, file_state
+from shardkit.dataset.about import SourceDigest
+from shardkit.dataset.encoding import Extent, ExtentColumn, RowEncoder, encode_columns, file_state
 from shardkit.dataset.row_table import Rows
 from shardkit.dataset.scratch import RowSpool, RunBuffer
 from shardkit.dataset.scratch_reading import FilePart
-from shardkit.dataset.sources import SourceDigest
 from shardkit.errors import (
     ConfigurationError,
     FormatError,

@@ -12,7 +12,7 @@ from typing import Self, TypeVar
 
 import xxhash
 
-from shardkit.dataset.sources import SourceDigest
+from shardkit.dataset.about import SourceDigest
 from shardkit.errors import FormatError, SourceError
 from shardkit.formats import canonical_json
 from shardkit_tools.building.job import Job

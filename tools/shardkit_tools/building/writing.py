@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shardkit.dataset.extents import ExtentReader, changed_source, file_state
+from shardkit.dataset.encoding import changed_source, file_state
 from shardkit.dataset.row_table import ShardRows
-from shardkit.dataset.scratch_reading import ScratchReader
+from shardkit.dataset.scratch_reading import ExtentReader, ScratchReader
 from shardkit.dataset.shard_writing import WrittenShard, write_shard
-from shardkit.dataset.version_settings import NewVersion
+from shardkit.dataset.version_plan import NewVersion
 from shardkit.errors import FormatError
 from shardkit.formats import canonical_json
 from shardkit.repository.repository import Repository

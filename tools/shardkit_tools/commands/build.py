@@ -6,7 +6,7 @@ import functools
 from pathlib import Path
 from typing import Annotated, Literal
 
-from shardkit.dataset.field_names import split_names
+from shardkit.dataset.expressions import split_names
 from shardkit.errors import UsageError
 from shardkit_tools import console, options
 from shardkit_tools.build_report import document, print_result, progress_text
@@ -148,7 +148,7 @@ def build(
             classes=classes,
             split_folders=split_folders,
             skip_bad_rows=on_error == "skip",
-            columns=tuple(filter(None, split_names(columns))),
+            columns=tuple(filter(None, split_names(columns))) if columns else (),
             drop=tuple(drop or ()),
             rename=parse_pairs(rename or [], "--rename", "OLD=NEW, such as --rename 'First Name=first_name'"),
             flatten=flatten,

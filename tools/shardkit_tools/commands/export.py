@@ -15,7 +15,7 @@ import shardkit
 from shardkit.dataset import Dataset
 from shardkit.dataset.about import about_of
 from shardkit.dataset.croissant import croissant_document
-from shardkit.dataset.field_names import split_names
+from shardkit.dataset.expressions import split_names
 from shardkit.errors import UsageError
 from shardkit.formats import Schema
 from shardkit.manifest import ADOPTED

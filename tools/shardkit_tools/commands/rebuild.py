@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Any
 
-from shardkit.dataset.version_settings import VersionSettings
+from shardkit.dataset.version_plan import VersionSettings
 from shardkit.repository.repository import DEFAULT_REF
 from shardkit_tools import console, options
 from shardkit_tools.build_report import document, print_result, progress_text

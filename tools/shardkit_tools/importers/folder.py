@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import xxhash
 
-from shardkit.dataset.extents import Extent
+from shardkit.dataset.encoding import Extent
 from shardkit.errors import SourceError
 from shardkit_tools.importers.detection import SIDECARS, media_of
 from shardkit_tools.importers.options import ImportOptions

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.lib import format as npy_format
 from numpy.typing import NDArray
 
-from shardkit.dataset.extents import ExtentColumn
+from shardkit.dataset.encoding import ExtentColumn
 from shardkit.errors import SourceError
 from shardkit_tools.importers.options import ImportOptions
 from shardkit_tools.importers.protocol import (

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar, runtime_checkabl
 
 from numpy.typing import NDArray
 
-from shardkit.dataset.extents import ExtentColumn
+from shardkit.dataset.encoding import ExtentColumn
 from shardkit.errors import ShardkitError
 from shardkit.formats import Schema, presence_of
 from shardkit_tools.importers.options import ImportOptions, SourceSchema
