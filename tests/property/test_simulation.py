@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from shardkit.errors import ConfigurationError
 from shardkit.plan import make_plan
 from shardkit_tools.simulation.cluster import Cluster, changed
-from shardkit_tools.simulation.demand import Groups, Needs, through_memory
-from shardkit_tools.simulation.populations import BlockMap, open_population
+from shardkit_tools.simulation.reading import BlockMap, Needs, open_population, through_memory
 from shardkit_tools.simulation.run import prepare, simulate_lanes, simulate_shuffle
-from shardkit_tools.simulation.timing import BlockFetching, Items, RankFlow
+from shardkit_tools.simulation.timing import BlockFetching, RankLoads
 
 SMALL = [
     "model=none",
@@ -121,27 +120,20 @@ def test_memory_keeps_what_a_plain_least_recently_used_window_keeps(
     pairs: list[tuple[int, int]], room: int
 ) -> None:
     rows = sorted(set(pairs))
-    group = np.array([g for g, _ in rows], dtype=np.int64)
+    step = np.array([k for k, _ in rows], dtype=np.int64)
     block = np.array([b for _, b in rows], dtype=np.int64)
-    loads = through_memory(Needs(group, group, block), np.ones(len(rows), dtype=np.int64), room)
-    held: list[int] = []  # least recently used first
-    last: dict[int, int] = {}
-    expected = []
-    for g in sorted(set(group.tolist())):
-        own = [b for h, b in rows if h == g]
-        missing = [b for b in own if b not in held]
-        for b in own:
-            if b in held:
-                held.remove(b)
-                held.append(b)
-                last[b] = g
-        while len(held) + len(missing) > room and held and last[held[0]] < g - 2:
-            held.pop(0)
-        for b in missing:
-            held.append(b)
-            last[b] = g
-        expected += [b in missing for b in own]
-    assert loads.tolist() == expected
+    loads, after = through_memory(Needs(step, step, block, np.zeros_like(step)), room)
+    held: dict[int, int] = {}  # block → last step that needs it
+    for i, (k, b) in enumerate(rows):
+        assert loads[i] == (b not in held)
+        begun = 0
+        while b not in held and len(held) >= room:
+            oldest = min(held, key=lambda one: (held[one], one))
+            if held[oldest] >= k:
+                break  # what a step needs may exceed the memory
+            begun = max(begun, held.pop(oldest) + 1)
+        assert after[i] == begun, "it waits for the steps that need what it replaces"
+        held[b] = k
 
 
 @settings(max_examples=60, deadline=None)
@@ -153,10 +145,8 @@ def test_memory_keeps_what_a_plain_least_recently_used_window_keeps(
 )
 def test_faster_stores_are_never_later(sizes: list[int], servers: int, ahead: int, threads: int) -> None:
     count = len(sizes)
-    groups = Groups(np.arange(count + 1), np.arange(count) == 0, np.maximum(0, np.arange(count) - 2))
-    ones, none = np.ones(count, dtype=bool), np.zeros(count)
-    items = Items(np.arange(count), np.array(sizes, dtype=np.int64), ones, ones)
-    flow = RankFlow(0, none, none, none, none, groups, items)
+    ones, step = np.ones(count, dtype=bool), np.arange(count)
+    loads = RankLoads(0, step, np.maximum(0, step - 2), np.array(sizes, dtype=np.int64), ones, ones)
 
     def ends(latency: str) -> float:
         described = changed(
@@ -169,9 +159,9 @@ def test_faster_stores_are_never_later(sizes: list[int], servers: int, ahead: in
                 f"threads={threads}",
             ],
         )
-        rank, now = BlockFetching(described, flow), 0.0
-        for group in range(count):
-            now = max(now, rank.begin(group, now)) + 1.0
+        rank, now = BlockFetching(described, loads), 0.0
+        for _ in range(count):
+            now += rank.wait(now) + 1.0
         return now
 
     slow, fast = ends("5s"), ends("2s")

@@ -19,22 +19,21 @@ from shardkit_tools.simulation.cluster import (
     parse_count,
     parse_rate,
 )
-from shardkit_tools.simulation.demand import (
-    Groups,
-    Loads,
+from shardkit_tools.simulation.faults import Draws, Moves, arrivals, recovery, restart
+from shardkit_tools.simulation.full_shuffle import least_recently_used
+from shardkit_tools.simulation.reading import (
+    BlockMap,
+    choose_sample,
     count_requests,
-    group_steps,
-    least_recently_used,
+    group_starts,
+    next_uses,
     rank_needs,
+    synthetic_population,
     through_cache,
 )
-from shardkit_tools.simulation.faults import Draws, Moves, arrivals, recovery, restart
-from shardkit_tools.simulation.populations import BlockMap, synthetic_population
-from shardkit_tools.simulation.reading import choose_sample
 from shardkit_tools.simulation.run import costs, prepare, simulate_lanes
 from shardkit_tools.simulation.timing import (
-    Items,
-    RankFlow,
+    RankLoads,
     exposed_seconds,
     hierarchical_seconds,
     reduce_seconds,
@@ -138,11 +137,20 @@ def test_least_recently_used_by_hand() -> None:
 def test_a_cache_that_knows_the_future_keeps_what_comes_next() -> None:
     step = np.arange(8)
     block = np.array([0, 1, 2, 0, 1, 3, 0, 1])
-    size, rank = np.ones(8, dtype=np.int64), np.zeros(8, dtype=np.int64)
-    loads = Loads.of(step, rank, block, size, (step, block))
-    assert loads.next_use[:4].tolist() == [3, 4, math.inf, 6]
-    assert through_cache(loads, 2).from_store.tolist() == [True, True, True, False, False, True, False, False]
-    assert through_cache(loads, 0).from_store.all()
+    later = next_uses(step, block, step, block)
+    assert later.tolist() == [3, 4, math.inf, 6, 7, math.inf, math.inf, math.inf]
+    ones = np.ones(8, dtype=np.int64)
+    assert through_cache(block, ones, later, 2)[0].tolist() == [
+        True,
+        True,
+        True,
+        False,
+        False,
+        True,
+        False,
+        False,
+    ]
+    assert through_cache(block, ones, later, 0)[0].all()
 
 
 def test_requests_are_joined_where_blocks_end_to_end_follow_each_other() -> None:
@@ -175,55 +183,56 @@ def test_needs_are_the_cells_of_the_plan() -> None:
     population = synthetic_population(Data(rows=600, shards=4, bytes=6000, block=50))
     blocks = BlockMap.of(population)
     plan = make_plan(population, global_batch=20, lanes=4, seed=3)
-    groups, needs = rank_needs(plan, blocks, [1, 2], epochs=2, memory=1 << 20, block_bytes=50)
-    assert groups.first[-1] == 2 * plan.loop_steps
-    for number in (0, 1, 5):
-        first, last = groups.first[number : number + 2].tolist()
-        expected = [
-            b for k in range(first, last) for b in blocks.blocks_of(plan.steps(k, k + 1, [1, 2]).ravel())
-        ]
-        assert needs.block[needs.group == number].tolist() == list(dict.fromkeys(expected))
+    needs = rank_needs(plan, blocks, [1, 2], epochs=2, memory=1 << 20)
+    starts = group_starts(plan.loop_steps, 512)
+    starts = np.concatenate([starts[:-1], starts + plan.loop_steps])
+    group = np.searchsorted(starts, needs.step, side="right") - 1
+    for number in range(len(starts) - 1):
+        steps = range(*starts[number : number + 2].tolist())
+        cells = {k: blocks.blocks_of(plan.steps(k, k + 1, [1, 2]).ravel()).tolist() for k in steps}
+        expected = list(dict.fromkeys(block for cell in cells.values() for block in cell))
+        mine = group == number
+        assert needs.block[mine].tolist() == expected
+        for first, last, block in zip(needs.step[mine], needs.last[mine], expected, strict=True):
+            needing = [k for k, cell in cells.items() if block in cell]
+            assert (first, last) == (needing[0], needing[-1])
 
 
 # Time
 
 
-def by_hand(cluster: Cluster, group_sizes: list[int], blocks: list[list[int]]) -> np.ndarray:
-    """One rank whose group g needs blocks of ``blocks[g]`` bytes from the store: when each of its steps ends."""
-    first = np.cumsum([0, *group_sizes])
-    opens = np.arange(len(group_sizes)) == 0
-    groups = Groups(first, opens, np.maximum(0, np.arange(len(group_sizes)) - 2))
-    group = np.repeat(np.arange(len(blocks)), [len(b) for b in blocks])
+def by_hand(cluster: Cluster, blocks: list[list[int]]) -> np.ndarray:
+    """One rank whose step k needs blocks of ``blocks[k]`` bytes from the store, for two of which memory has room."""
+    step = np.repeat(np.arange(len(blocks)), [len(b) for b in blocks])
     size = np.concatenate([np.array(b, dtype=np.int64) for b in blocks])
     ones = np.ones(len(size), dtype=bool)
-    none = np.zeros(int(first[-1]))
-    flow = RankFlow(0, none, none, none, none, groups, Items(group, size, ones, ones))
-    return np.cumsum(time_steps(cluster, [flow], Moves(cluster, 1)).step_s)
+    loads = RankLoads(0, step, np.maximum(0, step - 2), size, ones, ones)
+    return np.cumsum(time_steps(cluster, [loads], len(blocks), Moves(cluster, 1)).step_s)
 
 
 def test_one_rank_waits_for_the_latency_once_and_then_reads_ahead() -> None:
     cluster = small("latency=1s", "cell=2s", "concurrency=1", "memory=1GiB")
-    ends = by_hand(cluster, [1, 1, 1], [[10], [10], [10]])
+    ends = by_hand(cluster, [[10], [10], [10]])
     assert ends.tolist() == [3.0, 5.0, 7.0]
 
 
 def test_one_rank_that_is_bound_by_latency() -> None:
     cluster = small("latency=4s", "cell=1s", "concurrency=1", "memory=1GiB")
-    ends = by_hand(cluster, [1, 1, 1], [[10], [10], [10]])
+    ends = by_hand(cluster, [[10], [10], [10]])
     assert ends.tolist() == [5.0, 9.0, 13.0]
     more = small("latency=4s", "cell=1s", "concurrency=2", "memory=1GiB")
-    assert by_hand(more, [1, 1, 1], [[10], [10], [10]]).tolist() == [5.0, 6.0, 9.0]
+    assert by_hand(more, [[10], [10], [10]]).tolist() == [5.0, 6.0, 9.0]
 
 
 def test_one_rank_that_is_bound_by_its_network() -> None:
     cluster = changed(small("latency=1s", "cell=1s", "memory=1GiB"), ["nic=10B/s"])
-    assert by_hand(cluster, [1, 1], [[100], [100]]).tolist() == [12.0, 22.0]
+    assert by_hand(cluster, [[100], [100]]).tolist() == [12.0, 22.0]
 
 
 def test_reading_ahead_is_bounded() -> None:
     cluster = small("latency=3s", "cell=1s", "concurrency=8", "memory=1GiB", "ahead=10B", "threads=1")
     # the second block is begun when the first was taken, the third when the second was
-    assert by_hand(cluster, [1, 1, 1], [[10], [10], [10]]).tolist() == [4.0, 5.0, 7.0]
+    assert by_hand(cluster, [[10], [10], [10]]).tolist() == [4.0, 5.0, 7.0]
 
 
 # Faults, moves, money
@@ -343,7 +352,19 @@ def test_too_few_lanes_are_told() -> None:
 
 
 def test_group_sizes_are_the_loaders() -> None:
-    groups = group_steps(100, 2, rows_per_step=16, bytes_per_step=1 << 20)
-    assert np.diff(groups.first).tolist() == [1, 4, 16, 64, 15, 1, 4, 16, 64, 15]
-    assert groups.opens.tolist() == [True, False, False, False, False] * 2
-    assert groups.leased_with.tolist() == [0, 0, 0, 1, 2, 5, 5, 5, 6, 7]
+    assert np.diff(group_starts(100, 64)).tolist() == [1, 4, 16, 64, 15]
+
+
+def test_a_rank_of_which_a_share_is_sampled_takes_as_long_as_all_of_it() -> None:
+    cluster = changed(
+        small("latency=4s", "cell=1s", "concurrency=8", "threads=4", "memory=1GiB"), ["nic=100B/s"]
+    )
+
+    def seconds(each: int, share: float) -> float:
+        step = np.repeat(np.arange(50), each)
+        size, ones = np.full(len(step), 10, dtype=np.int64), np.ones(len(step), dtype=bool)
+        loads = RankLoads(0, step, np.maximum(0, step - 2), size, ones, ones, share)
+        return float(time_steps(cluster, [loads], 50, Moves(cluster, 1)).step_s.sum())
+
+    assert seconds(16, 1.0) == pytest.approx(seconds(4, 0.25), rel=0.1)
+    assert seconds(16, 1.0) == pytest.approx(seconds(1, 1 / 16), rel=0.1)

@@ -26,7 +26,8 @@ import numpy as np
 from shardkit.plan import Plan, Population, make_plan
 from shardkit.plan.locality import lane_shards, node_reads
 from shardkit.plan.mixing import mixing
-from shardkit_tools.benchmarks.suite import resume, spread
+from shardkit_tools.benchmarks.suite import resume
+from shardkit_tools.simulation.reading import spread_population
 
 ROWS, SHARDS, STRATA, BATCH = 10**9, 10**5, 50, 4096
 PLANNERS = ("mosaicml", "litdata")
@@ -40,7 +41,7 @@ def heavy(strata: int, rows: int) -> np.ndarray:
 
 
 def big() -> Population:
-    return spread(heavy(STRATA, ROWS), SHARDS, 100)
+    return spread_population(heavy(STRATA, ROWS), SHARDS, block_rows=100)
 
 
 def peak_mib() -> float:
@@ -124,10 +125,16 @@ def replay() -> dict[str, Any]:
 
 
 SHAPES: dict[str, Callable[[], tuple[Population, int]]] = {
-    "ImageNet, B = 512": lambda: (spread(1300 - np.arange(1000) * 7919 % 40, 512, 9), 528),
-    "ImageNet, B = 4,096": lambda: (spread(1300 - np.arange(1000) * 7919 % 40, 512, 9), 4128),
-    "10 strata": lambda: (spread(np.full(10, 200_000), 512, 64), 528),
-    "50 heavy-tailed strata": lambda: (spread(heavy(50, 2_000_000), 512, 64), 528),
+    "ImageNet, B = 512": lambda: (
+        spread_population(1300 - np.arange(1000) * 7919 % 40, 512, block_rows=9),
+        528,
+    ),
+    "ImageNet, B = 4,096": lambda: (
+        spread_population(1300 - np.arange(1000) * 7919 % 40, 512, block_rows=9),
+        4128,
+    ),
+    "10 strata": lambda: (spread_population(np.full(10, 200_000), 512, block_rows=64), 528),
+    "50 heavy-tailed strata": lambda: (spread_population(heavy(50, 2_000_000), 512, block_rows=64), 528),
 }
 
 
@@ -156,7 +163,7 @@ def full_reads(plan: Plan, nodes: int) -> float:
 
 def ten_million() -> dict[str, Any]:
     """Resuming at 90 % of 10⁷ rows on 64 ranks: what one rank does (its lane), and what a node of 8 ranks does."""
-    population = spread(np.array([10**7]), 2000, 64)
+    population = spread_population(np.array([10**7]), 2000, block_rows=64)
     out: dict[str, Any] = {}
     for name, lanes in (("rank", 1), ("node", 8)):
         rounds = [resume(population, BATCH, lanes) for _ in range(7)]

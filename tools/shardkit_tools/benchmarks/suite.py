@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 import shardkit
 from shardkit.errors import ShardkitError, UsageError
@@ -36,6 +35,7 @@ from shardkit_tools.benchmarks.workloads import (
 )
 from shardkit_tools.building import ProgressCallback, build
 from shardkit_tools.installed import installed
+from shardkit_tools.simulation.reading import spread_population
 
 
 @contextlib.contextmanager
@@ -161,19 +161,6 @@ def build_contest(scale: float, scratch: Path) -> Iterator[Contest]:
 _ROWS, _BATCH, _SHARD_ROWS = 10**7, 4096, 5000
 
 
-def spread(counts: NDArray[np.int64], shards: int, block_rows: int) -> Population:
-    """Strata of these sizes spread evenly over shards, as the build writes them."""
-    strata = len(counts)
-    at = np.arange(shards + 1, dtype=np.int64)
-    rows = np.empty((shards, strata), dtype=np.int64)
-    for s, n in enumerate(counts.tolist()):
-        rows[:, s] = np.diff(at * n // shards)
-    return Population("bench", tuple(f"s{s:04d}" for s in range(strata)),
-                      np.repeat(np.arange(shards, dtype=np.int32), strata),
-                      np.tile(np.arange(strata, dtype=np.int32), shards), rows.ravel(),
-                      np.full(shards, block_rows, dtype=np.int32))  # fmt: skip
-
-
 def resume(population: Population, batch: int, lanes: int) -> Round:
     """Plan, and draw the cells of a step at 90 % of the epoch for the first ``lanes`` lanes."""
 
@@ -196,7 +183,7 @@ def plan_contest(scale: float) -> Iterator[Contest]:
     """
     rows = max(100_000, int(_ROWS * scale))
     shards = max(20, rows // _SHARD_ROWS)
-    population = spread(np.array([rows]), shards, 64)
+    population = spread_population(np.array([rows]), shards, block_rows=64)
 
     def permute() -> Round:
         return timed(1, lambda: np.random.default_rng(0).permutation(rows))

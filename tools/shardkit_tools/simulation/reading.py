@@ -1,31 +1,151 @@
-"""Which nodes, ranks and lanes are simulated, what they fetch, and what all nodes read then (SPEC.md §1, §3)."""
+"""What nodes read: blocks that ranks need of the plan, and where each comes from: memory, the node's cache, the store.
+
+Which nodes, ranks and lanes are followed, and how much they stand for, is SPEC.md §3; the rest is §1.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+import shardkit
+from shardkit.dataset.dataset import population_of
+from shardkit.errors import ConfigurationError
+from shardkit.loader.schedule import most_steps
 from shardkit.plan import Plan, Population, assign
-from shardkit_tools.simulation.cluster import Cluster
-from shardkit_tools.simulation.demand import (
-    Groups,
-    Loads,
-    count_requests,
-    lease_when_there_is_room,
-    rank_needs,
-    through_cache,
-    through_memory,
-)
-from shardkit_tools.simulation.populations import BlockMap
-from shardkit_tools.simulation.timing import Items, RankFlow
+from shardkit.reading.cache.eviction import FurthestFirst
+from shardkit_tools.simulation.cluster import Cluster, Data
+from shardkit_tools.simulation.timing import RankLoads
 
+Int64s = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
 Tell = Callable[[str], None]
 """Called with a line on what is being computed."""
+
+_SHARD_BYTES = 256 << 20
+_ROW_BYTES = 100_000
+_CHUNK_ROWS = 1 << 21
+_GROUPS_AHEAD = 2  # that are planned beside the one whose steps are worked, as in `loader.pipeline`
+_JOINED = 16  # blocks among which reading ahead finds those that lie end to end (`reading.cache`)
+_LANE_ROWS = 100_000  # what opening a lane's hand for an epoch costs, in rows drawn
+
+# ---- The rows that are simulated
+
+
+def open_population(data: Data) -> Population:
+    """The rows of ``data.root`` (its manifest alone is read), or synthetic ones."""
+    if data.root:
+        dataset = shardkit.open(data.root)
+        return population_of(dataset.manifest, dataset.table)
+    return synthetic_population(data)
+
+
+def synthetic_population(data: Data) -> Population:
+    """Rows spread evenly over the shards, strata of sizes 1, 1/2, 1/3 … of the first.
+
+    Raises:
+        ConfigurationError: fewer rows than shards or strata.
+    """
+    total = data.bytes or data.rows * _ROW_BYTES
+    shards = data.shards or max(1, -(-total // _SHARD_BYTES))
+    if data.rows < shards or data.rows < data.strata:
+        raise ConfigurationError(
+            f"{data.rows} rows in {shards} shards and {data.strata} strata: at least one row of each is expected"
+        )
+    shares = np.array([2**40 // (s + 1) for s in range(data.strata)], dtype=object)
+    ends = [int(data.rows * int(c) // int(shares.sum())) for c in np.cumsum(shares)]
+    row_bytes = max(1, total // data.rows)
+    recipe = f"synthetic {data.rows} {shards} {data.strata} {total} {data.block}"
+    return spread_population(
+        np.diff([0, *ends]),
+        shards,
+        block_rows=max(1, data.block // row_bytes),
+        row_bytes=row_bytes,
+        identity=f"sha256:{hashlib.sha256(recipe.encode()).hexdigest()}",
+    )
+
+
+def spread_population(
+    strata: Int64s, shards: int, *, block_rows: int, row_bytes: int = 1, identity: str = "made up"
+) -> Population:
+    """Strata of so many rows each, spread evenly over the shards as the build writes them."""
+    kind = (
+        object if int(strata.max()) * shards >= 2**62 else np.int64
+    )  # Python's numbers where those of 64 bits end
+    ends = np.arange(shards + 1, dtype=kind)[:, None] * strata.astype(kind)[None, :] // shards
+    rows = np.diff(ends.astype(np.int64), axis=0)  # (shards, strata)
+    return Population(
+        identity=identity,
+        strata=tuple(f"stratum-{s}" for s in range(len(strata))),
+        segment_shard=np.repeat(np.arange(shards, dtype=np.int32), len(strata)),
+        segment_stratum=np.tile(np.arange(len(strata), dtype=np.int32), shards),
+        segment_rows=rows.ravel(),
+        shard_block_rows=np.full(shards, block_rows, dtype=np.int32),
+        shard_bytes=rows.sum(axis=1) * row_bytes,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class BlockMap:
+    """From sample numbers to blocks, and what blocks weigh; the plan's own blocks, restarting at every segment."""
+
+    first_sample: Int64s  # int64[n + 1], first sample of each segment
+    first_block: Int64s  # int64[n + 1], first dataset-wide block of each segment
+    block_rows: Int64s  # int64[n], rows of a whole block of the segment's shard
+    row_bytes: Floats  # float64[n], stored bytes per row of the segment's shard
+    shard: NDArray[np.int32]  # int32[n]
+
+    @classmethod
+    def of(cls, population: Population) -> BlockMap:
+        """Columns over the segments of a population."""
+        rows, shard = population.segment_rows, population.segment_shard
+        size = population.shard_block_rows[shard].astype(np.int64)
+        per_shard = np.bincount(shard, rows, population.num_shards)
+        stored = population.shard_bytes if population.shard_bytes is not None else per_shard
+        each = stored / np.maximum(per_shard, 1)
+        return cls(_sums(rows), _sums(-(-rows // size)), size, each[shard], shard)
+
+    @property
+    def num_blocks(self) -> int:
+        return int(self.first_block[-1])
+
+    @property
+    def num_samples(self) -> int:
+        return int(self.first_sample[-1])
+
+    @property
+    def largest(self) -> int:
+        """Bytes of a whole block."""
+        return int((self.block_rows * self.row_bytes).max())
+
+    def blocks_of(self, samples: Int64s) -> Int64s:
+        """Dataset-wide block of each sample."""
+        segment = np.searchsorted(self.first_sample, samples, side="right") - 1
+        inside = samples - self.first_sample[segment]
+        blocks: Int64s = self.first_block[segment] + inside // self.block_rows[segment]
+        return blocks
+
+    def weigh(self, blocks: Int64s) -> tuple[Int64s, NDArray[np.int32]]:
+        """Stored bytes of each block, and its shard."""
+        segment = np.searchsorted(self.first_block, blocks, side="right") - 1
+        before = (blocks - self.first_block[segment]) * self.block_rows[segment]
+        left = self.first_sample[segment + 1] - self.first_sample[segment] - before
+        rows = np.minimum(left, self.block_rows[segment])
+        return np.maximum(1, (rows * self.row_bytes[segment])).astype(np.int64), self.shard[segment]
+
+
+def _sums(values: Int64s) -> Int64s:
+    sums = np.zeros(len(values) + 1, dtype=np.int64)
+    np.cumsum(values, out=sums[1:])
+    return sums
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,104 +163,175 @@ class Prepared:
         return float(self.population.rows if shards is None else shards.sum())
 
 
-@dataclass(frozen=True, eq=False)
-class Reads:
-    """What was read, of all nodes, by epoch; and what the ranks that were sampled fetched."""
-
-    requests: Floats  # float64[epochs], as the next three
-    store_bytes: Floats
-    cache_bytes: Floats
-    hit_rate: Floats
-    cache_hits: float  # in all epochs
-    held_bytes: float  # in a node's cache at the end
-    distinct_bytes: float  # that a node needs at all
-    error: float | None  # relative, of the bytes; None where it is not known
-    flows: list[RankFlow]
+# ---- What a rank needs, and what its memory keeps
 
 
-def read_lanes(cluster: Cluster, prepared: Prepared, sample: Sample, tell: Tell) -> Reads:
-    """What the nodes of a sample read, scaled up."""
-    nodes = []
-    for place, node in enumerate(sample.nodes):
-        tell(f"reading: node {place + 1} of {len(sample.nodes)}")
-        nodes.append(_read_node(cluster, prepared, sample, node))
-    flows = [flow for _, own, _ in nodes for flow in own]
-    by_node = np.stack([columns for columns, _, _ in nodes])  # (nodes, 5, epochs)
-    held, distinct = np.mean([memory for _, _, memory in nodes], axis=0).tolist()
-    sums = by_node.sum(axis=0)
-    requests, store_bytes, cache_bytes, misses, loads = sums * sample.total
-    is_alone = cluster.nodes.nodes == 1 and len(flows) > 1  # then its ranks are the units of the error
-    units = np.array([one.store_bytes.sum() for one in flows]) if is_alone else by_node[:, 1].sum(axis=1)
-    error = standard_error(units, sample.rank_share / sample.total)
-    hit_rate = 1 - sums[3] / np.maximum(1, sums[4])
-    hits = float((loads - misses).sum())
-    return Reads(requests, store_bytes, cache_bytes, hit_rate, hits, held, distinct, error, flows)
+class Needs(NamedTuple):
+    """Blocks that a rank's groups of steps need, each once per group, in the order in which they are first needed."""
+
+    step: Int64s  # int64[n], first step of the group that needs it, counted over all epochs
+    last: Int64s  # int64[n], and the last one
+    block: Int64s  # int64[n], dataset-wide
+    planned: Int64s  # int64[n], the step with whose beginning the group is planned, and loading may begin
 
 
-def _read_node(
-    cluster: Cluster, prepared: Prepared, sample: Sample, node: int
-) -> tuple[Floats, list[RankFlow], tuple[float, float]]:
-    """Columns (5, epochs): requests, store bytes, cache bytes, misses, loads; flows; bytes held and needed."""
-    plan, blocks = prepared.plan, prepared.blocks
-    epochs, steps = cluster.work.epochs, plan.loop_steps
-    whole_block = int(prepared.population.shard_block_rows.max() * blocks.row_bytes.max())
-    weight, memory = 1 / sample.rank_share, int(cluster.nodes.memory * sample.rank_share)
-    seen: list[tuple[NDArray[np.int64], ...]] = []
-    uses: list[tuple[NDArray[np.int64], ...]] = []
-    groups: dict[int, Groups] = {}
-    for place in sample.ranks:
-        own, needs = rank_needs(plan, blocks, sample.lanes[node, place], epochs=epochs + 1,
-                                memory=cluster.nodes.memory, block_bytes=whole_block, weight=weight)  # fmt: skip
-        sizes, _ = blocks.weigh(needs.block)
-        in_memory = np.full(len(sizes), whole_block, dtype=np.int64)
-        own = lease_when_there_is_room(own, needs, in_memory, memory)
-        loads = np.flatnonzero(through_memory(needs, in_memory, memory) & (needs.step < epochs * steps))
-        new = needs.is_new
-        uses.append((needs.step[new], needs.block[new]))
-        rank = np.full(len(loads), place, dtype=np.int64)
-        seen.append((needs.step[loads], rank, needs.block[loads], sizes[loads]))
-        last = int(np.searchsorted(own.first, epochs * steps))
-        groups[place] = Groups(own.first[: last + 1], own.opens[:last], own.leased_with[:last])
-    step, rank, block, size = (np.concatenate(column) for column in zip(*seen, strict=True))
-    use_step, use_block = (np.concatenate(column) for column in zip(*uses, strict=True))
-    ordered = Loads.of(step, rank, block, size, (use_step, use_block))
-    cached = through_cache(ordered, int(cluster.nodes.cache * sample.node_share))
-    flows, columns = [], np.zeros((5, epochs))
-    for place, own in groups.items():
-        mine, number = np.flatnonzero(ordered.rank == place), node * cluster.nodes.ranks + place
-        flow, by_step = _flow(number, ordered, blocks, cached.from_store, mine, own, weight, epochs * steps)
-        flows.append(flow)
-        columns += by_step.reshape(5, epochs, steps).sum(axis=2)
-    needed = blocks.weigh(np.unique(ordered.block))[0].sum()
-    return columns, flows, (cached.held / sample.node_share, float(needed) / sample.node_share)
+def group_starts(steps: int, most: int) -> Int64s:
+    """First steps of an epoch's groups, and its end: 1, 4, 16 … steps, up to ``most``, as the loader plans them."""
+    starts, size = [0], 1
+    while starts[-1] < steps:
+        starts.append(min(steps, starts[-1] + size))
+        size = min(most, size * 4)
+    return np.array(starts, dtype=np.int64)
 
 
-def _flow(
-    rank: int,
-    loads: Loads,
-    blocks: BlockMap,
-    from_store: NDArray[np.bool_],
-    mine: NDArray[np.int64],
-    groups: Groups,
-    weight: float,
-    steps: int,
-) -> tuple[RankFlow, Floats]:
-    """A rank's fetches by step, for all its lanes; and its columns, float64[5, steps]."""
-    step, block, size, stored = loads.step[mine], loads.block[mine], loads.size[mine], from_store[mine]
-    own = np.ones(len(mine), dtype=bool)
-    own[stored] = count_requests(block[stored], blocks.weigh(block[stored])[1])
-    amounts = (own & stored, size * stored, size * ~stored, stored, np.ones(len(mine)))
-    columns = np.stack([np.bincount(step, amount, steps)[:steps] * weight for amount in amounts])
-    requests, store_bytes, cache_bytes, _, all_loads = columns
-    items = Items(groups.of(step), size, stored, own) if weight == 1 else None
-    return RankFlow(rank, requests, all_loads, store_bytes, cache_bytes, groups, items), columns
+def rank_needs(
+    plan: Plan, blocks: BlockMap, lanes: Sequence[int], *, epochs: int, memory: int, share: float = 1.0
+) -> Needs:
+    """What a rank needs in the first epochs.
+
+    Args:
+        plan: of the dataset.
+        blocks: of the same dataset.
+        lanes: the sampled ones, ascending.
+        epochs: how many.
+        memory: bytes that these lanes have for blocks.
+        share: of the rank's lanes.
+    """
+    steps = plan.loop_steps
+    rows = max(1, round(plan.cell_size * len(lanes) / share))
+    row_bytes = max(1, int(blocks.row_bytes.mean())) if len(blocks.row_bytes) else 1
+    most = most_steps(rows, rows * row_bytes)
+    while most > 1 and _distinct(plan, blocks, lanes, min(steps, most)) * blocks.largest > memory:
+        most //= 2
+    own = group_starts(steps, most)
+    starts = np.concatenate([own[:-1] + epoch * steps for epoch in range(epochs)] + [[epochs * steps]])
+    at_once = max(1, _CHUNK_ROWS // (plan.cell_size * len(lanes) * most))
+    parts = []
+    for first in range(0, len(starts) - 1, at_once):
+        step, last, block = _needed(plan, blocks, lanes, starts[first : first + at_once + 1])
+        group = np.searchsorted(starts, step, side="right") - 1
+        opening = group // (len(own) - 1) * (len(own) - 1)  # an epoch's groups are planned when it begins
+        parts.append((step, last, block, starts[np.maximum(opening, group - _GROUPS_AHEAD)]))
+    return Needs(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
-_LANE_ROWS = 100_000  # what opening a lane's hand for an epoch costs, in rows drawn
+def _distinct(plan: Plan, blocks: BlockMap, lanes: Sequence[int], steps: int) -> int:
+    """Blocks of the longest group of an epoch, which begins after the short ones."""
+    start = min(plan.loop_steps - steps, steps * 4 // 3)
+    samples = plan.steps(start, start + steps, lanes).ravel()
+    return len(np.unique(blocks.blocks_of(samples[samples >= 0])))
 
 
-@dataclass(frozen=True)
-class Sample:
+def _needed(
+    plan: Plan, blocks: BlockMap, lanes: Sequence[int], starts: Int64s
+) -> tuple[Int64s, Int64s, Int64s]:
+    """First and last step and block of each need of some groups."""
+    begin, end = int(starts[0]), int(starts[-1])
+    # (steps, samples of these lanes): lanes one after the other, as the loader concatenates them
+    cells = plan.steps(begin, end, lanes).reshape(end - begin, -1)
+    step, place = np.nonzero(cells >= 0)
+    block = blocks.blocks_of(cells[step, place])
+    step += begin
+    keys = (np.searchsorted(starts, step, side="right") - 1) * blocks.num_blocks + block
+    order = np.argsort(keys, kind="stable")
+    begins = np.flatnonzero(np.diff(keys[order], prepend=-1))
+    first, last = order[begins], order[np.append(begins[1:], len(order))[: len(begins)] - 1]
+    by_need = np.argsort(first)
+    first, last = first[by_need], last[by_need]
+    return step[first], step[last], block[first]
+
+
+def through_memory(needs: Needs, room: int) -> tuple[Bools, Int64s]:
+    """Which needs are loads, and after which step memory has room for each: the rule of the loader's `BlockWindow`.
+
+    What was needed last the longest ago makes room, once its last planned step is over.
+
+    Args:
+        needs: of one rank.
+        room: blocks that memory holds.
+    """
+    held: dict[int, int] = {}  # block → last planned step that needs it
+    by_last: list[tuple[int, int]] = []  # (that step, block); a heap, with entries that are superseded
+    loads = np.ones(len(needs.step), dtype=bool)
+    after = needs.planned.copy()
+    rows = zip(needs.step.tolist(), needs.last.tolist(), needs.block.tolist(), strict=True)
+    for i, (step, last, block) in enumerate(rows):
+        if block in held:
+            loads[i] = False
+        else:
+            while len(held) >= room and by_last and by_last[0][0] < step:
+                over, gone = heapq.heappop(by_last)
+                if held.get(gone) == over:
+                    del held[gone]
+                    after[i] = max(after[i], over + 1)
+        held[block] = last
+        heapq.heappush(by_last, (last, block))
+    return loads, after
+
+
+# ---- Where loads come from
+
+
+def next_uses(step: Int64s, block: Int64s, use_step: Int64s, use_block: Int64s) -> Floats:
+    """For each load (step, block) the step of the first later use of its block; inf for never.
+
+    Args:
+        step: of the loads.
+        block: of the loads.
+        use_step: of all uses, in any order, those of the loads among them.
+        use_block: of the uses.
+    """
+    span = int(use_step.max(initial=0)) + 1
+    keys = np.append(np.sort(use_block * span + use_step), -1)
+    later = keys[np.searchsorted(keys[:-1], block * span + step, side="right")]
+    return np.where(later // span == block, later % span, np.inf)
+
+
+def through_cache(block: Int64s, size: Int64s, next_use: Floats, limit: int) -> tuple[Bools, int]:
+    """Serve loads from a cache of ``limit`` bytes that knows the future; 0 for none.
+
+    Returns:
+        Which come from the store, and the bytes in the cache at the end.
+    """
+    cache = FurthestFirst(limit)
+    missed = np.ones(len(block), dtype=bool)
+    if limit:
+        rows = zip(block.tolist(), size.tolist(), next_use.tolist(), strict=True)
+        for i, (one, num_bytes, later) in enumerate(rows):
+            missed[i] = not cache.use(one, later)
+            if missed[i] and num_bytes <= limit:
+                cache.add(one, num_bytes, later)
+    return missed, cache.held
+
+
+def count_requests(block: Int64s, shard: NDArray[np.integer]) -> Bools:
+    """Which reads of one rank are requests of their own, in the order in which they are read ahead.
+
+    Of each `_JOINED` blocks those that follow each other in a shard are one request.
+
+    Args:
+        block: (n,) that are read from the store, dataset-wide.
+        shard: (n,) of each.
+    """
+    own = np.ones(len(block), dtype=bool)
+    place = np.arange(len(block))
+    batch = place // _JOINED
+    order = np.lexsort((block, batch))
+    before, after = order[:-1], order[1:]
+    joins = (
+        (batch[after] == batch[before])
+        & (block[after] == block[before] + 1)
+        & (shard[after] == shard[before])
+        & (place[after] > place[before])  # a run grows at its end only
+    )
+    own[after[joins]] = False
+    return own
+
+
+# ---- Which nodes, ranks and lanes are followed
+
+
+class Sample(NamedTuple):
     """The nodes, ranks and lanes that are simulated."""
 
     nodes: tuple[int, ...]  # their numbers
@@ -148,7 +339,7 @@ class Sample:
     lanes: dict[tuple[int, int], tuple[int, ...]]  # sampled lanes of each rank, by (node, rank in it)
     node_share: float  # sampled lanes over all lanes of a node
     rank_share: float  # sampled lanes over all lanes of a rank
-    total: float  # what sums over the sample are multiplied by
+    total: float  # what sums over the sampled ranks are multiplied by
 
 
 def choose_sample(cluster: Cluster, lanes: int, rows: int, budget: int) -> Sample:
@@ -163,25 +354,87 @@ def choose_sample(cluster: Cluster, lanes: int, rows: int, budget: int) -> Sampl
     all_nodes, all_ranks = cluster.nodes.nodes, cluster.nodes.ranks
     affordable = max(1, budget // (rows // lanes + _LANE_ROWS))
     per_node, per_rank = lanes / all_nodes, lanes / cluster.world
-    least = min(2, all_nodes)
-    nodes = min(all_nodes, max(least, int(affordable // per_node)))
+    nodes = min(all_nodes, max(min(2, all_nodes), int(affordable // per_node)))
     ranks = min(all_ranks, max(2 if nodes == 1 else 1, int(affordable // (nodes * per_rank))))
     own = max(1, min(math.ceil(per_rank), affordable // (nodes * ranks)))
     chosen = tuple(i * all_nodes // nodes for i in range(nodes))
     inside = tuple(i * all_ranks // ranks for i in range(ranks))
     owned = assign(lanes, cluster.world).shares()
-    found = {}
-    for node in chosen:
-        for rank in inside:
-            mine = owned[node * all_ranks + rank]
-            found[node, rank] = tuple(mine[: min(own, len(mine))])
+    found = {(n, r): tuple(owned[n * all_ranks + r][:own]) for n in chosen for r in inside}
     looked = sum(map(len, found.values()))
     of_ranks = sum(len(owned[node * all_ranks + rank]) for node, rank in found)
     of_nodes = sum(len(owned[node * all_ranks + r]) for node in chosen for r in range(all_ranks))
     return Sample(chosen, inside, found, looked / of_nodes, looked / of_ranks, lanes / of_ranks)
 
 
-def standard_error(parts: NDArray[np.float64], share: float) -> float | None:
+@dataclass(frozen=True, eq=False)
+class Reads:
+    """What was read, of all nodes, by epoch; and what the ranks that were sampled loaded."""
+
+    requests: Floats  # float64[epochs], as the next three
+    store_bytes: Floats
+    cache_bytes: Floats
+    hit_rate: Floats
+    cache_hits: float  # in all epochs
+    held_bytes: float  # in a node's cache at the end
+    distinct_bytes: float  # that a node needs at all
+    error: float | None  # relative, of the bytes; None where it is not known
+    loads: list[RankLoads]
+
+
+def read_lanes(cluster: Cluster, prepared: Prepared, sample: Sample, tell: Tell) -> Reads:
+    """What the nodes of a sample read, scaled up."""
+    loads: list[RankLoads] = []
+    columns, kept = [], []
+    for place, node in enumerate(sample.nodes):
+        tell(f"reading: node {place + 1} of {len(sample.nodes)}")
+        own, distinct, held = _read_node(cluster, prepared, sample, node)
+        columns.append(sum(one.by_epoch(prepared.plan.loop_steps, cluster.work.epochs) for one in own))
+        kept.append((held / sample.node_share, distinct / sample.node_share))
+        loads += own
+    by_node = np.stack(columns)  # (nodes, 5, epochs)
+    held_bytes, distinct_bytes = np.mean(kept, axis=0).tolist()
+    requests, store_bytes, cache_bytes, misses, all_loads = by_node.sum(axis=0) * sample.total
+    is_alone = cluster.nodes.nodes == 1 and len(loads) > 1  # then its ranks are the units of the error
+    units = [one.store_bytes.sum() for one in loads] if is_alone else by_node[:, 1].sum(axis=1)
+    error = standard_error(np.array(units), sample.rank_share / sample.total)
+    hit_rate, hits = 1 - misses / np.maximum(1, all_loads), float((all_loads - misses).sum())
+    return Reads(requests, store_bytes, cache_bytes, hit_rate, hits, held_bytes, distinct_bytes, error, loads)
+
+
+def _read_node(
+    cluster: Cluster, prepared: Prepared, sample: Sample, node: int
+) -> tuple[list[RankLoads], int, int]:
+    """What each sampled rank of a node loads; bytes that they need at all, and bytes in the node's cache at the end."""
+    plan, blocks, share = prepared.plan, prepared.blocks, sample.rank_share
+    stop, memory = cluster.work.epochs * plan.loop_steps, int(cluster.nodes.memory * share)
+    loaded: list[tuple[Int64s, ...]] = []
+    uses: list[tuple[Int64s, Int64s]] = []
+    for place in sample.ranks:
+        needs = rank_needs(plan, blocks, sample.lanes[node, place], epochs=cluster.work.epochs + 1, memory=memory,
+                           share=share)  # fmt: skip
+        is_load, after = through_memory(needs, max(1, memory // blocks.largest))
+        own = np.flatnonzero(is_load & (needs.step < stop))
+        uses.append((needs.step, needs.block))
+        loaded.append((needs.step[own], np.full(len(own), place), after[own], needs.block[own]))
+    step, rank, after, block = (np.concatenate(column) for column in zip(*loaded, strict=True))
+    order = np.lexsort((rank, step))
+    step, rank, after, block = step[order], rank[order], after[order], block[order]
+    size, shard = blocks.weigh(block)
+    later = next_uses(step, block, *(np.concatenate(column) for column in zip(*uses, strict=True)))
+    stored, held = through_cache(block, size, later, int(cluster.nodes.cache * sample.node_share))
+    found = []
+    for place in sample.ranks:
+        mine = np.flatnonzero(rank == place)
+        from_store = stored[mine]
+        is_own = np.ones(len(mine), dtype=bool)
+        is_own[from_store] = count_requests(block[mine[from_store]], shard[mine[from_store]])
+        number = node * cluster.nodes.ranks + place
+        found.append(RankLoads(number, step[mine], after[mine], size[mine], from_store, is_own, share))
+    return found, int(blocks.weigh(np.unique(block))[0].sum()), held
+
+
+def standard_error(parts: Floats, share: float) -> float | None:
     """Two standard errors of a total, relative, from equal parts of it; None where there is but one.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -12,12 +12,18 @@ import numpy as np
 from shardkit.errors import ConfigurationError
 from shardkit.plan import Plan, make_plan
 from shardkit_tools.simulation.cluster import Cluster, changed
-from shardkit_tools.simulation.demand import group_steps
 from shardkit_tools.simulation.faults import Moves, Stops, recovery, restart
 from shardkit_tools.simulation.full_shuffle import Unit, shuffled_reads
-from shardkit_tools.simulation.populations import BlockMap, open_population
-from shardkit_tools.simulation.reading import Prepared, Reads, Tell, choose_sample, read_lanes
-from shardkit_tools.simulation.timing import RankFlow, Times, time_steps
+from shardkit_tools.simulation.reading import (
+    BlockMap,
+    Prepared,
+    Reads,
+    Tell,
+    choose_sample,
+    open_population,
+    read_lanes,
+)
+from shardkit_tools.simulation.timing import Times, time_steps
 
 DEFAULT_BUDGET = 12_000_000
 """Rows an epoch that are drawn exactly."""
@@ -80,9 +86,7 @@ def simulate_lanes(
     reads = read_lanes(cluster, prepared, sample, tell)
     tell("walking the steps")
     moves = Moves(cluster, plan.lanes, dict(slow or {}))
-    stops = Stops(cluster, reads.held_bytes, np.mean([flow.store_bytes for flow in reads.flows], axis=0))
-    times = time_steps(cluster, reads.flows, moves, stops=stops)
-    result = summary(cluster, prepared, reads, times, plan.loop_steps, stops)
+    result = _timed(cluster, prepared, reads, plan.loop_steps, moves)
     lane_bytes = prepared.stored_bytes / plan.lanes
     moved = [(step, lanes) for step, lanes in moves.moved_lanes if lanes]
     left = sum(lanes * lane_bytes * (1 - step % plan.loop_steps / plan.loop_steps) for step, lanes in moved)
@@ -96,7 +100,7 @@ def simulate_lanes(
                       "global_batch": plan.global_batch, "steps_per_epoch": plan.loop_steps}  # fmt: skip
     result["sample"] = {
         "nodes": len(sample.nodes),
-        "ranks": len(reads.flows),
+        "ranks": len(reads.loads),
         "lanes": sum(map(len, sample.lanes.values())),
     }
     return result
@@ -113,23 +117,16 @@ def simulate_shuffle(
     """A full shuffle with caches that drop what was used least recently."""
     tell(f"shuffling all rows, reading {unit}s")
     reads = shuffled_reads(cluster, prepared, unit=unit, budget=budget // _SHUFFLE_SHARE)
-    samples, batch = prepared.blocks.num_samples, cluster.work.global_batch
-    steps, rows = samples // batch, max(1, batch // cluster.world)
-    totals = (reads.requests, reads.store_bytes, reads.cache_bytes)
-    requests, store_bytes, cache_bytes = (np.repeat(one / steps / cluster.world, steps) for one in totals)
-    groups = group_steps(steps, cluster.work.epochs, rows, int(rows * prepared.stored_bytes / samples))
-    loads = np.full(len(requests), float(rows))
-    flow = RankFlow(0, requests, loads, store_bytes, cache_bytes, groups)
     moves = Moves(changed(cluster, ["rebalance=false"]), prepared.plan.lanes)
-    stops = Stops(cluster, reads.held_bytes, store_bytes)
-    times = time_steps(cluster, [flow], moves, stops=stops)
-    return summary(cluster, prepared, replace(reads, flows=[flow]), times, steps, stops)
+    return _timed(cluster, prepared, reads, prepared.blocks.num_samples // cluster.work.global_batch, moves)
 
 
-def summary(
-    cluster: Cluster, prepared: Prepared, reads: Reads, times: Times, steps: int, stops: Stops
-) -> dict[str, Any]:
-    """Figures by epoch, of the last one in short, and of what goes wrong."""
+def _timed(cluster: Cluster, prepared: Prepared, reads: Reads, steps: int, moves: Moves) -> dict[str, Any]:
+    """Figures by epoch of so many steps, and of what goes wrong."""
+    total = steps * cluster.work.epochs
+    by_step = [np.bincount(one.step, one.store_bytes, total) for one in reads.loads]
+    stops = Stops(cluster, reads.held_bytes, np.mean(by_step, axis=0))
+    times = time_steps(cluster, reads.loads, total, moves, stops=stops)
     epochs = []
     computing_s = cluster.work.cell * prepared.plan.lanes / cluster.world * steps
     for number in range(cluster.work.epochs):
@@ -178,7 +175,7 @@ def summary(
 
 def _stall_error(cluster: Cluster, reads: Reads, times: Times) -> float | None:
     """What more doublings of the sampled ranks may add to the stall, relative."""
-    whole, looked = float(times.stall_s.sum()), len(reads.flows)
+    whole, looked = float(times.stall_s.sum()), len(reads.loads)
     if looked == cluster.world or not whole:
         return 0.0
     if looked < 2:
