@@ -24,7 +24,7 @@ from shardkit.formats.logical import Logical
 from shardkit.formats.schema import FieldType
 from shardkit.formats.tar_members import RAGGED_HEADER_BYTES
 from shardkit.plan.costs import COST_LIMIT
-from shardkit.plan.rounding import ragged
+from shardkit.plan.deal import ragged
 
 # what a literal of text holds is none; a backtick in a name is written twice
 _QUOTED = re.compile(r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|(`(?:[^`]|``)+`)""", re.DOTALL)

@@ -16,7 +16,7 @@ from shardkit.loader.pipeline import LoaderCounts, Pipeline, StepBatches
 from shardkit.loader.resources import LoaderResources
 from shardkit.plan import Plan
 from shardkit.plan.natural import NaturalGrid
-from shardkit.plan.waits import cell_costs
+from shardkit.plan.report import cell_costs
 from shardkit.telemetry import Telemetry
 
 __all__ = ["STATE_VERSION", "LiveLoader", "Loop", "StepCosts", "Steps", "check_geometry", "check_state"]

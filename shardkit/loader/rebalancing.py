@@ -1,7 +1,7 @@
 """Lanes that move between ranks while a run goes on: telemetry, decisions, their effect at a named step (SPEC.md §8).
 
 Ranks talk through the process group's store, not by collectives: one small write every `every` steps, one small read a
-few steps later. What moves is decided by `shardkit.plan.rebalance`, a pure function.
+few steps later. What moves is decided by `shardkit.plan.assignment`, a pure function.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 from shardkit.errors import ConfigurationError, RunError
 from shardkit.loader.ranks import Dealt
 from shardkit.plan import Assignment
-from shardkit.plan.rebalance import Decision, RankTelemetry, Rules, in_force, rebalance
+from shardkit.plan.assignment import Decision, RankTelemetry, Rules, in_force, rebalance
 from shardkit.ranges import Range
 
 __all__ = ["Rebalancer", "Rebalancing", "make_rebalancer"]

@@ -8,7 +8,7 @@ from shardkit.notebook import pages
 
 from .assignment import Assignment, assign, data_coordinates
 from .costs import Costs, encode_costs
-from .draws import Place, cell_key, draw, draws
+from .permutation import Place, cell_key, draw, draws
 from .plan import Plan, cell_digest, make_plan
 from .population import Population
 from .settings import EARLIER_WINDOW_BLOCKS

@@ -7,20 +7,14 @@ from dataclasses import dataclass, replace
 
 from shardkit.errors import PlanError
 
-from .buckets import BucketGrid
 from .costs import Costs
-from .leftover import NaturalLeftover, natural_heads, weighted_heads
+from .leftover import NaturalLeftover, RestGrid, natural_heads, weighted_heads
+from .lengths import BucketGrid, JoinedGrid
 from .natural import NaturalGrid
-from .population import Population
-from .rest import RestGrid
-from .sequences import JoinedGrid
+from .population import Population, WeightsLike, group_strata, resolve_weights, stratum_rows
 from .settings import Settings, check_rows
-from .strata import group_strata, stratum_rows
 from .tapes import Heads
 from .weighted import WeightedGrid, Weights
-from .weights import WeightsLike, resolve_weights
-
-__all__ = ["AnyGrid", "Change", "Leg", "amended", "natural_grid", "weighted_grid"]
 
 AnyGrid = NaturalGrid | WeightedGrid | RestGrid | BucketGrid | JoinedGrid
 """Any way of dealing samples to cells."""

@@ -13,11 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .population import Population
-from .rounding import ragged
-from .strata import Groups
-
-__all__ = ["BaseOrder", "Blocks", "Pieces"]
+from .deal import ragged
+from .population import Groups, Population
 
 _ENTRIES = 1 << 20
 _MIN_CHUNK = 256

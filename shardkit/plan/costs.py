@@ -13,17 +13,6 @@ from shardkit.errors import PlanError
 
 from .permutation import derive, derive_each, order_rows
 
-__all__ = [
-    "BALANCES",
-    "COST_LIMIT",
-    "ROUND_PARTS",
-    "Balance",
-    "Codes",
-    "Costs",
-    "decode_costs",
-    "encode_costs",
-]
-
 BALANCES = ("spread", "align")
 """Dear cells of neighbouring lanes in other steps, so that batches are alike; or those of all lanes in the same."""
 COST_LIMIT = 1 << 32

@@ -1,19 +1,93 @@
 """The deal: how many samples of each group every lane has drawn before any step, in closed form (SPEC.md §2).
 
 One `Deal` is one turn of the table: ``steps`` steps in ``lanes`` phases. Slots of a step, sorted by group,
-go round the lanes; in phase p slot i goes to lane (i + p) mod L.
+go round the lanes; in phase p slot i goes to lane (i + p) mod L. Sums and roundings are exact; `assemble` puts each
+step's draws together, `permute_cells` permutes them within their cells (§4).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .rounding import muldiv
+from .permutation import order_rows
 
-__all__ = ["Deal"]
+_SAFE = 2**62
+
+
+def floor_sum(n: int, m: int, a: int, b: int) -> int:
+    """Sum of ``(a * i + b) // m`` over 0 <= i < n.
+
+    In O(log m) steps (the Euclid-like reduction of lattice counts).
+    """
+    total = 0
+    if a < 0:
+        total -= n * (n - 1) // 2 * ((a % m - a) // m)
+        a %= m
+    if b < 0:
+        total -= n * ((b % m - b) // m)
+        b %= m
+    while n:
+        if a >= m:
+            total += n * (n - 1) // 2 * (a // m)
+            a %= m
+        if b >= m:
+            total += n * (b // m)
+            b %= m
+        last = a * n + b
+        if last < m:
+            break
+        n, b = last // m, last % m
+        m, a = a, m
+    return total
+
+
+def golden_step(n: int) -> int:
+    """The step nearest to n / golden ratio that has no common factor with n.
+
+    Its multiples spread evenly modulo n.
+    """
+    if n <= 2:
+        return 1
+    step = (math.isqrt(5 * n * n) - n) // 2
+    while math.gcd(step, n) != 1:
+        step += 1
+    return step
+
+
+def divisors(n: int) -> list[int]:
+    """All divisors of n in ascending order."""
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]
+
+
+def muldiv(
+    factor: NDArray[np.int64], other: NDArray[np.int64], offset: NDArray[np.int64] | int, divisor: int
+) -> NDArray[np.int64]:
+    """``(factor * other + offset) // divisor``, exact.
+
+    Arrays broadcast; all values are >= 0 and the result fits int64. Products that might pass 2**62 are taken
+    in Python integers.
+    """
+    bound = int(factor.max(initial=0)) * int(other.max(initial=0)) + int(np.max(offset, initial=0))
+    if bound < _SAFE and divisor < _SAFE:
+        small: NDArray[np.int64] = ((factor * other + offset) // divisor).astype(np.int64, copy=False)
+        return small
+    exact = factor.astype(object) * other.astype(object) + offset
+    quotient: NDArray[np.int64] = (exact // divisor).astype(np.int64)
+    return quotient
+
+
+def ragged(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The concatenation of ``arange(start, start + length)`` over all pairs: int64[sum(lengths)]."""
+    ends = np.cumsum(lengths)
+    numbers: NDArray[np.int64] = np.repeat(starts - (ends - lengths), lengths)
+    numbers += np.arange(len(numbers), dtype=np.int64)
+    return numbers
+
 
 Counts = NDArray[np.int64]
 
@@ -125,3 +199,43 @@ class Deal:
 
 def _fit(total: int) -> type:
     return np.int64 if total < 2**62 else object
+
+
+def chunk_steps(global_batch: int, lanes: int, most: int) -> int:
+    """Steps that are drawn at once and kept: at most 2**16 samples of a lane and 2**20 of all lanes."""
+    return max(1, min(most, (1 << 20) // global_batch, (1 << 16) * lanes // global_batch))
+
+
+def assemble(draws: NDArray[np.int64], counts: NDArray[np.int64], size: int) -> NDArray[np.int64]:
+    """Deal draws over steps.
+
+    Args:
+        draws: int64[sum(counts)], lane after lane, group after group, each group's in drawing order.
+        counts: int64[lanes, steps, groups], how many of each group every step of a lane takes.
+        size: m, slots of a cell.
+
+    Returns:
+        int64[lanes, steps, m]: the step's draws, group after group; -1 in the slots that are left.
+    """
+    lanes, steps = counts.shape[:2]
+    out = np.full(lanes * steps * size, -1, dtype=np.int64)
+    first = np.arange(lanes * steps, dtype=np.int64).reshape(lanes, steps, 1) * size
+    slot = np.cumsum(counts, axis=2) - counts + first
+    out[ragged(slot.transpose(0, 2, 1).ravel(), counts.transpose(0, 2, 1).ravel())] = draws
+    return out.reshape(lanes, steps, size)
+
+
+def permute_cells(cells: NDArray[np.int64], keys: NDArray[np.uint64], filled: int) -> NDArray[np.int64]:
+    """Permute the first ``filled`` slots of each cell under its key.
+
+    Args:
+        cells: int64[steps, m].
+        keys: uint64[steps].
+        filled: slots that hold a sample; the others hold -1 and stay last.
+    """
+    ranks = order_rows(keys, filled)
+    if filled == cells.shape[1]:
+        return np.take_along_axis(cells, ranks, axis=1)
+    out = cells.copy()
+    out[:, :filled] = np.take_along_axis(cells, ranks, axis=1)
+    return out

@@ -1,21 +1,64 @@
 """Decks: hands of one pass in drawing order, of one lane or of several (SPEC.md §4).
 
-`WindowDeck` shuffles windows of blocks; `FullDeck` permutes each hand as a whole, in O(1) per sample.
+`WindowDeck` shuffles windows of blocks; `FullDeck` permutes each hand as a whole, in O(1) per sample. `Recent` keeps
+those that are used again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .base_order import BaseOrder, Blocks
 from .costs import Balance
+from .deal import ragged
 from .permutation import Feistel, derive_each, grouped_order
-from .rounding import ragged
 
-__all__ = ["SHUFFLES", "Deck", "FullDeck", "Hands", "WindowDeck", "build_deck"]
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class Recent(Generic[K, V]):
+    """Keeps the last ``limit`` values made.
+
+    Values are immutable and making one twice is harmless, so two threads that miss together both make it and
+    one of the equal values stays. Single dict operations are atomic; nothing iterates over the dict while it
+    may change.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = max(1, limit)
+        self._values: dict[K, V] = {}
+
+    def get(self, key: K, make: Callable[[K], V]) -> V:
+        """The value of ``key``, made by ``make(key)`` where it is not kept."""
+        try:
+            return self._values[key]
+        except KeyError:
+            pass
+        value = make(key)
+        values = self._values
+        values[key] = value
+        if len(values) > self._limit:
+            for old in list(values)[: len(values) - self._limit]:
+                values.pop(old, None)
+        return value
+
+    def __contains__(self, key: K) -> bool:
+        """Whether a value is kept."""
+        return key in self._values
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._values = {}
+
+    def __len__(self) -> int:
+        return len(self._values)
+
 
 _BLOCKS, _WINDOWS, _STAGGER = 0, 1, 2  # what a hand's key is for
 SHUFFLES = ("window", "full", "none")

@@ -10,15 +10,12 @@ from numpy.typing import NDArray
 
 from .amendment import AnyGrid
 from .assignment import assign
-from .buckets import BucketGrid
+from .leftover import RestGrid
+from .lengths import BucketGrid, JoinedGrid
 from .natural import NaturalGrid
 from .plan import Plan
 from .population import Population
-from .rest import RestGrid
-from .sequences import JoinedGrid
 from .weighted import WeightedGrid
-
-__all__ = ["LaneOfBlock", "NodeReads", "lane_shards", "node_reads", "parts"]
 
 Numbers = NDArray[np.int64]
 

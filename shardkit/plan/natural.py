@@ -9,17 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .base_order import BaseOrder
-from .cells import assemble, chunk_steps, permute_cells
 from .costs import BALANCES, Balance, Costs
-from .deal import Deal
-from .deck import Deck, Hands, build_deck
+from .deal import Deal, assemble, chunk_steps, floor_sum, golden_step, permute_cells
+from .deck import Deck, Hands, Recent, build_deck
 from .permutation import derive, derive_each
-from .population import Population
-from .recent import Recent
-from .rounding import floor_sum, golden_step
-from .strata import Groups
-
-__all__ = ["Epoch", "NaturalGrid"]
+from .population import Groups, Population
 
 Lanes = tuple[int, ...]
 _Key = tuple[int, Lanes, int]  # epoch, lanes, number of the chunk or first step of the part

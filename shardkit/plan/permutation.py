@@ -1,4 +1,4 @@
-"""Keyed permutations: integer arithmetic only, the same on every CPU and in every release (SPEC.md §4).
+"""Keyed permutations and draws: integer arithmetic only, the same on every CPU and in every release (SPEC.md §4).
 
 ``order(key, n)`` sorts the pairs (high 32 bits of splitmix64 output i under ``key``, i). Pairs are distinct,
 so every sorting method gives the same answer. ``Feistel`` is the O(1) permutation for domains that are too
@@ -7,19 +7,12 @@ large to sort.
 
 from __future__ import annotations
 
+import hashlib
+from functools import lru_cache
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
-
-__all__ = [
-    "GOLDEN",
-    "Feistel",
-    "derive",
-    "derive_each",
-    "grouped_order",
-    "mix64",
-    "order",
-    "order_rows",
-]
 
 GOLDEN = 0x9E3779B97F4A7C15
 """2**64 / golden ratio: the increment of splitmix64 (Steele, Lea, Flood 2014)."""
@@ -173,3 +166,39 @@ class Feistel:
             else:
                 left, right = right, left ^ (mix64(right * _U(GOLDEN) + key) & mask)
         return (left << bits) | right
+
+
+_BITS = 64
+
+
+class Place(NamedTuple):
+    """Where a sample stands: what all that is drawn for it depends on."""
+
+    seed: int
+    step: int
+    lane: int
+    slot: int
+
+
+@lru_cache(maxsize=256)
+def _stream(name: str) -> int:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
+
+
+def cell_key(place: Place, name: str) -> int:
+    """A 64-bit key that all places of a cell share."""
+    return derive(place.seed, _stream(name), place.step, place.lane)
+
+
+def draws(place: Place, name: str, count: int, *, first: int = 0) -> list[int]:
+    """`count` integers below 2**64, uniform and independent: splitmix64 keyed by the place and the name.
+
+    Each depends on its number alone, from `first` on, however many are taken.
+    """
+    key = derive(cell_key(place, name), place.slot)
+    return [derive(key, number) for number in range(first, first + count)]
+
+
+def draw(bits: int, below: int) -> int:
+    """One of `draws` as a number from 0 to `below` − 1."""
+    return (bits * below) >> _BITS

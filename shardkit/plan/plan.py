@@ -14,12 +14,11 @@ from shardkit.formats.canonical_json import dumps
 from shardkit.notebook import Shown
 
 from .amendment import AnyGrid, Change, Leg, amended, natural_grid, weighted_grid
-from .buckets import BucketGrid, find_buckets
 from .costs import BALANCES, ROUND_PARTS, Costs
+from .leftover import RestGrid
+from .lengths import BucketGrid, JoinedGrid, find_buckets, joined, rows_per_sequence
 from .natural import NaturalGrid
-from .population import Population
-from .rest import RestGrid
-from .sequences import JoinedGrid, joined, rows_per_sequence
+from .population import Population, WeightsLike, resolve_stages, stratum_rows
 from .settings import (
     EARLIER_WINDOW_BLOCKS,
     Settings,
@@ -29,11 +28,7 @@ from .settings import (
     default_window_blocks,
     earlier_cost_window,
 )
-from .strata import stratum_rows
 from .weighted import WeightedGrid
-from .weights import WeightsLike, resolve_stages
-
-__all__ = ["Plan", "make_plan"]
 
 PLAN_VERSION = 1
 """Part of every digest; a change of the construction that moves a sample must raise it."""

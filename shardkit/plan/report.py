@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.notebook import page, table
 
-from .buckets import BucketGrid
+from .base_order import BaseOrder
+from .costs import Costs, decode_costs
+from .lengths import BucketGrid, JoinedGrid
 from .locality import lane_shards, node_reads, parts
-from .mixing import mixing
 from .natural import NaturalGrid
+from .permutation import Feistel, derive
 from .plan import Plan
-from .sequences import JoinedGrid
+from .population import stratum_rows
 from .settings import LEAST_LANES, few_lanes, num_blocks
-from .strata import stratum_rows
 from .weighted import WeightedGrid
-
-__all__ = ["balance", "describe_plan", "efficiency", "expected_counts", "plan_page", "stratum_counts"]
 
 Numbers = NDArray[np.int64]
 
@@ -189,3 +188,114 @@ def _held(masses: NDArray[np.float64], windows: Numbers, cell_size: int, most: i
     often = cell_size * masses >= masses.sum()
     few = min(most, int((~often & (masses > 0)).sum()))
     return int(windows[often].sum() + few * (windows[~often].max() if (~often).any() else 0))
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """Figures of a stream of batches.
+
+    Attributes:
+        shards_per_batch: mean number of distinct shards in a batch.
+        label_run: mean length of runs of one stratum in the stream.
+        distance_bits: entropy, in bits, of log2 of the distance between neighbours' sample numbers.
+    """
+
+    shards_per_batch: float
+    label_run: float
+    distance_bits: float
+
+
+def measure(order: BaseOrder, batches: Numbers) -> Mixing:
+    """Figures of (steps, B) sample numbers."""
+    segment = order.segments_of(batches.ravel()).reshape(batches.shape)
+    shard = np.sort(order.population.segment_shard[segment], axis=1)
+    label = order.population.segment_stratum[segment].ravel()
+    flat = batches.ravel()
+    distance = np.abs(np.diff(flat))
+    # 32 classes per octave: fine enough to tell streams apart, coarse enough to fill
+    classes = np.floor(np.log2(np.maximum(1, distance).astype(np.float64)) * 4).astype(np.int64)
+    share = np.bincount(classes) / max(1, len(classes))
+    share = share[share > 0]
+    return Mixing(
+        float(1 + (np.diff(shard, axis=1) > 0).sum(axis=1).mean()),
+        len(label) / (1 + int((np.diff(label) != 0).sum())),
+        float(-(share * np.log2(share)).sum()),
+    )
+
+
+def full_shuffle(rows: int, steps: int, global_batch: int, seed: int = 0) -> Numbers:
+    """The first steps of an unstratified full shuffle: (steps, B) int64."""
+    first = np.arange(min(rows, steps * global_batch), dtype=np.int64)
+    return Feistel(derive(seed, rows), rows)(first)[: len(first) // global_batch * global_batch].reshape(
+        -1, global_batch
+    )
+
+
+def mixing(plan: Plan, steps: int) -> tuple[Mixing, Mixing]:
+    """The plan's first full steps, and as many of a full shuffle of its rows."""
+    steps = max(1, min(steps, plan.population.rows // plan.global_batch))
+    batches = plan.steps(plan.from_step, plan.from_step + steps).reshape(steps, -1)
+    batches = batches[(batches >= 0).all(axis=1)]
+    order = plan.grid.order
+    if not len(batches):
+        nothing = Mixing(0.0, 0.0, 0.0)
+        return nothing, nothing
+    return measure(order, batches), measure(
+        order, full_shuffle(plan.population.rows, steps, plan.global_batch)
+    )
+
+
+_RUNS, _RUN = 8, 16  # places of the epoch that are looked at, and steps at each
+
+
+def cell_costs(
+    plan: Plan, costs: Costs, steps: range, lanes: Sequence[int] | None = None
+) -> NDArray[np.float64]:
+    """(steps, lanes) what each cell costs; empty slots cost nothing."""
+    cells = plan.steps(steps.start, steps.stop, lanes)
+    there = cells >= 0
+    found = np.zeros(cells.shape)
+    found[there] = decode_costs(costs.codes[cells[there]])
+    sums: NDArray[np.float64] = found.sum(axis=2)
+    return sums
+
+
+def rank_skew(cells: NDArray[np.float64], ranks: int) -> NDArray[np.float64]:
+    """(steps,) the dearest rank over the mean one, where rank r of R has lanes r·L/R to (r+1)·L/R − 1."""
+    lanes = cells.shape[1]
+    shares = np.add.reduceat(cells, np.arange(ranks) * lanes // ranks, axis=1)
+    skew: NDArray[np.float64] = shares.max(axis=1) / shares.mean(axis=1)
+    return skew
+
+
+def predicted_waits(plan: Plan, costs: Costs, worlds: Sequence[int]) -> list[dict[str, float]]:
+    """What a world of each size would wait, with a plan and with the same one without costs.
+
+    Looks at up to 128 steps over the epoch. Where the time of a step is that of its dearest rank, the mean skew is how
+    much longer steps take than if all ranks cost the same.
+
+    Args:
+        plan: with costs.
+        costs: of the samples.
+        worlds: numbers of ranks, at most as many as lanes.
+
+    Returns:
+        Per world ``ranks``, and ``plain`` and ``plan``: the mean of the dearest rank over the mean one, and their 95th
+        percentiles, ``plain_p95`` and ``plan_p95``.
+    """
+    full = plan.population.rows // plan.global_batch
+    firsts = sorted({max(0, min(full - _RUN, number * full // _RUNS)) for number in range(_RUNS)})
+    spans = [range(first, min(full, first + _RUN)) for first in firsts]
+    cells = {
+        name: np.concatenate([cell_costs(one, costs, span) for span in spans if span])
+        for name, one in (("plain", plan.without_costs()), ("plan", plan))
+    }
+    found = []
+    for ranks in worlds:
+        row: dict[str, float] = {"ranks": ranks}
+        for name, each in cells.items():
+            skew = rank_skew(each, ranks)
+            row[name] = round(float(skew.mean()), 3)
+            row[f"{name}_p95"] = round(float(np.quantile(skew, 0.95)), 3)
+        found.append(row)
+    return found

@@ -9,23 +9,9 @@ from shardkit.errors import ConfigurationError, PlanError
 from shardkit.ranges import Range
 
 from .costs import BALANCES
+from .deal import divisors
 from .deck import SHUFFLES
 from .population import Population
-from .rounding import divisors
-
-__all__ = [
-    "EARLIER_WINDOW_BLOCKS",
-    "Settings",
-    "check_range",
-    "check_rows",
-    "default_cost_window",
-    "default_lanes",
-    "default_lanes_0_1",
-    "default_window_blocks",
-    "earlier_cost_window",
-    "few_lanes",
-    "num_blocks",
-]
 
 EARLIER_WINDOW_BLOCKS = 16
 """What version 0.1 took where nobody said how many blocks a lane keeps open."""

@@ -1,7 +1,11 @@
-"""A stage: a deal with fixed weights that turns without end (SPEC.md §5)."""
+"""A stage: a deal with fixed weights that turns without end (SPEC.md §5).
+
+`Tree` shares a pool's draws out over its strata, `RoundRobin` makes one stream of all lanes' tapes.
+"""
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,9 +16,112 @@ from numpy.typing import NDArray
 
 from .deal import Deal
 
-__all__ = ["Stage", "StageGroup", "first_step", "plan_groups", "whole_turn"]
-
 Numbers = NDArray[np.int64]
+
+
+class Tree:
+    """Shares draws out over members by integer masses.
+
+    A Huffman-shaped binary tree: at a node with masses a, b, of n draws floor((2na + a + b) / (2(a + b))) go to the
+    left. Each draw goes to exactly one member; on any prefix a member is within one of its share. The pattern repeats
+    after ``period`` draws.
+
+    Args:
+        masses: positive integers, their sum (after taking out common factors) below 2**31.
+    """
+
+    def __init__(self, masses: Sequence[int]) -> None:
+        common = gcd(*masses)
+        self.masses: NDArray[np.int64] = np.array([m // common for m in masses], dtype=np.int64)
+        self.period = int(self.masses.sum())
+        # heap of (mass, tie, node); leaves are nodes 0..n-1, inner nodes follow
+        heap = [(m, i, i) for i, m in enumerate(self.masses.tolist())]
+        heapq.heapify(heap)
+        total = self.masses.tolist()
+        left, right = [-1] * len(total), [-1] * len(total)
+        while len(heap) > 1:
+            a, b = heapq.heappop(heap), heapq.heappop(heap)
+            node = len(total)
+            total.append(a[0] + b[0])
+            left.append(b[2])  # the heavier child is the left one
+            right.append(a[2])
+            heapq.heappush(heap, (total[node], node, node))
+        self._root = len(total) - 1
+        self._left, self._right = np.array(left), np.array(right)
+        self._mass: NDArray[np.int64] = np.array(total, dtype=np.int64)
+
+    def draws(self, number: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Member of each draw, and how many draws that member had before it; O(depth) per draw."""
+        turns, left_over = np.divmod(number, self.period)
+        node = np.full(number.shape, self._root, dtype=np.int64)
+        count = left_over
+        inner = np.flatnonzero(self._left[node] >= 0)
+        while len(inner):
+            at, n = node[inner], count[inner]
+            mass, share = self._mass[at], self._mass[self._left[at]]
+            before = (2 * n * share + mass) // (2 * mass)
+            goes_left = (2 * (n + 1) * share + mass) // (2 * mass) > before
+            node[inner] = np.where(goes_left, self._left[at], self._right[at])
+            count[inner] = np.where(goes_left, before, n - before)
+            inner = inner[self._left[node[inner]] >= 0]
+        return node, count + turns * self.masses[node]
+
+    def totals(self, number: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Draws of every member among the first ``number``: (len(number), members) int64."""
+        turns: NDArray[np.int64] = number // self.period
+        left_over = number % self.period
+        counts = np.zeros((len(number), len(self._mass)), dtype=np.int64)
+        counts[:, self._root] = left_over
+        for node in range(self._root, len(self.masses) - 1, -1):  # parents come after their children
+            a, b = self._left[node], self._right[node]
+            share = (2 * counts[:, node] * self._mass[a] + self._mass[node]) // (2 * self._mass[node])
+            counts[:, a], counts[:, b] = share, counts[:, node] - share
+        members: NDArray[np.int64] = counts[:, : len(self.masses)] + turns[:, None] * self.masses
+        return members
+
+
+class RoundRobin:
+    """Numbers the positions of several tapes, the lowest first: they level out, then advance together.
+
+    Args:
+        starts: int64[tapes], the position at which each tape stands.
+    """
+
+    def __init__(self, starts: Numbers) -> None:
+        self._order: Numbers = np.argsort(starts, kind="stable")
+        self._start: Numbers = starts[self._order]
+        self._rank: Numbers = np.argsort(self._order)
+        # draws before the level of each start is reached: every tape below it has come up to it
+        width = np.arange(len(starts), dtype=np.int64)
+        self._before: Numbers = width * self._start - (np.cumsum(self._start) - self._start)
+
+    def at(self, number: Numbers) -> tuple[Numbers, Numbers]:
+        """Tape and position of each draw."""
+        _, level, rank = self._split(number)
+        return self._order[rank], level
+
+    def standing(self, number: int) -> Numbers:
+        """Where every tape stands after so many draws: int64[tapes]."""
+        width, level, rank = (int(a[0]) for a in self._split(np.array([number])))
+        place = np.arange(len(self._start))
+        at = np.where(place < width, level + (place < rank), self._start)
+        return at[self._rank]
+
+    def number(self, tape: int, position: int) -> int:
+        """The draw that takes a position, at or behind the tape's start."""
+        width = int(np.searchsorted(self._start, position, side="right"))
+        return (
+            int(self._before[width - 1])
+            + (position - int(self._start[width - 1])) * width
+            + int(self._rank[tape])
+        )
+
+    def _split(self, number: Numbers) -> tuple[Numbers, Numbers, Numbers]:
+        """Tapes that have come up to the level of each draw, the level, and which of them draws."""
+        width = np.searchsorted(self._before, number, side="right")
+        rounds, rank = np.divmod(number - self._before[width - 1], width)
+        return width, self._start[width - 1] + rounds, rank
+
 
 _COARSE = 64
 """Steps of a phase over which weights are rounded to whole samples where they come out exactly in no shorter phase."""

@@ -9,12 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .base_order import BaseOrder
-from .deck import Deck, Hands, build_deck
+from .deal import ragged
+from .deck import Deck, Hands, Recent, build_deck
 from .permutation import Feistel, derive, derive_each
-from .recent import Recent
-from .rounding import ragged
-
-__all__ = ["Heads", "Leftover", "Tapes"]
 
 Numbers = NDArray[np.int64]
 

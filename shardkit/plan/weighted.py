@@ -10,18 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .base_order import BaseOrder
-from .cells import assemble, chunk_steps, permute_cells
+from .deal import assemble, chunk_steps, permute_cells
+from .deck import Recent
 from .natural import window_sizes
 from .permutation import derive, derive_each, order
-from .population import Population
-from .recent import Recent
-from .round_robin import RoundRobin
-from .stage import Stage, StageGroup, first_step, plan_groups, whole_turn
-from .strata import each_alone, stratum_rows
+from .population import Population, each_alone, stratum_rows
+from .stage import RoundRobin, Stage, StageGroup, Tree, first_step, plan_groups, whole_turn
 from .tapes import Heads, Tapes
-from .tree import Tree
-
-__all__ = ["WeightedGrid", "Weights"]
 
 Numbers = NDArray[np.int64]
 _Dealt = tuple[list[StageGroup], tuple[int, list[int]]]

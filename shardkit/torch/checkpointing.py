@@ -58,8 +58,6 @@ from .checkpoint_format import (
     ref_name,
 )
 
-__all__ = ["CheckpointReader", "CheckpointWriter"]
-
 PIECE_BYTES = 16 << 20  # larger tensors are cut here: bounds memory, and lets unchanged parts be shared
 PACK_BYTES = 64 << 10  # smaller tensors share an object: an fsync each would cost more than their bytes
 PACK_TARGET_BYTES = 1 << 20

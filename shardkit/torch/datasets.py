@@ -26,9 +26,6 @@ from shardkit.reading.cache.shared_blocks import SharedBlocks
 from .loop_log import Loop, LoopLog
 from .sent_batches import Outbox, Sent, SentBatch
 
-__all__ = ["PlanDataset", "dataset"]
-
-
 _SLOTS_OF_NEED: Final = 5  # quarters of the blocks that the windows need
 _LARGEST_OF_MEAN: Final = 2  # blocks that are larger are not shared
 _LEAST_SHARED: Final = 64 << 20  # bytes: small windows are left while a worker that is late still needs them

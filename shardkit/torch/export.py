@@ -19,8 +19,6 @@ from shardkit.stores.store import Store
 from .checkpoint_format import as_store, read_checkpoint_manifest
 from .checkpointing import CheckpointReader
 
-__all__ = ["export_safetensors"]
-
 TYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
     "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",

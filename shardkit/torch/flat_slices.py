@@ -11,8 +11,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-__all__ = ["FlatSlice", "rectangles"]
-
 
 def rectangles(shape: Sequence[int], low: int, high: int) -> list[tuple[list[int], list[int]]]:
     """The elements low … high−1 of a C-order tensor as boxes (offsets, sizes), in order, at most 2·dimensions − 1.

@@ -24,8 +24,6 @@ from uuid import uuid4
 
 from torch.utils.data import get_worker_info
 
-__all__ = ["Loop", "LoopLog", "find_log"]
-
 _RECORD = struct.Struct("<IIIIQqqqqq")  # kind, worker, parts, whether it sends, the loop, stop
 _MOVED, _SETTLED, _BEGUN, _DONE, _ARRIVED = range(5)
 

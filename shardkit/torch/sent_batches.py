@@ -26,8 +26,6 @@ from shardkit.loader import Batch
 
 from .loop_log import Loop, find_log
 
-__all__ = ["Outbox", "Sent", "SentBatch"]
-
 _LEAST: Final = 16 << 10  # bytes; smaller arrays are sent with the rest
 _HEAD: Final = 64  # bytes before the array; the first is 1 while the trainer may use it
 _SPARE: Final = 4  # unused slots that a worker keeps

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shardkit.plan import Population, make_plan
-from shardkit.plan.mixing import full_shuffle
+from shardkit.plan.report import full_shuffle
 
 CLASSES, DIMENSIONS, ROWS, BATCH, EPOCHS, SEEDS = 8, 16, 8192, 64, 2, 5
 

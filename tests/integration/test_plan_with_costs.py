@@ -14,7 +14,7 @@ import shardkit
 from shardkit.audit import audit_run
 from shardkit.dataset.costs import costs_of
 from shardkit.errors import StateError, UsageError
-from shardkit.plan.waits import cell_costs, rank_skew
+from shardkit.plan.report import cell_costs, rank_skew
 from shardkit.telemetry.intervals import cost_skew
 from tests.command_line import call
 

@@ -9,8 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.plan.deal import Deal
-from shardkit.plan.rounding import floor_sum, golden_step
+from shardkit.plan.deal import Deal, floor_sum, golden_step
 
 
 @settings(max_examples=150, deadline=None)

@@ -260,7 +260,7 @@ def test_a_fork_looks_for_itself(ds: shardkit.Dataset) -> None:
 def test_ranks_of_which_one_looks_stay_in_step_while_lanes_move(ds: shardkit.Dataset) -> None:
     torch = pytest.importorskip("torch")
     from shardkit.loader import Rebalancing
-    from shardkit.plan.rebalance import Rules
+    from shardkit.plan.assignment import Rules
 
     store = torch.distributed.HashStore()
     store.set_timeout(timedelta(seconds=30))

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from shardkit.plan import Plan, Population, make_plan
 from shardkit.plan.locality import lane_shards, node_reads
-from shardkit.plan.mixing import full_shuffle, measure, mixing
-from shardkit.plan.report import describe_plan, efficiency
+from shardkit.plan.report import describe_plan, efficiency, full_shuffle, measure, mixing
 
 
 def spread(counts: list[int], shards: int, block_rows: int) -> Population:

@@ -18,7 +18,7 @@ from shardkit.errors import ConfigurationError, PlanError, UsageError
 from shardkit.loader import Rebalancing
 from shardkit.loader.settings import LoaderConfig
 from shardkit.loader.steering import count_in, size_of
-from shardkit.plan.rebalance import Rules
+from shardkit.plan.assignment import Rules
 from shardkit.plan.settings import Settings
 from shardkit.ranges import Range, parse_duration, parse_size
 from shardkit.reading.read_path import ReadSettings

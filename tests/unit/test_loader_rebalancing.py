@@ -12,7 +12,7 @@ from shardkit.loader import LoaderConfig
 from shardkit.loader.ranks import Dealt
 from shardkit.loader.rebalancing import Rebalancer, Rebalancing, make_rebalancer
 from shardkit.plan import assign
-from shardkit.plan.rebalance import Rules
+from shardkit.plan.assignment import Rules
 
 dist = pytest.importorskip("torch.distributed")
 

@@ -9,8 +9,15 @@ import pytest
 
 from shardkit.errors import PlanError
 from shardkit.plan import assign
-from shardkit.plan.assignment import Assignment
-from shardkit.plan.rebalance import Decision, RankTelemetry, Rules, in_force, rebalance, step_seconds
+from shardkit.plan.assignment import (
+    Assignment,
+    Decision,
+    RankTelemetry,
+    Rules,
+    in_force,
+    rebalance,
+    step_seconds,
+)
 
 Cost = Callable[[int, int, int], float]  # seconds per cell of (rank, lanes it has, step)
 

@@ -27,8 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.plan import Costs, Plan, Population, encode_costs, make_plan
+from shardkit.plan.report import rank_skew
 from shardkit.plan.settings import default_cost_window
-from shardkit.plan.waits import rank_skew
 from shardkit_tools.benchmarks.suite import machine_facts
 
 BLOCK_BYTES, TOKEN_BYTES = 256 << 10, 4

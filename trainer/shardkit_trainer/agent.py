@@ -11,8 +11,6 @@ import time
 
 from shardkit.exit_codes import ExitCode
 
-__all__ = ["main"]
-
 
 def main(arguments: list[str]) -> int:
     """Run torchrun with its own arguments; returns the exit code."""

@@ -35,8 +35,6 @@ from .configuration import Configuration
 from .distributed import World, is_collective_failure
 from .strategy import Strategy
 
-__all__ = ["Checkpointer"]
-
 
 class Replicas:
     """Stores that hold the newest checkpoints too. One that cannot be written costs an event, not the run."""

@@ -22,12 +22,6 @@ from shardkit.telemetry.pages import parse_listen
 
 from .typed_settings import Section, build, expect, one_of
 
-__all__ = [
-    "CheckpointConfig", "Configuration", "DataConfig", "EvaluationConfig", "LogConfig", "ModelConfig",
-    "OptimizerConfig", "ParallelConfig", "RunConfig", "ScheduleConfig", "StageConfig", "expect",
-    "load_configuration",
-]  # fmt: skip
-
 Steps = Annotated[int, Range(0, 10**12)]
 SomeSteps = Annotated[int, Range(1, 10**12)]
 Samples = Annotated[int, Range(0, 10**9)]

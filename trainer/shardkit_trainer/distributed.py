@@ -29,8 +29,6 @@ from shardkit.errors import RunError
 from .configuration import Configuration, expect
 from .membership import ADDRESS, Membership
 
-__all__ = ["World", "is_collective_failure", "join_world", "leave_world"]
-
 # the names since torch 2.13, which warns about the older ones
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

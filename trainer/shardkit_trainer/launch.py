@@ -20,8 +20,6 @@ from .configuration import Configuration, load_configuration
 from .ending import on_stop_signals
 from .run_directory import JOB, check_changes, running_job, setting_changes, software
 
-__all__ = ["join", "launch", "leave", "rank_environment"]
-
 OF_A_MACHINE = {
     "run.directory",
     "run.device",

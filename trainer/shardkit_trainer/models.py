@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from .configuration import ModelConfig
 
-__all__ = ["GPT", "ResidualNetwork"]
-
 
 class GPTBlock(nn.Module):
     """Pre-norm attention and feed-forward: (batch, positions, width) → the same."""

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from .configuration import OptimizerConfig, ScheduleConfig, expect
 
-__all__ = ["ALIGNMENT", "FlatLayout", "LocalOptimizer", "OwnedTensor", "learning_rate"]
-
 ALIGNMENT = 64
 """Elements. Vectorised kernels treat a tail differently: cuts at multiples leave no new tails."""
 

@@ -21,8 +21,6 @@ from .configuration import Configuration
 from .distributed import World
 from .run_directory import RunDirectory
 
-__all__ = ["CellsAhead", "RunData"]
-
 _RESOLVED = (
     "lanes",
     "window_blocks",

@@ -19,8 +19,6 @@ from shardkit.errors import RunError
 from .distributed import World
 from .strategy import Strategy, local_part
 
-__all__ = ["Carried", "Kept", "Part", "Progress", "carry_over", "check_layout"]
-
 PACK_BYTES = 32 << 20  # what is sent at once, where a single box is not larger
 ALIGNMENT = 16  # bytes: any dtype can be viewed at such a place of a pack
 

@@ -18,8 +18,6 @@ from .configuration import ParallelConfig
 from .distributed import World
 from .optimizers import FlatLayout
 
-__all__ = ["Compression", "ExactSum"]
-
 FRACTION_BITS = 40  # fixed point: range ±2²² (8.4·10⁶ with sign and room), resolution 9·10⁻¹³
 
 

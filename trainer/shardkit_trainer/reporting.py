@@ -22,8 +22,6 @@ from .configuration import LogConfig
 from .run_directory import RunDirectory
 from .tasks import Task
 
-__all__ = ["Cost", "Efficiency", "ProfilerWindow", "Reporter", "StageMeter", "Timeline"]
-
 TAIL_BYTES = 1 << 16  # the last record lies in it
 
 

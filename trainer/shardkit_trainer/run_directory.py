@@ -28,8 +28,6 @@ from shardkit.telemetry.records import read_documents
 
 from .configuration import Configuration, expect
 
-__all__ = ["JOB", "Change", "RunDirectory", "check_changes", "read_steps", "record_changes", "running_job"]
-
 JOB = "job.json"
 """In a run directory while ranks that others can join train in it: the address of their store, settings, software."""
 

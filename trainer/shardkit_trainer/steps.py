@@ -25,8 +25,6 @@ from .reporting import Timeline
 from .strategy import LOSS_BITS, Strategy
 from .tasks import Inputs, mix
 
-__all__ = ["Regroup", "StepResult", "Stepper", "evaluate"]
-
 
 def evaluate(config: Configuration, strategy: Strategy) -> dict[str, Any]:
     """Mean loss per valid target (and accuracy) over all samples of ``evaluation.dataset``; collective.

@@ -39,8 +39,6 @@ from .reductions import Compression, ExactSum
 from .strategy import Strategy, local_part
 from .tasks import Inputs, Task
 
-__all__ = ["make_strategy"]
-
 
 class TimedCollective:
     """One of fully_shard's own collectives, as `FSDPModule.set_custom_all_gather` and its twin expect it.

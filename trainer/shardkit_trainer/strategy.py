@@ -20,8 +20,6 @@ from .distributed import World
 from .optimizers import LocalOptimizer, OwnedTensor, check_floating
 from .tasks import Inputs, Task, concatenate
 
-__all__ = ["LOSS_BITS", "Strategy", "local_part", "synchronise_norms"]
-
 LOSS_BITS = 20
 """Losses are summed as integers of this many fraction bits: the same sum in any order."""
 

@@ -30,8 +30,6 @@ from .ending import LIFELINE, on_stop_signals
 from .membership import ADDRESS, CONNECT_S, INTERFACE, NAME, connect, own_place, publish, serve_store, tell
 from .run_directory import JOB
 
-__all__ = ["join", "supervise"]
-
 BEAT_S, SILENCE_S = 0.5, 10.0  # between heartbeats of a supervisor; after which its machine counts as dead
 LOOK_S = 0.02
 

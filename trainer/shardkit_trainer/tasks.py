@@ -24,8 +24,6 @@ from shardkit.errors import ConfigurationError, MissingDependency
 from .configuration import ModelConfig, expect
 from .models import GPT, ResidualNetwork
 
-__all__ = ["ClassifierTask", "Inputs", "LanguageTask", "Task", "concatenate", "make_task", "mix"]
-
 IGNORED = -100  # target value that counts for nothing, torch's own default
 
 

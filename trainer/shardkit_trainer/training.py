@@ -32,8 +32,6 @@ from .strategies import make_strategy
 from .strategy import Strategy
 from .tasks import Task, make_task
 
-__all__ = ["Summary", "train"]
-
 Part = TypeVar("Part", RunDirectory, Reporter, ProfilerWindow)
 
 

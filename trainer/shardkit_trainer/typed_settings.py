@@ -12,8 +12,6 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 from shardkit.errors import ConfigurationError
 from shardkit.ranges import shown
 
-__all__ = ["Section", "build", "describe", "expect", "one_of"]
-
 
 def expect(*rules: tuple[bool, str]) -> None:
     """Check (holds, message) rules.

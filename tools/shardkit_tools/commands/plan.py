@@ -69,8 +69,7 @@ def plan(
         _print_step(made, step, lane, as_json)
         return
     from shardkit.dataset.costs import costs_of
-    from shardkit.plan.report import describe_plan
-    from shardkit.plan.waits import predicted_waits
+    from shardkit.plan.report import describe_plan, predicted_waits
 
     counts = [part.strip() for part in nodes.split(",") if part.strip()]
     if not all(part.isascii() and part.isdecimal() and int(part[:9]) > 0 for part in counts):

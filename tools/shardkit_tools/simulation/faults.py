@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from shardkit.errors import ConfigurationError
 from shardkit.plan import Assignment, assign
+from shardkit.plan.assignment import Decision, RankTelemetry, in_force, rebalance
 from shardkit.plan.permutation import derive
-from shardkit.plan.rebalance import Decision, RankTelemetry, in_force, rebalance
 from shardkit_tools.simulation.cluster import Cluster
 
 YEAR_S = 365 * 86400.0
