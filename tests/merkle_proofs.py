@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardkit.ledger.merkle import EMPTY_ROOT, HASH_BYTES, Tree, node_hash
+from shardkit.ledger.ledger import EMPTY_ROOT, HASH_BYTES, Tree, node_hash
 
 
 def inclusion_proof(tree: Tree, index: int, size: int) -> list[bytes]:
@@ -90,7 +90,9 @@ def verify_consistency(old: int, size: int, old_root: bytes, root: bytes, proof:
 
 
 def _subtree(tree: Tree, first: int, last: int) -> bytes:
-    return tree._subtree(first, last)
+    hashes = bytes(tree._levels[0])
+    leaves = (hashes[at : at + HASH_BYTES] for at in range(HASH_BYTES * first, HASH_BYTES * last, HASH_BYTES))
+    return Tree(leaves).root()
 
 
 def _split(count: int) -> int:

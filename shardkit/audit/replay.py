@@ -180,6 +180,13 @@ class Coverage:
     rows: int
     remainder: int
 
+    def __str__(self) -> str:
+        part = "" if self.is_whole else f"steps {self.first:,} to {self.last - 1:,} of it: "
+        if not self.is_exact:
+            return f"{part}NOT exact: {self.drawn:,} drawn, {self.distinct:,} different"
+        left = f"; {self.remainder:,} left out, in turn" if self.remainder > 0 and self.is_whole else ""
+        return f"{part}{self.distinct:,} samples of {self.rows:,}, each once{left}"
+
     @property
     def is_whole(self) -> bool:
         """Whether every step of the epoch is in it."""

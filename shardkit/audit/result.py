@@ -1,13 +1,15 @@
-"""What an audit says: findings, each with its kind, and what they add up to."""
+"""What an audit says: findings, what they add up to, and all of it as one HTML file."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from html import escape
+from typing import Any, Final, Literal
 
 from shardkit.audit.replay import Coverage
 from shardkit.exit_codes import ExitCode
+from shardkit.notebook import table
 
 Severity = Literal["violated", "unknown", "explained", "note"]
 """violated: what the run consumed is not what the plan says, or the record of it was changed;
@@ -93,6 +95,31 @@ class Audit:
     def exit_code(self) -> ExitCode:
         return {"violated": ExitCode.DAMAGED, "unknown": ExitCode.UNCHECKED}.get(self.worst, ExitCode.DONE)
 
+    def facts(self, epochs: int | None = None) -> list[tuple[str, str]]:
+        """(name, value) of what was found, for people; at most so many epochs, all of them by default."""
+        last, shown = max(self.first, self.steps - 1), self.coverage[:epochs]
+        fitting, unseen = (
+            sum(fits is True for _, _, fits in self.checkpoints),
+            len(self.coverage) - len(shown),
+        )
+        events = ", ".join(f"{number} {kind}" for kind, number in self.event_counts.items())
+        found = [
+            ("steps", f"{self.first:,} to {last:,}"),
+            ("samples", f"{self.samples:,}"),
+            ("recomputed", f"{self.checked:,} steps from the plan, in {self.replay_s:.1f} s"),
+            ("manifest", self.manifest),
+            ("plan", self.plan),
+            *((f"tree of {name}", f"{one['size']:,} leaves, root {one['root']}") for name, one in self.head.items()),
+            *((f"epoch {one.epoch}", str(one)) for one in shown),
+            *([("", f"and {unseen:,} epochs more (--json lists all)")] if unseen else []),
+            ("checkpoints", f"{fitting} of {len(self.checkpoints)} hold a head of this ledger"),
+            ("starts", f"{len(self.starts)}; events: {events}"),
+        ]  # fmt: skip
+        if (seen := self.verified) is not None:
+            shards = f"{seen['shards_seen']:,} of {seen['shards']:,} shards checked"
+            found.append(("data", f"{shards}, level {seen['level']}, {seen['stored_bytes']:,} bytes read"))
+        return found
+
     @property
     def verdict(self) -> str:
         return {
@@ -101,3 +128,59 @@ class Audit:
             "violated": "violated",
             "unknown": "could not be checked in full",
         }[self.worst]
+
+
+HEADINGS: Final[dict[Severity, str]] = {
+    "violated": "Violated",
+    "unknown": "Could not check",
+    "explained": "Deviations, with their reasons",
+    "note": "Good to know",
+}
+"""Of the findings, the worst first."""
+
+_COLOURS = {"clean": "#1a7f4b", "explained": "#946200", "violated": "#b3261e", "unknown": "#6b4fa0"}
+_STYLE = """
+:root{color-scheme:light dark;--ink:#1c1e21;--soft:#5f6670;--line:#d9dce1;--paper:#fff}
+@media(prefers-color-scheme:dark){:root{--ink:#e7e9ec;--soft:#9aa2ad;--line:#363b43;--paper:#16181b}}
+body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper);max-width:62rem;
+margin:2rem auto;padding:0 1rem}
+h1{font-size:1.4rem;margin:0}h2{font-size:1.05rem;margin:2rem 0 .5rem}
+.verdict{color:#fff;padding:.7rem 1rem;border-radius:.4rem;margin:1rem 0;font-weight:600}
+table{border-collapse:collapse;width:100%}td,th{text-align:left;padding:.3rem .8rem .3rem 0;
+border-bottom:1px solid var(--line);vertical-align:top}
+th{color:var(--soft);font-weight:500;white-space:nowrap}td.n{text-align:right;font-variant-numeric:tabular-nums}
+code{font:13px ui-monospace,monospace;overflow-wrap:anywhere}.soft{color:var(--soft)}
+"""
+
+
+def html_report(audit: Audit) -> str:
+    """The audit as one HTML file: no script, nothing loaded from elsewhere, everything escaped."""
+    run, verdict = escape(audit.run), escape(audit.verdict)
+    software = [(f"software: {name}", value) for name, value in sorted(audit.software.items())]
+    facts = [*audit.facts(), *software]
+    parts = [table(["", ""], facts, len(facts))]
+    for severity, heading in HEADINGS.items():
+        rows = [(one.kind, one.subject, one.text) for one in audit.findings if one.severity == severity]
+        parts += (
+            [f"<h2>{heading}: {len(rows)}</h2>", table(["kind", "where", "what"], rows, len(rows))]
+            if rows
+            else []
+        )
+    columns = ("start", "step", "ranks", "repeats")
+    words = {True: "its head is one of the ledger's", False: "does NOT fit the ledger", None: "holds no head"}
+    starts = [[one[name] for name in columns] for one in audit.starts]
+    checkpoints = [(name, step, words[fits]) for name, step, fits in audit.checkpoints]
+    parts += ["<h2>Starts</h2>", table(columns, starts, len(starts))]
+    parts += ["<h2>Checkpoints</h2>", table(["name", "after step", ""], checkpoints, len(checkpoints))]
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width">'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        f"<title>Audit: {verdict}</title><style>{_STYLE}</style></head>\n<body>\n"
+        f'<h1>Audit of a training run</h1><p class="soft"><code>{run}</code></p>'
+        f'<div class="verdict" style="background:{_COLOURS[audit.worst]}">{verdict.capitalize()}</div>\n'
+        + "\n".join(parts)
+        + f"<h2>How to check this yourself</h2><p><code>shardkit audit {run}</code> computes every figure above again, "
+        "from the ledger, the manifest and the plan's settings alone. The trees are those of RFC 6962.</p>"
+        "\n</body></html>\n"
+    )

@@ -17,7 +17,7 @@ from shardkit.formats import Schema, ShardIndex, fixed_places
 from shardkit.loader.gather import DECIMALS, FACTS, OBJECTS, GatherColumns
 from shardkit.loader.settings import Sources
 from shardkit.reading.blocks import BlockReader, TakeMemory
-from shardkit.telemetry.slow_blocks import BlockTimes
+from shardkit.telemetry.recorder import BlockTimes
 
 __all__ = ["JOB", "BlockLoading", "Layouts", "PlainShard"]
 

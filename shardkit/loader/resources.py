@@ -24,7 +24,7 @@ from shardkit.loader.settings import LoaderSetup, Sources
 from shardkit.loader.transforms import RowFunction
 from shardkit.reading.located_store import LocatedStore
 from shardkit.stores.open_files import raise_file_limit
-from shardkit.telemetry.slow_blocks import BlockTimes
+from shardkit.telemetry.recorder import BlockTimes
 
 if TYPE_CHECKING:
     from shardkit.loader.remote_blocks import RemoteBlocks

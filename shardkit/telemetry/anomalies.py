@@ -1,12 +1,9 @@
-"""Five rules over the records of a run, and the watch that tells what they find as events (SPEC.md §6)."""
+"""Five rules over the records of a run (SPEC.md §6). Pure."""
 
 from __future__ import annotations
 
-import time
-from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import mean, median
 from typing import Any, Final
 
@@ -19,7 +16,7 @@ from shardkit.telemetry.intervals import (
     total,
     window,
 )
-from shardkit.telemetry.records import Record, read_run
+from shardkit.telemetry.records import Record
 
 KINDS: Final = ("stall", "straggler", "skew", "slowdown", "verification")
 """What is recognised; a rule each (SPEC.md §6)."""
@@ -206,51 +203,3 @@ def _verification(ranks: Ranks) -> list[Anomaly]:
             anomalies.append(_anomaly("verification", rank, "verification", failures=int(now), before=int(before),
                                       seconds=seconds, host=records[-1].host))  # fmt: skip
     return anomalies
-
-
-_LOOK_INTERVALS: Final = 5
-_SHARE_OF_TIME: Final = 1 / 200
-_TAIL_BYTES: Final = 64 << 10
-_OWN_RECORDS: Final = 400
-_MOST_TOLD: Final = 8  # of one kind at a time: a switch that fails stalls a thousand ranks
-
-
-class AnomalyWatch:
-    """A hook of rank 0's recorder.
-
-    Args:
-        run: directory, where the other ranks' records are.
-        record_event: appends an event to the run.
-    """
-
-    def __init__(self, run: Path, record_event: Callable[..., None]) -> None:
-        self._run, self._record_event = run, record_event
-        self._own: deque[Record] = deque(maxlen=_OWN_RECORDS)
-        self._open: dict[tuple[str, int], float] = {}  # (kind, rank) → since when
-        self._next_look = 0.0
-
-    def __call__(self, record: Record) -> None:
-        """Keep the record; look, if it is time to."""
-        self._own.append(record)
-        started = time.monotonic()
-        if started < self._next_look:
-            return
-        ranks: dict[int, Sequence[Record]] = dict(read_run(self._run, tail_bytes=_TAIL_BYTES).ranks)
-        ranks[record.rank] = list(self._own)
-        self.settle(find_anomalies(ranks, record.time), record.time)
-        took = time.monotonic() - started
-        self._next_look = started + max(_LOOK_INTERVALS * record.interval_s, took / _SHARE_OF_TIME)
-
-    def settle(self, found: Sequence[Anomaly], now: float) -> None:
-        """Tell what is new and what is over."""
-        told: Counter[str] = Counter()
-        for one in found:
-            if one.key not in self._open and told[one.kind] < _MOST_TOLD:  # the others at the next look
-                told[one.kind] += 1
-                self._open[one.key] = now
-                details = one.to_json()
-                self._record_event("anomaly", anomaly=details.pop("kind"), **details)
-        present = {one.key for one in found}
-        for kind, rank in [key for key in self._open if key not in present]:
-            seconds = round(now - self._open.pop((kind, rank)), 1)
-            self._record_event("anomaly_over", anomaly=kind, rank=rank, seconds=seconds)

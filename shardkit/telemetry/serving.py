@@ -9,13 +9,14 @@ import json
 import os
 import socket
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from shardkit.errors import MissingDependency, StoreError
-from shardkit.telemetry.anomalies import KINDS, AnomalyWatch, find_anomalies
+from shardkit.telemetry.anomalies import KINDS, Anomaly, find_anomalies
 from shardkit.telemetry.intervals import cost_skew
 from shardkit.telemetry.pages import Answer, PageServer, parse_listen
 from shardkit.telemetry.recorder import EventLog, Recorder, StackWriter, Telemetry, TelemetrySettings
@@ -73,6 +74,53 @@ def serve_health(run: Path, listen: str) -> PageServer:
         return pages[path](read_run(run, tail_bytes=_TAIL_BYTES), time.time(), socket.gethostname()[:200])
 
     return PageServer(*parse_listen(listen), answer).start()
+
+
+_LOOK_INTERVALS: Final = 5
+_SHARE_OF_TIME: Final = 1 / 200
+_OWN_RECORDS: Final = 400
+_MOST_TOLD: Final = 8  # of one kind at a time: a switch that fails stalls a thousand ranks
+
+
+class AnomalyWatch:
+    """A hook of rank 0's recorder.
+
+    Args:
+        run: directory, where the other ranks' records are.
+        record_event: appends an event to the run.
+    """
+
+    def __init__(self, run: Path, record_event: Callable[..., None]) -> None:
+        self._run, self._record_event = run, record_event
+        self._own: deque[Record] = deque(maxlen=_OWN_RECORDS)
+        self._open: dict[tuple[str, int], float] = {}  # (kind, rank) → since when
+        self._next_look = 0.0
+
+    def __call__(self, record: Record) -> None:
+        """Keep the record; look, if it is time to."""
+        self._own.append(record)
+        started = time.monotonic()
+        if started < self._next_look:
+            return
+        ranks: dict[int, Sequence[Record]] = dict(read_run(self._run, tail_bytes=_TAIL_BYTES).ranks)
+        ranks[record.rank] = list(self._own)
+        self.settle(find_anomalies(ranks, record.time), record.time)
+        took = time.monotonic() - started
+        self._next_look = started + max(_LOOK_INTERVALS * record.interval_s, took / _SHARE_OF_TIME)
+
+    def settle(self, found: Sequence[Anomaly], now: float) -> None:
+        """Tell what is new and what is over."""
+        told: Counter[str] = Counter()
+        for one in found:
+            if one.key not in self._open and told[one.kind] < _MOST_TOLD:  # the others at the next look
+                told[one.kind] += 1
+                self._open[one.key] = now
+                details = one.to_json()
+                self._record_event("anomaly", anomaly=details.pop("kind"), **details)
+        present = {one.key for one in found}
+        for kind, rank in [key for key in self._open if key not in present]:
+            seconds = round(now - self._open.pop((kind, rank)), 1)
+            self._record_event("anomaly_over", anomaly=kind, rank=rank, seconds=seconds)
 
 
 _BETWEEN_STACKS_S: Final = 60.0

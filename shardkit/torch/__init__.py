@@ -24,12 +24,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .checkpoint_format import checkpoint_names, read_checkpoint_manifest
-    from .checkpointing import CheckpointReader, CheckpointWriter
+    from .checkpoint_format import (
+        checkpoint_names,
+        copy_checkpoint,
+        prune_checkpoints,
+        read_checkpoint_manifest,
+    )
+    from .checkpointing import CheckpointReader, CheckpointWriter, export_safetensors
     from .datasets import PlanDataset, dataset
-    from .export import export_safetensors
     from .flat_slices import FlatSlice
-    from .keeping import copy_checkpoint, prune_checkpoints
 
 __all__ = [
     "CheckpointReader",
@@ -50,10 +53,10 @@ _HOMES = {
     "FlatSlice": "flat_slices",
     "PlanDataset": "datasets",
     "checkpoint_names": "checkpoint_format",
-    "copy_checkpoint": "keeping",
+    "copy_checkpoint": "checkpoint_format",
     "dataset": "datasets",
-    "export_safetensors": "export",
-    "prune_checkpoints": "keeping",
+    "export_safetensors": "checkpointing",
+    "prune_checkpoints": "checkpoint_format",
     "read_checkpoint_manifest": "checkpoint_format",
 }
 

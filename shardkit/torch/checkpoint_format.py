@@ -1,4 +1,7 @@
-"""Checkpoints as bytes in a store: refs, manifests, and plain values without a pickle (the trainer's SPEC.md §4)."""
+"""Checkpoints as bytes in a store (the trainer's SPEC.md §4): refs, manifests, plain values; no pickle, no torch.
+
+In several stores: verified copies, and forgetting old ones.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +10,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from shardkit.errors import ConfigurationError, FormatError, IntegrityError, NotFoundError
-from shardkit.formats.canonical_json import dumps, loads, parse_digest, sha256_digest
+from shardkit.errors import ConfigurationError, FormatError, IntegrityError, NotFoundError, ShardkitError
+from shardkit.formats.canonical_json import dumps, loads
+from shardkit.formats.digest import parse_digest, sha256_digest
 from shardkit.stores.store import Store, object_name
 from shardkit.stores.urls import open_store
-
-__all__ = [
-    "NAME",
-    "REF_BYTES",
-    "as_store",
-    "checkpoint_names",
-    "decode_value",
-    "encode_value",
-    "get_verified",
-    "read_checkpoint_manifest",
-    "ref_name",
-]
 
 MAX_MANIFEST_BYTES = 1 << 30
 REF_BYTES = 4096
@@ -96,26 +88,60 @@ def read_checkpoint_manifest(
         if not names:
             raise NotFoundError(f"no checkpoint in {store.url}; expected refs under checkpoints/")
         name = names[-1]
-    ref = store.get(ref_name(name), max_bytes=REF_BYTES)
-    try:
-        body = _dictionary(loads(ref, max_bytes=REF_BYTES))
-        claimed = body.pop("digest", None)
-        digest, size = parse_digest(str(body["checkpoint"])), int(body["size"])
-    except (FormatError, KeyError, TypeError, ValueError) as error:
-        raise IntegrityError(f"checkpoint ref {ref_name(name)} in {store.url} is damaged: {error}") from error
-    if (
-        claimed != sha256_digest(dumps(body))
-        or body.get("name") != name
-        or not 0 < size <= MAX_MANIFEST_BYTES
-    ):
+    ref = read_ref(store, name)
+    if ref.get("name") != name:
         raise IntegrityError(
-            f"checkpoint ref {ref_name(name)} in {store.url} is damaged: its digest does not fit"
+            f"checkpoint ref {ref_name(name)} in {store.url} calls itself {ref.get('name')!r}"
         )
+    return read_manifest_of(store, ref)
+
+
+def read_ref(store: Store, name: str) -> dict[str, Any]:
+    """What the ref of a checkpoint says, its own digest checked: ``checkpoint`` (of the manifest), ``size``, ``name``.
+
+    Raises:
+        NotFoundError: there is no such checkpoint.
+        IntegrityError: the ref is damaged.
+    """
+    where = f"checkpoint ref {ref_name(name)} in {store.url}"
+    try:
+        body = _dictionary(loads(store.get(ref_name(name), max_bytes=REF_BYTES), max_bytes=REF_BYTES))
+        claimed = body.pop("digest", None)
+        parse_digest(str(body["checkpoint"]))
+        is_sound = claimed == sha256_digest(dumps(body)) and 0 < int(body["size"]) <= MAX_MANIFEST_BYTES
+    except (FormatError, KeyError, TypeError, ValueError) as error:
+        raise IntegrityError(f"{where} is damaged: {error}") from error
+    if not is_sound:
+        raise IntegrityError(f"{where} is damaged: its digest does not fit")
+    return body
+
+
+def read_manifest_of(store: Store, ref: Mapping[str, Any]) -> dict[str, Any]:
+    """The verified manifest that a ref names.
+
+    Raises:
+        IntegrityError: it is missing or damaged.
+        FormatError: it is of another format.
+    """
+    digest, size = parse_digest(ref["checkpoint"]), int(ref["size"])
     manifest = _dictionary(loads(get_verified(store, digest, "checkpoint", size), max_bytes=size))
-    if manifest.get("format") != "shardkit-checkpoint" or manifest.get("version") != 1:
-        raise FormatError(f"checkpoint {name}: format {manifest.get('format')!r} version {manifest.get('version')!r};"
-                          " expected shardkit-checkpoint version 1")  # fmt: skip
+    found = manifest.get("format"), manifest.get("version")
+    if found != ("shardkit-checkpoint", 1):
+        raise FormatError(
+            f"checkpoint {ref.get('name')}: format {found[0]!r} version {found[1]!r}; expected shardkit-checkpoint"
+            " version 1"
+        )
     return manifest
+
+
+def tensor_objects(manifest: Mapping[str, Any]) -> dict[str, int]:
+    """SHA-256 in hex → bytes of the objects that hold a manifest's tensors, in the order in which they are written."""
+    return {
+        str(extent[0]): int(extent[1])
+        for tensor in manifest.get("tensors", {}).values()
+        for _, _, extents in tensor["chunks"]
+        for extent in extents
+    }
 
 
 def _dictionary(value: object) -> dict[str, Any]:
@@ -157,3 +183,62 @@ def decode_value(value: object) -> Any:
         items = [decode_value(v) for v in body]
         return tuple(items) if kind == "tuple" else items
     raise FormatError(f"checkpoint value of kind {kind!r}; expected float, list, tuple or dict")
+
+
+def _objects(store: Store, name: str) -> dict[tuple[str, str], int]:
+    """{(SHA-256, extension): bytes} of a checkpoint's objects in the order in which they are written."""
+    ref = read_ref(store, name)
+    tensors = tensor_objects(read_manifest_of(store, ref))
+    found = {(digest, "tensor"): size for digest, size in tensors.items()}
+    return {**found, (parse_digest(ref["checkpoint"]), "checkpoint"): int(ref["size"])}
+
+
+def copy_checkpoint(
+    source: Store | str | os.PathLike[str], target: Store | str | os.PathLike[str], name: str
+) -> int:
+    """Copy a checkpoint, in the order in which it is written; what the target has already is not read.
+
+    Every object is verified on the way: damage does not spread.
+
+    Returns:
+        Bytes of objects written.
+
+    Raises:
+        ShardkitError: the source is damaged, or the target cannot be written.
+    """
+    source, target = as_store(source), as_store(target)
+    written = 0
+    for (digest, extension), size in _objects(source, name).items():
+        place = object_name(f"sha256:{digest}", extension)
+        known = target.head(place)
+        if known is None or known.size != size:
+            target.replace(place, get_verified(source, digest, extension, size))
+            written += size
+    target.replace(ref_name(name), source.get(ref_name(name), max_bytes=REF_BYTES))
+    return written
+
+
+def prune_checkpoints(location: Store | str | os.PathLike[str], keep: int) -> None:
+    """Forget all but the newest ``keep`` checkpoints (at least 1), then delete the objects that none names.
+
+    Refs go first: a crash in between leaves garbage for the next call, never a ref without objects. Nobody may save
+    into the run directory meanwhile: objects whose manifest is not written yet look like garbage.
+
+    Raises:
+        ConfigurationError: ``keep`` is less than 1.
+    """
+    if keep < 1:
+        raise ConfigurationError(f"keep = {keep}: expected at least 1 checkpoint that stays")
+    store = as_store(location)
+    names = checkpoint_names(store)
+    for name in names[:-keep]:
+        store.delete(ref_name(name))
+    reachable: set[str] = set()
+    try:
+        for name in names[-keep:]:
+            reachable |= {object_name(f"sha256:{digest}", kind) for digest, kind in _objects(store, name)}
+    except ShardkitError:
+        return  # a damaged one may still be repaired from a copy: keep every object
+    for found in list(store.list_after("objects/")):
+        if found.endswith((".tensor", ".checkpoint")) and found not in reachable:
+            store.delete(found)

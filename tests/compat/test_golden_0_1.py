@@ -258,7 +258,7 @@ def test_a_run_audits_as_it_did(name: str) -> None:
 
 def parameters(run: str) -> tuple[str, dict[str, float]]:
     """Of the newest checkpoint: SHA-256 of the parameters' bytes, and their norms."""
-    from shardkit.torch.export import export_safetensors
+    from shardkit.torch import export_safetensors
 
     export_safetensors(run, "parameters.safetensors")
     data = Path("parameters.safetensors").read_bytes()

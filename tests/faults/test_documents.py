@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 import shardkit
-from shardkit.audit.checkpoint_records import read_checkpoints
-from shardkit.audit.run_record import load_run
+from shardkit.audit.run_record import load_run, read_checkpoints
 from shardkit.dataset.erasure_journal import ErasurePlan
 from shardkit.errors import IntegrityError, ShardkitError
 from shardkit.formats.canonical_json import dumps

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shardkit.telemetry import Record, RunTelemetry, summarise
-from shardkit.telemetry.slow_blocks import BlockTimes
+from shardkit.telemetry.recorder import BlockTimes
 from shardkit.telemetry.summary import chart_series, lane_history, lane_moves
 from tests.unit.telemetry_series import made_series
 

@@ -85,7 +85,7 @@ def test_broken_and_missing_files(tmp_path: Path) -> None:
 
 
 def rates(steps: int, batch: int = 32, **settings: Any) -> list[float]:
-    from shardkit_trainer.optimizers import learning_rate
+    from shardkit_trainer.strategy import learning_rate
 
     names = {"lr", "scaling", "reference_batch"}
     optimizer = OptimizerConfig(**{k: v for k, v in settings.items() if k in names})

@@ -15,7 +15,7 @@ from shardkit_trainer.strategy import synchronise_norms
 
 
 def synchronised(ranks: int, device: str, cells: int = 6, norm: str = "batch", *settings: str) -> nn.Module:
-    from shardkit_trainer.models import ResidualNetwork
+    from shardkit_trainer.tasks import ResidualNetwork
 
     needed = ["run.directory=x", "data.dataset=x", "model.kind=classifier", "model.width=8", "model.stages=1"]
     config = load_configuration(None, [*needed, f"model.norm={norm}", *settings])

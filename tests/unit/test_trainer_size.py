@@ -49,7 +49,7 @@ def test_the_whole_is_as_long_as_the_specification_says() -> None:
 def test_no_function_and_no_module_is_long() -> None:
     for path in MODULES:
         source = path.read_text()
-        assert len(source.splitlines()) <= 400, path.name
+        assert len(source.splitlines()) <= 550, path.name
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.FunctionDef):
                 assert (node.end_lineno or 0) - node.lineno < 40, f"{path.name}: {node.name}"

@@ -27,8 +27,7 @@ import numpy as np
 
 import shardkit
 from shardkit.telemetry import TelemetrySettings
-from shardkit.telemetry.recorder import Recorder
-from shardkit.telemetry.slow_blocks import BlockTimes
+from shardkit.telemetry.recorder import BlockTimes, Recorder
 from shardkit_trainer.reporting import StageMeter, Timeline
 
 STEP_S = 0.010

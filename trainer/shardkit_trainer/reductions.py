@@ -16,7 +16,7 @@ from shardkit.torch import FlatSlice
 
 from .configuration import ParallelConfig
 from .distributed import World
-from .optimizers import FlatLayout
+from .strategy import FlatLayout
 
 FRACTION_BITS = 40  # fixed point: range ±2²² (8.4·10⁶ with sign and room), resolution 9·10⁻¹³
 

@@ -20,9 +20,8 @@ from shardkit.errors import NotFoundError, PlanError, RunError
 from shardkit.loader import Batch
 
 from .configuration import Configuration
-from .optimizers import learning_rate
 from .reporting import Timeline
-from .strategy import LOSS_BITS, Strategy
+from .strategy import LOSS_BITS, Strategy, learning_rate
 from .tasks import Inputs, mix
 
 

@@ -34,9 +34,8 @@ from shardkit.torch import FlatSlice
 
 from .configuration import Configuration, expect
 from .distributed import World, all_gather_single, reduce_scatter_single
-from .optimizers import FlatLayout, LocalOptimizer, OwnedTensor
 from .reductions import Compression, ExactSum
-from .strategy import Strategy, local_part
+from .strategy import FlatLayout, LocalOptimizer, OwnedTensor, Strategy, local_part
 from .tasks import Inputs, Task
 
 

@@ -24,7 +24,7 @@ from .distributed import World, is_collective_failure, join_world, leave_world
 from .ending import on_stop_signals
 from .membership import Left
 from .reading import CellsAhead, RunData
-from .recovery import Carried, Kept, Progress, carry_over, check_layout
+from .recovery import Kept, Progress, carry_over, check_layout
 from .reporting import Cost, Efficiency, ProfilerWindow, Reporter, StageMeter, Timeline
 from .run_directory import Change, RunDirectory, check_changes, record_changes
 from .steps import Regroup, Stepper, StepResult, evaluate
@@ -211,22 +211,23 @@ class _Run:
         self.parts.close()
         if self.attached:
             self.attached, stepper, updates = False, self.stepper, self.strategy.optimizer.updates
-            progress = Progress(self.step, updates, stepper.loss_scale, stepper.skipped, self.record)
-            self.kept = Kept.of(self.strategy, progress, held=not self.handed_over)
+            if self.world.membership is not None:  # else no group follows
+                progress = Progress(self.step, updates, stepper.loss_scale, stepper.skipped, self.record)
+                self.kept = Kept.of(self.strategy, progress, held=not self.handed_over)
             del self.strategy, self.stepper, self.task, self.loader, self.cells, self.efficiency
 
     def _take_over(self, strategy: Strategy) -> None:
         """From the ranks that have a state together where it is whole, else from the newest checkpoint."""
         alone = self.world.membership is None  # there was no group before this one
-        carried = Carried(None, None) if alone else carry_over(self.world, self.kept, strategy)
-        if (at := carried.progress) is not None:
+        carried = None if alone else carry_over(self.world, self.kept, strategy)
+        if carried is not None and (at := carried.progress) is not None:
             self.step, self.stepper.skipped, self.stepper.loss_scale = at.step, at.skipped, at.loss_scale
             self._open_loader()
             self.reporter.say(f"{self.world.size} ranks go on from step {self.step}, in process")
             if carried.unsent[0]:
                 self.directory.event("unsent-lost", step=self.step, ranks=carried.unsent)
         else:
-            at = carried.furthest
+            at = None if carried is None else carried.furthest
             self._resume(strategy, at.step if at is not None else -1)
         if at is not None and at.record.get("step") == self.step - 1:
             self.reporter.catch_up(at.record)

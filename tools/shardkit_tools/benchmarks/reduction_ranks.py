@@ -16,8 +16,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from shardkit_trainer.configuration import ParallelConfig
 from shardkit_trainer.distributed import World
-from shardkit_trainer.optimizers import FlatLayout
 from shardkit_trainer.reductions import Compression, ExactSum
+from shardkit_trainer.strategy import FlatLayout
 
 COLUMNS = 256
 MATRICES = 4

@@ -29,6 +29,7 @@ from shardkit.audit import (
     verify_envelope,
 )
 from shardkit.audit.plans import RunPlan
+from shardkit.audit.result import HEADINGS
 from shardkit.audit.run_record import RunRecord
 from shardkit.copies.verify import Level
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, UsageError
@@ -173,45 +174,19 @@ def _document(result: Audit) -> dict[str, Any]:
     return {**console.plain(result), **own}
 
 
-_GROUPS = (("violated", "Violated", "red"), ("unknown", "Could not check", "yellow"),
-           ("explained", "Deviations, with their reasons", "yellow"), ("note", "Good to know", "dim"))  # fmt: skip
+_STYLES = {"violated": "red", "unknown": "yellow", "explained": "yellow", "note": "dim"}
 
 
 def _print_audit(result: Audit, written: Sequence[Path | None]) -> None:
-    for severity, heading, style in _GROUPS:
-        _print_findings(heading, [one for one in result.findings if one.severity == severity], style)
+    for severity, heading in HEADINGS.items():
+        found = [one for one in result.findings if one.severity == severity]
+        _print_findings(heading, found, _STYLES[severity])
     if result.findings:
         console.print_line()
     console.print_line(f"{result.run}: {result.verdict}", "bold")
-    steps = f"{result.first:,} to {max(result.first, result.steps - 1):,}"
-    unseen, seen = len(result.coverage) - _SHOWN, result.verified
-    events = ", ".join(f"{number} {kind}" for kind, number in result.event_counts.items())
-    fitting, data = sum(fits is True for _, _, fits in result.checkpoints), None
-    if seen is not None:
-        shards = count_text(seen["shards"], "shard")
-        data = f"{seen['shards_seen']:,} of {shards} checked, level {seen['level']}"
-    console.print_facts([
-        ("steps", f"{steps}, {count_text(result.samples, 'sample')}"),
-        ("recomputed", f"{count_text(result.checked, 'step')} from the plan, in {result.replay_s:.1f} s"),
-        ("manifest", result.manifest),
-        ("plan", result.plan),
-        *((f"tree of {name}", f"{one['size']:,} leaves, root {one['root']}") for name, one in result.head.items()),
-        *((f"epoch {one.epoch}", _coverage_text(one)) for one in result.coverage[:_SHOWN]),
-        ("", f"and {count_text(unseen, 'epoch')} more (--json lists all)" if unseen > 0 else None),
-        ("checkpoints", f"{fitting} of {len(result.checkpoints)} hold a head of this ledger"),
-        ("starts", f"{len(result.starts)}; events: {events}"),
-        ("data", data),
-    ])  # fmt: skip
+    console.print_facts(result.facts(epochs=_SHOWN))
     for path in written:
         console.print_line(f"written: {path}")
-
-
-def _coverage_text(one: Any) -> str:
-    part = "" if one.is_whole else f"steps {one.first:,} to {one.last - 1:,} of it: "
-    if not one.is_exact:
-        return f"{part}NOT exact: {one.drawn:,} drawn, {one.distinct:,} different"
-    left = f"; {count_text(one.remainder)} left out, in turn" if one.remainder > 0 and one.is_whole else ""
-    return f"{part}{count_text(one.distinct, 'sample')} of {one.rows:,}, each once{left}"
 
 
 def _print_findings(heading: str, found: list[Finding], style: str) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from shardkit.audit import RunPlan, find_plans, load_run
-from shardkit.audit.checkpoint_records import read_checkpoints
+from shardkit.audit.run_record import read_checkpoints
 from shardkit.dataset import Dataset
 from shardkit.errors import ShardkitError, StateError, UsageError
 from shardkit.ledger import Ledger
