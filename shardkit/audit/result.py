@@ -95,31 +95,6 @@ class Audit:
     def exit_code(self) -> ExitCode:
         return {"violated": ExitCode.DAMAGED, "unknown": ExitCode.UNCHECKED}.get(self.worst, ExitCode.DONE)
 
-    def facts(self, epochs: int | None = None) -> list[tuple[str, str]]:
-        """(name, value) of what was found, for people; at most so many epochs, all of them by default."""
-        last, shown = max(self.first, self.steps - 1), self.coverage[:epochs]
-        fitting, unseen = (
-            sum(fits is True for _, _, fits in self.checkpoints),
-            len(self.coverage) - len(shown),
-        )
-        events = ", ".join(f"{number} {kind}" for kind, number in self.event_counts.items())
-        found = [
-            ("steps", f"{self.first:,} to {last:,}"),
-            ("samples", f"{self.samples:,}"),
-            ("recomputed", f"{self.checked:,} steps from the plan, in {self.replay_s:.1f} s"),
-            ("manifest", self.manifest),
-            ("plan", self.plan),
-            *((f"tree of {name}", f"{one['size']:,} leaves, root {one['root']}") for name, one in self.head.items()),
-            *((f"epoch {one.epoch}", str(one)) for one in shown),
-            *([("", f"and {unseen:,} epochs more (--json lists all)")] if unseen else []),
-            ("checkpoints", f"{fitting} of {len(self.checkpoints)} hold a head of this ledger"),
-            ("starts", f"{len(self.starts)}; events: {events}"),
-        ]  # fmt: skip
-        if (seen := self.verified) is not None:
-            shards = f"{seen['shards_seen']:,} of {seen['shards']:,} shards checked"
-            found.append(("data", f"{shards}, level {seen['level']}, {seen['stored_bytes']:,} bytes read"))
-        return found
-
     @property
     def verdict(self) -> str:
         return {
@@ -128,6 +103,30 @@ class Audit:
             "violated": "violated",
             "unknown": "could not be checked in full",
         }[self.worst]
+
+
+def facts_of(audit: Audit, epochs: int | None = None) -> list[tuple[str, str]]:
+    """(name, value) of what was found, for people; at most so many epochs, all of them by default."""
+    last, shown = max(audit.first, audit.steps - 1), audit.coverage[:epochs]
+    fitting = sum(fits is True for _, _, fits in audit.checkpoints)
+    unseen = len(audit.coverage) - len(shown)
+    events = ", ".join(f"{number} {kind}" for kind, number in audit.event_counts.items())
+    found = [
+        ("steps", f"{audit.first:,} to {last:,}"),
+        ("samples", f"{audit.samples:,}"),
+        ("recomputed", f"{audit.checked:,} steps from the plan, in {audit.replay_s:.1f} s"),
+        ("manifest", audit.manifest),
+        ("plan", audit.plan),
+        *((f"tree of {name}", f"{one['size']:,} leaves, root {one['root']}") for name, one in audit.head.items()),
+        *((f"epoch {one.epoch}", str(one)) for one in shown),
+        *([("", f"and {unseen:,} epochs more (--json lists all)")] if unseen else []),
+        ("checkpoints", f"{fitting} of {len(audit.checkpoints)} hold a head of this ledger"),
+        ("starts", f"{len(audit.starts)}; events: {events}"),
+    ]  # fmt: skip
+    if (seen := audit.verified) is not None:
+        shards = f"{seen['shards_seen']:,} of {seen['shards']:,} shards checked"
+        found.append(("data", f"{shards}, level {seen['level']}, {seen['stored_bytes']:,} bytes read"))
+    return found
 
 
 HEADINGS: Final[dict[Severity, str]] = {
@@ -157,18 +156,15 @@ def html_report(audit: Audit) -> str:
     """The audit as one HTML file: no script, nothing loaded from elsewhere, everything escaped."""
     run, verdict = escape(audit.run), escape(audit.verdict)
     software = [(f"software: {name}", value) for name, value in sorted(audit.software.items())]
-    facts = [*audit.facts(), *software]
+    facts = [*facts_of(audit), *software]
     parts = [table(["", ""], facts, len(facts))]
     for severity, heading in HEADINGS.items():
         rows = [(one.kind, one.subject, one.text) for one in audit.findings if one.severity == severity]
-        parts += (
-            [f"<h2>{heading}: {len(rows)}</h2>", table(["kind", "where", "what"], rows, len(rows))]
-            if rows
-            else []
-        )
+        if rows:
+            parts += [f"<h2>{heading}: {len(rows)}</h2>", table(["kind", "where", "what"], rows, len(rows))]
     columns = ("start", "step", "ranks", "repeats")
     words = {True: "its head is one of the ledger's", False: "does NOT fit the ledger", None: "holds no head"}
-    starts = [[one[name] for name in columns] for one in audit.starts]
+    starts = [[one.get(name, "") for name in columns] for one in audit.starts]
     checkpoints = [(name, step, words[fits]) for name, step, fits in audit.checkpoints]
     parts += ["<h2>Starts</h2>", table(columns, starts, len(starts))]
     parts += ["<h2>Checkpoints</h2>", table(["name", "after step", ""], checkpoints, len(checkpoints))]

@@ -29,7 +29,7 @@ from shardkit.audit import (
     verify_envelope,
 )
 from shardkit.audit.plans import RunPlan
-from shardkit.audit.result import HEADINGS
+from shardkit.audit.result import HEADINGS, facts_of
 from shardkit.audit.run_record import RunRecord
 from shardkit.copies.verify import Level
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, UsageError
@@ -184,7 +184,7 @@ def _print_audit(result: Audit, written: Sequence[Path | None]) -> None:
     if result.findings:
         console.print_line()
     console.print_line(f"{result.run}: {result.verdict}", "bold")
-    console.print_facts(result.facts(epochs=_SHOWN))
+    console.print_facts(facts_of(result, epochs=_SHOWN))
     for path in written:
         console.print_line(f"written: {path}")
 
