@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardkit.audit.replay import configured_plans, plan_of
+from shardkit.audit.replay import configured_plans, made_again
 from shardkit.audit.run_record import RunRecord
 from shardkit.dataset import Dataset, open_dataset
 from shardkit.dataset.costs import costs_of
@@ -126,7 +126,7 @@ def _make_plan(record: RunRecord, event: dict[str, Any], dataset: Dataset) -> Ru
     costs_found = partial(costs_of, dataset)
     try:
         if event.get("history"):
-            candidates.append(("the ledger's settings", plan_of(event["history"], rows_of, costs_found)))
+            candidates.append(("the ledger's settings", made_again(event["history"], rows_of, costs_found)))
         if record.settings.get("configuration"):
             history = event.get("history") or [{"settings": {}}]
             configured = _configured_plan(record, population, expected, history[0]["settings"], costs_found)

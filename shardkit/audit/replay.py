@@ -25,12 +25,11 @@ from numpy.typing import NDArray
 from shardkit.errors import ConfigurationError, PlanError, RunError
 from shardkit.ledger import step_digests
 from shardkit.plan import Costs, Plan, Population, assign, make_plan
+from shardkit.plan.plan import plan_of
+from shardkit.plan.settings import Settings
 
-_PLAIN = ("global_batch", "lanes", "seed", "remainder", "window_blocks", "shuffle", "epoch_steps")
-_KNOWN = {*_PLAIN, "stages", "buckets", "join", "cost", "balance", "round_parts"}
 
-
-def plan_of(
+def made_again(
     history: Sequence[Mapping[str, Any]],
     population_of: Callable[[str], Population],
     costs_of: Callable[[str], Costs] | None = None,
@@ -47,61 +46,25 @@ def plan_of(
         ShardkitError: a manifest that the plan was over is not to be had.
     """
     first, *rest = history
-    population = before = population_of(first["manifest"])
-    arguments = _arguments(population, first["settings"])
-    if first["settings"].get("cost"):
-        if costs_of is None:
-            raise PlanError("this plan has costs, which are read from its dataset; none is open")
-        arguments |= {
-            "cost": costs_of(first["settings"]["cost"]),
-            "balance": first["settings"].get("balance"),
-            "round_parts": first["settings"].get("round_parts", 1),
-        }
-    plan = make_plan(population, **arguments)
+    population, settings = population_of(first["manifest"]), Settings.from_canonical(first["settings"])
+    if settings.cost is not None and costs_of is None:
+        raise PlanError("this plan has costs, which are read from its dataset; none is open")
+    plan = plan_of(settings, population, costs_of(settings.cost) if costs_of and settings.cost else None)
     for one in rest:
-        now = before if one["manifest"] == before.identity else population_of(one["manifest"])
-        amendment = _amendment(now, one)
-        if now is not before:
-            amendment["manifest"] = before = now
-        plan = plan.amend(**amendment)
+        change = {
+            name: value for name, value in one["change"].items() if value is not None and name != "dealing"
+        }
+        if one["manifest"] != population.identity:
+            change["manifest"] = population = population_of(one["manifest"])
+        if change.pop("weights", False):
+            change["weights"] = _by_name(population, one["settings"]["stages"][0][1])
+        plan = plan.amend(**change | ({"skip": tuple(change["skip"])} if "skip" in change else {}))
     return plan
 
 
-def _amendment(population: Population, one: Mapping[str, Any]) -> dict[str, Any]:
-    change = one["change"]
-    asked = {
-        name: change[name] for name in ("from_step", "lanes", "global_batch") if change.get(name) is not None
-    }
-    if change.get("skip") is not None:
-        asked["skip"] = tuple(change["skip"])
-    if change.get("weights"):
-        asked["weights"] = _by_name(population, one["settings"]["stages"][0][1])
-    return asked
-
-
-def _arguments(population: Population, settings: Mapping[str, Any]) -> dict[str, Any]:
-    unknown = {name for name in set(settings) - _KNOWN if settings[name] not in (None, [], {})}
-    if unknown:
-        raise PlanError(
-            f"plan settings {', '.join(sorted(unknown))} are not known here; use the version of the run"
-        )
-    arguments = {name: settings[name] for name in _PLAIN if settings.get(name) is not None}
-    stages = [(int(step), _by_name(population, weights)) for step, weights in settings.get("stages") or ()]
-    if stages:
-        arguments["weights"] = stages[0][1]
-        arguments["stages"] = stages[1:]
-    if settings.get("buckets"):
-        arguments["group_by"] = {
-            glob.escape(population.strata[stratum]): int(longest)
-            for longest, strata in settings["buckets"]
-            for stratum in strata
-        }
-    if settings.get("join"):
-        arguments |= {
-            "sequence": int(settings["join"]),
-            "row_tokens": 1,
-        }  # only their quotient is part of the plan
-    return arguments
+def _by_name(population: Population, weights: list[int]) -> dict[str, int]:
+    """Resolved weights as a mapping that resolves to the same."""
+    return {glob.escape(name): int(weight) for name, weight in zip(population.strata, weights, strict=True)}
 
 
 def configured_plans(
@@ -133,11 +96,6 @@ def configured_plans(
         change = {name: stage[name] for name in ("from_step", "global_batch", "weights") if stage.get(name)}
         plans.append(plans[-1].amend(**change))
     return plans
-
-
-def _by_name(population: Population, weights: list[int]) -> dict[str, int]:
-    """Resolved weights as a mapping that resolves to the same."""
-    return {glob.escape(name): int(weight) for name, weight in zip(population.strata, weights, strict=True)}
 
 
 _CHUNK = 1 << 20  # samples replayed at once by each process

@@ -34,10 +34,10 @@ class Bucket:
     cell_size: int
 
 
-def find_buckets(group_by: Mapping[str, int], strata: Sequence[str], cell_size: int) -> tuple[Bucket, ...]:
-    """Resolve globs over strata to buckets, the longest first.
-
-    A cell of the longest bucket has ``cell_size`` samples; that times its length is the token budget of every cell.
+def find_buckets(
+    group_by: Mapping[str, int], strata: Sequence[str]
+) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Resolve globs over strata to buckets: (longest, strata) of each, the longest first.
 
     Raises:
         PlanError: a stratum is in no bucket or a length is no positive integer.
@@ -52,8 +52,7 @@ def find_buckets(group_by: Mapping[str, int], strata: Sequence[str], cell_size: 
             f"plan: stratum {missing[0]!r} is in no group of group_by; name it or end with a glob '*'"
         )
     lengths = sorted({n for n in of if n is not None}, reverse=True)
-    budget = cell_size * lengths[0]
-    return tuple(Bucket(n, tuple(s for s, m in enumerate(of) if m == n), budget // n) for n in lengths)
+    return tuple((n, tuple(s for s, m in enumerate(of) if m == n)) for n in lengths)
 
 
 class BucketGrid:
@@ -63,8 +62,11 @@ class BucketGrid:
     After any number of steps each bucket has had its share of them within one, and all end with the epoch.
     """
 
-    def __init__(self, population: Population, buckets: Sequence[Bucket], settings: Settings) -> None:
+    def __init__(self, population: Population, settings: Settings) -> None:
         rows = stratum_rows(population)
+        # a cell of the longest has B / L samples; that times its length is the token budget of every cell
+        budget = settings.global_batch // settings.lanes * settings.buckets[0][0]
+        buckets = [Bucket(longest, strata, budget // longest) for longest, strata in settings.buckets]
         self.buckets = tuple(b for b in buckets if any(rows[s] for s in b.strata))
         self.grids: list[NaturalGrid] = []
         for number, bucket in enumerate(self.buckets):

@@ -403,9 +403,7 @@ def make_plan(
     Raises:
         PlanError: a setting is out of range, or the epoch has no full step.
     """
-    rows = stratum_rows(population)
-    total = sum(rows)
-    resolved = resolve_stages(weights, stages, population.strata, rows)
+    resolved = resolve_stages(weights, stages, population.strata, stratum_rows(population))
     if epoch_steps is not None and not resolved:
         raise PlanError(f"plan: epoch_steps is {epoch_steps}, expected it only with explicit weights")
     join = None if sequence is None else rows_per_sequence(sequence, row_tokens)
@@ -431,21 +429,37 @@ def make_plan(
         balance=balance if cost is None else balance or BALANCES[0],
         round_parts=None if round_parts == 1 else round_parts,
     )
-    if not total:
-        raise PlanError("plan: the dataset has no selected row")
     if cost is not None or balance is not None or round_parts is not None:
         _check_cost(cost, settings, population, group_by)
     if group_by is not None:
         if resolved or join is not None:
             raise PlanError("plan: group_by goes neither with weights nor with sequence; leave one out")
-        buckets = find_buckets(group_by, population.strata, global_batch // settings.lanes)
-        settings = replace(settings, buckets=tuple((b.longest, b.strata) for b in buckets))
-        return Plan(Leg(settings, population, BucketGrid(population, buckets, settings)))
-    if resolved:
-        grid: NaturalGrid | WeightedGrid = weighted_grid(units, settings)
+        settings = replace(settings, buckets=find_buckets(group_by, population.strata))
+    return plan_of(settings, population, cost)
+
+
+def plan_of(settings: Settings, population: Population, cost: Costs | None = None) -> Plan:
+    """The plan of resolved settings; ``cost`` where they have one.
+
+    Raises:
+        PlanError: the settings do not fit the population, or the epoch has no full step.
+    """
+    if not population.rows:
+        raise PlanError("plan: the dataset has no selected row")
+    for _, weights in settings.stages:
+        if len(weights) != len(population.strata):
+            raise PlanError(f"plan: {len(weights)} weights for {len(population.strata)} strata")
+    units = population if settings.join is None else joined(population, settings.join)
+    grid: AnyGrid
+    if settings.buckets:
+        grid = BucketGrid(population, settings)
+    elif settings.stages:
+        grid = weighted_grid(units, settings)
     else:
         grid = natural_grid(units, settings, stratum_rows(units), cost)
-    return Plan(Leg(settings, population, grid if join is None else JoinedGrid(grid, population, join)))
+    if isinstance(grid, NaturalGrid | WeightedGrid) and settings.join is not None:
+        grid = JoinedGrid(grid, population, settings.join)
+    return Plan(Leg(settings, population, grid))
 
 
 def _check_cost(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd
+from typing import Any
 
 from shardkit.errors import ConfigurationError, PlanError
 from shardkit.ranges import Range
@@ -75,6 +77,19 @@ class Settings:
         """
         values = {name: getattr(self, name) for name in sorted(self.__dataclass_fields__)}
         return {name: value for name, value in values.items() if value not in (None, ())}
+
+    @classmethod
+    def from_canonical(cls, values: Mapping[str, object]) -> Settings:
+        """The settings that `canonical` wrote, read back from JSON.
+
+        Raises:
+            PlanError: some of them are not known here, or out of range.
+        """
+        given = {name: _tuples(value) for name, value in values.items() if value not in (None, [], {})}
+        if unknown := given.keys() - cls.__dataclass_fields__.keys():
+            names = ", ".join(sorted(unknown))
+            raise PlanError(f"plan settings {names} are not known here; use the version of the run")
+        return cls(**given)
 
 
 def default_lanes(population: Population, global_batch: int) -> int:
@@ -216,3 +231,7 @@ def check_range(name: str, value: object, allowed: Range, kind: type[int] | type
 def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise PlanError(f"plan: {name} is {value!r}, expected one of {', '.join(choices)}")
+
+
+def _tuples(value: object) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import shardkit
 from shardkit.audit import load_run, sample_lineage, version_lineage
 from shardkit.audit.plans import open_recorded
-from shardkit.audit.replay import cell_digests, plan_of
+from shardkit.audit.replay import cell_digests, made_again
 from shardkit.audit.signing import verify_envelope
 from shardkit.dataset.dataset import population_of
 from shardkit.errors import FormatError, MissingDependency, NotFoundError, PlanError
@@ -77,7 +77,7 @@ def test_a_plan_is_made_again_from_its_canonical_settings(
 ) -> None:
     plan = dataset.plan(global_batch=6, lanes=3, **plan_settings)
     population = population_of(dataset.manifest, dataset.table)
-    again = plan_of(plan.history(), lambda _: population)
+    again = made_again(plan.history(), lambda _: population)
     assert again.digest == plan.digest
     np.testing.assert_array_equal(again.steps(0, 12), plan.steps(0, 12))
 
@@ -90,7 +90,7 @@ def test_an_amended_plan_is_made_again_from_its_history(dataset: shardkit.Datase
         .amend(from_step=40, weights={"a": 1, "b": 4})
     )
     population = population_of(dataset.manifest, dataset.table)
-    again = plan_of(json.loads(json.dumps(plan.history())), lambda _: population)
+    again = made_again(json.loads(json.dumps(plan.history())), lambda _: population)
     assert again.digest == plan.digest
     for first, last in ((0, 5), (5, 60)):
         np.testing.assert_array_equal(again.steps(first, last), plan.steps(first, last))
@@ -99,7 +99,7 @@ def test_an_amended_plan_is_made_again_from_its_history(dataset: shardkit.Datase
 def test_settings_of_a_later_version_are_refused(dataset: shardkit.Dataset) -> None:
     population = population_of(dataset.manifest, dataset.table)
     with pytest.raises(PlanError, match="zigzag"):
-        plan_of(
+        made_again(
             [{"manifest": "", "settings": {"global_batch": 4, "zigzag": 1}, "change": None}],
             lambda _: population,
         )
