@@ -91,7 +91,7 @@ def read_checkpoint_manifest(
     ref = read_ref(store, name)
     if ref.get("name") != name:
         raise IntegrityError(
-            f"checkpoint ref {ref_name(name)} in {store.url} calls itself {ref.get('name')!r}"
+            f"checkpoint ref {ref_name(name)} in {store.url} is damaged: it calls itself {ref.get('name')!r}"
         )
     return read_manifest_of(store, ref)
 
