@@ -13,7 +13,7 @@ from shardkit.audit.plans import RunPlan
 from shardkit.audit.replay import Coverage, cell_digests, replay
 from shardkit.audit.result import Audit, Report
 from shardkit.audit.run_record import STEP_NAME, CheckpointRecord, RunRecord, damaged_objects, json_object
-from shardkit.formats.digest import sha256_digest
+from shardkit.formats.canonical_json import sha256_digest
 from shardkit.ledger import MASKED, SUBSTITUTED, setting_differences
 from shardkit.ledger.bindings import CHECKPOINT, CONFIGURATION, DEALT
 from shardkit.ledger.journal import BINDINGS

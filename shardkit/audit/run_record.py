@@ -15,8 +15,7 @@ import numpy as np
 
 from shardkit.audit.result import Finding, Severity
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
-from shardkit.formats.canonical_json import dumps
-from shardkit.formats.digest import sha256_digest
+from shardkit.formats.canonical_json import dumps, sha256_digest
 from shardkit.ledger import SUBSTITUTED, Ledger, Merge, journal_paths
 from shardkit.ledger.bindings import CONFIGURATION
 from shardkit.ledger.journal import JournalFile

@@ -22,8 +22,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from shardkit.errors import FormatError, IntegrityError
-from shardkit.formats.canonical_json import dumps, loads
-from shardkit.formats.digest import sha256_digest
+from shardkit.formats.canonical_json import dumps, loads, sha256_digest
 from shardkit.stores.file_operations import explained
 
 HASH_BYTES = 32

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardkit.errors import ConfigurationError, FormatError, IntegrityError, NotFoundError, ShardkitError
-from shardkit.formats.canonical_json import dumps, loads
-from shardkit.formats.digest import parse_digest, sha256_digest
+from shardkit.formats.canonical_json import dumps, loads, parse_digest, sha256_digest
 from shardkit.stores.store import Store, object_name
 from shardkit.stores.urls import open_store
 

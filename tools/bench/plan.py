@@ -26,7 +26,8 @@ import numpy as np
 from shardkit.plan import Plan, Population, make_plan
 from shardkit.plan.locality import lane_shards, node_reads
 from shardkit.plan.report import mixing
-from shardkit_tools.benchmarks.suite import resume, spread
+from shardkit_tools.benchmarks.suite import resume
+from shardkit_tools.simulation.reading import spread_population
 
 ROWS, SHARDS, STRATA, BATCH = 10**9, 10**5, 50, 4096
 PLANNERS = ("mosaicml", "litdata")
