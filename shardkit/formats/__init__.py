@@ -4,7 +4,7 @@ No store and no clock: bytes in, columns out, and back. Digests are checked befo
 before memory is taken. Programs that know tar, zstd and Arrow read what is written here.
 """
 
-from .arrow_reading import FixedPlace, fixed_places
+from .arrow_reading import message_layout
 from .block import Block, Column, FixedColumn, JoinedPayloads, Row, RowBlock, VariableColumn
 from .canonical_json import format_digest, parse_digest, sha256_digest, xxh3
 from .columns import Columns, Texts, pack_columns, unpack_columns
@@ -24,7 +24,6 @@ __all__ = [
     "Columns",
     "FieldType",
     "FixedColumn",
-    "FixedPlace",
     "JoinedPayloads",
     "Row",
     "RowBlock",
@@ -38,11 +37,11 @@ __all__ = [
     "block_starts",
     "extension",
     "fit_key",
-    "fixed_places",
     "format_digest",
     "is_key",
     "max_key_bytes",
     "member_names",
+    "message_layout",
     "normalise_compression",
     "npy_payload_offset",
     "pack_columns",

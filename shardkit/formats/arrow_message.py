@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from shardkit.errors import FormatError
 
@@ -132,6 +133,37 @@ def _read_metadata(data: bytes) -> BatchHeader:
         body_offset=8 + len(data),
         message_bytes=8 + len(data) + body,
     )
+
+
+class NumberPlaces(NamedTuple):
+    """Where the numbers of a message lie in it by which two messages of one schema and writer may differ."""
+
+    head_bytes: int  # prefix and metadata, which the body follows
+    rows: int
+    body: int
+    nodes: range  # each (items, nulls), two int64
+    buffers: range  # each (offset, length)
+
+
+def number_places(message: memoryview) -> NumberPlaces:
+    """The same of the encapsulated record batch message at the start of `message`, which may be cut off in its body.
+
+    Raises:
+        FormatError: no metadata of a record batch that has rows.
+    """
+    length = int.from_bytes(message[4:8], "little")
+    data = message[8 : 8 + length]
+    if message[:4] != CONTINUATION or length % 8 or not 8 <= length == len(data):
+        raise FormatError(f"arrow message: prefix {bytes(message[:8]).hex()} of {len(message)} bytes")
+    root = MetadataTable(data, int.from_bytes(data[:4], "little"))
+    batch = root.table(2)
+    rows, body = None if batch is None else batch.place(0), root.place(3)
+    if batch is None or rows is None or body is None or max(rows, body) + 8 > length:
+        raise FormatError("arrow message: expected a record batch with rows and a body")
+    nodes, buffers = (
+        range(8 + one.start, 8 + one.stop, 16) for one in (batch.structs(1, 16), batch.structs(2, 16))
+    )
+    return NumberPlaces(8 + length, 8 + rows, 8 + body, nodes, buffers)
 
 
 def _check_buffers(buffers: tuple[tuple[int, int], ...], body: int) -> None:

@@ -7,7 +7,7 @@ declared length has been bounded; pyarrow does that for lz4, and checks UTF-8. T
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
@@ -17,7 +17,13 @@ from numpy.typing import NDArray
 
 from shardkit.errors import FormatError, UsageError
 
-from .arrow_message import BatchHeader, compressed_buffer, raw_message_bytes, read_batch_header
+from .arrow_message import (
+    BatchHeader,
+    compressed_buffer,
+    number_places,
+    raw_message_bytes,
+    read_batch_header,
+)
 from .block import Column, FixedColumn, VariableColumn, check_text
 from .compression import MAX_RATIO, decompress_frame
 from .schema import KEY_FIELD, FieldType, Schema, presence_of
@@ -186,21 +192,68 @@ def _checked_header(message: memoryview, codec: str, rows: int, raw_size: int) -
     return header
 
 
-def fixed_places(
-    message: memoryview, schema: Schema, rows: int, raw_size: int
-) -> tuple[int, dict[str, FixedPlace]]:
-    """Where the fixed-size columns of an uncompressed message lie, from its metadata alone.
+def message_layout(message: memoryview, schema: Schema, fields: Sequence[str]) -> NDArray[np.int64] | None:
+    """How to find columns in messages of the same schema and writer without a reader of FlatBuffers (block_rows.c).
 
-    Two messages of equal metadata, length, rows and raw size have equal places.
+    Args:
+        message: begins with one of them, and may be cut off in its body. Nobody has verified it: what is read by the
+            layout has to equal its metadata but for the numbers named here.
+        schema: of the messages.
+        fields: whose columns are asked for.
 
     Returns:
-        Bytes before the body, that is prefix and metadata; and the columns, offsets counted from the body.
+        Bytes of metadata with prefix; bytes beyond the raw size that decompressed columns need, each of their buffers
+        at a multiple of 64; where the number of rows and that of bytes of the body lie; where nodes lie, and how many;
+        where buffers lie, and how many; how many fields. Of each node items for a row, -1 if any. Of each field: the
+        first of its buffers that must be empty, and how many; the buffer of values, or of offsets; of those of data,
+        or -1; bytes of an item; its node of items, or -1 if there is none. Then the metadata, and a mask that is 0 at
+        those numbers, each filled up to 8 bytes. None where a column needs a closer look: bits, presence.
 
     Raises:
-        FormatError: not the message that `ArrowEncoder` writes for this schema.
+        FormatError: not the metadata that `ArrowEncoder` writes for this schema.
     """
-    header = _checked_header(message, "none", rows, raw_size)
-    return header.body_offset, _layout(header, schema)[1]
+    kinds = [schema[name] for name in fields]
+    if any(kind.optional or kind.dtype == "bool" for kind in kinds):
+        return None
+    numbers = number_places(message)
+    array, buffer = 1, 3
+    per_row, first = [1], {}
+    for name, kind in schema.items():
+        first[name] = array, buffer
+        arrays, own = _counts(kind)
+        per_row += [1, -1] if kind.kind == "ragged" else np.cumprod((1, *kind.shape)).tolist()
+        array, buffer = array + arrays, buffer + own
+    if len(numbers.nodes) != array or len(numbers.buffers) != buffer:
+        raise FormatError(
+            f"arrow message: {len(numbers.nodes)} arrays, {len(numbers.buffers)} buffers do not fit {schema}"
+        )
+    places: list[int] = []
+    for name, kind in zip(fields, kinds, strict=True):
+        array, buffer = first[name]
+        if kind.is_opaque:
+            places += (buffer, 1, buffer + 1, buffer + 2, 1, -1)
+        elif kind.kind == "ragged":
+            places += (buffer, 1, buffer + 1, buffer + 3, kind.numpy_dtype.itemsize, array + 1)
+        else:
+            depth = 1 + len(kind.shape)
+            places += (buffer, depth, buffer + depth, -1, kind.item_bytes or 0, -1)
+    size = numbers.head_bytes
+    head, mask = np.zeros((2, -(-size // 8) * 8), np.uint8)
+    head[:size], mask[:size] = np.frombuffer(message[:size], np.uint8), 255
+    nulls = [] if schema.stored is schema else [place + 8 for place in numbers.nodes]
+    lengths = [place + 8 for place in numbers.buffers]
+    for place in (numbers.rows, numbers.body, *numbers.nodes, *nulls, *numbers.buffers, *lengths):
+        mask[place : place + 8] = 0
+    padding = 128 * sum(2 if kind.item_bytes is None else 1 for kind in kinds)
+    layout = [size, padding, numbers.rows, numbers.body]
+    layout += [
+        numbers.nodes.start,
+        len(numbers.nodes),
+        numbers.buffers.start,
+        len(numbers.buffers),
+        len(fields),
+    ]
+    return np.concatenate([np.array(layout + per_row + places, np.int64), head.view("<i8"), mask.view("<i8")])
 
 
 class FixedPlace(NamedTuple):

@@ -13,17 +13,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.errors import FormatError, IntegrityError, ShardkitError
-from shardkit.formats import Schema, ShardIndex, fixed_places
-from shardkit.loader.gather import DECIMALS, FACTS, OBJECTS, GatherColumns
+from shardkit.formats import Schema, ShardIndex, message_layout
+from shardkit.formats.compression import MAX_RATIO
+from shardkit.loader.gather import DECIMALS, FACTS, OBJECTS, GatherColumns, block_rows
 from shardkit.loader.settings import Sources
 from shardkit.reading.blocks import BlockReader, TakeMemory
+from shardkit.stores.open_files import open_files
 from shardkit.telemetry.recorder import BlockTimes
 
-__all__ = ["JOB", "BlockLoading", "Layouts", "PlainShard"]
+__all__ = ["JOB", "BlockLoading", "Layouts", "LocalShard"]
 
 Int64s = NDArray[np.int64]
 
-FILE, OFFSET, SIZE, ADDRESS, HASH, AFTER, SLOT, BLOCK, LAYOUT, LAYOUT_SIZE = range(10)
+FILE, OFFSET, SIZE, ADDRESS, HASH, AFTER, SLOT, BLOCK, LAYOUT, RAW_SIZE = range(10)
 JOB: Final = 10
 """Numbers of a job before its facts; see block_rows.pyi."""
 
@@ -32,96 +34,74 @@ _LONG_BYTES: Final = 1 << 14  # rows of which are read one by one, rather than t
 _MOST_OBJECTS: Final = 256  # of a block, as block_rows.c has it
 _MOST_OBJECT_FIELDS: Final = 4
 _MOST_SHARDS: Final = 256  # known at a time, if steps that are planned need no more
+_HEAD_BYTES: Final = 1 << 16  # of an Arrow message, in which its metadata end
 
 
 class Layouts:
-    """Where the fields of Arrow messages of one schema lie: what has the same metadata, rows and sizes lies alike.
+    """How the columns of some fields are found in Arrow messages (`message_layout`), kept where jobs refer to them."""
 
-    Safe to call from many threads.
-    """
+    def __init__(self, fields: Sequence[str]) -> None:
+        self._fields = fields
+        self._kept: dict[bytes, Int64s] = {}
 
-    def __init__(self, schema: Schema, fields: Sequence[str]) -> None:
-        self._schema, self._fields = schema, fields
-        self._lock = threading.Lock()
-        self._begins: dict[bytes, int] = {}  # metadata → its number
-        self._arrays: list[NDArray[np.uint8]] = []  # the same, kept in place
-        self._by_sizes: dict[tuple[int, int, int], int] = {}  # rows, raw size, stored size → the last such
-        self._rows = np.zeros(
-            (0, 2 + 1 + FACTS * len(fields)), np.int64
-        )  # address and length, facts of a block at 0
-
-    def guess(self, sizes: tuple[int, int, int]) -> int:
-        """The layout that a block of so many rows, bytes and stored bytes may have; -1: none was met."""
-        return self._by_sizes.get(sizes, -1)
-
-    def of(self, numbers: Int64s) -> Int64s:
-        """(n, 2 + facts): address and length of the metadata, facts of a block at address 0."""
-        found: Int64s = self._rows[numbers]
-        return found
-
-    def learn(self, block: NDArray[np.uint8], sizes: tuple[int, int, int]) -> int | None:
-        """The layout of a verified block; None where only `read_block` can tell."""
-        rows, raw_size, _ = sizes
-        try:
-            body, places = fixed_places(block.data, self._schema, rows, raw_size)
-        except FormatError:
-            return None  # `read_block` says so
-        begins = block[:body].copy()
-        with self._lock:
-            number = self._begins.setdefault(begins.tobytes(), len(self._arrays))
-            if number == len(self._arrays):
-                self._arrays.append(begins)
-                facts = [rows]
-                for name in self._fields:
-                    facts += (body + places[name].offset, 0, 0, self._schema.stored[name].item_bytes or 0)
-                self._rows = np.vstack([self._rows, [begins.__array_interface__["data"][0], body, *facts]])
-            self._by_sizes[sizes] = number
-        return number
+    def of(self, schema: Schema, head: NDArray[np.uint8]) -> Int64s | None:
+        """That of messages that begin like this one; None where only `read_block` can tell."""
+        with contextlib.suppress(FormatError):  # `read_block` says so
+            found = message_layout(head.data, schema, self._fields)
+            if found is not None:
+                return self._kept.setdefault(found.tobytes(), found)
+        return None
 
 
-class PlainShard:
-    """An uncompressed shard in a local file, whose blocks are loaded without the interpreter.
+class LocalShard:
+    """A shard in a local file, whose blocks are loaded without the interpreter.
 
     A gather needs a few integers of each block, its *facts* (`GatherColumns`). `read_block` finds them by way of a
-    block and its columns, forty objects and as many microseconds; here they follow from the index, or from a block of
-    the same metadata: a shorter way to the same integers, never to others. Whatever it has not seen to be the same, it
-    leaves to `read_block`.
+    block and its columns, forty objects and as many microseconds; here they follow from the index, or in block_rows.c
+    from the message: a shorter way to the same integers, never to others. Whatever is not as it is thought to be, is
+    left to `read_block`.
     """
 
-    def __init__(self, index: ShardIndex, fields: Sequence[str], file: int, layouts: Layouts) -> None:
-        self.index, self._file, self._layouts = index, file, layouts
+    def __init__(self, index: ShardIndex, fields: Sequence[str], file: int) -> None:
+        self.index, self._file = index, file
         self.sizes: Int64s = index.block_size.astype(np.int64)
-        self._raw_sizes = index.block_raw_size.astype(np.int64)
+        self.raw_sizes: Int64s = index.block_raw_size.astype(np.int64)
         self._rows: Int64s = np.diff(index.block_start)
         self._width = 1 + FACTS * len(fields)
         self._offsets, self._hashes = index.block_offset.astype(np.int64), index.block_xxh3.view(np.int64)
-        self._layout_of = np.full(
-            index.blocks, -1, np.int64
-        )  # Arrow: what was met, or is thought to be the same
-        self.own_sizes = self.sizes  # bytes of memory that a block needs beside its objects
+        self._layout: Int64s | None = None  # Arrow
+        self.own_sizes = self.raw_sizes  # bytes of memory that a block needs beside its objects
         self._members: list[tuple[Int64s, Int64s, int]] = []  # of each field (tar): starts, ends, pitch
 
     @classmethod
     def of(
-        cls, index: ShardIndex, fields: Sequence[str], file: int, layouts: Layouts, objects: bool
-    ) -> PlainShard | None:
+        cls, index: ShardIndex, fields: Sequence[str], file: int, layout: Int64s | None, objects: bool
+    ) -> LocalShard | None:
         """None where the index tells that the bytes of all blocks need a closer look."""
-        self = cls(index, fields, file, layouts)
+        self = cls(index, fields, file)
         if index.format == "arrow":
-            kinds = [index.schema.stored[name] for name in fields]  # of others offsets and text are checked
-            return None if any(kind.item_bytes is None or kind.dtype == "bool" for kind in kinds) else self
+            if layout is None:
+                return None
+            self._layout = layout
+            if self._is_compressed:
+                self.own_sizes = self.raw_sizes + int(layout[1])
+            return self
         for name in fields:
             if name not in index.schema or index.schema.stored[name].optional:
                 return None  # some have no member
             kind, number = index.schema[name], index.schema.position(name)
-            if index.is_adopted or not (kind.is_whole or kind.kind == "bytes" or kind.is_packed):
-                return None  # text is checked, arrays have headers
+            if index.is_adopted or not (kind.is_whole or kind.is_opaque):
+                return None  # arrays have headers
             # contiguous, and the index has seen that members lie inside their blocks
             starts, ends = index.member_places(number)[0], index.member_ends(number)
             self._members.append((starts, ends, DECIMALS if kind.is_whole else 8))
-        if objects:
+        if objects and not self._is_compressed:
             self._choose_objects([index.schema[name].kind == "bytes" for name in fields])
         return self
+
+    @property
+    def _is_compressed(self) -> bool:
+        return self.index.compression != "none"
 
     def _choose_objects(self, is_bytes: list[bool]) -> None:
         """Have long rows of these fields read into objects, and the others found where they lie then."""
@@ -133,12 +113,12 @@ class PlainShard:
         if not 0 < sum(chosen) <= min(_MOST_OBJECT_FIELDS, _MOST_OBJECTS // int(self._rows.max())):
             return
         # places in the raw blocks end to end
-        begins = np.cumsum(self._raw_sizes) - self._raw_sizes
+        begins = np.cumsum(self.raw_sizes) - self.raw_sizes
         begin = np.repeat(begins, self._rows)
         spans = [(starts + begin, ends + begin) for starts, ends, _ in members]
         gone = _Removed([span for span, own in zip(spans, chosen, strict=True) if own])
         places = [None if own else gone.places_of(*span) for span, own in zip(spans, chosen, strict=True)]
-        own_sizes = self._raw_sizes - np.diff(gone.bytes_before(np.append(begins, self._raw_sizes.sum())))
+        own_sizes = self.raw_sizes - np.diff(gone.bytes_before(np.append(begins, self.raw_sizes.sum())))
         if gone.overlap or any(one is False for one in places) or int(own_sizes.min()) <= 0:
             return
         self.own_sizes = own_sizes
@@ -154,44 +134,30 @@ class PlainShard:
     def is_fit(self) -> NDArray[np.bool_]:
         """Of each block whether it may be loaded so."""
         fits: NDArray[np.bool_] = self.sizes > _SHORT_BYTES
-        return fits if self.index.format == "arrow" else fits & (self._raw_sizes == self.sizes)
+        if self._is_compressed:
+            fits &= self.raw_sizes // MAX_RATIO < self.sizes
+        else:
+            fits &= self.raw_sizes == self.sizes
+        return fits
 
     def jobs(self, inside: Int64s, addresses: Int64s) -> Int64s:
         """(n, JOB + facts) of blocks that go to these addresses, but for the columns that the window fills."""
         jobs = np.zeros((len(inside), JOB + self._width), np.int64)
         jobs[:, FILE], jobs[:, OFFSET], jobs[:, SIZE] = self._file, self._offsets[inside], self.sizes[inside]
         jobs[:, ADDRESS], jobs[:, HASH] = addresses, self._hashes[inside]
+        if self._is_compressed:
+            jobs[:, RAW_SIZE] = self.raw_sizes[inside]
         facts = jobs[:, JOB:]
-        if self.index.format == "tar":
-            facts[:, 0], first = self._rows[inside], 8 * self.index.block_start[inside]
-            for number, (*spans, pitch) in enumerate(self._members):
-                starts, ends = (one.__array_interface__["data"][0] for one in spans)
-                own = facts[:, 1 + FACTS * number :]
-                own[:, 0], own[:, 1], own[:, 2], own[:, 3] = starts + first, ends + first, addresses, pitch
+        facts[:, 0] = self._rows[inside]
+        if self._layout is not None:
+            jobs[:, LAYOUT] = self._layout.__array_interface__["data"][0]
             return jobs
-        for one in inside[self._layout_of[inside] < 0].tolist():
-            self._layout_of[one] = self._layouts.guess(self._sizes_of(one))
-        layout = self._layout_of[inside]
-        known = layout >= 0
-        jobs[:, LAYOUT_SIZE] = -1
-        if known.any():
-            jobs[known, LAYOUT:] = self._layouts.of(layout[known])
-            facts[:, 1::FACTS] += addresses[:, None]
+        first = 8 * self.index.block_start[inside]
+        for number, (*spans, pitch) in enumerate(self._members):
+            starts, ends = (one.__array_interface__["data"][0] for one in spans)
+            own = facts[:, 1 + FACTS * number :]
+            own[:, 0], own[:, 1], own[:, 2], own[:, 3] = starts + first, ends + first, addresses, pitch
         return jobs
-
-    def _sizes_of(self, inside: int) -> tuple[int, int, int]:
-        return int(self._rows[inside]), int(self._raw_sizes[inside]), int(self.sizes[inside])
-
-    def place(self, inside: int, address: int) -> bytes | None:
-        """Facts of a verified block that begins otherwise than was thought; None where only `read_block` can tell."""
-        sizes = self._sizes_of(inside)
-        number = self._layouts.learn(np.asarray(_Bytes(address, sizes[2])), sizes)
-        if number is None:
-            return None
-        self._layout_of[inside] = number
-        facts = self._layouts.of(np.array([number]))[0, 2:]
-        facts[1::FACTS] += address
-        return facts.tobytes()
 
 
 class _Removed:
@@ -217,13 +183,6 @@ class _Removed:
             return False
         found: Int64s = starts - self._before[number]
         return found
-
-
-class _Bytes:
-    """Memory as an array, which does not keep it."""
-
-    def __init__(self, address: int, size: int) -> None:
-        self.__array_interface__ = {"data": (address, True), "shape": (size,), "typestr": "|u1", "version": 3}
 
 
 class BlockLoading:
@@ -253,8 +212,8 @@ class BlockLoading:
         self._sources, self._reader, self._memory, self._loads = sources, reader, memory, loads
         self._fields, self._objects = fields, objects
         self._files: dict[tuple[str, int], int] = {}
-        self._shards: dict[int, PlainShard | None] = {}
-        self._layouts: dict[Schema, Layouts] = {}
+        self._shards: dict[int, LocalShard | None] = {}
+        self._layouts = Layouts(fields)
         self._needed: dict[int, int] = {}  # shard → the step up to which what it knows is referred to
         self._first_block: Int64s = sources.rows.shard_first_block
         self._has_file: dict[int, bool] = {}
@@ -275,7 +234,7 @@ class BlockLoading:
             found = self._shard(shard)
             self._needed[shard] = until
             if found is not None:
-                sizes[places] = found.sizes[inside]
+                sizes[places] = found.raw_sizes[inside]
                 own[places] = np.where(found.is_fit[inside], found.own_sizes[inside], 0)
                 continue
             sizes[places] = [self._size(shard, one) for one in inside.tolist()]
@@ -305,20 +264,26 @@ class BlockLoading:
                 return self._reader.raw_size(shard, inside)
         return self._sources.block_bytes(int(self._first_block[shard]) + inside)
 
-    def _shard(self, shard: int) -> PlainShard | None:
+    def _shard(self, shard: int) -> LocalShard | None:
         if shard not in self._shards:
             found = None
             with contextlib.suppress(ShardkitError):
                 if hasattr(self._loads, "add_file") and self.has_file(shard):
-                    index = self._reader.index(shard)
-                    file = self._reader.plain_file(shard, index)
-                    layouts = self._layouts.setdefault(index.schema, Layouts(index.schema, self._fields))
-                    if file is not None:
-                        found = PlainShard.of(
-                            index, self._fields, self._number_of(file), layouts, self._objects
-                        )
+                    found = self._local_shard(shard, self._reader.index(shard))
             self._shards[shard] = found
         return self._shards[shard]
+
+    def _local_shard(self, shard: int, index: ShardIndex) -> LocalShard | None:
+        file = self._reader.verified_file(shard, index)
+        if file is None or (index.compression != "none" and not block_rows.opens_zstd()):
+            return None
+        layout = None
+        if index.format == "arrow":
+            span = index.spans[0]
+            head = np.empty(min(_HEAD_BYTES, span.size), np.uint8)
+            open_files.read(*file, span.offset, head.data)
+            layout = self._layouts.of(index.schema, head)
+        return LocalShard.of(index, self._fields, self._number_of(file), layout, self._objects)
 
     def _number_of(self, file: tuple[str, int]) -> int:
         number = self._files.get(file)
@@ -337,12 +302,6 @@ class BlockLoading:
             jobs[chosen] = found.jobs(inside, addresses[chosen])
         jobs[:, BLOCK] = blocks
         return jobs
-
-    def place(self, block: int, address: int) -> bytes | None:
-        """Facts of a plain block whose bytes are there and verified; None where only `read` can tell."""
-        shard, inside = self._sources.rows.shard_of_block(block)
-        found = self._shards.get(shard)
-        return None if found is None else found.place(inside, address)
 
     def read(self, block: int) -> tuple[GatherColumns, int, int]:
         """A block by way of Python, verified and in memory of its own; its bytes, and those that it takes.

@@ -11,6 +11,7 @@
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
@@ -277,7 +278,7 @@ failed:
 #define FACTS 4            /* of a field of a block, after its rows: addresses of values, ends and data; bytes between rows */
 #define DECIMAL_PITCH (-8) /* between rows that lie in their block as decimal texts */
 #define OBJECT_PITCH (-16) /* between rows that are objects already: where these are is in the place of the data */
-enum { FILE_NUMBER, OFFSET, SIZE, ADDRESS, HASH, AFTER, SLOT, BLOCK, LAYOUT, LAYOUT_SIZE, JOB }; /* int64 numbers of a job */
+enum { FILE_NUMBER, OFFSET, SIZE, ADDRESS, HASH, AFTER, SLOT, BLOCK, LAYOUT, RAW_SIZE, JOB, ROWS = JOB, KNOWN }; /* int64 numbers of a job */
 enum { WAITING, BEGUN, DONE };
 #define WAIT_NS 100000000 /* between looks for signals */
 #define COLD_NS 20000     /* and one for each byte: longer than any read from memory */
@@ -325,7 +326,7 @@ typedef struct {
 } Shared;
 
 typedef struct {
-    int64_t number, since, job[JOB];
+    int64_t number, since, job[KNOWN];
 } Later;
 
 /* Of one block the rows of some fields, as objects into which they are read; what lies between them is read to the job's address. */
@@ -483,21 +484,237 @@ static void touch(const struct iovec *piece, int64_t page)
         (void)madvise((void *)begin, end - begin, MADV_POPULATE_WRITE);
 }
 
-/* Read and hash a block: 0 if it is what was written. */
-static int load(Loads *self, const int64_t *job, const Objects *objects, unsigned char *to)
+/* ---- opening: what a verified block holds, decompressed, and where its fields lie */
+
+#define MOST_WINDOW (8 << 20) /* bytes; more only as many as a frame holds */
+#define MOST_RATIO (1 << 16)
+#define MOST_KEPT (8 << 20) /* bytes of compressed blocks that a thread keeps room for */
+
+static struct { /* of the system's libzstd; `make` is NULL where there is none */
+    void *(*make)(void);
+    size_t (*end)(void *);
+    size_t (*decompress)(void *, void *, size_t, const void *, size_t);
+    unsigned long long (*content_size)(const void *, size_t);
+    size_t (*frame_size)(const void *, size_t);
+} zstd;
+
+static void find_zstd(void)
 {
-    const struct iovec all = {to, (size_t)job[SIZE]}, *pieces = objects ? objects->piece : &all;
+    if (zstd.make)
+        return;
+#if defined(__APPLE__)
+    void *library = dlopen("libzstd.1.dylib", RTLD_NOW | RTLD_LOCAL);
+#else
+    void *library = dlopen("libzstd.so.1", RTLD_NOW | RTLD_LOCAL);
+#endif
+    if (!library)
+        return;
+    *(void **)&zstd.end = dlsym(library, "ZSTD_freeDCtx");
+    *(void **)&zstd.decompress = dlsym(library, "ZSTD_decompressDCtx");
+    *(void **)&zstd.content_size = dlsym(library, "ZSTD_getFrameContentSize");
+    *(void **)&zstd.frame_size = dlsym(library, "ZSTD_findFrameCompressedSize");
+    if (zstd.end && zstd.decompress && zstd.content_size && zstd.frame_size)
+        *(void **)&zstd.make = dlsym(library, "ZSTD_createDCtx");
+}
+
+/* What a thread needs to open blocks. */
+typedef struct {
+    void *context;
+    unsigned char *stored;
+    int64_t room;
+    int64_t *facts;
+} Scratch;
+
+static void release_scratch(Scratch *scratch)
+{
+    if (scratch->context)
+        zstd.end(scratch->context);
+    free(scratch->stored), free(scratch->facts);
+}
+
+/* Exactly one frame, of so many bytes in it, to `to`: 0 if it is one. formats/compression.py refuses what is refused here. */
+static int open_frame(Scratch *scratch, const unsigned char *frame, int64_t size, unsigned char *to, int64_t raw)
+{
+    if (size < 6 || raw > size * MOST_RATIO || frame[4] & 3) /* or a dictionary */
+        return -1;
+    const int64_t window = frame[4] & 32 ? raw : (int64_t)(8 + (frame[5] & 7)) << (7 + (frame[5] >> 3));
+    if (window > MOST_WINDOW && window > raw)
+        return -1;
+    if (zstd.content_size(frame, (size_t)size) != (unsigned long long)raw || zstd.frame_size(frame, (size_t)size) != (size_t)size)
+        return -1;
+    if (!scratch->context && !(scratch->context = zstd.make()))
+        return -1;
+    return zstd.decompress(scratch->context, to, (size_t)raw, frame, (size_t)size) == (size_t)raw ? 0 : -1;
+}
+
+/* Messages of Arrow that have the metadata of one another but for numbers (formats/arrow_reading.py, message_layout). */
+enum { HEAD, PADDING, ROWS_AT, BODY_AT, NODES_AT, NODES, BUFFERS_AT, BUFFERS, FIELDS, LAYOUT_NUMBERS };
+enum { EMPTY, EMPTIES, VALUES, DATA, ITEM, NODE, FIELD_NUMBERS };
+#define MOST_OFFSET ((int64_t)1 << 40)
+#define MOST_ROWS ((int64_t)1 << 31) /* of a block */
+
+static int64_t padded(int64_t size, int64_t to) { return (size + to - 1) / to * to; }
+static int64_t signed_at(const unsigned char *place) { return (int64_t)number(place); }
+static const unsigned char *buffer_numbers(const int64_t *layout, const unsigned char *message, int64_t which)
+{
+    return message + layout[BUFFERS_AT] + 16 * which;
+}
+
+/* Whether a message is one of this layout, and its numbers are those of the job and lie inside of it. */
+static int is_of_layout(const int64_t *layout, const int64_t *job, const unsigned char *message)
+{
+    const int64_t *per_row = layout + LAYOUT_NUMBERS, head = layout[HEAD], body = job[SIZE] - head, rows = job[ROWS];
+    const unsigned char *like = (const unsigned char *)(per_row + layout[NODES] + FIELD_NUMBERS * layout[FIELDS]),
+                        *mask = like + padded(head, 8);
+    unsigned char differs = 0;
+    if (body < 0 || rows < 1 || rows > MOST_ROWS)
+        return 0;
+    for (int64_t at = 0; at < head; at++)
+        differs |= (unsigned char)((message[at] ^ like[at]) & mask[at]);
+    if (differs || signed_at(message + layout[ROWS_AT]) != rows || signed_at(message + layout[BODY_AT]) != body || body % 8)
+        return 0;
+    for (int64_t node = 0; node < layout[NODES]; node++)
+        if (per_row[node] >= 0 && signed_at(message + layout[NODES_AT] + 16 * node) != rows * per_row[node])
+            return 0;
+    int64_t end = 0, raw = head;
+    for (int64_t which = 0; which < layout[BUFFERS]; which++) {
+        const unsigned char *numbers = buffer_numbers(layout, message, which);
+        const int64_t offset = signed_at(numbers), length = signed_at(numbers + 8);
+        if (offset < end || offset % 8 || offset > body || length < 0 || length > body - offset)
+            return 0;
+        end = offset + length;
+        if (job[RAW_SIZE] && length) {
+            const int64_t declared = length < 8 ? -2 : signed_at(message + head + offset);
+            if (declared < -1 || declared > job[RAW_SIZE])
+                return 0;
+            raw += padded(declared < 0 ? length - 8 : declared, 8);
+        }
+    }
+    return !job[RAW_SIZE] || raw == job[RAW_SIZE];
+}
+
+/* A buffer that holds so many bytes, or less than 64 more, decompressed to `to` where messages are compressed; NULL: it does not. */
+static unsigned char *open_buffer(Scratch *scratch, const int64_t *layout, const int64_t *job, unsigned char *message,
+                                  int64_t which, int64_t expected, unsigned char *to, int64_t room)
+{
+    const unsigned char *numbers = buffer_numbers(layout, message, which);
+    unsigned char *stored = message + layout[HEAD] + signed_at(numbers);
+    int64_t length = signed_at(numbers + 8);
+    const int is_packed = job[RAW_SIZE] && length;
+    const int64_t raw = !is_packed ? length : signed_at(stored) < 0 ? length - 8 : signed_at(stored);
+    if (raw < expected || raw >= expected + 64)
+        return NULL;
+    if (!job[RAW_SIZE])
+        return stored;
+    if (raw > room)
+        return NULL;
+    if (is_packed && signed_at(stored) >= 0)
+        return open_frame(scratch, stored + 8, length - 8, to, raw) ? NULL : to;
+    if (is_packed)
+        memcpy(to, stored + 8, (size_t)raw);
+    return to;
+}
+
+/* From numbers of items to bytes, if they ascend from 0; the last one, or -1. */
+static int64_t settle_offsets(int64_t *offsets, int64_t rows, int64_t item)
+{
+    int falls = offsets[0] != 0;
+    for (int64_t row = 0; row < rows; row++)
+        falls |= offsets[row + 1] < offsets[row];
+    const int64_t last = offsets[rows];
+    if (falls || last > MOST_OFFSET)
+        return -1;
+    for (int64_t row = 1; item > 1 && row <= rows; row++)
+        offsets[row] *= item;
+    return last;
+}
+
+/* Facts of the fields of a message, which is opened to `to` first; not where it `is_open` there already. 0 if all is well. */
+static int open_message(Scratch *scratch, const int64_t *job, unsigned char *message, unsigned char *to, int is_open)
+{
+    const int64_t *layout = (const int64_t *)(intptr_t)job[LAYOUT], rows = job[ROWS], room = job[RAW_SIZE] + layout[PADDING];
+    const int64_t *field = layout + LAYOUT_NUMBERS + layout[NODES];
+    int64_t *facts = scratch->facts, at = 0;
+    if (!is_open && !is_of_layout(layout, job, message))
+        return -1;
+    *facts++ = rows;
+    for (int64_t n = 0; n < layout[FIELDS]; n++, field += FIELD_NUMBERS, facts += FACTS) {
+        int64_t expected = field[DATA] < 0 ? rows * field[ITEM] : 8 * (rows + 1);
+        for (int64_t which = field[EMPTY]; !is_open && which < field[EMPTY] + field[EMPTIES]; which++)
+            if (signed_at(buffer_numbers(layout, message, which) + 8))
+                return -1;
+        unsigned char *values = is_open && job[RAW_SIZE] ? to + at
+                                                         : open_buffer(scratch, layout, job, message, field[VALUES], expected, to + at, room - at);
+        if (!values)
+            return -1;
+        at += padded(expected + 63, 64);
+        facts[0] = (int64_t)(intptr_t)values, facts[1] = facts[2] = 0, facts[3] = field[ITEM];
+        if (field[DATA] < 0)
+            continue;
+        int64_t *offsets = (int64_t *)values;
+        if (!is_open) {
+            const int64_t items = settle_offsets(offsets, rows, field[ITEM]);
+            if (items < 0 || (field[NODE] >= 0 && (signed_at(message + layout[NODES_AT] + 16 * field[NODE]) != items ||
+                                                   signed_at(buffer_numbers(layout, message, field[DATA] - 1) + 8))))
+                return -1;
+        }
+        expected = offsets[rows];
+        unsigned char *data = is_open && job[RAW_SIZE] ? to + at
+                                                       : open_buffer(scratch, layout, job, message, field[DATA], expected, to + at, room - at);
+        if (!data)
+            return -1;
+        at += padded(expected + 63, 64);
+        facts[1] = facts[0] + 8, facts[2] = (int64_t)(intptr_t)data, facts[3] = 8;
+    }
+    return 0;
+}
+
+/* Open a verified block: 0 if it holds what its job says, and then facts of a message are in `scratch`. */
+static int open_block(Scratch *scratch, const int64_t *job, unsigned char *stored, unsigned char *to, int is_open)
+{
+    if (job[LAYOUT])
+        return open_message(scratch, job, stored, to, is_open);
+    return is_open || !job[RAW_SIZE] ? 0 : open_frame(scratch, stored, job[SIZE], to, job[RAW_SIZE]);
+}
+
+/* Bytes at the address of a job. */
+static int64_t room_of(const int64_t *job)
+{
+    if (!job[RAW_SIZE])
+        return job[SIZE];
+    return job[RAW_SIZE] + (job[LAYOUT] ? ((const int64_t *)(intptr_t)job[LAYOUT])[PADDING] : 0);
+}
+
+/* Room for compressed bytes; NULL without memory. */
+static unsigned char *room_for(Scratch *scratch, int64_t size)
+{
+    if (size > scratch->room || scratch->room > MOST_KEPT) {
+        free(scratch->stored);
+        scratch->stored = malloc((size_t)size);
+        scratch->room = scratch->stored ? size : 0;
+    }
+    return scratch->stored;
+}
+
+/* Read, hash and open a block: 0 if it is what was written. */
+static int load(Loads *self, Scratch *scratch, const int64_t *job, const Objects *objects, unsigned char *to)
+{
+    unsigned char *stored = job[RAW_SIZE] ? room_for(scratch, job[SIZE]) : to;
+    const struct iovec all = {stored, (size_t)job[SIZE]}, *pieces = objects ? objects->piece : &all;
     const int64_t count = objects ? objects->pieces : 1;
-    const int file = borrow_file(self, job[FILE_NUMBER]);
+    const int file = stored ? borrow_file(self, job[FILE_NUMBER]) : -1;
     if (file < 0)
         return -1;
-    if (!job[AFTER] && to == (unsigned char *)(intptr_t)job[ADDRESS]) /* memory that held no block before, perhaps */
-        for (int64_t n = 0; n < count; n++)
+    if (!job[AFTER] && to == (unsigned char *)(intptr_t)job[ADDRESS]) { /* memory that held no block before, perhaps */
+        for (int64_t n = 0; objects && n < count; n++)
             touch(&pieces[n], self->page);
+        if (!objects)
+            touch(&(struct iovec){to, (size_t)room_of(job)}, self->page);
+    }
     const int failed =
         read_pieces(file, job[OFFSET], pieces, count) || xxh3(self->add_blocks, pieces, count) != (uint64_t)job[HASH];
     return_file(self, job[FILE_NUMBER], file, failed);
-    return -failed;
+    return failed ? -1 : open_block(scratch, job, stored, to, 0);
 }
 
 static void lock_shared(Shared *shared)
@@ -565,28 +782,30 @@ static int ask_shared(Loads *self, const int64_t *job, int64_t *place)
 }
 
 /* A block to its own memory, or the memory that is shared: where it is; NULL if it is not what was written, or `how` is BUSY. */
-static unsigned char *load_anywhere(Loads *self, const int64_t *job, const Objects *objects, int *how, int patient)
+static unsigned char *load_anywhere(Loads *self, Scratch *scratch, const int64_t *job, const Objects *objects, int *how, int patient)
 {
     unsigned char *own = (unsigned char *)(intptr_t)job[ADDRESS];
     int64_t place;
     *how = NO_ROOM;
-    if (!self->shared || objects || job[SIZE] > self->shared->slot_bytes)
-        return load(self, job, objects, own) ? NULL : own;
+    if (!self->shared || objects || room_of(job) > self->shared->slot_bytes)
+        return load(self, scratch, job, objects, own) ? NULL : own;
     *how = ask_shared(self, job, &place);
-    if (*how == FOUND)
-        return shared_memory(self->shared, place);
+    if (*how == FOUND) {
+        unsigned char *found = shared_memory(self->shared, place);
+        return open_block(scratch, job, found, found, 1) ? NULL : found;
+    }
     if (*how == BUSY && patient)
         return NULL;
     if (*how == MINE) {
         unsigned char *to = shared_memory(self->shared, place);
-        const int failed = load(self, job, NULL, to);
+        const int failed = load(self, scratch, job, NULL, to);
         lock_shared(self->shared);
         self->shared->slots[place].state = failed ? NOTHING : THERE;
         pthread_mutex_unlock(&self->shared->lock);
         return failed ? NULL : to;
     }
     *how = NO_ROOM;
-    return load(self, job, NULL, own) ? NULL : own;
+    return load(self, scratch, job, NULL, own) ? NULL : own;
 }
 
 /* The lock is held. `moved`: how far from where its facts say the block lies. */
@@ -613,40 +832,37 @@ static void finish_job(Loads *self, int64_t number, int64_t slot, const int64_t 
         pthread_cond_broadcast(&self->ready);
 }
 
-/* Load a job, and finish it unless it is the interpreter's: whether it is, then `address` says where it lies, 0: nowhere.
- * -1: others load it. */
-static int do_job(Loads *self, int64_t number, const int64_t *job, const Objects *objects, int64_t *address, int patient)
+/* Load a job, and finish it unless it is the interpreter's: whether it is. -1: others load it. */
+static int do_job(Loads *self, Scratch *scratch, int64_t number, const int64_t *job, const Objects *objects, int patient)
 {
     const int64_t started = now_ns();
     int how;
-    unsigned char *found = load_anywhere(self, job, objects, &how, patient);
-    const int64_t took = now_ns() - started;
-    *address = (int64_t)(intptr_t)found;
+    unsigned char *found = load_anywhere(self, scratch, job, objects, &how, patient);
+    const int64_t took = now_ns() - started, size = job[RAW_SIZE] ? job[RAW_SIZE] : job[SIZE];
     if (how == BUSY)
         return -1;
-    if (took > COLD_NS + job[SIZE])
+    if (took > COLD_NS + job[SIZE] + 2 * job[RAW_SIZE])
         ask_disk(self);
     if (!found)
         return 1;
-    const int placed = !job[LAYOUT_SIZE] || (job[LAYOUT_SIZE] > 0 && job[LAYOUT_SIZE] <= job[SIZE] &&
-                                             !memcmp(found, (const char *)(intptr_t)job[LAYOUT], (size_t)job[LAYOUT_SIZE]));
     pthread_mutex_lock(&self->lock);
     if (how != FOUND)
-        self->loads++, self->bytes += job[SIZE], self->load_ns += took;
+        self->loads++, self->bytes += size, self->load_ns += took;
     if (how != FOUND && self->is_timed && self->time_count < MOST_TIMES) {
         self->times[2 * self->time_count] = job[BLOCK];
         self->times[2 * self->time_count++ + 1] = took;
     }
-    if (placed)
-        finish_job(self, number, job[SLOT], job_at(self, number) + JOB, *address - job[ADDRESS]);
+    if (job[LAYOUT])
+        finish_job(self, number, job[SLOT], scratch->facts, 0);
+    else
+        finish_job(self, number, job[SLOT], job_at(self, number) + JOB, (int64_t)(intptr_t)found - job[ADDRESS]);
     pthread_mutex_unlock(&self->lock);
-    return !placed;
+    return 0;
 }
 
 /* Take and load jobs until there is one for the interpreter: its number, or -1 once the object is closed. The lock is not held. */
-static int64_t work(Loads *self, int64_t *job, int64_t *address)
+static int64_t work(Loads *self, Scratch *scratch, int64_t *job)
 {
-    *address = 0;
     for (;;) {
         pthread_mutex_lock(&self->lock);
         while (!self->is_closed && !may_begin(self) && !self->later_count)
@@ -670,7 +886,7 @@ static int64_t work(Loads *self, int64_t *job, int64_t *address)
         pthread_mutex_unlock(&self->lock);
         memcpy(job, one.job, sizeof one.job);
         int answer = 1;
-        while (job[FILE_NUMBER] >= 0 && (answer = do_job(self, one.number, job, objects, address, now_ns() - one.since < PATIENCE_NS)) < 0) {
+        while (job[FILE_NUMBER] >= 0 && (answer = do_job(self, scratch, one.number, job, objects, now_ns() - one.since < PATIENCE_NS)) < 0) {
             pthread_mutex_lock(&self->lock);
             const int is_left = self->later_count < MOST_LATER, is_idle = is_left && !may_begin(self);
             if (is_left)
@@ -829,13 +1045,17 @@ static void free_jobs(Loads *self, int works_steps)
 
 static PyObject *loads_work(Loads *self, PyObject *ignored)
 {
-    int64_t job[JOB], number, address;
+    int64_t job[KNOWN], number = -1;
+    Scratch scratch = {NULL, NULL, 0, malloc((size_t)self->width * 8)};
+    if (!scratch.facts)
+        return PyErr_NoMemory();
     Py_BEGIN_ALLOW_THREADS
-    number = work(self, job, &address);
+    number = work(self, &scratch, job);
+    release_scratch(&scratch);
     Py_END_ALLOW_THREADS
     if (number < 0)
         Py_RETURN_NONE;
-    return Py_BuildValue("LLLL", (long long)number, (long long)job[SLOT], (long long)job[BLOCK], (long long)address);
+    return Py_BuildValue("LLL", (long long)number, (long long)job[SLOT], (long long)job[BLOCK]);
 }
 
 /* Room for so many jobs; those that are not done move to their places in the larger ring. */
@@ -879,8 +1099,11 @@ static PyObject *loads_add(Loads *self, PyObject *jobs)
         int64_t *job = job_at(self, first + n);
         memcpy(job, (const char *)held.buf + n * self->stride * 8, (size_t)self->stride * 8);
         self->states[(first + n) & (self->room - 1)] = WAITING;
+        const int64_t *layout = (const int64_t *)(intptr_t)job[LAYOUT];
         fits = job[FILE_NUMBER] < self->file_count && job[SLOT] >= 0 && job[SLOT] < self->slots &&
-               (job[FILE_NUMBER] < 0 || (job[SIZE] >= SHORTEST && job[OFFSET] >= 0));
+               (job[FILE_NUMBER] < 0 || (job[SIZE] >= SHORTEST && job[OFFSET] >= 0 && job[RAW_SIZE] >= 0 &&
+                                         (!job[RAW_SIZE] || zstd.make) &&
+                                         (!layout || 1 + FACTS * layout[FIELDS] == self->width)));
     }
     if (enough && fits) {
         self->end += count;
@@ -1273,7 +1496,7 @@ static PyMethodDef loads_methods[] = {
     {"add", (PyCFunction)loads_add, METH_O, "add(jobs): (n, 10 + width) int64, in the order of first need; the number of the first."},
     {"add_file", (PyCFunction)loads_add_file, METH_VARARGS, "add_file(path, size): the number of a file."},
     {"set_table", (PyCFunction)loads_set_table, METH_O, "set_table(facts): (slots, width) int64, which takes over what the last one held."},
-    {"work", (PyCFunction)loads_work, METH_NOARGS, "work(): load, until (job, slot, block, is_loaded) of one for the caller; None once closed."},
+    {"work", (PyCFunction)loads_work, METH_NOARGS, "work(): load, until (job, slot, block) of one for the caller; None once closed."},
     {"finish", (PyCFunction)loads_finish, METH_VARARGS, "finish(job, slot, facts or None): a job that `work` returned is done."},
     {"wait", (PyCFunction)loads_wait, METH_VARARGS,
      "wait(jobs, timeout_s): until the first so many are done; how many are, -1 if time is up, -2 if they were dropped."},
@@ -1688,7 +1911,10 @@ static PyObject *decimals_at(PyObject *self, PyObject *args)
     return values;
 }
 
+static PyObject *opens_zstd(PyObject *self, PyObject *ignored) { return PyBool_FromLong(zstd.make != NULL); }
+
 static PyMethodDef functions[] = {
+    {"opens_zstd", opens_zstd, METH_NOARGS, "opens_zstd(): whether jobs may be compressed: the system has libzstd."},
     {"prepare_shared", prepare_shared, METH_VARARGS,
      "prepare_shared(file, slots, slot_bytes): memory for `Loads.share`, in a nameless file that nobody else has yet."},
     {"ways", ways, METH_NOARGS, "ways(): in how many ways this processor can hash; all give the same hashes."},
@@ -1706,6 +1932,7 @@ static PyMethodDef functions[] = {
 
 static int add_names(PyObject *module)
 {
+    find_zstd();
     PyObject *type = PyType_FromSpec(&loads_spec);
     const int failed = !type || PyModule_AddObjectRef(module, "Loads", type) < 0 || PyModule_AddIntMacro(module, COPIED) < 0;
     Py_XDECREF(type);

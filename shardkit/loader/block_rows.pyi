@@ -14,8 +14,9 @@ class Loads:
     objects, made once the slot is free; of the block only what lies between them is at the job's address, end to end.
 
     A job is 10 + `width` int64: file (-1: the caller loads it), offset, bytes (above 240), address, XXH3-64, the step
-    up to which its memory is in use, slot, block, address and length of what its bytes begin with (0: anything, -1: the
-    caller places it), and its facts: they are the row `slot` of the table once it is loaded.
+    up to which its memory is in use, slot, block, address of the layout of Arrow messages (0: it is none;
+    `formats.message_layout`), bytes in a zstd frame or in a message of them (0: it is not compressed), and its facts:
+    they are the row `slot` of the table once it is loaded. Of a message only the rows are given, and the rest is found.
 
     Args:
         width: of the table.
@@ -33,10 +34,11 @@ class Loads:
     def add(self, jobs: Int64s, /) -> int:
         """(n, 10 + width) jobs, behind the others; the number of the first."""
 
-    def work(self) -> tuple[int, int, int, int] | None:
-        """Load, one after the other, until one is the caller's: (job, slot, block, where its bytes are; 0: nowhere).
+    def work(self) -> tuple[int, int, int] | None:
+        """Load, one after the other, until one is the caller's: (job, slot, block).
 
-        That is one without a file, whose bytes are not what was written, or that begins otherwise. None once closed.
+        That is one without a file, whose bytes are not what was written, or do not hold what the job says. None once
+        closed.
         """
 
     def finish(self, number: int, slot: int, facts: bytes | None, /) -> None:
@@ -77,6 +79,9 @@ class Loads:
 
 def prepare_shared(file: int, slots: int, slot_bytes: int, /) -> None:
     """Make memory of so many slots, of whole pages, in a nameless file that nobody else has yet."""
+
+def opens_zstd() -> bool:
+    """Whether jobs may be compressed: the system has libzstd."""
 
 def ways() -> int:
     """In how many ways this processor can hash; all give the same hashes."""

@@ -44,9 +44,6 @@ class BlockSource(Protocol):
     def jobs(self, blocks: Int64s, addresses: Int64s, own: Int64s) -> Int64s:
         """What is added to the loads."""
 
-    def place(self, block: int, address: int) -> bytes | None:
-        """Facts of a block whose bytes are there."""
-
     def read(self, block: int) -> tuple[GatherColumns, int, int]:
         """A block by way of Python, and its bytes."""
 
@@ -437,14 +434,11 @@ class BlockWindow:
             self._load_one(*job)
             del job
 
-    def _load_one(self, number: int, slot: int, block: int, address: int) -> None:
+    def _load_one(self, number: int, slot: int, block: int) -> None:
         started, facts, columns, error = time.perf_counter(), None, None, None
         try:
-            if address:
-                facts = self._source.place(block, address)
-            if facts is None:
-                columns, size, taken = self._source.read(block)
-                facts = columns.facts
+            columns, size, taken = self._source.read(block)
+            facts = columns.facts
         except BaseException as raised:  # noqa: BLE001  raised where a step waits for it
             error = raised
         with self._lock:

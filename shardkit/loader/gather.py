@@ -249,7 +249,12 @@ def _parsed(one: _Gathered, starts_at: Int64s, ends_at: Int64s, data: Int64s) ->
 def _objects(one: _Gathered, facts: Int64s, which: Int64s, row: Int64s) -> list[Any]:
     """bytes, str, list or parsed JSON of each row."""
     field = one.type
-    found: list[Any] = block_rows.objects_of(facts, which, row, one.column, field.kind == "str")
+    try:
+        found: list[Any] = block_rows.objects_of(facts, which, row, one.column, field.kind in ("str", "json"))
+    except UnicodeDecodeError as error:
+        raise FormatError(
+            f"field {one.name!r}: a text is not UTF-8 ({error.reason}); run: shardkit verify on this dataset"
+        ) from None
     if field.kind in ("bytes", "str"):
         return found
     if field.kind == "list":

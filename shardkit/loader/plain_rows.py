@@ -51,7 +51,7 @@ class Loads:
             self._changed.notify_all()
             return self._end - len(jobs)
 
-    def work(self) -> tuple[int, int, int, int] | None:
+    def work(self) -> tuple[int, int, int] | None:
         with self._changed:
             while not (self._closed or self._may_begin()):
                 self._changed.wait()
@@ -60,7 +60,7 @@ class Loads:
             _, slot, block = self._jobs[self._next - self._prefix]
             self._began[self._next] = time.perf_counter(), slot, block
             self._next += 1
-            return self._next - 1, slot, block, 0
+            return self._next - 1, slot, block
 
     def _may_begin(self) -> bool:
         return self._next < self._end and self._jobs[self._next - self._prefix][0] <= self._now

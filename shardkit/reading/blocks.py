@@ -246,13 +246,13 @@ class BlockReader:
         reader.supply = supply
         return reader
 
-    def plain_file(self, shard: int, index: ShardIndex) -> tuple[str, int] | None:
-        """(path, bytes) of an uncompressed shard in a local file; None where `read` has to find and verify its blocks.
+    def verified_file(self, shard: int, index: ShardIndex) -> tuple[str, int] | None:
+        """(path, bytes) of a shard in a local file whose blocks XXH3 verifies, plain or of zstd; else None.
 
-        For those who read and hash several blocks at once into memory of their own, and need no columns of them; they
-        have the shard's index.
+        For those who read, hash and open several blocks at once in memory of their own; they have the shard's index.
         """
-        path = self._path(shard) if self.verify == "fast" and index.compression == "none" else None
+        is_known = self.verify == "fast" and index.compression != "lz4"
+        path = self._path(shard) if is_known else None
         return None if path is None else (path, int(self._table.size[shard]))
 
     def _stored(self, shard: int, block: int, index: ShardIndex, memory: TakeMemory) -> memoryview:

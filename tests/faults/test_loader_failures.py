@@ -7,12 +7,14 @@ import io
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -251,10 +253,11 @@ def test_a_stall_in_a_transform_is_a_warning_that_names_the_sample(images: shard
 
     loader = images.loader(_plan(images), transform=hang, tensors=False, stall_s=0.1)
     threading.Timer(0.5, release.set).start()
-    with pytest.warns(
-        RuntimeWarning, match=r"rank 0 of 1 has waited .* stage transform \(step 0, sample \d+\)"
-    ):
+    with warnings.catch_warnings(record=True) as told:  # on a busy machine loading may stall, too
+        warnings.simplefilter("always")
         next(iter(loader))
+    expected = r"rank 0 of 1 has waited .* stage transform \(step 0, sample \d+\)"
+    assert any(re.search(expected, str(one.message)) for one in told if one.category is RuntimeWarning)
     loader.close()
 
 
