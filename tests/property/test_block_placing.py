@@ -172,8 +172,16 @@ def test_a_message_that_was_tampered_with_is_read_as_the_long_way_reads_it_or_no
     numbers = [int(layout[2]), int(layout[3])]  # where they lie: rows, body, nodes, buffers
     numbers += [int(layout[at]) + 8 * n for at in (4, 6) for n in range(2 * int(layout[at + 1]))]
     body = int(layout[0])
+    for buffer in (4, 10) if compression == "none" else ():  # the offsets of image and ragged
+        begin = body + int.from_bytes(stored.view[int(layout[6]) + 16 * buffer :][:8], "little")
+        numbers += range(begin, begin + 48, 8)
     for _ in range(data.draw(st.integers(1, 3))):
-        place = data.draw(st.sampled_from(numbers) | st.integers(0, body - 8) | st.integers(body, size - 8))
+        place = data.draw(
+            st.sampled_from(numbers)
+            | st.sampled_from(numbers)
+            | st.integers(0, body - 8)
+            | st.integers(body, size - 8)
+        )
         old = int.from_bytes(stored.view[place : place + 8], "little", signed=True)
         by = data.draw(st.none() | st.integers(-65, 65))
         new = (
