@@ -28,8 +28,8 @@ from shardkit.ledger.ledger import (
     parse_records,
     read_file,
 )
+from shardkit.stores.local import open_store
 from shardkit.stores.store import Store, object_name
-from shardkit.stores.urls import open_store
 from shardkit.torch.checkpoint_format import (
     checkpoint_names,
     decode_value,

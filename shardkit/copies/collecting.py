@@ -20,9 +20,9 @@ from typing import Any, Final, NoReturn
 from shardkit.copies.placement import Holdings
 from shardkit.copies.replicate import mirror
 from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, UsageError
-from shardkit.manifest.json_fields import seconds_of
+from shardkit.formats.canonical_json import seconds_of
 from shardkit.reading.inventory import walk_versions
-from shardkit.reading.locations import ROOT_NAME
+from shardkit.reading.objects import ROOT_NAME
 from shardkit.reading.parity.sets import parity_names
 from shardkit.repository.garbage_lists import (
     MAX_NAMES,

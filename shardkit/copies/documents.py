@@ -16,23 +16,26 @@ from typing import Final, NamedTuple
 from shardkit.copies.records import BadCopy, Healed, Lost, Unchecked
 from shardkit.errors import FormatError, IntegrityError, MissingDependency, NotFoundError, ShardkitError
 from shardkit.formats.canonical_json import loads, sha256_digest
-from shardkit.reading.locations import ROOT_NAME, Location
+from shardkit.reading.objects import ROOT_NAME, Location
 from shardkit.repository.location_table import (
+    COPY_NAME,
     SPARES,
     TABLES,
+    CopyMark,
     LocationRecord,
     LocationTable,
-)
-from shardkit.repository.log import LOG, MAX_ENTRY_BYTES, LogEntry, Row
-from shardkit.repository.opening import (
-    COPY_NAME,
-    IDENTITY_NAME,
-    CopyMark,
-    Identity,
-    identity_in,
-    identity_named_by,
     location_of,
     read_mark,
+)
+from shardkit.repository.log import (
+    IDENTITY_NAME,
+    LOG,
+    MAX_ENTRY_BYTES,
+    Identity,
+    LogEntry,
+    Row,
+    identity_in,
+    identity_named_by,
 )
 from shardkit.stores.store import Store
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from shardkit.copies.pacing import RateLimiter
 from shardkit.errors import (
     FormatError,
     IntegrityError,
@@ -16,15 +15,15 @@ from shardkit.errors import (
     UsageError,
 )
 from shardkit.reading.inventory import take_inventory, walk_versions
+from shardkit.reading.objects import check_object
 from shardkit.reading.parity.galois import MAX_MEMBERS
 from shardkit.reading.parity.rebuilding import encode_set
 from shardkit.reading.parity.sets import ParitySet, VersionRecord, read_record, sets_of
-from shardkit.repository.location_table import LocationTable
-from shardkit.repository.opening import open_locations
+from shardkit.repository.location_table import LocationTable, open_locations
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import with_adopted
-from shardkit.stores.objects import check_object
 from shardkit.stores.store import Store, put_over
+from shardkit.stores.waiting import RateLimiter
 
 
 @dataclass

@@ -9,29 +9,32 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from shardkit.copies.pacing import RateLimiter
 from shardkit.copies.parity_encoding import encode_parity
 from shardkit.copies.placement import Holdings, Needed, find_needed, live_versions, look, unknown_strata
 from shardkit.copies.replicate import Replication, Report, copy_missing, mirror, over_all
 from shardkit.errors import ConfigurationError, NotFoundError, ShardkitError, StoreError, UsageError
-from shardkit.manifest.json_fields import seconds_of
-from shardkit.reading.locations import ROOT_NAME
+from shardkit.formats.canonical_json import seconds_of
+from shardkit.reading.objects import ROOT_NAME, check_object
 from shardkit.repository.location_table import (
+    COPY_NAME,
     LocationRecord,
     LocationTable,
     absolute_url,
     commit_table,
     draft_table,
     first_root,
+    location_of,
+    prepare_copy,
+    read_mark,
     read_table,
     read_tables,
 )
-from shardkit.repository.opening import COPY_NAME, identity_in, location_of, prepare_copy, read_mark
+from shardkit.repository.log import identity_in
 from shardkit.repository.policy import Policy
 from shardkit.repository.repository import Repository
-from shardkit.stores.objects import check_object
+from shardkit.stores.local import open_store
 from shardkit.stores.store import Store, root_store
-from shardkit.stores.urls import open_store
+from shardkit.stores.waiting import RateLimiter
 
 GRACE_S: Final = 7 * 86_400
 """How long surplus copies stay after a table was committed: until then it can be undone without a copy being made."""

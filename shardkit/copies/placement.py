@@ -23,10 +23,16 @@ from shardkit.formats.canonical_json import parse_digest
 from shardkit.manifest import Manifest
 from shardkit.reading.adopted import AdoptedStore
 from shardkit.reading.inventory import Inventory, walk_versions
-from shardkit.reading.locations import ROOT_NAME, Location
+from shardkit.reading.objects import ROOT_NAME, Location
 from shardkit.reading.parity.sets import parity_names
-from shardkit.repository.location_table import LocationRecord, LocationTable, first_root, read_table
-from shardkit.repository.opening import is_prepared, location_of
+from shardkit.repository.location_table import (
+    LocationRecord,
+    LocationTable,
+    first_root,
+    is_prepared,
+    location_of,
+    read_table,
+)
 from shardkit.repository.policy import Policy
 from shardkit.repository.repository import Repository
 from shardkit.stores.store import Store, parse_object_name, root_store

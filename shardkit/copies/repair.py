@@ -11,7 +11,6 @@ from types import TracebackType
 from typing import Final, NamedTuple
 
 from shardkit.copies.documents import mirror_documents
-from shardkit.copies.pacing import RateLimiter
 from shardkit.copies.records import BadCopy, Healed, Lost, Unchecked
 from shardkit.copies.survey import Survey
 from shardkit.errors import (
@@ -25,14 +24,13 @@ from shardkit.errors import (
 )
 from shardkit.exit_codes import ExitCode
 from shardkit.reading.attestations import Attestation, Records, read_attestations
-from shardkit.reading.copying import copy_object
-from shardkit.reading.locations import ROOT_NAME
+from shardkit.reading.objects import DEPTHS, ROOT_NAME, CheckResult, Depth, check_object, copy_object
 from shardkit.reading.parity.rebuilding import encode_set
 from shardkit.reading.parity.sets import read_record
 from shardkit.repository.location_table import LocationRecord
 from shardkit.stores.local import LocalStore
-from shardkit.stores.objects import DEPTHS, CheckResult, Depth, check_object
 from shardkit.stores.store import Store, parse_object_name, put_over, root_store
+from shardkit.stores.waiting import RateLimiter
 
 _JOBS: Final = 4
 

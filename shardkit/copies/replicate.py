@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from shardkit.copies.documents import mirror_documents, mirror_log
-from shardkit.copies.pacing import RateLimiter
 from shardkit.copies.parity_encoding import encode_parity
 from shardkit.copies.placement import (
     Holding,
@@ -39,13 +38,11 @@ from shardkit.errors import (
 )
 from shardkit.exit_codes import ExitCode
 from shardkit.reading.adopted import AdoptedStore
-from shardkit.reading.copying import copy_object
-from shardkit.reading.locations import ROOT_NAME, Location
-from shardkit.repository.location_table import LocationTable, read_table
-from shardkit.repository.opening import open_locations
+from shardkit.reading.objects import ROOT_NAME, Depth, Location, copy_object
+from shardkit.repository.location_table import LocationTable, open_locations, read_table
 from shardkit.repository.repository import Repository
-from shardkit.stores.objects import Depth
 from shardkit.stores.store import root_store
+from shardkit.stores.waiting import RateLimiter
 from shardkit.telemetry import Record
 
 _JOBS: Final = 4

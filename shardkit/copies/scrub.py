@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from shardkit.copies.pacing import RateLimiter
 from shardkit.copies.records import BadCopy, Unchecked
 from shardkit.copies.repair import CheckAll, Placed, Repair, Repairer, Report
 from shardkit.errors import UsageError
 from shardkit.exit_codes import ExitCode
-from shardkit.manifest.json_fields import utc_text
+from shardkit.formats.canonical_json import utc_text
 from shardkit.reading.attestations import Attestation, read_attestations
+from shardkit.reading.objects import CheckResult, Depth
 from shardkit.repository.location_table import LocationRecord
-from shardkit.stores.objects import CheckResult, Depth
+from shardkit.stores.waiting import RateLimiter
 
 _JOBS: Final = 4
 _AHEAD: Final = 4  # checks under way per job: few, so that the end of the time is the end

@@ -8,13 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from shardkit.copies.documents import check_documents
-from shardkit.copies.pacing import RateLimiter
 from shardkit.copies.placement import Needed, add_needed, needed_of
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
 from shardkit.reading.adopted import AdoptedStore
 from shardkit.reading.inventory import Inventory, take_inventory, version_record_name, walk_versions
 from shardkit.reading.located_store import LocatedStore
-from shardkit.reading.locations import ROOT_NAME, Location
+from shardkit.reading.objects import ROOT_NAME, Location
 from shardkit.reading.parity.rebuilding import restore
 from shardkit.reading.parity.sets import (
     ParitySet,
@@ -36,9 +35,9 @@ from shardkit.repository.location_table import (
 )
 from shardkit.repository.policy import Policy
 from shardkit.repository.repository import Repository
-from shardkit.stores.local import LocalStore
+from shardkit.stores.local import LocalStore, open_store
 from shardkit.stores.store import Store, object_name, parse_object_name, put_over, root_store
-from shardkit.stores.urls import open_store
+from shardkit.stores.waiting import RateLimiter
 
 _DAMAGED: Final = (NotFoundError, IntegrityError, FormatError)
 

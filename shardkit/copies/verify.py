@@ -33,20 +33,25 @@ import numpy as np
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError, UsageError
 from shardkit.exit_codes import ExitCode
 from shardkit.formats import ShardIndex, read_block, verify_block
-from shardkit.formats.canonical_json import sha256_digest
+from shardkit.formats.canonical_json import sha256_digest, utc_text
 from shardkit.manifest import Manifest, ShardTable, check_against
-from shardkit.manifest.json_fields import utc_text
 from shardkit.ranges import duration_text
 from shardkit.reading.adopted import AdoptedStore, adopted_place
 from shardkit.reading.attestations import read_attestations
 from shardkit.reading.inventory import side_objects, take_inventory
-from shardkit.repository.location_table import read_table
-from shardkit.repository.log import LOG, MAX_ENTRY_BYTES, LogEntry, check_succession, parse_dataset_url
-from shardkit.repository.opening import IDENTITY_NAME, own_name
+from shardkit.reading.objects import CheckResult, Depth, check_object
+from shardkit.repository.location_table import own_name, read_table
+from shardkit.repository.log import (
+    IDENTITY_NAME,
+    LOG,
+    MAX_ENTRY_BYTES,
+    LogEntry,
+    check_succession,
+    parse_dataset_url,
+)
 from shardkit.repository.policy import Policy
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import find_part, load_shard_selection, with_adopted
-from shardkit.stores.objects import CheckResult, Depth, check_object
 from shardkit.stores.store import Store, object_name, parse_object_name, root_store
 
 Level = Literal["list", "attested", "stored", "read", "decode"]

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from shardkit.errors import ConfigurationError, FormatError, SourceError
 from shardkit.formats import Texts, canonical_json, pack_columns, unpack_columns
-from shardkit.manifest.json_fields import Fields, read_document
+from shardkit.formats.canonical_json import Fields, read_document
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import Version
 

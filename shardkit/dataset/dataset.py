@@ -20,9 +20,9 @@ from shardkit.manifest import Manifest, Selection, ShardTable, merge
 from shardkit.plan import Assignment, Plan, Population, make_plan
 from shardkit.plan.settings import LEAST_LANES, few_lanes
 from shardkit.ranges import parse_size
+from shardkit.reading.located_store import Locations
 from shardkit.reading.read_path import ReadSettings
 from shardkit.repository.log import parse_dataset_url
-from shardkit.repository.opening import Locations
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import Version, load_manifest, merged_version
 from shardkit.telemetry import TelemetrySettings

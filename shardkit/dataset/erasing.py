@@ -25,13 +25,12 @@ from shardkit.errors import (
 )
 from shardkit.manifest import ADOPTED, Manifest, merge
 from shardkit.reading.inventory import walk_versions
-from shardkit.reading.locations import ROOT_NAME
+from shardkit.reading.objects import ROOT_NAME, check_object
 from shardkit.reading.parity.sets import SetRecord, sets_that_hold
 from shardkit.repository.location_table import read_table
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import Version, find_part, put_manifest
 from shardkit.stores.file_operations import FOLDER
-from shardkit.stores.objects import check_object
 from shardkit.stores.store import object_name, parse_object_name, root_store
 
 _ATTEMPTS = 20

@@ -28,7 +28,7 @@ from shardkit.reading.cache.shared_blocks import SharedBlocks
 from shardkit.reading.cache.supply import BlockFetcher, NearbyCaches
 from shardkit.reading.health import ReadEvent, ReadEvents
 from shardkit.reading.located_store import LocatedStore
-from shardkit.reading.locations import BlockRequest
+from shardkit.reading.objects import BlockRequest
 from shardkit.stores.local import LocalStore
 from shardkit.telemetry.recorder import EventLog
 

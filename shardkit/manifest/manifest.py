@@ -9,9 +9,8 @@ from functools import cached_property
 from typing import Any, Final, NoReturn
 
 from shardkit.errors import FormatError, UsageError
-from shardkit.formats.canonical_json import dumps, sha256_digest
+from shardkit.formats.canonical_json import DIGEST, Fields, dumps, read_document, sha256_digest
 from shardkit.formats.schema import MAX_FIELD_NAME, Schema
-from shardkit.manifest.json_fields import DIGEST, Fields, read_document
 
 MAX_MANIFEST_BYTES: Final = 16 * 2**20
 """Of a manifest, without its pages."""

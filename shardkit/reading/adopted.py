@@ -20,17 +20,15 @@ from typing import Final
 from urllib.parse import unquote
 
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
-from shardkit.formats.canonical_json import dumps, parse_digest
+from shardkit.formats.canonical_json import dumps, parse_digest, read_document
 from shardkit.manifest import ADOPTED, MIXED, Manifest, ShardTable
-from shardkit.manifest.json_fields import read_document
 from shardkit.reading.inventory import version_record_name
 from shardkit.reading.located_store import LocatedStore
-from shardkit.reading.locations import ROOT_NAME, Location
+from shardkit.reading.objects import ROOT_NAME, Location, OpenedRoot
 from shardkit.reading.parity.rebuilding import ParityReads
 from shardkit.stores.file_operations import explained
-from shardkit.stores.objects import OpenedRoot
 from shardkit.stores.remote.addresses import Address
-from shardkit.stores.remote.waiting import RetryPolicy
+from shardkit.stores.remote.foreign import ForeignStore, open_foreign, split_url
 from shardkit.stores.store import (
     ObjectStat,
     Stage,
@@ -42,7 +40,7 @@ from shardkit.stores.store import (
     put_over,
     scheme_of,
 )
-from shardkit.stores.urls import ForeignStore, open_foreign, split_url
+from shardkit.stores.waiting import RetryPolicy
 
 _FORMAT: Final = "shardkit-adopted/1"
 _KEYS: Final = ("digest", "urls")

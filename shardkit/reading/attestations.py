@@ -2,21 +2,25 @@
 
 An attestation says "this digest was good, bad or missing here then". It is soft state: nothing is believed because of
 it, and a copy that one calls bad is checked again. A reader writes one document for each bad copy that it meets, to its
-run directory where it has no right to write the root; checks of many copies write one for many results.
+run directory where it has no right to write the root; checks of many copies write one for many results. `Healer` does
+what follows from a bad copy that a reader met.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import queue
 import re
+import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
-from shardkit.errors import FormatError, IntegrityError, NotFoundError
-from shardkit.formats.canonical_json import dumps, parse_digest
-from shardkit.manifest.json_fields import TIME, Fields, read_document, utc_text
+from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
+from shardkit.formats.canonical_json import TIME, Fields, dumps, parse_digest, read_document, utc_text
+from shardkit.reading.health import ReadEvents
+from shardkit.reading.objects import Location, copy_object
 from shardkit.stores.store import EXTENSIONS, Store, object_name, parse_object_name
 
 _ONE: Final = "shardkit-attestation/1"
@@ -192,3 +196,73 @@ def _row(fields: Fields, item: object) -> tuple[str, str, str, str]:
                 parse_digest(digest)
                 return digest, extension, result, when
     return fields.refuse("has a result that is no [digest, extension, result, time]")
+
+
+_QUEUED: Final = 10_000
+
+
+class Healer:
+    """Attests each bad copy once, and puts the good bytes over it, one object at a time.
+
+    Args:
+        locations: Where good copies may be.
+        read_events: Where the outcome is counted.
+
+    Attributes:
+        attest: Gets each attestation instead of the location: for those without the right to write there.
+    """
+
+    def __init__(self, locations: Sequence[Location], read_events: ReadEvents) -> None:
+        self.attest: Callable[[Attestation], None] | None = None
+        self._locations = [location for location in locations if location.holds == "objects"]
+        self._read_events = read_events
+        self._lock = threading.Lock()
+        self._seen: set[tuple[str, str]] = set()
+        self._work: queue.Queue[tuple[Location, str]] = queue.Queue(_QUEUED)
+        self._thread: threading.Thread | None = None
+
+    def report(self, location: Location, name: str, result: str) -> None:
+        """A reader met a bad copy of an object: "wrong" or "missing"."""
+        with self._lock:
+            if (location.name, name) in self._seen:
+                return
+            self._seen.add((location.name, name))
+        try:
+            self._record(location, name, result, level="block")
+        except FormatError:
+            return  # no object: nothing that a digest could heal
+        if location.heal:
+            with self._lock:
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name="shardkit-heal", daemon=True)
+                    self._thread.start()
+            with contextlib.suppress(queue.Full):  # what is not healed now is met again
+                self._work.put_nowait((location, name))
+
+    def wait(self) -> None:
+        """Until everything reported so far was dealt with."""
+        self._work.join()
+
+    def _run(self) -> None:
+        while True:
+            location, name = self._work.get()
+            try:
+                copy_object(name, self._locations, location, replace=True)
+                self._read_events.note("healed", location.name, what=name)
+                self._record(location, name, "healed", level="read")
+            except ShardkitError as error:
+                self._read_events.note("heal_failed", location.name, what=name, reason=str(error))
+            finally:
+                self._work.task_done()
+
+    def _record(self, location: Location, name: str, result: str, *, level: str) -> None:
+        digest, extension = parse_object_name(name)
+        found = Attestation(
+            location=location.name, digest=digest, extension=extension, result=result, level=level, by="read"
+        )
+        # attestations are soft state: a read does not fail for one
+        with contextlib.suppress(ShardkitError, OSError):
+            if self.attest is not None:
+                self.attest(found)
+            elif location.heal:
+                location.store.put_new(found.new_name(), found.to_bytes())

@@ -20,8 +20,7 @@ from shardkit.formats import Block, ShardIndex, Verify, extension, read_block
 from shardkit.manifest import ShardTable
 from shardkit.reading.adopted import adopted_place, find_tar
 from shardkit.reading.located_store import LocatedStore
-from shardkit.reading.locations import BlockRequest, place_ids
-from shardkit.stores.objects import OpenedRoot
+from shardkit.reading.objects import BlockRequest, OpenedRoot, place_ids
 from shardkit.stores.open_files import open_files
 from shardkit.stores.store import Store, object_name
 

@@ -16,7 +16,7 @@ from shardkit.formats import extension
 from shardkit.formats.canonical_json import parse_digest
 from shardkit.manifest import MAX_MANIFEST_BYTES, MIXED, Manifest, PageRef, ShardTable, unpack_page
 from shardkit.reading.located_store import LocatedStore
-from shardkit.stores.objects import OpenedRoot
+from shardkit.reading.objects import OpenedRoot
 from shardkit.stores.store import Descriptor, object_name
 
 _READERS: Final = 8

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from shardkit.errors import (
@@ -15,14 +15,16 @@ from shardkit.errors import (
     IntegrityError,
     ShardkitError,
     StoreError,
+    UsageError,
 )
-from shardkit.reading.attestations import Attestation
-from shardkit.reading.copying import Healer
+from shardkit.reading.attestations import Attestation, Healer
 from shardkit.reading.health import ReadEvent, ReadEvents
-from shardkit.reading.locations import BlockRequest, Location, block_name
+from shardkit.reading.objects import ROOT_NAME, BlockRequest, Location, block_name
 from shardkit.reading.read_path import ReadPath, ReadRequest, ReadSettings
-from shardkit.stores.remote.waiting import RetryPolicy
+from shardkit.stores.local import LocalStore, open_store
+from shardkit.stores.remote.addresses import parse_address
 from shardkit.stores.store import ObjectStat, Parse, Store, StoreAround, check_name, parse_object_name
+from shardkit.stores.waiting import RetryPolicy
 
 _Result = TypeVar("_Result")
 
@@ -302,3 +304,49 @@ def _digest_in(name: str) -> str | None:
         return parse_object_name(name)[0]
     except FormatError:
         return None
+
+
+Locations = Mapping[str, str] | Sequence[Location]
+"""Name → URL, nearest first; or locations with all their properties."""
+
+
+def locate(
+    root: Store,
+    others: Locations | None = None,
+    *,
+    settings: ReadSettings | None = None,
+    heal: bool = False,
+    name: str = ROOT_NAME,
+) -> Store:
+    """The store to read from: the root as it is where it is local and alone, else all locations as one.
+
+    Args:
+        root: The store of the root; asked first, unless a location has a rank below 0.
+        others: Further copies, or caches of neighbours (``http://host:port``).
+        settings: Of reads.
+        heal: Put good bytes over bad copies that are met, in the root too.
+        name: Of the location that `root` is.
+    """
+    if isinstance(root, LocalStore) and not others:
+        return root
+    first = Location(name=name, store=root, domain=root.url, heal=heal)
+    return LocatedStore([first, *given_locations(others, heal)], settings=settings)
+
+
+def given_locations(locations: Locations | None, heal: bool) -> list[Location]:
+    """What a caller gave, each opened; nothing is asked of them yet."""
+    if isinstance(locations, Mapping):
+        return [_by_url(name, url, i + 1, heal) for i, (name, url) in enumerate(locations.items())]
+    return list(locations or ())
+
+
+def _by_url(name: str, url: str, rank: int, heal: bool) -> Location:
+    if "://" in url and parse_address(url).scheme in ("http", "https"):
+        from shardkit.stores.remote.cache_client import CacheClient  # http.client is slow to import
+
+        return Location(name=name, store=CacheClient(url), domain=url, rank=-1, holds="blocks")
+    if "@sha256:" in url:
+        raise UsageError(
+            f"location {name!r}: expected the root alone, without a version; give the version to open"
+        )
+    return Location(name=name, store=open_store(url, read_only=not heal), domain=url, rank=rank, heal=heal)

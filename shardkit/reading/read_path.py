@@ -20,8 +20,8 @@ from typing import Any, Final, NamedTuple
 from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, StoreError
 from shardkit.ranges import Range
 from shardkit.reading.health import Breaker, Budget, Latencies, ReadEvents
-from shardkit.reading.locations import Location
-from shardkit.stores.remote.waiting import WAITS, RetryPolicy, pauses
+from shardkit.reading.objects import Location
+from shardkit.stores.waiting import WAITS, RetryPolicy, pauses
 
 Buffer = Any
 

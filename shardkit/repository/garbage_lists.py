@@ -13,11 +13,18 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from shardkit.errors import CommitConflict, FormatError, IntegrityError, NotFoundError, ShardkitError
-from shardkit.formats.canonical_json import dumps, parse_digest, sha256_digest
-from shardkit.manifest.json_fields import TIME, read_document, seconds_of, utc_text
+from shardkit.formats.canonical_json import (
+    TIME,
+    dumps,
+    parse_digest,
+    read_document,
+    seconds_of,
+    sha256_digest,
+    utc_text,
+)
 from shardkit.reading.inventory import walk_versions
+from shardkit.reading.objects import OpenedRoot
 from shardkit.repository.log import LogEntry
-from shardkit.stores.objects import OpenedRoot
 from shardkit.stores.store import Store, parse_object_name
 
 MAX_NAMES: Final = 100_000

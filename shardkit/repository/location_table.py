@@ -1,7 +1,8 @@
-"""One version of "these are the locations, and this is the policy" (SPEC.md, "Locations and policy").
+"""Where copies of a root lie, as it remembers them, and what opening it asks of them (SPEC.md, "Locations and policy").
 
-``locations/<20 digits>.json``, numbered from 1 without gaps, put if absent, never changed: the highest number holds.
-Beside the log and not in it, because it says nothing about the data; never with a credential.
+Locations and policy are one table, ``locations/<20 digits>.json``, numbered from 1 without gaps, put if absent, never
+changed: the highest number holds. Beside the log and not in it, because it says nothing about the data; never with a
+credential. Nothing here decides where copies belong: `shardkit.copies` does.
 """
 
 from __future__ import annotations
@@ -20,23 +21,40 @@ from shardkit.errors import (
     ConfigurationError,
     FormatError,
     IntegrityError,
+    MissingDependency,
+    NotFoundError,
     ShardkitError,
+    StoreReadOnlyError,
     UsageError,
 )
-from shardkit.formats.canonical_json import sha256_digest
-from shardkit.manifest.json_fields import (
+from shardkit.formats.canonical_json import (
     Fields,
     check_spelling,
+    dumps,
+    read_document,
     sealed,
+    sha256_digest,
     unseal,
     utc_text,
 )
 from shardkit.ranges import Range
-from shardkit.reading.locations import ROOT_NAME, check_location_name
-from shardkit.repository.log import NUMBERED, Numbered, Row, read_numbered
+from shardkit.reading.located_store import Locations, given_locations, locate
+from shardkit.reading.objects import LOCATION_NAME, ROOT_NAME, Location, OpenedRoot, check_location_name
+from shardkit.reading.read_path import ReadSettings
+from shardkit.repository.log import (
+    IDENTITY_NAME,
+    MAX_IDENTITY_BYTES,
+    NUMBERED,
+    Identity,
+    Numbered,
+    Row,
+    identity_in,
+    read_numbered,
+)
 from shardkit.repository.policy import Policy
+from shardkit.stores.local import open_store
 from shardkit.stores.remote.addresses import parse_address
-from shardkit.stores.store import Store, scheme_of
+from shardkit.stores.store import Store, find_checked, root_store, scheme_of
 
 _MAX_BYTES: Final = 2**20
 _MOST: Final = 10**6
@@ -45,6 +63,13 @@ _FORMAT: Final = "shardkit-location-table/1"
 _KEYS: Final = (*NUMBERED, "policy", "locations", "digest")
 _FIELDS: Final = ("name", "url", "domain", "rank", "weight")
 _DOMAIN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/ -]{0,199}")
+
+
+COPY_NAME: Final = "shardkit-copy.json"
+"""Says of a root that it is a copy, and which: nobody commits to it, and an empty mount is not taken for it."""
+
+_COPY_FORMAT: Final = "shardkit-copy/1"
+_MAX_COPY_BYTES: Final = 16 * 2**10
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,3 +388,195 @@ def _number(text: str, what: str) -> int:
 def _without_secrets(text: str) -> str:
     """What may be printed of something that is not understood: nothing that may be a password or a signature."""
     return re.sub(r"//[^/]*@", "//…@", text.partition("?")[0])[:200]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyMark:
+    """What ``shardkit-copy.json`` says."""
+
+    location: str
+    repository: str
+
+    def to_bytes(self) -> bytes:
+        return dumps({"format": _COPY_FORMAT, "location": self.location, "repository": self.repository})
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str) -> CopyMark:
+        fields = read_document(data, where, _COPY_FORMAT, ("location", "repository"), _MAX_COPY_BYTES)
+        return cls(fields.text("location", pattern=LOCATION_NAME), fields.text("repository", maximum=36))
+
+
+def location_of(record: LocationRecord, *, heal: bool = False, writable: bool = False) -> Location:
+    """A recorded location as one that can be read; nothing is asked of it yet.
+
+    Args:
+        record: see there.
+        heal: whether readers may put good bytes over bad ones there.
+        writable: whether anything may be put there.
+
+    Raises:
+        MissingDependency: a package is not installed that its kind of URL needs.
+    """
+    store = open_store(record.url, read_only=not (heal or writable))
+    return Location(name=record.name, store=store, domain=record.domain, rank=record.rank, heal=heal)
+
+
+def open_locations(repository: OpenedRoot) -> list[Location]:
+    """All locations of a repository: the one that it was opened at first, then the others in the table's order.
+
+    Locations that cannot be opened on this machine (a client is not installed) are left out.
+
+    Raises:
+        IntegrityError: the table is damaged.
+        StoreError: the root does not answer.
+    """
+    store = root_store(repository.store)
+    table = read_table(store, repository.id)
+    own = read_mark(store) if table is not None else None
+    record = (table.find(own.location) if own else table.root) if table else None
+    here = Location(
+        name=own.location if own else ROOT_NAME,
+        store=store,
+        domain=record.domain if record else ROOT_NAME,
+        rank=record.rank if record and own is None else 0,
+    )
+    return [here, *_others(table, here.name)]
+
+
+def _others(table: LocationTable | None, own: str, *, heal: bool = False) -> list[Location]:
+    found: list[Location] = []
+    for record in table.locations if table else ():
+        if record.name != own:
+            with contextlib.suppress(MissingDependency):
+                found.append(location_of(record, heal=heal))
+    return found
+
+
+def read_mark(store: Store) -> CopyMark | None:
+    """Which copy a root is; None for a root of its own."""
+    return find_checked(store, COPY_NAME, CopyMark.from_bytes, max_bytes=_MAX_COPY_BYTES)
+
+
+def own_name(store: Store) -> str:
+    """Which location a store is: ``root``, or the copy that its mark names."""
+    with contextlib.suppress(ShardkitError):
+        mark = read_mark(store)
+        return mark.location if mark else ROOT_NAME
+    return ROOT_NAME
+
+
+def is_prepared(store: Store, name: str, repository_id: str) -> bool:
+    """Whether a store is the copy that it should be: not another one, not a folder over which a disk was not mounted.
+
+    Raises:
+        IntegrityError: it is a copy of something else.
+        StoreError: it does not answer.
+    """
+    mark = read_mark(store)
+    if mark is None:
+        return False
+    if mark != CopyMark(name, repository_id):
+        raise IntegrityError(
+            f"{store.url} is the copy {mark.location!r} of repository {mark.repository}, expected {name!r} of "
+            f"{repository_id}; give this location another place"
+        )
+    return True
+
+
+def prepare_copy(root: Store, copy: Store, name: str, repository_id: str) -> None:
+    """Make a store a copy of a root: the same identity, and the mark that says which copy it is.
+
+    Raises:
+        UsageError: it is the root itself, a root of its own, or another copy.
+        StoreError: it cannot be written.
+    """
+    identity = root.get(IDENTITY_NAME, max_bytes=MAX_IDENTITY_BYTES)
+    try:
+        found: bytes | None = copy.get(IDENTITY_NAME, max_bytes=MAX_IDENTITY_BYTES)
+    except NotFoundError:
+        found = None
+    if found is not None and found != identity:
+        raise UsageError(f"location {name!r}: {copy.url} holds another dataset; give it an empty place")
+    mark = CopyMark(name, repository_id).to_bytes()
+    if not copy.put_new(COPY_NAME, mark):
+        is_prepared(copy, name, repository_id)
+    if root.head(COPY_NAME) is not None:
+        copy.delete(COPY_NAME)
+        raise UsageError(f"location {name!r}: {copy.url} is the root itself; a copy needs a place of its own")
+    if found is None:
+        copy.put_new(IDENTITY_NAME, identity)
+
+
+def refuse_copy(store: Store, identity: Identity) -> None:
+    """Commits go to the root: two logs of one repository could never be joined again.
+
+    Raises:
+        StoreReadOnlyError: the store is a copy.
+    """
+    mark = read_mark(root_store(store))
+    if mark is not None:
+        table = read_table(store, identity.id)
+        raise StoreReadOnlyError(
+            f"{store.url} is the copy {mark.location!r} of {table.root.url if table else 'another root'}; write there"
+        )
+
+
+def read_identity(store: Store, *, alone: bool = False) -> Identity:
+    """``shardkit.json``; where the root's is damaged or gone, that of a location that the root remembers.
+
+    Args:
+        store: of the root.
+        alone: ask the root only: to find out what it has itself.
+
+    Raises:
+        NotFoundError: there is none.
+        FormatError, IntegrityError: it is damaged, or of a newer version.
+    """
+    try:
+        return identity_in(store)
+    except (NotFoundError, IntegrityError) as error:
+        found = None if alone else _identity_elsewhere(store)
+        if found is not None:
+            return found
+        if isinstance(error, IntegrityError):
+            raise
+        raise NotFoundError(
+            f"no dataset at {store.url}: expected {IDENTITY_NAME} in it; check the path, or run: shardkit build"
+        ) from None
+
+
+def _identity_elsewhere(store: Store) -> Identity | None:
+    """The identity as a copy has it: the table of locations says of which repository it must be."""
+    with contextlib.suppress(ShardkitError):
+        table = read_table(store, None)
+        for location in _others(table, ROOT_NAME):
+            with contextlib.suppress(ShardkitError):
+                found = identity_in(location.store)
+                if table is not None and found.id == table.repository:
+                    return found
+    return None
+
+
+def over_all(
+    repository: OpenedRoot,
+    given: Locations | None,
+    settings: ReadSettings | None,
+    *,
+    heal: bool,
+    alone: bool,
+) -> Store:
+    """The store to read from: over the locations given and, unless `alone`, those that the root remembers.
+
+    Nothing that is read rests on the table: a damaged one costs a reader the other copies, not the data.
+    """
+    store, recorded, name = root_store(repository.store), list[Location](), ROOT_NAME
+    with contextlib.suppress(ShardkitError):
+        table = None if alone else read_table(repository.store, repository.id)
+        if table is not None:
+            mark = read_mark(repository.store)
+            name = mark.location if mark else ROOT_NAME
+            recorded = _others(table, name, heal=heal)
+    others = given_locations(given, heal)
+    taken = {name, store.url}.union(*((one.name, one.store.url) for one in others))
+    others += [one for one in recorded if one.name not in taken and one.store.url not in taken]
+    return locate(store, others, settings=settings, heal=heal, name=name)

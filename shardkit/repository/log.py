@@ -1,4 +1,4 @@
-"""The log, read with its chain verified (SPEC.md §4); and what numbered documents are.
+"""The log, read with its chain verified (SPEC.md §4), the identity before it, and what numbered documents are.
 
 Those are put if absent, never changed, each naming its predecessor. An entry of the log is one commit and has the full
 table of refs and tags.
@@ -7,9 +7,11 @@ table of refs and tags.
 from __future__ import annotations
 
 import abc
+import contextlib
 import itertools
 import os
 import re
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
@@ -20,14 +22,23 @@ from shardkit.errors import (
     FormatError,
     IntegrityError,
     NotFoundError,
+    ShardkitError,
     StoreError,
     StoreFullError,
     StoreReadOnlyError,
     UsageError,
 )
-from shardkit.formats.canonical_json import dumps, sha256_digest
-from shardkit.manifest.json_fields import DIGEST, TIME, Fields, check_spelling, sealed, unseal
-from shardkit.stores.store import Store, read_checked
+from shardkit.formats.canonical_json import (
+    DIGEST,
+    TIME,
+    Fields,
+    check_spelling,
+    dumps,
+    sealed,
+    sha256_digest,
+    unseal,
+)
+from shardkit.stores.store import Store, find_checked, read_checked
 
 MAX_ENTRY_BYTES: Final = 16 * 2**20
 
@@ -255,6 +266,100 @@ NO_COMMIT: Final = LogEntry(0, "", "", "", "", "", "", {}, {}, "")
 
 LOG: Final = Row("log/", LogEntry.from_bytes, MAX_ENTRY_BYTES)
 """The first entry's `previous` is the SHA-256 of ``shardkit.json``."""
+
+
+IDENTITY_NAME: Final = "shardkit.json"
+"""Object that makes a root a repository."""
+
+MAX_IDENTITY_BYTES: Final = 64 * 1024
+
+_IDENTITY_FORMAT: Final = "shardkit-repository/1"
+_UUID: Final = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+SINGLE_WRITER: Final = "single-writer"
+"""Feature of a root on a store without put-if-absent: its writers promised to come one at a time."""
+FEATURES: Final[tuple[str, ...]] = (SINGLE_WRITER,)
+"""All features that this version knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Which repository a root holds, and what a program must know to use it."""
+
+    id: str
+    """Random UUID: tells two repositories apart, whatever their paths."""
+    features: tuple[str, ...] = ()
+
+    @classmethod
+    def new(cls, features: tuple[str, ...] = ()) -> Identity:
+        """An identity that no other repository has."""
+        return cls(str(uuid.uuid4()), features)
+
+    def to_bytes(self) -> bytes:
+        """Canonical JSON with the digest of the rest of it inside."""
+        return sealed({"format": _IDENTITY_FORMAT, "id": self.id, "features": list(self.features)})
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str) -> Identity:
+        """Read and check.
+
+        Raises:
+            FormatError: Not an identity that this version reads.
+            IntegrityError: The digest inside does not match.
+        """
+        fields = unseal(
+            data,
+            f"{IDENTITY_NAME} of {where}",
+            _IDENTITY_FORMAT,
+            ("id", "features", "digest"),
+            MAX_IDENTITY_BYTES,
+        )
+        identity = cls(fields.text("id", pattern=_UUID), fields.features(FEATURES))
+        check_spelling(data, identity.to_bytes(), fields)
+        return identity
+
+
+def identity_in(store: Store) -> Identity:
+    """``shardkit.json`` of one place; raises as `read_identity` does."""
+    return read_checked(
+        store,
+        IDENTITY_NAME,
+        lambda data, _where: Identity.from_bytes(data, store.url),
+        max_bytes=MAX_IDENTITY_BYTES,
+    )
+
+
+def first_identity(store: Store, features: tuple[str, ...]) -> Identity:
+    """The identity to put where there may be none: a new one, or that of the log that lies there without one.
+
+    Raises:
+        IntegrityError: there is a log that does not say whose it is; a new identity would never fit it.
+    """
+    if store.head(LOG.name(1)) is None:
+        return Identity.new(features)
+    with contextlib.suppress(ShardkitError):
+        first = find_checked(store, LOG.name(1), LogEntry.from_bytes, max_bytes=MAX_ENTRY_BYTES)
+        found = identity_named_by(first) if first else None
+        if found is not None:
+            return found
+    if store.head(IDENTITY_NAME) is None:
+        raise IntegrityError(
+            f"{store.url} has a log and no {IDENTITY_NAME}: it was a dataset and has lost its identity; "
+            f"run: shardkit repair {store.url}"
+        )
+    return Identity.new(features)
+
+
+def identity_named_by(first: LogEntry) -> Identity | None:
+    """The identity that the first entry of a log follows.
+
+    The entry names the repository, and the SHA-256 of the identity's bytes: of the few identities that a repository of
+    that id may have, it is the one with this digest.
+    """
+    for features in ((), *((one,) for one in FEATURES)):
+        identity = Identity(first.repository, features)
+        if sha256_digest(identity.to_bytes()) == first.previous:
+            return identity
+    return None
 
 
 def check_ref_name(name: str) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from shardkit.errors import ConfigurationError
-from shardkit.manifest.json_fields import Fields
+from shardkit.formats.canonical_json import Fields
 from shardkit.ranges import Range, duration_text, parse_duration
 
 Mode = Literal["sync", "async", "hybrid"]

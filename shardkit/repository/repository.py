@@ -21,27 +21,27 @@ from shardkit.errors import (
     StoreReadOnlyError,
     UsageError,
 )
-from shardkit.formats.canonical_json import parse_digest, sha256_digest
-from shardkit.manifest.json_fields import DIGEST, utc_text
+from shardkit.formats.canonical_json import DIGEST, parse_digest, sha256_digest, utc_text
+from shardkit.reading.located_store import Locations, locate
+from shardkit.reading.objects import ObjectStage, check_size, is_good
 from shardkit.reading.read_path import ReadSettings
 from shardkit.repository import COMMIT_HOOKS
 from shardkit.repository.garbage_lists import check_not_collected
-from shardkit.repository.location_table import read_table
-from shardkit.repository.log import LOG, MAX_NAMES, NO_COMMIT, CommitLog, LogEntry, check_ref_name
-from shardkit.repository.opening import (
+from shardkit.repository.location_table import over_all, read_identity, read_table, refuse_copy
+from shardkit.repository.log import (
     IDENTITY_NAME,
+    LOG,
+    MAX_NAMES,
+    NO_COMMIT,
     SINGLE_WRITER,
+    CommitLog,
     Identity,
-    Locations,
+    LogEntry,
+    check_ref_name,
     first_identity,
-    for_one_writer,
-    locate,
-    over_all,
-    read_identity,
-    refuse_copy,
 )
-from shardkit.stores.local import LocalStore
-from shardkit.stores.objects import ObjectStage, check_size, is_good
+from shardkit.stores.local import LocalStore, open_store
+from shardkit.stores.remote.object_store import ObjectStore
 from shardkit.stores.remote.probe import check_writers
 from shardkit.stores.store import (
     EXTENSIONS,
@@ -52,7 +52,6 @@ from shardkit.stores.store import (
     object_name,
     root_store,
 )
-from shardkit.stores.urls import open_store
 
 DEFAULT_REF: Final = "main"
 """The ref that is meant where none is named."""
@@ -199,7 +198,7 @@ class Repository(CommitLog):
         # What lies on a store that may not keep put-if-absent is looked for before anything is put over it.
         if isinstance(store, LocalStore) or store.head(IDENTITY_NAME) is None:
             if single_writer:
-                store = for_one_writer(store)
+                store = _for_one_writer(store)
             elif not isinstance(store, LocalStore):
                 check_writers(store)
             features = (SINGLE_WRITER,) if single_writer else ()
@@ -247,7 +246,7 @@ class Repository(CommitLog):
     def _opened(cls, store: Store, *, read_only: bool, alone: bool = False) -> Repository:
         identity = read_identity(store, alone=alone)
         if SINGLE_WRITER in identity.features:
-            store = for_one_writer(store)
+            store = _for_one_writer(store)
         repository = cls(store, identity, read_only=read_only)
         if not read_only:
             refuse_copy(store, identity)
@@ -517,3 +516,8 @@ def _version() -> str:
         return importlib.metadata.version("shardkit")
     except importlib.metadata.PackageNotFoundError:
         return "unknown"
+
+
+def _for_one_writer(store: Store) -> Store:
+    """The store as one writer at a time may use it; a local directory needs no other use."""
+    return store.for_one_writer() if isinstance(store, ObjectStore) else store

@@ -19,7 +19,7 @@ from typing import Final
 import numpy as np
 
 from shardkit.errors import FormatError, NotFoundError, ShardkitError, UsageError
-from shardkit.formats.canonical_json import dumps
+from shardkit.formats.canonical_json import dumps, read_document
 from shardkit.manifest import (
     Manifest,
     Selection,
@@ -27,7 +27,6 @@ from shardkit.manifest import (
     check_against,
     max_selection_bytes,
 )
-from shardkit.manifest.json_fields import read_document
 from shardkit.reading.adopted import location_name, resolved, store_of_version, with_adopted_tars
 from shardkit.reading.inventory import read_pages, read_root
 from shardkit.repository.repository import Repository

@@ -8,12 +8,11 @@ only gathers their public names.
 
 from shardkit.reading.adopted import AdoptedStore, adopted_place, put_adopted
 from shardkit.reading.blocks import BlockReader
-from shardkit.reading.located_store import LocatedStore
-from shardkit.reading.locations import Location
+from shardkit.reading.located_store import LocatedStore, Locations, locate
+from shardkit.reading.objects import Location
 from shardkit.reading.read_path import ReadSettings
 from shardkit.reading.row_map import RowMap
 from shardkit.repository.log import LogEntry, parse_dataset_url
-from shardkit.repository.opening import Locations, locate
 from shardkit.repository.repository import DEFAULT_REF, Repository
 from shardkit.repository.versions import (
     Part,
@@ -26,10 +25,9 @@ from shardkit.repository.versions import (
     put_selection,
     with_adopted,
 )
-from shardkit.stores.local import LocalStore
+from shardkit.stores.local import LocalStore, open_store
 from shardkit.stores.machine_memory import available_memory
 from shardkit.stores.store import Descriptor, ObjectStat, Stage, Store, object_name, parse_object_name
-from shardkit.stores.urls import open_store
 
 __all__ = [
     "DEFAULT_REF",

@@ -7,11 +7,12 @@ changes hands.
 A temporary is named ``<boot>-<pid namespace>-<pid>-<start>-<random>[.suffix]``, and its writer holds an advisory lock
 on it, by which the sweep knows those whose writer is dead. Sweeping too much costs the writer a clean error and nothing
 else (publishing links the temporary by name), but it would be rude; sweeping too little costs space.
+
+`open_store` is the way from what a user types to any store.
 """
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import functools
 import hashlib
@@ -22,8 +23,9 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
+from urllib.parse import unquote
 
-from shardkit.errors import NotFoundError, StoreError
+from shardkit.errors import NotFoundError, StoreError, UsageError
 from shardkit.stores.file_operations import (
     FOLDER,
     Directories,
@@ -35,7 +37,16 @@ from shardkit.stores.file_operations import (
     explained,
     read_exactly,
 )
-from shardkit.stores.store import DirectStore, ObjectStat, check_name, check_prefix, is_name
+from shardkit.stores.store import (
+    DirectStore,
+    ObjectStat,
+    StagedFile,
+    Store,
+    check_name,
+    check_prefix,
+    is_name,
+    scheme_of,
+)
 
 
 class LocalStore(DirectStore):
@@ -285,46 +296,6 @@ def _start_time(pid: int) -> int | None:
         return None
 
 
-class StagedFile(abc.ABC):
-    """An object on its way into a store, in a local file: counted and hashed, refused once a write has failed."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._size = 0
-        self._hash = hashlib.sha256()
-        self._broken = False
-
-    @property
-    def size(self) -> int:
-        return self._size
-
-    @property
-    def digest(self) -> str:
-        return self._hash.hexdigest()
-
-    def write(self, data: bytes | bytearray | memoryview, /) -> int:
-        rest = memoryview(data).cast("B")
-        length = len(rest)
-        with explained(f"write {self._path}", writing=True):
-            self._check_whole()
-            self._broken = True
-            while len(rest):  # a full disk takes a part and reports no error: only the next call does
-                written = self._append(rest)
-                self._hash.update(rest[:written])
-                rest = rest[written:]
-            self._broken = False
-        self._size += length
-        return length
-
-    @abc.abstractmethod
-    def _append(self, data: memoryview) -> int:
-        """Write at least a part of `data`; how much."""
-
-    def _check_whole(self) -> None:
-        if self._broken:
-            raise StoreError(f"{self._path}: an earlier write failed, the file is incomplete; start it again")
-
-
 class LocalStage(StagedFile):
     """A file beside the objects of a local root, published by its name; implements `shardkit.stores.store.Stage`."""
 
@@ -393,3 +364,37 @@ class LocalStage(StagedFile):
                 return False
             raise
         return True
+
+
+def open_store(url: str | os.PathLike[str], *, read_only: bool = False) -> Store:
+    """The store at a root.
+
+    Args:
+        url: A local path or ``file://`` URL; ``s3://``, ``gs://`` or ``az://`` bucket and prefix, with endpoint,
+            region and credentials from the environment (SPEC.md, "Stores beyond the local disk"); or any other URL
+            that fsspec knows.
+        read_only: Refuse every change.
+
+    Raises:
+        UsageError: The URL is malformed or holds a credential.
+        MissingDependency: A package is not installed that this kind of URL needs.
+    """
+    text = os.fspath(url)
+    scheme = scheme_of(text)
+    if scheme is None:
+        return LocalStore(text, read_only=read_only)
+    if scheme == "file":
+        host, slash, path = text[len("file://") :].partition("/")
+        if host not in ("", "localhost") or not slash:
+            raise UsageError(f"{text!r}: expected file:///absolute/path")
+        return LocalStore(unquote(slash + path), read_only=read_only)
+    from shardkit.stores.remote import (  # what is local needs none of them
+        addresses,
+        fsspec_store,
+        object_store,
+    )
+
+    address = addresses.parse_address(text)
+    if address.scheme in addresses.OBJECT_SCHEMES:
+        return object_store.ObjectStore(address, read_only=read_only)
+    return fsspec_store.FsspecStore(address, read_only=read_only)

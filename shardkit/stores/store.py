@@ -7,6 +7,7 @@ An object is called by the SHA-256 of its bytes, as ``sha256sum`` prints it. The
 from __future__ import annotations
 
 import abc
+import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -14,8 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
 
-from shardkit.errors import FormatError, IntegrityError, NotFoundError, StoreReadOnlyError, UsageError
+from shardkit.errors import (
+    FormatError,
+    IntegrityError,
+    NotFoundError,
+    StoreError,
+    StoreReadOnlyError,
+    UsageError,
+)
 from shardkit.formats.canonical_json import parse_digest
+from shardkit.stores.file_operations import explained
 
 _Result = TypeVar("_Result")
 
@@ -65,6 +74,46 @@ class Stage(Protocol):
             True where this call created the name, False where it existed (which is then left as it is, unless
             `replace`: for healing, with bytes of the same digest).
         """
+
+
+class StagedFile(abc.ABC):
+    """A stage in a local file: counted and hashed, refused once a write has failed."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._size = 0
+        self._hash = hashlib.sha256()
+        self._broken = False
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    @property
+    def digest(self) -> str:
+        return self._hash.hexdigest()
+
+    def write(self, data: bytes | bytearray | memoryview, /) -> int:
+        rest = memoryview(data).cast("B")
+        length = len(rest)
+        with explained(f"write {self._path}", writing=True):
+            self._check_whole()
+            self._broken = True
+            while len(rest):  # a full disk takes a part and reports no error: only the next call does
+                written = self._append(rest)
+                self._hash.update(rest[:written])
+                rest = rest[written:]
+            self._broken = False
+        self._size += length
+        return length
+
+    @abc.abstractmethod
+    def _append(self, data: memoryview) -> int:
+        """Write at least a part of `data`; how much."""
+
+    def _check_whole(self) -> None:
+        if self._broken:
+            raise StoreError(f"{self._path}: an earlier write failed, the file is incomplete; start it again")
 
 
 @runtime_checkable

@@ -12,8 +12,8 @@ from typing import Any
 
 from shardkit.errors import ConfigurationError, FormatError, IntegrityError, NotFoundError, ShardkitError
 from shardkit.formats.canonical_json import dumps, loads, parse_digest, sha256_digest
+from shardkit.stores.local import open_store
 from shardkit.stores.store import Store, object_name
-from shardkit.stores.urls import open_store
 
 MAX_MANIFEST_BYTES = 1 << 30
 REF_BYTES = 4096

@@ -30,7 +30,7 @@ from shardkit.reading.cache.eviction import NEVER, Future, choose_victims
 from shardkit.reading.cache.serving import CacheServer
 from shardkit.reading.cache.supply import BlockFetcher, NearbyCaches
 from shardkit.reading.located_store import LocatedStore
-from shardkit.reading.locations import BlockRequest, Location, block_name
+from shardkit.reading.objects import BlockRequest, Location, block_name
 from shardkit.reading.read_path import ReadSettings
 from shardkit.stores.file_operations import substituted
 from shardkit.stores.remote.cache_client import CacheClient
@@ -280,7 +280,7 @@ FILLER = """
 import sys, random, hashlib
 from shardkit.formats.canonical_json import xxh3
 from shardkit.reading.cache.block_cache import BlockCache
-from shardkit.reading.locations import BlockRequest
+from shardkit.reading.objects import BlockRequest
 cache = BlockCache(sys.argv[1], limit=1 << 20)
 seed = int(sys.argv[2])
 order = random.Random(seed)

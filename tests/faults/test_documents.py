@@ -17,16 +17,14 @@ import shardkit
 from shardkit.audit.run_record import load_run, read_checkpoints
 from shardkit.dataset.erasure_journal import ErasurePlan
 from shardkit.errors import IntegrityError, ShardkitError
-from shardkit.formats.canonical_json import dumps
+from shardkit.formats.canonical_json import dumps, sealed
 from shardkit.manifest import Manifest
-from shardkit.manifest.json_fields import sealed
 from shardkit.reading.adopted import location_name, read_tar_place
 from shardkit.reading.attestations import Attestation, read_attestations
 from shardkit.reading.parity.sets import SetRecord, VersionRecord
 from shardkit.repository.garbage_lists import list_seen, put_list, put_seen, read_list
-from shardkit.repository.location_table import LocationTable
-from shardkit.repository.log import LogEntry
-from shardkit.repository.opening import CopyMark, Identity
+from shardkit.repository.location_table import CopyMark, LocationTable
+from shardkit.repository.log import Identity, LogEntry
 from shardkit.repository.versions import PartLocation
 from shardkit.storage import LocalStore
 from shardkit.stores.file_operations import FileOperations, Handle, substituted

@@ -22,12 +22,12 @@ from shardkit.errors import IntegrityError, NotFoundError, StoreError
 from shardkit.loader import gather, plain_rows
 from shardkit.reading.attestations import Attestation
 from shardkit.reading.located_store import LocatedStore
-from shardkit.reading.locations import BlockRequest, Location
+from shardkit.reading.objects import BlockRequest, Location
 from shardkit.reading.read_path import ReadSettings
 from shardkit.storage import LocalStore, Repository, open_store
 from shardkit.stores.remote.addresses import parse_address
 from shardkit.stores.remote.object_store import ObjectStore
-from shardkit.stores.remote.waiting import RetryPolicy
+from shardkit.stores.waiting import RetryPolicy
 from shardkit.testing.memory_store import MemoryStore
 from tests.servers.fault_proxy import Fault, FaultProxy, Request
 

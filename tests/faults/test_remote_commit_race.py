@@ -115,6 +115,6 @@ def test_an_unreachable_store_is_told_as_such(
 
 
 def _impatient() -> object:
-    from shardkit.stores.remote.waiting import RetryPolicy
+    from shardkit.stores.waiting import RetryPolicy
 
     return RetryPolicy(deadline_s=0.2, attempt_s=1)

@@ -24,15 +24,14 @@ from shardkit.copies.scrub import scrub
 from shardkit.copies.verify import verify
 from shardkit.dataset.removing import erase
 from shardkit.errors import NotFoundError, StoreError, UsageError
-from shardkit.formats.canonical_json import dumps
-from shardkit.manifest.json_fields import utc_text
+from shardkit.formats.canonical_json import dumps, utc_text
 from shardkit.reading.attestations import Attestation, Records, read_attestations
+from shardkit.reading.objects import check_object
 from shardkit.reading.parity.sets import find_records
 from shardkit.reading.read_path import ReadSettings
 from shardkit.repository.location_table import LocationRecord
 from shardkit.storage import LocalStore, Repository, load_manifest
 from shardkit.stores.file_operations import substituted
-from shardkit.stores.objects import check_object
 from shardkit.testing.memory_store import MemoryStore
 from shardkit_tools.main import run
 from tests.command_line import call as called
@@ -426,7 +425,7 @@ class TestScrub:
 
 AT_WORK = """
 import os, sys
-from shardkit.copies.pacing import RateLimiter
+from shardkit.stores.waiting import RateLimiter
 from shardkit_tools.main import run
 
 take = RateLimiter.take

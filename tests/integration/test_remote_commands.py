@@ -16,7 +16,7 @@ import pytest
 
 import shardkit
 from shardkit.reading.cache.block_cache import BlockCache
-from shardkit.reading.locations import BlockRequest, block_name
+from shardkit.reading.objects import BlockRequest, block_name
 from shardkit_tools.main import run
 from tests.servers.object_stores import SECRET_KEY, s3_environment
 

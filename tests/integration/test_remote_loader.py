@@ -21,9 +21,9 @@ import shardkit
 from shardkit.errors import ShardkitError, StoreError
 from shardkit.reading.cache.block_cache import BlockCache
 from shardkit.reading.read_path import ReadSettings
+from shardkit.stores.local import open_store
 from shardkit.stores.remote.object_store import ObjectStore
-from shardkit.stores.remote.waiting import RetryPolicy
-from shardkit.stores.urls import open_store
+from shardkit.stores.waiting import RetryPolicy
 from tests.servers.fault_proxy import Fault, FaultProxy, Request
 from tests.servers.object_stores import ACCESS_KEY, SECRET_KEY, s3_environment
 

@@ -14,7 +14,7 @@ import pytest
 import shardkit
 from shardkit.dataset.dataset import Dataset
 from shardkit.reading.located_store import LocatedStore
-from shardkit.reading.locations import Location
+from shardkit.reading.objects import Location
 from shardkit.reading.read_path import ReadSettings
 from shardkit.storage import LocalStore, Repository, load_manifest
 from shardkit_tools.simulation.cluster import Cluster, changed

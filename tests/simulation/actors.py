@@ -322,14 +322,20 @@ def settle(world: World) -> None:
         Violated: it does not hold.
     """
     clock = world.scheduler
-    with contextlib.suppress(IntegrityError):  # damage stops an erasure; it must not go on over it
+    is_stopped = False
+    try:
         resume_erasures(world.root)
+    except (
+        IntegrityError
+    ):  # damage stops an erasure; it must not go on over it, and says: run shardkit repair
+        is_stopped = True
     if world.too_late & set(world.head().values()):
         clock.trace.append(
             "==== a ref names a version that was erased before it was named: SPEC.md of dataset §10"
         )
         return
-    if world.damaged or clock.random.random() < 0.5:  # where nothing rotted, replicate alone must do as well
+    # where nothing rotted, replicate alone must do as well
+    if is_stopped or world.damaged or clock.random.random() < 0.5:
         mended = repair(world.root, level="read")
         if mended.lost or mended.unchecked:
             raise Violated(f"repair did not heal: {[*mended.lost, *mended.unchecked][:3]}")

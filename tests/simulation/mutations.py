@@ -17,11 +17,11 @@ from shardkit.dataset import erasing, removing, store_survey
 from shardkit.dataset.erasure_journal import Journal
 from shardkit.errors import StoreError
 from shardkit.formats import reading, sha256_digest
-from shardkit.reading import inventory, located_store, read_path
+from shardkit.reading import inventory, located_store, objects, read_path
 from shardkit.repository import repository as committing
 from shardkit.repository.log import LOG, NO_COMMIT
 from shardkit.repository.repository import Repository
-from shardkit.stores import file_operations, objects, store
+from shardkit.stores import file_operations, store
 from shardkit.stores.local import LocalStage, LocalStore
 from shardkit.stores.remote import object_store
 from shardkit.stores.store import object_name

@@ -21,7 +21,7 @@ from shardkit.stores import file_operations, local, open_files
 from shardkit.stores.remote import clients
 from shardkit.stores.remote.addresses import Address
 from shardkit.stores.remote.clients import Client
-from shardkit.stores.remote.waiting import WAITS
+from shardkit.stores.waiting import WAITS
 from tests.simulation.disk_operations import BlockFiles, DiskOperations
 from tests.simulation.scheduler import Scheduler
 

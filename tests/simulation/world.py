@@ -14,7 +14,7 @@ from shardkit.errors import ShardkitError
 from shardkit.reading.inventory import walk_versions
 from shardkit.reading.parity.sets import SetRecord
 from shardkit.repository.location_table import LocationRecord
-from shardkit.repository.opening import IDENTITY_NAME, Identity
+from shardkit.repository.log import IDENTITY_NAME, Identity
 from shardkit.repository.policy import Parity, Policy
 from shardkit.storage import Repository
 from shardkit.stores.remote.addresses import Address

@@ -23,7 +23,7 @@ from shardkit.loader.sharing import find_address
 from shardkit.plan import Assignment, Plan, Population, assign, make_plan
 from shardkit.plan.locality import LaneOfBlock
 from shardkit.reading.cache.block_cache import BlockCache
-from shardkit.reading.locations import Location
+from shardkit.reading.objects import Location
 from shardkit.stores.local import LocalStore
 from shardkit.stores.remote.cache_client import CacheClient
 

@@ -18,14 +18,16 @@ from shardkit.errors import (
     UsageError,
 )
 from shardkit.repository.location_table import (
+    COPY_NAME,
     LocationRecord,
     LocationTable,
     commit_table,
     first_root,
+    open_locations,
+    prepare_copy,
     read_table,
     read_tables,
 )
-from shardkit.repository.opening import COPY_NAME, open_locations, prepare_copy
 from shardkit.repository.policy import Critical, Parity, Policy
 from shardkit.storage import LocalStore, LocatedStore, Repository
 

@@ -26,7 +26,7 @@ from shardkit.reading.cache.joining import (
 )
 from shardkit.reading.cache.supply import BlockFetcher
 from shardkit.reading.located_store import LocatedStore
-from shardkit.reading.locations import BlockRequest, Location
+from shardkit.reading.objects import BlockRequest, Location
 from shardkit.reading.read_path import ReadSettings
 from shardkit.stores.store import object_name
 from shardkit.testing.memory_store import MemoryStore

@@ -9,18 +9,17 @@ from pathlib import Path
 import pytest
 
 import shardkit
-from shardkit.copies.pacing import Hours, RateLimiter, parse_bandwidth
 from shardkit.copies.place import Change, place, promote, undo
 from shardkit.copies.placement import find_needed, live_versions, look
 from shardkit.copies.replicate import replicate
 from shardkit.errors import ConfigurationError, IntegrityError, StoreError, UsageError
-from shardkit.reading.copying import copy_object
-from shardkit.reading.locations import Location
+from shardkit.reading.objects import Location, copy_object
 from shardkit.repository.location_table import LocationRecord, read_table
 from shardkit.repository.policy import Policy
 from shardkit.storage import LocalStore, Repository
 from shardkit.stores.file_operations import substituted
 from shardkit.stores.store import ObjectStat, parse_object_name
+from shardkit.stores.waiting import Hours, RateLimiter, parse_bandwidth
 from tests.faults.faulty_operations import FaultyOperations
 
 

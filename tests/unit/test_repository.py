@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from shardkit.errors import CommitConflict, FormatError, IntegrityError, NotFoundError, StoreError, UsageError
-from shardkit.manifest.json_fields import sealed
-from shardkit.repository.opening import Identity
+from shardkit.formats.canonical_json import sealed
+from shardkit.repository.log import Identity
 from shardkit.storage import (
     LocalStore,
     Repository,

@@ -14,7 +14,7 @@ import pytest
 
 from shardkit.formats.canonical_json import xxh3
 from shardkit.reading.cache.shared_blocks import SharedBlocks
-from shardkit.reading.locations import BlockRequest
+from shardkit.reading.objects import BlockRequest
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "memfd_create") or not hasattr(fcntl, "F_OFD_SETLK"), reason="needs Linux"

@@ -15,8 +15,9 @@ import pytest
 import shardkit
 from shardkit.errors import ShardkitError
 from shardkit.reading.read_path import ReadSettings
-from shardkit.stores.remote import object_store, waiting
-from shardkit.stores.remote.waiting import Waits
+from shardkit.stores import waiting
+from shardkit.stores.remote import object_store
+from shardkit.stores.waiting import Waits
 from shardkit_tools.main import run
 from tests.servers.object_stores import ACCESS_KEY, SECRET_KEY, s3_environment
 

@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from shardkit.stores.urls import open_store
+from shardkit.stores.local import open_store
 from tests.servers.object_stores import moto, s3_environment
 
 BUCKET = "bench"

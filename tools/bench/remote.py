@@ -30,7 +30,7 @@ from typing import Any
 
 import shardkit
 from shardkit.reading.located_store import LocatedStore
-from shardkit.reading.locations import Location
+from shardkit.reading.objects import Location
 from shardkit.reading.read_path import ReadSettings
 from shardkit.stores.remote.addresses import parse_address
 from shardkit.stores.remote.object_store import ObjectStore
@@ -107,7 +107,7 @@ def throughput(endpoint: str, peer: str | None) -> Iterator[str]:
     yield ""
     import hashlib
 
-    from shardkit.reading.locations import BlockRequest
+    from shardkit.reading.objects import BlockRequest
 
     digests = {start: hashlib.sha256(data[start : start + RANGE_BYTES]).digest() for start in starts}
     yield from compare(

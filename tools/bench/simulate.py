@@ -30,7 +30,7 @@ from typing import Any
 import shardkit
 from shardkit.dataset.dataset import Dataset
 from shardkit.reading.located_store import LocatedStore
-from shardkit.reading.locations import Location
+from shardkit.reading.objects import Location
 from shardkit.reading.read_path import ReadSettings
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import load_manifest

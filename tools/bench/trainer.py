@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 import shardkit
-from shardkit.stores.urls import open_store
+from shardkit.stores.local import open_store
 from shardkit.telemetry.records import read_documents
 from shardkit_trainer.run_directory import read_steps
 from tests.servers.fault_proxy import Fault, FaultProxy

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardkit.stores.urls import open_store
+from shardkit.stores.local import open_store
 from shardkit_trainer import load_configuration
 from shardkit_trainer.checkpoints import Checkpointer
 from shardkit_trainer.distributed import World, join_world, leave_world

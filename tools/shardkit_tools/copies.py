@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from shardkit.copies.pacing import Hours, RateLimiter, parse_bandwidth
 from shardkit.copies.parity_encoding import encode_parity
 from shardkit.copies.place import Change, place
 from shardkit.copies.placement import live_versions, unknown_strata
@@ -22,12 +21,13 @@ from shardkit.copies.repair import CheckAll, CopyCheck
 from shardkit.copies.replicate import CopyAll, CopyTask, Replication, copy_task, replicate
 from shardkit.errors import ConfigurationError, ShardkitError, StoreError, UsageError
 from shardkit.exit_codes import ExitCode
+from shardkit.reading.objects import CheckResult, check_object
 from shardkit.repository.location_table import LocationRecord, read_table
-from shardkit.repository.opening import IDENTITY_NAME
+from shardkit.repository.log import IDENTITY_NAME
 from shardkit.repository.policy import Policy
 from shardkit.repository.repository import Repository
-from shardkit.stores.objects import CheckResult, check_object
 from shardkit.stores.store import Store, root_store
+from shardkit.stores.waiting import Hours, RateLimiter, parse_bandwidth
 from shardkit_tools import console
 from shardkit_tools.building.engines import Engine, Report, open_engine
 from shardkit_tools.options import EngineName

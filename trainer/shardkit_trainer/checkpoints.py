@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.tensor import DTensor
 
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, RunError, ShardkitError
+from shardkit.stores.local import open_store
 from shardkit.stores.store import Store
-from shardkit.stores.urls import open_store
 from shardkit.torch import (
     CheckpointReader,
     CheckpointWriter,

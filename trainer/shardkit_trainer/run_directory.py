@@ -21,8 +21,8 @@ from typing import Any, Final
 from shardkit.errors import ConfigurationError, IntegrityError, NotFoundError, RunError, StateError
 from shardkit.formats.canonical_json import sha256_digest
 from shardkit.ledger import bind_configuration, bound_settings, setting_differences
+from shardkit.stores.local import open_store
 from shardkit.stores.store import Store
-from shardkit.stores.urls import open_store
 from shardkit.telemetry.recorder import EventLog
 from shardkit.telemetry.records import read_documents
 

@@ -25,7 +25,7 @@ from shardkit.reading.cache.catalogue import Catalogue, Entry
 from shardkit.reading.cache.eviction import Future, decide
 from shardkit.reading.cache.leases import Lease, Neighbours
 from shardkit.reading.health import ReadEvents
-from shardkit.reading.locations import BlockRequest
+from shardkit.reading.objects import BlockRequest
 from shardkit.stores.file_operations import Directories, Handle, active, explained, write_all
 
 Buffer = Any

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from shardkit.reading.located_store import LocatedStore
-from shardkit.reading.locations import BlockRequest
+from shardkit.reading.objects import BlockRequest
 
 GRAIN_BYTES: Final = 256 * 2**10
 """A smaller request is worth filling up with what lies around it, if that is needed later anyway."""

@@ -19,7 +19,7 @@ from multiprocessing import reduction
 from typing import Any, Final
 
 from shardkit.formats.canonical_json import xxh3
-from shardkit.reading.locations import BlockRequest
+from shardkit.reading.objects import BlockRequest
 
 Buffer = Any
 

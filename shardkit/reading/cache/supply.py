@@ -20,7 +20,7 @@ from shardkit.reading.cache.joining import Wanted, join, neighbours
 from shardkit.reading.cache.shared_blocks import SharedBlocks
 from shardkit.reading.health import ReadEvents
 from shardkit.reading.located_store import LocatedStore, wanted_block
-from shardkit.reading.locations import BlockRequest, Location
+from shardkit.reading.objects import BlockRequest, Location
 from shardkit.reading.read_path import ReadPath, ReadSettings
 from shardkit.stores.remote.cache_client import CacheClient
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, StoreError
 from shardkit.manifest import Manifest, ShardTable
 from shardkit.reading.inventory import Inventory
-from shardkit.reading.locations import BlockRequest
+from shardkit.reading.objects import BlockRequest
 from shardkit.reading.parity.galois import recover
 from shardkit.reading.parity.sets import (
     ParitySet,
@@ -25,8 +25,8 @@ from shardkit.reading.parity.sets import (
     read_version_record,
     sets_of,
 )
-from shardkit.stores.remote.waiting import RetryPolicy
 from shardkit.stores.store import Descriptor, Stage, Store, object_name, parse_object_name, put_over
+from shardkit.stores.waiting import RetryPolicy
 
 Bytes = NDArray[np.uint8]
 

@@ -10,11 +10,10 @@ from functools import cached_property
 from typing import Final, TypeVar
 
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
-from shardkit.formats.canonical_json import dumps, parse_digest, sha256_digest
-from shardkit.manifest.json_fields import DIGEST, Fields, read_document
+from shardkit.formats.canonical_json import DIGEST, Fields, dumps, parse_digest, read_document, sha256_digest
 from shardkit.reading.inventory import Inventory, version_record_name
+from shardkit.reading.objects import OpenedRoot
 from shardkit.reading.parity.galois import MAX_MEMBERS
-from shardkit.stores.objects import OpenedRoot
 from shardkit.stores.store import (
     EXTENSIONS,
     MAX_OBJECT_BYTES,

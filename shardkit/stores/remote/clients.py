@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple, Protocol
 from shardkit.errors import MissingDependency, StoreError
 from shardkit.stores.remote.addresses import Address
 from shardkit.stores.remote.failures import Failure, classified
-from shardkit.stores.remote.waiting import RetryPolicy
+from shardkit.stores.waiting import RetryPolicy
 
 Buffer = Any
 """Bytes, or whatever has them behind the buffer protocol."""

@@ -26,8 +26,8 @@ from shardkit.errors import (
 from shardkit.stores.file_operations import store_error
 from shardkit.stores.remote.addresses import Address
 from shardkit.stores.remote.remote_store import RemoteStore
-from shardkit.stores.remote.waiting import WAITS
 from shardkit.stores.store import ObjectStat, check_prefix, is_name
+from shardkit.stores.waiting import WAITS
 
 _Result = TypeVar("_Result")
 

@@ -19,8 +19,8 @@ from shardkit.stores.remote.addresses import Address
 from shardkit.stores.remote.clients import Buffer, Client, Found, open_client
 from shardkit.stores.remote.failures import Failure
 from shardkit.stores.remote.remote_store import RemoteStore
-from shardkit.stores.remote.waiting import WAITS, RetryPolicy, Wait, pauses
 from shardkit.stores.store import MAX_OBJECT_BYTES, ObjectStat, check_prefix, is_name
+from shardkit.stores.waiting import WAITS, RetryPolicy, Wait, pauses
 
 _Result = TypeVar("_Result")
 

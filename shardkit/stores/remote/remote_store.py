@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from shardkit.stores.file_operations import explained
-from shardkit.stores.local import StagedFile
 from shardkit.stores.remote.addresses import Address
-from shardkit.stores.store import DirectStore, check_name
+from shardkit.stores.store import DirectStore, StagedFile, check_name
 
 
 class SpooledStage(StagedFile):

@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterator, Sequence
 
 from shardkit.errors import IntegrityError, NotFoundError, SourceError, StoreError, UsageError
+from shardkit.stores.remote.foreign import split_url
 from shardkit.stores.store import ObjectStat
-from shardkit.stores.urls import split_url
 from shardkit_tools.building.source_digests import check_unchanged
 from shardkit_tools.importers.protocol import SourceFile
 from shardkit_tools.importers.remote_files import foreign_store, stat_file

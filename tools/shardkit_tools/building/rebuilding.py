@@ -20,8 +20,8 @@ from shardkit.formats import Schema
 from shardkit.manifest import MIXED, Manifest
 from shardkit.repository.log import LogEntry, parse_dataset_url
 from shardkit.repository.repository import DEFAULT_REF, Repository
+from shardkit.stores.local import open_store
 from shardkit.stores.store import object_name
-from shardkit.stores.urls import open_store
 from shardkit_tools.building.outcome import BuildResult
 from shardkit_tools.building.recipe import build
 from shardkit_tools.importers.protocol import SourceFailure, SourceFile, SourceSample, SourceTask

@@ -7,13 +7,13 @@ from typing import Annotated
 from shardkit.copies.collecting import GRACE_S, HISTORY_S, TAKE_OVER_S, Collection, collect
 from shardkit.ranges import duration_text as short_duration
 from shardkit.ranges import parse_duration
+from shardkit.repository.log import parse_dataset_url
 from shardkit.repository.repository import Repository
 from shardkit.stores.store import root_store
 from shardkit_tools import console, options
 from shardkit_tools.building.job import abandoned_jobs, remove_job
 from shardkit_tools.options import option
 from shardkit_tools.texts import bytes_text, count_text
-from shardkit_tools.versions import parse_url
 
 
 def gc(
@@ -42,7 +42,10 @@ def gc(
     Example: shardkit gc data/cats --delete
     """
     with console.long_work() as status:
-        repository, grace_s = Repository.open(parse_url(root)[0]), int(parse_duration(grace, "--grace"))
+        repository, grace_s = (
+            Repository.open(parse_dataset_url(root)[0]),
+            int(parse_duration(grace, "--grace")),
+        )
         store = root_store(repository.store)
         builds = abandoned_jobs(store, grace_s)
         for prefix in builds if delete else ():

@@ -11,12 +11,12 @@ from shardkit.errors import UsageError
 from shardkit.ranges import duration_text as short_duration
 from shardkit.ranges import parse_duration
 from shardkit.repository.location_table import LocationRecord
+from shardkit.repository.log import parse_dataset_url
 from shardkit.repository.repository import Repository
 from shardkit_tools import console, options
 from shardkit_tools.copies import print_locations, running
 from shardkit_tools.options import option
 from shardkit_tools.texts import bytes_text, count_text, duration_text
-from shardkit_tools.versions import parse_url
 
 _PLACEMENT = functools.partial(option, panel="Placement")
 _RUNNING = functools.partial(option, panel="Running")
@@ -65,7 +65,7 @@ def place(
     Example: shardkit place data/cats --location mirror=s3://bucket/cats,domain=aws --copies 2
     """
     if promoted:
-        promote(parse_url(root)[0], copies=copies, message=message, author=author)
+        promote(parse_dataset_url(root)[0], copies=copies, message=message, author=author)
         copies = None
     policy: dict[str, Any] = {
         "copies": copies,
@@ -74,7 +74,7 @@ def place(
         "mode": mode,
         "max_scrub_age": max_scrub_age,
     }
-    repository = Repository.open(parse_url(root)[0])
+    repository = Repository.open(parse_dataset_url(root)[0])
     if undone and any(one is not None for one in (location, empty, forget, refill, *policy.values())):
         raise UsageError("--undo goes back to the placement before; it takes no other change")
     change = Change(

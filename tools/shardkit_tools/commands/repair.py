@@ -9,11 +9,11 @@ from shardkit.copies.repair import Repair
 from shardkit.copies.repair import repair as repair_root
 from shardkit.copies.scrub import Scrub
 from shardkit.repository.location_table import LocationRecord
+from shardkit.repository.log import parse_dataset_url
 from shardkit_tools import console, options
 from shardkit_tools.copies import copying, spread_checks
 from shardkit_tools.options import option
 from shardkit_tools.texts import bytes_text, count_text, short_ids
-from shardkit_tools.versions import parse_url
 
 _SHOWN = 20
 
@@ -55,7 +55,7 @@ def repair(
     more = [LocationRecord.parse(text) for text in location or ()]
     with copying(engine, address, jobs, bandwidth, between) as (work, spread):
         done = repair_root(
-            parse_url(root)[0],
+            parse_dataset_url(root)[0],
             level=level or ("attested" if from_run else "read"),
             from_runs=tuple(from_run or ()),
             locations=more,

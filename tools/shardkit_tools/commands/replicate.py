@@ -6,12 +6,12 @@ from typing import Annotated, Literal
 
 from shardkit.copies.replicate import Replication
 from shardkit.copies.replicate import replicate as replicate_root
+from shardkit.repository.log import parse_dataset_url
 from shardkit.repository.repository import Repository
 from shardkit_tools import console, options
 from shardkit_tools.commands.repair import print_unchecked
 from shardkit_tools.copies import copying, print_lag, print_locations, spread_checks, spread_copies
 from shardkit_tools.options import option
-from shardkit_tools.versions import parse_url
 
 
 def replicate(
@@ -43,7 +43,7 @@ def replicate(
 
     Example: shardkit replicate data/cats --bandwidth 200MB/s --between 22:00-06:00
     """
-    repository = Repository.open(parse_url(root)[0])
+    repository = Repository.open(parse_dataset_url(root)[0])
     with copying(engine, address, jobs, bandwidth, between) as (work, spread):
         done = replicate_root(
             repository,

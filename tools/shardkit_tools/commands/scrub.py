@@ -9,12 +9,12 @@ from shardkit.copies.scrub import scrub as scrub_root
 from shardkit.exit_codes import ExitCode
 from shardkit.ranges import parse_duration
 from shardkit.repository.location_table import LocationRecord
+from shardkit.repository.log import parse_dataset_url
 from shardkit_tools import console, options
 from shardkit_tools.commands.repair import checked_document, print_repair, print_unchecked
 from shardkit_tools.copies import copying, spread_checks
 from shardkit_tools.options import option
 from shardkit_tools.texts import bytes_text, count_text
-from shardkit_tools.versions import parse_url
 
 _SHOWN = 20
 
@@ -60,7 +60,7 @@ def scrub(
     more = [LocationRecord.parse(text) for text in location or ()]
     with copying(engine, address, jobs, bandwidth, between) as (work, spread):
         done = scrub_root(
-            parse_url(root)[0],
+            parse_dataset_url(root)[0],
             depth=level,
             older_than_s=older,
             time_box_s=box,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from shardkit.repository.repository import Repository
+from shardkit.repository.log import parse_dataset_url
+from shardkit.repository.repository import DEFAULT_REF, Repository
 from shardkit_tools import console, options
 from shardkit_tools.options import argument
-from shardkit_tools.versions import parse_url
 
 
 def tag(
@@ -22,8 +22,8 @@ def tag(
 
     Example: shardkit tag data/cats v1 -m "as used in the paper"
     """
-    path, given = parse_url(root)
-    wanted = ref or given
+    path, given = parse_dataset_url(root)
+    wanted = ref or given or DEFAULT_REF
     repository = Repository.open(path)
     manifest = repository.resolve(wanted)
     known = repository.tags.get(name) == manifest

@@ -16,8 +16,8 @@ from typing import Any, BinaryIO, cast
 
 from shardkit.errors import MissingDependency, NotFoundError, SourceError, StoreError, UsageError
 from shardkit.stores.remote.addresses import OBJECT_SCHEMES, Address, parse_address
+from shardkit.stores.remote.foreign import ForeignBucket, ForeignStore, open_foreign, split_url
 from shardkit.stores.store import ObjectStat
-from shardkit.stores.urls import ForeignBucket, ForeignStore, open_foreign, split_url
 from shardkit.telemetry.redaction import redact
 from shardkit_tools.importers.protocol import SourceFile
 

@@ -23,8 +23,8 @@ from shardkit.ledger import Ledger
 from shardkit.ledger.bindings import DEALT
 from shardkit.plan import assign
 from shardkit.plan.locality import lane_shards
-from shardkit.reading.locations import Location
-from shardkit.repository.opening import open_locations
+from shardkit.reading.objects import Location
+from shardkit.repository.location_table import open_locations
 from shardkit.telemetry import Record, read_run
 from shardkit.telemetry.records import check_run
 

@@ -1,0 +1,358 @@
+"""Content-addressed objects and where copies of them lie: one way to publish, to check and to copy any of them.
+
+A location is known to a machine, never to a manifest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardkit.errors import (
+    ConfigurationError,
+    IntegrityError,
+    NotFoundError,
+    ShardkitError,
+    StoreError,
+    UsageError,
+)
+from shardkit.stores.local import LocalStage
+from shardkit.stores.store import (
+    MAX_OBJECT_BYTES,
+    Descriptor,
+    Stage,
+    Store,
+    parse_object_name,
+)
+
+ROOT_NAME: Final = "root"
+"""The location where the log is: it holds every object, and is the only one that is committed to."""
+
+LOCATION_NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Location:
+    """A store with a name and a failure domain.
+
+    Attributes:
+        name: Short and unique on this machine: it stands in events, statistics and attestations.
+        store: How to reach it.
+        domain: What fails together: a machine, a rack, a bucket, a set of credentials. Copies count by domain.
+        rank: Nearer ones are asked first; equal ones by how fast they answer.
+        holds: "objects", a root with whole objects; or "blocks", a neighbour's cache, which has some blocks by digest
+            and whose lack of one is nothing to report.
+        heal: Whether bad or missing objects may be put there again from a good copy.
+    """
+
+    name: str
+    store: Store
+    domain: str = ""
+    rank: int = 0
+    holds: Literal["objects", "blocks"] = "objects"
+    heal: bool = False
+
+    def __post_init__(self) -> None:
+        check_location_name(self.name)
+        if self.holds not in ("objects", "blocks"):
+            raise ConfigurationError(
+                f"location {self.name!r} holds {self.holds!r}: expected objects or blocks"
+            )
+
+
+def check_location_name(name: str) -> None:
+    """Refuse what is no name of a location.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
+    if LOCATION_NAME.fullmatch(name) is None:
+        raise ConfigurationError(
+            f"location name {name[:60]!r}: expected at most 40 of [a-z0-9_-], starting with a letter or digit"
+        )
+
+
+class BlockRequest(NamedTuple):
+    """A block of a shard, and how to know it when it comes."""
+
+    name: str
+    """Of the shard's object in a root."""
+    offset: int
+    length: int
+    sha256: bytes
+    """Of the block's stored bytes: 32 bytes, from the verified index."""
+    xxh3: int | None = None
+    """The fast checksum of the same bytes, for copies on this machine; SHA-256 is used where it is None."""
+    place: int = 0
+    """`place_ids` of shard and block: what a plan knows of a block before any index is read."""
+    shard: int = 0
+    """Number of the shard in the dataset."""
+    block: int = 0
+    """Number of the block in the shard."""
+
+
+def place_ids(shard_digests: NDArray[np.uint8], blocks: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Numbers that tell blocks apart without their digests.
+
+    Args:
+        shard_digests: (n, 32), SHA-256 of the shards.
+        blocks: (n,), block in the shard.
+
+    Returns:
+        (n,) uint64; 64 bits of a digest, moved on by the block, so that two blocks share one by bad luck only.
+    """
+    heads = np.ascontiguousarray(shard_digests[:, :8]).view("<u8").reshape(-1)
+    numbers: NDArray[np.uint64] = heads + blocks.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    return numbers
+
+
+def block_name(sha256: bytes) -> str:
+    """Name of a block in a cache, and in what a neighbour serves: by digest, like an object's."""
+    text = sha256.hex()
+    return f"blocks/{text[:2]}/{text}"
+
+
+PIECE_BYTES: Final = 8 * 2**20
+"""Read and hashed at a time."""
+
+Depth = Literal["list", "stored", "read"]
+"""How deep to check; see `DEPTHS`."""
+
+DEPTHS: Final[tuple[Depth, ...]] = ("list", "stored", "read")
+"""Size alone; the checksum that the store keeps; every byte."""
+
+
+class OpenedRoot(Protocol):
+    """What readers of objects need of a `Repository`."""
+
+    @property
+    def store(self) -> Store: ...
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def id(self) -> str: ...
+
+    def get_object(
+        self, digest: str, extension: str, size: int | None = None, *, max_bytes: int = ...
+    ) -> bytes: ...
+
+
+class ObjectStage:
+    """A large object being written; its name is known when it is finished."""
+
+    def __init__(self, store: Store, stage: Stage, extension: str) -> None:
+        self._store, self._stage, self._extension = store, stage, extension
+
+    @property
+    def size(self) -> int:
+        return self._stage.size
+
+    def write(self, data: bytes | bytearray | memoryview, /) -> int:
+        """Append all of `data`; returns its length. UsageError: more than any store takes in one piece."""
+        check_size(self._stage.size + memoryview(data).nbytes)
+        return self._stage.write(data)
+
+    def sync(self) -> None:
+        """Make durable what was written so far, where the store can: `finish` has less to wait for then."""
+        if isinstance(self._stage, LocalStage):
+            self._stage.sync()
+
+    def finish(self) -> Descriptor:
+        """Publish under the digest of what was written, durably."""
+        return publish(self._store, self._stage, self._extension)
+
+
+def publish(store: Store, stage: Stage, extension: str) -> Descriptor:
+    """Give a finished stage the name of its digest."""
+    descriptor = Descriptor(f"sha256:{stage.digest}", stage.size, extension)
+    if not stage.publish(descriptor.name) and not is_good(store, descriptor):
+        stage.publish(descriptor.name, replace=True)
+    return descriptor
+
+
+def is_good(store: Store, descriptor: Descriptor) -> bool:
+    """Whether the bytes that lie there are those of the name; what cannot be read is as bad as what is wrong.
+
+    Callers have the good bytes in hand, so this is the moment to repair bad ones.
+    """
+    return check_object(store, descriptor.name, descriptor.size, "stored").is_good
+
+
+def check_size(size: int) -> None:
+    """Refuse more bytes than any store takes in one piece; UsageError."""
+    if size > MAX_OBJECT_BYTES:
+        raise UsageError(f"object of {size} bytes: expected at most {MAX_OBJECT_BYTES}; use smaller samples")
+
+
+class CheckResult(NamedTuple):
+    """What a check found."""
+
+    result: str
+    """"good", "wrong", "missing", or "unreadable": nothing is known."""
+    level: Depth
+    """How deep it was checked."""
+    num_bytes: int = 0
+    """That were read for it."""
+    expected: str = ""
+    got: str = ""
+    error: ShardkitError | None = None
+    """What the store said instead of an answer."""
+
+    @property
+    def is_good(self) -> bool:
+        return self.result == "good"
+
+
+def check_object(
+    store: Store,
+    name: str,
+    size: int | None,
+    depth: Depth,
+    pace: Callable[[int], None] | None = None,
+    *,
+    may_read: bool = True,
+) -> CheckResult:
+    """Check an object.
+
+    Args:
+        store: where.
+        name: of the object.
+        size: bytes, None where that is not known.
+        depth: "list": it is there and has its size; "stored": and the checksum that the store keeps is that of the
+            name, or, where the store keeps none, every byte is read; "read": every byte is read in any case.
+        pace: called with the number of bytes before they are read; may sleep.
+        may_read: False: at "stored", an object of which the store keeps no checksum is "unreadable".
+    """
+    digest, _ = parse_object_name(name)
+    there = "the object" if size is None else f"{size} bytes"
+    try:
+        stat = store.head(name)
+        if stat is None:
+            return CheckResult("missing", "list", 0, there, "nothing of that name")
+        if size is not None and stat.size != size:
+            return CheckResult("wrong", "list", 0, there, f"{stat.size} bytes")
+        if depth == "list":
+            return CheckResult("good", "list")
+        if depth == "stored" and stat.sha256 is None and not may_read:
+            return CheckResult("unreadable", "list", 0, "a stored checksum", "none")
+        if depth == "stored" and stat.sha256 is not None:
+            return _compared(digest, f"sha256:{stat.sha256}", "stored", 0)
+        found = hashlib.sha256()
+        for offset in range(0, stat.size, PIECE_BYTES):
+            length = min(PIECE_BYTES, stat.size - offset)
+            if pace is not None:
+                pace(length)
+            found.update(store.get_range(name, offset, length))
+    except NotFoundError as error:
+        return CheckResult("missing", "list", 0, digest, str(error), error)
+    except IntegrityError as error:
+        return CheckResult("wrong", "read", 0, digest, str(error), error)
+    except ShardkitError as error:
+        return CheckResult("unreadable", "list", 0, digest, str(error), error)
+    return _compared(digest, f"sha256:{found.hexdigest()}", "read", stat.size)
+
+
+def _compared(digest: str, found: str, level: Depth, num_bytes: int) -> CheckResult:
+    return CheckResult("good" if found == digest else "wrong", level, num_bytes, digest, found)
+
+
+def copy_object(
+    name: str,
+    sources: Sequence[Location],
+    target: Location,
+    *,
+    replace: bool = False,
+    pace: Callable[[int], None] | None = None,
+    moved: Callable[[int], None] | None = None,
+    bad_copy: Callable[[Location, str, str], None] | None = None,
+) -> tuple[str, int]:
+    """Make good bytes of an object durable in a location.
+
+    Args:
+        name: of the object.
+        sources: asked in this order.
+        target: open for writing; what lies there under the name is kept if it is good, replaced if not.
+        replace: what lies there was read and is wrong: replaced whatever checksum the store keeps of it.
+        pace: called with the number of bytes before they are read; may sleep.
+        moved: told of bytes as they go.
+        bad_copy: told of (source, name, "wrong" or "missing").
+
+    Returns:
+        (name of the source that was good, bytes of the object).
+
+    Raises:
+        IntegrityError: no source has good bytes.
+        StoreError: no source answered, or the target failed.
+    """
+    digest, extension = parse_object_name(name)
+    bad: dict[str, str] = {}
+    silent: StoreError | None = None
+    for source in sources:
+        if source.name == target.name:
+            continue
+        with target.store.stage(extension) as stage:
+            try:
+                _fill(stage, source, name, pace, moved)
+            except _TargetFailed as failed:
+                raise failed.error from None
+            except NotFoundError:
+                bad[source.name] = "missing"
+            except IntegrityError:
+                bad[source.name] = "wrong"
+            except ShardkitError as error:
+                silent = error if isinstance(error, StoreError) else StoreError(str(error))
+            else:
+                if f"sha256:{stage.digest}" == digest:
+                    if replace:
+                        stage.publish(name, replace=True)
+                    else:
+                        publish(target.store, stage, extension)
+                    return source.name, stage.size
+                bad[source.name] = "wrong"
+        if bad_copy is not None and source.name in bad:
+            bad_copy(source, name, bad[source.name])
+    if silent is not None:
+        raise silent
+    told = ", ".join(f"{where}: {what}" for where, what in bad.items()) or "none was asked"
+    raise IntegrityError(f"{name}: no location has good bytes of it ({told}); run: shardkit repair")
+
+
+class _TargetFailed(Exception):
+    """A write failed, and not a read: no other source helps."""
+
+    def __init__(self, error: ShardkitError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def _fill(
+    stage: Stage,
+    source: Location,
+    name: str,
+    pace: Callable[[int], None] | None,
+    moved: Callable[[int], None] | None,
+) -> None:
+    stat = source.store.head(name)
+    if stat is None:
+        raise NotFoundError(f"{name} is not in {source.store.url}")
+    if stat.size > MAX_OBJECT_BYTES:
+        raise IntegrityError(f"{name} in {source.store.url}: {stat.size} bytes, no object is that large")
+    for offset in range(0, stat.size, PIECE_BYTES):
+        length = min(PIECE_BYTES, stat.size - offset)
+        if pace is not None:
+            pace(length)
+        data = source.store.get_range(name, offset, length)
+        try:
+            stage.write(data)
+        except StoreError as error:
+            raise _TargetFailed(error) from None
+        if moved is not None:
+            moved(length)
