@@ -315,6 +315,33 @@ MISFORTUNES: Final[tuple[Callable[[World], None], ...]] = (
 # ---- the end
 
 
+def _resumed(world: World) -> bool:
+    """Erasures are finished; False where damage stops one: it must not go on over it, and says to run repair."""
+    try:
+        resume_erasures(world.root)
+    except IntegrityError:
+        return False
+    return True
+
+
+def _collect(world: World) -> None:
+    """Garbage goes, as soon as it may."""
+    clock = world.scheduler
+    for _ in range(4):
+        if not world.residue():
+            break
+        with contextlib.suppress(UsageError):  # a collection that was killed is taken over in the next round
+            collect(
+                Repository.open(world.root),
+                delete=True,
+                grace_s=DAY,
+                history_s=0,
+                take_over_s=0,
+                clock=lambda: clock.now,
+            )
+        clock.now += 2 * DAY
+
+
 def settle(world: World) -> None:
     """Faults have stopped: what the product promises for that is carried out and checked.
 
@@ -347,19 +374,7 @@ def settle(world: World) -> None:
     copied = replicate(Repository.open(world.root))
     if copied.exit_code:
         raise Violated(f"replicate did not reach the policy: {copied.to_json()}")
-    for _ in range(4):
-        if not world.residue():
-            break
-        with contextlib.suppress(UsageError):  # a collection that was killed is taken over in the next round
-            collect(
-                Repository.open(world.root),
-                delete=True,
-                grace_s=DAY,
-                history_s=0,
-                take_over_s=0,
-                clock=lambda: clock.now,
-            )
-        clock.now += 2 * DAY
+    _collect(world)
     if world.was_moved:
         place(Repository.open(world.root), Change(), grace_s=0, clock=lambda: clock.now)
     check_policy(world)
