@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,13 +11,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardkit.audit.replay import configured_plans, made_again
+from shardkit.audit.replay import made_again
 from shardkit.audit.run_record import RunRecord
 from shardkit.dataset import Dataset, open_dataset
 from shardkit.dataset.costs import costs_of
 from shardkit.dataset.dataset import population_of
-from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError, StoreError
-from shardkit.plan import Costs, Plan, Population
+from shardkit.errors import (
+    ConfigurationError,
+    FormatError,
+    IntegrityError,
+    NotFoundError,
+    ShardkitError,
+    StoreError,
+)
+from shardkit.ledger.bindings import configured_plans
+from shardkit.plan import Plan, Population
 from shardkit.repository.log import parse_dataset_url
 
 
@@ -129,7 +137,7 @@ def _make_plan(record: RunRecord, event: dict[str, Any], dataset: Dataset) -> Ru
             candidates.append(("the ledger's settings", made_again(event["history"], rows_of, costs_found)))
         if record.settings.get("configuration"):
             history = event.get("history") or [{"settings": {}}]
-            configured = _configured_plan(record, population, expected, history[0]["settings"], costs_found)
+            configured = _configured_plan(record, dataset, expected, history[0]["settings"])
             candidates.append(("run.json", configured))
     except ShardkitError as error:
         record.add("unknown", "plan", subject, f"cannot be made again: {error}")
@@ -161,22 +169,21 @@ def _make_plan(record: RunRecord, event: dict[str, Any], dataset: Dataset) -> Ru
     return RunPlan(number, dataset, chosen)
 
 
-def _configured_plan(
-    record: RunRecord,
-    population: Population,
-    expected: str,
-    recorded: Mapping[str, Any],
-    costs_found: Callable[[str], Costs],
-) -> Plan:
+def _configured_plan(record: RunRecord, dataset: Dataset, expected: str, recorded: Mapping[str, Any]) -> Plan:
     """The plan of a stage that run.json, or the settings that the run went on with, ask for.
 
     Where none has the digest, the last plan of run.json: it says best in what they differ.
     """
     made: list[Plan] = []
     for configuration in record.configurations():
-        plans = configured_plans(population, configuration, recorded, costs_found)
+        data = configuration.get("data")
+        if not isinstance(data, Mapping) or "global_batch" not in data:
+            raise ConfigurationError(
+                "run.json: configuration.data.global_batch is missing; was it written by hand?"
+            )
+        plans = configured_plans(dataset.plan, data, recorded)
         made += plans
-        stages = [0, *(int(one["from_step"]) for one in configuration["data"].get("stages") or ())]
+        stages = [0, *(int(one["from_step"]) for one in data.get("stages") or ())]
         record.stage_plans.append(
             [(step, {plan.digest, plan.digest_0_1}) for step, plan in zip(stages, plans, strict=True)]
         )

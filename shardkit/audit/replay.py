@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shardkit.errors import ConfigurationError, PlanError, RunError
+from shardkit.errors import PlanError, RunError
 from shardkit.ledger import step_digests
-from shardkit.plan import Costs, Plan, Population, assign, make_plan
+from shardkit.plan import Costs, Plan, Population, assign
 from shardkit.plan.plan import plan_of
 from shardkit.plan.settings import Settings
 
@@ -65,37 +65,6 @@ def made_again(
 def _by_name(population: Population, weights: list[int]) -> dict[str, int]:
     """Resolved weights as a mapping that resolves to the same."""
     return {glob.escape(name): int(weight) for name, weight in zip(population.strata, weights, strict=True)}
-
-
-def configured_plans(
-    population: Population,
-    configuration: Mapping[str, Any],
-    recorded: Mapping[str, Any],
-    costs_of: Callable[[str], Costs],
-) -> list[Plan]:
-    """From the configuration in the bundled trainer's ``run.json``: the plan that it begins with, then each stage's.
-
-    Lanes and windows that nobody chose are those that the ledger recorded: today's defaults may be others.
-
-    Raises:
-        ConfigurationError: it has no data section.
-    """
-    data = configuration.get("data")
-    if not isinstance(data, Mapping) or "global_batch" not in data:
-        raise ConfigurationError(
-            "run.json: configuration.data.global_batch is missing; was it written by hand?"
-        )
-    arguments = {"global_batch": data["global_batch"], "seed": data.get("seed", 0)}
-    arguments |= {name: recorded[name] for name in ("lanes", "window_blocks") if recorded.get(name)}
-    chosen = {name: data.get(name) for name in ("lanes", "weights", "window_blocks", "balance")}
-    arguments |= {name: value for name, value in chosen.items() if value}
-    if data.get("cost"):
-        arguments |= {"cost": costs_of(data["cost"]), "round_parts": recorded.get("round_parts", 1)}
-    plans = [make_plan(population, **arguments)]
-    for stage in data.get("stages") or ():
-        change = {name: stage[name] for name in ("from_step", "global_batch", "weights") if stage.get(name)}
-        plans.append(plans[-1].amend(**change))
-    return plans
 
 
 _CHUNK = 1 << 20  # samples replayed at once by each process

@@ -6,14 +6,14 @@ import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from shardkit.errors import IntegrityError
 from shardkit.ledger.ledger import Ledger
 from shardkit.ledger.merging import Merge, Source, merge_journals
-from shardkit.plan import assign
+from shardkit.plan import Plan, assign
 from shardkit.stores.file_operations import explained
 
 CHECKPOINT: Final = "checkpoint"
@@ -147,6 +147,29 @@ def recorded_plan(run: str | os.PathLike[str], digest: str) -> dict[str, Any] | 
             if event.get("kind") == "plan" and event.get("plan") == digest and event.get("history"):
                 return dict(event["history"][0]["settings"])
     return None
+
+
+def configured_plans(
+    make: Callable[..., Plan], data: Mapping[str, Any], recorded: Mapping[str, Any]
+) -> list[Plan]:
+    """What the data section of a configuration asks for: the plan that a run begins with, then each stage's.
+
+    Args:
+        make: `Dataset.plan` of the run's dataset.
+        data: the section, as run.json has it.
+        recorded: `recorded_plan` of the first plan, empty before there is one. What nobody chose is as it was then:
+            today's defaults may be others.
+    """
+    chosen = {name: data.get(name) for name in ("lanes", "weights", "window_blocks", "cost", "balance")}
+    settings = {name: recorded[name] for name in ("lanes", "window_blocks") if recorded.get(name)}
+    settings |= {name: value for name, value in chosen.items() if value}
+    if chosen["cost"] and "cost" in recorded:
+        settings["round_parts"] = recorded.get("round_parts", 1)
+    plans = [make(global_batch=data["global_batch"], seed=data.get("seed", 0), **settings)]
+    for stage in data.get("stages") or ():
+        change = {name: stage[name] for name in ("from_step", "global_batch", "weights") if stage.get(name)}
+        plans.append(plans[-1].amend(**change))
+    return plans
 
 
 def setting_differences(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, Any, Any]]:

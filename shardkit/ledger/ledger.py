@@ -2,6 +2,9 @@
 
 Files below ``RUN/ledger/`` (SPEC.md): `steps` and `events` and `heads` are only appended to; `state.json` says how much
 of each is committed and is replaced in one step, so that a commit that a kill interrupts never happened.
+
+The trees are those of RFC 6962 §2.1 (unchanged in RFC 9162 §2.1), so that any library for these proves what they hold:
+`Frontier` appends with a state of one hash per set bit of the size; `Tree` keeps all hashes and every root there was.
 """
 
 from __future__ import annotations

@@ -277,6 +277,9 @@ def data_coordinates(
     return out
 
 
+# ---- rebalancing
+
+
 @dataclass(frozen=True)
 class RankTelemetry:
     """What one rank saw lately.

@@ -190,6 +190,9 @@ def _held(masses: NDArray[np.float64], windows: Numbers, cell_size: int, most: i
     return int(windows[often].sum() + few * (windows[~often].max() if (~often).any() else 0))
 
 
+# ---- mixing, beside a full shuffle of the same rows
+
+
 @dataclass(frozen=True)
 class Mixing:
     """Figures of a stream of batches.
@@ -244,6 +247,8 @@ def mixing(plan: Plan, steps: int) -> tuple[Mixing, Mixing]:
         order, full_shuffle(plan.population.rows, steps, plan.global_batch)
     )
 
+
+# ---- how long ranks wait for the one whose samples cost most (SPEC.md §11)
 
 _RUNS, _RUN = 8, 16  # places of the epoch that are looked at, and steps at each
 

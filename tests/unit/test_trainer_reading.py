@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from shardkit_trainer.reading import CellsAhead
+from shardkit_trainer.training import CellsAhead
 
 EPOCH = 3
 

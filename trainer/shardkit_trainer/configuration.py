@@ -51,58 +51,6 @@ class Section:
                 setattr(self, name, allowed.check(f"{self.SECTION}.{name}", getattr(self, name), kind))
 
 
-def build(kind: type[Any], raw: Mapping[str, Any], prefix: str = "", whole: type[Any] | None = None) -> Any:
-    """A section from its raw values; ``whole`` is the configuration that the keys nearest to a wrong one are from.
-
-    Raises:
-        ConfigurationError: an unknown key, a wrong type, a value out of range.
-    """
-    whole = whole or kind
-    known = get_type_hints(kind, include_extras=True)
-    arguments = {}
-    for key, value in raw.items():
-        if key not in known:
-            raise ConfigurationError(f"unknown key {prefix}{key}{_nearest(whole, key, prefix)}")
-        arguments[key] = _convert(known[key], value, prefix + key, whole)
-    return kind(**arguments)
-
-
-def _nearest(whole: type[Any], key: str, prefix: str) -> str:
-    sections = get_type_hints(whole)
-    everything = [f"{name}.{leaf}" for name, kind in sections.items() for leaf in get_type_hints(kind)]
-    everything += sections
-    same_leaf = [name for name in everything if name.rpartition(".")[2] == key]
-    found = same_leaf or difflib.get_close_matches(prefix + key, everything, n=1, cutoff=0.5)
-    return f"; nearest known key: {found[0]}" if found else f"; known: {', '.join(sorted(everything))}"
-
-
-def _convert(hint: Any, value: Any, name: str, whole: type[Any]) -> Any:
-    """``value`` as the type of a key, its parts converted likewise."""
-    origin, inner = get_origin(hint), get_args(hint)
-    if origin is Literal:
-        return one_of(name, _typed(str, value, name), inner)
-    if origin is Annotated:
-        return inner[1].check(name, value, inner[0])
-    if origin is dict:
-        table = _typed(dict, value, name, "a table")
-        if inner[1] is Any:
-            return dict(table)
-        return {k: _convert(inner[1], v, f"{name}.{k}", whole) for k, v in table.items()}
-    if origin is list:
-        items = _typed(list, value, name, "a list")
-        return [_convert(inner[0], one, f"{name}[{i}]", whole) for i, one in enumerate(items)]
-    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        return build(hint, _typed(dict, value, name, f"a section [{name}]"), name + ".", whole)
-    return _typed(hint, value, name)
-
-
-def _typed(kind: type[Any], value: Any, name: str, expected: str = "") -> Any:
-    if type(value) is not kind:  # True is no integer here
-        what = expected or kind.__name__
-        raise ConfigurationError(f"{name} = {shown(value)}: expected {what}, got {type(value).__name__}")
-    return value
-
-
 def one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
     """``value``, if it is one of those.
 
@@ -114,57 +62,6 @@ def one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ConfigurationError(f"{name} = {shown(value)}: expected one of {', '.join(allowed)}{hint}")
     return value
-
-
-# ---- documentation
-
-
-def describe(kind: type[Any], prefix: str = "") -> list[tuple[str, str, str, str]]:
-    """(key, default, what it may be, meaning) of every key, from the fields and the comments beside them."""
-    rows = []
-    hints, meanings = get_type_hints(kind, include_extras=True), _meanings(kind)
-    for one in dataclasses.fields(kind):
-        hint, name = hints[one.name], prefix + one.name
-        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-            rows += describe(hint, f"{name}.")
-            continue
-        default: Any = one.default
-        if one.default_factory is not dataclasses.MISSING:
-            default = one.default_factory()
-        rows.append((name, _default_text(default), _expected(hint), meanings.get(one.name, "")))
-        if get_origin(hint) is list and dataclasses.is_dataclass(get_args(hint)[0]):
-            rows += describe(get_args(hint)[0], f"{name}[].")
-    return rows
-
-
-def _expected(hint: Any) -> str:
-    origin, inner = get_origin(hint), get_args(hint)
-    if origin is Literal:
-        return ", ".join(inner)
-    if origin is Annotated:
-        return str(inner[1].text(inner[0]))
-    if origin is dict:
-        return "a table" if inner[1] is Any else f"a table, each {_expected(inner[1])}"
-    if origin is list and dataclasses.is_dataclass(inner[0]):
-        return "a list of sections"
-    if origin is list:
-        return f"a list, each {_expected(inner[0])}"
-    return {str: "text", bool: "true or false"}[hint]
-
-
-def _default_text(value: object) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return "" if value in ("", {}, []) else str(value)
-
-
-def _meanings(kind: type[Any]) -> dict[str, str]:
-    """The comment beside each field; nothing where the sources are not installed."""
-    try:
-        source = inspect.getsource(kind)
-    except (OSError, TypeError):
-        return {}
-    return dict(re.findall(r"^    (\w+): .*?  # (.*)$", source, re.MULTILINE))
 
 
 Steps = Annotated[int, Range(0, 10**12)]
@@ -503,3 +400,109 @@ def _apply(raw: dict[str, Any], override: str) -> None:
         raw = raw.setdefault(section, {})
         expect((isinstance(raw, dict), f"override {override!r}: {section} is a value, not a section"))
     raw[key] = value
+
+
+# ---- from raw values to typed sections
+
+
+def build(kind: type[Any], raw: Mapping[str, Any], prefix: str = "", whole: type[Any] | None = None) -> Any:
+    """A section from its raw values; ``whole`` is the configuration that the keys nearest to a wrong one are from.
+
+    Raises:
+        ConfigurationError: an unknown key, a wrong type, a value out of range.
+    """
+    whole = whole or kind
+    known = get_type_hints(kind, include_extras=True)
+    arguments = {}
+    for key, value in raw.items():
+        if key not in known:
+            raise ConfigurationError(f"unknown key {prefix}{key}{_nearest(whole, key, prefix)}")
+        arguments[key] = _convert(known[key], value, prefix + key, whole)
+    return kind(**arguments)
+
+
+def _nearest(whole: type[Any], key: str, prefix: str) -> str:
+    sections = get_type_hints(whole)
+    everything = [f"{name}.{leaf}" for name, kind in sections.items() for leaf in get_type_hints(kind)]
+    everything += sections
+    same_leaf = [name for name in everything if name.rpartition(".")[2] == key]
+    found = same_leaf or difflib.get_close_matches(prefix + key, everything, n=1, cutoff=0.5)
+    return f"; nearest known key: {found[0]}" if found else f"; known: {', '.join(sorted(everything))}"
+
+
+def _convert(hint: Any, value: Any, name: str, whole: type[Any]) -> Any:
+    """``value`` as the type of a key, its parts converted likewise."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return one_of(name, _typed(str, value, name), inner)
+    if origin is Annotated:
+        return inner[1].check(name, value, inner[0])
+    if origin is dict:
+        table = _typed(dict, value, name, "a table")
+        if inner[1] is Any:
+            return dict(table)
+        return {k: _convert(inner[1], v, f"{name}.{k}", whole) for k, v in table.items()}
+    if origin is list:
+        items = _typed(list, value, name, "a list")
+        return [_convert(inner[0], one, f"{name}[{i}]", whole) for i, one in enumerate(items)]
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return build(hint, _typed(dict, value, name, f"a section [{name}]"), name + ".", whole)
+    return _typed(hint, value, name)
+
+
+def _typed(kind: type[Any], value: Any, name: str, expected: str = "") -> Any:
+    if type(value) is not kind:  # True is no integer here
+        what = expected or kind.__name__
+        raise ConfigurationError(f"{name} = {shown(value)}: expected {what}, got {type(value).__name__}")
+    return value
+
+
+# ---- documentation
+
+
+def describe(kind: type[Any], prefix: str = "") -> list[tuple[str, str, str, str]]:
+    """(key, default, what it may be, meaning) of every key, from the fields and the comments beside them."""
+    rows = []
+    hints, meanings = get_type_hints(kind, include_extras=True), _meanings(kind)
+    for one in dataclasses.fields(kind):
+        hint, name = hints[one.name], prefix + one.name
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            rows += describe(hint, f"{name}.")
+            continue
+        default: Any = one.default
+        if one.default_factory is not dataclasses.MISSING:
+            default = one.default_factory()
+        rows.append((name, _default_text(default), _expected(hint), meanings.get(one.name, "")))
+        if get_origin(hint) is list and dataclasses.is_dataclass(get_args(hint)[0]):
+            rows += describe(get_args(hint)[0], f"{name}[].")
+    return rows
+
+
+def _expected(hint: Any) -> str:
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return ", ".join(inner)
+    if origin is Annotated:
+        return str(inner[1].text(inner[0]))
+    if origin is dict:
+        return "a table" if inner[1] is Any else f"a table, each {_expected(inner[1])}"
+    if origin is list and dataclasses.is_dataclass(inner[0]):
+        return "a list of sections"
+    if origin is list:
+        return f"a list, each {_expected(inner[0])}"
+    return {str: "text", bool: "true or false"}[hint]
+
+
+def _default_text(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "" if value in ("", {}, []) else str(value)
+
+
+def _meanings(kind: type[Any]) -> dict[str, str]:
+    """The comment beside each field; nothing where the sources are not installed."""
+    try:
+        source = inspect.getsource(kind)
+    except (OSError, TypeError):
+        return {}
+    return dict(re.findall(r"^    (\w+): .*?  # (.*)$", source, re.MULTILINE))

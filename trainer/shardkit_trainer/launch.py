@@ -14,11 +14,10 @@ from pathlib import Path
 
 from shardkit.errors import ConfigurationError, MissingDependency, RunError
 from shardkit.exit_codes import ExitCode
-from shardkit.telemetry.records import read_documents
 
 from .configuration import Configuration, load_configuration
 from .ending import on_stop_signals
-from .run_directory import JOB, check_changes, running_job, setting_changes, software
+from .run_directory import JOB, check_changes, last_event, running_job, setting_changes, software
 
 OF_A_MACHINE = {
     "run.directory",
@@ -118,7 +117,9 @@ def join(path: str | None, run: str, overrides: Sequence[str], *, nproc: int, re
     os.environ.update(rank_environment())
     script = ["-m", "shardkit_trainer", file, *settings]
     code = join_job(script, config, job["address"], nproc=nproc, restarts=restarts)
-    return code or (ExitCode.INTERRUPTED if _last_event(config) == "stop" else ExitCode.DONE)
+    return code or (
+        ExitCode.INTERRUPTED if last_event(Path(config.run.directory)) == "stop" else ExitCode.DONE
+    )
 
 
 def leave(run: str, rank: int) -> str:
@@ -188,10 +189,6 @@ def _outcome(code: int, config: Configuration) -> int:
     """How a run ended whose ranks ended with ``code``: one that a signal stopped is not done, however well it saved."""
     if code:
         return code if code in {*ExitCode} else ExitCode.FAILED
-    return {"start": ExitCode.FAILED, "end": ExitCode.DONE}.get(_last_event(config), ExitCode.INTERRUPTED)
-
-
-def _last_event(config: Configuration) -> str:
-    """Of "start", "stop" and "end"."""
-    events = [event["event"] for event in read_documents(Path(config.run.directory) / "events.jsonl")]
-    return next((one for one in reversed(events) if one in {"start", "stop", "end"}), "")
+    return {"start": ExitCode.FAILED, "end": ExitCode.DONE}.get(
+        last_event(Path(config.run.directory)), ExitCode.INTERRUPTED
+    )

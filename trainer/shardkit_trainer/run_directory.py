@@ -39,6 +39,12 @@ def read_steps(run: Path) -> list[dict[str, Any]]:
     return [last[step] for step in sorted(last)]
 
 
+def last_event(run: Path) -> str:
+    """How far the run has come: "start", "stop" or "end"; empty where it was never begun."""
+    events = [event.get("event") for event in read_documents(run / "events.jsonl")]
+    return next((one for one in reversed(events) if one in {"start", "stop", "end"}), "")
+
+
 def running_job(run: Path) -> dict[str, Any]:
     """job.json of a run.
 
@@ -57,8 +63,7 @@ def running_job(run: Path) -> dict[str, Any]:
         if not all(isinstance(job[key], kind) for key, kind in kinds.items()):
             raise ValueError(f"expected {', '.join(kinds)}")
     except FileNotFoundError:
-        events = [event["event"] for event in read_documents(run / "events.jsonl")]
-        last = next((kind for kind in reversed(events) if kind in {"start", "stop", "end"}), "stop")
+        last = last_event(run)
         recovery = (_known_settings(run) or {}).get("parallel", {}).get("recovery")
         reason = "nobody trains in it; start it with: shardkit train CONFIG"
         if last == "end":
@@ -114,21 +119,7 @@ class RunDirectory:
         Raises:
             StateError: it is damaged.
         """
-        path = self.path / "run.json"
-        if not path.exists():
-            return None
-        try:
-            found = json.loads(path.read_bytes())
-        except (ValueError, RecursionError):
-            found = None
-        if not isinstance(found, dict) or not all(
-            isinstance(found.get(key), str) for key in ("manifest", "plan")
-        ):
-            raise StateError(
-                f"{path} is damaged: it does not say on which manifest and plan the run was begun; put it back from a "
-                "copy of the run directory, or train in a new one"
-            )
-        return found
+        return _run_record(self.path, manifest=str, plan=str)
 
     def begin(self, settings: Mapping[str, Any], manifest: str, plan: str, parts: Mapping[str, str]) -> None:
         """Write run.json at the first start; check later ones against it.
@@ -291,14 +282,31 @@ def _known_settings(run: Path) -> dict[str, Any] | None:
     logged = [one for one in read_documents(run / "events.jsonl") if one.get("event") == "configuration"]
     if logged:
         return dict(logged[-1]["configuration"])
-    try:
-        return dict(json.loads((run / "run.json").read_text(encoding="utf-8"))["configuration"])
-    except FileNotFoundError:
+    record = _run_record(run, configuration=dict)
+    return None if record is None else dict(record["configuration"])
+
+
+def _run_record(run: Path, **needed: type) -> dict[str, Any] | None:
+    """run.json; None where there is none.
+
+    Raises:
+        StateError: it is damaged: it does not have what is needed.
+    """
+    path = run / "run.json"
+    if not path.exists():
         return None
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigurationError(
-            f"{run / 'run.json'} is damaged ({error}); restore it from a copy"
-        ) from error
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or not all(
+        isinstance(found.get(one), kind) for one, kind in needed.items()
+    ):
+        raise StateError(
+            f"{path} is damaged: it does not say with which {' and '.join(needed)} the run was begun; put it back from"
+            " a copy of the run directory, or train in a new one"
+        )
+    return found
 
 
 def _text(value: Any) -> str:

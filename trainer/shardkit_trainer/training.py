@@ -1,29 +1,39 @@
 """A run: open, resume, step by step, evaluate, save; and go on with the ranks that are left.
 
 Everything that a step does is a function of (configuration, step): a run that is killed and resumed, on any number of
-ranks, takes the same steps.
+ranks, takes the same steps. What it reads, `RunData` and `CellsAhead`, stands at the end.
 """
 
 from __future__ import annotations
 
 import gc
+import json
 import math
 import signal
 import threading
 import time
-from collections.abc import Collection
+from bisect import bisect_right
+from collections.abc import Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
-from shardkit.ledger import ledger_head
+from torch.distributed import DistError
+from torch.distributed import distributed_c10d as c10d
+
+import shardkit
+from shardkit.errors import RunError
+from shardkit.ledger import ledger_head, recorded_plan
+from shardkit.ledger.bindings import configured_plans
+from shardkit.loader import Rebalancing
+from shardkit.repository.log import parse_dataset_url
 
 from .checkpoints import Checkpointer
 from .configuration import Configuration
 from .distributed import World, is_collective_failure, join_world, leave_world
 from .ending import on_stop_signals
 from .membership import Left
-from .reading import CellsAhead, RunData
 from .recovery import Kept, Progress, carry_over, check_layout
 from .reporting import Cost, Efficiency, ProfilerWindow, Reporter, StageMeter, Timeline
 from .run_directory import Change, RunDirectory, check_changes, record_changes
@@ -369,3 +379,116 @@ class _Run:
             record["accuracy"] = result.right / max(1, result.targets)
         self.reporter.step(record)
         self.profiler.step()
+
+
+class RunData:
+    """What a run reads: the dataset at the version that the run began with (a ref is resolved once), and its plans.
+
+    Attributes:
+        dataset, manifest: opened, and its id.
+        parts: where several datasets are one: the URL of each, at its version.
+        plans: of each stage; the first begins at step 0.
+        steps: of the whole run.
+    """
+
+    def __init__(self, config: Configuration, world: World, directory: RunDirectory):
+        self._config, self._directory = config, directory
+        self._loader: Any = None
+        data, known = config.data, directory.manifest_of_run()
+        where: Any = dict(data.parts) or data.dataset
+        if known is not None or world.rank:
+            pinned = known or json.loads(world.store.get("versions"))
+            where = pinned.get("parts") or f"{parse_dataset_url(data.dataset)[0]}@{pinned['manifest']}"
+        self.dataset: Any = shardkit.open(where, locations=data.locations)
+        self.manifest: str = self.dataset.manifest.id
+        self.parts: dict[str, str] = {}
+        if data.parts:
+            self.parts = {part.name: f"{parse_dataset_url(data.parts[part.name])[0]}@{part.manifest.id}"
+                          for part in self.dataset.version.parts}  # fmt: skip
+        world.store.set("versions", json.dumps({"manifest": self.manifest, "parts": self.parts}))
+        recorded = {} if known is None else recorded_plan(directory.path, known["plan"]) or {}
+        self.plans = configured_plans(self.dataset.plan, asdict(data), recorded)
+        first = self.plans[0]
+        self.steps: int = config.run.steps or config.run.epochs * (first.steps_per_epoch or first.loop_steps)
+
+    def open_loader(self, step: int, world: World) -> tuple[Any, CellsAhead, int]:
+        """The loader of the stage that ``step`` belongs to, at that step, its cells, and the step that ends it."""
+        self.close_loader()
+        data, parallel, directory = self._config.data, self._config.parallel, self._directory.path
+        begins = [0, *(stage.from_step for stage in data.stages), self.steps]
+        number = min(bisect_right(begins, step), len(self.plans)) - 1
+        rebalance: Rebalancing | bool = False
+        if parallel.rebalance:
+            # the store's keys hold the attempt or generation already
+            store = c10d.PrefixStore(f"rebalance-{number}", world.store)
+            rebalance = Rebalancing(every=parallel.rebalance_every, store=store, timeout_s=parallel.timeout_s)
+        try:
+            self._loader = self.dataset.loader(
+                self.plans[number], rank=world.rank, world=world.size, by_cell=True, uneven=True, run=str(directory),
+                assignment=parallel.assignment, rebalance=rebalance, telemetry=self._config.log.telemetry(),
+                store=c10d.PrefixStore(f"loader-{number}", world.store) if world.size > 1 else None,
+                cache=data.cache or None, cache_size=data.cache_size or None, share=data.share,
+                **({"device": world.device, "device_prefetch": data.device_prefetch} if data.device_prefetch else {}),
+            )  # fmt: skip
+        except RunError as error:
+            if isinstance(error.__cause__, DistError):  # a rank did not come: as where it misses a collective
+                raise error.__cause__ from error
+            raise
+        self._loader.seek(step)
+        end = min(begins[number + 1], self.steps)
+        self._cells = CellsAhead(self._loader, step, end, in_turn=parallel.rebalance)
+        return self._loader, self._cells, end
+
+    def close_loader(self) -> None:
+        """Close what `open_loader` gave; nothing where it is closed."""
+        if self._loader is not None:
+            self._cells.close()
+            self._loader.close()
+            self._loader = None
+
+
+class CellsAhead:
+    """The cells of steps ``step`` … ``end``−1, epoch after epoch, one step ahead.
+
+    Gathering and journaling a small step takes the interpreter for longer than 1 % of it. `ask` is called when torch
+    begins to compute without the interpreter, so that a thread has it meanwhile.
+
+    Args:
+        loader: at ``step``.
+        in_turn: take cells only when they are needed: rebalancing is told what a step has cost before the next one.
+    """
+
+    def __init__(self, loader: Any, step: int, end: int, *, in_turn: bool):
+        self._loader, self._asked, self._end, self._in_turn = loader, step, end, in_turn
+        self._cells = self._follow(step)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="cells-ahead")
+        self._next: Future[Any] | None = None
+
+    def _follow(self, step: int) -> Iterator[Any]:
+        """The loader begins to read an epoch while the last step of the one before is computed."""
+        ahead = iter(self._loader)
+        while True:
+            epoch, ahead = ahead, None
+            for cells in epoch:
+                step += 1
+                if step < self._end and step == self._loader.plan.epoch_bounds(step - 1)[1]:
+                    ahead = iter(self._loader)
+                yield cells
+            ahead = ahead or iter(self._loader)
+
+    def ask(self) -> None:
+        """Begin to take the next step's cells, if there is a next step."""
+        if self._next is None and self._asked < self._end and not self._in_turn:
+            self._next = self._thread.submit(next, self._cells)
+
+    def take(self) -> Any:
+        """The next step's cells; waits for them."""
+        self._asked += 1
+        if self._next is None:
+            return next(self._cells)
+        cells, self._next = self._next.result(), None
+        return cells
+
+    def close(self) -> None:
+        """Wait until nothing more is taken; to be called before the loader is closed."""
+        self._thread.shutdown(cancel_futures=True)
