@@ -29,7 +29,7 @@ from shardkit.telemetry.recorder import BlockTimes
 if TYPE_CHECKING:
     from shardkit.loader.remote_blocks import RemoteBlocks
     from shardkit.reading.cache.shared_blocks import SharedBlocks
-    from shardkit.telemetry.serving import RunWatch
+    from shardkit.telemetry.recorder import RunWatch
 
 __all__ = ["LoaderResources"]
 

@@ -13,7 +13,7 @@ from shardkit.loader.settings import LoaderSetup
 from shardkit.ranges import Range, parse_size
 from shardkit.telemetry import Record, Telemetry
 from shardkit.telemetry.control import Control, Knob
-from shardkit.telemetry.serving import RunWatch
+from shardkit.telemetry.recorder import RunWatch
 
 __all__ = ["count_in", "flag_of", "loader_knobs", "open_watch", "size_of"]
 

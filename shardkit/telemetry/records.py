@@ -29,6 +29,8 @@ _MAX_LANES: Final = 1 << 16
 _MAX_RANK: Final = 1 << 20
 _WHOLE: Final = 1 << 62
 _TAIL_BYTES: Final = 256 << 10
+NEWEST_BYTES: Final = 64 << 10
+"""Of each rank, where only its newest records count."""
 _INTEGERS: Final = ("rank", "world", "worker", "pid")
 _TEXTS: Final = ("host", "session", "state")
 _FILE: Final = re.compile(r"rank-([0-9]{5,7})(?:\.worker-([0-9]{3,4}))?\.jsonl")

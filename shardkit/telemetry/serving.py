@@ -1,4 +1,4 @@
-"""Health and metrics of a run over HTTP, and what watches a live run from inside one of its processes (SPEC.md §4).
+"""Health and metrics of a run over HTTP (SPEC.md §4).
 
 The metrics by their standard names are one table; exposing them needs prometheus-client.
 """
@@ -6,23 +6,18 @@ The metrics by their standard names are one table; exposing them needs prometheu
 from __future__ import annotations
 
 import json
-import os
 import socket
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from shardkit.errors import MissingDependency, StoreError
-from shardkit.telemetry.anomalies import KINDS, Anomaly, find_anomalies
+from shardkit.errors import MissingDependency
+from shardkit.telemetry.anomalies import KINDS, find_anomalies
 from shardkit.telemetry.intervals import cost_skew
 from shardkit.telemetry.pages import Answer, PageServer, parse_listen
-from shardkit.telemetry.recorder import EventLog, Recorder, StackWriter, Telemetry, TelemetrySettings
-from shardkit.telemetry.records import Record, RunTelemetry, read_run
-
-_TAIL_BYTES: Final = 64 << 10
+from shardkit.telemetry.records import NEWEST_BYTES, Record, RunTelemetry, read_run
 
 
 def health(telemetry: RunTelemetry, now: float, host: str | None = None) -> Answer:
@@ -71,103 +66,9 @@ def serve_health(run: Path, listen: str) -> PageServer:
     def answer(path: str) -> Answer:
         if path not in pages:
             return 404, "text/plain", b"expected /metrics or /healthz\n"
-        return pages[path](read_run(run, tail_bytes=_TAIL_BYTES), time.time(), socket.gethostname()[:200])
+        return pages[path](read_run(run, tail_bytes=NEWEST_BYTES), time.time(), socket.gethostname()[:200])
 
     return PageServer(*parse_listen(listen), answer).start()
-
-
-_LOOK_INTERVALS: Final = 5
-_SHARE_OF_TIME: Final = 1 / 200
-_OWN_RECORDS: Final = 400
-_MOST_TOLD: Final = 8  # of one kind at a time: a switch that fails stalls a thousand ranks
-
-
-class AnomalyWatch:
-    """A hook of rank 0's recorder.
-
-    Args:
-        run: directory, where the other ranks' records are.
-        record_event: appends an event to the run.
-    """
-
-    def __init__(self, run: Path, record_event: Callable[..., None]) -> None:
-        self._run, self._record_event = run, record_event
-        self._own: deque[Record] = deque(maxlen=_OWN_RECORDS)
-        self._open: dict[tuple[str, int], float] = {}  # (kind, rank) → since when
-        self._next_look = 0.0
-
-    def __call__(self, record: Record) -> None:
-        """Keep the record; look, if it is time to."""
-        self._own.append(record)
-        started = time.monotonic()
-        if started < self._next_look:
-            return
-        ranks: dict[int, Sequence[Record]] = dict(read_run(self._run, tail_bytes=_TAIL_BYTES).ranks)
-        ranks[record.rank] = list(self._own)
-        self.settle(find_anomalies(ranks, record.time), record.time)
-        took = time.monotonic() - started
-        self._next_look = started + max(_LOOK_INTERVALS * record.interval_s, took / _SHARE_OF_TIME)
-
-    def settle(self, found: Sequence[Anomaly], now: float) -> None:
-        """Tell what is new and what is over."""
-        told: Counter[str] = Counter()
-        for one in found:
-            if one.key not in self._open and told[one.kind] < _MOST_TOLD:  # the others at the next look
-                told[one.kind] += 1
-                self._open[one.key] = now
-                details = one.to_json()
-                self._record_event("anomaly", anomaly=details.pop("kind"), **details)
-        present = {one.key for one in found}
-        for kind, rank in [key for key in self._open if key not in present]:
-            seconds = round(now - self._open.pop((kind, rank)), 1)
-            self._record_event("anomaly_over", anomaly=kind, rank=rank, seconds=seconds)
-
-
-_BETWEEN_STACKS_S: Final = 60.0
-
-
-class RunWatch:
-    """What runs beside a loader on one thread that sleeps: records, stacks, anomalies, the pages of its node."""
-
-    def __init__(
-        self,
-        run: Path,
-        telemetry: Telemetry,
-        settings: TelemetrySettings,
-        events: EventLog,
-        more_hooks: Sequence[Callable[[Record], None]] = (),
-    ) -> None:
-        self._stacks = StackWriter(run, telemetry.rank, telemetry.worker)
-        self._stalls, self._next_stacks = 0.0, 0.0
-        hooks: list[Callable[[Record], None]] = [self._stacks, self._note_stalls]
-        if telemetry.rank == 0 and telemetry.worker == 0:
-            hooks.append(AnomalyWatch(run, events.record))
-        self._server: PageServer | None = None
-        if settings.listen is not None and telemetry.worker == 0 and os.environ.get("LOCAL_RANK", "0") == "0":
-            try:
-                self._server = serve_health(run, settings.listen)
-            except StoreError as error:  # another run of this node has it: no reason to end the training
-                events.record("health_not_served", reason=str(error))
-        self._recorder = Recorder(telemetry, run, settings, [*hooks, *more_hooks])
-
-    @property
-    def port(self) -> int | None:
-        """Where /metrics and /healthz are served."""
-        return None if self._server is None else self._server.port
-
-    def _note_stalls(self, record: Record) -> None:
-        """The watchdog has spoken since the last record: write what every thread is doing."""
-        stalls, self._stalls = self._stalls, record.value("loader.stalls")
-        if self._stalls > stalls and time.monotonic() >= self._next_stacks:
-            self._next_stacks = time.monotonic() + _BETWEEN_STACKS_S
-            self._stacks.write()
-
-    def close(self) -> None:
-        """Write the last record, stop; may be called twice."""
-        self._recorder.close()
-        server, self._server = self._server, None
-        if server is not None:
-            server.close()
 
 
 @dataclass(frozen=True)

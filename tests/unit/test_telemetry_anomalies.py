@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shardkit.telemetry import Record, find_anomalies, find_bottleneck
-from shardkit.telemetry.serving import AnomalyWatch
+from shardkit.telemetry.recorder import AnomalyWatch
 from tests.unit.telemetry_series import made_series
 
 # A rank that takes 10 steps of 200 ms every two seconds, two cells each.
