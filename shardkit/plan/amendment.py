@@ -11,8 +11,8 @@ from .costs import Costs
 from .leftover import NaturalLeftover, RestGrid, natural_heads, weighted_heads
 from .lengths import BucketGrid, JoinedGrid
 from .natural import NaturalGrid
-from .population import Population, WeightsLike, group_strata, resolve_weights, stratum_rows
-from .settings import Settings, check_rows
+from .population import Population, group_strata, stratum_rows
+from .settings import Settings, WeightsLike, check_rows, resolve_weights
 from .tapes import Heads
 from .weighted import WeightedGrid, Weights
 

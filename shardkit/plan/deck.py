@@ -13,10 +13,10 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from .base_order import BaseOrder, Blocks
 from .costs import Balance
 from .deal import ragged
 from .permutation import Feistel, derive_each, grouped_order
+from .population import BaseOrder, Blocks
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")

@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 
 from shardkit.errors import PlanError
 
-from .base_order import BaseOrder
 from .natural import NaturalGrid
 from .permutation import derive
-from .population import Population, each_alone, group_strata, stratum_rows
+from .population import BaseOrder, Population, each_alone, group_strata, stratum_rows
 from .settings import Settings
 from .stage import Tree, first_step
 from .weighted import WeightedGrid

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .base_order import BaseOrder
 from .costs import BALANCES, Balance, Costs
 from .deal import Deal, assemble, chunk_steps, floor_sum, golden_step, permute_cells
 from .deck import Deck, Hands, Recent, build_deck
 from .permutation import derive, derive_each
-from .population import Groups, Population
+from .population import BaseOrder, Groups, Population
 
 Lanes = tuple[int, ...]
 _Key = tuple[int, Lanes, int]  # epoch, lanes, number of the chunk or first step of the part

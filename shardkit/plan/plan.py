@@ -18,15 +18,17 @@ from .costs import BALANCES, ROUND_PARTS, Costs
 from .leftover import RestGrid
 from .lengths import BucketGrid, JoinedGrid, find_buckets, joined, rows_per_sequence
 from .natural import NaturalGrid
-from .population import Population, WeightsLike, resolve_stages, stratum_rows
+from .population import Population, stratum_rows
 from .settings import (
     EARLIER_WINDOW_BLOCKS,
     Settings,
+    WeightsLike,
     default_cost_window,
     default_lanes,
     default_lanes_0_1,
     default_window_blocks,
     earlier_cost_window,
+    resolve_stages,
 )
 from .weighted import WeightedGrid
 

@@ -1,16 +1,22 @@
-"""What a plan is made over: the selected rows of one manifest, their strata in groups, and the strata's weights."""
+"""What a plan is made over: the selected rows of one manifest, their strata in groups, and the rows of each group.
+
+Base order is that of the manifest, group by group, without an array of rows and without a sort of all segments: a coarse
+table holds, for every run of `chunk` segments, how many rows of each group come before it, and a look-up scans only the
+chunks it needs. Memory is at most 2**20 entries, whatever the number of rows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from math import gcd
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from shardkit.errors import PlanError
+
+from .deal import ragged
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,75 +189,229 @@ def group_strata(
     )
 
 
-WeightsLike = Mapping[str, int]
-"""Stratum → integer weight."""
-
-MAX_WEIGHT = 2**30
-"""Largest sum of the weights of a plan, common factors taken out: draws of a pool times masses stay in int64."""
+_ENTRIES = 1 << 20
+_MIN_CHUNK = 256
 
 
-def resolve_weights(
-    weights: WeightsLike | None, strata: Sequence[str], rows: Sequence[int]
-) -> tuple[int, ...]:
-    """One weight per stratum.
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """Runs of rows inside segments, ordered by (group, base position), or by (hand, base position).
 
-    Args:
-        weights: glob over stratum names to integer weight of *each* stratum that it matches; of several globs the
-            last that matches counts; 1 where none matches, 0 leaves a stratum out. None: weights like the rows.
-        strata: names.
-        rows: selected rows; strata without rows weigh nothing.
-
-    Raises:
-        PlanError: a glob matches nothing, a weight is no integer >= 0, all weigh nothing, or they are too large.
+    Attributes:
+        group: int64[n], group, or the hand that was asked for.
+        base: int64[n], position of the first row in the base order of its group.
+        sample: int64[n], sample number of the first row.
+        row: int64[n], place of the first row inside its segment.
+        rows: int64[n].
+        shard: int64[n].
     """
-    if weights is None:
-        masses = [int(r) for r in rows]
-    else:
-        masses = [1] * len(strata)
-        for pattern, weight in weights.items():
-            if not _is_integer(weight) or weight < 0:
-                raise PlanError(
-                    f"plan: weight of {pattern!r} is {weight!r}, expected an integer >= 0; scale fractions up"
-                )
-            hits = [s for s, name in enumerate(strata) if fnmatchcase(name, pattern)]
-            if not hits:
-                known = ", ".join(strata[:8]) + (", …" if len(strata) > 8 else "")
-                raise PlanError(f"plan: weight {pattern!r} matches no stratum; expected a glob over: {known}")
-            for stratum in hits:
-                masses[stratum] = int(weight)
-        masses = [mass if rows[s] else 0 for s, mass in enumerate(masses)]
-    if not any(masses):
-        raise PlanError("plan: no stratum with rows has a weight above 0")
-    common = gcd(*masses)
-    masses = [mass // common for mass in masses]
-    total = sum(masses)
-    if total >= MAX_WEIGHT:
-        if weights is not None:
-            raise PlanError(
-                f"plan: weights add up to {total}, expected less than {MAX_WEIGHT}; use smaller integers"
-            )
-        masses = [max(1, mass * (MAX_WEIGHT // 2) // total) if mass else 0 for mass in masses]
-    return tuple(masses)
+
+    group: NDArray[np.int64]
+    base: NDArray[np.int64]
+    sample: NDArray[np.int64]
+    row: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    shard: NDArray[np.int64]
 
 
-def resolve_stages(
-    weights: WeightsLike | None,
-    stages: Sequence[tuple[int, WeightsLike | None]] | None,
-    strata: Sequence[str],
-    rows: Sequence[int],
-) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """(from_step, weights per stratum) in ascending order, the first from step 0; empty for natural weights."""
-    if weights is None and not stages:
-        return ()
-    resolved = [(0, resolve_weights(weights, strata, rows))]
-    for step, stage in stages or ():
-        if not _is_integer(step) or step < resolved[-1][0]:
-            raise PlanError(f"plan: stage from step {step!r}, expected integers in ascending order from 0")
-        if step == resolved[-1][0]:
-            resolved.pop()
-        resolved.append((int(step), resolve_weights(stage, strata, rows)))
-    return tuple(resolved)
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """Blocks, or the parts of them that a hand holds, ordered by (hand, base position).
+
+    Attributes:
+        sample: int64[n], sample number of the first row.
+        rows: int64[n].
+        per_hand: int64[hands], how many of them belong to each hand.
+    """
+
+    sample: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    per_hand: NDArray[np.int64]
 
 
-def _is_integer(value: object) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+class BaseOrder:
+    """Look-ups between base positions and sample numbers."""
+
+    def __init__(self, population: Population, groups: Groups) -> None:
+        self.population, self.groups = population, groups
+        num, width = len(population.segment_rows), max(1, len(groups))
+        self._chunk = max(_MIN_CHUNK, 1 << max(0, (num * width // _ENTRIES)).bit_length())
+        self._num = num
+        chunks = -(-num // self._chunk)
+        table = np.zeros((chunks + 1, width), dtype=np.int64)
+        samples = np.zeros(chunks + 1, dtype=np.int64)
+        step = max(1, (1 << 18) // self._chunk)  # chunks taken at once: bounded temporaries
+        for first in range(0, chunks, step):
+            last = min(chunks, first + step)
+            part = slice(first * self._chunk, min(num, last * self._chunk))
+            rows = population.segment_rows[part]
+            group = groups.group_of[population.segment_stratum[part]].astype(np.int64)
+            place = np.arange(len(rows), dtype=np.int64) // self._chunk
+            sums = np.bincount(place, rows, last - first).astype(np.int64)
+            samples[first + 1 : last + 1] = sums
+            held = group >= 0
+            if not held.all():
+                place, group, rows = place[held], group[held], rows[held]
+            sums = np.bincount(place * width + group, rows, (last - first) * width).astype(np.int64)
+            table[first + 1 : last + 1] = sums.reshape(-1, width)
+        # by_group[g, c]: rows of group g before chunk c; one contiguous row per group for searchsorted
+        self._by_group: NDArray[np.int64] = np.ascontiguousarray(np.cumsum(table, axis=0).T)
+        self._samples: NDArray[np.int64] = np.cumsum(samples)
+        self._group_rows = np.array(groups.rows, dtype=np.int64)
+
+    def pieces(
+        self,
+        group: NDArray[np.int64],
+        lo: NDArray[np.int64],
+        hi: NDArray[np.int64],
+        hand: NDArray[np.int64] | None = None,
+    ) -> Pieces:
+        """What base ranges [lo, hi) of groups hold.
+
+        Args:
+            group: int64[n], whose base order each range is of.
+            lo: int64[n], first position of each.
+            hi: int64[n], the position behind the last.
+            hand: int64[n], what each range belongs to, in place of its group in what comes back; the ranges of one
+                must not overlap.
+        """
+        keep = hi > lo
+        hand = (group if hand is None else hand)[keep]
+        group, lo, hi = group[keep], lo[keep], hi[keep]
+        found = self._scan(self._needed(group, lo, hi))
+        # the base orders of all groups end to end: there one bisection finds what a range overlaps
+        offset = np.cumsum(self._group_rows) - self._group_rows
+        at = offset[found.group] + found.base
+        ranks = np.argsort(at)
+        begins, ends = at[ranks], at[ranks] + found.rows[ranks]
+        first = np.searchsorted(ends, offset[group] + lo, side="right")
+        count = np.searchsorted(begins, offset[group] + hi, side="left") - first
+        of = np.repeat(np.arange(len(lo)), count)
+        segment = ranks[ragged(first, count)]
+        base = found.base[segment]
+        begin = np.maximum(base, lo[of])
+        end = np.minimum(base + found.rows[segment], hi[of])
+        skip = begin - base
+        ranks = np.lexsort((begin, hand[of]))
+        columns = (hand[of], begin, found.sample[segment] + skip, skip, end - begin, found.shard[segment])
+        return Pieces(*(column[ranks] for column in columns))
+
+    def blocks(
+        self,
+        group: NDArray[np.int64],
+        lo: NDArray[np.int64],
+        hi: NDArray[np.int64],
+        hand: NDArray[np.int64],
+        hands: int,
+    ) -> Blocks:
+        """`pieces` of so many hands, cut at block borders; a block restarts at every segment border."""
+        pieces = self.pieces(group, lo, hi, hand)
+        size = self.population.shard_block_rows[pieces.shard].astype(np.int64)
+        first = pieces.row // size
+        count = (pieces.row + pieces.rows - 1) // size + 1 - first
+        at = np.repeat(np.arange(len(count)), count)
+        number = ragged(first, count)
+        start = np.maximum(number * size[at], pieces.row[at])
+        stop = np.minimum((number + 1) * size[at], (pieces.row + pieces.rows)[at])
+        return Blocks(
+            pieces.sample[at] + start - pieces.row[at],
+            stop - start,
+            np.bincount(pieces.group[at], minlength=hands),
+        )
+
+    def find(self, sample: int) -> tuple[int, int] | None:
+        """(group, base position) of a sample; None where its stratum is in no group."""
+        chunk = int(np.searchsorted(self._samples, sample, side="right")) - 1
+        part = slice(chunk * self._chunk, min(self._num, (chunk + 1) * self._chunk))
+        rows = self.population.segment_rows[part]
+        ends = self._samples[chunk] + np.cumsum(rows)
+        place = int(np.searchsorted(ends, sample, side="right"))
+        of = self.groups.group_of[self.population.segment_stratum[part]]
+        group = int(of[place])
+        if group < 0:
+            return None
+        before = int(rows[:place][of[:place] == group].sum())
+        return group, int(self._by_group[group, chunk]) + before + sample - int(ends[place] - rows[place])
+
+    def segments_of(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The segment of each sample; scans only the chunks that hold them."""
+        chunk = np.searchsorted(self._samples, samples, side="right") - 1
+        out = np.empty(len(samples), dtype=np.int64)
+        for number in np.unique(chunk).tolist():
+            here = np.flatnonzero(chunk == number)
+            part = slice(number * self._chunk, min(self._num, (number + 1) * self._chunk))
+            ends = self._samples[number] + np.cumsum(self.population.segment_rows[part])
+            out[here] = np.searchsorted(ends, samples[here], side="right") + part.start
+        return out
+
+    def blocks_of(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Distinct (shard, block in the shard) of samples: (n, 2) int64, ascending."""
+        population = self.population
+        segment, first = np.unique(self.segments_of(samples), return_inverse=True)
+        shard = population.segment_shard[segment]
+        block = np.empty(len(samples), dtype=np.int64)
+        for number, at in enumerate(segment.tolist()):  # segments are few beside their rows
+            begin, before = self._segment_start(at)
+            here = first == number
+            block[here] = before + (samples[here] - begin) // int(population.shard_block_rows[shard[number]])
+        pairs = np.stack([shard[first].astype(np.int64), block], axis=1)
+        distinct: NDArray[np.int64] = np.unique(pairs, axis=0)
+        return distinct
+
+    def _segment_start(self, segment: int) -> tuple[int, int]:
+        """First sample of a segment, and the blocks of its shard before it."""
+        rows, shards = self.population.segment_rows, self.population.segment_shard
+        chunk = segment // self._chunk
+        begin = int(self._samples[chunk]) + int(rows[chunk * self._chunk : segment].sum())
+        shard = int(shards[segment])
+        head = int(np.searchsorted(shards, shard))
+        before = -(-rows[head:segment] // int(self.population.shard_block_rows[shard]))
+        return begin, int(before.sum())
+
+    def strata_of(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The stratum of each sample."""
+        return self.population.segment_stratum[self.segments_of(samples)].astype(np.int64)
+
+    def _needed(
+        self, group: NDArray[np.int64], lo: NDArray[np.int64], hi: NDArray[np.int64]
+    ) -> list[tuple[int, int]]:
+        """Runs of chunks that hold the ranges."""
+        mark = np.zeros(self._by_group.shape[1] + 1, dtype=np.int64)
+        ranks = np.argsort(group, kind="stable")
+        group = group[ranks]
+        borders = np.flatnonzero(np.diff(group, prepend=-1, append=-1)).tolist()
+        for a, b in itertools.pairwise(borders):
+            row, here = self._by_group[group[a]], ranks[a:b]
+            np.add.at(mark, np.searchsorted(row, lo[here], side="right") - 1, 1)
+            np.subtract.at(mark, np.searchsorted(row, hi[here], side="left"), 1)
+        inside = np.cumsum(mark) > 0
+        edges = np.flatnonzero(np.diff(np.concatenate(([False], inside, [False])).astype(np.int8)))
+        return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
+
+    def _scan(self, runs: list[tuple[int, int]]) -> Pieces:
+        """All segments of runs of chunks, with their base positions; in no particular order."""
+        out: list[tuple[NDArray[np.int64], ...]] = []
+        for first, last in runs:
+            part = slice(first * self._chunk, min(self._num, last * self._chunk))
+            group = self.groups.group_of[self.population.segment_stratum[part]].astype(np.int64)
+            rows = self.population.segment_rows[part]
+            sample = self._samples[first] + np.cumsum(rows) - rows
+            kept = np.flatnonzero((group >= 0) & (rows > 0))
+            ranks = kept[np.argsort(_narrow(group[kept], len(self.groups)), kind="stable")]
+            group, rows = group[ranks], rows[ranks]
+            before = (
+                np.cumsum(rows) - rows
+            )  # rows of smaller groups in this run count too: taken off again below
+            starts = np.flatnonzero(np.diff(group, prepend=-1))
+            lengths = np.diff(starts, append=len(group))
+            base = before + np.repeat(self._by_group[group[starts], first] - before[starts], lengths)
+            shard = self.population.segment_shard[part][ranks].astype(np.int64)
+            out.append((group, base, sample[ranks], np.zeros_like(rows), rows, shard))
+        if not out:
+            return Pieces(*([np.empty(0, dtype=np.int64)] * 6))
+        return Pieces(*(np.concatenate(c) for c in zip(*out, strict=True)))
+
+
+def _narrow(values: NDArray[np.int64], limit: int) -> NDArray[np.generic]:
+    """The smallest unsigned dtype that holds them: numpy's stable sort is a radix sort up to 16 bits."""
+    return values.astype(np.uint8 if limit <= 1 << 8 else np.uint16 if limit <= 1 << 16 else np.uint32)

@@ -10,14 +10,13 @@ from numpy.typing import NDArray
 
 from shardkit.notebook import page, table
 
-from .base_order import BaseOrder
 from .costs import Costs, decode_costs
 from .lengths import BucketGrid, JoinedGrid
 from .locality import lane_shards, node_reads, parts
 from .natural import NaturalGrid
 from .permutation import Feistel, derive
 from .plan import Plan
-from .population import stratum_rows
+from .population import BaseOrder, stratum_rows
 from .settings import LEAST_LANES, few_lanes, num_blocks
 from .weighted import WeightedGrid
 

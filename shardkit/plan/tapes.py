@@ -8,10 +8,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from .base_order import BaseOrder
 from .deal import ragged
 from .deck import Deck, Hands, Recent, build_deck
 from .permutation import Feistel, derive, derive_each
+from .population import BaseOrder
 
 Numbers = NDArray[np.int64]
 

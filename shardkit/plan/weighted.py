@@ -9,12 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .base_order import BaseOrder
 from .deal import assemble, chunk_steps, permute_cells
 from .deck import Recent
 from .natural import window_sizes
 from .permutation import derive, derive_each, order
-from .population import Population, each_alone, stratum_rows
+from .population import BaseOrder, Population, each_alone, stratum_rows
 from .stage import RoundRobin, Stage, StageGroup, Tree, first_step, plan_groups, whole_turn
 from .tapes import Heads, Tapes
 
