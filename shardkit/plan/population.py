@@ -1,8 +1,8 @@
 """What a plan is made over: the selected rows of one manifest, their strata in groups, and the rows of each group.
 
-Base order is that of the manifest, group by group, without an array of rows and without a sort of all segments: a coarse
-table holds, for every run of `chunk` segments, how many rows of each group come before it, and a look-up scans only the
-chunks it needs. Memory is at most 2**20 entries, whatever the number of rows.
+Base order is that of the manifest, group by group, without an array of rows and without a sort of all segments: a
+coarse table holds, for every run of `chunk` segments, how many rows of each group come before it, and a look-up scans
+only the chunks it needs. Memory is at most 2**20 entries, whatever the number of rows.
 """
 
 from __future__ import annotations
