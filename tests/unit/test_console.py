@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import shardkit
-from shardkit_tools.console import print_facts, print_line, print_table
+from shardkit_tools.console import print_document, print_facts, print_line, print_table
 from shardkit_tools.main import run
 from shardkit_tools.texts import bytes_text, clean, count_text, duration_text, share_text, short_id, short_ids
 
@@ -36,7 +36,15 @@ def test_counts_shares_and_durations() -> None:
         "100.0 %",
     ]
     assert share_text(0, 0) == "0.0 %"
-    assert [duration_text(s) for s in (0.84, 42, 187, 19230)] == ["0.8 s", "42 s", "3:07 min", "5:20 h"]
+    assert [duration_text(s) for s in (0, 0.0121, 0.84, 1.84, 42, 187, 19230)] == [
+        "0 s",
+        "12.1 ms",
+        "840 ms",
+        "1.8 s",
+        "42 s",
+        "3:07 min",
+        "5:20 h",
+    ]
 
 
 def test_what_is_not_printable_is_escaped() -> None:
@@ -96,6 +104,55 @@ def test_a_terminal_gets_short_ids_and_narrow_pages(
         assert not end.value.code
         pages[" ".join(command)] = COLOURS.sub("", capsys.readouterr().out)
         assert max(map(len, pages[" ".join(command)].splitlines())) <= 80, command
-    assert "pooled: too rare for every shard" in pages["show d --all"]
-    assert "39 class number 39" in pages["show d --all"]
+    assert "in_pool" in pages["show d --all"]
+    assert "class number 39" in pages["show d --all"]
     assert "… and 15 more (--all)" in pages["show d"]
+
+
+def test_a_page_has_the_names_of_the_document_with_units(capsys: pytest.CaptureFixture[str]) -> None:
+    print_document(
+        {
+            "stored_bytes": 2**20,
+            "wait_s": 0.012,
+            "lost_share": 0.5,
+            "empty": [],
+            "n": 1234,
+            "names": ["a", "b"],
+            "commit": {"n": 1, "by\x1b": None},
+            "strata": [
+                {"name": "x", "samples": 5000},
+                {"name": "y", "samples": 7},
+                {"name": "z", "samples": 1},
+            ],
+            "sites": {"root": {"bytes": 0}, "mirror": {"bytes": 12}},
+            "parts": [{"name": "one", "build": {"seed": 0}}],
+        },
+        most=2,
+    )
+    assert capsys.readouterr().out.splitlines() == [
+        "stored_bytes  1 MiB",
+        "wait_s        12 ms",
+        "lost_share    50 %",
+        "n             1,234",
+        "names         a, b",
+        "",
+        "commit",
+        "n  1",
+        "",
+        "strata",
+        "name  samples",
+        "x       5,000",
+        "y           7",
+        "… and 1 more (--json lists all)",
+        "",
+        "sites",
+        "           bytes",
+        "root     0 bytes",
+        "mirror  12 bytes",
+        "",
+        "parts",
+        "name  one",
+        "",
+        "build",
+        "seed  0",
+    ]

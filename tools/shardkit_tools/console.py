@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import logging
 import os
@@ -23,10 +24,14 @@ import typer
 
 from shardkit.errors import MissingDependency, StoreError
 from shardkit.exit_codes import ExitCode
-from shardkit_tools.texts import clean, count_text, is_terminal
+from shardkit_tools.texts import bytes_text, clean, count_text, duration_text, is_terminal
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+_SIZES = ("size", "block_size", "shard_size")  # other names of bytes
+_LISTED = 20  # of a list that are printed
+_LINE = 100  # characters of a list that stand on one line
 
 
 def print_json(document: object) -> None:
@@ -41,16 +46,28 @@ def plain(value: Any) -> Any:
     elif isinstance(value, tuple) and hasattr(value, "_asdict"):
         value = value._asdict()
     if isinstance(value, Mapping):
-        return {name: plain(one) for name, one in value.items()}
+        return {str(name): plain(one) for name, one in value.items()}
     return [plain(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
 def present(
-    as_json: bool, document: Callable[[], Any], page: Callable[[], None], exit_code: int = ExitCode.DONE
+    as_json: bool,
+    document: Callable[[], Any],
+    page: Callable[[], None] | None = None,
+    exit_code: int = ExitCode.DONE,
 ) -> None:
-    """Print a result for machines or for people; then the command ends, if it has another exit code than 0."""
+    """Print a result for machines or for people; then the command ends, if it has another exit code than 0.
+
+    Args:
+        as_json: for machines.
+        document: what they get.
+        page: prints the same for people; by default as `print_document` does.
+        exit_code: of the command.
+    """
     if as_json:
         print_json(document())
+    elif page is None:
+        print_document(document())
     else:
         page()
     if exit_code:
@@ -75,7 +92,7 @@ def print_heading(text: str) -> None:
 
 def print_facts(facts: Iterable[tuple[str, object]], indent: int = 0) -> None:
     """Print names and values, one pair a line; those without a value (None) are left out."""
-    shown = [(name, _cell(value)) for name, value in facts if value is not None]
+    shown = [(clean(name), _cell(value)) for name, value in facts if value is not None]
     width = max((len(name) for name, _ in shown), default=0)
     if not is_terminal():
         sys.stdout.writelines(f"{' ' * indent}{name:<{width}}  {value}\n" for name, value in shown)
@@ -99,7 +116,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Non
         columns: headings.
         rows: as many cells each as there are columns; a list is a cell of several lines.
     """
-    headings = [column.lstrip(">*") for column in columns]
+    headings = [clean(column.lstrip(">*")) for column in columns]
     if not is_terminal():
         _print_plain(columns, [headings, *([_cell(cell, ", ") for cell in row] for row in rows)])
         return
@@ -118,6 +135,87 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Non
     for row in rows:
         table.add_row(*(Text(_cell(cell)) for cell in row))
     _console().print(table)
+
+
+def print_document(document: object, most: int | None = 20, more: str = " (--json lists all)") -> None:
+    """Print for people what ``--json`` gives to machines, under the same names: facts, then tables and parts.
+
+    Names tell units: ``bytes`` in them means sizes, ``_s`` or ``seconds`` at their end times, ``share`` shares. What is
+    empty is left out. Records, in a list or by name, are a table.
+
+    Args:
+        document: of facts, and of documents and records with headings; see `plain`.
+        most: rows of a table that are printed; None for all.
+        more: where the others are.
+    """
+    shown = {name: value for name, value in plain(document).items() if value not in (None, "", [], {})}
+    parts = {name: value for name, value in shown.items() if _is_nested(value) or _is_long(value)}
+    print_facts((name, value_text(name, value)) for name, value in shown.items() if name not in parts)
+    for name, part in parts.items():
+        records = _records(part)
+        if records:
+            print_heading(name)
+            _print_records(records[:most])
+            print_more(0 if most is None else len(records) - most, more)
+            continue
+        for one in part if isinstance(part, list) and isinstance(part[0], dict) else [part]:
+            print_heading(name)
+            if isinstance(one, dict):
+                print_document(one, most, more)
+            else:
+                print_list((value_text(name, text) for text in one), _LISTED)
+
+
+def _is_nested(value: Any) -> bool:
+    """Whether a value has names in it."""
+    return isinstance(value, dict) or (isinstance(value, list) and any(map(_is_nested, value)))
+
+
+def _is_long(value: Any) -> bool:
+    return isinstance(value, list) and sum(map(len, map(str, value))) > _LINE
+
+
+def _records(value: Any) -> list[dict[str, Any]]:
+    """The rows of a table; none where a value is something else."""
+    if isinstance(value, dict) and all(isinstance(one, dict) for one in value.values()):
+        value = [{"": name, **one} for name, one in value.items()]
+    is_table = isinstance(value, list) and all(isinstance(one, dict) for one in value)
+    return value if is_table and not any(map(_is_nested, itertools.chain(*map(dict.values, value)))) else []
+
+
+def _print_records(records: Sequence[Mapping[str, Any]]) -> None:
+    names = list(dict.fromkeys(name for record in records for name in record))
+    numbers = {
+        name for record in records for name, value in record.items() if isinstance(value, (int, float))
+    }
+    print_table(
+        [f"{'>' if name in numbers else '*'}{name}" for name in names],
+        [[value_text(name, record.get(name, "")) for name in names] for record in records],
+    )
+
+
+def value_text(name: str, value: object) -> str:
+    """A value of a document for people, in the unit that its name tells."""
+    if isinstance(value, (list, tuple)):
+        more = [f"… and {count_text(len(value) - _LISTED)} more"] if len(value) > _LISTED else []
+        texts = (
+            " ".join(map(str, one)) if isinstance(one, list) else value_text(name, one)
+            for one in value[:_LISTED]
+        )
+        return ", ".join([*texts, *more])
+    if value is None or isinstance(value, bool):
+        return "–" if value is None else "yes" if value else "no"
+    if not isinstance(value, (int, float)):
+        return str(value)
+    if ("bytes" in name.split("_") or name in _SIZES) and value >= 0:
+        return bytes_text(round(value))
+    if name.endswith(("_s", "seconds")):
+        return duration_text(value)
+    if name.endswith("share"):
+        return f"{100 * value:.3g} %"
+    if isinstance(value, int):
+        return count_text(value)
+    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
 
 
 def _print_plain(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> None:

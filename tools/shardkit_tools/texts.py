@@ -63,7 +63,9 @@ def count_text(count: int, noun: str = "", nouns: str = "") -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """A time for people: 0.8 s, 42 s, 3:07 min, 5:20 h."""
+    """A time for people: 12.1 ms, 1.8 s, 42 s, 3:07 min, 5:20 h."""
+    if seconds < 1:
+        return f"{1000 * seconds:.3g} ms" if seconds > 0 else "0 s"
     if seconds < 60:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes = int(seconds) // 60

@@ -12,7 +12,7 @@ from shardkit.errors import MissingDependency, RunError
 from shardkit.ranges import parse_duration, parse_size
 from shardkit_tools import console, options
 from shardkit_tools.options import argument, option
-from shardkit_tools.texts import bytes_text, duration_text
+from shardkit_tools.texts import bytes_text
 from shardkit_tools.tuning.measuring import measure_machine, measure_ranges, measure_reducing
 from shardkit_tools.tuning.proposing import Machine, Needs, Proposal, Ranges, Reducing, propose
 
@@ -68,22 +68,18 @@ def tune(
 
         written = apply_to(apply, proposals)
     seconds = time.perf_counter() - begun
-    if as_json:
-        console.print_json(_document(machine, ranges, reducing, proposals, seconds))
-        return
-    _print_measured(machine, ranges, reducing, missing)
-    console.print_heading("Proposed")
-    console.print_table(
-        ["setting", ">value", "because"],
-        [(one.name, bytes_text(one.value) if one.is_bytes else one.value, one.why) for one in proposals],
-    )
-    if apply is not None:
-        console.print_line()
-        console.print_line(
-            f"{apply}: {', '.join(written)}; the settings of builds and loaders are in its last comment"
-        )
-    console.print_line()
-    console.print_line(f"measured in {duration_text(seconds)}")
+    document = _document(machine, ranges, reducing, proposals, seconds)
+    rates = {name: rate for name, rate in vars(machine).items() if isinstance(rate, float)}
+    page = document | {
+        "not_measured": missing,
+        "machine": {name: f"{bytes_text(round(rate))}/s" for name, rate in rates.items()},
+        "proposals": {
+            one.name: {"value": bytes_text(one.value) if one.is_bytes else one.value, "why": one.why}
+            for one in proposals
+        },
+        "written": written,
+    }
+    console.present(as_json, lambda: document, lambda: console.print_document(page))
 
 
 def _document(
@@ -109,27 +105,3 @@ def _document(
     if reducing is not None:
         document["all_reduce_s"] = reducing.seconds
     return document
-
-
-def _print_measured(machine: Machine, ranges: Ranges | None, reducing: Reducing | None, missing: str) -> None:
-    sums = f"not measured: {missing}" if missing else None
-    if reducing is not None:
-        sums = ", ".join(f"{bytes_text(b)} in {s * 1e3:.1f} ms" for b, s in reducing.seconds.items())
-    hashing = f"XXH3 {_rate(machine.xxh3)}, SHA-256 {_rate(machine.sha256)}"
-    facts = [
-        ("disk", f"{_rate(machine.sequential)} in order, {_rate(machine.random)} at random"),
-        ("memory", f"copies {_rate(machine.copy)}, gathers {_rate(max(machine.gather.values()))} at best"),
-        ("checksums", f"{hashing}; zstd unpacks {_rate(machine.zstd)}"),
-    ]  # fmt: skip
-    if ranges is not None:
-        latency = f"{ranges.latency_s * 1e3:.2f} ms a range and {_rate(ranges.stream)}"
-        facts.append(
-            ("directory" if ranges.is_local else "store", f"{latency}; {_rate(ranges.best)} at best")
-        )
-    console.print_facts([*facts, ("all-reduce", sums)])
-
-
-def _rate(bytes_per_second: float) -> str:
-    if bytes_per_second >= 1e9:
-        return f"{bytes_per_second / 1e9:.1f} GB/s"
-    return f"{bytes_per_second / 1e6:.0f} MB/s"

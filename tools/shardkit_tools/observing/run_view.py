@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from shardkit.telemetry import read_events, read_run, summarise
 from shardkit.telemetry.records import check_run, read_documents
-from shardkit_tools.texts import clean
+from shardkit_tools.texts import clean, duration_text
 
 _MAX_RUN_JSON: Final = 16 << 20
 _EVENT_BYTES: Final = 256 << 10
@@ -57,11 +57,6 @@ def clock_text(seconds: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(seconds))
 
 
-def milliseconds_text(seconds: float) -> str:
-    """``12.1 ms``."""
-    return f"{1000 * seconds:.1f} ms"
-
-
 def anomaly_text(anomaly: Mapping[str, Any]) -> str:
     """What was found, in a sentence: ``rank 1 takes 12.1 ms per cell, the others 5.0 ms (2.4 times)``."""
     found = anomaly.get("evidence")
@@ -74,7 +69,6 @@ def anomaly_text(anomaly: Mapping[str, Any]) -> str:
 
 
 def _sentence(kind: str, who: str, evidence: Mapping[str, Any]) -> str:
-    ms = milliseconds_text
     if kind == "stall" and "silent_s" in evidence:
         return (f"{who} on {evidence['host']} has been silent for {evidence['silent_s']:.0f} s, since step "
                 f"{evidence['step']}")  # fmt: skip
@@ -82,11 +76,11 @@ def _sentence(kind: str, who: str, evidence: Mapping[str, Any]) -> str:
         stage = f" in {evidence['stage']}" if evidence.get("stage") else ""
         return f"{who} has made no step for {evidence['stuck_s']:.0f} s{stage}, at step {evidence['step']}"
     if kind == "straggler":
-        return (f"{who} takes {ms(evidence['cell_s'])} per cell, the others {ms(evidence['others_cell_s'])} "
-                f"({evidence['times']:.1f} times)")  # fmt: skip
+        return (f"{who} takes {duration_text(evidence['cell_s'])} per cell, the others "
+                f"{duration_text(evidence['others_cell_s'])} ({evidence['times']:.1f} times)")  # fmt: skip
     if kind == "skew":
-        return (f"{who} works {ms(evidence['busiest_step_s'])} per step, the ranks {ms(evidence['mean_step_s'])} on "
-                f"average: {100 * evidence['lost_share']:.0f} % of the step is waiting")  # fmt: skip
+        return (f"{who} works {duration_text(evidence['busiest_step_s'])} per step, the ranks "
+                f"{duration_text(evidence['mean_step_s'])} on average: {100 * evidence['lost_share']:.0f} % of the step is waiting")  # fmt: skip
     if kind == "slowdown":
         return (f"{evidence['samples_per_s']:,.0f} samples/s, {100 * evidence['share']:.0f} % of the "
                 f"{evidence['before_samples_per_s']:,.0f} before; {evidence['bottleneck']}")  # fmt: skip

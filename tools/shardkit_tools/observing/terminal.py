@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardkit_tools import console
-from shardkit_tools.observing.run_view import anomaly_text, clock_text, event_text, milliseconds_text
+from shardkit_tools.observing.run_view import anomaly_text, clock_text, event_text
 from shardkit_tools.texts import bytes_text, clean, count_text, duration_text
 
 _EVENTS: Final = 8
@@ -137,16 +137,11 @@ def _rank_row(row: Mapping[str, Any]) -> list[str]:
     return [
         str(row["rank"]), clean(row["host"]), clean(state), clean(row["stage"]) or "–", count_text(row["step"]),
         lanes if len(lanes) <= 20 else lanes[:19] + "…", f"{row['samples_per_s']:,.0f}",
-        *(_time(row[name]) for name in ("step_s", "busy_step_s", "cell_s")), f"{100 * row['data_share']:.0f} %",
+        *(duration_text(row[name]) if row[name] else "–" for name in ("step_s", "busy_step_s", "cell_s")),
+        f"{100 * row['data_share']:.0f} %",
         f"{100 * row['wait_share']:.0f} %", f"{bound} {100 * shares[bound]:.0f} %" if bound else "–",
         bytes_text(int(row["bytes_per_s"])), bytes_text(int(row["memory_bytes"])),
     ]  # fmt: skip
-
-
-def _time(seconds: float) -> str:
-    if not seconds:
-        return "–"
-    return milliseconds_text(seconds) if seconds < 10 else duration_text(seconds)
 
 
 def _rank_table(
