@@ -19,7 +19,7 @@ from shardkit.dataset.lookups import put_lookups
 from shardkit.dataset.row_table import Rows, describe_row, join_parts
 from shardkit.dataset.scratch_reading import Parts, ScratchReader
 from shardkit.dataset.selecting import put_selected, select_rows, selected_rows
-from shardkit.dataset.shard_writing import WrittenShard, write_shard
+from shardkit.dataset.shard_writing import write_shard
 from shardkit.dataset.version_plan import Base, NewVersion, VersionPlan, load_base, plan_version
 from shardkit.errors import CommitConflict, NotFoundError, ShardkitError, UsageError
 from shardkit.formats import Schema
@@ -109,14 +109,14 @@ def write_version(to: Destination, version: NewVersion, columns: Sequence[Rows],
     return made.manifest
 
 
-def make_manifest(repository: Repository, plan: VersionPlan, shards: Sequence[WrittenShard]) -> MadeVersion:
+def make_manifest(repository: Repository, plan: VersionPlan, shards: Sequence[ShardRecord]) -> MadeVersion:
     """Put the pages and manifests of a version whose shards are published.
 
     Raises:
         StoreError: the store failed; no ref was moved.
     """
     base = plan.base
-    table = ShardTable.from_records(_record(shard, plan) for shard in shards)
+    table = ShardTable.from_records(shards)
     pages = paginate(table)
     manifest = _root(repository, plan, table, tuple(ref for ref, _ in pages))
     if base is not None:
@@ -182,20 +182,6 @@ def _sidecars(
         known = {one.expression: one.pieces for one in own.costs}
         costs = tuple(RowCosts(new.expression, known[new.expression] + new.pieces) for new in costs)
     return {"about": about, "lookups": lookups, "costs": costs}
-
-
-def _record(shard: WrittenShard, plan: VersionPlan) -> ShardRecord:
-    return ShardRecord(
-        digest=shard.shard.digest,
-        size=shard.shard.size,
-        index_digest=shard.index.digest,
-        index_size=shard.index.size,
-        block_rows=shard.block_rows,
-        largest_block=shard.largest_block,
-        raw_bytes=shard.raw_bytes,
-        segment_stratum=plan.of_stratum[shard.segment_stratum],
-        segment_rows=shard.segment_rows,
-    )
 
 
 def _put_splits(

@@ -162,13 +162,8 @@ class Rewriter:
         new_selected = np.add.reduceat((keep & mask).astype(np.int64), starts)
         left = Selection.from_mask(mask[keep])
         return ShardRecord(
-            digest=new.digest,
-            size=new.size,
-            index_digest=new.index_digest,
-            index_size=new.index_size,
+            **dataclasses.asdict(new),
             block_rows=int(page.block_rows[shard]),
-            largest_block=new.largest_block,
-            raw_bytes=new.raw_bytes,
             segment_stratum=page.segment_stratum[segments][new_rows > 0],
             segment_rows=new_rows[new_rows > 0],
             segment_selected=new_selected[new_rows > 0],
@@ -196,19 +191,17 @@ class Rewriter:
         if key not in self.shards:
             rows = _kept_rows(version_reader(self.repository, manifest, page), shard, index(), keep)
             borders = block_starts([n for n in segment_rows.tolist() if n], block_rows).tolist()
-            placed, sidecar, written = publish_shard(
+            made = publish_shard(
                 self.repository,
                 (list(islice(rows, stop - start)) for start, stop in pairwise(borders)),
                 format=manifest.format,
                 compression=manifest.compression,
                 schema=manifest.schema,
                 block_rows=block_rows,
+                segments=((), ()),  # each manifest has its own over these bytes
                 is_small=True,
             )
-            raw = written.block_raw_size
-            self.shards[key] = NewShard(
-                placed.digest, placed.size, sidecar.digest, sidecar.size, int(raw.max()), int(raw.sum())
-            )
+            self.shards[key] = NewShard(*(getattr(made, one.name) for one in dataclasses.fields(NewShard)))
         return self.shards[key]
 
     def _pieces(

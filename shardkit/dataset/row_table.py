@@ -88,7 +88,7 @@ class ShardRows:
     ordinal: NDArray[np.int64]
     records: Records
     stratum: NDArray[np.int32] | None  # number of each row's own stratum where the shard has pooled rows
-    segment_stratum: NDArray[np.int32]  # one entry per segment, in row order
+    segment_stratum: NDArray[np.int32]  # numbers in the manifest, one per segment, in row order
     segment_rows: NDArray[np.int64]
     block_rows: int  # rows per block
     raw_bytes: int  # of all rows
@@ -196,7 +196,7 @@ def rows_of_shards(
             ordinal=first_ordinal + ordinal,
             records=rows.records[ordinal],
             stratum=manifest_stratum[rows.stratum[ordinal]] if has_pool else None,
-            segment_stratum=segment_stratum,
+            segment_stratum=manifest_stratum[segment_stratum],
             segment_rows=np.diff(layout.segment_start[segments.start : segments.stop + 1]),
             block_rows=int(layout.block_rows[shard]),
             raw_bytes=int(rows.raw_bytes[ordinal].sum()),

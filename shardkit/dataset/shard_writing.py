@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import pairwise
 from types import TracebackType
 from typing import TypeVar
@@ -17,9 +16,9 @@ from shardkit.dataset.row_table import ShardRows
 from shardkit.dataset.scratch import MIN_RUN_BYTES
 from shardkit.dataset.scratch_reading import ScratchReader
 from shardkit.dataset.version_plan import NewVersion
-from shardkit.formats import Row, RowBlock, Schema, ShardIndex, ShardWriter, Sink, block_starts, extension
+from shardkit.formats import Row, RowBlock, Schema, ShardWriter, Sink, block_starts, extension
+from shardkit.manifest import ShardRecord
 from shardkit.repository.repository import Repository
-from shardkit.stores.store import Descriptor
 
 # Below this starting threads costs more than it saves.
 _SMALL_BYTES = 4 * 2**20
@@ -33,21 +32,6 @@ GATHER_BYTES = 128 * 2**20
 """Records held in memory at a time, at most; a block that is larger is held whole."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class WrittenShard:
-    """A published shard, as the manifest's pages describe it."""
-
-    number: int
-    shard: Descriptor
-    index: Descriptor
-    rows: int
-    block_rows: int
-    largest_block: int
-    raw_bytes: int
-    segment_stratum: NDArray[np.int32]
-    segment_rows: NDArray[np.int64]
-
-
 def write_shard(
     repository: Repository,
     reader: ScratchReader,
@@ -56,7 +40,7 @@ def write_shard(
     *,
     gather_bytes: int = GATHER_BYTES,
     on_block: Callable[[int, int], None] | None = None,
-) -> WrittenShard:
+) -> ShardRecord:
     """Write and publish one shard and its index; what is published already is left as it is.
 
     `gather_bytes` of scratch are in memory at a time; `on_block` is told (rows, payload bytes) after each block.
@@ -72,25 +56,15 @@ def write_shard(
             if on_block is not None:
                 on_block(len(block), size)
 
-    shard, sidecar, index = publish_shard(
+    return publish_shard(
         repository,
         blocks(),
         format=version.format,
         compression=version.compression,
         schema=version.schema,
         block_rows=rows.block_rows,
+        segments=(rows.segment_stratum, rows.segment_rows),
         is_small=rows.raw_bytes < _SMALL_BYTES,
-    )
-    return WrittenShard(
-        number=rows.number,
-        shard=shard,
-        index=sidecar,
-        rows=len(rows.ordinal),
-        block_rows=rows.block_rows,
-        largest_block=int(index.block_raw_size.max()),
-        raw_bytes=int(index.block_raw_size.sum()),
-        segment_stratum=rows.segment_stratum,
-        segment_rows=rows.segment_rows,
     )
 
 
@@ -102,9 +76,12 @@ def publish_shard(
     compression: str,
     schema: Schema,
     block_rows: int,
+    segments: tuple[Sequence[int] | NDArray[np.int32], Sequence[int] | NDArray[np.int64]],
     is_small: bool = False,
-) -> tuple[Descriptor, Descriptor, ShardIndex]:
+) -> ShardRecord:
     """Publish blocks of rows as a shard and its index; what is published already is left as it is.
+
+    `segments` are stratum and rows of each run of rows of one stratum, in row order.
 
     A block is hashed and written by other threads while the next one is read and encoded, unless there is so little to
     come that threads would not pay (`is_small`).
@@ -130,8 +107,18 @@ def publish_shard(
         behind.flush()
         # Each waits for the disk a few times; nothing names either yet, so they may come in any order.
         put_index = behind.beside(lambda: repository.put_object(index.to_bytes(), "index"))
-        shard = staged.finish()
-        return shard, put_index(), index
+        shard, sidecar = staged.finish(), put_index()
+    return ShardRecord(
+        digest=shard.digest,
+        size=shard.size,
+        index_digest=sidecar.digest,
+        index_size=sidecar.size,
+        block_rows=block_rows,
+        largest_block=int(index.block_raw_size.max()),
+        raw_bytes=int(index.block_raw_size.sum()),
+        segment_stratum=segments[0],
+        segment_rows=segments[1],
+    )
 
 
 def _blocks(reader: ScratchReader, rows: ShardRows, gather_bytes: int) -> Iterator[tuple[RowBlock, int]]:

@@ -21,7 +21,7 @@ import shardkit_tools
 from shardkit.errors import CommitConflict, IntegrityError, ShardkitError, StoreError, StoreFullError
 from shardkit.storage import Repository, parse_object_name
 from shardkit.stores.file_operations import substituted
-from shardkit_tools.building import build_run
+from shardkit_tools.building import build_run, engines
 from shardkit_tools.building.job import LocalFolder
 from shardkit_tools.importers import folder as folder_importer
 from shardkit_tools.importers import source_files
@@ -35,11 +35,11 @@ BUILDER = """
 import json, os, signal, sys
 import shardkit_tools
 from shardkit.stores.file_operations import FileOperations, substituted
-from shardkit_tools.building import build_run
+from shardkit_tools.building import build_run, engines
 from shardkit_tools.importers import folder, source_files
 
 SETTINGS = {"stratify": "label", "shard_size": "64KiB", "block_size": "8KiB"}
-build_run.SMALL_BYTES = 0
+engines.SMALL_BYTES = 0
 source_files._TASK_BYTES = 15_000
 folder._MIN_EXTENT_BYTES = int(os.environ.get("MIN_EXTENT_BYTES", "1000000"))
 
@@ -107,7 +107,7 @@ def folder(root: Path, files: int = 60) -> str:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source_files, "_TASK_BYTES", 15_000)
-    monkeypatch.setattr(build_run, "SMALL_BYTES", 0)
+    monkeypatch.setattr(engines, "SMALL_BYTES", 0)
 
 
 def build(source: str, root: Path, **settings: Any) -> str:

@@ -32,6 +32,7 @@ from shardkit.formats import read_block, xxh3
 from shardkit.storage import Repository
 from shardkit_tools.adopting import adopt
 from shardkit_tools.adopting import adoption as adoption_module
+from shardkit_tools.building import engines
 from shardkit_tools.main import make_app
 from tests.drills import drill_count
 
@@ -279,7 +280,7 @@ def test_adopted_data_is_selected_and_merged(tmp_path: Path) -> None:
 
 
 def test_jobs_and_journal_do_not_change_the_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adoption_module, "SMALL_BYTES", 0)
+    monkeypatch.setattr(engines, "SMALL_BYTES", 0)
     tars = write_tars(tmp_path / "tars", tars=4)
     ids = {adopt(tars, tmp_path / f"j{jobs}", jobs=jobs).manifest.id for jobs in (1, 2)}  # type: ignore[union-attr]
     assert len(ids) == 1
@@ -287,9 +288,10 @@ def test_jobs_and_journal_do_not_change_the_version(tmp_path: Path, monkeypatch:
 
 ADOPTER = """
 import sys
-from shardkit_tools.adopting import adopt, adoption
+from shardkit_tools.adopting import adopt
+from shardkit_tools.building import engines
 if __name__ == "__main__":
-    adoption.SMALL_BYTES = 0
+    engines.SMALL_BYTES = 0
     def tell(now):
         print(now.phase, now.rows, flush=True)
     result = adopt([sys.argv[1]], sys.argv[2], block_size="8KiB", jobs=int(sys.argv[3]), progress=tell)

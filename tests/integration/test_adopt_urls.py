@@ -355,9 +355,10 @@ def test_scrub_audits_tars_in_a_bucket_without_reading_them(
 
 ADOPTER = """
 import sys
-from shardkit_tools.adopting import adopt, adoption
+from shardkit_tools.adopting import adopt
+from shardkit_tools.building import engines
 if __name__ == "__main__":
-    adoption.SMALL_BYTES = 0
+    engines.SMALL_BYTES = 0
     def tell(now):
         print(now.phase, flush=True)
     adopt([sys.argv[1]], sys.argv[2], block_size="8KiB", jobs=2, scratch=sys.argv[3], progress=tell)

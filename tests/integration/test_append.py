@@ -13,7 +13,7 @@ import shardkit_tools
 from shardkit.dataset.about import unpack_sources
 from shardkit.errors import CommitConflict, NotFoundError, SampleError, ShardkitError, UsageError
 from shardkit.storage import Repository, load_manifest
-from shardkit_tools.building import build_run
+from shardkit_tools.building import build_run, engines
 
 SETTINGS: dict[str, Any] = {
     "stratify": "kind", "format": "arrow", "shard_size": "4KiB", "block_size": "1KiB",
@@ -166,7 +166,7 @@ def lines(path: Path, numbers: range) -> str:
 def test_a_build_appends_and_appending_the_same_again_changes_nothing(
     tmp_path: Path, jobs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build_run, "SMALL_BYTES", 0)
+    monkeypatch.setattr(engines, "SMALL_BYTES", 0)
     one, two = lines(tmp_path / "one.jsonl", range(600)), lines(tmp_path / "two.jsonl", range(600, 800))
     root = tmp_path / "root"
     shardkit_tools.build(one, root, **SETTINGS)

@@ -23,7 +23,7 @@ from shardkit.errors import (
     StoreReadOnlyError,
 )
 from shardkit.storage import Repository
-from shardkit_tools.building import Progress, build_run
+from shardkit_tools.building import Progress, build_run, engines
 from shardkit_tools.importers import source_files
 
 SETTINGS: dict[str, Any] = {"stratify": "label", "shard_size": "64KiB", "block_size": "8KiB"}
@@ -33,7 +33,7 @@ SETTINGS: dict[str, Any] = {"stratify": "label", "shard_size": "64KiB", "block_s
 def many_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small sources are cut into many tasks, and worth many processes."""
     monkeypatch.setattr(source_files, "_TASK_BYTES", 15_000)
-    monkeypatch.setattr(build_run, "SMALL_BYTES", 0)
+    monkeypatch.setattr(engines, "SMALL_BYTES", 0)
 
 
 def folder(root: Path, files: int = 90) -> str:

@@ -15,9 +15,9 @@ import shardkit_tools
 from shardkit.dataset.about import unpack_sources
 from shardkit.errors import CommitConflict, SourceError
 from shardkit.storage import Repository
-from shardkit_tools.building import build_run, engines, outcome, reading, source_digests
+from shardkit_tools.building import build_run, engines, outcome, passes, source_digests
 from shardkit_tools.building.outcome import fits_page_cache
-from shardkit_tools.importers import folder, numpy_rows, source_files
+from shardkit_tools.importers import folder, numpy_arrays, source_files
 from shardkit_tools.importers.protocol import SourceFile
 
 SETTINGS: dict[str, Any] = {"shard_size": "64KiB", "block_size": "16KiB"}
@@ -26,13 +26,13 @@ SETTINGS: dict[str, Any] = {"shard_size": "64KiB", "block_size": "16KiB"}
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small sources are cut into many tasks; rows and files are worth being left where they are from 512 bytes on."""
-    for module in (source_files, numpy_rows):
+    for module in (source_files, numpy_arrays):
         monkeypatch.setattr(module, "_TASK_BYTES", 40_000)
-    monkeypatch.setattr(numpy_rows, "_PIECE_BYTES", 9_000)
-    monkeypatch.setattr(numpy_rows, "_MIN_EXTENT_BYTES", 512)
+    monkeypatch.setattr(numpy_arrays, "_PIECE_BYTES", 9_000)
+    monkeypatch.setattr(numpy_arrays, "_MIN_EXTENT_BYTES", 512)
     monkeypatch.setattr(folder, "_MIN_EXTENT_BYTES", 512)
-    monkeypatch.setattr(build_run, "SMALL_BYTES", 0)
-    monkeypatch.setattr(build_run, "_DIGESTED_BESIDE_BYTES", 0)
+    monkeypatch.setattr(engines, "SMALL_BYTES", 0)
+    monkeypatch.setattr(source_digests, "_DIGESTED_BESIDE_BYTES", 0)
 
 
 def arrays(root: Path, dtype: str = "<i4") -> str:
@@ -107,7 +107,7 @@ def test_rows_that_have_to_be_looked_at_are_read_again(
 ) -> None:
     source = arrays(tmp_path / "source")
     whole = shardkit_tools.build(source, tmp_path / "whole", **SETTINGS)
-    monkeypatch.setattr(reading, "encode_columns", lambda *_: None)
+    monkeypatch.setattr(passes, "encode_columns", lambda *_: None)
     result = shardkit_tools.build(source, tmp_path / "root", **SETTINGS)
     assert result.manifest == whole.manifest
     assert result.scratch_bytes > whole.scratch_bytes
@@ -152,7 +152,6 @@ def test_digests_that_are_there_are_not_made_again(tmp_path: Path, monkeypatch: 
         raise AssertionError("made again")
 
     monkeypatch.setattr(source_digests, "digest_file", refused)
-    monkeypatch.setattr(build_run, "digest_file", refused)
     result = shardkit_tools.build(source, root, **SETTINGS)
     assert result.manifest is not None
     assert result.manifest.sources is not None
@@ -209,8 +208,8 @@ def test_a_file_that_cannot_be_hashed_stops_the_build(
 def test_no_process_is_started_for_what_threads_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: str, processes: int
 ) -> None:
-    monkeypatch.setattr(build_run, "SMALL_BYTES", 100_000)
-    monkeypatch.setattr(numpy_rows, "_TASK_BYTES", 1_000_000)
+    monkeypatch.setattr(engines, "SMALL_BYTES", 100_000)
+    monkeypatch.setattr(numpy_arrays, "_TASK_BYTES", 1_000_000)
     np.save(tmp_path / "a.npy", np.zeros((1000, 1024), np.int32))
     started = []
     real = engines.LocalEngine._free
@@ -239,11 +238,10 @@ def test_every_file_is_hashed_once_and_none_by_a_dry_run(
         return real(file, *rest)
 
     monkeypatch.setattr(source_digests, "digest_file", counting)
-    monkeypatch.setattr(build_run, "digest_file", counting)
     shardkit_tools.build(source, tmp_path / "root", **SETTINGS, dry_run=True)
     assert hashed == []
     for least in (0, 3000, 10**9):
-        monkeypatch.setattr(build_run, "_DIGESTED_BESIDE_BYTES", least)
+        monkeypatch.setattr(source_digests, "_DIGESTED_BESIDE_BYTES", least)
         shardkit_tools.build(source, tmp_path / str(least), **SETTINGS)
         assert sorted(hashed) == ["few.npy", "label.npy", "tokens.npy"]
         hashed.clear()

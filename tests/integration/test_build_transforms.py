@@ -30,7 +30,7 @@ from shardkit.errors import (
     ShardkitError,
     UsageError,
 )
-from shardkit_tools.building import build_run
+from shardkit_tools.building import engines
 from shardkit_tools.importers import ImportOptions, line_ranges
 from shardkit_tools.main import run
 from shardkit_tools.transforms import tokenizing
@@ -75,7 +75,7 @@ Module = Callable[[str], str]
 def many_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(line_ranges, "_RANGE_BYTES", 500)
     monkeypatch.setattr(line_ranges, "_PIECE_BYTES", 100)
-    monkeypatch.setattr(build_run, "SMALL_BYTES", 0)
+    monkeypatch.setattr(engines, "SMALL_BYTES", 0)
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import shardkit
-import shardkit_tools.building.build_run as build_run
 from shardkit.storage import Repository
+from shardkit_tools.building import engines
 from shardkit_tools.building.rebuilding import label_again, rebuild
 from shardkit_tools.main import run
 
@@ -194,7 +194,7 @@ def test_lookups_alone_write_no_shard(root: Path, call: Call) -> None:
 def test_a_rebuild_in_processes_is_the_same(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build_run, "SMALL_BYTES", 0)
+    monkeypatch.setattr(engines, "SMALL_BYTES", 0)
     one = rebuild(root, tmp_path / "one", shard_size="8KiB", jobs=1)
     two = rebuild(root, tmp_path / "two", shard_size="8KiB", jobs=2)
     assert one.manifest == two.manifest

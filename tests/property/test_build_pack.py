@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import shardkit
 import shardkit_tools
 from shardkit.errors import ConfigurationError, SourceError
-from shardkit_tools.building import build_run
+from shardkit_tools.building import engines
 from shardkit_tools.building import packing as packing_module
 from shardkit_tools.building.packing import pack
 from shardkit_tools.importers import ImportOptions, line_ranges
@@ -63,7 +63,7 @@ def test_best_fit_takes_the_fullest_row_that_has_room() -> None:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(line_ranges, "_RANGE_BYTES", 2_000)
     monkeypatch.setattr(line_ranges, "_PIECE_BYTES", 500)
-    monkeypatch.setattr(build_run, "SMALL_BYTES", 0)
+    monkeypatch.setattr(engines, "SMALL_BYTES", 0)
     monkeypatch.setattr(packing_module, "_GROUP_BYTES", 3_000)
 
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 import shardkit
 import shardkit_tools
 from shardkit.errors import ConfigurationError, UsageError
-from shardkit_tools.building import build_run
-from shardkit_tools.building.reading import RowMarks, first_of_equals
+from shardkit_tools.building import engines
+from shardkit_tools.building.passes import RowMarks, first_of_equals
 from shardkit_tools.importers import line_ranges
 
 VALUES = st.sampled_from(["", "a", "aa", "b", "ä", "a\n"])
@@ -56,7 +56,7 @@ def test_a_build_keeps_the_first_of_each_value(tmp_path: Path, values: list[str]
 
 @pytest.mark.usefixtures("many_tasks")
 def test_any_number_of_jobs_gives_one_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build_run, "SMALL_BYTES", 0)
+    monkeypatch.setattr(engines, "SMALL_BYTES", 0)
     lines = tmp_path / "a.jsonl"
     lines.write_text("".join(json.dumps({"text": f"text {n * n % 37}", "n": n}) + "\n" for n in range(120)))
     ids = set()

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 import shardkit
 import shardkit_tools
 from shardkit.formats import Schema
-from shardkit_tools.importers.options import ImportOptions
+from shardkit_tools.importers.protocol import ImportOptions
 from tests.command_line import typed as call
 
 TYPES = {

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-import shardkit_tools.importers.numpy_rows as numpy_rows
+import shardkit_tools.importers.numpy_arrays as numpy_arrays
 from shardkit.errors import SchemaError, SourceError
 from shardkit_tools.importers import open_source
-from shardkit_tools.importers.options import ImportOptions
+from shardkit_tools.importers.protocol import ImportOptions
 from tests.importer_conformance import check_importer, read_all
 
 
@@ -19,8 +19,8 @@ from tests.importer_conformance import check_importer, read_all
 def test_rows_of_the_first_axis(
     tmp_path: Path, dtype: str, order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(numpy_rows, "_TASK_BYTES", 40)
-    monkeypatch.setattr(numpy_rows, "_PIECE_BYTES", 15)
+    monkeypatch.setattr(numpy_arrays, "_TASK_BYTES", 40)
+    monkeypatch.setattr(numpy_arrays, "_PIECE_BYTES", 15)
     values = np.asarray(np.arange(60).reshape(10, 2, 3) % 7, dtype=dtype, order=order)  # type: ignore[call-overload]
     np.save(tmp_path / "a.npy", values)
     importer = open_source(str(tmp_path / "a.npy"))
@@ -104,7 +104,7 @@ class TestArchives:
         self, tmp_path: Path, save: Any, order: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Of several archives the rows follow each other, in the order of their names."""
-        monkeypatch.setattr(numpy_rows, "_PIECE_BYTES", 50)
+        monkeypatch.setattr(numpy_arrays, "_PIECE_BYTES", 50)
         images = np.asarray(np.arange(60).reshape(10, 2, 3), dtype=">i4", order=order)  # type: ignore[call-overload]
         labels = np.arange(10) % 3
         save(tmp_path / "0.npz", image=images[:7], label=labels[:7])

@@ -14,7 +14,7 @@ import pytest
 
 import shardkit_tools
 from shardkit.errors import SourceError
-from shardkit_tools.importers import ImportOptions, arrow, line_ranges, open_source, parquet
+from shardkit_tools.importers import ImportOptions, line_ranges, open_source, tables
 from shardkit_tools.importers.protocol import FileImporter, ReadMode, SampleColumns, SourceFailure
 from tests.importer_conformance import check_importer
 
@@ -42,7 +42,7 @@ def test_arrow_files_are_cut_between_batches(
 ) -> None:
     write_arrow(tmp_path / "a.arrow", table(100), compression)
     whole = check_importer(open_source(str(tmp_path / "a.arrow")))
-    monkeypatch.setattr(arrow, "_TASK_BYTES", 1500)
+    monkeypatch.setattr(tables, "_TASK_BYTES", 1500)
     cut = open_source(str(tmp_path / "a.arrow"))
     assert len(cut.tasks()) > 3
     assert cut.tasks()[0].start == 0
@@ -53,7 +53,7 @@ def test_arrow_files_are_cut_between_batches(
 
 
 def test_an_arrow_stream_is_one_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrow, "_TASK_BYTES", 100)
+    monkeypatch.setattr(tables, "_TASK_BYTES", 100)
     with pa.ipc.new_stream(str(tmp_path / "a.arrow"), table(1).schema) as writer:
         writer.write_table(table(50), max_chunksize=7)
     source = open_source(str(tmp_path / "a.arrow"))
@@ -65,7 +65,7 @@ def test_an_arrow_stream_is_one_task(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_whole_batches_make_the_version_that_single_rows_make(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(parquet, "_BATCH_ROWS", 9)
+    monkeypatch.setattr(tables, "_BATCH_ROWS", 9)
     path = tmp_path / f"a.{kind}"
     if kind == "arrow":
         write_arrow(path, table(60))

@@ -7,7 +7,7 @@ and settings alone.
 
 from __future__ import annotations
 
+from shardkit_tools.building.build_run import build
 from shardkit_tools.building.outcome import BuildResult, PackReport, Progress, ProgressCallback, SkippedRow
-from shardkit_tools.building.recipe import build
 
 __all__ = ["BuildResult", "PackReport", "Progress", "ProgressCallback", "SkippedRow", "build"]

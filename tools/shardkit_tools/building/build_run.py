@@ -1,4 +1,9 @@
-"""One build: the two passes, packing between them, and the commit."""
+"""`shardkit_tools.build`: a source in, a committed version out; parallel, in bounded memory, killable.
+
+Two passes, with packing between them, and the commit. The first reads the source task by task and leaves every row
+encoded in scratch, with a row table beside it; the second lays all rows out and writes each shard from scratch. Both
+journal what is finished (SPEC.md of shardkit.dataset §5).
+"""
 
 from __future__ import annotations
 
@@ -6,21 +11,24 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import inspect
 import json
 import os
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ParamSpec
 
 import numpy as np
 
-from shardkit.dataset.about import SourceDigest, SourcesObject, joined_sources, pack_sources, unpack_sources
+from shardkit.dataset.about import SourcesObject, joined_sources, pack_sources, unpack_sources
 from shardkit.dataset.committing import (
     NOT_MOVED,
     Destination,
     MadeVersion,
     Moved,
+    block_size_for,
     commit_version,
     make_manifest,
 )
@@ -29,14 +37,14 @@ from shardkit.dataset.layout import split_of
 from shardkit.dataset.row_table import Rows, ShardRows, describe_row, join_parts
 from shardkit.dataset.scratch import RUN_BYTES, scratch_folder, sized_run
 from shardkit.dataset.scratch_reading import ScratchReader
-from shardkit.dataset.shard_writing import WrittenShard
 from shardkit.dataset.version_plan import Base, NewVersion, VersionPlan, plan_version
 from shardkit.errors import IntegrityError, NotFoundError, SourceError
-from shardkit.formats import canonical_json, sha256_digest
+from shardkit.formats import canonical_json, extension, sha256_digest
+from shardkit.manifest import ShardRecord
 from shardkit.repository.repository import Repository
 from shardkit.stores.file_operations import explained
 from shardkit.stores.local import LocalStore
-from shardkit_tools.building.engines import Engine, LocalEngine
+from shardkit_tools.building.engines import Engine, is_small, open_engine
 from shardkit_tools.building.job import NO_FOLDER, Job, JobFolder, clear_temporaries, open_job
 from shardkit_tools.building.outcome import (
     BuildResult,
@@ -50,70 +58,52 @@ from shardkit_tools.building.outcome import (
     space_needs,
 )
 from shardkit_tools.building.packing import Documents, PackSettings, PackWorker, cut_documents
-from shardkit_tools.building.reading import (
+from shardkit_tools.building.passes import (
     ITEMS,
     ReadTask,
     ReadWorker,
     RowMarks,
     TaskFacts,
     TaskRows,
+    WriteWorker,
+    check_watched,
     finished_rows,
+    finished_shard,
     finished_tasks,
     first_of_equals,
 )
-from shardkit_tools.building.source_digests import SourceDigests, digest_file, shared_files
-from shardkit_tools.building.writing import WriteWorker, check_watched, finished_shard
-from shardkit_tools.importers.protocol import FileImporter, Importer, SourceFile
+from shardkit_tools.building.source_digests import SourceDigests, digested_beside
+from shardkit_tools.importers import ImportOptions
+from shardkit_tools.importers.folder import FolderLayout, split_notes
+from shardkit_tools.importers.protocol import FileImporter, Importer
+from shardkit_tools.importers.source_files import find_source
+from shardkit_tools.transforms import AppliedFunction, TextTokenizer, TransformedImporter
 
-SMALL_BYTES = 8 * 2**20
-"""Below this a process costs more to start than it saves."""
-
-# Copying and hashing is done by threads that do not wait for the interpreter: one process keeps some two processors
-# busy with it, and has done so many times as much before another one has started.
-_LIGHT = 64
-_FEW_PROCESSORS = 4
+# Larger rows are copied and hashed, and little else.
 _LIGHT_ROW_BYTES = 4096
-
-# Smaller files are hashed by the task that reads them: what is about them would cost more than the hash.
-_DIGESTED_BESIDE_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildInput:
-    """What a build reads, and what it makes of it.
+    """What a build reads, and what it makes of it."""
 
-    Attributes:
-        importer: of the source, transforms included. encoder: of its rows.
-        version: what is to be made.
-        packing: how documents become rows, or None.
-        marks: what pass 1 notes of every row, for leaving out equal ones and for packing.
-        counts: class folder → its samples. notes: what is unusual about the source.
-    """
-
-    importer: Importer
-    encoder: RowEncoder
-    version: NewVersion
-    packing: PackSettings | None
-    marks: RowMarks
-    counts: Mapping[str, int]
-    notes: tuple[str, ...]
+    importer: Importer  # of the source, transforms included
+    encoder: RowEncoder  # of its rows
+    version: NewVersion  # what is to be made
+    packing: PackSettings | None  # how documents become rows
+    marks: RowMarks  # what pass 1 notes of every row, for leaving out equal ones and for packing
+    counts: Mapping[str, int]  # class folder → its samples
+    notes: tuple[str, ...]  # what is unusual about the source
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Laid:
-    """What is to be written, and from where.
-
-    Attributes:
-        plan: of the version.
-        parts: what the ``part`` of its rows indexes.
-        duplicates: rows left out because an earlier one has the same value.
-        packed: what packing did, or None.
-    """
+    """What is to be written, and from where."""
 
     plan: VersionPlan
-    parts: Sequence[TaskFacts]
-    duplicates: int
-    packed: PackReport | None
+    parts: Sequence[TaskFacts]  # what the ``part`` of its rows indexes
+    duplicates: int  # rows left out because an earlier one has the same value
+    packed: PackReport | None  # what packing did
 
 
 class BuildRun:
@@ -165,7 +155,7 @@ class BuildRun:
         # Remote roots: in a folder of this machine, which is only made when it is needed.
         scratch = self._settings.scratch or root or tempfile.gettempdir()
         scratch_bytes = max(0, result.raw_bytes - self._in_place)
-        needs = space_needs(os.fspath(scratch), scratch_bytes, root, self._shard_bytes(result.raw_bytes))
+        needs = space_needs(self._version, os.fspath(scratch), scratch_bytes, root, result.raw_bytes)
         return dataclasses.replace(result, space=needs)
 
     def build(self) -> BuildResult:
@@ -202,7 +192,8 @@ class BuildRun:
         read = finished_tasks(job, self._tasks, self._given.importer.files())
         reused = len(read)
         self._check_space(to.repository, parent, job, read)
-        beside = self._digested_beside(read)
+        known = {file.name for rows in read.values() for file in rows.facts.files}
+        beside = digested_beside(self._given.importer, self._tasks, known, is_cached=self._is_cached)
         threads = self._settings.jobs or os.cpu_count() or 1
         with SourceDigests(beside, job, threads) as digests:
             digested = {file.name for file in beside}
@@ -212,9 +203,7 @@ class BuildRun:
             sources = self._sources(found, digests) if base is not None else None
             if base is not None and sources is not None and self._is_appended(base, sources):
                 splits = {name: split.manifest for name, split in base.splits.items()}
-                laid = self._lay_out(
-                    found, columns, None, job
-                )  # its rows are these: they are counted by themselves
+                laid = self._lay_out(found, columns, None, job)  # its rows are these, counted by themselves
                 return self._result(found, laid, MadeVersion(base.manifest, splits), reused_tasks=reused)
             laid = self._lay_out(found, columns, base, job)
             final = digests.beside(lambda: self._final_version(to, sources or self._sources(found, digests)))
@@ -265,7 +254,7 @@ class BuildRun:
             marks=self._given.marks,
             in_place=in_place > 0,
         )
-        here = self._is_small(left, is_light=in_place > total // 2)
+        here = is_small(self._engine, left, is_light=in_place > total // 2)
         for rows in self._engine.run(make, todo, self._meter.add, here=here):
             found[rows.facts.number] = rows
         self._meter.end()
@@ -330,7 +319,7 @@ class BuildRun:
             parts=[task.part for task in found],
             run_bytes=RUN_BYTES,
         )
-        for rows in self._engine.run(make, unfinished(), self._meter.add, here=total < SMALL_BYTES):
+        for rows in self._engine.run(make, unfinished(), self._meter.add, here=is_small(self._engine, total)):
             made[rows.facts.number] = rows
         self._meter.end()
         packed = join_parts([made[number].columns for number in range(len(made))])
@@ -340,17 +329,18 @@ class BuildRun:
         report = PackReport(len(documents), tokens, len(packed), len(packed) * packing.length - tokens)
         return packed, [made[number].facts for number in range(len(made))], report
 
-    def _write(self, repository: Repository, job: Job, laid: _Laid) -> tuple[list[WrittenShard], int]:
+    def _write(self, repository: Repository, job: Job, laid: _Laid) -> tuple[list[ShardRecord], int]:
         """Pass 2: every shard, in shard order, and how many of them an earlier run had written."""
         total = int(laid.plan.rows.raw_bytes.sum())
         self._meter.begin("write", total_bytes=total)
-        written: dict[int, WrittenShard] = {}
+        written: dict[int, ShardRecord] = {}
         reused = 0
+        suffix = extension(self._version.format, self._version.compression)
 
         def unfinished() -> Iterator[ShardRows]:
             nonlocal reused
             for item in laid.plan.shards():
-                shard = finished_shard(job, repository, item)
+                shard = finished_shard(job, repository, item, suffix)
                 if shard is None:
                     yield item
                 else:
@@ -366,10 +356,9 @@ class BuildRun:
         parts = [task.part for task in laid.parts]
         make = functools.partial(WriteWorker, repository, self._version, job.folder, parts, in_source)
         is_light = self._version.compression == "none" and total >= _LIGHT_ROW_BYTES * len(laid.plan.rows)
-        here = self._is_small(total, is_light=is_light)
+        here = is_small(self._engine, total, is_light=is_light)
         try:
-            for shard in self._engine.run(make, unfinished(), self._meter.add, here=here):
-                written[shard.number] = shard
+            written.update(self._engine.run(make, unfinished(), self._meter.add, here=here))
             check_watched(laid.parts, self._tasks)
         except (IntegrityError, SourceError):
             job.discard()  # damaged scratch, or what was noted of a source that has changed, must not be used again
@@ -377,36 +366,12 @@ class BuildRun:
         self._meter.end()
         return [written[number] for number in range(laid.plan.layout.shards)], reused
 
-    def _is_small(self, size: int, *, is_light: bool) -> bool:
-        """Whether work is done sooner in this process than when others are started for it."""
-        if not is_light or not isinstance(self._engine, LocalEngine):
-            return size < SMALL_BYTES
-        return size < SMALL_BYTES * _LIGHT or (SMALL_BYTES > 0 and _processors() < _FEW_PROCESSORS)
-
     # ---- Sources
 
-    def _digested_beside(self, reused: Mapping[int, TaskRows]) -> list[SourceFile]:
-        """The files that no task makes the digest of, because it would have to wait for that."""
-        importer = self._given.importer
-        files = shared_files(self._tasks)
-        reads_whole = isinstance(importer, FileImporter) and importer.reads_whole_files
-        if self._is_cached and not reads_whole:
-            shared = {file.name for file in files}
-            least = _DIGESTED_BESIDE_BYTES
-            files = [file for file in importer.files() if file.name in shared or file.size >= least]
-        known = {file.name for rows in reused.values() for file in rows.facts.files}
-        return [file for file in files if file.name not in known]
-
     def _sources(self, found: Sequence[TaskFacts], digests: SourceDigests) -> SourcesObject:
-        known: dict[str, SourceDigest] = {file.name: file for task in found for file in task.files}
-        known |= {file.name: file for file in digests.results()}
-        for file in self._given.importer.files():
-            if file.name not in known:  # a file that no task begins with, such as a list of classes
-                known[file.name] = digest_file(file)
-        return SourcesObject(
-            tuple(known[name] for name in sorted(known)),
-            tuple((row.source_name, row.source_row, row.kind) for row in _skipped(found)),
-        )
+        by_tasks = (file for task in found for file in task.files)
+        skipped = tuple((row.source_name, row.source_row, row.kind) for row in _skipped(found))
+        return SourcesObject(digests.of_all(self._given.importer.files(), by_tasks), skipped)
 
     def _is_appended(self, base: Base, sources: SourcesObject) -> bool:
         """Whether the base was itself made by appending these very files in this very way.
@@ -467,11 +432,7 @@ class BuildRun:
         is_begun = any(name.endswith(".done") for name in job.folder.names())
         root = store.url if isinstance(store, LocalStore) and not is_begun else None
         here = parent if job.is_local else None
-        check_space(space_needs(here, least_bytes(self._version, left), root, self._shard_bytes(rows)))
-
-    def _shard_bytes(self, raw_bytes: int) -> int:
-        """What the shards of so many bytes at least take: nobody knows how well they compress."""
-        return raw_bytes if self._version.compression == "none" else 0
+        check_space(space_needs(self._version, here, least_bytes(self._version, left), root, rows))
 
     def _list_skipped(self, parent: str, skipped: Sequence[SkippedRow]) -> str | None:
         if not skipped:
@@ -522,8 +483,96 @@ def _skipped(found: Sequence[TaskFacts]) -> list[SkippedRow]:
     return [row for task in found for row in task.skipped]
 
 
-def _processors() -> int:
-    """Those that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+_P = ParamSpec("_P")
+
+
+def _of_settings(
+    settings: Callable[_P, BuildSettings],
+) -> Callable[[Callable[[BuildSettings], BuildResult]], Callable[_P, BuildResult]]:
+    """A function of settings as one of their fields, by which people call it."""
+
+    def spread(function: Callable[[BuildSettings], BuildResult]) -> Callable[_P, BuildResult]:
+        @functools.wraps(function)
+        def called(*args: _P.args, **kwargs: _P.kwargs) -> BuildResult:
+            return function(settings(*args, **kwargs))
+
+        shown = inspect.signature(settings).replace(return_annotation=BuildResult)
+        called.__signature__ = shown  # type: ignore[attr-defined]  # what `help` and tools show
+        return called
+
+    return spread
+
+
+@_of_settings(BuildSettings)
+def build(settings: BuildSettings) -> BuildResult:
+    """Build a version of the dataset at ``root`` from a source.
+
+    The manifest depends on the source and the settings alone: not on jobs, scratch, kills or the machine. After a kill,
+    Ctrl-C or an error the same call goes on where it stood.
+
+    Args:
+        settings: the fields of `BuildSettings`: ``build("photos", "data/cats", stratify="label")``.
+
+    Raises:
+        NotFoundError, SourceError, SampleError: the source; names file and row.
+        SchemaError, ConfigurationError, UsageError: a setting; or a ref names samples of another schema.
+        CommitConflict: another commit moved a ref meanwhile; says how this version can be named all the same.
+        StoreError: the root or the scratch disk.
+        RunError: a process died, or another one is at work on the same build.
+        KeyboardInterrupt: on Ctrl-C; its text says how to go on.
+    """
+    engine = open_engine(settings.engine, settings.jobs, settings.address)
+    blocks = block_size_for(settings.root, settings.ref, settings.block_size)
+    settings = dataclasses.replace(settings, block_size=blocks)
+    run = BuildRun(settings, _input(settings), engine)
+    if settings.dry_run:
+        return run.count()
+    if settings.single_writer:
+        Repository.create(settings.root, single_writer=True)
+    return run.build()
+
+
+def _input(settings: BuildSettings) -> BuildInput:
+    """What is read, how it is changed on the way, and what it becomes."""
+    left_out: tuple[str, ...] = ()
+    if isinstance(settings.source, Importer):
+        importer = settings.source
+    else:
+        options = settings.options or ImportOptions(skip_bad_rows=settings.skips)
+        options = dataclasses.replace(options, unchecked=settings.apply is not None)
+        importer, left_out = find_source(os.fspath(settings.source), settings.from_, options)
+    layout: FolderLayout | None = getattr(importer, "layout", None)
+    if settings.apply is not None or settings.tokenizer is not None or settings.output_schema:
+        importer = TransformedImporter(
+            importer,
+            AppliedFunction.find(settings.apply) if settings.apply is not None else None,
+            TextTokenizer.open(settings.tokenizer) if settings.tokenizer is not None else None,
+            text_field=settings.text_field,
+            output_types=settings.output_schema,
+            skip=settings.skips,
+        )
+    schema, classes = importer.schema, importer.classes
+    folders = layout.splits if layout else {}
+    encoder = settings.encoder(schema, classes, folders)
+    recipe: dict[str, object] = {"source": importer.describe()}
+    if isinstance(importer, TransformedImporter):
+        recipe |= importer.transforms()
+    if settings.unique is not None:
+        recipe["unique"] = settings.unique
+    ((packed, length),) = settings.pack.items() if settings.pack else ((None, 0),)
+    marks = RowMarks.of(schema, unique=settings.unique, packed=packed)
+    packing = None
+    if packed is not None:
+        packing = PackSettings.of(schema, packed, length, settings.axes, settings.format)
+        recipe["pack"] = packing.describe()
+        schema = packing.rows
+        classes = classes if "label" in schema else ()
+    return BuildInput(
+        importer=importer,
+        encoder=encoder,
+        version=settings.version(schema, classes, ref=settings.ref, folders=folders, recipe=recipe),
+        packing=packing,
+        marks=marks,
+        counts=layout.counts if layout else {},
+        notes=left_out + (layout.notes if layout else split_notes(file.name for file in importer.files())),
+    )

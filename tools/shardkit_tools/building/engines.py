@@ -28,6 +28,13 @@ from shardkit.errors import ConfigurationError, RunError, ShardkitError
 
 ENGINES = ("local", "ray")
 
+SMALL_BYTES = 8 * 2**20
+"""Below this a process costs more to start than it saves."""
+
+# Copying and hashing is done by threads that do not wait for the interpreter: one process keeps some two processors
+# busy with it, and has done so many times as much before another one has started.
+_LIGHT = 64
+_FEW_PROCESSORS = 4
 
 Report = Callable[[int, int], None]
 """Called by work with (rows, bytes) done since the last call."""
@@ -110,6 +117,20 @@ def run_here(make: Callable[[], Worker], items: Iterable[Any], report: Report) -
             yield worker.work(item, report)
     finally:
         worker.close()
+
+
+def is_small(engine: Engine, size: int, *, is_light: bool = False) -> bool:
+    """Whether so many bytes are done sooner in this process than when others are started for them.
+
+    Args:
+        engine: that would hand them out.
+        size: of the work.
+        is_light: it is copied and hashed, and little else.
+    """
+    if not is_light or not isinstance(engine, LocalEngine):
+        return size < SMALL_BYTES
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return size < SMALL_BYTES * _LIGHT or (SMALL_BYTES > 0 and usable < _FEW_PROCESSORS)
 
 
 @dataclass(slots=True)

@@ -295,14 +295,17 @@ def least_bytes(version: NewVersion, source_bytes: int) -> int:
 
 
 def space_needs(
-    scratch: str | None, scratch_bytes: int, root: str | None, shard_bytes: int
+    version: NewVersion, scratch: str | None, scratch_bytes: int, root: str | None, raw_bytes: int
 ) -> tuple[SpaceNeed, ...]:
     """What the folders of a build need, and have; None for a folder that is none of this machine.
+
+    Shards that are compressed count for nothing: nobody knows how well they will be.
 
     Raises:
         StoreError: a folder cannot be looked at.
     """
     needs = []
+    shard_bytes = raw_bytes if version.compression == "none" else 0
     for what, folder, need in (("scratch", scratch, scratch_bytes), ("shards", root, shard_bytes)):
         if folder is None:
             continue

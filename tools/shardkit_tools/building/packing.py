@@ -25,7 +25,7 @@ from shardkit.formats import RowBlock, Schema, raw_row_bytes
 from shardkit.formats.block import payloads_of
 from shardkit_tools.building.engines import Report
 from shardkit_tools.building.job import JobFolder
-from shardkit_tools.building.reading import ITEMS, TaskFacts, TaskRows
+from shardkit_tools.building.passes import ITEMS, TaskFacts, TaskRows
 
 _Piece: TypeAlias = tuple[int, int, int]  # (document, first item, items)
 _Held: TypeAlias = tuple[RowBlock, Mapping[str, Sequence[bytes | memoryview]]]

@@ -22,8 +22,8 @@ from shardkit.repository.log import LogEntry, parse_dataset_url
 from shardkit.repository.repository import DEFAULT_REF, Repository
 from shardkit.stores.local import open_store
 from shardkit.stores.store import object_name
+from shardkit_tools.building.build_run import build
 from shardkit_tools.building.outcome import BuildResult
-from shardkit_tools.building.recipe import build
 from shardkit_tools.importers.protocol import SourceFailure, SourceFile, SourceSample, SourceTask
 
 _BUILT = ("shard_size", "block_size", "seed", "shuffle")  # what a manifest says of how it was built

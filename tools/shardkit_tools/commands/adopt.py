@@ -11,7 +11,7 @@ from shardkit_tools.adopting import Adoption
 from shardkit_tools.adopting import adopt as adopt_tars
 from shardkit_tools.build_report import print_strata, progress_text
 from shardkit_tools.copies import begin_copies, finish_copies, print_copies
-from shardkit_tools.importers.options import parse_field_types
+from shardkit_tools.importers.protocol import parse_field_types
 from shardkit_tools.options import argument, option
 from shardkit_tools.texts import bytes_text, count_text, duration_text
 from shardkit_tools.versions import moved_document, moved_facts

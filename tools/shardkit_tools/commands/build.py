@@ -13,7 +13,7 @@ from shardkit_tools.build_report import document, print_result, progress_text
 from shardkit_tools.building import build as build_dataset
 from shardkit_tools.copies import begin_copies, finish_copies, print_copies
 from shardkit_tools.importers import IMPORTERS, ImportOptions, parse_field_types
-from shardkit_tools.importers.options import parse_pairs
+from shardkit_tools.importers.protocol import parse_pairs
 from shardkit_tools.options import ShardFormat, argument, option
 
 _PACK = "a field and a length, such as tokens=2048"

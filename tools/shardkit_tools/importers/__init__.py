@@ -6,9 +6,16 @@ shards. Packages of others are imported by the importer that needs them.
 
 from __future__ import annotations
 
-from shardkit_tools.importers.detection import IMPORTERS, detect, open_source
-from shardkit_tools.importers.options import ImportOptions, parse_field_types
-from shardkit_tools.importers.protocol import Importer, SourceFailure, SourceFile, SourceSample, SourceTask
+from shardkit_tools.importers.protocol import (
+    Importer,
+    ImportOptions,
+    SourceFailure,
+    SourceFile,
+    SourceSample,
+    SourceTask,
+    parse_field_types,
+)
+from shardkit_tools.importers.source_files import IMPORTERS, detect, open_source
 
 __all__ = [
     "IMPORTERS",

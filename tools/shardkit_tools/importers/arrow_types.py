@@ -31,8 +31,7 @@ import pyarrow as pa
 from shardkit.errors import SourceError
 from shardkit.formats import FieldType, Schema
 from shardkit.formats.logical import Logical
-from shardkit_tools.importers.options import MIXED, ImportOptions, array_note, shell_word
-from shardkit_tools.importers.protocol import Source
+from shardkit_tools.importers.protocol import MIXED, ImportOptions, Source, array_note, shell_word
 
 KEY = "__key__"
 _MOST_CLASSES = 2**17  # a manifest has no more

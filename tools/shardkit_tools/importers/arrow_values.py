@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from shardkit.errors import SchemaError, SourceError
 from shardkit.formats import FieldType, presence_of
 from shardkit_tools.importers.arrow_types import KEY, fixed_shape, flat_batch, is_list, is_media, is_number
-from shardkit_tools.importers.options import MIXED, shell_word
 from shardkit_tools.importers.protocol import (
+    MIXED,
     FileImporter,
     ReadMode,
     SampleColumns,
@@ -29,9 +29,8 @@ from shardkit_tools.importers.protocol import (
     SourceFile,
     SourceSample,
     SourceTask,
+    shell_word,
 )
-
-TASK_BYTES = 64 << 20
 
 
 class TableImporter(FileImporter):

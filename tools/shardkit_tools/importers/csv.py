@@ -23,9 +23,9 @@ from typing import BinaryIO, ClassVar, cast
 from shardkit.errors import SourceError, UsageError
 from shardkit.formats import FieldType
 from shardkit_tools.importers.line_ranges import LineTasks, cut_lines, holds_plain_rows
-from shardkit_tools.importers.options import ImportOptions, shell_word
 from shardkit_tools.importers.protocol import (
     FileImporter,
+    ImportOptions,
     ReadMode,
     SampleStream,
     Source,
@@ -33,6 +33,7 @@ from shardkit_tools.importers.protocol import (
     SourceFile,
     SourceSample,
     SourceTask,
+    shell_word,
 )
 from shardkit_tools.importers.source_files import check_suffixes, file_suffix, open_file, open_plain
 from shardkit_tools.importers.strict_json import parse_json

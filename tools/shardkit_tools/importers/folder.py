@@ -18,10 +18,9 @@ import xxhash
 
 from shardkit.dataset.encoding import Extent
 from shardkit.errors import SourceError
-from shardkit_tools.importers.detection import SIDECARS, media_of
-from shardkit_tools.importers.options import ImportOptions
 from shardkit_tools.importers.protocol import (
     FileImporter,
+    ImportOptions,
     ReadMode,
     SampleStream,
     Source,
@@ -30,7 +29,14 @@ from shardkit_tools.importers.protocol import (
     SourceSample,
     SourceTask,
 )
-from shardkit_tools.importers.source_files import file_stem, file_suffix, group_files, read_file
+from shardkit_tools.importers.source_files import (
+    SIDECARS,
+    file_stem,
+    file_suffix,
+    group_files,
+    media_of,
+    read_file,
+)
 from shardkit_tools.importers.strict_json import parse_json
 
 _MIN_EXTENT_BYTES = 32 << 10  # below it scratch costs less than opening the file once more

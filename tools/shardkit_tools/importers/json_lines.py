@@ -17,9 +17,10 @@ from typing import ClassVar, cast
 
 from shardkit.errors import SourceError
 from shardkit_tools.importers.line_ranges import LineTasks, cut_lines, read_lines
-from shardkit_tools.importers.options import MIXED, ImportOptions, array_note, shell_word
 from shardkit_tools.importers.protocol import (
+    MIXED,
     FileImporter,
+    ImportOptions,
     ReadMode,
     SampleStream,
     Source,
@@ -27,6 +28,8 @@ from shardkit_tools.importers.protocol import (
     SourceFile,
     SourceSample,
     SourceTask,
+    array_note,
+    shell_word,
 )
 from shardkit_tools.importers.source_files import check_suffixes, file_suffix, open_plain
 from shardkit_tools.importers.strict_json import parse_json, read_array

@@ -29,10 +29,10 @@ from numpy.typing import NDArray
 
 from shardkit.errors import SourceError
 from shardkit.formats.compression import ZstdError, new_decompressor
-from shardkit_tools.importers.numpy_rows import array_type
-from shardkit_tools.importers.options import ImportOptions
+from shardkit_tools.importers.numpy_arrays import array_type
 from shardkit_tools.importers.protocol import (
     FileImporter,
+    ImportOptions,
     ReadMode,
     SampleStream,
     Source,

@@ -17,7 +17,7 @@ from typing import BinaryIO, NamedTuple, NoReturn, Protocol
 from urllib.parse import unquote
 
 from shardkit.errors import SourceError
-from shardkit_tools.importers.detection import MEDIA
+from shardkit_tools.importers.source_files import MEDIA
 
 _BLOCK = 512
 _MAX_HEADER_BYTES = 1 << 20  # of a long name or a pax header; honest ones have a few hundred bytes

@@ -9,9 +9,9 @@ from typing import ClassVar
 from shardkit.errors import SourceError
 from shardkit_tools.importers.folder import FolderLayout, folder_layout
 from shardkit_tools.importers.line_ranges import LineTasks, cut_lines
-from shardkit_tools.importers.options import ImportOptions
 from shardkit_tools.importers.protocol import (
     FileImporter,
+    ImportOptions,
     ReadMode,
     SampleStream,
     Source,

@@ -25,10 +25,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.errors import SourceError
-from shardkit_tools.importers.numpy_rows import array_type, read_header
-from shardkit_tools.importers.options import MIXED, ImportOptions, shell_word
+from shardkit_tools.importers.numpy_arrays import array_type, read_header
 from shardkit_tools.importers.protocol import (
+    MIXED,
     FileImporter,
+    ImportOptions,
     ReadMode,
     SampleStream,
     Source,
@@ -36,6 +37,7 @@ from shardkit_tools.importers.protocol import (
     SourceFile,
     SourceSample,
     SourceTask,
+    shell_word,
 )
 from shardkit_tools.importers.source_files import check_suffixes, open_plain
 from shardkit_tools.importers.strict_json import parse_json

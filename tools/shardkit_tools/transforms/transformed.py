@@ -11,8 +11,14 @@ import numpy as np
 
 from shardkit.errors import SampleError, SchemaError, SourceError
 from shardkit.formats import Schema
-from shardkit_tools.importers.options import MIXED
-from shardkit_tools.importers.protocol import Importer, SourceFailure, SourceFile, SourceSample, SourceTask
+from shardkit_tools.importers.protocol import (
+    MIXED,
+    Importer,
+    SourceFailure,
+    SourceFile,
+    SourceSample,
+    SourceTask,
+)
 from shardkit_tools.transforms.applied import AppliedFunction
 from shardkit_tools.transforms.tokenizing import TOKENS, TextTokenizer, find_text_field
 

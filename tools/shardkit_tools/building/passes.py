@@ -1,4 +1,8 @@
-"""Pass 1: the rows of a task, encoded into a scratch part; journaled when the part is whole, and found again."""
+"""The two passes as work for processes, journaled when it is whole, and found again.
+
+Pass 1: the rows of a task, encoded into a scratch part. Pass 2: shards from scratch, and from what was left in the
+source.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +18,19 @@ import xxhash
 from numpy.typing import NDArray
 
 from shardkit.dataset.about import SourceDigest
-from shardkit.dataset.encoding import Extent, ExtentColumn, RowEncoder, encode_columns, file_state
-from shardkit.dataset.row_table import Rows
+from shardkit.dataset.encoding import (
+    Extent,
+    ExtentColumn,
+    RowEncoder,
+    changed_source,
+    encode_columns,
+    file_state,
+)
+from shardkit.dataset.row_table import Rows, ShardRows
 from shardkit.dataset.scratch import RowSpool, RunBuffer
-from shardkit.dataset.scratch_reading import FilePart
+from shardkit.dataset.scratch_reading import ExtentReader, FilePart, ScratchReader
+from shardkit.dataset.shard_writing import write_shard
+from shardkit.dataset.version_plan import NewVersion
 from shardkit.errors import (
     ConfigurationError,
     FormatError,
@@ -26,7 +39,10 @@ from shardkit.errors import (
     SourceError,
     StoreError,
 )
-from shardkit.formats import Schema
+from shardkit.formats import Schema, canonical_json
+from shardkit.manifest import ShardRecord
+from shardkit.repository.repository import Repository
+from shardkit.stores.store import object_name
 from shardkit_tools.building.engines import Report
 from shardkit_tools.building.job import Job, JobFolder
 from shardkit_tools.building.outcome import SkippedRow
@@ -449,3 +465,96 @@ def _is_whole(job: Job, rows: TaskRows) -> bool:
     finally:
         part.close()
     return True
+
+
+# ---- Pass 2
+
+_MAX_RECORD_BYTES = 10_000
+
+
+@dataclass
+class WriteWorker:
+    """Writes shards; one per process.
+
+    Attributes:
+        repository: where to.
+        version: schema, format and compression.
+        folder: the job directory.
+        parts: names of the scratch files, by number of the part.
+        files: number of a part whose payloads are in the source → paths of its task's files.
+    """
+
+    repository: Repository
+    version: NewVersion
+    folder: JobFolder
+    parts: Sequence[str]
+    files: Mapping[int, Sequence[str]]
+
+    def __post_init__(self) -> None:
+        self._parts, self._extents = self.folder.parts(self.parts), ExtentReader(self.files)
+        self._reader = ScratchReader(self._parts, self.version.schema.stored, self._extents)
+
+    def close(self) -> None:
+        self._parts.close()
+        self._extents.close()
+
+    def work(self, item: ShardRows, report: Report) -> tuple[int, ShardRecord]:
+        """Write a shard and leave a record of it; its number, and how the manifest lists it.
+
+        Raises:
+            StoreError: the store or the scratch disk fails.
+            IntegrityError: a scratch record changed.
+            SourceError: the source did.
+        """
+        written = write_shard(self.repository, self._reader, item, self.version, on_block=report)
+        record = {
+            "fingerprint": item.fingerprint(),
+            **{name: getattr(written, name) for name in _SHARD_FACTS},
+        }
+        self.folder.put_record(_shard_record_name(item), canonical_json.dumps(record))
+        return item.number, written
+
+
+_SHARD_FACTS = ("digest", "size", "index_digest", "index_size", "block_rows", "largest_block", "raw_bytes")
+
+
+def finished_shard(job: Job, repository: Repository, item: ShardRows, extension: str) -> ShardRecord | None:
+    """The shard that an earlier, killed run wrote of the same rows; None where it has to be written."""
+    data = job.read(_shard_record_name(item))
+    if data is None:
+        return None
+    try:
+        facts = canonical_json.loads(data, _MAX_RECORD_BYTES)
+        if facts.pop("fingerprint") != item.fingerprint():
+            return None
+        record = ShardRecord(**facts, segment_stratum=item.segment_stratum, segment_rows=item.segment_rows)
+        for digest, kind, size in (
+            (record.digest, extension, record.size),
+            (record.index_digest, "index", record.index_size),
+        ):
+            found = repository.store.head(object_name(digest, kind))
+            if found is None or found.size != size:
+                return None
+        return record
+    except (FormatError, KeyError, TypeError):
+        return None  # a record of another release
+
+
+def _shard_record_name(item: ShardRows) -> str:
+    return f"shard-{item.number:08d}.done"
+
+
+def check_watched(parts: Sequence[TaskFacts], tasks: Sequence[SourceTask]) -> None:
+    """Files from which rows were read without being verified are what they were when the rows were noted.
+
+    Raises:
+        SourceError: one is not.
+    """
+    now: dict[str, int] = {}
+    for part in parts:
+        files = tasks[part.number].files if part.states else ()
+        for file, state in zip(files, part.states, strict=True):
+            if file.path not in now:
+                now[file.path] = file_state(file.path)
+            if now[file.path] != state:
+                raise changed_source(file.path)
