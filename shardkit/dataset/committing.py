@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from shardkit.dataset.costs import put_costs
 from shardkit.dataset.layout import BLOCK_BYTES
 from shardkit.dataset.lookups import put_lookups
-from shardkit.dataset.row_table import Rows, describe_row, join_parts
+from shardkit.dataset.scratch import Rows, describe_row, join_parts
 from shardkit.dataset.scratch_reading import Parts, ScratchReader
 from shardkit.dataset.selecting import put_selected, select_rows, selected_rows
 from shardkit.dataset.shard_writing import write_shard

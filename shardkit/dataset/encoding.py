@@ -148,6 +148,7 @@ class RowEncoder:
         self._format = format
         self.classes = tuple(classes)
         self.axes = tuple(stratify)
+        self._fields_of_axes = [(axis, _field_of(axis)) for axis in self.axes]
         self._split_by = split_by
         self._split_folders = {folder: split_value(name) for folder, name in (split_folders or {}).items()}
         self._sizes: dict[tuple[int, ...], int] = {}
@@ -199,7 +200,7 @@ class RowEncoder:
             source=source,
             payloads=payloads,
             identity=identity,
-            stratum=tuple([self._text(axis, sample, where) for axis in self.axes]),
+            stratum=tuple([self.text(axis, sample[name], where) for axis, name in self._fields_of_axes]),
             split=self._split(sample, source, where),
             raw_bytes=raw_bytes,
         )
@@ -207,7 +208,9 @@ class RowEncoder:
     def _split(self, sample: Mapping[str, object], source: tuple[str, int] | None, where: str) -> int | None:
         if self._split_folders and source is not None:
             return self._split_folders[source[0].partition("/")[0]]
-        return split_value(self._text(self._split_by, sample, where)) if self._split_by else None
+        return (
+            split_value(self.text(self._split_by, sample[self._split_by], where)) if self._split_by else None
+        )
 
     def _payloads(self, sample: Mapping[str, object], where: str) -> tuple[bytes | Extent, ...]:
         extents = {
@@ -239,26 +242,36 @@ class RowEncoder:
         fitted: str = fit_key(key, self._key_limit)
         return fitted
 
-    def _text(self, axis: str, sample: Mapping[str, object], where: str) -> str:
-        """The value of a field as the name of a stratum."""
+    def text(self, axis: str, value: Any, where: str, *, is_stored: bool = False) -> str:
+        """The value of a field as the name of a stratum.
+
+        Args:
+            axis: a field of those by which rows are stratified or split.
+            value: that encodes.
+            where: what to call the sample in messages.
+            is_stored: the value of a date, time or decimal is the number that stands for it.
+
+        Raises:
+            SampleError: there is no such class, or the text is empty or too long.
+        """
         if axis == CLASS_AXIS:
-            number: int = int(sample["label"])  # type: ignore[call-overload]  # encode has checked that it is an int64
+            number = int(value)
             if not 0 <= number < len(self.classes):
                 raise SampleError(
                     f"{where}: label {number} has no class name (there are {len(self.classes)}); "
                     'mend the label, or stratify by "label"'
                 )
             return self.classes[number]
-        value = sample[axis]
         kind = self.schema[axis]
         if kind.kind == "str":
             text = str(value)
         elif kind.dtype == "bool":
             text = "true" if value else "false"
         elif kind.logical is not None:
-            text = str(logical_text(kind.logical.value(kind.logical.number(value))))
+            number = value if is_stored else kind.logical.number(value)
+            text = str(logical_text(kind.logical.value(number)))
         else:
-            text = str(int(value))  # type: ignore[call-overload]  # encode has checked that it is a whole number
+            text = str(int(value))
         if not text or len(text) > _MAX_STRATUM_TEXT:
             raise SampleError(
                 f"{where}: field {axis!r} has {len(text)} characters; a field to stratify or split by "
@@ -306,6 +319,10 @@ def _source_identity(source: tuple[str, int]) -> tuple[int, int]:
 
 def _identity(text: bytes) -> tuple[int, int]:
     return divmod(xxhash.xxh3_128_intdigest(text), 2**64)
+
+
+def _field_of(axis: str) -> str:
+    return "label" if axis == CLASS_AXIS else axis
 
 
 def _check_field(schema: Schema, name: str, classes: tuple[str, ...]) -> None:
@@ -410,20 +427,14 @@ def _texts_of(
     encoder: RowEncoder, axis: str, columns: Mapping[str, NDArray[Any] | ExtentColumn]
 ) -> tuple[list[str], NDArray[np.int64]] | None:
     """The different values of a field as texts, and which of them each row has; None for a wrong label."""
-    column = columns["label" if axis == CLASS_AXIS else axis]
+    column = columns[_field_of(axis)]
     if isinstance(column, ExtentColumn):
         return None
     values, place = np.unique(column, return_inverse=True)
-    logical = None if axis == CLASS_AXIS else encoder.schema[axis].logical
-    if logical is not None:
-        return [str(logical_text(logical.value(number))) for number in values.tolist()], place
-    if axis == CLASS_AXIS:
-        if values[0] < 0 or values[-1] >= len(encoder.classes):
-            return None
-        return [encoder.classes[value] for value in values.tolist()], place
-    if column.dtype == np.bool_:
-        return ["true" if value else "false" for value in values.tolist()], place
-    return [str(value) for value in values.tolist()], place
+    try:
+        return [encoder.text(axis, value, "", is_stored=True) for value in values.tolist()], place
+    except SampleError:
+        return None
 
 
 def _strata(

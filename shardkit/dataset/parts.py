@@ -19,8 +19,7 @@ from typing import Any
 import xxhash
 
 from shardkit.dataset.committing import Destination, write_version
-from shardkit.dataset.row_table import Rows
-from shardkit.dataset.scratch import scratch_folder
+from shardkit.dataset.scratch import Rows, scratch_folder
 from shardkit.dataset.scratch_reading import PartFiles
 from shardkit.dataset.version_plan import NewVersion, VersionSettings
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, UsageError

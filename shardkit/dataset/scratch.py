@@ -3,7 +3,8 @@
 Rows are buffered and written in *runs*, each sorted by the order that the layout will use, so that the rows
 of one shard lie together in every run: a source of any size is read back in a few long ranges per run and
 shard, not one seek per row. What is small enough stays in memory. Nothing here is synced to disk: scratch is
-worth nothing after a power cut, and every record is verified when it is read back (SPEC.md §3).
+worth nothing after a power cut, and every record is verified when it is read back (SPEC.md §3). The columns of parts
+are joined, and handed out by shard.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import contextlib
 import os
 import struct
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,10 +22,18 @@ import xxhash
 from numpy.typing import NDArray
 
 from shardkit.dataset.encoding import IN_SOURCE, EncodedRow, EncodedRows, Extent
-from shardkit.dataset.layout import order_keys
-from shardkit.dataset.row_table import Rows
-from shardkit.dataset.scratch_reading import NO_ROW, FilePart, MemoryPart, Part, Records, record_header
+from shardkit.dataset.layout import RowTable, order_keys
+from shardkit.dataset.scratch_reading import (
+    NO_ROW,
+    FilePart,
+    MemoryPart,
+    Part,
+    Records,
+    ScratchReader,
+    record_header,
+)
 from shardkit.errors import StoreError, UsageError
+from shardkit.formats import pack_columns, unpack_columns
 from shardkit.repository.repository import Repository
 from shardkit.stores.file_operations import FOLDER, Directories, active, explained, write_all
 from shardkit.stores.local import LocalStore, private_folder
@@ -36,6 +46,140 @@ MIN_RUN_BYTES = 8 * 2**20
 _RANGE_BYTES = 2**20
 _JOIN_BYTES = 4 * 2**20
 _ROW_AT = struct.calcsize("<HII")  # of the row in the source, in a header
+
+_KIND = "scratch-rows"
+_MARK = "mark_"
+_RECORDS = ("offset", "length", "check")
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Rows(RowTable):
+    """One entry per row: of a part in the order of adding, or of all parts, one behind the other."""
+
+    strata: tuple[tuple[str, ...], ...]  # texts that `stratum` indexes; sorted where parts are joined
+    split: NDArray[np.uint64]  # the hash that decides the split; zeros where the identity does
+    generated: NDArray[np.bool_]  # whether the key is made from the ordinal
+    records: Records  # zeros where rows are counted only
+    marks: Mapping[str, NDArray[np.uint64]] = field(default_factory=dict)  # what else a build wants to know
+
+    def take(self, places: NDArray[np.int64]) -> Rows:
+        """Some of the rows, whose places are their ordinals then; strata without rows go."""
+        present, stratum = np.unique(self.stratum[places], return_inverse=True)
+        return Rows(
+            identity=self.identity[places],
+            stratum=stratum.astype(np.int32),
+            raw_bytes=self.raw_bytes[places],
+            strata=tuple(self.strata[number] for number in present.tolist()),
+            split=self.split[places],
+            generated=self.generated[places],
+            records=self.records[places],
+            marks={name: column[places] for name, column in self.marks.items()},
+        )
+
+    def to_bytes(self, meta: dict[str, object]) -> bytes:
+        """The columns of a part as a container, with something to remember them by."""
+        columns = {
+            "identity_high": self.identity[:, 0],
+            "identity_low": self.identity[:, 1],
+            **{name: getattr(self, name) for name in ("stratum", "raw_bytes", "split")},
+            "generated": self.generated.view(np.uint8),
+            **{name: getattr(self.records, name) for name in _RECORDS},
+            **{_MARK + name: column for name, column in self.marks.items()},
+        }
+        strata = [list(values) for values in self.strata]
+        return pack_columns(_KIND, {"strata": strata, "part": meta}, columns, compress=False)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> tuple[Rows, dict[str, object]]:
+        """What `to_bytes` was given.
+
+        Raises:
+            FormatError: the bytes are not of `to_bytes`.
+        """
+        columns = unpack_columns(data, _KIND)
+        arrays = columns.arrays
+        rows = cls(
+            identity=np.stack([arrays["identity_high"], arrays["identity_low"]], axis=1),
+            stratum=arrays["stratum"],
+            raw_bytes=arrays["raw_bytes"],
+            strata=tuple(tuple(values) for values in columns.meta["strata"]),
+            split=arrays["split"],
+            generated=arrays["generated"].view(np.bool_),
+            records=Records.of_part(*(arrays[name] for name in _RECORDS)),
+            marks={n.removeprefix(_MARK): column for n, column in arrays.items() if n.startswith(_MARK)},
+        )
+        return rows, columns.meta["part"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardRows:
+    """What one shard is to hold; arrays have one entry per row, in row order."""
+
+    number: int  # of the shard in the manifest
+    ordinal: NDArray[np.int64]
+    records: Records
+    stratum: NDArray[np.int32] | None  # number of each row's own stratum where the shard has pooled rows
+    segment_stratum: NDArray[np.int32]  # numbers in the manifest, one per segment, in row order
+    segment_rows: NDArray[np.int64]
+    block_rows: int  # rows per block
+    raw_bytes: int  # of all rows
+
+    def fingerprint(self) -> str:
+        """32 hex digits that are equal only where the shard holds the same rows in the same way."""
+        digest = xxhash.xxh3_128(f"{self.number} {self.block_rows}".encode())
+        records = self.records
+        for column in (self.ordinal, records.check, records.length, self.segment_stratum, self.segment_rows):
+            digest.update(np.ascontiguousarray(column).data)
+        if self.stratum is not None:
+            digest.update(np.ascontiguousarray(self.stratum).data)
+        return digest.hexdigest()
+
+    def __str__(self) -> str:
+        return f"shard {self.number} ({len(self.ordinal)} rows)"
+
+
+def join_parts(parts: Sequence[Rows]) -> Rows:
+    """The rows of parts, one behind the other; strata that several parts have are one."""
+    strata = tuple(sorted({values for part in parts for values in part.strata}))
+    number = {values: index for index, values in enumerate(strata)}
+
+    def joined(arrays: Iterable[NDArray[Any]], dtype: type, *shape: int) -> NDArray[Any]:
+        return np.concatenate([*arrays, np.zeros((0, *shape), dtype)]).astype(dtype, copy=False)
+
+    numbers = [np.array([number[values] for values in part.strata], np.int32) for part in parts]
+    stratum = (of[part.stratum] for of, part in zip(numbers, parts, strict=True) if len(part))
+    return Rows(
+        identity=joined((part.identity for part in parts), np.uint64, 2),
+        stratum=joined(stratum, np.int32),
+        raw_bytes=joined((part.raw_bytes for part in parts), np.int64),
+        strata=strata,
+        split=joined((part.split for part in parts), np.uint64),
+        generated=joined((part.generated for part in parts), np.bool_),
+        records=Records(
+            np.repeat(np.arange(len(parts), dtype=np.int32), [len(part) for part in parts]),
+            joined((part.records.offset for part in parts), np.int64),
+            joined((part.records.length for part in parts), np.int64),
+            joined((part.records.check for part in parts), np.uint64),
+        ),
+        marks={
+            name: np.concatenate([part.marks[name] for part in parts])
+            for name in (parts[0].marks if parts else ())
+        },
+    )
+
+
+def describe_row(rows: Rows, reader: ScratchReader, place: int, first_ordinal: int = 0) -> str:
+    """A row by key and source, for messages."""
+    ordinal = first_ordinal + place
+    held = reader.read(rows.records[place : place + 1], np.array([ordinal]))
+    block = held.block(0, 1, payloads=False)
+    name = f"sample {dict(block.originals).get(0, block.keys[0])!r}"
+    if not block.source_names or block.source_row is None:
+        return f"{name} (number {ordinal})"
+    return f"{name} ({block.source_names[0]} row {block.source_row[0]})"
+
+
+# ---- Rows on their way to scratch
 
 
 def sized_run(source_bytes: int, shard_size: int) -> int:

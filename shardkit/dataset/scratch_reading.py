@@ -177,7 +177,7 @@ class ScratchReader:
         self._parts = parts
         self._schema = schema
         self._buffer = np.empty(0, np.uint8)
-        self._contents = SourceContents(extents)
+        self._extents = extents or ExtentReader({})
 
     def read(self, records: Records, ordinal: NDArray[np.int64]) -> HeldRecords:
         """Records in the order asked for; what was read before is overwritten.
@@ -205,7 +205,7 @@ class ScratchReader:
                 f"scratch record of row {ordinal[changed[0]]} changed between being written and being read; "
                 "the scratch disk or memory is faulty: use another --scratch, then run it again"
             )
-        return HeldRecords(self._buffer[:at], begin, records.part, ordinal, self._schema, self._contents)
+        return HeldRecords(self._buffer[:at], begin, records.part, ordinal, self._schema, self._extents)
 
 
 class ExtentReader:
@@ -218,6 +218,42 @@ class ExtentReader:
     def __init__(self, files: Mapping[int, Sequence[str]]) -> None:
         self._files = files
         self._open: dict[str, int] = {}
+        self._buffers: dict[int, NDArray[np.uint8]] = {}  # one per field, used for block after block
+
+    def column(
+        self,
+        place: int,
+        part: NDArray[np.int32],
+        held: tuple[NDArray[np.uint8], NDArray[np.int64]],
+        words: NDArray[np.uint64],
+    ) -> NDArray[np.uint8]:
+        """The payloads of a field, one behind the other; the next call uses the memory again.
+
+        Args:
+            place: of the field.
+            part: of each row.
+            held: records, and where in them the payload, or its extent, begins.
+            words: size of each payload, marked where it is in the source.
+
+        Raises:
+            SourceError: see `read`.
+        """
+        is_extent = (words & np.uint64(IN_SOURCE)) != 0
+        watched = (words[is_extent] & np.uint64(WATCHED)) != 0
+        size = (words & np.uint64(SIZE)).astype(np.int64)
+        stop = np.cumsum(size)
+        total = int(stop[-1])
+        buffer = self._buffers.get(place)
+        if buffer is None or len(buffer) < total:
+            self._buffers.pop(place, None)  # lets go of the old one first
+            buffer = self._buffers[place] = np.empty(total, np.uint8)
+        begin = stop - size
+        data, at = held
+        packed = _runs(data, at[is_extent], EXTENT_BYTES).view("<u8")
+        self.read(part[is_extent], packed, watched, begin[is_extent], size[is_extent], buffer.data)
+        for row in np.flatnonzero(~is_extent).tolist():  # of an earlier run, which had spooled them
+            buffer[begin[row] : stop[row]] = data[at[row] : at[row] + size[row]]
+        return buffer[:total]
 
     def read(
         self,
@@ -293,50 +329,6 @@ def _read_on(descriptor: int, payload: memoryview, found: int, offset: int) -> i
     return found
 
 
-class SourceContents:
-    """Memory for what is read from the source, one buffer per field, used for block after block."""
-
-    def __init__(self, extents: ExtentReader | None) -> None:
-        self._extents = extents
-        self._buffers: dict[int, NDArray[np.uint8]] = {}
-
-    def read(
-        self,
-        place: int,
-        part: NDArray[np.int32],
-        held: tuple[NDArray[np.uint8], NDArray[np.int64]],
-        words: NDArray[np.uint64],
-    ) -> NDArray[np.uint8]:
-        """The payloads of a field, one behind the other; the next call uses the memory again.
-
-        Args:
-            place: of the field.
-            part: of each row.
-            held: records, and where in them the payload, or its extent, begins.
-            words: size of each payload, marked where it is in the source.
-
-        Raises:
-            SourceError: see `ExtentReader.read`.
-        """
-        is_extent = (words & np.uint64(IN_SOURCE)) != 0
-        watched = (words[is_extent] & np.uint64(WATCHED)) != 0
-        size = (words & np.uint64(SIZE)).astype(np.int64)
-        stop = np.cumsum(size)
-        total = int(stop[-1])
-        buffer = self._buffers.get(place)
-        if buffer is None or len(buffer) < total:
-            self._buffers.pop(place, None)  # lets go of the old one first
-            buffer = self._buffers[place] = np.empty(total, np.uint8)
-        begin = stop - size
-        data, at = held
-        assert self._extents is not None, "records with extents are read with the source at hand"
-        packed = _runs(data, at[is_extent], EXTENT_BYTES).view("<u8")
-        self._extents.read(part[is_extent], packed, watched, begin[is_extent], size[is_extent], buffer.data)
-        for row in np.flatnonzero(~is_extent).tolist():  # of an earlier run, which had spooled them
-            buffer[begin[row] : stop[row]] = data[at[row] : at[row] + size[row]]
-        return buffer[:total]
-
-
 class HeldRecords:
     """Verified records in memory; blocks of them borrow the memory, a block until the next one is made."""
 
@@ -347,7 +339,7 @@ class HeldRecords:
         part: NDArray[np.int32],
         ordinal: NDArray[np.int64],
         schema: Schema,
-        contents: SourceContents,
+        extents: ExtentReader,
     ) -> None:
         header = record_header(len(schema))
         layout = np.dtype(
@@ -364,7 +356,7 @@ class HeldRecords:
         self._view = data.data
         self._part = part
         self._ordinal = ordinal
-        self._contents = contents
+        self._extents = extents
         self._schema = schema
         self._header = _runs(data, begin, header.size).view(layout)[:, 0]
         self._texts = begin + header.size  # key, original key and source name
@@ -405,7 +397,7 @@ class HeldRecords:
         is_fixed = fixed is not None and bool((size == fixed).all())
         if self._is_extent[start:stop, place].any():
             words = self._words[start:stop, place]
-            found = self._contents.read(place, self._part[start:stop], (self._data, begin), words)
+            found = self._extents.column(place, self._part[start:stop], (self._data, begin), words)
             return found.reshape(stop - start, -1) if is_fixed else JoinedPayloads(found, size)
         if is_fixed:
             return _runs(self._data, begin, fixed or 0)

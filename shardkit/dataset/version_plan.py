@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from shardkit.dataset.about import About, check_strata, given_about
 from shardkit.dataset.costs import parse_costs
-from shardkit.dataset.encoding import RowEncoder, key_identity
+from shardkit.dataset.encoding import RowEncoder, generated_key, key_identity
 from shardkit.dataset.layout import (
     BLOCK_BYTES,
     Layout,
@@ -30,8 +30,8 @@ from shardkit.dataset.layout import (
     split_of,
 )
 from shardkit.dataset.lookups import parse_lookup
-from shardkit.dataset.row_table import Rows, ShardRows, check_unique_keys, rows_of_shards
-from shardkit.errors import ConfigurationError, UsageError
+from shardkit.dataset.scratch import Rows, ShardRows
+from shardkit.errors import ConfigurationError, SampleError, UsageError
 from shardkit.formats import Schema, ShardIndex, extension, normalise_compression
 from shardkit.manifest import POOL, Manifest, Stratum
 from shardkit.ranges import parse_size
@@ -384,3 +384,72 @@ def _splits(repository: Repository, version: Version, split: Split | None) -> di
             )
         splits[name] = found
     return splits
+
+
+# ---- Rows: keys that differ, and what each shard holds
+
+
+def check_unique_keys(
+    rows: Rows,
+    describe: Callable[[int], str],
+    *,
+    first_ordinal: int = 0,
+    held: NDArray[np.uint64] | None = None,
+) -> None:
+    """Refuse a key that two rows share, given or generated.
+
+    Args:
+        rows: all rows that are to be written.
+        describe: names a row by key and source, given its place in ``rows``.
+        first_ordinal: of the first row.
+        held: uint64[m, 2], identities of the keys of the version that is appended to.
+
+    Raises:
+        SampleError: names the key and both rows.
+    """
+    identity = rows.identity
+    before = 0 if held is None else len(held)
+    if rows.generated.all() and not before:
+        return  # ordinals differ
+    if rows.generated.any():
+        identity = identity.copy()
+        for place in np.flatnonzero(rows.generated).tolist():
+            identity[place] = key_identity(generated_key(first_ordinal + place))
+    if held is not None:
+        identity = np.concatenate([held, identity])
+    high = np.sort(identity[:, 0])
+    if not (high[1:] == high[:-1]).any():
+        return
+    order = np.lexsort((identity[:, 1], identity[:, 0]))  # stable: of equal keys the earlier row comes first
+    ranked = identity[order]
+    equal = np.flatnonzero((ranked[1:] == ranked[:-1]).all(axis=1))
+    if len(equal):
+        first = int(order[equal].min())
+        second = int(order[equal[int(order[equal].argmin())] + 1])
+        other = "a sample that is there already" if first < before else describe(first - before)
+        raise SampleError(
+            f"{describe(second - before)} has the key of {other}; keys are unique in a dataset: leave "
+            "one out, give it another key, or give no keys"
+        )
+
+
+def rows_of_shards(
+    rows: Rows, layout: Layout, manifest_stratum: NDArray[np.int32], first_ordinal: int = 0
+) -> Iterator[ShardRows]:
+    """What each shard holds, in shard order; made one at a time."""
+    for shard in range(layout.shards):
+        first, last = int(layout.shard_start[shard]), int(layout.shard_start[shard + 1])
+        ordinal = layout.rows[first:last]
+        segments = layout.segments_of(shard)
+        segment_stratum = layout.segment_stratum[segments]
+        has_pool = bool((segment_stratum == len(layout.pooled)).any())
+        yield ShardRows(
+            number=shard,
+            ordinal=first_ordinal + ordinal,
+            records=rows.records[ordinal],
+            stratum=manifest_stratum[rows.stratum[ordinal]] if has_pool else None,
+            segment_stratum=manifest_stratum[segment_stratum],
+            segment_rows=np.diff(layout.segment_start[segments.start : segments.stop + 1]),
+            block_rows=int(layout.block_rows[shard]),
+            raw_bytes=int(rows.raw_bytes[ordinal].sum()),
+        )

@@ -22,8 +22,7 @@ from shardkit.dataset.encoding import (
     generated_key,
     generated_keys,
 )
-from shardkit.dataset.row_table import Rows
-from shardkit.dataset.scratch import RowSpool
+from shardkit.dataset.scratch import Rows, RowSpool
 from shardkit.dataset.scratch_reading import ExtentReader, HeldRecords, Part, ScratchReader
 from shardkit.errors import SampleError, SourceError
 from shardkit.formats import RowBlock, Schema

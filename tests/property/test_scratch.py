@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 import shardkit
 from shardkit.dataset.encoding import EncodedRow, RowEncoder, ordinal_identity
-from shardkit.dataset.row_table import Rows
-from shardkit.dataset.scratch import RowSpool
+from shardkit.dataset.scratch import Rows, RowSpool
 from shardkit.dataset.scratch_reading import PartFiles, Parts, ScratchReader
 from shardkit.errors import FormatError, IntegrityError, SampleError
 from shardkit.formats import Row, RowBlock, Schema

@@ -34,8 +34,15 @@ from shardkit.dataset.committing import (
 )
 from shardkit.dataset.encoding import RowEncoder
 from shardkit.dataset.layout import split_of
-from shardkit.dataset.row_table import Rows, ShardRows, describe_row, join_parts
-from shardkit.dataset.scratch import RUN_BYTES, scratch_folder, sized_run
+from shardkit.dataset.scratch import (
+    RUN_BYTES,
+    Rows,
+    ShardRows,
+    describe_row,
+    join_parts,
+    scratch_folder,
+    sized_run,
+)
 from shardkit.dataset.scratch_reading import ScratchReader
 from shardkit.dataset.version_plan import Base, NewVersion, VersionPlan, plan_version
 from shardkit.errors import IntegrityError, NotFoundError, SourceError

@@ -17,8 +17,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from shardkit.dataset.encoding import CLASS_AXIS, EncodedRow
-from shardkit.dataset.row_table import Rows
-from shardkit.dataset.scratch import RowSpool
+from shardkit.dataset.scratch import Rows, RowSpool
 from shardkit.dataset.scratch_reading import Records, ScratchReader
 from shardkit.errors import ConfigurationError
 from shardkit.formats import RowBlock, Schema, raw_row_bytes

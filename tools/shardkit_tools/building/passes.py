@@ -26,8 +26,7 @@ from shardkit.dataset.encoding import (
     encode_columns,
     file_state,
 )
-from shardkit.dataset.row_table import Rows, ShardRows
-from shardkit.dataset.scratch import RowSpool, RunBuffer
+from shardkit.dataset.scratch import Rows, RowSpool, RunBuffer, ShardRows
 from shardkit.dataset.scratch_reading import ExtentReader, FilePart, ScratchReader
 from shardkit.dataset.shard_writing import write_shard
 from shardkit.dataset.version_plan import NewVersion
