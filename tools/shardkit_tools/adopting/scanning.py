@@ -21,8 +21,8 @@ from shardkit.errors import FormatError, IntegrityError, NotFoundError, SourceEr
 from shardkit.formats import FieldType, Schema, ShardIndex, Texts, fit_key, npy_payload_offset, xxh3
 from shardkit.formats.reading import tar_column
 from shardkit.formats.schema import decode_json
-from shardkit.stores.store import ObjectStat
 from shardkit.stores.remote.foreign import split_url
+from shardkit.stores.store import ObjectStat
 from shardkit_tools.building.source_digests import check_unchanged
 from shardkit_tools.importers.protocol import SourceFile
 from shardkit_tools.importers.remote_files import foreign_store, stat_file
