@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shardkit.errors import PlanError
 
-from .costs import Costs
 from .leftover import NaturalLeftover, RestGrid, natural_heads, weighted_heads
 from .lengths import BucketGrid, JoinedGrid
 from .natural import NaturalGrid
-from .population import Population, group_strata, stratum_rows
-from .settings import Settings, WeightsLike, check_rows, resolve_weights
-from .tapes import Heads
+from .population import Population, stratum_rows
+from .settings import Settings, WeightsLike, resolve_weights
 from .weighted import WeightedGrid, Weights
 
 AnyGrid = NaturalGrid | WeightedGrid | RestGrid | BucketGrid | JoinedGrid
@@ -103,10 +100,10 @@ def _anew(leg: Leg, settings: Settings, population: Population, change: Change) 
         weights = {n: m for n, m in zip(leg.population.strata, known, strict=True) if n in population.strata}
     if weights is None:
         settings = replace(settings, stages=())
-        grid: AnyGrid = natural_grid(population, settings, rows)
+        grid: AnyGrid = NaturalGrid(population, settings, rows)
     else:
         settings = replace(settings, stages=((0, resolve_weights(weights, population.strata, rows)),))
-        grid = weighted_grid(population, settings)
+        grid = WeightedGrid(population, settings)
     return Leg(settings, population, grid, change.from_step, change.from_step)
 
 
@@ -133,7 +130,7 @@ def _after_weighted(leg: Leg, grid: WeightedGrid, settings: Settings, change: Ch
     heads, revised = weighted_heads(grid, position)
     moved = [replace(w, from_step=w.from_step - position) for w in stages]
     settings = replace(settings, stages=tuple((w.from_step, w.masses) for w in moved))
-    fresh = weighted_grid(leg.population, settings, heads)
+    fresh = WeightedGrid(leg.population, settings, heads)
     return Leg(settings, leg.population, fresh, change.from_step, change.from_step, revised=revised)
 
 
@@ -167,9 +164,9 @@ def _after_natural(leg: Leg, settings: Settings, change: Change) -> Leg:
     if change.weights is not None:
         masses = resolve_weights(change.weights, leg.population.strata, rows)
         settings = replace(settings, stages=((0, masses),))
-        fresh = weighted_grid(leg.population, settings, natural_heads(grid, epoch, step))
+        fresh = WeightedGrid(leg.population, settings, natural_heads(grid, epoch, step))
         return Leg(settings, leg.population, fresh, change.from_step, change.from_step)
-    after = natural_grid(leg.population, settings, rows)
+    after = NaturalGrid(leg.population, settings, rows)
     if not step:
         return Leg(
             settings,
@@ -180,45 +177,3 @@ def _after_natural(leg: Leg, settings: Settings, change: Change) -> Leg:
         )
     rest = RestGrid(NaturalLeftover(grid, epoch, step), after)
     return Leg(settings, leg.population, rest, change.from_step, change.from_step, continues=rest.steps > 0)
-
-
-def natural_grid(
-    population: Population, settings: Settings, rows: Sequence[int], costs: Costs | None = None
-) -> NaturalGrid:
-    """The grid of settings without weights.
-
-    Raises:
-        PlanError: an epoch has no full step and drops its remainder.
-    """
-    check_rows(sum(rows), settings)
-    return NaturalGrid(
-        population,
-        group_strata(population.strata, rows, rows, settings.global_batch),
-        global_batch=settings.global_batch,
-        lanes=settings.lanes,
-        seed=settings.seed,
-        remainder=settings.remainder,
-        window_blocks=settings.window_blocks,
-        shuffle=settings.shuffle,
-        costs=costs,
-        balance=settings.balance,
-        round_parts=settings.round_parts,
-    )
-
-
-def weighted_grid(
-    population: Population,
-    settings: Settings,
-    heads: Heads | None = None,
-) -> WeightedGrid:
-    """The grid of settings with explicit weights; ``heads`` come before the first whole pass."""
-    return WeightedGrid(
-        population,
-        [Weights(*stage) for stage in settings.stages],
-        global_batch=settings.global_batch,
-        lanes=settings.lanes,
-        seed=settings.seed,
-        window_blocks=settings.window_blocks,
-        shuffle=settings.shuffle,
-        heads=heads,
-    )

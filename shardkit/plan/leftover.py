@@ -231,7 +231,7 @@ class RestGrid:
         self.members = groups.strata
         sums = groups.cumulative() or [1]
         self.full_steps, spare = divmod(groups.total, batch)
-        self.short = after.remainder == "short" and spare > 0
+        self.short = after.settings.remainder == "short" and spare > 0
         self.steps = self.full_steps + self.short
         self.deal = Deal(sums, batch, after.lanes, self.full_steps)
         drawn = self.deal.lane_prefix(np.full(after.lanes, self.full_steps), np.arange(after.lanes))

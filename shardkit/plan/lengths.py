@@ -13,7 +13,7 @@ from shardkit.errors import PlanError
 
 from .natural import NaturalGrid
 from .permutation import derive
-from .population import BaseOrder, Population, each_alone, group_strata, stratum_rows
+from .population import BaseOrder, Population, each_alone, stratum_rows
 from .settings import Settings
 from .stage import Tree, first_step
 from .weighted import WeightedGrid
@@ -76,17 +76,10 @@ class BucketGrid:
                     f"plan: the group of length {bucket.longest} has {sum(masses)} rows, its step takes {batch}; "
                     f'take a smaller global batch, join groups, or take remainder="short"'
                 )
-            grid = NaturalGrid(
-                population,
-                group_strata(population.strata, masses, masses, batch),
-                global_batch=batch,
-                lanes=settings.lanes,
-                seed=derive(settings.seed, _BUCKET, number) >> 1,
-                remainder=settings.remainder,
-                window_blocks=settings.window_blocks,
-                shuffle=settings.shuffle,
+            own = replace(
+                settings, global_batch=batch, seed=derive(settings.seed, _BUCKET, number) >> 1, buckets=()
             )
-            self.grids.append(grid)
+            self.grids.append(NaturalGrid(population, own, masses))
         self.order = BaseOrder(population, each_alone(rows))
         self.width = max(b.cell_size for b in self.buckets)
         self.steps_per_epoch = sum(g.steps_per_epoch for g in self.grids)

@@ -12,7 +12,8 @@ from .costs import BALANCES, Balance, Costs
 from .deal import Deal, assemble, chunk_steps, floor_sum, golden_step, permute_cells
 from .deck import Deck, Hands, Recent, build_deck
 from .permutation import derive, derive_each
-from .population import BaseOrder, Groups, Population
+from .population import BaseOrder, Population, group_strata, stratum_rows
+from .settings import Settings, check_rows
 
 Lanes = tuple[int, ...]
 _Key = tuple[int, Lanes, int]  # epoch, lanes, number of the chunk or first step of the part
@@ -53,42 +54,35 @@ class NaturalGrid:
     """Cells of all epochs.
 
     Args:
-        population, groups: what is dealt.
-        global_batch, lanes: B and L; L divides B.
-        seed: of every shuffle.
-        remainder: ``"drop"`` or ``"short"``.
-        window_blocks: a lane's budget of open blocks.
-        shuffle: ``"window"``, ``"full"`` or ``"none"``.
+        population: whose rows are dealt.
+        settings: of the plan.
+        rows: of each stratum that are dealt; 0 leaves it out, by default none is.
         costs: what samples cost, where windows are arranged by it.
-        balance: ``"spread"`` or ``"align"``.
-        round_parts: parts of a round of the arrangement.
+
+    Raises:
+        PlanError: there is no row, or no full step where the remainder is dropped.
     """
 
     def __init__(
         self,
         population: Population,
-        groups: Groups,
-        *,
-        global_batch: int,
-        lanes: int,
-        seed: int,
-        remainder: str,
-        window_blocks: int,
-        shuffle: str,
+        settings: Settings,
+        rows: Sequence[int] | None = None,
         costs: Costs | None = None,
-        balance: str | None = None,
-        round_parts: int | None = None,
     ) -> None:
-        self.population, self.groups = population, groups
-        self.costs, self.balance, self.round_parts = costs, balance, round_parts or 1
-        self.global_batch, self.lanes, self.seed, self.shuffle = global_batch, lanes, seed, shuffle
+        rows = stratum_rows(population) if rows is None else rows
+        check_rows(sum(rows), settings)
+        global_batch, lanes = settings.global_batch, settings.lanes
+        groups = group_strata(population.strata, rows, rows, global_batch)
+        self.population, self.settings, self.groups, self.costs = population, settings, groups, costs
+        self.global_batch, self.lanes = global_batch, lanes
+        self.seed, self.shuffle = settings.seed, settings.shuffle
         self.cell_size = global_batch // lanes
         self.rows = groups.total
         self.full_steps, self.left = divmod(self.rows, global_batch)
-        self.remainder = remainder
-        self.short = remainder == "short" and self.left > 0
+        self.short = settings.remainder == "short" and self.left > 0
         self.steps_per_epoch = self.full_steps + self.short
-        self.windows = window_sizes(groups.masses, global_batch, lanes, window_blocks)
+        self.windows = window_sizes(groups.masses, global_batch, lanes, settings.window_blocks)
         self.order = BaseOrder(population, groups)
         self._golden = golden_step(self.rows)
         self._chunk = chunk_steps(global_batch, lanes, self.full_steps)
@@ -187,9 +181,9 @@ class NaturalGrid:
         return Balance(
             self.costs.codes,
             np.tile(np.array(taken, dtype=np.int64), len(of)),
-            self.round_parts,
+            self.settings.round_parts or 1,
             derive(self.seed, _CLASSES, number),
-            Balance.offsets(of, len(groups), self.balance or BALANCES[0]),
+            Balance.offsets(of, len(groups), self.settings.balance or BALANCES[0]),
             steps,
         )
 

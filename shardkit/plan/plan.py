@@ -13,7 +13,7 @@ from shardkit.errors import PlanError
 from shardkit.formats.canonical_json import dumps
 from shardkit.notebook import Shown
 
-from .amendment import AnyGrid, Change, Leg, amended, natural_grid, weighted_grid
+from .amendment import AnyGrid, Change, Leg, amended
 from .costs import BALANCES, ROUND_PARTS, Costs
 from .leftover import RestGrid
 from .lengths import BucketGrid, JoinedGrid, find_buckets, joined, rows_per_sequence
@@ -266,7 +266,7 @@ class Plan(Shown):
     def without_costs(self) -> Plan:
         """The plan of the same settings without costs, from `from_step` on: what ranks wait less than."""
         plain = replace(self.settings, cost=None, balance=None, round_parts=None)
-        grid = natural_grid(self.population, plain, stratum_rows(self.population))
+        grid = NaturalGrid(self.population, plain)
         return Plan(replace(self._leg, settings=plain, grid=grid))
 
     def superseded_digests(self) -> set[str]:
@@ -456,9 +456,9 @@ def plan_of(settings: Settings, population: Population, cost: Costs | None = Non
     if settings.buckets:
         grid = BucketGrid(population, settings)
     elif settings.stages:
-        grid = weighted_grid(units, settings)
+        grid = WeightedGrid(units, settings)
     else:
-        grid = natural_grid(units, settings, stratum_rows(units), cost)
+        grid = NaturalGrid(units, settings, costs=cost)
     if isinstance(grid, NaturalGrid | WeightedGrid) and settings.join is not None:
         grid = JoinedGrid(grid, population, settings.join)
     return Plan(Leg(settings, population, grid))

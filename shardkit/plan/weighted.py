@@ -14,6 +14,7 @@ from .deck import Recent
 from .natural import window_sizes
 from .permutation import derive, derive_each, order
 from .population import BaseOrder, Population, each_alone, stratum_rows
+from .settings import Settings
 from .stage import RoundRobin, Stage, StageGroup, Tree, first_step, plan_groups, whole_turn
 from .tapes import Heads, Tapes
 
@@ -53,30 +54,22 @@ class WeightedGrid:
 
     Args:
         population: what is dealt.
-        stages: weights from steps on, in ascending order, the first from ``start``.
-        global_batch, lanes, seed, window_blocks, shuffle: as for `NaturalGrid`.
+        settings: of the plan, with stages.
+        heads: come before the first whole pass.
     """
 
-    def __init__(
-        self,
-        population: Population,
-        stages: Sequence[Weights],
-        *,
-        global_batch: int,
-        lanes: int,
-        seed: int,
-        window_blocks: int,
-        shuffle: str,
-        heads: Heads | None = None,
-    ) -> None:
+    def __init__(self, population: Population, settings: Settings, heads: Heads | None = None) -> None:
+        global_batch, lanes = settings.global_batch, settings.lanes
+        stages = [Weights(*stage) for stage in settings.stages]
         self.population, self.weights = population, tuple(stages)
-        self.global_batch, self.lanes, self.seed, self.shuffle = global_batch, lanes, seed, shuffle
+        self.global_batch, self.lanes = global_batch, lanes
+        self.seed, self.shuffle = settings.seed, settings.shuffle
         self.cell_size = global_batch // lanes
         self.rows: Numbers = np.array(stratum_rows(population), dtype=np.int64)
         self.order = BaseOrder(population, each_alone(self.rows.tolist()))
         self.shared = self._shared_strata(stages)
-        windows = window_sizes(stages[0].masses, global_batch, lanes, window_blocks)
-        self.tapes = Tapes(self.order, self.rows, lanes, seed, windows, shuffle, heads)
+        windows = window_sizes(stages[0].masses, global_batch, lanes, settings.window_blocks)
+        self.tapes = Tapes(self.order, self.rows, lanes, self.seed, windows, self.shuffle, heads)
         self.loop_steps = -(-int(self.rows.sum()) // global_batch)
         #: an amendment was dealt otherwise than release 0.1 dealt it (SPEC.md §6)
         self.revised = False
