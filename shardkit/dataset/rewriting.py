@@ -13,10 +13,10 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from shardkit.dataset.committing import publish_shard
 from shardkit.dataset.costs import covers, read_piece, write_piece
 from shardkit.dataset.erasure_journal import ErasurePlan, NewShard
 from shardkit.dataset.lookups import Entries
-from shardkit.dataset.shard_writing import publish_shard
 from shardkit.dataset.store_survey import StoreSurvey, shard_pair, version_reader
 from shardkit.formats import Row, ShardIndex, block_starts
 from shardkit.manifest import (

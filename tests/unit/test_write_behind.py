@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import shardkit
-from shardkit.dataset import shard_writing
-from shardkit.dataset.shard_writing import WriteBehind
+from shardkit.dataset import committing
+from shardkit.dataset.committing import WriteBehind
 from shardkit.errors import StoreError, StoreFullError
 from shardkit.storage import Repository
 from shardkit.stores.file_operations import substituted
@@ -62,7 +62,7 @@ def test_what_is_done_beside_is_waited_for_and_fails_where_it_is_asked_for(is_sm
 
 
 def test_the_disk_is_asked_to_sync_while_there_is_more_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_writing, "_SYNC_BYTES", 100)
+    monkeypatch.setattr(committing, "_SYNC_BYTES", 100)
     syncs: list[int] = []
     with WriteBehind(Sink(), lambda: syncs.append(1), is_small=False) as behind:
         for _ in range(50):
@@ -74,7 +74,7 @@ def test_the_disk_is_asked_to_sync_while_there_is_more_to_come(monkeypatch: pyte
 
 @pytest.mark.parametrize("what", ["write", "sync"])
 def test_no_error_is_lost(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    monkeypatch.setattr(shard_writing, "_SYNC_BYTES", 100)
+    monkeypatch.setattr(committing, "_SYNC_BYTES", 100)
     failed: list[int] = []
 
     def sync() -> None:
@@ -96,8 +96,8 @@ def test_no_error_is_lost(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
 def test_a_shard_of_a_failing_disk_is_not_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    monkeypatch.setattr(shard_writing, "_SMALL_BYTES", 0)
-    monkeypatch.setattr(shard_writing, "_SYNC_BYTES", 10_000)
+    monkeypatch.setattr(committing, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(committing, "_SYNC_BYTES", 10_000)
     Repository.create(tmp_path)
     operations = FaultyOperations(28, 2, calls=[call])
 

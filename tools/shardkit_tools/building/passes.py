@@ -18,6 +18,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from shardkit.dataset.about import SourceDigest
+from shardkit.dataset.committing import write_shard
 from shardkit.dataset.encoding import (
     Extent,
     ExtentColumn,
@@ -28,7 +29,6 @@ from shardkit.dataset.encoding import (
 )
 from shardkit.dataset.scratch import Rows, RowSpool, RunBuffer, ShardRows
 from shardkit.dataset.scratch_reading import ExtentReader, FilePart, ScratchReader
-from shardkit.dataset.shard_writing import write_shard
 from shardkit.dataset.version_plan import NewVersion
 from shardkit.errors import (
     ConfigurationError,
