@@ -11,8 +11,8 @@ def main(arguments: list[str]) -> int:
     from shardkit.errors import ShardkitError
     from shardkit.exit_codes import exit_code
 
+    from .agent import end_with_supervisor
     from .configuration import load_configuration
-    from .ending import end_with_supervisor
 
     # under the supervisor ranks change: a process keeps its name
     name = os.environ.get("SHARDKIT_MEMBER") or f"rank {os.environ.get('RANK', '0')}"

@@ -1,4 +1,8 @@
-"""torchrun as ``shardkit train`` starts it: failed ranks are a line each, and it does not outlive the command."""
+"""How processes of a run end: by stop signals, with the one that started them, or as torchrun reports it.
+
+``python -m shardkit_trainer.agent …`` is torchrun whose failed ranks are a line each, and that does not outlive the
+command.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,43 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from shardkit.exit_codes import ExitCode
+
+LIFELINE = "SHARDKIT_LIFELINE"
+"""Environment variable: descriptor of a pipe whose other end the supervisor holds as long as it lives."""
+
+
+def end_with_supervisor(name: str) -> None:
+    """End this process as soon as its supervisor has died; nothing where it has none.
+
+    Nobody can tell such a rank of a new group, and what it waits for may never come. What it has written is safe
+    wherever it stops: a checkpoint that is being written was not there yet.
+    """
+    descriptor = int(os.environ.pop(LIFELINE, "-1"))
+
+    def follow() -> None:
+        os.read(descriptor, 1)  # nothing is ever written: it returns when the other end is closed
+        advice = "start the run again: it goes on from its newest checkpoint"
+        os.write(2, f"{name}: run: the supervisor has died, and this rank ends; {advice}\n".encode())
+        os._exit(1)
+
+    if descriptor >= 0:
+        threading.Thread(target=follow, name="lifeline", daemon=True).start()
+
+
+@contextmanager
+def on_stop_signals(handler: Callable[[int, object], None]) -> Iterator[None]:
+    """SIGTERM and SIGINT go to ``handler`` inside; only in a process's main thread, elsewhere nothing changes."""
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT) if main}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 def main(arguments: list[str]) -> int:

@@ -15,8 +15,8 @@ from pathlib import Path
 from shardkit.errors import ConfigurationError, MissingDependency, RunError
 from shardkit.exit_codes import ExitCode
 
+from .agent import on_stop_signals
 from .configuration import Configuration, load_configuration
-from .ending import on_stop_signals
 from .run_directory import JOB, check_changes, last_event, running_job, setting_changes, software
 
 OF_A_MACHINE = {

@@ -25,8 +25,8 @@ from torch.distributed.distributed_c10d import Store
 from shardkit.errors import RunError
 from shardkit.exit_codes import ExitCode
 
+from .agent import LIFELINE, on_stop_signals
 from .configuration import Configuration
-from .ending import LIFELINE, on_stop_signals
 from .membership import ADDRESS, CONNECT_S, INTERFACE, NAME, connect, own_place, publish, serve_store, tell
 from .run_directory import JOB
 

@@ -29,10 +29,10 @@ from shardkit.ledger.bindings import configured_plans
 from shardkit.loader import Rebalancing
 from shardkit.repository.log import parse_dataset_url
 
+from .agent import on_stop_signals
 from .checkpoints import Checkpointer
 from .configuration import Configuration
 from .distributed import World, is_collective_failure, join_world, leave_world
-from .ending import on_stop_signals
 from .membership import Left
 from .recovery import Kept, Progress, carry_over, check_layout
 from .reporting import Cost, Efficiency, ProfilerWindow, Reporter, StageMeter, Timeline
