@@ -14,8 +14,6 @@ from shardkit.images.framing import ONE, check_ratio, check_share, random_box
 from shardkit.plan import Place, draw, draws
 from shardkit.plan.permutation import order
 
-__all__ = ["color_jitter", "random_erasing", "trivial_augment"]
-
 _BINS: Final = 31  # of TrivialAugment's strength
 _MEAN: Final = (124, 116, 104)  # of ImageNet, in bytes
 

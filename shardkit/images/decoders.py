@@ -15,16 +15,6 @@ from shardkit.images.framing import CenterCrop, Framing, RandomCrop, WholePictur
 from shardkit.images.resizing import find_resizer, resize_view
 from shardkit.plan import Place
 
-__all__ = [
-    "Augmentation",
-    "Layout",
-    "Normalise",
-    "PictureDecoder",
-    "random_resized_crop",
-    "resize",
-    "resize_center_crop",
-]
-
 Normalise: TypeAlias = Literal["imagenet"] | tuple[Sequence[float], Sequence[float]] | None
 """Mean and standard deviation of each channel, of values from 0 to 1; None leaves bytes."""
 

@@ -13,16 +13,6 @@ from numpy.typing import NDArray
 
 from shardkit.errors import ConfigurationError, FormatError, MissingDependency
 
-__all__ = [
-    "MAX_PIXELS",
-    "Mode",
-    "PictureReader",
-    "check_pixels",
-    "decode_picture",
-    "find_decoder",
-    "versions_of",
-]
-
 Mode = Literal["RGB", "L"]
 """Pixels of three bytes, or of one."""
 

@@ -12,11 +12,6 @@ from typing import Final, NamedTuple, TypeAlias
 from shardkit.errors import ConfigurationError
 from shardkit.plan import Place, draw, draws
 
-__all__ = [
-    "ONE", "CenterCrop", "Framing", "RandomCrop", "View", "WholePicture", "check_ratio", "check_share", "pair_of",
-    "random_box",
-]  # fmt: skip
-
 _CROP: Final = "random_resized_crop"
 _TRIES: Final = 10
 ONE: Final = 1 << 32  # fixed point

@@ -15,8 +15,6 @@ from shardkit.errors import ConfigurationError
 from shardkit.plan import Place, cell_key, draw, draws
 from shardkit.plan.permutation import order
 
-__all__ = ["cutmix", "mixup"]
-
 _PARTS: Final = 256  # in which shares are counted
 _QUANTILES: Final = 1024
 

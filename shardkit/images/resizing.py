@@ -9,8 +9,6 @@ from numpy.typing import NDArray
 
 from shardkit.images.framing import View
 
-__all__ = ["find_resizer", "resize_view"]
-
 
 def find_resizer() -> str:
     """What resizes here: "torch", which takes a third of the time, or "pillow" where it is not installed."""

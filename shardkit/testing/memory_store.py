@@ -11,8 +11,6 @@ from pathlib import Path
 from shardkit.errors import NotFoundError
 from shardkit.stores.store import DirectStore, ObjectStat, check_name, check_prefix
 
-__all__ = ["MemoryStore"]
-
 
 class MemoryStore(DirectStore):
     """Objects in a dict; implements `shardkit.stores.store.Store`. Keeps SHA-256 digests, as object stores do."""

@@ -23,8 +23,6 @@ import pytest
 from shardkit.errors import IntegrityError, NotFoundError, UsageError
 from shardkit.stores.store import Store
 
-__all__ = ["BAD_NAMES", "StoreConformance"]
-
 BAD_NAMES = (
     "",
     "/etc/passwd",
