@@ -11,9 +11,7 @@ import typer
 
 from shardkit.audit import (
     Audit,
-    Comparison,
     Finding,
-    Use,
     audit_run,
     compare_runs,
     find_plans,
@@ -40,7 +38,7 @@ from shardkit_tools.commands.verify import parse_share
 from shardkit_tools.help_pages import CommandPage, GroupPage
 from shardkit_tools.options import argument, option
 from shardkit_tools.row_lists import read_lines, sample_number
-from shardkit_tools.texts import count_text, short_id
+from shardkit_tools.texts import count_text
 
 _SHOWN = 20
 _STATEMENT = "audit.dsse.json"
@@ -218,29 +216,19 @@ def diff_command(
     troubles = [
         finding for record in (one, other) for finding in record.findings if finding.severity == "violated"
     ]
-    sides = {"a": str(first), "b": str(second)}
-    console.present(
-        as_json,
-        lambda: sides | console.plain(result) | {"violated": troubles},
-        lambda: _print_comparison(first, second, result, troubles),
-        ExitCode.DONE if result.is_equal else ExitCode.NO,
-    )
-
-
-def _print_comparison(first: Path, second: Path, result: Comparison, troubles: list[Finding]) -> None:
-    runs = zip("AB", (first, second), result.steps, strict=True)
-    console.print_facts((side, f"{run}, {count_text(steps, 'step')}") for side, run, steps in runs)
     same = f"the same samples at all {count_text(result.compared, 'step')} that both have"
-    console.print_line(same if result.is_equal else f"they diverge at step {result.diverges}", "bold")
-    for reason in result.reasons:
-        console.print_line(f"  {reason}")
-    for side in "ab":
-        for digest in result.manifests.get(f"examples_{side}", ()):
-            console.print_line(f"  shard in {side.upper()} alone: {digest}")
-    if result.cells:
-        console.print_heading(f"Step {result.diverges}")
-        console.print_table([">lane", ">slot", ">sample of A", ">sample of B"], result.cells)
-    _print_findings("The records of these runs are not sound", troubles, "red")
+    answer = same if result.is_equal else f"they diverge at step {result.diverges}"
+    sides = {"a": str(first), "b": str(second), "answer": answer}
+    document = sides | console.plain(result) | {"violated": troubles}
+    code = ExitCode.DONE if result.is_equal else ExitCode.NO
+    console.present(as_json, lambda: document, lambda: _print_comparison(document), code)
+
+
+def _print_comparison(document: dict[str, Any]) -> None:
+    console.print_document({name: value for name, value in document.items() if name != "cells"})
+    if document["cells"]:
+        console.print_heading(f"step {document['diverges']}")
+        console.print_table([">lane", ">slot", ">sample of A", ">sample of B"], document["cells"])
 
 
 # ---- audit trace RUN
@@ -287,60 +275,23 @@ def trace_command(
         raise NotFoundError(
             f"{run}: the plan cannot be made again: " + "; ".join(one.text for one in record.findings)[:500]
         )
+    code = ExitCode.DONE
+    document: dict[str, Any]
     if sample is not None:
-        _trace_sample(record, plans, sample, as_json)
+        number = sample_number(next(iter(plans.values())).dataset, sample)
+        uses = uses_of(record, plans, number)
+        document = {"sample": number, "consumed": len(uses), "uses": uses}
     elif step is not None:
-        _trace_step(record, plans, step, as_json)
+        document = {"step": step, "samples": samples_of_step(record, plans, step)}
     elif exclude is not None:
-        answer = _trace_list(record, plans, exclude, field, as_json)
-        if answer and not violated:
-            raise typer.Exit(answer)
-    if violated:
-        raise typer.Exit(ExitCode.DAMAGED)
-
-
-def _trace_sample(record: RunRecord, plans: dict[int, RunPlan], text: str, as_json: bool) -> None:
-    number = sample_number(next(iter(plans.values())).dataset, text)
-    uses = uses_of(record, plans, number)
-    if as_json:
-        console.print_json({"sample": number, "uses": uses})
-        return
-    console.print_line(f"sample {number} was consumed {count_text(len(uses), 'time')}", "bold")
-    _print_uses(uses)
-
-
-def _print_uses(uses: list[Use]) -> None:
-    if uses:
-        console.print_table(
-            [">sample", ">epoch", ">step", ">lane", ">slot", ">ranks", "first checkpoint after", ""],
-            [(use.sample, use.epoch, use.step, use.lane, use.slot, ", ".join(map(str, use.ranks)),
-              use.checkpoint or "none yet", _instead(use.substitute_for)) for use in uses],
-        )  # fmt: skip
-
-
-def _instead(substitute_for: int | None) -> str:
-    return "" if substitute_for is None else f"instead of {substitute_for}"
-
-
-def _trace_step(record: RunRecord, plans: dict[int, RunPlan], step: int, as_json: bool) -> None:
-    samples = samples_of_step(record, plans, step)
-    if as_json:
-        console.print_json({"step": step, "samples": samples})
-        return
-    console.print_line(f"step {step}: {count_text(len(samples), 'sample')}", "bold")
-    console.print_table(
-        [">lane", ">slot", ">sample", "key", "shard", ">row", ">block", "*source", ""],
-        [(one.lane, one.slot, one.sample, one.key, short_id(one.shard), one.row, one.block,
-          "" if one.source is None else f"{one.source[0]}:{one.source[1]}", _instead(one.substitute_for))
-         for one in samples],
-    )  # fmt: skip
+        document = _trace_list(record, plans, read_lines(exclude), field)
+        code = ExitCode.NO if document["used"] or not document["in_dataset"] else ExitCode.DONE
+    console.present(as_json, lambda: document, exit_code=ExitCode.DAMAGED if violated else code)
 
 
 def _trace_list(
-    record: RunRecord, plans: dict[int, RunPlan], path: Path, field: str | None, as_json: bool
-) -> ExitCode:
-    """Print the answer; returns its code."""
-    values = read_lines(path)
+    record: RunRecord, plans: dict[int, RunPlan], values: list[str], field: str | None
+) -> dict[str, Any]:
     samples: set[int] = set()
     absent, taken = set(values), ""
     for plan in plans.values():
@@ -348,21 +299,8 @@ def _trace_list(
         samples |= set(found.tolist())
         absent &= set(missing)
     uses = uses_of_many(record, plans, samples)
-    used = {use.sample for use in uses}
     answer = "these were used" if uses else "none of the list was ever used"
     if not samples:
         answer = f"nothing of the list is in the dataset, taken as {taken}: this proves nothing"
-    if as_json:
-        console.print_json({"listed": len(values), "field": taken, "absent": sorted(absent),
-                            "in_dataset": sorted(samples), "used": sorted(used), "answer": answer,
-                            "uses": uses})  # fmt: skip
-    else:
-        console.print_facts([
-            ("listed", f"{count_text(len(values), 'value')}, taken as {taken}"),
-            ("not in the dataset", count_text(len(absent))),
-            ("samples of the dataset", count_text(len(samples))),
-            ("of these consumed", count_text(len(used))),
-        ])  # fmt: skip
-        console.print_line(answer, "bold")
-        _print_uses(uses)
-    return ExitCode.NO if uses or not samples else ExitCode.DONE
+    return {"answer": answer, "listed": len(values), "field": taken, "absent": sorted(absent),
+            "in_dataset": sorted(samples), "used": sorted({use.sample for use in uses}), "uses": uses}  # fmt: skip
