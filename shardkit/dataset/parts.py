@@ -12,7 +12,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,14 +20,14 @@ import xxhash
 
 from shardkit.dataset.committing import Destination, write_version
 from shardkit.dataset.scratch import Rows, scratch_folder
-from shardkit.dataset.scratch_reading import PartFiles
+from shardkit.dataset.scratch_reading import ScratchFolder, record_body
 from shardkit.dataset.version_plan import NewVersion, VersionSettings
-from shardkit.errors import FormatError, IntegrityError, NotFoundError, UsageError
+from shardkit.errors import FormatError, IntegrityError, NotFoundError, StoreError, UsageError
 from shardkit.formats import Schema
 from shardkit.manifest import Manifest
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import load_manifest
-from shardkit.stores.file_operations import Directories, Handle, active, explained, read_exactly, write_all
+from shardkit.stores.file_operations import Handle, active, explained
 from shardkit.stores.local import LocalStore, writer_is_dead
 
 
@@ -37,7 +37,7 @@ def list_parts(root: str | os.PathLike[str], *, scratch: str | os.PathLike[str] 
     Raises:
         UsageError, StoreError: see `commit_parts`.
     """
-    return part_folder(Repository.open(root), scratch).names()
+    return part_folder(Repository.open(root), scratch).whole()
 
 
 def commit_parts(
@@ -81,14 +81,14 @@ def commit_parts(
     """
     repository = Repository.open(root)
     folder = part_folder(repository, scratch)
-    names = sorted(set(folder.names() if parts is None else parts))
+    names = sorted(set(folder.whole() if parts is None else parts))
     if not names:
         raise NotFoundError(f"{os.fspath(root)}: no parts to commit; write them with create(…, part=…)")
     note = _note_name(names, ref, append=append)
     committed = folder.noted(note)
-    if committed is not None and not set(names) & set(folder.names()):
+    if committed is not None and not set(names) & set(folder.whole()):
         return load_manifest(repository, committed).manifest
-    written = [folder.read(name) for name in names]
+    written = [folder.load(name) for name in names]
     _check_settings(written)
     version = _version(written, append=append, about=about, lookup=lookup, cost=cost, ref=ref)
     manifest = _appended(repository, version, ref) if append else None
@@ -96,14 +96,14 @@ def commit_parts(
         to = Destination.begin(
             repository, version, ref, append=append, replace=replace, message=message, author=author
         )
-        files = PartFiles(folder.path, [part.file for part in written])
+        files = folder.parts([part.file for part in written])
         try:
             manifest = write_version(to, version, [part.columns for part in written], files)
         finally:
             files.close()
-    folder.note(note, manifest.id)
+    folder.put_record(note, manifest.id.encode(), is_durable=True)
     for part in written:
-        folder.remove(part)
+        folder.drop(part)
     folder.sweep()
     return manifest
 
@@ -165,8 +165,7 @@ def _note_name(names: Sequence[str], ref: str, *, append: bool) -> str:
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 _RECORD = ".part"
-_CHECK_BYTES = 8
-_ROWS = re.compile(rf"({_NAME.pattern})\.[0-9a-f]{{16}}\.rows(?:\.new)?")
+_ROWS = re.compile(rf"({_NAME.pattern})\.[0-9a-f]{{16}}\.rows")
 _ORPHAN_GRACE_S = 24 * 3600
 
 
@@ -205,21 +204,12 @@ def settings_of(version: NewVersion) -> dict[str, Any]:
     }
 
 
-class PartFolder:
-    """The parts of a root that are not committed yet.
+class PartFolder(ScratchFolder):
+    """The parts of a root that are not committed yet, in an existing folder that all writers share."""
 
-    Args:
-        path: an existing folder that all writers share.
-    """
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def names(self) -> list[str]:
-        """Of the parts that are whole, sorted."""
-        with self._opened() as folder:
-            found = [name for name, _ in active().names(folder) if name.endswith(_RECORD)]
-        return sorted(name.removesuffix(_RECORD) for name in found)
+    def whole(self) -> list[str]:
+        """Names of the parts that are whole, sorted."""
+        return sorted(name.removesuffix(_RECORD) for name in self.names() if name.endswith(_RECORD))
 
     def publish(self, name: str, spooled: str, settings: Mapping[str, Any], columns: Rows) -> None:
         """Make a part of a closed scratch file in this folder; it takes the place of one of the same name.
@@ -229,42 +219,39 @@ class PartFolder:
         """
         before = self._file_of(name)
         rows = f"{name}.{secrets.token_hex(8)}.rows"
-        data = columns.to_bytes({"settings": dict(settings), "file": rows})
-        temporary = f"{rows}.new"
-        with self._opened(writing=True) as folder:
+        with self.opened(f"write {self.path}", writing=True) as folder:
             file = active().open_file(folder, spooled)
             try:
                 active().fsync(file)
             finally:
                 active().close(file)
             active().rename(folder, spooled, folder, rows)
-            try:
-                _write(folder, temporary, xxhash.xxh3_64_digest(data) + data)
-                active().fsync_directory(folder)  # the rows are found before anything names them
-                active().rename(folder, temporary, folder, name + _RECORD)
-            except OSError:
-                for left in (temporary, rows):
-                    _remove(folder, left)
-                raise
-            active().fsync_directory(folder)
-            if before is not None:
-                _remove(folder, before)
+        record = columns.to_bytes({"settings": dict(settings), "file": rows})
+        try:
+            self.put_record(
+                name + _RECORD, record, is_durable=True
+            )  # the rows are found before it names them
+        except StoreError:
+            self.remove(rows)
+            raise
+        if before is not None:
+            self.remove(before)
 
-    def read(self, name: str) -> WrittenPart:
+    def load(self, name: str) -> WrittenPart:
         """A part.
 
         Raises:
             NotFoundError: there is none of this name.
             IntegrityError: its record is damaged.
         """
-        data = self._bytes(check_part_name(name) + _RECORD)
+        data = self.read(check_part_name(name) + _RECORD)
         if data is None:
-            there = ", ".join(self.names()[:10]) or "none"
+            there = ", ".join(self.whole()[:10]) or "none"
             raise NotFoundError(
                 f"{self.path}: no part {name!r}; those there are {there}. Write it with create(…, part={name!r})"
             )
-        body = data[_CHECK_BYTES:]
-        if data[:_CHECK_BYTES] != xxhash.xxh3_64_digest(body):
+        body = record_body(data)
+        if body is None:
             raise IntegrityError(f"{self.path}: the record of part {name!r} is damaged; write the part again")
         try:
             columns, meta = Rows.from_bytes(body)
@@ -280,16 +267,15 @@ class PartFolder:
             digest.update(column.tobytes())
         return WrittenPart(name, file, settings, columns, digest.hexdigest())
 
-    def remove(self, part: WrittenPart) -> None:
+    def drop(self, part: WrittenPart) -> None:
         """Remove a committed part, unless it was written again meanwhile."""
-        with self._opened(writing=True) as folder:
-            if self._file_of(part.name) == part.file:
-                _remove(folder, part.name + _RECORD)
-            _remove(folder, part.file)
+        if self._file_of(part.name) == part.file:
+            self.remove(part.name + _RECORD)
+        self.remove(part.file)
 
     def sweep(self) -> None:
-        """Remove what writers that died have left; rows that no record names, a day after they were written."""
-        with self._opened(writing=True) as folder:
+        """Remove what writers that died have left; what nothing names, a day after it was written."""
+        with self.opened(f"write {self.path}", writing=True) as folder:
             for name, is_folder in active().names(folder):
                 with contextlib.suppress(FileNotFoundError):
                     if not is_folder and (
@@ -299,59 +285,23 @@ class PartFolder:
 
     def _is_orphan(self, folder: Handle, name: str) -> bool:
         match = _ROWS.fullmatch(name)
-        if match is None or self._file_of(match[1]) == name:
+        is_named = match is None or self._file_of(match[1]) == name
+        if is_named and not name.endswith(".new"):
             return False
         # Not at once: its writer may be about to name it, from any machine.
         return time.time() - active().stat(folder, name).st_mtime > _ORPHAN_GRACE_S
 
-    def note(self, name: str, text: str) -> None:
-        """Leave a text for later, whole or not at all."""
-        temporary = f"{name}.{secrets.token_hex(8)}.new"
-        with self._opened(writing=True) as folder:
-            _write(folder, temporary, text.encode())
-            active().rename(folder, temporary, folder, name)
-            active().fsync_directory(folder)
-
     def noted(self, name: str) -> str | None:
-        data = self._bytes(name)
-        return None if data is None else data.decode("utf-8", "replace")
+        """The text of a note that was put as a record; None where there is none, or it is damaged."""
+        data = self.read(name)
+        body = None if data is None else record_body(data)
+        return None if body is None else body.decode("utf-8", "replace")
 
     def _file_of(self, name: str) -> str | None:
         try:
-            return self.read(name).file
+            return self.load(name).file
         except (NotFoundError, IntegrityError):
             return None
-
-    def _bytes(self, name: str) -> bytes | None:
-        with self._opened() as folder:
-            try:
-                file = active().open_file(folder, name)
-            except FileNotFoundError:
-                return None
-            try:
-                return read_exactly(file, 0, active().stat_open(file).st_size)
-            finally:
-                active().close(file)
-
-    @contextlib.contextmanager
-    def _opened(self, *, writing: bool = False) -> Iterator[Handle]:
-        what = f"{'write' if writing else 'read'} {self.path}"
-        with explained(what, writing=writing), Directories(self.path).opened(()) as folder:
-            yield folder
-
-
-def _write(folder: Handle, name: str, data: bytes) -> None:
-    file = active().create_file(folder, name)
-    try:
-        write_all(file, data)
-        active().fsync(file)
-    finally:
-        active().close(file)
-
-
-def _remove(folder: Handle, name: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        active().unlink(folder, name)
 
 
 def part_folder(repository: Repository, scratch: str | os.PathLike[str] | None) -> PartFolder:

@@ -6,9 +6,11 @@ payload that is read from the source later, where it is (an extent, see `encodin
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
+import secrets
 import stat
 import struct
 from collections import OrderedDict
@@ -31,8 +33,9 @@ from shardkit.dataset.encoding import (
 )
 from shardkit.errors import IntegrityError, SourceError
 from shardkit.formats import JoinedPayloads, RowBlock, Schema
-from shardkit.stores.file_operations import Directories, Handle, active, explained
+from shardkit.stores.file_operations import Directories, Handle, active, explained, read_exactly, write_all
 
+_CHECK_BYTES = 8  # of the XXH3-64 in front of a record of finished work
 _MAX_GAP = 128 * 2**10
 _MAX_OPEN = 128
 _FEW_ROWS = 64  # below this comparing names as an array costs more than one by one
@@ -149,6 +152,81 @@ class PartFiles:
         for part in self._open.values():
             part.close()
         self._open.clear()
+
+
+class ScratchFolder:
+    """A folder of scratch files, and of records of what is finished in it.
+
+    A record appears by rename once it is whole, its XXH3-64 in front.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def parts(self, names: Sequence[str]) -> PartFiles:
+        """Scratch files by number."""
+        return PartFiles(self.path, names)
+
+    def put_record(self, name: str, data: bytes, *, is_durable: bool = False) -> None:
+        """Make a record appear, whole or not at all; where it is to last, so must what is in the folder by now.
+
+        Raises:
+            StoreFullError, StoreError: there is no room, or the disk fails; nothing has changed.
+        """
+        temporary = f"{name}.{os.getpid()}-{secrets.token_hex(4)}.new"
+        with self.opened(f"write {self.path}/{name}", writing=True) as folder:
+            try:
+                file = active().create_file(folder, temporary)
+                try:
+                    write_all(file, xxhash.xxh3_64_digest(data) + data)
+                    if is_durable:
+                        active().fsync(file)
+                finally:
+                    active().close(file)
+                if is_durable:
+                    active().fsync_directory(folder)
+                active().rename(folder, temporary, folder, name)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    active().unlink(folder, temporary)
+                raise
+            if is_durable:
+                active().fsync_directory(folder)
+
+    def read(self, name: str) -> bytes | None:
+        """What a record holds with its checksum, None where there is none."""
+        with self.opened(f"read {self.path}/{name}") as folder, contextlib.suppress(FileNotFoundError):
+            file = active().open_file(folder, name)
+            try:
+                return read_exactly(file, 0, active().stat_open(file).st_size)
+            finally:
+                active().close(file)
+        return None
+
+    def names(self) -> list[str]:
+        """Of everything in the folder."""
+        with self.opened(f"read {self.path}") as folder:
+            return [name for name, _ in active().names(folder)]
+
+    def remove(self, name: str) -> None:
+        """Remove a file if it is there."""
+        with (
+            self.opened(f"write {self.path}", writing=True) as folder,
+            contextlib.suppress(FileNotFoundError),
+        ):
+            active().unlink(folder, name)
+
+    @contextlib.contextmanager
+    def opened(self, doing: str, *, writing: bool = False) -> Iterator[Handle]:
+        """The folder, open; errors say what was being done."""
+        with explained(doing, writing=writing), Directories(self.path).opened(()) as folder:
+            yield folder
+
+
+def record_body(data: bytes) -> bytes | None:
+    """What a record holds; None where it is damaged."""
+    body = data[_CHECK_BYTES:]
+    return body if data[:_CHECK_BYTES] == xxhash.xxh3_64_digest(body) else None
 
 
 def _read_ranges(records: Records) -> Iterator[tuple[int, int, int, NDArray[np.int64]]]:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import xxhash
 
 from shardkit.dataset.scratch import scratch_folder
-from shardkit.dataset.scratch_reading import Part, PartFiles
+from shardkit.dataset.scratch_reading import Part, ScratchFolder, record_body
 from shardkit.errors import FormatError, IntegrityError, RunError, StoreError
 from shardkit.formats import canonical_json
 from shardkit.storage import LocalStore, Repository
@@ -33,7 +33,6 @@ from shardkit.stores.local import private_folder, temporary_name, writer_is_dead
 from shardkit.stores.store import Store, root_store
 
 _SCRATCH = "scratch"  # folder of a root for the scratch of builds over several machines
-_CHECK_BYTES = 8  # of the XXH3-64 in front of a record
 _MAX_RECORD_BYTES = 2**30
 _PIECE_BYTES = 8 * 2**20
 _OWN_FOLDER = "travelling"
@@ -42,15 +41,8 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _JOB = re.compile(rf"{_SCRATCH}/build-[0-9a-f]{{32}}/")
 
 
-class LocalFolder:
-    """A folder of this machine, or one that all machines mount; "" keeps nothing.
-
-    Args:
-        path: the folder of this machine in which parts are written; "" where nothing is kept.
-    """
-
-    def __init__(self, path: str) -> None:
-        self.path = path
+class LocalFolder(ScratchFolder):
+    """A folder of this machine, or one that all machines mount; "" keeps nothing."""
 
     def new_part(self, kind: str) -> str:
         """Name of a part that nobody has; "" where nothing is kept."""
@@ -64,55 +56,11 @@ class LocalFolder:
         """
         return os.stat(f"{self.path}/{part}").st_size if part else 0
 
-    def parts(self, names: Sequence[str]) -> PartFiles | _StoreParts:
-        """Parts that were kept, by number."""
-        return PartFiles(self.path, names)
-
-    def put_record(self, name: str, data: bytes) -> None:
-        """Make a record appear, whole or not at all.
-
-        Raises:
-            StoreFullError, StoreError: there is no room, or the store fails.
-        """
-        temporary = f"{name}.{os.getpid()}-{secrets.token_hex(4)}.new"
-        with explained(f"write {self.path}/{name}", writing=True):
-            root = active().open_root(self.path)
-            try:
-                file = active().create_file(root, temporary)
-                try:
-                    rest = memoryview(_checked(data))
-                    while rest:
-                        rest = rest[active().write(file, rest) :]
-                finally:
-                    active().close(file)
-                active().rename(root, temporary, root, name)
-            except OSError:
-                with contextlib.suppress(OSError):
-                    active().unlink(root, temporary)
-                raise
-            finally:
-                active().close(root)
-
-    def read(self, name: str) -> bytes | None:
-        """What a record holds with its checksum, None where there is none."""
-        with explained(f"read {self.path}/{name}"), contextlib.suppress(FileNotFoundError):
-            return Path(self.path, name).read_bytes()
-        return None
-
-    def names(self) -> list[str]:
-        """Everything that was kept."""
-        return os.listdir(self.path)
-
     def size_of(self, name: str) -> int | None:
         """Bytes of a file, None where it is not there."""
         with contextlib.suppress(FileNotFoundError):
             return os.stat(f"{self.path}/{name}").st_size
         return None
-
-    def remove(self, name: str) -> None:
-        """Remove a file if it is there."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(f"{self.path}/{name}")
 
 
 NO_FOLDER = LocalFolder("")
@@ -172,7 +120,7 @@ class StoreFolder:
         return _StoreParts(self._store, [self.prefix + name for name in names])
 
     def put_record(self, name: str, data: bytes) -> None:
-        self._store.replace(self.prefix + name, _checked(data))
+        self._store.replace(self.prefix + name, xxhash.xxh3_64_digest(data) + data)
 
     def read(self, name: str) -> bytes | None:
         if self._store.head(self.prefix + name) is None:
@@ -286,8 +234,7 @@ class Job:
         data = self.folder.read(name)
         if data is None:
             return None
-        body = data[_CHECK_BYTES:]
-        return body if data[:_CHECK_BYTES] == xxhash.xxh3_64_digest(body) else None
+        return record_body(data)
 
     def note_verified(self) -> None:
         """What is in the folder now is of this boot, or was verified in it."""
@@ -396,11 +343,6 @@ def _begun(store: Store, prefix: str) -> dt.datetime | None:
         return dt.datetime.fromisoformat(str(record["begun"]))
     except (FormatError, IntegrityError, KeyError, TypeError, ValueError):
         return None
-
-
-def _checked(data: bytes) -> bytes:
-    """A record as it is kept: its XXH3-64, then itself."""
-    return xxhash.xxh3_64_digest(data) + data
 
 
 def _sweep(path: str) -> None:
