@@ -33,7 +33,7 @@ from shardkit.errors import (
 from shardkit_tools.building import engines
 from shardkit_tools.importers import ImportOptions, line_ranges
 from shardkit_tools.main import run
-from shardkit_tools.transforms import tokenizing
+from shardkit_tools.transforms import applied
 
 CODE = """
 import numpy as np
@@ -243,7 +243,7 @@ def test_a_tokenizer_that_cannot_be_used_is_refused(
             raise ImportError(name)
         return real(name, *rest, **named)
 
-    tokenizing._load.cache_clear()
+    applied._tokenizer.cache_clear()
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(MissingDependency, match=r"pip install 'shardkit\[tokenizers\]'"):
         shardkit_tools.build(lines, tmp_path / "root", tokenizer=tokenizer)

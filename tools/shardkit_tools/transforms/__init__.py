@@ -5,8 +5,7 @@ What a transform does is a function of the sample and of what the recipe names: 
 
 from __future__ import annotations
 
-from shardkit_tools.transforms.applied import AppliedFunction
-from shardkit_tools.transforms.tokenizing import TextTokenizer, find_text_field
+from shardkit_tools.transforms.applied import AppliedFunction, TextTokenizer, find_text_field
 from shardkit_tools.transforms.transformed import TransformedImporter
 
 __all__ = ["AppliedFunction", "TextTokenizer", "TransformedImporter", "find_text_field"]

@@ -19,8 +19,7 @@ from shardkit_tools.importers.protocol import (
     SourceSample,
     SourceTask,
 )
-from shardkit_tools.transforms.applied import AppliedFunction
-from shardkit_tools.transforms.tokenizing import TOKENS, TextTokenizer, find_text_field
+from shardkit_tools.transforms.applied import TOKENS, AppliedFunction, TextTokenizer, find_text_field
 
 _SAMPLES_LOOKED_AT = 64
 _ROWS_LOOKED_AT = 10_000
