@@ -1774,6 +1774,8 @@ static PyObject *objects_at(const int64_t *from, const int64_t *size, Py_ssize_t
     for (Py_ssize_t row = 0; list && row < rows; row++) {
         const char *source = (const char *)(intptr_t)from[row];
         PyObject *one;
+        if (text && row + 1 < rows)
+            ask_for((const char *)(intptr_t)from[row + 1], (Py_ssize_t)size[row + 1]);
         if (!text)
             one = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)size[row]);
         else if (size[row] > 1 && is_ascii(source, size[row])) /* one character is a str that exists already */
