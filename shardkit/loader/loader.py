@@ -15,7 +15,6 @@ import numpy as np
 
 from shardkit.errors import ConfigurationError, MissingDependency, StateError, UsageError
 from shardkit.formats import presence_of
-from shardkit.ledger import MASKED, SUBSTITUTED, Journal
 from shardkit.loader.batch import Batch, MissingValues
 from shardkit.loader.gather import Allocate
 from shardkit.loader.live import (
@@ -38,6 +37,7 @@ from shardkit.telemetry import Telemetry
 from shardkit.telemetry.recorder import EventLog
 
 if TYPE_CHECKING:
+    from shardkit.ledger import Journal
     from shardkit.loader.block_memory import SharedSlots
     from shardkit.loader.sharing import ServedCache
     from shardkit.reading.cache.shared_blocks import SharedBlocks
@@ -366,6 +366,8 @@ class Loader:
             facts["kind"], **{name: value for name, value in facts.items() if name != "kind"}
         )
         if journal is not None:
+            from shardkit.ledger import MASKED, SUBSTITUTED
+
             kind = SUBSTITUTED if facts["kind"] == "substitution" else MASKED
             journal.event(**(facts | {"kind": kind}))  # the audit accounts for it
 

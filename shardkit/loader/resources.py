@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shardkit.ledger import Journal
 from shardkit.loader import gather
 from shardkit.loader.block_loading import BlockLoading
 from shardkit.loader.block_memory import BlockMemory, SharedSlots
@@ -29,6 +28,7 @@ from shardkit.stores.open_files import raise_file_limit
 from shardkit.telemetry.recorder import BlockTimes
 
 if TYPE_CHECKING:
+    from shardkit.ledger import Journal
     from shardkit.loader.remote_blocks import RemoteBlocks
     from shardkit.reading.cache.shared_blocks import SharedBlocks
     from shardkit.telemetry.recorder import RunWatch
@@ -101,11 +101,15 @@ class LoaderResources:
         self.workers: Executor | None = None
         if function is not None:
             self.workers = open_workers(config.workers, self._threads, function)
-        self.journal = None if config.run is None else Journal(
-            config.run / "journal", manifest=sources.manifest, plan=plan.digest, rank=setup.topology.rank,
-            world=setup.topology.world, lanes=plan.lanes, worker=config.offset, workers=config.stride,
-            meta={"history": plan.history(), "dataset": reader.urls, "beside": _seen_from(config.run, reader.urls)},
-        )  # fmt: skip
+        self.journal: Journal | None = None
+        if config.run is not None:
+            from shardkit.ledger import Journal
+
+            self.journal = Journal(
+                config.run / "journal", manifest=sources.manifest, plan=plan.digest, rank=setup.topology.rank,
+                world=setup.topology.world, lanes=plan.lanes, worker=config.offset, workers=config.stride,
+                meta={"history": plan.history(), "dataset": reader.urls, "beside": _seen_from(config.run, reader.urls)},
+            )  # fmt: skip
 
     @property
     def memory(self) -> int:

@@ -25,7 +25,6 @@ from shardkit.manifest import ADOPTED, MIXED, Manifest, ShardTable
 from shardkit.reading.inventory import version_record_name
 from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.objects import ROOT_NAME, Location, OpenedRoot
-from shardkit.reading.parity.rebuilding import ParityReads
 from shardkit.stores.file_operations import explained
 from shardkit.stores.remote.addresses import Address
 from shardkit.stores.remote.foreign import ForeignStore, open_foreign, split_url
@@ -163,6 +162,8 @@ def store_of_version(store: Store, manifest: Manifest, table: ShardTable) -> Sto
             store = LocatedStore([Location(name=ROOT_NAME, store=store, domain=store.url)])
     if isinstance(store, LocatedStore) and MIXED not in (manifest.format, manifest.compression):
         holders = [one.store for one in store.locations if one.holds == "objects"]
+        from shardkit.reading.parity.rebuilding import ParityReads  # few readers need it
+
         parity = ParityReads(holders, manifest, table, attempt_s=store.settings.attempt_s)
         return store.with_parity(parity)
     return store
