@@ -80,7 +80,8 @@ def _sentence(kind: str, who: str, evidence: Mapping[str, Any]) -> str:
                 f"{duration_text(evidence['others_cell_s'])} ({evidence['times']:.1f} times)")  # fmt: skip
     if kind == "skew":
         return (f"{who} works {duration_text(evidence['busiest_step_s'])} per step, the ranks "
-                f"{duration_text(evidence['mean_step_s'])} on average: {100 * evidence['lost_share']:.0f} % of the step is waiting")  # fmt: skip
+                f"{duration_text(evidence['mean_step_s'])} on average: {100 * evidence['lost_share']:.0f} % of the "
+                "step is waiting")  # fmt: skip
     if kind == "slowdown":
         return (f"{evidence['samples_per_s']:,.0f} samples/s, {100 * evidence['share']:.0f} % of the "
                 f"{evidence['before_samples_per_s']:,.0f} before; {evidence['bottleneck']}")  # fmt: skip
