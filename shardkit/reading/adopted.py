@@ -27,7 +27,7 @@ from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.objects import ROOT_NAME, Location, OpenedRoot
 from shardkit.stores.file_operations import explained
 from shardkit.stores.remote.addresses import Address
-from shardkit.stores.remote.foreign import ForeignStore, open_foreign, split_url
+from shardkit.stores.remote.foreign import ForeignStore, split_url
 from shardkit.stores.store import (
     ObjectStat,
     Stage,
@@ -371,7 +371,7 @@ class AdoptedStore(StoreAround):
         address, key = split_url(url)
         found = self._stores.get(address)
         if found is None:
-            found = self._stores.setdefault(address, open_foreign(address, retry=self._retry))
+            found = self._stores.setdefault(address, ForeignStore(address, read_only=True, retry=self._retry))
         return found, key
 
 

@@ -377,7 +377,6 @@ def open_store(url: str | os.PathLike[str], *, read_only: bool = False) -> Store
 
     Raises:
         UsageError: The URL is malformed or holds a credential.
-        MissingDependency: A package is not installed that this kind of URL needs.
     """
     text = os.fspath(url)
     scheme = scheme_of(text)
@@ -388,13 +387,7 @@ def open_store(url: str | os.PathLike[str], *, read_only: bool = False) -> Store
         if host not in ("", "localhost") or not slash:
             raise UsageError(f"{text!r}: expected file:///absolute/path")
         return LocalStore(unquote(slash + path), read_only=read_only)
-    from shardkit.stores.remote import (  # what is local needs none of them
-        addresses,
-        fsspec_store,
-        object_store,
-    )
+    from shardkit.stores.remote.addresses import parse_address  # what is local needs none of it
+    from shardkit.stores.remote.object_store import ObjectStore
 
-    address = addresses.parse_address(text)
-    if address.scheme in addresses.OBJECT_SCHEMES:
-        return object_store.ObjectStore(address, read_only=read_only)
-    return fsspec_store.FsspecStore(address, read_only=read_only)
+    return ObjectStore(parse_address(text), read_only=read_only)

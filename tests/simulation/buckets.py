@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from shardkit.stores.remote.addresses import Address
-from shardkit.stores.remote.clients import Buffer, Found
-from shardkit.stores.remote.failures import Failure, Kind
+from shardkit.stores.remote.clients import Buffer, Failure, Found, Kind
 from tests.simulation.scheduler import Scheduler
 
 __all__ = ["Bucket", "BucketClient", "Faults", "Stored"]

@@ -1,9 +1,12 @@
-"""The clients below an object store: obstore where it can be used, boto3 where it cannot.
+"""The clients below a remote store: obstore where it can be used, boto3 where it cannot, fsspec for any other URL.
 
 obstore runs on threads of its own that a forked child does not have: using it in the child of a process that used it
 hangs. So clients belong to a process id, and a child of such a process is given boto3, which costs more processor
 time per request and is otherwise the same. Both are told not to try again by themselves: who repeats what, and what a
 lost answer means, is decided in one place (`object_store`).
+
+Clients print requests, headers and answers into their errors; an S3 answer may quote the access key and the string that
+was signed. So nothing of their text is passed on but the HTTP status and the error code.
 """
 
 from __future__ import annotations
@@ -13,14 +16,146 @@ import contextlib
 import importlib
 import importlib.util
 import os
+import re
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, Literal, NamedTuple, Protocol
 
-from shardkit.errors import MissingDependency, StoreError
-from shardkit.stores.remote.addresses import Address
-from shardkit.stores.remote.failures import Failure, classified
+from shardkit.errors import MissingDependency, StoreError, StoreFullError, StoreReadOnlyError
+from shardkit.stores.file_operations import store_error
+from shardkit.stores.remote.addresses import OBJECT_SCHEMES, Address
 from shardkit.stores.waiting import RetryPolicy
+
+Kind = Literal[
+    "absent", "exists", "conflict", "throttled", "no-answer", "expired", "denied", "range", "refused"
+]
+
+_STATUS: Final = re.compile(r"status code: (\d{3})|\b(?:HTTPStatusCode|status)['\"]?: (\d{3})")
+_CODE: Final = re.compile(r"<Code>([A-Za-z.]{1,60})</Code>|An error occurred \(([A-Za-z0-9.]{1,60})\)")
+_EXPIRED: Final = frozenset(
+    {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"}
+)
+_DENIED: Final = frozenset(
+    {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "AllAccessDisabled"}
+)
+_THROTTLED: Final = frozenset({"SlowDown", "RequestLimitExceeded", "ThrottlingException", "TooManyRequests"})
+_NO_BUCKET: Final = frozenset({"NoSuchBucket", "ContainerNotFound"})
+_BY_NAME: Final[dict[str, Kind]] = {
+    "FileNotFoundError": "absent",
+    "AlreadyExistsError": "exists",
+    "FileExistsError": "exists",
+    "PermissionDeniedError": "denied",
+    "UnauthenticatedError": "denied",
+    "PermissionError": "denied",
+}
+_BY_STATUS: Final[dict[int, Kind]] = {
+    401: "denied",
+    403: "denied",
+    404: "absent",
+    408: "no-answer",
+    409: "conflict",
+    412: "exists",
+    416: "range",
+    429: "throttled",
+    503: "throttled",
+}
+_PAST_THE_END: Final = "Wanted range starting at"
+"""What obstore says of a range where the server answered it with bytes that do not begin there (Azure)."""
+_ADVICE: Final[dict[Kind, str]] = {
+    "throttled": "it asks for fewer requests; lower the concurrency or wait",
+    "no-answer": "look at the network and the endpoint, then run it again",
+    "expired": "the credentials expired and could not be renewed; renew them, then run it again",
+    "denied": "get the right, or set other credentials in the environment",
+    "conflict": "another writer is at the same name; run it again",
+}
+
+
+class Failure(Exception):
+    """One failed request.
+
+    Attributes:
+        kind: "absent" (no such object), "exists" (put-if-absent found one), "conflict" (another put is under way),
+            "throttled", "no-answer" (unknown whether it was carried out), "expired" (credentials), "denied", "range"
+            (past the end), "refused" (anything else that asking again does not change).
+        reason: for people; holds no credential.
+    """
+
+    def __init__(self, kind: Kind, reason: str) -> None:
+        super().__init__(kind, reason)
+        self.kind: Kind = kind
+        self.reason = reason
+
+    @property
+    def passing(self) -> bool:
+        """Whether the same request may succeed a little later."""
+        return self.kind in ("throttled", "no-answer", "conflict", "expired")
+
+    @property
+    def advice(self) -> str:
+        """What to do next."""
+        return _ADVICE.get(self.kind, "check bucket, endpoint and region, then run it again")
+
+
+def classify(error: BaseException) -> Failure:
+    """What a client's exception means. Drop the exception itself: its text may hold credentials."""
+    text = str(error)
+    status_match, code_match = _STATUS.search(text), _CODE.search(text)
+    # botocore keeps it beside the text; a HEAD has no body, and so no code
+    answer = getattr(error, "response", None)
+    status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(answer, dict) else None
+    if status_match:
+        status = int(next(filter(None, status_match.groups())))
+    code = next(filter(None, code_match.groups())) if code_match else ""
+    if status is None and _PAST_THE_END in text:
+        return Failure("range", "past the end")
+    reason = " ".join(filter(None, (f"HTTP {status}" if status else "", code))) or _short(error, text)
+    return Failure(_kind(type(error).__name__, status, code), reason)
+
+
+@contextlib.contextmanager
+def classified() -> Iterator[None]:
+    """Turn whatever a client raises into a `Failure`; also a decorator."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 (whatever the client raises)
+        raise classify(error) from None
+
+
+def _kind(name: str, status: int | None, code: str) -> Kind:
+    if code in _NO_BUCKET:
+        return "refused"
+    if code in _EXPIRED:
+        return "expired"
+    if code in _DENIED:
+        return "denied"
+    if code in _THROTTLED:
+        return "throttled"
+    if name in _BY_NAME:
+        return _BY_NAME[name]
+    if code in ("NoSuchKey", "404"):
+        return "absent"
+    if status is None:
+        return "no-answer"
+    return _BY_STATUS.get(status, "no-answer" if status >= 500 else "refused")
+
+
+def _short(error: BaseException, text: str) -> str:
+    """A word for errors that have neither status nor code: the request got no answer."""
+    lowered = text.lower()
+    for word, meaning in (
+        ("timed out", "timed out"),
+        ("kind: timeout", "timed out"),
+        ("read timeout", "timed out"),
+        ("connect", "no connection"),
+        ("reset", "connection reset"),
+        ("decod", "broken answer"),
+        ("body", "broken answer"),
+    ):
+        if word in lowered:
+            return meaning
+    return f"no answer ({type(error).__name__})"
+
 
 Buffer = Any
 """Bytes, or whatever has them behind the buffer protocol."""
@@ -99,8 +234,11 @@ def open_client(address: Address, retry: RetryPolicy, *, checksums: bool = False
     global _obstore_process
     if _substitute is not None:
         return _substitute(address)
-    if importlib.util.find_spec("obstore") is None:
-        raise MissingDependency(f"{address.scheme}:// needs obstore; run: pip install 'shardkit[s3]'")
+    package = "obstore" if address.scheme in OBJECT_SCHEMES.values() else "fsspec"
+    if importlib.util.find_spec(package) is None:
+        raise MissingDependency(f"{address.scheme}:// needs {package}; run: pip install 'shardkit[s3]'")
+    if package == "fsspec":
+        return FsspecClient(address)
     forked = _obstore_process not in (None, os.getpid())
     if (forked or checksums) and address.scheme == "s3" and importlib.util.find_spec("boto3") is not None:
         return Boto3Client(address, retry)
@@ -295,3 +433,99 @@ class Boto3Client:
 
     def _key(self, name: str) -> dict[str, str]:
         return {"Bucket": self._bucket, "Key": self._prefix + name}
+
+
+_TEMPORARIES: Final = "tmp"
+_ETAGS: Final = ("ETag", "etag", "md5Hash", "content_md5")
+"""Under which names file systems tell something that changes with the bytes; times tell nothing."""
+
+
+class FsspecClient:
+    """Any file system that fsspec knows: the compatible path, for one writer at a time.
+
+    fsspec promises no put-if-absent that holds between processes: most of its file systems look first and write then.
+    """
+
+    def __init__(self, address: Address) -> None:
+        fsspec = importlib.import_module("fsspec")
+        with _told():
+            try:
+                system, root = fsspec.core.url_to_fs(
+                    address.url, skip_instance_cache=True, use_listings_cache=False
+                )
+            except TypeError:  # some hand what they do not know to their client: sftp
+                system, root = fsspec.core.url_to_fs(address.url, skip_instance_cache=True)
+        self._system, self._root = system, root.rstrip("/")
+
+    def get(self, name: str, max_bytes: int) -> tuple[int, Buffer]:
+        size = self.stat(name).size
+        return size, self.get_range(name, 0, size) if 0 < size <= max_bytes else b""
+
+    def get_range(self, name: str, offset: int, length: int) -> Buffer:
+        with _told():
+            return self._system.cat_file(self._path(name), start=offset, end=offset + length)
+
+    def put(self, name: str, data: Buffer, *, write_id: str | None) -> None:
+        """Write under a temporary name, then move: no reader sees half an object."""
+        assert write_id is None, "fsspec has no put-if-absent"
+        temporary, final = self._path(f"{_TEMPORARIES}/{uuid.uuid4().hex}"), self._path(name)
+        with _told(writing=name):
+            for path in (final, temporary):
+                self._system.makedirs(os.path.dirname(path), exist_ok=True)
+            try:
+                self._system.pipe_file(temporary, bytes(data))
+                self._system.mv(temporary, final)
+            except BaseException:
+                with contextlib.suppress(Exception):
+                    self._system.rm_file(temporary)
+                raise
+
+    def stat(self, name: str) -> Found:
+        with _told():
+            info = self._system.info(self._path(name))
+        if info.get("type") != "file" or info.get("size") is None:
+            raise Failure("absent", "no file")
+        return Found(
+            name, int(info["size"]), etag=next((str(info[key]) for key in _ETAGS if info.get(key)), "")
+        )
+
+    def list(self, prefix: str, after: str) -> Iterator[Found]:
+        with _told():
+            self._system.invalidate_cache()
+            try:
+                found = self._system.find(self._path(prefix).rstrip("/"), detail=True)
+            except FileNotFoundError:
+                return
+            sizes = {self._name(path): int(info.get("size") or 0) for path, info in found.items()}
+        yield from (Found(name, sizes[name]) for name in sorted(sizes) if name > after)
+
+    def delete(self, name: str) -> None:
+        with _told(writing=name), contextlib.suppress(FileNotFoundError):
+            self._system.rm_file(self._path(name))
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    def _name(self, path: str) -> str:
+        return str(self._system._strip_protocol(path)).removeprefix(self._root).lstrip("/")  # noqa: SLF001
+
+
+@contextlib.contextmanager
+def _told(writing: str = "") -> Iterator[None]:
+    """Turn what a file system raises into a `Failure`; a full or read-only one is not asked again."""
+    try:
+        yield
+    except Failure:
+        raise
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        raise Failure("absent", "no such file") from None
+    except (ImportError, ValueError) as error:
+        hint = str(error) if isinstance(error, ImportError) else type(error).__name__
+        raise Failure("refused", f"{hint}; see fsspec's list of URLs") from None
+    except OSError as error:
+        told = store_error(error, f"write {writing}", writing=bool(writing)) if error.errno else None
+        if isinstance(told, (StoreFullError, StoreReadOnlyError)):
+            raise told from None
+        raise Failure("denied" if isinstance(error, PermissionError) else "no-answer", "no answer") from None
+    except Exception as error:  # noqa: BLE001 (whatever the file system raises)
+        raise Failure("refused", type(error).__name__) from None

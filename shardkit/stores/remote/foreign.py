@@ -12,18 +12,16 @@ from typing import Final
 
 from shardkit.errors import UsageError
 from shardkit.stores.remote.addresses import OBJECT_SCHEMES, Address, parse_address
-from shardkit.stores.remote.fsspec_store import FsspecStore
 from shardkit.stores.remote.object_store import ObjectStore
 from shardkit.stores.store import ObjectStat
-from shardkit.stores.waiting import RetryPolicy
 
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/]*)/?(.*)", re.DOTALL)
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f]")
 _LONGEST: Final = 4_000
 
 
-class ForeignBucket(ObjectStore):
-    """A whole bucket, read only, under any keys but those with empty parts, ``.`` or ``..``."""
+class ForeignStore(ObjectStore):
+    """A whole bucket, or a folder behind another URL, under any keys but those with empty parts, ``.`` or ``..``."""
 
     def _check_name(self, name: str) -> None:
         _check_key(self.url, name)
@@ -38,17 +36,6 @@ class ForeignBucket(ObjectStore):
         for found in self._list(prefix, "", self._attesting):
             if not found.name.endswith("/"):  # the marker of a folder
                 yield found.name, ObjectStat(found.size, None, found.etag)
-
-
-class ForeignFiles(FsspecStore):
-    """A folder behind a URL that fsspec knows, read only."""
-
-    def _check_name(self, name: str) -> None:
-        _check_key(self.url, name)
-
-
-ForeignStore = ForeignBucket | ForeignFiles
-"""A place that holds objects which are not ours to name."""
 
 
 def split_url(url: str) -> tuple[Address, str]:
@@ -74,17 +61,6 @@ def split_url(url: str) -> tuple[Address, str]:
     folder, _, name = key.rpartition("/")
     _check_key(address.url, name)
     return Address(address.scheme, address.host, folder), name
-
-
-def open_foreign(address: Address, *, retry: RetryPolicy | None = None) -> ForeignStore:
-    """What `split_url` found, to be read.
-
-    Raises:
-        MissingDependency: A package is not installed that this kind of URL needs.
-    """
-    if address.scheme in OBJECT_SCHEMES.values():
-        return ForeignBucket(address, read_only=True, retry=retry)
-    return ForeignFiles(address, read_only=True)
 
 
 def _check_key(where: str, key: str) -> None:

@@ -1,25 +1,36 @@
-"""A store in a bucket: S3 and what speaks its protocol, Google Cloud Storage, Azure."""
+"""A store behind a URL: in a bucket of S3 and its like, of Google or of Azure, or wherever fsspec reaches."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
 import functools
 import importlib.util
+import mmap
 import os
+import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Final, NamedTuple, NoReturn, Self, TypeVar
 
 from shardkit.errors import IntegrityError, NotFoundError, StoreError, StoreReadOnlyError, UsageError
-from shardkit.stores.remote.addresses import Address
-from shardkit.stores.remote.clients import Buffer, Client, Found, open_client
-from shardkit.stores.remote.failures import Failure
-from shardkit.stores.remote.remote_store import RemoteStore
-from shardkit.stores.store import MAX_OBJECT_BYTES, ObjectStat, check_prefix, is_name
+from shardkit.stores.file_operations import explained
+from shardkit.stores.remote.addresses import OBJECT_SCHEMES, Address
+from shardkit.stores.remote.clients import Buffer, Client, Failure, Found, open_client
+from shardkit.stores.store import (
+    MAX_OBJECT_BYTES,
+    DirectStore,
+    ObjectStat,
+    StagedFile,
+    check_name,
+    check_prefix,
+    is_name,
+)
 from shardkit.stores.waiting import WAITS, RetryPolicy, Wait, pauses
 
 _Result = TypeVar("_Result")
@@ -59,8 +70,45 @@ class RangeGroup(NamedTuple):
     """Positions in the list of ranges that was asked for."""
 
 
-class ObjectStore(RemoteStore):
-    """Objects of a bucket below a prefix; implements `shardkit.stores.store.Store`.
+class SpooledStage(StagedFile):
+    """Collected in an unnamed local file, then put; implements `shardkit.stores.store.Stage`.
+
+    The file has no name, so a killed process leaves nothing behind.
+    """
+
+    def __init__(self, store: ObjectStore, file: Any) -> None:
+        super().__init__(f"a temporary file in {tempfile.gettempdir()}")
+        self._store, self._file = store, file
+
+    def _append(self, data: memoryview) -> int:
+        return int(self._file.write(data))
+
+    def publish(self, name: str, *, replace: bool = False) -> bool:
+        check_name(name)
+        self._check_whole()
+        with explained(f"read {self._path}"), self._mapped() as data:
+            if replace:
+                self._store.replace(name, data)
+                return True
+            return self._store.put_new(name, data)
+
+    @contextlib.contextmanager
+    def _mapped(self) -> Iterator[Any]:
+        """The bytes without a copy: the file is ours alone, so a map of it cannot be cut short."""
+        if not self._size:
+            yield b""
+            return
+        mapped = mmap.mmap(self._file.fileno(), self._size, access=mmap.ACCESS_READ)
+        try:
+            # not the map itself: clients take that for a file, with a position in it
+            yield memoryview(mapped)
+        finally:
+            with contextlib.suppress(BufferError):  # a client still views it: closed with the last view
+                mapped.close()
+
+
+class ObjectStore(DirectStore):
+    """Objects below a URL; implements `shardkit.stores.store.Store`.
 
     May be used from any thread, after a fork, and pickled: clients are made per process when they are first needed,
     and credentials are read by them from the environment, never kept here.
@@ -70,11 +118,11 @@ class ObjectStore(RemoteStore):
         read_only: Refuse every change.
         retry: How long each operation may take. With ``deadline_s=0`` nothing is tried twice,
             except with new credentials.
-        conditional: Whether the bucket keeps put-if-absent; where it does not, a put looks first, which is safe
-            for one writer at a time only.
+        conditional: Whether the store keeps put-if-absent; where it does not, as behind fsspec, a put looks first, for
+            one writer at a time, whose threads may share the store.
     """
 
-    _PICKLED = ("_address", "_read_only", "_retry", "_conditional")
+    _PICKLED: Final = ("_address", "_read_only", "_retry", "_conditional")
 
     def __init__(
         self,
@@ -84,13 +132,34 @@ class ObjectStore(RemoteStore):
         retry: RetryPolicy | None = None,
         conditional: bool = True,
     ) -> None:
-        self._retry = retry or RetryPolicy()
-        self._conditional = conditional
-        super().__init__(address, read_only=read_only)
+        self._address, self._read_only, self._retry = address, read_only, retry or RetryPolicy()
+        self._conditional = conditional and address.scheme in OBJECT_SCHEMES.values()
+        self._open()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._PICKLED}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open()
 
     def _open(self) -> None:
+        """Begin without any client, in a process that may be new."""
         self._lock = threading.Lock()
         self._clients: dict[tuple[int, str], Any] = {}
+
+    @property
+    def url(self) -> str:
+        return self._address.url
+
+    @property
+    def is_conditional(self) -> bool:
+        """Whether it may keep put-if-absent, if its server does."""
+        return self._conditional
+
+    def local_path(self, name: str) -> Path | None:
+        self._check_name(name)
+        return None
 
     def with_retry(self, retry: RetryPolicy) -> Self:
         """The same root, more or less patient."""
@@ -203,10 +272,11 @@ class ObjectStore(RemoteStore):
         self._check_name(name)
         self._check_put(name, len(data))
         if not self._conditional:
-            if self.head(name) is not None:
-                return False
-            self._try(name, "write", lambda client: client.put(name, data, write_id=None))
-            return True
+            with self._lock:
+                if self.head(name) is not None:
+                    return False
+                self._try(name, "write", lambda client: client.put(name, data, write_id=None))
+                return True
         return self._put_if_absent(name, data)
 
     def replace(self, name: str, data: bytes) -> None:
@@ -218,6 +288,17 @@ class ObjectStore(RemoteStore):
         self._check_name(name)
         self._check_writable(name)
         self._try(name, "delete", lambda client: client.delete(name))
+
+    @contextlib.contextmanager
+    def stage(self, suffix: str = "") -> Iterator[SpooledStage]:
+        self._check_writable(suffix or "an object")
+        with contextlib.ExitStack() as cleanup:
+            with explained(f"make a temporary file in {tempfile.gettempdir()}", writing=True):
+                file = cleanup.enter_context(tempfile.TemporaryFile(buffering=0))
+            yield SpooledStage(self, file)
+
+    def _check_name(self, name: str) -> None:
+        check_name(name)
 
     def _put_if_absent(self, name: str, data: bytes) -> bool:
         write_id = uuid.uuid4().hex

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final, NamedTuple
 
 from shardkit.errors import StoreError
-from shardkit.stores.remote.fsspec_store import FsspecStore
+from shardkit.stores.remote.object_store import ObjectStore
 from shardkit.stores.store import Store
 
 WRITERS: Final = 16
@@ -75,7 +75,7 @@ def check_writers(store: Store) -> None:
     Raises:
         StoreError: Its put-if-absent admitted more than one winner.
     """
-    if isinstance(store, FsspecStore):  # a race might be won by luck
+    if isinstance(store, ObjectStore) and not store.is_conditional:  # a race might be won by luck
         flaw = "fsspec looks first and writes then"
     else:
         found = probe(store)

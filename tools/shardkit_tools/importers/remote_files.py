@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, cast
 
 from shardkit.errors import MissingDependency, NotFoundError, SourceError, StoreError, UsageError
 from shardkit.stores.remote.addresses import OBJECT_SCHEMES, Address, parse_address
-from shardkit.stores.remote.foreign import ForeignBucket, ForeignStore, open_foreign, split_url
+from shardkit.stores.remote.foreign import ForeignStore, split_url
 from shardkit.stores.store import ObjectStat
 from shardkit.telemetry.redaction import redact
 from shardkit_tools.importers.protocol import SourceFile
@@ -232,7 +232,7 @@ def foreign_store(address: Address) -> ForeignStore:
 @functools.lru_cache(maxsize=16)
 def _kept(address: Address, settings: int) -> ForeignStore:
     """One for each environment: a process that is given other credentials or another endpoint has other clients."""
-    return open_foreign(address)
+    return ForeignStore(address, read_only=True)
 
 
 def _list_bucket(url: str) -> tuple[list[SourceFile], bool]:
@@ -241,7 +241,6 @@ def _list_bucket(url: str) -> tuple[list[SourceFile], bool]:
     name, _, key = rest.partition("/")
     key = key.rstrip("/")
     bucket = foreign_store(parse_address(f"{scheme}://{name}"))
-    assert isinstance(bucket, ForeignBucket)
     glob = _WILDCARD.search(key)
     try:
         found = None if glob or not key or url.endswith("/") else bucket.head(key)
@@ -278,7 +277,7 @@ def stat_file(file: SourceFile) -> ObjectStat:
     return found
 
 
-def _object(bucket: ForeignBucket, key: str, folder: str, found: ObjectStat) -> SourceFile:
+def _object(bucket: ForeignStore, key: str, folder: str, found: ObjectStat) -> SourceFile:
     stamp = f"ETag {found.etag}" if found.etag else "unknown"
     return SourceFile(key.removeprefix(folder).lstrip("/"), f"{bucket.url}/{key}", found.size, stamp)
 
