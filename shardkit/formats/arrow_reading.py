@@ -68,7 +68,8 @@ class BatchReader:
         message = _aligned(stored)
         header = _checked_header(message.data, codec, rows, raw_size)
         self._rows, self._schema, self._lengths = rows, schema, header.lengths
-        self._places, self._fixed = _layout(header, schema)
+        self._places = _places(header.rows, header.lengths, header.nulls, len(header.buffers), schema)
+        self._fixed = _fixed_places(header, schema) if codec == "none" else {}
         self._presence = frozenset(schema.stored) - frozenset(schema)
         if codec == "none":
             self._spans, self._plain = header.buffers, message[header.body_offset :]
@@ -212,7 +213,7 @@ def message_layout(message: memoryview, schema: Schema, fields: Sequence[str]) -
     Raises:
         FormatError: not the metadata that `ArrowEncoder` writes for this schema.
     """
-    kinds = [schema[name] for name in fields]
+    kinds = [schema.stored[name] for name in fields]
     if any(kind.optional or kind.dtype == "bool" for kind in kinds):
         return None
     numbers = number_places(message)
@@ -264,23 +265,11 @@ class FixedPlace(NamedTuple):
     dtype: np.dtype[Any]
 
 
-def _layout(header: BatchHeader, schema: Schema) -> tuple[dict[str, tuple[int, int]], dict[str, FixedPlace]]:
-    """What the metadata alone says of every column, checked; kept, for most blocks have that of another.
-
-    Returns:
-        First (array, buffer) of each column, the keys first; and the uncompressed fixed-size columns.
-
-    Raises:
-        FormatError: the metadata does not fit the schema.
-    """
-    places = _places(header.rows, header.lengths, header.nulls, len(header.buffers), schema)
-    return places, _fixed_places(header, schema) if header.codec == "none" else {}
-
-
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=64)  # most blocks have the metadata of another
 def _places(
     rows: int, lengths: tuple[int, ...], nulls: int, buffers: int, schema: Schema
 ) -> dict[str, tuple[int, int]]:
+    """First (array, buffer) of each column, the keys first."""
     if nulls and schema.stored is schema:
         raise FormatError("arrow message: a column declares nulls")
     array, buffer = 1, 3
