@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from shardkit.dataset.layout import MAX_SHARD_BYTES, split_value
 from shardkit.errors import ConfigurationError, SampleError, SourceError
 from shardkit.formats import Schema, fit_key, max_key_bytes, raw_row_bytes
-from shardkit.formats.logical import logical_text
+from shardkit.formats.values import logical_text
 
 CLASS_AXIS = "__class__"
 """Stratify by the name of the class that the int64 field ``label`` numbers, instead of by the number."""

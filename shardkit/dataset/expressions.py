@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from shardkit.errors import UsageError
 from shardkit.formats import Block, FixedColumn, Schema, ShardIndex
-from shardkit.formats.logical import Logical
 from shardkit.formats.schema import FieldType
 from shardkit.formats.tar_members import RAGGED_HEADER_BYTES
+from shardkit.formats.values import Logical
 from shardkit.plan.costs import COST_LIMIT
 from shardkit.plan.deal import ragged
 

@@ -26,8 +26,8 @@ from .block import (
     sizes_of,
 )
 from .compression import zstd_level
-from .packed import unpack_array, unpack_list
 from .schema import KEY_FIELD, FieldType, Schema, presence_of
+from .values import unpack_array, unpack_list
 
 METADATA_KEY = b"shardkit"
 

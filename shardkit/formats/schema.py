@@ -14,8 +14,7 @@ import numpy as np
 
 from shardkit.errors import FormatError, SampleError, SchemaError
 
-from .logical import Logical
-from .packed import check_bools, pack_array, pack_list, unpack_array, unpack_list
+from .values import Logical, check_bools, pack_array, pack_list, unpack_array, unpack_list
 
 MAX_FIELDS = 256
 

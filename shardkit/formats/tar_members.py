@@ -23,8 +23,8 @@ from shardkit.errors import FormatError, SampleError
 
 from .block import RowBlock, payloads_of
 from .compression import compress_frame, zstd_level
-from .packed import array_header
 from .schema import FieldType, Schema, presence_of
+from .values import array_header
 
 BLOCK = 512
 """Bytes: the unit of a tar (POSIX.1-1988 ustar)."""

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from shardkit.errors import FormatError
 from shardkit.formats import Block, FieldType, FixedColumn, Schema, VariableColumn, parse_decimals
-from shardkit.formats.packed import HEAD_BYTES, array_place, check_bools
 from shardkit.formats.schema import decode_payload
+from shardkit.formats.values import HEAD_BYTES, array_place, check_bools
 from shardkit.loader import plain_rows
 
 block_rows: Any

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import shardkit
 from shardkit.errors import SampleError, SchemaError, UsageError
 from shardkit.formats import FieldType
-from shardkit.formats.logical import Logical, logical_text
+from shardkit.formats.values import Logical, logical_text
 from tests.command_line import call
 
 NO_TYPES = ["date[us]", "timestamp", "duration[us, UTC]", "decimal[19,2]", "decimal[2,3]", "time[m]"]

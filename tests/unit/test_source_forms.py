@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from shardkit.errors import SourceError, UsageError
 from shardkit_tools.importers import Importer, ImportOptions, open_source
+from shardkit_tools.importers.json_lines import read_array
 from shardkit_tools.importers.protocol import SourceFile
 from shardkit_tools.importers.source_files import open_plain
-from shardkit_tools.importers.strict_json import read_array
 from tests.importer_conformance import check_importer
 
 ROWS = [{"n": n, "text": f"row {n} é"} for n in range(50)]
@@ -150,7 +150,7 @@ def test_items_are_those_that_were_written_wherever_pieces_end(
     path.write_text(json.dumps(items, indent=indent), encoding="utf-8")
     file = SourceFile("items.json", str(path), path.stat().st_size, "")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardkit_tools.importers.strict_json._PIECE", piece)
+        patch.setattr("shardkit_tools.importers.json_lines._PIECE", piece)
         assert list(read_array(file)) == items
 
 

@@ -32,9 +32,9 @@ from shardkit.errors import SampleError, SchemaError, StoreError
 from shardkit.formats import Block, FieldType, Schema
 from shardkit.formats.arrow_writing import arrow_schema, record_batch
 from shardkit.formats.block import Row, RowBlock
-from shardkit.formats.logical import logical_text
 from shardkit.formats.schema import KEY_FIELD
 from shardkit.formats.tar_members import TarEncoder, member_names, sniff_extension
+from shardkit.formats.values import logical_text
 from shardkit.formats.writing import fit_key, max_key_bytes
 from shardkit.stores.file_operations import explained
 

@@ -13,8 +13,8 @@ import numpy as np
 
 import shardkit
 from shardkit.errors import NotFoundError, UsageError
-from shardkit.formats.logical import logical_text
 from shardkit.formats.tar_members import sniff_extension
+from shardkit.formats.values import logical_text
 from shardkit.stores.file_operations import explained
 from shardkit_tools import console, options
 from shardkit_tools.options import argument, option

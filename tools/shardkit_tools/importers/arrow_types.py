@@ -30,7 +30,7 @@ import pyarrow as pa
 
 from shardkit.errors import SourceError
 from shardkit.formats import FieldType, Schema
-from shardkit.formats.logical import Logical
+from shardkit.formats.values import Logical
 from shardkit_tools.importers.protocol import MIXED, ImportOptions, Source, array_note, shell_word
 
 KEY = "__key__"

@@ -22,6 +22,7 @@ from typing import BinaryIO, ClassVar, cast
 
 from shardkit.errors import SourceError, UsageError
 from shardkit.formats import FieldType
+from shardkit_tools.importers.json_lines import parse_json
 from shardkit_tools.importers.line_ranges import LineTasks, cut_lines, holds_plain_rows
 from shardkit_tools.importers.protocol import (
     FileImporter,
@@ -36,7 +37,6 @@ from shardkit_tools.importers.protocol import (
     shell_word,
 )
 from shardkit_tools.importers.source_files import check_suffixes, file_suffix, open_file, open_plain
-from shardkit_tools.importers.strict_json import parse_json
 
 _SCAN_ROWS = 100_000
 _MAX_CELL_CHARACTERS = 1 << 30

@@ -18,6 +18,7 @@ import xxhash
 
 from shardkit.dataset.encoding import Extent
 from shardkit.errors import SourceError
+from shardkit_tools.importers.json_lines import parse_json
 from shardkit_tools.importers.protocol import (
     FileImporter,
     ImportOptions,
@@ -37,7 +38,6 @@ from shardkit_tools.importers.source_files import (
     media_of,
     read_file,
 )
-from shardkit_tools.importers.strict_json import parse_json
 
 _MIN_EXTENT_BYTES = 32 << 10  # below it scratch costs less than opening the file once more
 # JPEG, PNG, GIF, WebP, BMP, TIFF, BigTIFF, PNM; AVIF, HEIC, JPEG 2000 and XL in boxes; bare JPEG XL and 2000

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from shardkit.errors import SourceError
 from shardkit.formats.compression import ZstdError, new_decompressor
+from shardkit_tools.importers.json_lines import parse_json
 from shardkit_tools.importers.numpy_arrays import array_type
 from shardkit_tools.importers.protocol import (
     FileImporter,
@@ -42,7 +43,6 @@ from shardkit_tools.importers.protocol import (
     SourceTask,
 )
 from shardkit_tools.importers.source_files import Frames, read_file
-from shardkit_tools.importers.strict_json import parse_json
 from shardkit_tools.importers.webdataset import common_array
 
 _INDEX = "index.json"

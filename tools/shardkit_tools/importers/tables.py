@@ -20,9 +20,9 @@ import pyarrow.parquet as pq
 from shardkit.errors import SourceError
 from shardkit_tools.importers.arrow_types import KEY, flat_batch, flat_schema, is_media, table_schema
 from shardkit_tools.importers.arrow_values import TableImporter, null_columns
+from shardkit_tools.importers.json_lines import parse_json
 from shardkit_tools.importers.protocol import ImportOptions, Source, SourceFile, SourceTask
 from shardkit_tools.importers.source_files import check_suffixes, is_url, open_file, read_file
-from shardkit_tools.importers.strict_json import parse_json
 
 _TASK_BYTES = 64 << 20
 _BATCH_ROWS = 4096

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.errors import SourceError
+from shardkit_tools.importers.json_lines import parse_json
 from shardkit_tools.importers.numpy_arrays import array_type, read_header
 from shardkit_tools.importers.protocol import (
     MIXED,
@@ -40,7 +41,6 @@ from shardkit_tools.importers.protocol import (
     shell_word,
 )
 from shardkit_tools.importers.source_files import check_suffixes, open_plain
-from shardkit_tools.importers.strict_json import parse_json
 from shardkit_tools.importers.tar_members import TEXTS, TarSample, read_members, tar_samples
 
 # The schema is inferred from this many samples, in source order; the rest are checked against it.
