@@ -30,6 +30,7 @@ from shardkit.ledger.ledger import (
 )
 from shardkit.stores.local import open_store
 from shardkit.stores.store import Store, object_name
+from shardkit.telemetry.records import read_documents
 from shardkit.torch.checkpoint_format import (
     checkpoint_names,
     decode_value,
@@ -115,8 +116,7 @@ class RunRecord:
         texts: list[Any] = [event.get("settings") for event in self.configuration_events]
         found = [self.settings.get("configuration"), *map(json_object, texts)]
         if not texts:  # 0.1 said it in its log alone
-            lines = (read_file(self.path / "events.jsonl") or b"").splitlines()
-            logged = (json_object(line) or {} for line in lines)
+            logged = read_documents(self.path / "events.jsonl")
             found += [one.get("configuration") for one in logged if one.get("event") == "configuration"]
         return [one for one in found if isinstance(one, dict)]
 
@@ -141,13 +141,10 @@ def load_run(path: Path) -> RunRecord:
 
 def _read_settings(run: RunRecord) -> dict[str, Any]:
     data = read_file(run.path / "run.json")
-    if data is None:
-        return {}
-    try:
-        json.loads(data)
-    except (ValueError, RecursionError) as error:
-        run.add("violated", "settings", "run.json", f"is no JSON any more: {error}")
-    return json_object(data) or {}
+    settings = {} if data is None else json_object(data)
+    if settings is None:
+        run.add("violated", "settings", "run.json", "is no JSON object any more")
+    return settings or {}
 
 
 def json_object(text: object) -> dict[str, Any] | None:
@@ -320,8 +317,7 @@ def _logged_steps(path: Path) -> int:
     """The most steps that events.jsonl and metrics/train.jsonl speak of: these files are no evidence, but hints."""
     reached = 0
     for name in ("events.jsonl", "metrics/train.jsonl"):
-        for line in (read_file(path / name) or b"").splitlines():
-            record = json_object(line) or {}
+        for record in read_documents(path / name):
             if not isinstance(record.get("step"), int):
                 continue
             if "event" not in record:
