@@ -5,9 +5,10 @@
     tools/shardkit_tools   the `shardkit` command
     trainer/…_trainer      the bundled trainer
     shardkit
+      ├── audit            proofs
       ├── torch            DataLoader datasets and checkpoint plug-ins
       ├── dataset          open, create: the public face
-      ├── loader  audit    batches; proofs
+      ├── loader           batches
       ├── ledger           what was consumed
       ├── images           pictures into rows of batches
       ├── plan             who reads what, when (pure)
