@@ -9,7 +9,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -31,8 +31,6 @@ _WHOLE: Final = 1 << 62
 _TAIL_BYTES: Final = 256 << 10
 NEWEST_BYTES: Final = 64 << 10
 """Of each rank, where only its newest records count."""
-_INTEGERS: Final = ("rank", "world", "worker", "pid")
-_TEXTS: Final = ("host", "session", "state")
 _FILE: Final = re.compile(r"rank-([0-9]{5,7})(?:\.worker-([0-9]{3,4}))?\.jsonl")
 
 
@@ -59,13 +57,17 @@ class Record:
 
     def to_line(self) -> bytes:
         document = {
-            "v": RECORD_VERSION, "time": round(self.time, 3), "rank": self.rank, "world": self.world,
-            "worker": self.worker, "host": self.host, "pid": self.pid, "session": self.session, "state": self.state,
-            "interval_s": self.interval_s, "lanes": lanes_text(self.lanes),
-            "values": {name: int(value) if value == int(value) else round(value, 6)
-                       for name, value in self.values.items() if value},
+            "v": RECORD_VERSION,
+            **vars(self),
+            "time": round(self.time, 3),
+            "lanes": lanes_text(self.lanes),
+            "values": {
+                name: int(value) if value == int(value) else round(value, 6)
+                for name, value in self.values.items()
+                if value
+            },
             "tables": {name: list(rows)[:_MAX_ROWS] for name, rows in self.tables.items() if rows},
-        }  # fmt: skip
+        }
         return json.dumps(document, separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
 
@@ -74,28 +76,17 @@ def parse_record(line: bytes) -> Record | None:
     found = _parsed(line, MAX_LINE_BYTES)
     if found is None or found.get("v") != RECORD_VERSION:
         return None
-    integers = {name: found.get(name, 0) for name in _INTEGERS}
-    texts = {name: found.get(name, "") for name in _TEXTS}
-    time: Any = found.get("time")
-    interval_s: Any = found.get("interval_s", 2.0)
-    lanes, values, tables = (
-        parse_lanes(found.get("lanes", "")),
-        found.get("values", {}),
-        found.get("tables", {}),
-    )
-    is_sound = (
-        all(type(one) is int and 0 <= one < 1 << 40 for one in integers.values())
-        and integers["rank"] < _MAX_RANK
-        and all(map(_is_text, texts.values()))
-        and _is_number(time)
-        and _is_number(interval_s)
-        and _are_values(values)
-        and _are_tables(tables)
-    )
-    if lanes is None or not is_sound:
+    given = {"rank": 0} | {name: found[name] for name in _CHECKS if name in found}
+    lanes = parse_lanes(found.get("lanes", ""))
+    if lanes is None or "time" not in given or not all(_CHECKS[name](value) for name, value in given.items()):
         return None
-    return Record(time=float(time), interval_s=max(0.01, float(interval_s)), lanes=lanes, tables=tables,
-                  values={name: float(value) for name, value in values.items()}, **integers, **texts)  # fmt: skip
+    values = {name: float(value) for name, value in given.get("values", {}).items()}
+    interval_s = max(0.01, float(given.get("interval_s", 2.0)))
+    return Record(**given | {"interval_s": interval_s, "lanes": lanes, "values": values})
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 40
 
 
 def _is_number(value: Any) -> bool:
@@ -122,6 +113,14 @@ def _are_tables(tables: Any) -> bool:
 def _is_row(row: Any) -> bool:
     cells = isinstance(row, list) and len(row) <= _MAX_CELLS
     return cells and all(_is_text(cell) or _is_number(cell) for cell in row)
+
+
+_CHECKS: Final[Mapping[str, Callable[[Any], bool]]] = {
+    "time": _is_number, "rank": lambda value: _is_count(value) and value < _MAX_RANK, "world": _is_count,
+    "worker": _is_count, "pid": _is_count, "host": _is_text, "session": _is_text, "state": _is_text,
+    "interval_s": _is_number, "values": _are_values, "tables": _are_tables,
+}  # fmt: skip
+"""What a record's fields must be, but for its lanes."""
 
 
 def lanes_text(lanes: Iterable[int]) -> str:
