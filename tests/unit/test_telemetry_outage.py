@@ -11,7 +11,7 @@ from shardkit.errors import ConfigurationError
 from shardkit.telemetry import Record, RunTelemetry
 from shardkit_tools.observing.archive import outage_cost, parse_since
 from shardkit_trainer.configuration import LogConfig
-from shardkit_trainer.reporting import StageMeter, Timeline
+from shardkit_trainer.reporting import StageMeter
 from tests.unit.telemetry_series import made_series
 
 # Ten steps every two seconds.
@@ -91,10 +91,10 @@ def test_what_is_no_time(text: str) -> None:
 
 def test_waiting_inside_of_the_computation_is_not_own_work() -> None:
     """DDP's last backward waits for the buckets of others: computed_s tells what was this rank's."""
-    meter, timeline = StageMeter(10, lambda: "compute"), Timeline()
-    timeline.seconds = {"prepare": 0.1, "compute": 1.0, "reduce": 0.2}
-    meter.step(timeline, computed_s=0.4, cells=3, loss=2.5, moved_bytes=7.0)
-    meter.step(timeline, computed_s=0.4, cells=3, loss=math.nan, moved_bytes=9.0)
+    meter = StageMeter(10, lambda: "compute")
+    for loss, moved_bytes in ((2.5, 7.0), (math.nan, 9.0)):
+        meter.seconds |= {"prepare": 0.1, "compute": 1.0, "reduce": 0.2}
+        meter.step(computed_s=0.4, cells=3, loss=loss, moved_bytes=moved_bytes)
     numbers = meter.numbers()
     assert numbers["compute_s"] == pytest.approx(0.6)
     assert numbers["reduce_s"] == pytest.approx(1.8)
@@ -111,9 +111,9 @@ def test_an_evaluation_counts_while_it_goes_on() -> None:
     meter = StageMeter(10, lambda: "step")
     with meter.between_steps("evaluation"):
         time.sleep(0.01)
-        assert meter.stage() == [["evaluation"]]
+        assert meter.table() == [["evaluation"]]
         assert meter.numbers()["evaluation_s"] >= 0.01
-    assert meter.stage() == [["step"]]
+    assert meter.table() == [["step"]]
 
 
 def test_settings_of_the_trainer() -> None:

@@ -28,7 +28,7 @@ import numpy as np
 import shardkit
 from shardkit.telemetry import TelemetrySettings
 from shardkit.telemetry.recorder import BlockTimes, Recorder
-from shardkit_trainer.reporting import StageMeter, Timeline
+from shardkit_trainer.reporting import StageMeter
 
 STEP_S = 0.010
 LANES = 64
@@ -57,14 +57,16 @@ def parts(dataset: Any, folder: Path) -> tuple[float, float, float]:
     loader = dataset.loader(plan, run=folder / "run", tensors=False)
     for _ in loader:
         pass
-    meter, timeline = StageMeter(100, lambda: "compute"), Timeline()
-    for name in ("data", "prepare", "exchange", "compute", "reduce", "update"):
-        timeline.seconds[name] = 0.001
+    meter = StageMeter(100, lambda: "compute")
+    taken = dict.fromkeys(("data", "prepare", "exchange", "compute", "reduce", "update"), 0.001)
+
+    def step() -> None:
+        meter.seconds |= taken
+        meter.step(computed_s=0.001, cells=4, loss=1.0, moved_bytes=1.0)
+
     loader.telemetry.add_source("trainer", meter.numbers)
     recorder = Recorder(loader.telemetry, folder / "records", TelemetrySettings(interval_s=1000))
-    step_s = cpu_of(
-        lambda: meter.step(timeline, computed_s=0.001, cells=4, loss=1.0, moved_bytes=1.0), 20_000
-    )
+    step_s = cpu_of(step, 20_000)
     record_s = cpu_of(lambda: recorder._record("running"), 300)  # noqa: SLF001 (what its thread does)
     times = BlockTimes(str, lambda _: True)
 

@@ -78,21 +78,6 @@ def last_record(metrics: Path) -> dict[str, Any]:
     return next(steps, {})  # others are evaluations
 
 
-class Timeline:
-    """Seconds of each stage of one step."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
-
-
 class Reporter:
     """Rank 0's console and files; on other ranks every method does nothing."""
 
@@ -229,31 +214,41 @@ _STAGES = ("data", "prepare", "exchange", "compute", "reduce", "update", "checkp
 
 
 class StageMeter:
-    """Adds up the stages of this rank's steps; ``place`` gives the stage that the rank has entered."""
+    """Times the stages of this rank's steps and adds them up; ``place`` gives the stage that the rank has entered.
+
+    Attributes:
+        seconds: of each stage of the step that is being taken.
+    """
 
     def __init__(self, steps: int, place: Callable[[], str]) -> None:
+        self.seconds: dict[str, float] = {}
         self._place, self._between, self._since = place, "", 0.0
         self._seconds = dict.fromkeys(_STAGES, 0.0)
         self._numbers = {"steps": 0.0, "cells": 0.0, "steps_in_all": float(steps)}
 
-    def step(
-        self, timeline: Timeline, *, computed_s: float, cells: int, loss: float, moved_bytes: float
-    ) -> None:
-        """One step is over.
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+
+    def step(self, *, computed_s: float, cells: int, loss: float, moved_bytes: float) -> dict[str, float]:
+        """One step is over; returns its seconds.
 
         Args:
-            timeline: of the step.
             computed_s: what this rank prepared and computed by itself; the rest of the computation was spent
                 waiting for other ranks and counts as reduction.
             cells: that this rank worked.
             loss: of the step.
             moved_bytes: between ranks, since this process began.
         """
-        seconds = self._seconds
-        for name, value in timeline.seconds.items():
+        seconds, taken, self.seconds = self._seconds, self.seconds, {}
+        for name, value in taken.items():
             seconds[name] = seconds.get(name, 0.0) + value
-        compute = timeline.seconds.get("compute", 0.0)
-        own = min(compute, max(0.0, computed_s - timeline.seconds.get("prepare", 0.0)))
+        compute = taken.get("compute", 0.0)
+        own = min(compute, max(0.0, computed_s - taken.get("prepare", 0.0)))
         seconds["compute"] -= compute - own
         seconds["reduce"] += compute - own
         numbers = self._numbers
@@ -261,6 +256,7 @@ class StageMeter:
         numbers["cells"] += cells
         numbers["moved_bytes"] = moved_bytes
         numbers["loss"] = loss if math.isfinite(loss) else 0.0
+        return taken
 
     @contextmanager
     def between_steps(self, stage: str) -> Iterator[None]:
@@ -278,5 +274,5 @@ class StageMeter:
             found[f"{between}_s"] += time.perf_counter() - self._since
         return found
 
-    def stage(self) -> list[list[str]]:
+    def table(self) -> list[list[str]]:
         return [[self._between or self._place()]]

@@ -20,7 +20,7 @@ from shardkit.errors import NotFoundError, PlanError, RunError
 from shardkit.loader import Batch
 
 from .configuration import Configuration
-from .reporting import Timeline
+from .reporting import StageMeter
 from .strategy import LOSS_BITS, Strategy, learning_rate
 from .tasks import Inputs, mix
 
@@ -110,8 +110,14 @@ class Stepper:
     """
 
     def __init__(
-        self, config: Configuration, strategy: Strategy, stop: threading.Event, event: Callable[..., None]
+        self,
+        config: Configuration,
+        strategy: Strategy,
+        stop: threading.Event,
+        meter: StageMeter,
+        event: Callable[..., None],
     ):
+        self._meter = meter
         self._config, self._strategy, self._stop, self._event = config, strategy, stop, event
         self._world = strategy.world
         self.cell_size = 1
@@ -120,9 +126,7 @@ class Stepper:
         self.bytes_held: dict[str, int] = {}
         self.computed_s = 0.0
 
-    def take(
-        self, step: int, steps: int, cells: list[Any], timeline: Timeline, meanwhile: Callable[[], None]
-    ) -> StepResult:
+    def take(self, step: int, steps: int, cells: list[Any], meanwhile: Callable[[], None]) -> StepResult:
         """Train on the cells of ``step`` of ``steps``; collective.
 
         ``meanwhile`` is called before the first backward, unless this is the last step of this group.
@@ -130,8 +134,8 @@ class Stepper:
         Raises:
             RunError: the gradient is not finite once too often.
         """
-        stage = partial(self._stage, step, timeline)
-        with timeline.stage("prepare"):
+        stage, meter = partial(self._stage, step), self._meter
+        with meter.stage("prepare"):
             inputs = self._prepare(cells)
         with stage("exchange"):
             mine = (sum(i.valid for i in inputs), sum(i.samples for i in inputs), len(inputs))
@@ -143,7 +147,7 @@ class Stepper:
             passes = self._strategy.passes(inputs, [row[2] for row in rows], self.cell_size)
             divisor = self._strategy.divisor(mine[0], targets)
             results = self._compute(passes, divisor, None if stop or change else meanwhile)
-            self.computed_s = timeline.seconds["prepare"] + self._strategy.computed_at() - started
+            self.computed_s = meter.seconds["prepare"] + self._strategy.computed_at() - started
         with stage("reduce"):
             norm = self._strategy.reduce() / self.loss_scale
             results[2] += int(not math.isfinite(norm))
@@ -151,18 +155,18 @@ class Stepper:
         config = self._config
         rate = learning_rate(config.optimizer, config.schedule, step=step, steps=steps, global_batch=samples)
         self._world.report(step, "step")
-        with timeline.stage("checkpoint"):
+        with meter.stage("checkpoint"):
             self._strategy.before_update()  # a checkpoint's copies, begun beside the passes
-        with timeline.stage("update"):
+        with meter.stage("update"):
             self._update(step, norm, rate, finite=not bad)
         mean = math.nan if bad or not targets else loss / 2**LOSS_BITS / targets
         return StepResult(mean, right, targets, samples, norm, rate, bool(stop), change)
 
     @contextmanager
-    def _stage(self, step: int, timeline: Timeline, name: str) -> Iterator[None]:
+    def _stage(self, step: int, name: str) -> Iterator[None]:
         """Something that other ranks wait for: it is told which stage this rank has entered."""
         self._world.report(step, name)
-        with timeline.stage(name):
+        with self._meter.stage(name):
             yield
 
     def _prepare(self, cells: list[Any]) -> list[Inputs]:

@@ -35,7 +35,7 @@ from .configuration import Configuration
 from .distributed import World, is_collective_failure, join_world, leave_world
 from .membership import Left
 from .recovery import Kept, Progress, carry_over, check_layout
-from .reporting import Cost, Efficiency, ProfilerWindow, Reporter, StageMeter, Timeline
+from .reporting import Cost, Efficiency, ProfilerWindow, Reporter, StageMeter
 from .run_directory import Change, RunDirectory, check_changes, record_changes
 from .steps import Regroup, Stepper, StepResult, evaluate
 from .strategies import make_strategy
@@ -181,9 +181,9 @@ class _Run:
         if changes:
             self.reporter.say("settings differ from the start before: " + ", ".join(map(str, changes)))
         self.profiler = self._part(ProfilerWindow(config.log, directory, lead))
-        self.stepper = Stepper(config, strategy, self.stop, directory.event)
-        self.checkpointer = Checkpointer(directory.store, world, config, self._tell)
         self.meter = StageMeter(self.steps, lambda: world.stage)
+        self.stepper = Stepper(config, strategy, self.stop, self.meter, directory.event)
+        self.checkpointer = Checkpointer(directory.store, world, config, self._tell)
         self._take_over(strategy)
         self.cost = Cost(config.log, directory.path / "metrics" / "train.jsonl", self.paid_until)
         self.strategy, self.attached, self.handed_over = strategy, True, False
@@ -209,7 +209,7 @@ class _Run:
         self.loader, self.cells, self.stage_end = self.data.open_loader(self.step, self.world)
         self.stepper.cell_size = self.loader.plan.cell_size
         self.loader.telemetry.add_source("trainer", self.meter.numbers)
-        self.loader.telemetry.add_table("stage", self.meter.stage)
+        self.loader.telemetry.add_table("stage", self.meter.table)
 
     def close(self) -> None:
         """Let go of everything that belongs to the present ranks; the state is kept."""
@@ -290,11 +290,11 @@ class _Run:
         while self.step < self.steps:
             if self.step == self.stage_end:
                 self._open_loader()
-            timeline, started = Timeline(), time.perf_counter()
+            started = time.perf_counter()
             self.world.report(self.step, "data")
-            with timeline.stage("data"):
+            with self.meter.stage("data"):
                 cells = self.cells.take()
-            result = self.stepper.take(self.step, self.steps, cells, timeline, self.cells.ask)
+            result = self.stepper.take(self.step, self.steps, cells, self.cells.ask)
             self.step += 1  # taken: whatever fails from here on must not take it again
             more = self.step < self.steps and not result.stop
             try:
@@ -302,10 +302,10 @@ class _Run:
                 self._freeze()
                 self.summary.loss, self.summary.bytes_held = result.loss, self.stepper.bytes_held
                 if more and self.step % self.config.checkpoint.every == 0:
-                    with timeline.stage("checkpoint"):
+                    with self.meter.stage("checkpoint"):
                         self._save()
             finally:
-                self._report(result, timeline, time.perf_counter() - started)
+                self._report(result, time.perf_counter() - started)
             if more and self.config.evaluation.every and self.step % self.config.evaluation.every == 0:
                 self._evaluate()
             if result.stop:
@@ -361,11 +361,11 @@ class _Run:
         self.summary.evaluation = {"step": self.step, **result}
         self.reporter.evaluation(self.summary.evaluation)
 
-    def _report(self, result: StepResult, timeline: Timeline, step_s: float) -> None:
+    def _report(self, result: StepResult, step_s: float) -> None:
         spent = self.cost.step(result.samples, self.world.bytes_moved, self.world.size)
         self.paid_until = self.cost.since
-        self.meter.step(
-            timeline, computed_s=self.stepper.computed_s, cells=len(self.loader.lanes), loss=result.loss,
+        seconds = self.meter.step(
+            computed_s=self.stepper.computed_s, cells=len(self.loader.lanes), loss=result.loss,
             moved_bytes=self.world.bytes_moved,
         )  # fmt: skip
         self.record = record = {
@@ -373,7 +373,7 @@ class _Run:
             "samples": result.samples, "targets": result.targets, "ranks": self.world.size, "step_s": round(step_s, 6),
             "bytes_moved": self.world.bytes_moved, **spent, "total": self.cost.run(), "cells": len(self.loader.lanes),
             **self.efficiency.of_step(result.samples, step_s, self.world.size),
-            **{f"{name}_s": round(seconds, 6) for name, seconds in timeline.seconds.items()},
+            **{f"{name}_s": round(value, 6) for name, value in seconds.items()},
         }  # fmt: skip
         if self.task.unit == "sample":
             record["accuracy"] = result.right / max(1, result.targets)
