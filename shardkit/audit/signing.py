@@ -26,6 +26,7 @@ STATEMENT_TYPE: Final = "https://in-toto.io/Statement/v1"
 PREDICATE_TYPE: Final = "urn:shardkit:audit:1"
 PAYLOAD_TYPE: Final = "application/vnd.in-toto+json"
 _MAX_ENVELOPE: Final = 1 << 24
+_GET_KEY = "get it with: openssl pkey -in key.pem -pubout -out key.pub"
 _MAKE_KEY = "make one with: openssl genpkey -algorithm ed25519 -out key.pem"
 
 
@@ -98,7 +99,7 @@ def sign_statement(statement: dict[str, Any], key: Path) -> bytes:
         ConfigurationError: not such a key.
         MissingDependency: `cryptography` is not installed.
     """
-    private = _private_key(key)
+    private: Ed25519PrivateKey = _key(key, private=True)
     payload = dumps(statement)
     signature = private.sign(_encode(PAYLOAD_TYPE, payload))
     envelope = {
@@ -129,7 +130,7 @@ def verify_envelope(data: bytes, key: Path) -> dict[str, Any]:
         FormatError: the envelope, or what is in it, is not what `sign_statement` writes.
         MissingDependency: `cryptography` is not installed.
     """
-    public = _public_key(key)
+    public: Ed25519PublicKey = _key(key, private=False)
     try:
         envelope = json.loads(data)
         payload = base64.b64decode(envelope["payload"], validate=True)
@@ -173,40 +174,28 @@ def _key_id(public: Ed25519PublicKey) -> str:
     return hashlib.sha256(public.public_bytes_raw()).hexdigest()
 
 
-def _private_key(path: Path) -> Ed25519PrivateKey:
-    serialization = _serialization()
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-
-    try:
-        key = serialization.load_pem_private_key(_read(path, "key"), password=None)
-    except (ValueError, TypeError) as error:
-        raise ConfigurationError(f"{path} holds no private key in PEM ({error}); {_MAKE_KEY}") from error
-    if not isinstance(key, Ed25519PrivateKey):
-        raise ConfigurationError(f"{path} is no Ed25519 key; {_MAKE_KEY}")
-    return key
-
-
-def _public_key(path: Path) -> Ed25519PublicKey:
-    serialization = _serialization()
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-
-    try:
-        key = serialization.load_pem_public_key(_read(path, "key"))
-    except ValueError as error:
-        raise ConfigurationError(
-            f"{path} holds no public key in PEM ({error}); get it with: openssl pkey -in key.pem -pubout -out key.pub"
-        ) from error
-    if not isinstance(key, Ed25519PublicKey):
-        raise ConfigurationError(f"{path} is no Ed25519 key; {_MAKE_KEY}")
-    return key
-
-
-def _serialization() -> Any:
+def _key(path: Path, *, private: bool) -> Any:
     try:
         from cryptography.hazmat.primitives import serialization
+        from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError as error:
         raise MissingDependency('signatures need cryptography; run: pip install "shardkit[audit]"') from error
-    return serialization
+    kind: type[Any] = ed25519.Ed25519PublicKey
+    what, advice = "public", _GET_KEY
+    if private:
+        kind, what, advice = ed25519.Ed25519PrivateKey, "private", _MAKE_KEY
+    data = _read(path, "key")
+    try:
+        key = (
+            serialization.load_pem_private_key(data, None)
+            if private
+            else serialization.load_pem_public_key(data)
+        )
+    except (ValueError, TypeError) as error:
+        raise ConfigurationError(f"{path} holds no {what} key in PEM ({error}); {advice}") from error
+    if not isinstance(key, kind):
+        raise ConfigurationError(f"{path} is no Ed25519 key; {advice}")
+    return key
 
 
 def _read(path: Path, what: str) -> bytes:
