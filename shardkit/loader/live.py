@@ -16,7 +16,6 @@ from shardkit.loader.pipeline import LoaderCounts, Pipeline, StepBatches
 from shardkit.loader.resources import LoaderResources
 from shardkit.plan import Plan
 from shardkit.plan.natural import NaturalGrid
-from shardkit.plan.report import cell_costs
 from shardkit.telemetry import Telemetry
 
 __all__ = ["STATE_VERSION", "LiveLoader", "Loop", "StepCosts", "Steps", "check_geometry", "check_state"]
@@ -55,7 +54,8 @@ class StepCosts:
         lanes = list(self._lanes())
         for span in _runs(missing):
             both = [
-                cell_costs(plan, grid.costs, span, lanes).sum(axis=1) for plan in (self._plan, self._plain)
+                grid.costs.of_cells(plan.steps(span.start, span.stop, lanes)).sum(axis=1)
+                for plan in (self._plan, self._plain)
             ]
             self._known |= zip(span, zip(*(one.tolist() for one in both), strict=True), strict=True)
         self._known = {step: self._known[step] for step in wanted}

@@ -70,6 +70,14 @@ class Costs:
     text: str
     codes: Codes
 
+    def of_cells(self, cells: NDArray[np.int64]) -> NDArray[np.float64]:
+        """(steps, lanes) what cells (steps, lanes, m) cost; empty slots cost nothing."""
+        there = cells >= 0
+        found = np.zeros(cells.shape)
+        found[there] = decode_costs(self.codes[cells[there]])
+        sums: NDArray[np.float64] = found.sum(axis=2)
+        return sums
+
 
 @dataclass(frozen=True, eq=False)
 class Balance:

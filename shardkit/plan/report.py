@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from shardkit.notebook import page, table
 
-from .costs import Costs, decode_costs
+from .costs import Costs
 from .lengths import BucketGrid, JoinedGrid
 from .locality import lane_shards, node_reads, parts
 from .natural import NaturalGrid
@@ -252,18 +252,6 @@ def mixing(plan: Plan, steps: int) -> tuple[Mixing, Mixing]:
 _RUNS, _RUN = 8, 16  # places of the epoch that are looked at, and steps at each
 
 
-def cell_costs(
-    plan: Plan, costs: Costs, steps: range, lanes: Sequence[int] | None = None
-) -> NDArray[np.float64]:
-    """(steps, lanes) what each cell costs; empty slots cost nothing."""
-    cells = plan.steps(steps.start, steps.stop, lanes)
-    there = cells >= 0
-    found = np.zeros(cells.shape)
-    found[there] = decode_costs(costs.codes[cells[there]])
-    sums: NDArray[np.float64] = found.sum(axis=2)
-    return sums
-
-
 def rank_skew(cells: NDArray[np.float64], ranks: int) -> NDArray[np.float64]:
     """(steps,) the dearest rank over the mean one, where rank r of R has lanes r·L/R to (r+1)·L/R − 1."""
     lanes = cells.shape[1]
@@ -291,7 +279,7 @@ def predicted_waits(plan: Plan, costs: Costs, worlds: Sequence[int]) -> list[dic
     firsts = sorted({max(0, min(full - _RUN, number * full // _RUNS)) for number in range(_RUNS)})
     spans = [range(first, min(full, first + _RUN)) for first in firsts]
     cells = {
-        name: np.concatenate([cell_costs(one, costs, span) for span in spans if span])
+        name: np.concatenate([costs.of_cells(one.steps(span.start, span.stop)) for span in spans if span])
         for name, one in (("plain", plan.without_costs()), ("plan", plan))
     }
     found = []

@@ -14,7 +14,7 @@ import shardkit
 from shardkit.audit import audit_run
 from shardkit.dataset.costs import costs_of
 from shardkit.errors import StateError, UsageError
-from shardkit.plan.report import cell_costs, rank_skew
+from shardkit.plan.report import rank_skew
 from shardkit.telemetry.intervals import cost_skew
 from tests.command_line import call
 
@@ -123,7 +123,7 @@ def test_telemetry_tells_the_skew_of_the_steps_that_were_handed_out(root: str) -
     assert found["steps"] == 6
     grid = plan.grid
     for name, one in (("plan", plan), ("plain", plan.without_costs())):
-        skew = rank_skew(cell_costs(one, grid.costs, range(6)), 4)  # type: ignore[union-attr, arg-type]
+        skew = rank_skew(grid.costs.of_cells(one.steps(0, 6)), 4)  # type: ignore[union-attr]
         assert found[name] == pytest.approx(skew.mean())
     with ds.loader(ds.plan(BATCH, lanes=LANES), rank=0, world=4, tensors=False) as loader:
         next(iter(loader))
