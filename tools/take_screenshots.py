@@ -29,7 +29,7 @@ from rich.text import Text
 
 import shardkit
 from shardkit.telemetry import read_run
-from shardkit_tools.observing.web import dashboard_server
+from shardkit_tools.commands.dashboard import dashboard_server
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from shardkit.telemetry import Record, read_run
 from shardkit.telemetry.records import record_path
-from shardkit_tools.observing.web import dashboard_server
+from shardkit_tools.commands.dashboard import dashboard_server
 from tests.servers.environments import Unavailable, node_package
 
 TOKEN = "a-token-that-nobody-guesses"

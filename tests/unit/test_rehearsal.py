@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from shardkit.errors import StateError
-from shardkit_tools.observing.rehearsal import Rehearsal, _move_lanes
+from shardkit_tools.commands.rehearse import Rehearsal, _move_lanes
 
 
 def _lanes_then(

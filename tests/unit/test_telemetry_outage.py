@@ -9,7 +9,7 @@ import pytest
 
 from shardkit.errors import ConfigurationError
 from shardkit.telemetry import Record, RunTelemetry
-from shardkit_tools.observing.archive import outage_cost, parse_since
+from shardkit_tools.commands.report import outage_cost, parse_since
 from shardkit_trainer.configuration import LogConfig
 from shardkit_trainer.reporting import StageMeter
 from tests.unit.telemetry_series import made_series

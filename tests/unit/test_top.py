@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from shardkit.telemetry import RunTelemetry, summarise
-from shardkit_tools.observing.terminal import terminal_page
+from shardkit_tools.commands.top import terminal_page
 from tests.unit.telemetry_series import made_series
 
 GROWTH = {

@@ -141,7 +141,7 @@ def test_comments_and_order_stay() -> None:
 
 def test_a_key_is_put_into_its_section() -> None:
     changed, _ = merged("[data]\ndataset = 'x'\n\n# next\n[model]\nwidth = 1\n", PROPOSED[1:2], "x")
-    assert changed.startswith("[data]\ndataset = 'x'\nwindow_blocks = 8\n\n# next\n[model]\n")
+    assert changed.startswith("[data]\nwindow_blocks = 8\ndataset = 'x'\n\n# next\n[model]\n")
 
 
 @given(

@@ -8,9 +8,9 @@ import multiprocessing
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from typing import Any
 
 from shardkit.errors import MissingDependency, RunError
 from shardkit_tools.benchmarks.rounds import Contest, Entry, Round
@@ -31,48 +31,30 @@ _PATIENCE_S = 120.0
 _ROUND_ELEMENTS = 1 << 22  # reduced in a round: fewer are over before the clock has seen them
 
 
-def _work(connection: Connection, rank: int, ranks: int, store: str, elements: int) -> None:
-    """The life of a rank; torch reads the environment when it is imported."""
+def _begin(*given: Any) -> None:
+    """A rank's process begins; torch reads the environment when it is imported."""
     os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     if sys.platform == "linux":  # the loopback device has another name elsewhere
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     from shardkit_tools.benchmarks import reduction_ranks
 
-    reduction_ranks.serve(connection, rank, ranks, store, elements)
+    reduction_ranks.join(*given)
 
 
-class _Ranks:
-    """Processes on this machine that reduce when told to."""
+def _reduce(kind: str, count: int) -> tuple[float, float]:
+    from shardkit_tools.benchmarks import reduction_ranks
 
-    def __init__(self, ranks: int, elements: int, folder: str) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._ranks: list[tuple[SpawnProcess, Connection]] = []
-        for rank in range(ranks):
-            ours, theirs = context.Pipe()
-            given = (theirs, rank, ranks, os.path.join(folder, "store"), elements)
-            process = context.Process(target=_work, args=given, daemon=True)
-            process.start()
-            theirs.close()
-            self._ranks.append((process, ours))
+    return reduction_ranks.reduce(kind, count)
 
-    def run(self, kind: str, count: int, amount: float) -> Round:
-        """All ranks reduce ``count`` times; the slowest one's clock, everybody's CPU."""
-        try:
-            for _, connection in self._ranks:
-                connection.send((kind, count))
-            if not all(connection.poll(_PATIENCE_S) for _, connection in self._ranks):
-                raise TimeoutError
-            seconds, cpu_s = zip(*(connection.recv() for _, connection in self._ranks), strict=True)
-        except (EOFError, OSError):
-            raise RunError(f"reduce {kind}: a rank of the benchmark ended") from None
-        return Round(amount, max(seconds), sum(cpu_s))
 
-    def close(self) -> None:
-        """Kill them; they hold nothing."""
-        for process, connection in self._ranks:
-            process.kill()
-            process.join()
-            connection.close()
+def _round(ranks: Sequence[ProcessPoolExecutor], kind: str, count: int, amount: float) -> Round:
+    """All ranks reduce ``count`` times; the slowest one's clock, everybody's CPU."""
+    try:
+        found = [rank.submit(_reduce, kind, count) for rank in ranks]
+        seconds, cpu_s = zip(*(one.result(_PATIENCE_S) for one in found), strict=True)
+    except (BrokenExecutor, TimeoutError):
+        raise RunError(f"reduce {kind}: a rank of the benchmark ended") from None
+    return Round(amount, max(seconds), sum(cpu_s))
 
 
 @contextlib.contextmanager
@@ -89,20 +71,21 @@ def reduce_contest(elements: int, *, ranks: int = 2) -> Iterator[Contest]:
     if importlib.util.find_spec("torch") is None:
         raise MissingDependency('the reduce benchmark needs torch; run: pip install "shardkit[train]"')
     count = max(5, _ROUND_ELEMENTS // elements)
-    with tempfile.TemporaryDirectory(prefix="reduce-bench-") as folder:
-        group = _Ranks(ranks, elements, folder)
+    with tempfile.TemporaryDirectory(prefix="reduce-bench-") as folder, contextlib.ExitStack() as stack:
+        store, spawn = os.path.join(folder, "store"), multiprocessing.get_context("spawn")
+        group = [
+            stack.enter_context(ProcessPoolExecutor(1, spawn, _begin, (rank, ranks, store, elements)))
+            for rank in range(ranks)
+        ]
 
         def reducing(kind: str) -> Callable[[], Round]:
-            return lambda: group.run(kind, count, 4.0 * elements * count)
+            return lambda: _round(group, kind, count, 4.0 * elements * count)
 
-        try:
-            yield Contest(
-                f"reduce {elements:,}",
-                {"elements": elements, "ranks": ranks},
-                [
-                    Entry("bare all-reduce, fp32", "limit", reducing(LIMIT)),
-                    *(Entry(label, "shardkit", reducing(kind)) for kind, label in REDUCTIONS.items()),
-                ],
-            )
-        finally:
-            group.close()
+        yield Contest(
+            f"reduce {elements:,}",
+            {"elements": elements, "ranks": ranks},
+            [
+                Entry("bare all-reduce, fp32", "limit", reducing(LIMIT)),
+                *(Entry(label, "shardkit", reducing(kind)) for kind, label in REDUCTIONS.items()),
+            ],
+        )

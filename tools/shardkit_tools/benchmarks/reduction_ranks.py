@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -38,11 +37,14 @@ class _Bucket:
         return self.of
 
 
-def serve(connection: Connection, rank: int, size: int, path: str, elements: int) -> None:
-    """Join the others, then answer (kind, times) with (seconds, CPU seconds) until the connection ends.
+_joined: dict[str, Callable[[], object]] = {}
+"""Of this process: name → one reduction."""
+
+
+def join(rank: int, size: int, path: str, elements: int) -> None:
+    """Join the others.
 
     Args:
-        connection: to the one who asks.
         rank: of ``size``.
         size: ranks.
         path: of a file that the ranks meet at.
@@ -52,19 +54,16 @@ def serve(connection: Connection, rank: int, size: int, path: str, elements: int
     store: c10d.Store = dist.FileStore(path, size)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=PATIENCE)
     world = World(rank, size, torch.device("cpu"), store, owned=True)
-    kinds = _kinds(world, elements)
-    try:
-        while True:
-            kind, count = connection.recv()
-            dist.barrier()
-            cpu, begun = time.process_time(), time.perf_counter()
-            for _ in range(count):
-                kinds[kind]()
-            connection.send((time.perf_counter() - begun, time.process_time() - cpu))
-    except (EOFError, OSError):
-        return
-    finally:
-        dist.destroy_process_group()
+    _joined.update(_kinds(world, elements))
+
+
+def reduce(kind: str, count: int) -> tuple[float, float]:
+    """Reduce so often, together with the others; seconds, and CPU seconds."""
+    dist.barrier()
+    cpu, begun = time.process_time(), time.perf_counter()
+    for _ in range(count):
+        _joined[kind]()
+    return time.perf_counter() - begun, time.process_time() - cpu
 
 
 def _kinds(world: World, elements: int) -> dict[str, Callable[[], object]]:

@@ -1,16 +1,148 @@
-"""`shardkit dashboard`: a run on a page of this machine, live."""
+"""`shardkit dashboard`: a run on a page of this machine, live, for whoever has the address with its token.
+
+What protects it: it listens on 127.0.0.1; every path begins with a random token, and everything else is the same 404;
+the Host header must name this machine, so that no page elsewhere can reach it by a name that it points here; the
+content policy allows this server's own script and style and nothing else; the page only ever sets text, never markup;
+files come from a fixed table, no path is made from an address; texts are redacted and escaped before they leave.
+"""
 
 from __future__ import annotations
 
+import importlib.resources
+import json
 import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Final
 
 import typer
 
+from shardkit.telemetry.pages import NOT_FOUND, Answer, PageServer
+from shardkit.telemetry.records import check_run, read_run
+from shardkit.telemetry.redaction import redact_document, redactor
+from shardkit.telemetry.serving import health, run_metrics
 from shardkit_tools import console
-from shardkit_tools.observing.web import HOST, dashboard_server
+from shardkit_tools.observing.run_view import anomaly_text, event_text, view_run
 from shardkit_tools.options import argument, option
+from shardkit_tools.texts import clean
+
+HOST: Final = "127.0.0.1"
+_FILES: Final = {
+    "": ("index.html", "text/html; charset=utf-8"),
+    "dashboard.js": ("dashboard.js", "text/javascript; charset=utf-8"),
+    "charts.js": ("charts.js", "text/javascript; charset=utf-8"),
+    "style.css": ("style.css", "text/css; charset=utf-8"),
+}
+_HEADERS: Final = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+_RANKS: Final = 64
+_LINES: Final = 8
+_LANES: Final = 512
+_FRESH_S: Final = 0.5
+
+
+def dashboard_server(run: Path, token: str, port: int = 0) -> PageServer:
+    """The server of a run's page.
+
+    Args:
+        run: directory.
+        token: first part of every path.
+        port: where to listen; 0 takes a free one.
+
+    Raises:
+        NotFoundError: there is no run.
+        StoreError: the port is taken.
+    """
+    check_run(run)
+    folder = importlib.resources.files("shardkit_tools.observing").joinpath("page")
+    files = {name: (200, kind, folder.joinpath(file).read_bytes()) for name, (file, kind) in _FILES.items()}
+    latest = _Latest(run)
+    pages: dict[str, Callable[[], Answer]] = {
+        "data.json": latest.answer,
+        "healthz": lambda: health(read_run(run), time.time()),
+        "metrics": lambda: run_metrics(read_run(run), time.time()),
+    }
+
+    def answer(path: str) -> Answer:
+        given, _, name = path.removeprefix("/").partition("/")
+        if not secrets.compare_digest(given.encode(), token.encode()):
+            return NOT_FOUND
+        return pages[name]() if name in pages else files.get(name, NOT_FOUND)
+
+    return PageServer(HOST, port, answer, _HEADERS)
+
+
+class _Latest:
+    """The document, read at most twice a second however many look."""
+
+    def __init__(self, run: Path) -> None:
+        self._run, self._lock = run, threading.Lock()
+        self._redact = redactor()
+        self._body, self._read_at = b"", -_FRESH_S
+
+    def answer(self) -> Answer:
+        with self._lock:
+            if time.monotonic() - self._read_at >= _FRESH_S:
+                document = redact_document(page_document(view_run(self._run)), self._redact)
+                self._body, self._read_at = json.dumps(document).encode(), time.monotonic()
+            return 200, "application/json", self._body
+
+
+def page_document(document: Mapping[str, Any]) -> dict[str, Any]:
+    """What the page is sent: bounded, every text on one line and printable."""
+    ranks, lanes = document["ranks"], document["lane_owners"]
+    telling = sorted(ranks, key=lambda row: -row["busy_step_s"])[:_RANKS]
+    heaviest = sorted(document["lane_loads"], key=lambda row: -row[2])[:_LANES]
+    series = document["series"]
+    shown = {
+        **document,
+        "ranks": sorted(telling, key=lambda row: int(row["rank"])),
+        "hidden_ranks": len(ranks) - len(telling),
+        "series": {**series, "busy_by_rank": _few_lines(series.get("busy_by_rank", {}))},
+        "cell_s_by_rank": {str(row["rank"]): row["cell_s"] for row in ranks},
+        "lane_owners": lanes[:_LANES],
+        "lane_history": [{**row, "owners": row["owners"][:_LANES]} for row in document["lane_history"]],
+        "lane_loads": sorted(heaviest),
+        "num_lanes": len(lanes),
+        "anomalies": [{**one, "text": anomaly_text(one)} for one in document["anomalies"]],
+        "events": [
+            {"time": one["time"], "rank": one.get("rank"), "event": one["event"], "text": event_text(one)}
+            for one in document["events"]
+        ],
+    }
+    return _cleaned(shown)  # type: ignore[no-any-return]
+
+
+def _few_lines(by_rank: Mapping[str, list[float | None]]) -> dict[str, list[float | None]]:
+    """All of few ranks; of many the busiest, the median and the least busy at each point."""
+    if len(by_rank) <= _LINES:
+        return dict(by_rank)
+    columns = [
+        sorted(one for one in column if one is not None) for column in zip(*by_rank.values(), strict=True)
+    ]
+    return {
+        name: [column[place(len(column))] if column else None for column in columns]
+        for name, place in (("most", lambda n: n - 1), ("median", lambda n: n // 2), ("least", lambda _: 0))
+    }
+
+
+def _cleaned(value: Any) -> Any:
+    if isinstance(value, str):
+        return clean(value)
+    if isinstance(value, Mapping):
+        return {clean(str(name)): _cleaned(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_cleaned(one) for one in value]
+    return value
 
 
 def dashboard(

@@ -1,15 +1,353 @@
-"""`shardkit demo`: all of it in two minutes, on data that every machine has."""
+"""`shardkit demo`: the whole of shardkit in two minutes, on data that every machine has.
+
+Commands run as they are typed, and what they print is what is shown. Every figure is computed here and now.
+"""
 
 from __future__ import annotations
 
+import itertools
+import json
+import os
+import shlex
 import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
 import tempfile
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
-from shardkit.errors import UsageError
-from shardkit_tools.demonstration import Narration, tell
+import numpy as np
+from rich.console import Console
+from rich.rule import Rule
+from rich.text import Text
+
+import shardkit
+from shardkit.errors import MissingDependency, RunError, UsageError
+from shardkit.ledger import read_journal
 from shardkit_tools.options import option
+
+_TEXT_BYTES = 4_000_000
+_STEPS = 120
+_KILL_AFTER = 45
+
+_CONFIG = """\
+[run]
+directory = "runs/gpt"
+steps = {steps}
+[data]
+dataset = "data/stdlib"
+global_batch = 16
+lanes = 8
+[model]
+kind = "gpt"
+field = "text"
+context = 64
+layers = 2
+heads = 4
+width = 64
+[optimizer]
+lr = 3e-3
+[schedule]
+warmup = 10
+[checkpoint]
+every = 20
+[log]
+every = 20
+"""
+
+_DIGITS = """\
+[run]
+directory = "runs/digits"
+epochs = 6
+[data]
+dataset = "data/digits@train"
+global_batch = 64
+lanes = 8
+[model]
+kind = "classifier"
+width = 16
+[optimizer]
+lr = 3e-3
+[schedule]
+warmup = 10
+[evaluation]
+dataset = "data/digits@val"
+[log]
+every = 40
+"""
+
+
+def tell(narration: Narration) -> None:
+    """All chapters."""
+    (narration.directory / "source").mkdir()
+    for chapter in (_build, _digits, _look, _train, _prove, _classify, _damage):
+        chapter(narration)
+
+
+def _build(story: Narration) -> None:
+    story.chapter(
+        "Build", "The standard library's own source text becomes shards, balanced by top-level package."
+    )
+    source = story.directory / "source" / "stdlib.jsonl"
+    rows, megabytes = write_stdlib_lines(source, _TEXT_BYTES), source.stat().st_size / 1e6
+    story.say(f"  {rows:,} pieces of text, {megabytes:.1f} MB, from this Python's own standard library")
+    story.command(
+        "build", "source/stdlib.jsonl", "data/stdlib", "--format", "arrow", "--compression", "zstd",
+        "--stratify", "package", "--shard-size", "512KiB", "--block-size", "32KiB",
+        "--location", "mirror=data/mirror", "--copies", "2", "--mode", "sync",
+    )  # fmt: skip
+
+
+def _digits(story: Narration) -> None:
+    story.chapter("Write from Python", "scikit-learn's handwritten digits, balanced by class, in tar shards.")
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise MissingDependency("shardkit demo needs scikit-learn: pip install 'shardkit[demo]'") from None
+    story.quote(
+        'schema = {"image": "uint8[8,8]", "label": "int64"}\n'
+        'with shardkit.create("data/digits", schema, stratify="label", split={"train": 0.8, "val": 0.2}) as writer:\n'
+        "    for image, label in zip(images, labels):\n"
+        '        writer.add({"image": image, "label": label})'
+    )
+    digits, root = load_digits(), str(story.directory / "data" / "digits")
+    schema, split = {"image": "uint8[8,8]", "label": "int64"}, {"train": 0.8, "val": 0.2}
+    with shardkit.create(
+        root, schema, stratify="label", split=split, shard_size="512KiB", block_size="32KiB"
+    ) as writer:
+        for image, label in zip(digits.images.astype(np.uint8), digits.target.tolist(), strict=True):
+            writer.add({"image": image, "label": label})
+    story.say(f"  → {writer.manifest.id}")
+    story.command("ls", "data/digits")
+
+
+def _look(story: Narration) -> None:
+    story.chapter("Show and verify", "What is in it, and is every byte still the byte that was written?")
+    story.command("show", "data/stdlib", show=24)
+    story.command("verify", "data/stdlib")
+    story.command("verify", "data/digits")
+
+
+def _train(story: Narration) -> None:
+    story.chapter("Train on 2 processes, kill one", "A byte-level GPT; rank 1 gets SIGKILL in the middle.")
+    (story.directory / "gpt.toml").write_text(_CONFIG.format(steps=_STEPS))
+    process = story.start("train", "gpt.toml", "--nproc", "2")
+    killed = _kill_rank(story.directory / "runs" / "gpt", process)
+    output, _ = process.communicate(timeout=90)
+    story.quote("\n".join(line for line in output.splitlines() if line.startswith(("step", "resum"))))
+    story.say(
+        f"  killed rank 1 (process {killed}) with SIGKILL; the run ended with exit code {process.returncode}",
+        "red",
+    )
+    story.chapter(
+        "Resume on 1 process",
+        "Another world size; the same samples in the same order from the last checkpoint.",
+    )
+    story.command("train", "gpt.toml", "--nproc", "1")
+
+
+def _kill_rank(run: Path, process: subprocess.Popen[str]) -> int:
+    """SIGKILL rank 1 once its journal shows that it is past step `_KILL_AFTER`."""
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline:
+        for path in (run / "journal").glob("00001-*.cells"):
+            steps = [record.step for record in read_journal(path)]
+            if steps and steps[-1] >= _KILL_AFTER:
+                victim = _rank_process(run, 1)
+                os.kill(victim, signal.SIGKILL)
+                return victim
+        if process.poll() is not None:
+            said = process.stdout.read() if process.stdout else ""
+            raise RunError(f"training ended before it could be killed:\n{said}")
+        time.sleep(0.02)
+    process.kill()
+    raise RunError(f"training did not reach step {_KILL_AFTER} within 90 s; look into {run}")
+
+
+def _rank_process(run: Path, rank: int) -> int:
+    """The process that holds the journal of a rank open."""
+    target = next((run / "journal").glob(f"{rank:05d}-*.cells")).resolve()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if any(link.resolve() == target for link in (entry / "fd").iterdir()):
+                    return int(entry.name)
+            except OSError:
+                continue
+    raise RunError(f"no process holds {target} open")
+
+
+def _prove(story: Narration) -> None:
+    story.chapter(
+        "Prove it",
+        "What every step consumed, as the ranks recorded it through kill and resume, against the plan.",
+    )
+    story.command("audit", "runs/gpt")
+    story.command("audit", "trace", "runs/gpt", "--step", "100", show=6)
+    story.command("audit", "trace", "runs/gpt", "--sample", "788")
+
+
+def _classify(story: Narration) -> None:
+    story.chapter(
+        "Images too", "A small residual network on the digits; every validation sample counted exactly once."
+    )
+    (story.directory / "digits.toml").write_text(_DIGITS)
+    story.command("train", "digits.toml", "--nproc", "2")
+
+
+def _damage(story: Narration) -> None:
+    story.chapter("Flip a bit, watch it heal", "One bit of one shard, as a disk or a bad cable would.")
+    root = story.directory / "data" / "stdlib"
+    before = _one_epoch(root)
+    ds = shardkit.open(str(root))
+    path = root / ds.reader.shard_name(1)
+    position = int(ds.reader.index(1).block_offset[3]) + 1000
+    damaged = bytearray(path.read_bytes())
+    damaged[position] ^= 0b0000_0100
+    path.chmod(0o644)
+    path.write_bytes(damaged)
+    story.say(f"  flipped one bit of byte {position:,} of {path.name[:16]}…")
+    story.command("verify", "data/stdlib", expect=(4,))
+    after = _one_epoch(root)
+    if after.texts != before.texts or not after.failovers:
+        raise RunError("an epoch over the damaged shard was another than before, or the damage was not met")
+    story.say(
+        f"  an epoch all the same: {len(after.texts):,} samples, each as it was before; {after.failovers} "
+        f"{'block' if after.failovers == 1 else 'blocks'} came from the mirror"
+    )
+    story.command("repair", "data/stdlib")
+    story.command("verify", "data/stdlib")
+
+
+class _Epoch(NamedTuple):
+    texts: list[str]
+    failovers: int
+
+
+def _one_epoch(root: Path) -> _Epoch:
+    ds = shardkit.open(str(root))
+    with ds.loader(ds.plan(global_batch=16, lanes=8), tensors=False) as loader:
+        texts = [text for batch in loader for text in batch["text"]]
+        return _Epoch(texts, int(loader.stats().get("remote_failovers", 0)))
+
+
+# Not the library itself: tests, the packages of others, generated tables.
+_LEFT_OUT = {"site-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data", "__pycache__", "ensurepip",
+             "lib-dynload"}  # fmt: skip
+_PIECE = 2048  # characters; a piece ends at a line
+
+
+def write_stdlib_lines(path: Path, limit_bytes: int) -> int:
+    """Write ``{"text": …, "package": …}`` lines to `path`; gives their number.
+
+    Args:
+        path: is replaced.
+        limit_bytes: stops taking files once so much text is in it. Packages are taken round robin, so that a small
+            limit still has all of them.
+    """
+    rows = written = 0
+    with path.open("w", encoding="utf-8") as out:
+        for package, text in _round_robin(_packages()):
+            for piece in _pieces(text):
+                out.write(json.dumps({"text": piece, "package": package}, ensure_ascii=False) + "\n")
+                rows += 1
+                written += len(piece)
+            if written >= limit_bytes:
+                break
+    return rows
+
+
+def _packages() -> dict[str, list[Path]]:
+    """Files by top-level package; single modules together are the package "modules"."""
+    root = Path(sysconfig.get_path("stdlib"))
+    packages = {"modules": sorted(root.glob("*.py"))}
+    for folder in sorted(one for one in root.iterdir() if one.is_dir() and one.name.isidentifier()):
+        files = [
+            one for one in sorted(folder.rglob("*.py")) if not _LEFT_OUT & {*one.relative_to(root).parts}
+        ]
+        if files:
+            packages[folder.name] = files
+    return packages
+
+
+def _round_robin(packages: dict[str, list[Path]]) -> Iterator[tuple[str, str]]:
+    for turn in itertools.zip_longest(*packages.values()):
+        for package, file in zip(packages, turn, strict=True):
+            text = file.read_text(encoding="utf-8", errors="replace") if file is not None else ""
+            if text.strip():
+                yield package, text
+
+
+def _pieces(text: str) -> Iterator[str]:
+    piece = ""
+    for line in text.splitlines(keepends=True):
+        if piece and len(piece) + len(line) > _PIECE:
+            yield piece
+            piece = ""
+        piece += line
+    if piece:
+        yield piece
+
+
+class Narration:
+    """Prints chapters and runs real `shardkit` commands in `directory`."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.console = Console(highlight=False)
+        self._chapter = 0
+        self._started = time.monotonic()
+
+    def chapter(self, title: str, why: str) -> None:
+        """Begin a chapter: a rule with a number, and one sentence."""
+        self._chapter += 1
+        elapsed = time.monotonic() - self._started
+        self.console.print()
+        self.console.print(Rule(Text(f"{self._chapter}  {title}", style="bold"), align="left"))
+        self.console.print(Text(f"{why}  [{elapsed:.0f} s]", style="dim"))
+
+    def say(self, text: str, style: str = "") -> None:
+        self.console.print(Text(text, style=style))
+
+    def command(self, *arguments: str, expect: Sequence[int] = (0,), show: int | None = None) -> None:
+        """Run `shardkit ARGUMENTS…` as a process of its own and print what it prints.
+
+        Args:
+            arguments: as typed.
+            expect: exit codes that belong to the story.
+            show: print only so many lines; all of them by default.
+        """
+        process = self.start(*arguments)
+        output, _ = process.communicate()
+        self.quote(output, show)
+        if process.returncode not in expect:
+            raise RunError(
+                f"shardkit {shlex.join(arguments)} ended with exit code {process.returncode}; see above"
+            )
+        if process.returncode:
+            self.say(f"  (exit code {process.returncode})", "dim")
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """Start `shardkit ARGUMENTS…` and go on; its output comes through the pipe."""
+        self.say(f"$ shardkit {shlex.join(arguments)}", "bold cyan")
+        width = str(max(60, self.console.width - 2))  # the terminal's less our indent
+        return subprocess.Popen(
+            [sys.executable, "-m", "shardkit_tools", *arguments], cwd=self.directory, text=True,
+            env={**os.environ, "COLUMNS": width, "PYTHONUNBUFFERED": "1"},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    def quote(self, output: str, show: int | None = None) -> None:
+        """Print what a command said, indented."""
+        lines = output.rstrip("\n").splitlines()
+        for line in lines if show is None else lines[:show]:
+            self.console.print(Text(f"  {line}"), soft_wrap=True)
+        if show is not None and len(lines) > show:
+            self.say(f"  … {len(lines) - show} more lines", "dim")
 
 
 def demo(

@@ -14,7 +14,7 @@ from shardkit_tools.tuning.proposing import Proposal
 
 _TRAINER = {"window_blocks": ("data", "window_blocks"), "sync_every": ("parallel", "sync_every")}
 _BEGIN, _END = "# shardkit tune: for builds and loaders", "# shardkit tune: end"
-_TABLE = re.compile(r"\s*\[\s*([A-Za-z0-9_.\"-]+)\s*\]\s*(#.*)?")
+_NOTES = re.compile(rf"\n*^{_BEGIN}$.*?^{_END}$", re.MULTILINE | re.DOTALL)
 
 
 def apply(path: Path, proposals: Sequence[Proposal]) -> list[str]:
@@ -40,19 +40,16 @@ def merged(text: str, proposals: Sequence[Proposal], where: str) -> tuple[str, l
     """The text with the proposals in it, and what was set. Applying twice gives the same text."""
     _check(text, where)
     values = {one.name: one for one in proposals}
-    lines, said = _without_notes(text.splitlines()), []
+    said = []
+    text = _NOTES.sub("", text)
     for name, (section, key) in _TRAINER.items():
         if name in values:
-            lines = _with(lines, section, key, values[name].value)
+            text = _with(text, section, key, values[name].value)
             said.append(f"{section}.{key} = {values[name].value}")
-    notes = _notes(values)
-    if notes:
-        while lines and not lines[-1].strip():
-            lines.pop()
-        lines += ["", _BEGIN, *notes, _END]
-    result = "\n".join(lines).strip("\n") + "\n"
-    _check(result, where)
-    return result, said
+    if notes := _notes(values):
+        text = "\n".join([text.rstrip(), "", _BEGIN, *notes, _END, ""])
+    _check(text, where)
+    return text, said
 
 
 def _check(text: str, where: str) -> None:
@@ -79,34 +76,16 @@ def _notes(values: Mapping[str, Proposal]) -> list[str]:
     return found
 
 
-def _without_notes(lines: list[str]) -> list[str]:
-    kept, inside = [], False
-    for line in lines:
-        if line.startswith(_BEGIN):
-            inside = True
-        if not inside:
-            kept.append(line)
-        if line.startswith(_END):
-            inside = False
-    return kept
-
-
-def _with(lines: list[str], section: str, key: str, value: int) -> list[str]:
-    """Set a key of a section: in its line, behind the section's last key, or in a section of its own at the end."""
-    setting = re.compile(rf"(\s*{key}\s*=\s*)([^#]*?)(\s*(?:#.*)?)$")
-    at, last = None, None
-    current = ""
-    for number, line in enumerate(lines):
-        table = _TABLE.fullmatch(line)
-        if table is not None or line.lstrip().startswith("[["):
-            current = table[1] if table is not None else "[["
-            at = number if current == section else at
-        elif current == section and line.strip() and not line.lstrip().startswith("#"):
-            found = setting.match(line)
-            if found is not None:
-                return [*lines[:number], f"{found[1]}{value}{found[3]}", *lines[number + 1 :]]
-            last = number
-    if at is None:
-        return [*lines, *([""] if lines and lines[-1].strip() else []), f"[{section}]", f"{key} = {value}"]
-    place = (at if last is None else last) + 1
-    return [*lines[:place], f"{key} = {value}", *lines[place:]]
+def _with(text: str, section: str, key: str, value: int) -> str:
+    """Set a key of a section: in its line, behind the section's heading, or in a section of its own at the end."""
+    heading = re.search(rf"^\s*\[\s*{section}\s*\]\s*(#.*)?$", text, re.MULTILINE)
+    if heading is None:
+        return f"{text.rstrip()}\n\n[{section}]\n{key} = {value}\n".lstrip("\n")
+    end = re.compile(r"^\s*\[", re.MULTILINE).search(text, heading.end())
+    before, own, after = (
+        text[: heading.end()],
+        text[heading.end() : end and end.start()],
+        text[end.start() :] if end else "",
+    )
+    own, found = re.subn(rf"^(\s*{key}\s*=\s*)[^#\s]*", rf"\g<1>{value}", own, count=1, flags=re.MULTILINE)
+    return f"{before}{own}{after}" if found else f"{before}\n{key} = {value}{own}{after}"
