@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from transformers import Trainer, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
 
 from points import open_points
 
@@ -47,10 +46,14 @@ def main() -> None:
         disable_tqdm=True, ignore_data_skip=True, ddp_backend="gloo", save_total_limit=2,
     )  # fmt: skip
     trainer = PlanTrainer(options.data, options.run, model=torch.nn.Linear(8, 2), args=arguments)
-    last = get_last_checkpoint(arguments.output_dir) if Path(arguments.output_dir).is_dir() else None
-    if last is not None:
-        trainer.plan_loader.seek(int(last.rpartition("-")[2]))
-    trainer.train(resume_from_checkpoint=last)
+    # the state is written last: a checkpoint without it was not finished when the job was killed
+    steps = [
+        int(state.parent.name.rpartition("-")[2])
+        for state in options.run.glob("hf/checkpoint-*/trainer_state.json")
+    ]
+    if steps:
+        trainer.plan_loader.seek(max(steps))
+    trainer.train(resume_from_checkpoint=f"{arguments.output_dir}/checkpoint-{max(steps)}" if steps else None)
     trainer.plan_loader.close()
 
 

@@ -70,7 +70,7 @@ class Loader:
             plan=plan, sources=sources, config=config, topology=topology, fields=fields, tensors=tensors,
             events=EventLog(config.run, topology.rank), missing=MissingValues(sources.schema, fields, config.fill),
         )  # fmt: skip
-        decoders = find_decoders(config.decode, sources.schema)
+        decoders = find_decoders(config.decode, sources.schema) if config.decode else {}
         self._device: Any = None
         self._finish_on: dict[str, Any] = {}  # field → what is done to it on the device
         if config.device is not None:
