@@ -120,7 +120,8 @@ def test_the_version(call: Call) -> None:
 def test_build_reports_what_it_did(call: Call, source: Path, tmp_path: Path) -> None:
     code, out, err = call("build", source, tmp_path / "a", "--stratify", "label")
     assert (code, err) == (0, "")
-    assert "40 in 2 strata" in out
+    assert re.search(r"^samples +40$", out, re.MULTILINE)
+    assert re.search(r"^0 +30 +75 %\n1 +10 +25 %$", out, re.MULTILINE)
     first = document(
         call, "build", source, tmp_path / "b", "--stratify", "label", "--jobs", 2, "--split", "x=0.5"
     )

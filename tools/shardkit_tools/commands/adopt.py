@@ -9,7 +9,7 @@ from shardkit.errors import UsageError
 from shardkit_tools import console, options
 from shardkit_tools.adopting import Adoption
 from shardkit_tools.adopting import adopt as adopt_tars
-from shardkit_tools.build_report import progress_text
+from shardkit_tools.build_report import print_result, progress_text
 from shardkit_tools.copies import begin_copies, finish_copies, print_copies
 from shardkit_tools.importers.protocol import parse_field_types
 from shardkit_tools.options import argument, option
@@ -67,7 +67,9 @@ def adopt(
         result = adopt_tars(**settings, progress=lambda now: status.show(progress_text(now, "adopting")))
     lag = None if dry_run else finish_copies(root)
     document = _document(result, root, ref) | ({} if lag is None else {"lag_bytes": lag})
-    console.present(as_json, lambda: document, lambda: _print(document, lag))
+    console.present(as_json, lambda: document, lambda: print_result(document, "adopt into"))
+    if not as_json:
+        print_copies(root, lag)
 
 
 def _document(result: Adoption, root: str, ref: str) -> dict[str, Any]:
@@ -87,16 +89,3 @@ def _document(result: Adoption, root: str, ref: str) -> dict[str, Any]:
         "read_bytes": result.read_bytes,
         "seconds": round(result.seconds, 3),
     }
-
-
-def _print(document: dict[str, Any], lag: int | None) -> None:
-    root, ref, rows = document["root"], document["ref"], document["samples"]
-    version = f"{root}@{ref}"
-    is_made = document["id"] is not None
-    console.print_line(version if is_made else f"would adopt into {version}; nothing was written", "bold")
-    strata = sorted(document["strata"].items(), key=lambda item: (-item[1], item[0]))
-    shares = {name: {"samples": count, "share": count / rows} for name, count in strata if count < rows}
-    console.print_document(document | {"root": "", "ref": "", "lag_bytes": None, "strata": shares})
-    if is_made:
-        console.print_line(f"next: shardkit show {root}{'' if ref == 'main' else '@' + ref}", "dim")
-    print_copies(root, lag)
