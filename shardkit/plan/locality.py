@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .amendment import AnyGrid
+from .amendment import AnyGrid, RestGrid
 from .assignment import assign
-from .leftover import RestGrid
 from .lengths import BucketGrid, JoinedGrid
 from .natural import NaturalGrid
 from .plan import Plan

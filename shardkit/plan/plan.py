@@ -13,9 +13,8 @@ from shardkit.errors import PlanError
 from shardkit.formats.canonical_json import dumps
 from shardkit.notebook import Shown
 
-from .amendment import AnyGrid, Change, Leg, amended
+from .amendment import AnyGrid, Change, Leg, RestGrid, amended
 from .costs import BALANCES, ROUND_PARTS, Costs
-from .leftover import RestGrid
 from .lengths import BucketGrid, JoinedGrid, find_buckets, joined, rows_per_sequence
 from .natural import NaturalGrid
 from .population import Population, stratum_rows
