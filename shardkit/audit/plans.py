@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,7 +12,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardkit.audit.replay import made_again
 from shardkit.audit.run_record import RunRecord
 from shardkit.dataset import Dataset, open_dataset
 from shardkit.dataset.costs import costs_of
@@ -25,7 +25,9 @@ from shardkit.errors import (
     StoreError,
 )
 from shardkit.ledger.bindings import configured_plans
-from shardkit.plan import Plan, Population
+from shardkit.plan import Costs, Plan, Population
+from shardkit.plan.plan import plan_of
+from shardkit.plan.settings import Settings
 from shardkit.repository.log import parse_dataset_url
 
 
@@ -167,6 +169,42 @@ def _make_plan(record: RunRecord, event: dict[str, Any], dataset: Dataset) -> Ru
             record.add("unknown", "plan", subject, "its settings are not recorded")
         return None
     return RunPlan(number, dataset, chosen)
+
+
+def made_again(
+    history: Sequence[Mapping[str, Any]],
+    population_of: Callable[[str], Population],
+    costs_of: Callable[[str], Costs],
+) -> Plan:
+    """The plan that the ledger recorded (`plan.history()`), made again.
+
+    Args:
+        history: the first plan's settings, then each amendment.
+        population_of: the rows of a manifest, by its id.
+        costs_of: what they cost, by the plan's ``cost``.
+
+    Raises:
+        PlanError: settings that this version does not know.
+        ShardkitError: a manifest that the plan was over is not to be had.
+    """
+    first, *rest = history
+    population, settings = population_of(first["manifest"]), Settings.from_canonical(first["settings"])
+    plan = plan_of(settings, population, None if settings.cost is None else costs_of(settings.cost))
+    for one in rest:
+        change = {
+            name: value for name, value in one["change"].items() if value is not None and name != "dealing"
+        }
+        if one["manifest"] != population.identity:
+            change["manifest"] = population = population_of(one["manifest"])
+        if change.pop("weights", False):
+            change["weights"] = _by_name(population, one["settings"]["stages"][0][1])
+        plan = plan.amend(**change | ({"skip": tuple(change["skip"])} if "skip" in change else {}))
+    return plan
+
+
+def _by_name(population: Population, weights: list[int]) -> dict[str, int]:
+    """Resolved weights as a mapping that resolves to the same."""
+    return {glob.escape(name): int(weight) for name, weight in zip(population.strata, weights, strict=True)}
 
 
 def _configured_plan(record: RunRecord, dataset: Dataset, expected: str, recorded: Mapping[str, Any]) -> Plan:

@@ -5,67 +5,25 @@ Costs some 100 ns per sample and core; with `jobs` above 1, the lanes are shared
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import itertools
 import multiprocessing
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardkit.errors import PlanError, RunError
+from shardkit.errors import RunError
 from shardkit.ledger import step_digests
-from shardkit.plan import Costs, Plan, Population, assign
-from shardkit.plan.plan import plan_of
-from shardkit.plan.settings import Settings
-
-
-def made_again(
-    history: Sequence[Mapping[str, Any]],
-    population_of: Callable[[str], Population],
-    costs_of: Callable[[str], Costs] | None = None,
-) -> Plan:
-    """The plan that the ledger recorded (`plan.history()`), made again.
-
-    Args:
-        history: the first plan's settings, then each amendment.
-        population_of: the rows of a manifest, by its id.
-        costs_of: what they cost, by the plan's ``cost``; a plan that has one cannot be made again without.
-
-    Raises:
-        PlanError: settings that this version does not know.
-        ShardkitError: a manifest that the plan was over is not to be had.
-    """
-    first, *rest = history
-    population, settings = population_of(first["manifest"]), Settings.from_canonical(first["settings"])
-    if settings.cost is not None and costs_of is None:
-        raise PlanError("this plan has costs, which are read from its dataset; none is open")
-    plan = plan_of(settings, population, costs_of(settings.cost) if costs_of and settings.cost else None)
-    for one in rest:
-        change = {
-            name: value for name, value in one["change"].items() if value is not None and name != "dealing"
-        }
-        if one["manifest"] != population.identity:
-            change["manifest"] = population = population_of(one["manifest"])
-        if change.pop("weights", False):
-            change["weights"] = _by_name(population, one["settings"]["stages"][0][1])
-        plan = plan.amend(**change | ({"skip": tuple(change["skip"])} if "skip" in change else {}))
-    return plan
-
-
-def _by_name(population: Population, weights: list[int]) -> dict[str, int]:
-    """Resolved weights as a mapping that resolves to the same."""
-    return {glob.escape(name): int(weight) for name, weight in zip(population.strata, weights, strict=True)}
-
+from shardkit.plan import Plan, assign
 
 _CHUNK = 1 << 20  # samples replayed at once by each process
 _AHEAD = 3  # chunks under way at once

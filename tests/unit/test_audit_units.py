@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import shardkit
 from shardkit.audit import load_run, sample_lineage, version_lineage
-from shardkit.audit.plans import open_recorded
-from shardkit.audit.replay import cell_digests, made_again
+from shardkit.audit.plans import made_again, open_recorded
+from shardkit.audit.replay import cell_digests
 from shardkit.audit.signing import verify_envelope
 from shardkit.dataset.dataset import population_of
 from shardkit.errors import FormatError, MissingDependency, NotFoundError, PlanError
@@ -67,6 +67,10 @@ def test_lineage_of_a_version_names_its_ancestors(dataset: shardkit.Dataset) -> 
     assert found["parts"][0]["build"] == dict(dataset.manifest.build)
 
 
+def no_costs(_: str) -> Any:
+    raise AssertionError("these plans have no costs")
+
+
 @pytest.mark.parametrize(
     "plan_settings",
     [{}, {"remainder": "short"}, {"weights": {"a": 3}}, {"weights": {"a": 1}, "epoch_steps": 9},
@@ -77,7 +81,7 @@ def test_a_plan_is_made_again_from_its_canonical_settings(
 ) -> None:
     plan = dataset.plan(global_batch=6, lanes=3, **plan_settings)
     population = population_of(dataset.manifest, dataset.table)
-    again = made_again(plan.history(), lambda _: population)
+    again = made_again(plan.history(), lambda _: population, no_costs)
     assert again.digest == plan.digest
     np.testing.assert_array_equal(again.steps(0, 12), plan.steps(0, 12))
 
@@ -90,7 +94,7 @@ def test_an_amended_plan_is_made_again_from_its_history(dataset: shardkit.Datase
         .amend(from_step=40, weights={"a": 1, "b": 4})
     )
     population = population_of(dataset.manifest, dataset.table)
-    again = made_again(json.loads(json.dumps(plan.history())), lambda _: population)
+    again = made_again(json.loads(json.dumps(plan.history())), lambda _: population, no_costs)
     assert again.digest == plan.digest
     for first, last in ((0, 5), (5, 60)):
         np.testing.assert_array_equal(again.steps(first, last), plan.steps(first, last))
@@ -102,6 +106,7 @@ def test_settings_of_a_later_version_are_refused(dataset: shardkit.Dataset) -> N
         made_again(
             [{"manifest": "", "settings": {"global_batch": 4, "zigzag": 1}, "change": None}],
             lambda _: population,
+            no_costs,
         )
 
 
