@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,7 +69,6 @@ class BatchReader:
         header = _checked_header(message.data, codec, rows, raw_size)
         self._rows, self._schema, self._lengths = rows, schema, header.lengths
         self._places = _places(header.rows, header.lengths, header.nulls, len(header.buffers), schema)
-        self._fixed = _fixed_places(header, schema) if codec == "none" else {}
         self._presence = frozenset(schema.stored) - frozenset(schema)
         if codec == "none":
             self._spans, self._plain = header.buffers, message[header.body_offset :]
@@ -94,9 +93,6 @@ class BatchReader:
         """A stored column of the schema."""
         if name in self._presence:
             return FixedColumn(self._present(name))
-        known = self._fixed.get(name)
-        if known is not None:
-            return FixedColumn(_read_only(np.ndarray(known.shape, known.dtype, self._plain, known.offset)))
         kind = self._schema[name]
         if kind.is_opaque:
             return self._variable(name, kind)
@@ -257,14 +253,6 @@ def message_layout(message: memoryview, schema: Schema, fields: Sequence[str]) -
     return np.concatenate([np.array(layout + per_row + places, np.int64), head.view("<i8"), mask.view("<i8")])
 
 
-class FixedPlace(NamedTuple):
-    """A column of fixed-size items that needs nothing but its metadata: where it lies in the body, and as what."""
-
-    offset: int
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-
-
 @lru_cache(maxsize=64)  # most blocks have the metadata of another
 def _places(
     rows: int, lengths: tuple[int, ...], nulls: int, buffers: int, schema: Schema
@@ -289,24 +277,6 @@ def _places(
             count *= size
             _expect_items(lengths[array + 1 + depth], count, name)
     return places
-
-
-@lru_cache(maxsize=64)
-def _fixed_places(header: BatchHeader, schema: Schema) -> dict[str, FixedPlace]:
-    """Of an uncompressed message. Headers of equal metadata are one object, so this asks by identity."""
-    places = _places(header.rows, header.lengths, header.nulls, len(header.buffers), schema)
-    fixed = {}
-    for name, kind in schema.items():
-        if kind.item_bytes is None or kind.dtype == "bool":
-            continue
-        first = places[name][1]
-        last = first + 1 + len(kind.shape)
-        offset, length = header.buffers[last]
-        if any(size for _, size in header.buffers[first + kind.optional : last]):
-            raise FormatError(f"arrow column {name!r}: it has a validity bitmap")
-        _expect_bytes(length, header.rows * prod(kind.shape) * kind.numpy_dtype.itemsize, name)
-        fixed[name] = FixedPlace(offset, (header.rows, *kind.shape), kind.numpy_dtype)
-    return fixed
 
 
 def _counts(kind: FieldType) -> tuple[int, int]:
