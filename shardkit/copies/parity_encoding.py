@@ -14,11 +14,10 @@ from shardkit.errors import (
     StoreError,
     UsageError,
 )
-from shardkit.reading.inventory import take_inventory, walk_versions
+from shardkit.reading.inventory import MAX_MEMBERS, VersionRecord, take_inventory, walk_versions
 from shardkit.reading.objects import check_object
-from shardkit.reading.parity.galois import MAX_MEMBERS
 from shardkit.reading.parity.rebuilding import encode_set
-from shardkit.reading.parity.sets import ParitySet, VersionRecord, read_record, sets_of
+from shardkit.reading.parity.sets import ParitySet, read_record, sets_of
 from shardkit.repository.location_table import LocationTable, open_locations
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import with_adopted

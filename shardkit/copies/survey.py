@@ -11,21 +11,19 @@ from shardkit.copies.documents import check_documents
 from shardkit.copies.placement import Needed, add_needed, needed_of
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
 from shardkit.reading.adopted import AdoptedStore
-from shardkit.reading.inventory import Inventory, take_inventory, version_record_name, walk_versions
+from shardkit.reading.inventory import (
+    Inventory,
+    VersionRecord,
+    first_good,
+    read_version_record,
+    take_inventory,
+    version_record_name,
+    walk_versions,
+)
 from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.objects import ROOT_NAME, Location
 from shardkit.reading.parity.rebuilding import restore
-from shardkit.reading.parity.sets import (
-    ParitySet,
-    SetRecord,
-    VersionRecord,
-    find_records,
-    first_good,
-    known_sets,
-    read_record,
-    read_version_record,
-    sets_of,
-)
+from shardkit.reading.parity.sets import ParitySet, SetRecord, find_records, known_sets, read_record, sets_of
 from shardkit.repository.location_table import (
     LocationRecord,
     LocationTable,

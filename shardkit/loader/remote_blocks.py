@@ -21,12 +21,11 @@ from shardkit.loader.ranks import Holders, ranks_beside
 from shardkit.loader.schedule import plan_group
 from shardkit.loader.settings import LoaderSetup
 from shardkit.plan.locality import LaneOfBlock
-from shardkit.reading.attestations import Attestation
+from shardkit.reading.attestations import Attestation, ReadEvent, ReadEvents
 from shardkit.reading.blocks import BlockReader
 from shardkit.reading.cache.block_cache import BlockCache
 from shardkit.reading.cache.shared_blocks import SharedBlocks
 from shardkit.reading.cache.supply import BlockFetcher, NearbyCaches
-from shardkit.reading.health import ReadEvent, ReadEvents
 from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.objects import BlockRequest
 from shardkit.stores.local import LocalStore

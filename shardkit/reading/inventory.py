@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 
-from shardkit.errors import IntegrityError, NotFoundError, ShardkitError
+from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
 from shardkit.formats import extension
-from shardkit.formats.canonical_json import parse_digest
+from shardkit.formats.canonical_json import dumps, parse_digest, read_document
 from shardkit.manifest import MAX_MANIFEST_BYTES, MIXED, Manifest, PageRef, ShardTable, unpack_page
 from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.objects import OpenedRoot
-from shardkit.stores.store import Descriptor, object_name
+from shardkit.stores.store import Descriptor, Store, find_checked, object_name
 
 _READERS: Final = 8
 
@@ -126,6 +126,83 @@ def _good_size(repository: OpenedRoot, digest: str, kind: str) -> int:
 def version_record_name(manifest_id: str) -> str:
     """Where the document lies below the root that says how a version was cut into sets of parity."""
     return f"parity/versions/{parse_digest(manifest_id)}.json"
+
+
+MAX_RECORD_BYTES: Final = 64 * 2**10
+"""Of a document of parity."""
+MAX_MEMBERS: Final = 128
+"""Of a set of parity."""
+_PARITY_VERSION: Final = "shardkit-parity-version/1"
+_Found = TypeVar("_Found")
+
+
+@dataclass(frozen=True)
+class VersionRecord:
+    """What ``parity/versions/<hex>.json`` says: how a version was cut into sets."""
+
+    manifest: str
+    members_per_set: int
+
+    @property
+    def name(self) -> str:
+        return version_record_name(self.manifest)
+
+    def to_bytes(self) -> bytes:
+        return dumps(
+            {"format": _PARITY_VERSION, "manifest": self.manifest, "members_per_set": self.members_per_set}
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str) -> VersionRecord:
+        """Read a document.
+
+        Raises:
+            FormatError: Not one that shardkit writes.
+        """
+        fields = read_document(
+            data, where, _PARITY_VERSION, ("manifest", "members_per_set"), MAX_RECORD_BYTES
+        )
+        return cls(
+            fields.digest("manifest"), fields.integer("members_per_set", minimum=1, maximum=MAX_MEMBERS)
+        )
+
+
+def read_version_record(store: Store, manifest_id: str) -> VersionRecord | None:
+    """How a version was cut into sets; None where it has no parity.
+
+    Raises:
+        FormatError: it is damaged, or of another version.
+    """
+    name = version_record_name(manifest_id)
+    return read_matching(store, name, VersionRecord.from_bytes, lambda found: found.manifest == manifest_id)
+
+
+def read_matching(
+    store: Store, name: str, parse: Callable[[bytes, str], _Found], is_wanted: Callable[[_Found], bool]
+) -> _Found | None:
+    """What a document of parity says; None where there is none.
+
+    Raises:
+        FormatError: it is damaged, or not the one that is wanted.
+    """
+
+    def checked(data: bytes, where: str) -> _Found:
+        found = parse(data, where)
+        if not is_wanted(found):
+            raise FormatError(f"{where} is of another version or set; do not trust it")
+        return found
+
+    return find_checked(store, name, checked, max_bytes=MAX_RECORD_BYTES)
+
+
+def first_good(stores: Sequence[Store], ask: Callable[[Store], _Found | None]) -> _Found | None:
+    """What the first store says that says anything good."""
+    for store in stores:
+        with contextlib.suppress(ShardkitError):
+            found = ask(store)
+            if found is not None:
+                return found
+    return None
 
 
 def read_root(repository: OpenedRoot, manifest_id: str) -> Manifest:

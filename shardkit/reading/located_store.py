@@ -17,8 +17,7 @@ from shardkit.errors import (
     StoreError,
     UsageError,
 )
-from shardkit.reading.attestations import Attestation, Healer
-from shardkit.reading.health import ReadEvent, ReadEvents
+from shardkit.reading.attestations import Attestation, Healer, ReadEvent, ReadEvents
 from shardkit.reading.objects import ROOT_NAME, BlockRequest, Location, block_name
 from shardkit.reading.read_path import ReadPath, ReadRequest, ReadSettings
 from shardkit.stores.local import LocalStore, open_store

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import random
 import threading
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -19,7 +21,7 @@ from typing import Any, Final, NamedTuple
 
 from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, StoreError
 from shardkit.ranges import Range
-from shardkit.reading.health import Breaker, Budget, Latencies, ReadEvents
+from shardkit.reading.attestations import ReadEvents
 from shardkit.reading.objects import Location
 from shardkit.stores.waiting import WAITS, RetryPolicy, pauses
 
@@ -30,6 +32,7 @@ _HEDGES_FREE: Final = 4
 # where all answers take about as long, the slowest twentieth of them is not late
 _HEDGE_OVER_MEDIAN: Final = 2.0
 _LEAST_HEDGE_S: Final = 0.005
+_JITTER: Final = random.SystemRandom()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +84,129 @@ class ReadRequest(NamedTuple):
     """Ask the first location before nearer ones: a copy may be behind."""
     among: Sequence[str] | None = None
     """Only locations of these names, in this order, without those that rest, and once: there are others besides."""
+
+
+class Latencies:
+    """Recent response times, by size of the answer; enough of them give a 95th percentile."""
+
+    _KEPT: Final = 128
+    _ENOUGH: Final = 16
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._recent: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=self._KEPT))
+
+    def add(self, num_bytes: int, seconds: float) -> None:
+        with self._lock:
+            self._recent[_size_class(num_bytes)].append(seconds)
+
+    def quantile(self, num_bytes: int, share: float) -> float | None:
+        """Seconds within which a `share` of recent answers of about this size came; None before there are enough."""
+        with self._lock:
+            recent = sorted(self._recent[_size_class(num_bytes)])
+        if len(recent) < self._ENOUGH:
+            return None
+        return recent[min(len(recent) - 1, int(share * len(recent)))]
+
+
+def _size_class(num_bytes: int) -> int:
+    """64 KiB, 256 KiB, 1 MiB, …: within a class the time to answer is about the same."""
+    return max(0, (max(num_bytes, 1).bit_length() - 15) // 2)
+
+
+class Budget:
+    """How many requests may be under way at once: grows by answers, halves when the location is overloaded.
+
+    Additive increase, multiplicative decrease (Chiu and Jain 1989), as in TCP: many clients of one location find a fair
+    share without knowing of each other.
+    """
+
+    def __init__(self, *, first: int, most: int) -> None:
+        self._changed = threading.Condition()
+        self._limit, self._most = float(first), most
+        self._running = 0
+        self._last_cut = 0.0
+
+    def acquire(self, timeout_s: float) -> bool:
+        """Take a place; False where none became free in time."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._running < int(self._limit), timeout_s):
+                return False
+            self._running += 1
+            return True
+
+    def release(self) -> None:
+        with self._changed:
+            self._running -= 1
+            self._changed.notify()
+
+    def succeeded(self) -> None:
+        """An answer came: one more at a time after a whole round of them."""
+        with self._changed:
+            # an unused allowance says nothing about what the location takes
+            if self._running * 2 >= self._limit:
+                self._limit = min(self._most, self._limit + 1 / self._limit)
+                self._changed.notify()
+
+    def overloaded(self) -> None:
+        """The location asked for fewer requests, or did not answer in time: halve, once per round of requests."""
+        with self._changed:
+            now = time.monotonic()
+            if now - self._last_cut > 0.5:
+                self._limit = max(1.0, self._limit / 2)
+                self._last_cut = now
+
+
+class Breaker:
+    """Stops asking a location that only fails, and tries it again now and then (Nygard, *Release It!*).
+
+    Args:
+        trip_after: Failures in a row that open it.
+        cool_down_s: First pause; doubles with each failed trial, at most 64 times as long.
+        changed: Called with True when it opens, False when it closes.
+    """
+
+    def __init__(self, *, trip_after: int, cool_down_s: float, changed: Callable[[bool], None]) -> None:
+        self._trip_after, self._cool_down_s, self._changed = trip_after, cool_down_s, changed
+        self._lock = threading.Lock()
+        self._failures = 0
+        self._opened = 0  # times in a row
+        self._closed_until_trial = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the location should not be asked now; one caller is let through when a trial is due."""
+        with self._lock:
+            if self._failures < self._trip_after:
+                return False
+            now = time.monotonic()
+            if now < self._closed_until_trial:
+                return True
+            self._closed_until_trial = now + self._pause()  # others wait for the outcome of this trial
+            return False
+
+    def succeeded(self) -> None:
+        """Good bytes came."""
+        with self._lock:
+            closed = self._failures >= self._trip_after
+            self._failures = self._opened = 0
+        if closed:
+            self._changed(False)
+
+    def failed(self) -> None:
+        """No answer, an error, or wrong bytes."""
+        with self._lock:
+            self._failures += 1
+            opened = self._failures == self._trip_after
+            if self._failures >= self._trip_after:
+                self._opened += 1
+                self._closed_until_trial = time.monotonic() + self._pause()
+        if opened:
+            self._changed(True)
+
+    def _pause(self) -> float:
+        doublings = min(6, max(0, self._opened - 1))
+        return self._cool_down_s * float(1 << doublings) * _JITTER.uniform(0.75, 1.25)
 
 
 class _Known:

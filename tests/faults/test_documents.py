@@ -21,7 +21,8 @@ from shardkit.formats.canonical_json import dumps, sealed
 from shardkit.manifest import Manifest
 from shardkit.reading.adopted import location_name, read_tar_place
 from shardkit.reading.attestations import Attestation, read_attestations
-from shardkit.reading.parity.sets import SetRecord, VersionRecord
+from shardkit.reading.inventory import VersionRecord
+from shardkit.reading.parity.sets import SetRecord
 from shardkit.repository.garbage_lists import list_seen, put_list, put_seen, read_list
 from shardkit.repository.location_table import CopyMark, LocationTable
 from shardkit.repository.log import Identity, LogEntry

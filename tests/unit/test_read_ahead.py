@@ -16,15 +16,15 @@ import pytest
 
 from shardkit.errors import IntegrityError
 from shardkit.reading.cache.block_cache import BlockCache
-from shardkit.reading.cache.joining import (
+from shardkit.reading.cache.supply import (
     GRAIN_BYTES,
     MAX_GAP_BYTES,
     MAX_JOINED_BYTES,
+    BlockFetcher,
     Wanted,
     join,
     neighbours,
 )
-from shardkit.reading.cache.supply import BlockFetcher
 from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.objects import BlockRequest, Location
 from shardkit.reading.read_path import ReadSettings

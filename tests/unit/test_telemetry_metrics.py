@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shardkit.errors import MissingDependency
-from shardkit.reading.health import COUNTED
+from shardkit.reading.attestations import COUNTED
 from shardkit.telemetry import Record
 from shardkit.telemetry.anomalies import KINDS
 from shardkit.telemetry.control import Knob, parse_control

@@ -21,10 +21,9 @@ import numpy as np
 
 from shardkit.errors import FormatError, ShardkitError, StoreError, UsageError
 from shardkit.formats.canonical_json import dumps, loads, xxh3
+from shardkit.reading.attestations import ReadEvents
 from shardkit.reading.cache.catalogue import Catalogue, Entry
-from shardkit.reading.cache.eviction import Future, decide
-from shardkit.reading.cache.leases import Lease, Neighbours
-from shardkit.reading.health import ReadEvents
+from shardkit.reading.cache.eviction import Future, Lease, Neighbours, decide
 from shardkit.reading.objects import BlockRequest
 from shardkit.stores.file_operations import Directories, Handle, active, explained, write_all
 

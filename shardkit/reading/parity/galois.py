@@ -12,8 +12,6 @@ from shardkit.errors import UsageError
 
 Bytes = NDArray[np.uint8]
 
-MAX_MEMBERS: Final = 128
-
 _POLYNOMIAL: Final = 0x11D
 _REDUCTION: Final = np.uint8(_POLYNOMIAL & 0xFF)
 _ROW: Final = 1 << 16

@@ -14,17 +14,10 @@ from numpy.typing import NDArray
 
 from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, StoreError
 from shardkit.manifest import Manifest, ShardTable
-from shardkit.reading.inventory import Inventory
+from shardkit.reading.inventory import Inventory, first_good, read_version_record
 from shardkit.reading.objects import BlockRequest
 from shardkit.reading.parity.galois import recover
-from shardkit.reading.parity.sets import (
-    ParitySet,
-    SetRecord,
-    first_good,
-    read_record,
-    read_version_record,
-    sets_of,
-)
+from shardkit.reading.parity.sets import ParitySet, SetRecord, read_record, sets_of
 from shardkit.stores.store import Descriptor, Stage, Store, object_name, parse_object_name, put_over
 from shardkit.stores.waiting import RetryPolicy
 

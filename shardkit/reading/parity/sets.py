@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final, TypeVar
+from typing import Final
 
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
 from shardkit.formats.canonical_json import DIGEST, Fields, dumps, parse_digest, read_document, sha256_digest
-from shardkit.reading.inventory import Inventory, version_record_name
+from shardkit.reading.inventory import (
+    MAX_MEMBERS,
+    MAX_RECORD_BYTES,
+    Inventory,
+    read_matching,
+    read_version_record,
+)
 from shardkit.reading.objects import OpenedRoot
-from shardkit.reading.parity.galois import MAX_MEMBERS
 from shardkit.stores.store import (
     EXTENSIONS,
     MAX_OBJECT_BYTES,
     Descriptor,
     Store,
-    find_checked,
     object_name,
     parse_object_name,
 )
@@ -27,16 +31,12 @@ from shardkit.stores.store import (
 MAX_HEADER_BYTES: Final = 64 * 2**10
 """Of the header of a parity object."""
 
-MAX_RECORD_BYTES: Final = 64 * 2**10
-"""Of the document that tells of a set."""
-
 MAX_MEMBER_BYTES: Final = MAX_OBJECT_BYTES - MAX_HEADER_BYTES
 """A larger object has no set: its parity would be larger than any store takes."""
 
 _CODE: Final = "pq-11d"
 _HEADER: Final = "shardkit-parity/1"
 _SET: Final = "shardkit-parity-set/1"
-_VERSION: Final = "shardkit-parity-version/1"
 _PREFIX: Final = struct.Struct("<8sII")
 _MAGIC: Final = b"SKPARITY"
 _ALIGNMENT: Final = 64
@@ -135,33 +135,6 @@ class SetRecord:
         return cls(ParitySet(_members(fields)), (parity[0], parity[1]))
 
 
-@dataclass(frozen=True)
-class VersionRecord:
-    """What ``parity/versions/<hex>.json`` says: how a version was cut into sets."""
-
-    manifest: str
-    members_per_set: int
-
-    @property
-    def name(self) -> str:
-        return version_record_name(self.manifest)
-
-    def to_bytes(self) -> bytes:
-        return dumps({"format": _VERSION, "manifest": self.manifest, "members_per_set": self.members_per_set})
-
-    @classmethod
-    def from_bytes(cls, data: bytes, where: str) -> VersionRecord:
-        """Read a document.
-
-        Raises:
-            FormatError: Not one that shardkit writes.
-        """
-        fields = read_document(data, where, _VERSION, ("manifest", "members_per_set"), MAX_RECORD_BYTES)
-        return cls(
-            fields.digest("manifest"), fields.integer("members_per_set", minimum=1, maximum=MAX_MEMBERS)
-        )
-
-
 def form_sets(row: Iterable[Descriptor], k: int) -> Iterator[ParitySet]:
     """Sets of k of a row of objects, in order; each digest once, none that is too large."""
     chosen: dict[str, Descriptor] = {}
@@ -231,8 +204,6 @@ def _members(fields: Fields) -> tuple[Descriptor, ...]:
 SETS: Final = "parity/sets/"
 VERSIONS: Final = "parity/versions/"
 
-_Found = TypeVar("_Found")
-
 
 def sets_of(inventory: Inventory, k: int, small: Iterable[Descriptor] = ()) -> list[ParitySet]:
     """All sets of a version (SPEC.md §2).
@@ -263,45 +234,13 @@ def known_sets(
     ]
 
 
-def read_version_record(store: Store, manifest_id: str) -> VersionRecord | None:
-    """How a version was cut into sets; None where it has no parity.
-
-    Raises:
-        FormatError: it is damaged, or of another version.
-    """
-    name = version_record_name(manifest_id)
-    return _read(store, name, VersionRecord.from_bytes, lambda found: found.manifest == manifest_id)
-
-
 def read_record(store: Store, wanted: ParitySet) -> SetRecord | None:
     """The document of a set; None where there is none.
 
     Raises:
         FormatError: it is damaged, or of another set.
     """
-    return _read(store, wanted.record_name, SetRecord.from_bytes, lambda found: found.set == wanted)
-
-
-def _read(
-    store: Store, name: str, parse: Callable[[bytes, str], _Found], is_wanted: Callable[[_Found], bool]
-) -> _Found | None:
-    def checked(data: bytes, where: str) -> _Found:
-        found = parse(data, where)
-        if not is_wanted(found):
-            raise FormatError(f"{where} is of another version or set; do not trust it")
-        return found
-
-    return find_checked(store, name, checked, max_bytes=MAX_RECORD_BYTES)
-
-
-def first_good(stores: Sequence[Store], ask: Callable[[Store], _Found | None]) -> _Found | None:
-    """What the first store says that says anything good."""
-    for store in stores:
-        with contextlib.suppress(ShardkitError):
-            found = ask(store)
-            if found is not None:
-                return found
-    return None
+    return read_matching(store, wanted.record_name, SetRecord.from_bytes, lambda found: found.set == wanted)
 
 
 def parity_names(
