@@ -17,6 +17,7 @@ from shardkit.errors import FormatError
 from shardkit.formats import Row, Schema, ShardIndex, ShardWriter, read_block, reading, xxh3
 from shardkit.loader import block_loading, gather, plain_rows
 from shardkit.loader.block_loading import BLOCK, FILE, HASH, JOB, OFFSET, Layouts, LocalShard
+from shardkit.loader.block_memory import SharedSlots
 from shardkit.loader.gather import GatherColumns, RowAddresses
 from tests.property.facts_of_blocks import table
 
@@ -62,7 +63,9 @@ class StoredBlock(NamedTuple):
             return None
         return Layouts(fields).of(self.shard.schema, np.frombuffer(self.view, np.uint8))
 
-    def placed(self, fields: list[str], layout: Any = None) -> tuple[np.ndarray[Any, Any], Any] | None:
+    def placed(
+        self, fields: list[str], layout: Any = None, shared: SharedSlots | None = None
+    ) -> tuple[np.ndarray[Any, Any], Any] | None:
         """The short way: facts as `Loads` finds them in a file of this block, and the memory that they refer to."""
         block_rows = pytest.importorskip("shardkit.loader.block_rows")
         layout = self.layout(fields) if layout is None else layout
@@ -74,6 +77,8 @@ class StoredBlock(NamedTuple):
         job = shard.jobs(np.array([self.block]), np.array([address]))
         job[:, OFFSET], job[:, HASH] = 0, np.array([xxh3(self.view)], np.uint64).view(np.int64)
         loads, table = block_rows.Loads(job.shape[1] - JOB), np.zeros((1, job.shape[1] - JOB), np.int64)
+        if shared is not None:
+            assert loads.share(shared.file)
         loads.set_table(table)
         ours = np.zeros_like(job)
         ours[:, FILE] = -1
@@ -84,7 +89,30 @@ class StoredBlock(NamedTuple):
             loads.add(np.concatenate([job, ours]))
             number, *_ = loads.work()
             loads.close()
-        return (table[0], (memory, shard)) if number == 1 else None
+        return (table[0], (memory, shard, loads)) if number == 1 else None
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+@pytest.mark.parametrize("format", ["arrow", "tar"])
+def test_what_another_process_has_opened_is_found_as_it_lies_there(format: str, compression: str) -> None:
+    fields = sorted(SHORT_WAY[format] - {"flag"})
+    stored = _stored(format, fields, [7], compression)[0]
+    shared = SharedSlots(2, 1 << 16)
+    first, second = (stored.placed(fields, shared=shared) for _ in range(2))
+    assert first is not None
+    assert second is not None
+    assert [loads.counts()[1] for _, (_, _, loads) in (first, second)] == [1, 0], "each loaded it"
+    row = np.arange(7)
+    expected, found = (
+        _rows(stored.shard.schema, fields, one[0][None], 0 * row, row) for one in (first, second)
+    )
+    for name in fields:
+        if isinstance(expected[name], tuple):
+            for one, other in zip(found[name], expected[name], strict=True):
+                np.testing.assert_array_equal(one, other)
+        else:
+            assert list(map(str, found[name])) == list(map(str, expected[name]))
+            assert str(found[name][3]) == str(_sample(3)[name])
 
 
 def _rows(
