@@ -28,11 +28,8 @@ MACHINE = Machine(
     sequential=1e9,
     random=1e9,
     random_bytes=128 << 10,
-    copy=8e9,
     gather={MIB: 10e9, 4 * MIB: 9e9, 16 * MIB: 5e9, 64 * MIB: 3e9},
-    sha256=1e9,
     xxh3=20e9,
-    zstd=1e9,
     memory_bytes=64 << 30,
 )
 NEEDS = Needs(dataset_bytes=10**12, lanes=8, ranks=4, nodes=2, cell_s=0.02, gradient_bytes=10**8)

@@ -5,7 +5,6 @@ Commands run as they are typed, and what they print is what is shown. Every figu
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import shlex
@@ -16,7 +15,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -28,6 +27,7 @@ from rich.text import Text
 import shardkit
 from shardkit.errors import MissingDependency, RunError, UsageError
 from shardkit.ledger import read_journal
+from shardkit.plan.permutation import order
 from shardkit_tools.options import option
 
 _TEXT_BYTES = 4_000_000
@@ -238,7 +238,7 @@ def _one_epoch(root: Path) -> _Epoch:
 # Not the library itself: tests, the packages of others, generated tables.
 _LEFT_OUT = {"site-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data", "__pycache__", "ensurepip",
              "lib-dynload"}  # fmt: skip
-_PIECE = 2048  # characters; a piece ends at a line
+_PIECE = 2048  # characters
 
 
 def write_stdlib_lines(path: Path, limit_bytes: int) -> int:
@@ -246,51 +246,23 @@ def write_stdlib_lines(path: Path, limit_bytes: int) -> int:
 
     Args:
         path: is replaced.
-        limit_bytes: stops taking files once so much text is in it. Packages are taken round robin, so that a small
-            limit still has all of them.
+        limit_bytes: stops taking files, in an order that mixes packages, once so much text is in it.
     """
+    root = Path(sysconfig.get_path("stdlib"))
+    files = [one for one in sorted(root.rglob("*.py")) if not _LEFT_OUT & {*one.relative_to(root).parts}]
     rows = written = 0
     with path.open("w", encoding="utf-8") as out:
-        for package, text in _round_robin(_packages()):
-            for piece in _pieces(text):
+        for file in (files[place] for place in order(0, len(files))):
+            inside, text = file.relative_to(root), file.read_text(encoding="utf-8", errors="replace")
+            package = inside.parts[0] if len(inside.parts) > 1 else "modules"
+            for begin in range(0, len(text), _PIECE):
+                piece = text[begin : begin + _PIECE]
                 out.write(json.dumps({"text": piece, "package": package}, ensure_ascii=False) + "\n")
                 rows += 1
-                written += len(piece)
+            written += len(text)
             if written >= limit_bytes:
                 break
     return rows
-
-
-def _packages() -> dict[str, list[Path]]:
-    """Files by top-level package; single modules together are the package "modules"."""
-    root = Path(sysconfig.get_path("stdlib"))
-    packages = {"modules": sorted(root.glob("*.py"))}
-    for folder in sorted(one for one in root.iterdir() if one.is_dir() and one.name.isidentifier()):
-        files = [
-            one for one in sorted(folder.rglob("*.py")) if not _LEFT_OUT & {*one.relative_to(root).parts}
-        ]
-        if files:
-            packages[folder.name] = files
-    return packages
-
-
-def _round_robin(packages: dict[str, list[Path]]) -> Iterator[tuple[str, str]]:
-    for turn in itertools.zip_longest(*packages.values()):
-        for package, file in zip(packages, turn, strict=True):
-            text = file.read_text(encoding="utf-8", errors="replace") if file is not None else ""
-            if text.strip():
-                yield package, text
-
-
-def _pieces(text: str) -> Iterator[str]:
-    piece = ""
-    for line in text.splitlines(keepends=True):
-        if piece and len(piece) + len(line) > _PIECE:
-            yield piece
-            piece = ""
-        piece += line
-    if piece:
-        yield piece
 
 
 class Narration:

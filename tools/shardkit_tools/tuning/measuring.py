@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,7 +16,6 @@ import numpy as np
 import shardkit
 from shardkit.errors import StoreError, UsageError
 from shardkit.formats.canonical_json import xxh3
-from shardkit.formats.compression import compress_frame, decompress
 from shardkit.plan.permutation import order
 from shardkit.stores.store import Store
 from shardkit_tools.tuning.proposing import KIB, MIB, Machine, Ranges, Reducing
@@ -48,7 +46,7 @@ def measure_machine(folder: Path, *, seconds: float, tell: Tell) -> Machine:
 
     Args:
         folder: on the disk that is measured; a file is made in it and removed.
-        seconds: for each of some eight questions.
+        seconds: for each question.
         tell: gets a line on what is being done.
 
     Raises:
@@ -57,36 +55,23 @@ def measure_machine(folder: Path, *, seconds: float, tell: Tell) -> Machine:
     tell("disk")
     sequential, random = _disk(folder, seconds)
     tell("memory")
-    source = np.zeros(64 * MIB, dtype=np.uint8)
-    target = np.zeros_like(source)
-
-    def copied() -> int:
-        np.copyto(target, source)
-        return target.nbytes
-
-    copy = rate_of(copied, seconds)
     gather = {size: _gather(size, seconds / 4) for size in _WINDOWS}
-    tell("checksums, zstd")
-    data = bytes(_text(8 * MIB))
-    pieces = [memoryview(data)[i : i + MIB] for i in range(0, len(data), MIB)]
-    packed = [compress_frame(piece, 3) for piece in pieces]
+    tell("checksums")
+    pieces = [memoryview(_text(MIB).tobytes()) for _ in range(8)]
+
+    def checked() -> int:
+        for piece in pieces:
+            xxh3(piece)
+        return sum(map(len, pieces))
+
     return Machine(
         sequential=sequential,
         random=random,
         random_bytes=_RANDOM_BYTES,
-        copy=copy,
         gather=gather,
-        sha256=rate_of(lambda: _over(pieces, lambda piece: hashlib.sha256(piece).digest()), seconds / 2),
-        xxh3=rate_of(lambda: _over(pieces, xxh3), seconds / 2),
-        zstd=rate_of(lambda: sum(len(decompress(one)) for one in packed), seconds / 2),
+        xxh3=rate_of(checked, seconds / 2),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
     )
-
-
-def _over(pieces: Sequence[memoryview], work: Callable[[memoryview], object]) -> int:
-    for piece in pieces:
-        work(piece)
-    return sum(map(len, pieces))
 
 
 def _gather(window: int, seconds: float) -> float:
@@ -109,7 +94,7 @@ def _gather(window: int, seconds: float) -> float:
 
 def _text(size: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     """Bytes that compress about as text does: words of a small vocabulary."""
-    words = order(1, 4096).astype("<u2").repeat(1)
+    words = order(1, 4096).astype("<u2")
     chosen = words[(np.arange(size // 2, dtype=np.int64) ** 2 >> 7) % len(words)]
     return np.frombuffer(chosen.tobytes(), dtype=np.uint8)
 

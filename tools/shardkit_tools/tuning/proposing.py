@@ -18,11 +18,8 @@ class Machine:
     sequential: float  # of the disk
     random: float  # of the disk, by several threads
     random_bytes: int  # of one random read
-    copy: float  # of memory
     gather: Mapping[int, float]  # window in bytes → rate of a random gather inside it
-    sha256: float  # of one core
-    xxh3: float
-    zstd: float
+    xxh3: float  # of one core
     memory_bytes: int  # of the machine
 
 
