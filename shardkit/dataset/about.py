@@ -12,7 +12,7 @@ import os
 import re
 import tomllib
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final
@@ -85,8 +85,8 @@ class About:
             {
                 "format": _FORMAT,
                 **{name: getattr(self, name) for name in _HEAD},
-                "terms": _terms_json(self.terms),
-                "strata": [[pattern, _terms_json(terms)] for pattern, terms in self.strata],
+                "terms": asdict(self.terms),
+                "strata": [[pattern, asdict(terms)] for pattern, terms in self.strata],
             }
         )
 
@@ -218,11 +218,7 @@ def _literal(name: str) -> str:
 
 
 def _said(terms: Terms) -> dict[str, str]:
-    return {name: getattr(terms, name) for name in _TERMS if getattr(terms, name)}
-
-
-def _terms_json(terms: Terms) -> dict[str, str]:
-    return {name: getattr(terms, name) for name in _TERMS}
+    return {name: text for name, text in asdict(terms).items() if text}
 
 
 def _read_terms(value: object) -> Terms:

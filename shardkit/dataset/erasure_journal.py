@@ -40,17 +40,9 @@ class ErasurePlan:
 
     def to_bytes(self) -> bytes:
         """Canonical JSON."""
-        return canonical_json.dumps(
-            {
-                "format": _FORMAT,
-                "request": self.request,
-                "reason": self.reason,
-                "author": self.author,
-                "notes": list(self.notes),
-                "samples": self.samples,
-                "shards": [[*pair, list(rows)] for pair, rows in sorted(self.shards.items())],
-            }
-        )
+        facts = {one.name: getattr(self, one.name) for one in fields(self)}
+        shards = [[*pair, list(rows)] for pair, rows in sorted(self.shards.items())]
+        return canonical_json.dumps({**facts, "format": _FORMAT, "notes": list(self.notes), "shards": shards})
 
     @classmethod
     def from_bytes(cls, data: bytes) -> ErasurePlan:
@@ -62,14 +54,8 @@ class ErasurePlan:
         value = _loads(data)
         try:
             shards = {(str(a), str(b)): tuple(int(row) for row in rows) for a, b, rows in value["shards"]}
-            return cls(
-                value["request"],
-                value["reason"],
-                value["author"],
-                shards,
-                tuple(value["notes"]),
-                value["samples"],
-            )
+            facts = {one.name: value[one.name] for one in fields(cls)}
+            return cls(**{**facts, "shards": shards, "notes": tuple(value["notes"])})
         except (KeyError, TypeError, ValueError) as error:
             raise FormatError(f"erasure plan: {error!r}; a newer shardkit may read it") from None
 

@@ -27,6 +27,7 @@ from shardkit_tools.adopting.scanning import find_tars, place_of, scan_tar, stat
 from shardkit_tools.building.engines import Engine, Report, is_small, open_engine
 from shardkit_tools.building.job import NO_FOLDER, Job, JobFolder, clear_temporaries, open_job
 from shardkit_tools.building.outcome import ProgressCallback, ProgressMeter
+from shardkit_tools.building.passes import SHARD_FACTS
 from shardkit_tools.importers.protocol import ImportOptions, Source, SourceFile
 from shardkit_tools.importers.webdataset import open_webdataset
 
@@ -84,13 +85,7 @@ class AdoptedTar:
     def record(self, strata: Mapping[tuple[str, ...], int]) -> ShardRecord:
         """The shard as the manifest lists it."""
         return ShardRecord(
-            digest=self.digest,
-            size=self.size,
-            index_digest=self.index_digest,
-            index_size=self.index_size,
-            block_rows=self.block_rows,
-            largest_block=self.largest_block,
-            raw_bytes=self.raw_bytes,
+            **{name: getattr(self, name) for name in SHARD_FACTS},
             segment_stratum=[strata[labels] for labels, _ in self.runs],
             segment_rows=[rows for _, rows in self.runs],
         )

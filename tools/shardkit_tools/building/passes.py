@@ -181,17 +181,12 @@ class TaskRows:
 
     def to_bytes(self) -> bytes:
         """The record of a task, or of packed documents."""
-        facts = self.facts
-        return self.columns.to_bytes(
-            {
-                "part": facts.part,
-                "part_bytes": facts.part_bytes,
-                "files": [[file.name, file.size, file.sha256] for file in facts.files],
-                "extents": facts.extents,
-                "states": [f"{state:x}" for state in facts.states],
-                "skipped": [list(astuple(row)) for row in facts.skipped],
-            }
+        states = [f"{state:x}" for state in self.facts.states]
+        files, skipped = (
+            [list(astuple(one)) for one in held] for held in (self.facts.files, self.facts.skipped)
         )
+        told = {"part": self.facts.part, "part_bytes": self.facts.part_bytes, "extents": self.facts.extents}
+        return self.columns.to_bytes({**told, "files": files, "states": states, "skipped": skipped})
 
     @classmethod
     def from_bytes(cls, number: int, data: bytes) -> TaskRows:
@@ -508,13 +503,14 @@ class WriteWorker:
         written = write_shard(self.repository, self._reader, item, self.version, on_block=report)
         record = {
             "fingerprint": item.fingerprint(),
-            **{name: getattr(written, name) for name in _SHARD_FACTS},
+            **{name: getattr(written, name) for name in SHARD_FACTS},
         }
         self.folder.put_record(_shard_record_name(item), canonical_json.dumps(record))
         return item.number, written
 
 
-_SHARD_FACTS = ("digest", "size", "index_digest", "index_size", "block_rows", "largest_block", "raw_bytes")
+SHARD_FACTS = ("digest", "size", "index_digest", "index_size", "block_rows", "largest_block", "raw_bytes")
+"""Of a `ShardRecord`: what is noted of a shard before its strata have their numbers."""
 
 
 def finished_shard(job: Job, repository: Repository, item: ShardRows, extension: str) -> ShardRecord | None:
