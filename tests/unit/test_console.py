@@ -6,9 +6,20 @@ from pathlib import Path
 import pytest
 
 import shardkit
-from shardkit_tools.console import print_document, print_facts, print_line, print_table
+from shardkit_tools.console import (
+    bytes_text,
+    clean,
+    count_text,
+    duration_text,
+    print_document,
+    print_facts,
+    print_line,
+    print_table,
+    share_text,
+    short_id,
+    short_ids,
+)
 from shardkit_tools.main import run
-from shardkit_tools.texts import bytes_text, clean, count_text, duration_text, share_text, short_id, short_ids
 
 DIGEST = "sha256:" + "ab" * 32
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")

@@ -8,7 +8,7 @@ from typing import Any
 
 from shardkit_tools import console
 from shardkit_tools.building import BuildResult, Progress
-from shardkit_tools.texts import bytes_text, count_text, duration_text, share_text
+from shardkit_tools.console import bytes_text, count_text, duration_text, share_text
 from shardkit_tools.versions import moved_document
 
 _VERBS = {"read": "reading", "pack": "packing", "write": "writing", "commit": "committing"}

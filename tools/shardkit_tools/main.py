@@ -22,8 +22,8 @@ import shardkit
 from shardkit.errors import ShardkitError
 from shardkit.exit_codes import ExitCode, exit_code
 from shardkit_tools import console
+from shardkit_tools.console import clean
 from shardkit_tools.help_pages import CommandPage, GroupPage
-from shardkit_tools.texts import clean
 
 COMMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Make a dataset", ("build", "adopt")),

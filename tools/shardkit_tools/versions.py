@@ -10,7 +10,7 @@ from shardkit.manifest import Stratum
 from shardkit.repository.log import LogEntry, parse_dataset_url
 from shardkit.repository.repository import DEFAULT_REF
 from shardkit_tools import console
-from shardkit_tools.texts import clean, short_id
+from shardkit_tools.console import clean, short_id
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,10 @@ from shardkit.repository.log import LogEntry
 from shardkit.storage import available_memory
 from shardkit.stores.file_operations import explained
 from shardkit_tools.building.engines import Engine
+from shardkit_tools.console import bytes_text
 from shardkit_tools.importers import Importer, ImportOptions
 from shardkit_tools.importers.protocol import SourceFile
 from shardkit_tools.importers.source_files import is_url
-from shardkit_tools.texts import bytes_text
 
 _INTERVAL_S = 0.1
 Phase: TypeAlias = Literal["read", "pack", "write", "commit"]

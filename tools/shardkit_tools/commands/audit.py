@@ -35,10 +35,10 @@ from shardkit.exit_codes import ExitCode
 from shardkit.stores.file_operations import explained
 from shardkit_tools import console, options
 from shardkit_tools.commands.verify import parse_share
+from shardkit_tools.console import count_text
 from shardkit_tools.help_pages import CommandPage, GroupPage
 from shardkit_tools.options import argument, option
 from shardkit_tools.row_lists import read_lines, sample_number
-from shardkit_tools.texts import count_text
 
 _SHOWN = 20
 _STATEMENT = "audit.dsse.json"

@@ -23,8 +23,8 @@ from shardkit_tools.benchmarks.results import (
     load_result,
 )
 from shardkit_tools.benchmarks.suite import PARTS, SCALE, measure
+from shardkit_tools.console import count_text
 from shardkit_tools.options import option
-from shardkit_tools.texts import count_text
 
 
 def bench(

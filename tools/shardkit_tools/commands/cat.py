@@ -17,8 +17,8 @@ from shardkit.formats.tar_members import sniff_extension
 from shardkit.formats.values import logical_text
 from shardkit.stores.file_operations import explained
 from shardkit_tools import console, options
+from shardkit_tools.console import bytes_text, clean, count_text, is_terminal
 from shardkit_tools.options import argument, option
-from shardkit_tools.texts import bytes_text, clean, count_text, is_terminal
 
 _DUMP_BYTES = 64
 _WHOLE_DUMP_BYTES = 1024

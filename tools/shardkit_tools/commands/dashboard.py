@@ -24,9 +24,9 @@ from shardkit.telemetry.records import check_run, read_run
 from shardkit.telemetry.redaction import redact_document, redactor
 from shardkit.telemetry.serving import health, run_metrics
 from shardkit_tools import console
+from shardkit_tools.console import clean
 from shardkit_tools.observing.run_view import anomaly_text, event_text, view_run
 from shardkit_tools.options import argument, option
-from shardkit_tools.texts import clean
 
 HOST: Final = "127.0.0.1"
 _FILES: Final = {

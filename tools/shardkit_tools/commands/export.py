@@ -23,9 +23,9 @@ from shardkit.ranges import parse_size
 from shardkit.reading.inventory import take_inventory
 from shardkit.storage import adopted_place, with_adopted
 from shardkit_tools import console
+from shardkit_tools.console import bytes_text, count_text
 from shardkit_tools.exporting import Form, export_samples
 from shardkit_tools.options import argument, option
-from shardkit_tools.texts import bytes_text, count_text
 
 
 def export(

@@ -12,9 +12,9 @@ from shardkit.errors import UsageError
 from shardkit.exit_codes import ExitCode
 from shardkit.formats import Schema
 from shardkit_tools import console, options
+from shardkit_tools.console import count_text
 from shardkit_tools.options import option
 from shardkit_tools.row_lists import read_lines
-from shardkit_tools.texts import count_text
 
 _SHOWN_MISSING = 10
 _FIELD_HELP = (

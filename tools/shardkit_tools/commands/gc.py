@@ -12,8 +12,8 @@ from shardkit.repository.repository import Repository
 from shardkit.stores.store import root_store
 from shardkit_tools import console, options
 from shardkit_tools.building.job import abandoned_jobs, remove_job
+from shardkit_tools.console import count_text
 from shardkit_tools.options import option
-from shardkit_tools.texts import count_text
 
 
 def gc(

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 from shardkit.repository.log import parse_dataset_url
 from shardkit.repository.repository import Repository
 from shardkit_tools import console, options
+from shardkit_tools.console import short_id
 from shardkit_tools.options import argument, option
-from shardkit_tools.texts import short_id
 from shardkit_tools.versions import time_text
 
 

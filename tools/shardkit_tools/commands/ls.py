@@ -8,8 +8,8 @@ from shardkit.reading.inventory import read_root
 from shardkit.repository.log import parse_dataset_url
 from shardkit.repository.repository import Repository
 from shardkit_tools import console, options
+from shardkit_tools.console import bytes_text, count_text, short_id
 from shardkit_tools.options import argument
-from shardkit_tools.texts import bytes_text, count_text, short_id
 from shardkit_tools.versions import named_versions, time_text
 
 

@@ -8,8 +8,8 @@ from typing import Annotated
 from shardkit.dataset.deriving import merge_datasets
 from shardkit.errors import UsageError
 from shardkit_tools import console, options
+from shardkit_tools.console import count_text, short_id
 from shardkit_tools.options import argument
-from shardkit_tools.texts import count_text, short_id
 from shardkit_tools.versions import moved_document, parse_url, print_committed
 
 _NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,99})=(.+)", re.DOTALL)

@@ -11,9 +11,9 @@ from shardkit.repository.log import parse_dataset_url
 from shardkit.repository.repository import Repository
 from shardkit_tools import console, options
 from shardkit_tools.commands.repair import alike
+from shardkit_tools.console import bytes_text
 from shardkit_tools.copies import copying, spread_checks, spread_copies
 from shardkit_tools.options import option
-from shardkit_tools.texts import bytes_text
 
 
 def replicate(

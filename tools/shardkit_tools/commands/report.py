@@ -23,10 +23,10 @@ from shardkit.telemetry.recorder import request_stacks
 from shardkit.telemetry.records import Record, check_run, read_lines, record_path, telemetry_directory
 from shardkit.telemetry.redaction import redact_document, redactor
 from shardkit_tools import console, options
+from shardkit_tools.console import bytes_text, clean, duration_text
 from shardkit_tools.installed import installed
 from shardkit_tools.observing.run_view import clock_text, event_text, run_settings, view_run
 from shardkit_tools.options import argument, option
-from shardkit_tools.texts import bytes_text, clean, duration_text
 
 DECISIONS: Final = (
     "start", "stop", "end", "configuration", "rebalance", "anomaly", "anomaly_over", "control", "control_changed",

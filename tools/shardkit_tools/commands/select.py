@@ -15,9 +15,9 @@ from shardkit.dataset.selecting import put_selected, select_rows
 from shardkit.errors import UsageError
 from shardkit.storage import Repository
 from shardkit_tools import console, options
+from shardkit_tools.console import count_text, share_text
 from shardkit_tools.options import argument, option
 from shardkit_tools.row_lists import read_numbers
-from shardkit_tools.texts import count_text, share_text
 from shardkit_tools.versions import moved_document, parse_url, print_committed
 
 

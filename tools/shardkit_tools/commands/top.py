@@ -14,9 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from shardkit_tools import console, options
+from shardkit_tools.console import bytes_text, clean, count_text, duration_text, is_terminal
 from shardkit_tools.observing.run_view import anomaly_text, clock_text, event_text, view_run
 from shardkit_tools.options import argument, option
-from shardkit_tools.texts import bytes_text, clean, count_text, duration_text, is_terminal
 
 _EVENTS: Final = 8
 _ANOMALIES: Final = 6

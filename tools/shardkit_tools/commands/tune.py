@@ -11,8 +11,8 @@ import typer
 from shardkit.errors import MissingDependency, RunError
 from shardkit.ranges import parse_duration, parse_size
 from shardkit_tools import console, options
+from shardkit_tools.console import bytes_text
 from shardkit_tools.options import argument, option
-from shardkit_tools.texts import bytes_text
 from shardkit_tools.tuning.measuring import measure_machine, measure_ranges, measure_reducing
 from shardkit_tools.tuning.proposing import Machine, Needs, Proposal, Ranges, Reducing, propose
 

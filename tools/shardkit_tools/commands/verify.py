@@ -9,8 +9,8 @@ from shardkit.copies.verify import Finding, Level, Verification
 from shardkit.copies.verify import verify as verify_dataset
 from shardkit.errors import UsageError
 from shardkit_tools import console, options
+from shardkit_tools.console import bytes_text, count_text, short_ids
 from shardkit_tools.options import argument, option
-from shardkit_tools.texts import bytes_text, count_text, short_ids
 
 _SHOWN_BLOCKS = 8
 _SHOWN_FINDINGS = 20

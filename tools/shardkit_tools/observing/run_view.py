@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from shardkit.telemetry import read_events, read_run, summarise
 from shardkit.telemetry.records import check_run, read_documents
-from shardkit_tools.texts import clean, duration_text
+from shardkit_tools.console import clean, duration_text
 
 _MAX_RUN_JSON: Final = 16 << 20
 _EVENT_BYTES: Final = 256 << 10
