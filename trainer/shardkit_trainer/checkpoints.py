@@ -33,7 +33,7 @@ from shardkit.torch.checkpoint_format import read_checkpoint_manifest
 
 from .configuration import Configuration
 from .distributed import World, is_collective_failure
-from .strategy import Strategy
+from .strategy import Strategy, local_part
 
 
 class Replicas:
@@ -170,7 +170,8 @@ class Checkpointer:
     def _stage(self, entries: Sequence[Entry], state: State) -> None:
         """Put copies of this rank's parts into ``state``; their memory is kept, since fresh pages cost more."""
         for part, name, tensor in entries:
-            source, key = _owned_part(tensor), (part, name)
+            source = tensor.run if isinstance(tensor, FlatSlice) else local_part(tensor)
+            key = (part, name)
             if key not in self._staged or self._staged[key].shape != source.shape:
                 self._staged[key] = torch.empty_like(source, memory_format=torch.contiguous_format)
             with torch.no_grad():
@@ -285,12 +286,6 @@ class Checkpointer:
             found.sort(key=lambda one: one[0], reverse=True)  # stable: the run directory before its replicas
         first, *_ = self._world.exchange({"found": found})
         return [(name, place) for name, place in first["found"]]
-
-
-def _owned_part(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, FlatSlice):
-        return tensor.run
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _with_part(like: Tensor, part: Tensor) -> Tensor:

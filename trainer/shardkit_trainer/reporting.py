@@ -171,30 +171,16 @@ class Efficiency:
         return {"flops_per_s": round(rate), "flops_share": round(rate / (self.peak_flops * ranks), 4)}
 
 
-class ProfilerWindow:
-    """`torch.profiler` over ``log.profile_steps`` steps of rank 0; the trace lies in metrics/ for a trace viewer."""
+def profiler(config: LogConfig, directory: RunDirectory) -> torch.profiler.profile:
+    """`torch.profiler` over ``log.profile_steps`` steps; the trace lies in metrics/ for a trace viewer."""
+    path = directory.path / "metrics" / "trace.json"
 
-    def __init__(self, config: LogConfig, directory: RunDirectory, lead: bool):
-        self._profile: torch.profiler.profile | None = None
-        if lead and config.profile_steps:
-            path = directory.path / "metrics" / "trace.json"
+    def write(profile: torch.profiler.profile) -> None:
+        profile.export_chrome_trace(str(path))
 
-            def write(profile: torch.profiler.profile) -> None:
-                profile.export_chrome_trace(str(path))
-
-            wait, active = config.profile_from, config.profile_steps
-            window = torch.profiler.schedule(wait=wait, warmup=1, active=active, repeat=1)
-            self._profile = torch.profiler.profile(schedule=window, on_trace_ready=write)
-            self._profile.start()
-
-    def step(self) -> None:
-        if self._profile is not None:
-            self._profile.step()
-
-    def close(self) -> None:
-        if self._profile is not None:
-            self._profile.stop()
-            self._profile = None
+    steps = config.profile_steps
+    window = torch.profiler.schedule(wait=config.profile_from, warmup=1, active=steps, repeat=1)
+    return torch.profiler.profile(schedule=window, on_trace_ready=write)
 
 
 def measured_peak_flops(device: torch.device, precision: torch.dtype) -> float:

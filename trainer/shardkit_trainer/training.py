@@ -15,10 +15,11 @@ import time
 from bisect import bisect_right
 from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
+import torch
 from torch.distributed import DistError
 from torch.distributed import distributed_c10d as c10d
 
@@ -35,14 +36,12 @@ from .configuration import Configuration
 from .distributed import World, is_collective_failure, join_world, leave_world
 from .membership import Left
 from .recovery import Kept, Progress, carry_over, check_layout
-from .reporting import Cost, Efficiency, ProfilerWindow, Reporter, StageMeter
+from .reporting import Cost, Efficiency, Reporter, StageMeter, profiler
 from .run_directory import Change, RunDirectory, check_changes, record_changes
 from .steps import Regroup, Stepper, StepResult, evaluate
 from .strategies import make_strategy
 from .strategy import Strategy
 from .tasks import Task, make_task
-
-Part = TypeVar("Part", RunDirectory, Reporter, ProfilerWindow)
 
 
 @dataclass
@@ -119,7 +118,7 @@ class _Run:
     world: World
     directory: RunDirectory
     reporter: Reporter
-    profiler: ProfilerWindow
+    profile: torch.profiler.profile | None
     strategy: Strategy
     stepper: Stepper
     loader: Any
@@ -162,7 +161,9 @@ class _Run:
         """Make the parts of this rank of ``world``; take over the state of the ranks that have one, or resume."""
         config, self.world = self.config, world
         lead = world.rank == 0
-        self.directory = directory = self._part(RunDirectory(config.run.directory, lead=lead))
+        self.directory = directory = self.parts.enter_context(
+            closing(RunDirectory(config.run.directory, lead=lead))
+        )
         self.data = data = self.data or RunData(config, world, directory)
         changes: list[Change] = []
         if lead:
@@ -177,10 +178,12 @@ class _Run:
         # before the model is wrapped and sharded: one process can still run it alone
         self.efficiency = Efficiency(config.log, self.task, world.device, config.parallel.precision)
         strategy = make_strategy(self.task, config, world, max(plan.lanes for plan in data.plans))
-        self.reporter = self._part(Reporter(config.log, directory, lead, self.steps, self.task.unit))
+        reporter = Reporter(config.log, directory, lead, self.steps, self.task.unit)
+        self.reporter = self.parts.enter_context(closing(reporter))
         if changes:
             self.reporter.say("settings differ from the start before: " + ", ".join(map(str, changes)))
-        self.profiler = self._part(ProfilerWindow(config.log, directory, lead))
+        wanted = lead and config.log.profile_steps
+        self.profile = self.parts.enter_context(profiler(config.log, directory)) if wanted else None
         self.meter = StageMeter(self.steps, lambda: world.stage)
         self.stepper = Stepper(config, strategy, self.stop, self.meter, directory.event)
         self.checkpointer = Checkpointer(directory.store, world, config, self._tell)
@@ -198,10 +201,6 @@ class _Run:
             self.reporter.say(f"checkpoint {details['name']} is damaged and passed over: {details['error']}")
         elif kind == "checkpoint-replica":
             self.reporter.say(f"checkpoint {details['name']} is taken from {details['store']}")
-
-    def _part(self, part: Part) -> Part:
-        self.parts.callback(part.close)
-        return part
 
     def _open_loader(self) -> None:
         """The loader of the stage that the next step belongs to."""
@@ -378,7 +377,8 @@ class _Run:
         if self.task.unit == "sample":
             record["accuracy"] = result.right / max(1, result.targets)
         self.reporter.step(record)
-        self.profiler.step()
+        if self.profile is not None:
+            self.profile.step()
 
 
 class RunData:
