@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardkit_tools.benchmarks import suite
-from shardkit_tools.benchmarks.results import Ratio, Result, compare, ratios_of
-from shardkit_tools.benchmarks.rounds import Contest, Entry, Round, hold
+from shardkit_tools.benchmarks.results import Contest, Entry, Ratio, Result, Round, compare, hold, ratios_of
 from shardkit_tools.main import run
 
 Call = Callable[..., tuple[int, str, str]]
@@ -122,7 +122,7 @@ def test_nothing_in_common_cannot_be_compared(call: Call, tmp_path: Path) -> Non
     code, out, _ = call("--against", before, "--result", after)
     assert code == 3
     assert "could not compare" in out
-    assert "not measured now" in out
+    assert "not measured" in out
 
 
 def test_other_conditions_are_not_compared() -> None:
@@ -225,7 +225,7 @@ def test_what_cannot_be_measured_here_is_told(
     code, out, _ = call("--only", "build,plan", "--scale", "0.01", "--repeats", 1)
     assert code == 0
     assert "numpy permutation" in out
-    assert "build tokens: [Errno 28] No space left on device" in out
+    assert re.search(r"build tokens +\[Errno 28\] No space left on device", out)
 
 
 def test_a_plan_is_measured_recorded_and_compared(call: Call, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import shardkit
 from bench.peer_versions import versions
 from shardkit.errors import RunError
-from shardkit_tools.benchmarks.rounds import Contest, Entry, Held, Round, hold, timed
+from shardkit_tools.benchmarks.results import Contest, Entry, Held, Round, hold, timed
 from shardkit_tools.benchmarks.suite import build_round, machine_facts, make_tokens, write_limit
 
 PEERS = {

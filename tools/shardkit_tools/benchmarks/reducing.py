@@ -13,7 +13,7 @@ from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from typing import Any
 
 from shardkit.errors import MissingDependency, RunError
-from shardkit_tools.benchmarks.rounds import Contest, Entry, Round
+from shardkit_tools.benchmarks.results import Contest, Entry, Round
 
 LIMIT = "all_reduce"
 REDUCTIONS = {

@@ -23,8 +23,7 @@ import shardkit
 from shardkit.errors import ShardkitError, UsageError
 from shardkit.plan import Population, make_plan
 from shardkit_tools.benchmarks.reducing import reduce_contest
-from shardkit_tools.benchmarks.results import Ratio, Result, ratios_of
-from shardkit_tools.benchmarks.rounds import Contest, Entry, Round, hold, timed
+from shardkit_tools.benchmarks.results import Contest, Entry, Ratio, Result, Round, hold, ratios_of, timed
 from shardkit_tools.benchmarks.workloads import (
     LIMIT_NAMES,
     WORKLOADS,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,17 +14,8 @@ from shardkit.errors import FormatError, NotFoundError, UsageError
 from shardkit.exit_codes import ExitCode
 from shardkit.stores.file_operations import explained
 from shardkit_tools import console, options
-from shardkit_tools.benchmarks.results import (
-    LEAST_ROUNDS,
-    MOST_MARGIN,
-    Comparison,
-    Ratio,
-    Result,
-    compare,
-    load_result,
-)
+from shardkit_tools.benchmarks.results import Comparison, Ratio, Result, compare, load_result
 from shardkit_tools.benchmarks.suite import PARTS, SCALE, measure
-from shardkit_tools.console import count_text
 from shardkit_tools.options import option
 
 
@@ -50,9 +42,9 @@ def bench(
 ) -> None:
     """Measure reading, building, planning and reducing here, as ratios to this machine's limits.
 
-    Limit and shardkit take turns, so a busy minute hits all of them; figures are ratios, never times. With
-    --against: what got worse than recorded, beyond the noise that the recorded rounds showed. Exit codes then: 0 the
-    same or better, 3 could not compare, 5 slower.
+    Limit and shardkit take turns, so a busy minute hits all of them; figures are shardkit's rate over the other's in
+    the same round: 1 is as fast, larger is better. With --against: what got worse than recorded, beyond the noise that
+    the recorded rounds showed. Exit codes then: 0 the same or better, 3 could not compare, 5 slower.
 
     Example: shardkit bench --out before.json && shardkit bench --against before.json
     """
@@ -103,69 +95,48 @@ def _measured(
         return measure(parts, scale=share, repeats=rounds, scratch=scratch, told=status.show)
 
 
+_WORSE_FIRST = ("worse", "better", "same", "failed", "other conditions", "too noisy", "not measured", "new")
+
+
 def _print_result(result: Result) -> None:
-    by_name = {ratio.key: ratio for ratio in result.ratios}
-    for contest in dict.fromkeys(ratio.contest for ratio in result.ratios):
-        console.print_heading(contest)
-        console.print_table(["", ">of it (range)", ">by CPU (range)", "*of what"], [
-            (ratio.of, _told(ratio), _told(by_name.get((*ratio.key[:3], "cpu"))), f"{ratio.kind}: {ratio.to}")
-            for ratio in result.ratios if ratio.contest == contest and ratio.clock == "wall"
-        ])  # fmt: skip
-    if result.failures:
-        console.print_heading("Could not be measured")
-        for name, reason in result.failures.items():
-            console.print_line(f"{name}: {_last_line(reason)}")
-    facts = result.facts
-    console.print_line()
-    console.print_facts([
-        ("figures", "shardkit's rate over the other's in the same round; 1 is as fast, larger is better"),
-        ("rounds", f"{facts['repeats']} of each, in turn, at scale {facts['scale']}"),
-        ("machine", f"{facts['cpus']} × {facts['processor']}"),
-        ("load", f"{facts['load_before']} before, {facts['load_after']} after"),
-    ])  # fmt: skip
-
-
-_MISSING = (
-    ("too noisy", f"too noisy to tell: under {LEAST_ROUNDS} rounds, or over {MOST_MARGIN:.0%} apart; record again"),
-    ("not measured", "recorded, not measured now"),
-    ("new", "measured, not recorded"),
-)  # fmt: skip
+    """Figures are shardkit's rate over the other's in the same round: 1 is as fast, larger is better."""
+    console.print_document(
+        {
+            "ratios": [_row(ratio) for ratio in result.ratios],
+            "could_not_be_measured": {name: _last_line(reason) for name, reason in result.failures.items()},
+            "facts": result.facts,
+        },
+        most=None,
+    )
 
 
 def _print_comparison(comparison: Comparison) -> None:
-    for note in comparison.notes:
-        console.print_line(f"note: {note}")
-    compared = comparison.of("worse", "better", "same")
-    if compared:
-        console.print_table(["", "ratio", ">recorded", ">now (range)", ">change", ">noise"], [
-            (one.verdict, one.name, _number(one.recorded.median) if one.recorded else "–", _told(one.now),
-             f"{one.change or 0:+.0%}", f"±{one.margin:.0%}")
-            for verdict in ("worse", "better", "same") for one in comparison.of(verdict)
-        ])  # fmt: skip
-    for one in comparison.of("failed", "other conditions"):
-        console.print_line(f"{one.verdict}: {one.name}: {_last_line(one.reason)}")
-    for verdict, meaning in _MISSING:
-        if found := comparison.of(verdict):
-            more = ", …" if len(found) > 1 else ""
-            console.print_line(f"{meaning}: {count_text(len(found), 'ratio')} ({found[0].name}{more})")
+    findings = sorted(comparison.findings, key=lambda one: _WORSE_FIRST.index(one.verdict))
+    rows = [
+        {
+            "verdict": one.verdict,
+            "ratio": one.name,
+            "recorded": None if one.recorded is None else one.recorded.median,
+            "now": None if one.now is None else one.now.median,
+            "change_share": one.change,
+            "noise_share": one.margin,
+            "reason": _last_line(one.reason),
+        }
+        for one in findings
+    ]
+    counts = Counter[str](one.verdict for one in findings)
+    console.print_document({"notes": comparison.notes, "findings": rows}, most=None)
     console.print_line()
-    worse, better, same = (len(comparison.of(verdict)) for verdict in ("worse", "better", "same"))
-    told = f"{worse} worse, {better} better, {same} the same within the noise"
-    if comparison.exit_code == ExitCode.UNCHECKED:
-        told = f"could not compare: {told}, {len(comparison.of('failed'))} failed"
-    console.print_line(told)
+    unchecked = "could not compare: " if comparison.exit_code == ExitCode.UNCHECKED else ""
+    console.print_line(
+        unchecked + ", ".join(f"{counts[verdict]} {verdict}" for verdict in _WORSE_FIRST if counts[verdict])
+    )
 
 
-def _told(ratio: Ratio | None) -> str:
-    if ratio is None:
-        return "–"
-    return f"{_number(ratio.median)} ({_number(ratio.lowest)}–{_number(ratio.highest)})"
-
-
-def _number(value: float) -> str:
-    return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
+def _row(ratio: Ratio) -> dict[str, Any]:
+    names = ("contest", "of", "to", "kind", "clock", "median", "lowest", "highest", "rounds")
+    return {name: getattr(ratio, name) for name in names}
 
 
 def _last_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1][:200] if lines else "no reason was told"
+    return text.strip().rpartition("\n")[2][:200]
