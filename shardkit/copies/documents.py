@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from shardkit.copies.records import BadCopy, Healed, Lost, Unchecked
 from shardkit.errors import FormatError, IntegrityError, MissingDependency, NotFoundError, ShardkitError
 from shardkit.formats.canonical_json import loads, sha256_digest
 from shardkit.reading.objects import ROOT_NAME, Location
@@ -48,6 +47,40 @@ _FOREIGN: Final = (
     "the root has another one or none, and it does not follow what the root has: the copy was committed to, or the "
     "root was put back to an earlier state; look at both logs (shardkit log) before anything is copied"
 )
+
+
+class BadCopy(NamedTuple):
+    """A copy that is to be repaired: "wrong" or "missing"."""
+
+    location: str
+    name: str
+    was: str
+
+
+class Healed(NamedTuple):
+    """A copy that is good again, and the name of the location with the good one, or "parity"."""
+
+    location: str
+    name: str
+    was: str
+    source: str
+    num_bytes: int
+
+
+class Lost(NamedTuple):
+    """An object of which no good bytes are left anywhere, and the samples lost with it: 0 for what is no shard."""
+
+    name: str
+    rows: int
+    why: str
+
+
+class Unchecked(NamedTuple):
+    """A copy that could not be checked, or not be written."""
+
+    location: str
+    name: str
+    why: str
 
 
 _Row = Row[LogEntry] | Row[LocationTable]

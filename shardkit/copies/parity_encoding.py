@@ -33,16 +33,12 @@ class Encoding:
         sets: of the version.
         encoded: by this call.
         kept: that were there.
-        read_bytes: of members.
-        parity_bytes: that were written.
         failed: set → why it has no parity: a member is lost, or a store did not answer.
     """
 
     sets: int = 0
     encoded: int = 0
     kept: int = 0
-    read_bytes: int = 0
-    parity_bytes: int = 0
     failed: dict[str, str] = field(default_factory=dict)
 
 
@@ -52,7 +48,6 @@ def encode_sets(
     *,
     k: int = 8,
     pace: Callable[[int], None] | None = None,
-    stopped: Callable[[], bool] | None = None,
 ) -> Encoding:
     """Give a version parity. What is there already is kept, so a killed call is finished by the next.
 
@@ -60,8 +55,7 @@ def encode_sets(
         repository: The root, open for writing.
         manifest_id: Of a version that lies in it and was not merged.
         k: Members of a set; 2 parity objects each.
-        pace: Called with numbers of bytes read; may sleep.
-        stopped: Asked between pieces; the call ends with KeyboardInterrupt.
+        pace: Called with numbers of bytes read; may sleep, and raise to end the call.
 
     Raises:
         UsageError: The version was merged, or k is out of range.
@@ -84,13 +78,11 @@ def encode_sets(
                 done.kept += 1
             else:
                 try:
-                    encode_set(root, one, sources, pool=pool, pace=pace, stopped=stopped)
+                    encode_set(root, one, sources, pool=pool, pace=pace)
                 except IntegrityError as error:
                     done.failed[one.id] = str(error)
                 else:
                     done.encoded += 1
-                    done.read_bytes += sum(member.size for member in one.members)
-                    done.parity_bytes += 2 * one.parity_bytes
     return done
 
 
@@ -132,7 +124,7 @@ def encode_parity(
         version = inventory.manifest.id
         if not inventory.manifest.parts:
             try:
-                done = encode_sets(repository, version, k=k, pace=pace.take, stopped=lambda: pace.is_stopped)
+                done = encode_sets(repository, version, k=k, pace=pace.take)
             except (
                 NotFoundError,
                 IntegrityError,

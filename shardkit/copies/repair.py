@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Final, NamedTuple
 
-from shardkit.copies.documents import mirror_documents
-from shardkit.copies.records import BadCopy, Healed, Lost, Unchecked
-from shardkit.copies.survey import Survey
+from shardkit.copies.documents import BadCopy, Healed, Lost, Unchecked, check_documents, mirror_documents
+from shardkit.copies.placement import Needed, add_needed, needed_of
 from shardkit.errors import (
     FormatError,
     IntegrityError,
@@ -23,16 +23,43 @@ from shardkit.errors import (
     UsageError,
 )
 from shardkit.exit_codes import ExitCode
+from shardkit.reading.adopted import AdoptedStore
 from shardkit.reading.attestations import Attestation, Records, read_attestations
-from shardkit.reading.objects import DEPTHS, ROOT_NAME, CheckResult, Depth, check_object, copy_object
-from shardkit.reading.parity.rebuilding import encode_set
-from shardkit.reading.parity.sets import read_record
-from shardkit.repository.location_table import LocationRecord
-from shardkit.stores.local import LocalStore
-from shardkit.stores.store import Store, parse_object_name, put_over, root_store
+from shardkit.reading.inventory import (
+    Inventory,
+    VersionRecord,
+    first_good,
+    read_version_record,
+    take_inventory,
+    version_record_name,
+    walk_versions,
+)
+from shardkit.reading.located_store import LocatedStore
+from shardkit.reading.objects import (
+    DEPTHS,
+    ROOT_NAME,
+    CheckResult,
+    Depth,
+    Location,
+    check_object,
+    copy_object,
+)
+from shardkit.reading.parity.rebuilding import encode_set, restore
+from shardkit.reading.parity.sets import ParitySet, SetRecord, find_records, known_sets, read_record, sets_of
+from shardkit.repository.location_table import (
+    LocationRecord,
+    draft_table,
+    first_root,
+    read_table,
+)
+from shardkit.repository.policy import Policy
+from shardkit.repository.repository import Repository
+from shardkit.stores.local import LocalStore, open_store
+from shardkit.stores.store import Store, object_name, parse_object_name, put_over, root_store
 from shardkit.stores.waiting import RateLimiter
 
 _JOBS: Final = 4
+_DAMAGED: Final = (NotFoundError, IntegrityError, FormatError)
 
 Report = Callable[[str, int, int], None]
 """(what is done, how many are done, of how many)."""
@@ -131,7 +158,7 @@ def repair(
     if level != "attested" and level not in DEPTHS:
         raise UsageError(f"level {level!r}: expected attested, {', '.join(DEPTHS)}")
     with Repairer(url, "repair", level, locations, pace, jobs, check_all, report) as work:
-        looks = read_attestations([work.survey.root, *map(_run_store, from_runs)])
+        looks = read_attestations([work.root, *map(_run_store, from_runs)])
         bad = list(work.check_attested(looks))
         if level != "attested":
             known = {(one.location, one.name) for one in bad}
@@ -196,9 +223,19 @@ class Repairer:
         heal: False: nothing is repaired.
 
     Attributes:
-        survey: the root, its locations, and what is needed.
+        documents: what was found of those that no manifest names.
+        repository: the root alone.
+        table: locations and policy; made up where none was ever committed.
+        locations: name → location, the root first; open for writing where that is allowed.
+        needed: object name → what is needed of it, as far as that can be known where anything may be damaged.
+        sets: digest of a member → its parity set, for versions that have parity.
+        rows: object name of a shard → its samples.
         done: what was found and done.
         records: what is attested.
+
+    Raises:
+        NotFoundError: there is no repository.
+        StoreError: the root does not answer.
     """
 
     def __init__(
@@ -214,20 +251,31 @@ class Repairer:
         *,
         heal: bool = True,
     ) -> None:
-        self._pace, self._check_all, self._report = pace or RateLimiter(), check_all, report
-        self.survey = survey = Survey(url, locations, self._pace, heal=heal)
-        self.absent = survey.documents.absent
-        restored = [Healed(ROOT_NAME, name, "missing", "parity", 0) for name in survey.restored]
-        self.done = Repair(
-            survey.repository.url,
-            level,
-            survey.versions,
-            healed=[*survey.healed, *restored],
-            lost=[Lost(name, 0, why) for name, why in survey.lost.items()],
-            unchecked=[Unchecked(name, "", why) for name, why in self.absent.items()]
-            + [Unchecked(ROOT_NAME, name, why) for name, why in survey.unknown.items()],
-        )
-        self.records = Records(None if by is None else survey.root, by or "")
+        self._pace, self._check_all, self._report, self._heal = pace or RateLimiter(), check_all, report, heal
+        self.documents = check_documents(open_store(url), locations)
+        healed = self.documents.heal_root() if heal else []
+        self.repository = Repository.open(url)
+        self.absent = self.documents.absent
+        self.done = Repair(self.repository.url, level, healed=healed)
+        self.done.unchecked = [Unchecked(name, "", why) for name, why in self.absent.items()]
+        plain = root_store(self.repository.store)
+        table = read_table(plain, self.repository.id)
+        self.table = table or draft_table(self.repository.id, None, Policy(), (first_root(plain),))
+        # Adopted tars count as the root's; what is in the root itself is found first, and a disk is the nearest place.
+        rank = -1_000 if isinstance(plain, LocalStore) else self.table.root.rank
+        own = Location(name=ROOT_NAME, store=AdoptedStore(plain), domain=self.table.root.domain, rank=rank)
+        self.locations = {ROOT_NAME: own, **self.documents.locations}
+        located = LocatedStore(list(self.locations.values()))
+        self._reader = self.repository.with_store(located, read_only=True)
+        self._scanned: dict[str, SetRecord] | None = None
+        self.needed: dict[str, Needed] = {}
+        self.sets: dict[str, ParitySet] = {}
+        self.rows: dict[str, int] = {}
+        head = self.documents.newest
+        self.done.versions = list(dict.fromkeys([*head.refs.values(), *head.tags.values()])) if head else []
+        for version in self.done.versions:
+            self._add(version)
+        self.records = Records(None if by is None else self.root, by or "")
         self._pool = ThreadPoolExecutor(jobs, thread_name_prefix="shardkit-check")
 
     def __enter__(self) -> Repairer:
@@ -243,11 +291,139 @@ class Repairer:
         with contextlib.suppress(*([] if error is None else [ShardkitError])):
             self.records.flush()
 
+    @property
+    def root(self) -> Store:
+        """Where results are recorded."""
+        return self.locations[ROOT_NAME].store
+
+    @property
+    def stores(self) -> list[Store]:
+        """Of all locations, the root's first."""
+        return [one.store for one in self.locations.values()]
+
+    def _add(self, version: str) -> None:
+        while True:
+            try:
+                for inventory in walk_versions(self._reader, [version]):
+                    self._add_inventory(inventory)
+                return
+            except _DAMAGED as error:
+                wanted = self._first_damaged(version)
+                if not self._heal or wanted is None or not self._restore_damaged(wanted):
+                    name = wanted or object_name(version, "manifest")
+                    self.done.lost.append(Lost(name, 0, str(error)))
+                    return
+            except ShardkitError as error:
+                name = object_name(version, "manifest")
+                self.done.unchecked.append(Unchecked(ROOT_NAME, name, str(error)))
+                return
+
+    def _add_inventory(self, inventory: Inventory) -> None:
+        parity: set[str] = set()
+        k = None if inventory.manifest.parts else self._members(inventory)
+        for one in known_sets(self._reader, inventory, k, self.stores) if k is not None else ():
+            self.sets.update((member.digest, one) for member in one.members)
+            record = self.record(one.members[0].digest)
+            if record is not None and record.set == one:
+                parity |= {record.object_at(one.k).name, record.object_at(one.k + 1).name}
+        add_needed(self.needed, needed_of(self.table, inventory, parity))
+        self.rows |= dict(zip((shard.name for shard in inventory.shards), inventory.shard_rows, strict=True))
+
+    # Parity
+
+    def record(self, digest: str) -> SetRecord | None:
+        """The set of an object, by its document, or by the headers of parity objects; None where it is in none."""
+        one = self.sets.get(digest)
+        if one is not None:
+            found = first_good(self.stores, functools.partial(read_record, wanted=one))
+            if found is not None:
+                return found
+        return self._scan().get(digest)
+
+    def _scan(self) -> dict[str, SetRecord]:
+        """Digest of an object → its set, by all documents and headers."""
+        if self._scanned is None:
+            self._scanned = {}
+            for record in find_records(self.stores):
+                for position in range(record.set.k + 2):
+                    self._scanned.setdefault(record.object_at(position).digest, record)
+        return self._scanned
+
+    def _members(self, inventory: Inventory) -> int | None:
+        """Members of a set of a version: by its first good document, else by the sets that there are.
+
+        A document that is damaged in the root, or gone, is put again; where nothing tells what it said, it is taken
+        away: the version can be encoded again.
+        """
+        version, root = inventory.manifest.id, self.root
+        name = version_record_name(version)
+        ask = functools.partial(read_version_record, manifest_id=version)
+        if (good := first_good([root], ask)) is not None:
+            return good.members_per_set
+        good = first_good(self.stores[1:], ask)
+        k = None if good is None else good.members_per_set
+        if k is None:
+            is_there = root.head(name) is not None
+            if not is_there and next(iter(root.list_after("parity/sets/")), None) is None:
+                return None
+            sets = {one.set.id: one.set.k for one in self._scan().values()}
+            for likely in sorted(set(sets.values()), reverse=True):
+                if any(one.id in sets for one in sets_of(inventory, likely, inventory.rest)):
+                    k = likely
+                    break
+            if k is None and is_there and self._heal:
+                root.delete(name)
+        if k is not None and self._heal:
+            put_over(root, name, VersionRecord(version, k).to_bytes())
+        return k
+
+    def restore(
+        self, record: SetRecord, name: str, target: Store, without: Collection[tuple[int | None, str]] = ()
+    ) -> int:
+        """Make an object of a set again from the others; see `parity.restore`. Its bytes."""
+        position = record.position(parse_object_name(name)[0])
+        assert position is not None
+        objects = [record.object_at(i) for i in range(record.set.k + 2)]
+        with ThreadPoolExecutor(8, thread_name_prefix="shardkit-parity") as pool:
+            made = restore(
+                record.set,
+                objects,
+                {position: target},
+                self.stores,
+                pool=pool,
+                pace=self._pace.take,
+                without=without,
+            )
+        return made[position].size
+
+    def _first_damaged(self, version: str) -> str | None:
+        """The manifest or page without which a version cannot be read."""
+        damaged: list[str] = []
+        try:
+            take_inventory(
+                self._reader, version, unreadable=lambda name, _digest, _error: damaged.append(name)
+            )
+        except ShardkitError:
+            return object_name(version, "manifest")
+        return damaged[0] if damaged else None
+
+    def _restore_damaged(self, name: str) -> bool:
+        """Make a manifest or page again in the root, from parity; False where that is not possible."""
+        record = self.record(parse_object_name(name)[0])
+        if record is None or any(one.name == name for one in self.done.healed):
+            return False
+        try:
+            self.restore(record, name, self.root)
+        except IntegrityError:
+            return False
+        self.done.healed.append(Healed(ROOT_NAME, name, "missing", "parity", 0))
+        return True
+
     def placed(self) -> Iterator[Placed]:
         """Every copy that should be there, the smallest kinds of objects first."""
-        for one in self.survey.needed.values():
+        for one in self.needed.values():
             for location in one.where:
-                if location in self.survey.locations:
+                if location in self.locations:
                     yield Placed(location, one.name, one.size)
 
     # Checking
@@ -256,7 +432,7 @@ class Repairer:
         self, wanted: Sequence[Placed], depth: Callable[[Placed], Depth]
     ) -> Iterator[tuple[Placed, CheckResult]]:
         """Check copies, in order."""
-        stores = {name: location.store for name, location in self.survey.locations.items()}
+        stores = {name: location.store for name, location in self.locations.items()}
         checks = [CopyCheck(stores[one.location], one.name, one.size, depth(one)) for one in wanted]
         if self._check_all is not None:
             return zip(wanted, self._check_all(checks), strict=True)
@@ -277,20 +453,19 @@ class Repairer:
 
     def check_attested(self, looks: dict[str, dict[str, Attestation]]) -> Iterator[BadCopy]:
         """Copies that somebody found bad, and that are bad now."""
-        survey = self.survey
         for location, names in sorted(looks.items()):
             for name, look in sorted(names.items()):
-                needed = survey.needed.get(name)
+                needed = self.needed.get(name)
                 if not look.is_bad or needed is None or location in self.absent:
                     continue  # an absent location is told of once
-                if location not in survey.locations:
+                if location not in self.locations:
                     why = f"attested {look.result} by {look.by} at {look.time}, in a location that is not known here"
                     why += f"; name it: --location {location}=URL"
                     self.done.unchecked.append(Unchecked(location, name, why))
                     continue
-                if look.result == "missing" and location not in needed.where and survey.table.others:
+                if look.result == "missing" and location not in needed.where and self.table.others:
                     continue  # the policy wants no copy there
-                store = survey.locations[location].store
+                store = self.locations[location].store
                 result = check_object(store, name, needed.size, "read", self._pace.take)
                 if result.is_good:  # said so that it outweighs what was said before
                     result = result._replace(result="healed")
@@ -330,7 +505,7 @@ class Repairer:
                 why = f"it could not be healed: {why}"
                 self.done.unchecked.append(Unchecked(one.location, one.name, why))
             elif all(lost.name != one.name for lost in self.done.lost):
-                self.done.lost.append(Lost(one.name, self.survey.rows.get(one.name, 0), why))
+                self.done.lost.append(Lost(one.name, self.rows.get(one.name, 0), why))
 
     def _repair_each(
         self, bad: Iterable[BadCopy], attempt: Callable[[BadCopy], Healed]
@@ -355,8 +530,8 @@ class Repairer:
         try:
             source, size = copy_object(
                 bad.name,
-                list(self.survey.locations.values()),
-                self.survey.locations[bad.location],
+                list(self.locations.values()),
+                self.locations[bad.location],
                 replace=bad.was == "wrong",
                 pace=self._pace.take,
                 bad_copy=lambda one, _name, result: told.append(f"{one.name}: {result}"),
@@ -374,16 +549,16 @@ class Repairer:
 
     def _from_parity(self, bad: BadCopy, left: Iterable[BadCopy]) -> Healed:
         """From the others of its set, those that are known to be bad left out."""
-        record = self.survey.record(parse_object_name(bad.name)[0])
+        record = self.record(parse_object_name(bad.name)[0])
         if record is None:
             raise _Failed("it has no parity", is_sure=True)
-        locations = self.survey.locations
+        locations = self.locations
         known = {
             (record.position(parse_object_name(one.name)[0]), locations[one.location].store.url)
             for one in left
         }
         try:
-            size = self.survey.restore(record, bad.name, locations[bad.location].store, known)
+            size = self.restore(record, bad.name, locations[bad.location].store, known)
         except ShardkitError as error:
             raise _Failed(str(error), is_sure=isinstance(error, IntegrityError)) from None
         return Healed(bad.location, bad.name, bad.was, "parity", size)
@@ -393,12 +568,12 @@ class Repairer:
     def finish(self, *, is_lag_left: bool = False) -> None:
         """What comes after the objects: documents of parity, then all documents of the copies."""
         self._heal_parity()
-        done, documents = self.done, self.survey.documents
+        done, documents = self.done, self.documents
         done.healed += documents.heal_copies(is_lag_left=is_lag_left)
-        for name, location in self.survey.locations.items():
+        for name, location in self.locations.items():
             if name != ROOT_NAME:
                 try:
-                    mirrored = mirror_documents(root_store(self.survey.root), location.store)
+                    mirrored = mirror_documents(root_store(self.root), location.store)
                 except ShardkitError as error:
                     done.unchecked.append(Unchecked(name, "", str(error)))
                 else:
@@ -410,16 +585,16 @@ class Repairer:
 
     def _heal_parity(self) -> None:
         """Sets whose document is gone get it again; those whose parity is known of nowhere are encoded again."""
-        survey, root, done = self.survey, self.survey.root, self.done
+        root, done = self.root, self.done
         lost = {one.name for one in done.lost}
-        for one in {one.id: one for one in survey.sets.values()}.values():
+        for one in {one.id: one for one in self.sets.values()}.values():
             was = "missing"
             try:
                 if read_record(root, one) is not None:
                     continue
             except (FormatError, IntegrityError):
                 was = "wrong"
-            record = survey.record(one.members[0].digest)
+            record = self.record(one.members[0].digest)
             if record is not None and record.set == one:
                 data = record.to_bytes()
                 put_over(root, one.record_name, data)
@@ -430,7 +605,7 @@ class Repairer:
             if not any(member.name in lost for member in one.members):
                 with ThreadPoolExecutor(8, thread_name_prefix="shardkit-parity") as pool:
                     try:
-                        encode_set(root, one, survey.stores, pool=pool, pace=self._pace.take)
+                        encode_set(root, one, self.stores, pool=pool, pace=self._pace.take)
                     except ShardkitError as error:
                         why = f"it has no parity: {error}"
                         done.unchecked.append(Unchecked(ROOT_NAME, one.record_name, why))

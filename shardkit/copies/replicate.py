@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from shardkit.copies.documents import mirror_documents, mirror_log
+from shardkit.copies.documents import Healed, Unchecked, mirror_documents, mirror_log
 from shardkit.copies.parity_encoding import encode_parity
 from shardkit.copies.placement import (
     Holding,
@@ -25,7 +25,6 @@ from shardkit.copies.placement import (
     live_versions,
     look,
 )
-from shardkit.copies.records import Healed, Unchecked
 from shardkit.copies.repair import CheckAll, repair_listed
 from shardkit.errors import (
     FormatError,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from shardkit.copies.records import BadCopy, Unchecked
+from shardkit.copies.documents import BadCopy, Unchecked
 from shardkit.copies.repair import CheckAll, Placed, Repair, Repairer, Report
 from shardkit.errors import UsageError
 from shardkit.exit_codes import ExitCode
@@ -138,18 +138,18 @@ def scrub(
     """
     started = clock()
     with Repairer(url, "scrub", depth, locations, pace, jobs, check_all, report, heal=heal) as work:
-        survey, fixed = work.survey, work.done
-        unknown = sorted(set(only) - survey.locations.keys() - work.absent.keys())
+        fixed = work.done
+        unknown = sorted(set(only) - work.locations.keys() - work.absent.keys())
         if unknown:
-            raise UsageError(f"no location {unknown[0]!r}; there are: {', '.join(survey.locations)}")
+            raise UsageError(f"no location {unknown[0]!r}; there are: {', '.join(work.locations)}")
         fixed.unchecked = [
             one
             for one in fixed.unchecked
-            if not only or one.location in only or one.location in survey.locations
+            if not only or one.location in only or one.location in work.locations
         ]
         done = Scrub(fixed.url, unchecked=fixed.unchecked)
-        done.lost = {one.name: one.why for one in (*fixed.lost, *survey.documents.lost)}
-        due = _due(work, read_attestations([survey.root]), only, older_than_s, done)
+        done.lost = {one.name: one.why for one in (*fixed.lost, *work.documents.lost)}
+        due = _due(work, read_attestations([work.root]), only, older_than_s, done)
         until = None if time_box_s is None else started + time_box_s
         bad: list[BadCopy] = []
         number = 0
@@ -169,7 +169,7 @@ def scrub(
             done.repair, done.unchecked = fixed, [*fixed.unchecked]
             work.repair_copies(bad)
             work.finish()
-    for document in () if heal else survey.documents.bad:
+    for document in () if heal else work.documents.bad:
         done.locations.setdefault(document.location, ScrubbedLocation()).bad[document.name] = document.was
     return done
 

@@ -41,8 +41,7 @@ from shardkit.repository.log import (
     first_identity,
 )
 from shardkit.stores.local import LocalStore, open_store
-from shardkit.stores.remote.object_store import ObjectStore
-from shardkit.stores.remote.probe import check_writers
+from shardkit.stores.remote.object_store import ObjectStore, check_writers
 from shardkit.stores.store import (
     EXTENSIONS,
     MAX_OBJECT_BYTES,
@@ -181,7 +180,7 @@ class Repository(CommitLog):
     ) -> Repository:
         """Make a root into a repository, or open the one that is there.
 
-        A new root that is no local directory is tried out first: see `shardkit.stores.remote.probe`.
+        A new root that is no local directory is tried out first: see `shardkit.stores.remote.object_store.probe`.
 
         Args:
             url: See `open_store`.

@@ -271,10 +271,6 @@ class RateLimiter:
         """End what waits and what asks."""
         self._stop.set()
 
-    @property
-    def is_stopped(self) -> bool:
-        return self._stop.is_set()
-
     def take(self, num_bytes: int) -> None:
         """Wait until `num_bytes` more may be moved.
 

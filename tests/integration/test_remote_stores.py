@@ -20,8 +20,7 @@ from shardkit.errors import IntegrityError, MissingDependency, NotFoundError, St
 from shardkit.storage import LocalStore, Repository, Store, open_store
 from shardkit.stores.remote.addresses import parse_address
 from shardkit.stores.remote.clients import google_options
-from shardkit.stores.remote.object_store import ObjectStore
-from shardkit.stores.remote.probe import WRITERS, probe
+from shardkit.stores.remote.object_store import WRITERS, ObjectStore, probe
 from shardkit.stores.waiting import RetryPolicy
 from shardkit.testing.store_conformance import StoreConformance
 from tests.servers.google import TOKEN, GoogleServer, google_environment, google_server

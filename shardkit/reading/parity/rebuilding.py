@@ -235,7 +235,6 @@ def restore(
     *,
     pool: ThreadPoolExecutor,
     pace: Callable[[int], None] | None = None,
-    stopped: Callable[[], bool] | None = None,
     without: Collection[tuple[int | None, str]] = (),
 ) -> dict[int, Descriptor]:
     """Make objects of a set from k others, wherever those lie; a source that turns out bad is done without.
@@ -246,8 +245,7 @@ def restore(
         targets: Position → where what is made is put.
         stores: Where the others may lie, nearest first.
         pool: For reads at the same time.
-        pace: Called with the bytes that were read, before they are used; may sleep.
-        stopped: Asked between pieces; KeyboardInterrupt is raised where it says so.
+        pace: Called with the bytes that were read, before they are used; may sleep, and raise to end it.
         without: (position, URL of a store) of copies that are known to be bad.
 
     Returns:
@@ -273,7 +271,7 @@ def restore(
                 f"parity set {one.id}: {len(sources)} good objects are left of {one.k + 2}, {one.k} are needed"
             )
         try:
-            return _make(one, objects, sources, targets, pool, pace, stopped)
+            return _make(one, objects, sources, targets, pool, pace)
         except _BadSource as bad:
             position, url = bad.args
             excluded.add((position, url))
@@ -306,7 +304,6 @@ def _make(
     targets: Mapping[int, Store],
     pool: ThreadPoolExecutor,
     pace: Callable[[int], None] | None,
-    stopped: Callable[[], bool] | None,
 ) -> dict[int, Descriptor]:
     """One attempt, from these sources; published once everything is verified."""
     kinds = {i: "parity" if i >= one.k else one.members[i].extension for i in sorted(targets)}
@@ -318,8 +315,6 @@ def _make(
             if i >= one.k:
                 stages[i].write(one.header(i - one.k))
         for offset in range(0, one.length, _PIECE_BYTES):
-            if stopped is not None and stopped():
-                raise KeyboardInterrupt
             length = min(_PIECE_BYTES, one.length - offset)
             read = pool.map(lambda source, at=offset, size=length: source.read(at, size), sources)
             pieces = {source.position: piece for source, piece in zip(sources, read, strict=True)}
@@ -351,7 +346,6 @@ def encode_set(
     *,
     pool: ThreadPoolExecutor,
     pace: Callable[[int], None] | None = None,
-    stopped: Callable[[], bool] | None = None,
 ) -> SetRecord:
     """P and Q of one set, then its document.
 
@@ -360,9 +354,7 @@ def encode_set(
         StoreError: The root cannot be written.
     """
     objects: list[Descriptor | None] = [*one.members, None, None]
-    made = restore(
-        one, objects, {one.k: root, one.k + 1: root}, stores, pool=pool, pace=pace, stopped=stopped
-    )
+    made = restore(one, objects, {one.k: root, one.k + 1: root}, stores, pool=pool, pace=pace)
     record = SetRecord(one, (made[one.k].digest, made[one.k + 1].digest))
     put_over(root, one.record_name, record.to_bytes())
     return record
