@@ -252,7 +252,7 @@ def test_damage_leaves_nothing_and_is_named(form: str, tmp_path: Path) -> None:
 def test_an_export_that_is_killed_leaves_nothing_under_its_name(pictures: str, tmp_path: Path) -> None:
     code = f"""
 import os, signal
-from shardkit_tools import exporting
+from shardkit_tools.commands import export as exporting
 written = exporting._JsonLines.write
 def write(self, run):
     written(self, run)
@@ -296,7 +296,7 @@ def test_memory_holds_some_blocks_and_never_all(tmp_path: Path) -> None:
 
     import pyarrow as pa
 
-    from shardkit_tools.exporting import Form, export_samples
+    from shardkit_tools.commands.export import Form, export_samples
 
     def peak(count: int, form: Form) -> int:
         root = tmp_path / f"{count}"

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardkit.errors import ConfigurationError
-from shardkit_tools.tuning.applying import apply, merged
+from shardkit_tools.commands.tune import merged, write_settings
 from shardkit_tools.tuning.proposing import (
     MIB,
     Machine,
@@ -162,10 +162,10 @@ def test_what_was_valid_stays_valid_and_the_rest_is_untouched(lines: list[str]) 
 
 def test_files(tmp_path: Path) -> None:
     path = tmp_path / "new.toml"
-    apply(path, PROPOSED)
+    write_settings(path, PROPOSED)
     assert tomllib.loads(path.read_text())["data"]["window_blocks"] == 8
     path.write_text("[data\n")
     with pytest.raises(ConfigurationError, match="no TOML"):
-        apply(path, PROPOSED)
+        write_settings(path, PROPOSED)
     assert path.read_text() == "[data\n"
     assert [p.name for p in tmp_path.iterdir()] == ["new.toml"]

@@ -1,31 +1,403 @@
-"""`shardkit export`: a dataset in the words of other tools."""
+"""`shardkit export`: the samples of a version as files of other programs, or what it holds in the words of other tools.
+
+Every sample comes from a verified block, and no more than some blocks are held at a time. What is written gets its name
+when it is whole.
+
+    parquet      a column per field, ``__key__`` before them; json as text; groups of rows of 8 MiB
+    hf           the same as Arrow streams, bytes that are pictures as Image, labels with class names as ClassLabel
+    jsonl        an object a line, arrays as lists; no bytes, no NaN; no keys
+    webdataset   members as shards of the tar format have them; names of fields in lower case
+"""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import os
+import secrets
+import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Literal, TextIO
+from typing import Annotated, Any, BinaryIO, Literal, NamedTuple, NoReturn, Protocol, TextIO
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 import shardkit
 from shardkit.dataset import Dataset
 from shardkit.dataset.about import about_of
 from shardkit.dataset.croissant import croissant_document
 from shardkit.dataset.expressions import split_names
-from shardkit.errors import UsageError
-from shardkit.formats import Schema
+from shardkit.dataset.samples import all_numbers, read_runs
+from shardkit.errors import SampleError, SchemaError, StoreError, UsageError
+from shardkit.formats import Block, FieldType, Schema
+from shardkit.formats.arrow_writing import arrow_schema, record_batch
+from shardkit.formats.block import Row, RowBlock
+from shardkit.formats.schema import KEY_FIELD
+from shardkit.formats.tar_members import TarEncoder, member_names, sniff_extension
+from shardkit.formats.values import logical_text
+from shardkit.formats.writing import fit_key, max_key_bytes
 from shardkit.manifest import ADOPTED
 from shardkit.ranges import parse_size
 from shardkit.reading.inventory import take_inventory
 from shardkit.storage import adopted_place, with_adopted
+from shardkit.stores.file_operations import explained
 from shardkit_tools import console
 from shardkit_tools.console import bytes_text, count_text
-from shardkit_tools.exporting import Form, export_samples
 from shardkit_tools.options import argument, option
+
+_GROUP_BYTES = 8 << 20
+_GROUP_ROWS = 1 << 16
+_PICTURES = frozenset(["jpg", "png", "gif", "tiff", "webp", "bmp"])
+
+
+Form = Literal["parquet", "jsonl", "webdataset", "hf"]
+_SUFFIXES: dict[Form, str] = {"parquet": ".parquet", "jsonl": ".jsonl", "webdataset": ".tar", "hf": ".arrow"}
+
+
+class Exported(NamedTuple):
+    """What was written."""
+
+    samples: int
+    files: int
+    nbytes: int
+
+
+class _Run(NamedTuple):
+    """Samples of one verified block, and their keys."""
+
+    block: Block
+    rows: NDArray[np.int64]
+    keys: list[str]
+
+
+class _Writer(Protocol):
+    """A file of one form."""
+
+    def write(self, run: _Run) -> None: ...
+
+    def close(self) -> None:
+        """Write what is still held; the stream stays open."""
+        ...
+
+
+def export_samples(
+    dataset: Dataset, form: Form, target: Path, *, schema: Schema, file_bytes: int, replace: bool = False
+) -> Exported:
+    """Write all samples of a version or view to a folder of files, or to one file where `target` has its suffix.
+
+    Args:
+        dataset: whose samples are written, all of them.
+        form: of the files.
+        target: is made, whole or not at all.
+        schema: the fields that are written.
+        file_bytes: after so many a new file is begun.
+        replace: what an earlier export left at `target` makes room.
+
+    Raises:
+        SchemaError, SampleError: the form cannot hold a field or a value; names another that can.
+        StoreError: `target` is there, or cannot be written.
+        IntegrityError: a block is damaged.
+    """
+    _check_fields(form, schema)
+    is_file = target.suffix == _SUFFIXES[form] and form != "hf"
+    _check_target(target, form, replace=replace, is_file=is_file)
+    staging = target.parent / f".{target.name}.{secrets.token_hex(4)}.partial"
+    try:
+        with explained(f"write {target}", writing=True):
+            staging.mkdir()
+            features = _features(dataset, schema) if form == "hf" else {}
+            names = _write_files(dataset, form, schema, staging, None if is_file else file_bytes, features)
+            if form == "hf":
+                _describe(staging, names, features, dataset.manifest.id)
+            nbytes = sum(_synced(file) for file in staging.iterdir())
+            made = staging / names[0] if is_file else staging
+            if target.exists():
+                target.rename(staging.parent / f"{staging.name}.old")
+            made.rename(target)
+    finally:
+        for left in (staging, staging.parent / f"{staging.name}.old"):
+            if left.is_dir():
+                shutil.rmtree(left)
+            else:
+                left.unlink(missing_ok=True)
+    return Exported(len(dataset), len(names), nbytes)
+
+
+def _check_target(target: Path, form: Form, *, replace: bool, is_file: bool) -> None:
+    if "://" in str(target):
+        raise StoreError(f"{target}: an export writes to a local folder; name one, and copy it from there")
+    if not target.parent.is_dir():
+        raise StoreError(f"{target}: the folder {target.parent} does not exist; make it first")
+    if not os.path.lexists(target):
+        return
+    if not replace:
+        raise StoreError(f"{target}: is there already; name a new place, or pass --replace")
+    known = {"dataset_info.json", "state.json"} if form == "hf" else set()
+    if is_file if target.is_file() else target.is_dir() and not is_file and all(
+        name in known or (name.startswith("data-") and name.endswith(_SUFFIXES[form])) for name in os.listdir(target)
+    ):  # fmt: skip
+        return
+    raise StoreError(
+        f"{target}: holds more than an export as {form} wrote; remove it yourself, or name a new place"
+    )
+
+
+def _synced(file: Path) -> int:
+    with file.open("rb+") as stream:
+        os.fsync(stream.fileno())
+        return os.fstat(stream.fileno()).st_size
+
+
+def _write_files(
+    dataset: Dataset,
+    form: Form,
+    schema: Schema,
+    folder: Path,
+    file_bytes: int | None,
+    features: Mapping[str, Any],
+) -> list[str]:
+    """Names of the files, at least one."""
+    names: list[str] = []
+    with contextlib.ExitStack() as stack:
+
+        def begin() -> tuple[BinaryIO, _Writer]:
+            names.append(f"data-{len(names):05d}{_SUFFIXES[form]}")
+            stream = stack.enter_context((folder / names[-1]).open("xb"))
+            return stream, _open_writer(form, stream, schema, features, file_bytes, stack)
+
+        stream, writer = begin()
+        for run in _runs(dataset, schema):
+            if file_bytes is not None and stream.tell() >= file_bytes:
+                writer.close()
+                stream.close()
+                stream, writer = begin()
+            writer.write(run)
+        writer.close()
+    return names
+
+
+def _open_writer(
+    form: Form,
+    stream: BinaryIO,
+    schema: Schema,
+    features: Mapping[str, Any],
+    file_bytes: int | None,
+    stack: contextlib.ExitStack,
+) -> _Writer:
+    if form == "jsonl":
+        return _JsonLines(stream, schema)
+    if form == "webdataset":
+        return _Tar(stream, schema)
+    arrow = arrow_schema(schema, packed=False)
+    if form == "hf":
+        arrow = _with_media(arrow, features)
+        made = pa.ipc.new_stream(stream, arrow)
+    else:  # it closes itself when it is forgotten, which must not be after its stream
+        made = stack.enter_context(pq.ParquetWriter(stream, arrow))
+    return _Tables(made, schema, arrow, min(file_bytes or _GROUP_BYTES, _GROUP_BYTES))
+
+
+def _runs(dataset: Dataset, schema: Schema) -> Iterator[_Run]:
+    keys = _keys(dataset)
+    fields = list(schema.stored)
+    for block, rows in read_runs(dataset.reader, dataset.rows, all_numbers(len(dataset)), fields):
+        yield _Run(block, rows, list(itertools.islice(keys, len(rows))))
+
+
+def _keys(dataset: Dataset) -> Iterator[str]:
+    """The keys of all samples, in order; those of a merged version begin with the name of their part."""
+    is_merged = bool(dataset.manifest.parts)
+    for numbers in all_numbers(len(dataset)):
+        where = dataset.rows.locate(numbers)
+        for shard, row in zip(where.shard.tolist(), where.row.tolist(), strict=True):
+            key = dataset.reader.index(shard).original_key(row)
+            yield f"{dataset.version.part_of(shard).name}/{key}" if is_merged else key
+
+
+# ---- the forms
+
+
+class _JsonLines:
+    """One object a line; an optional field without a value is null, a json one is left out, for null is a value."""
+
+    def __init__(self, stream: BinaryIO, schema: Schema) -> None:
+        self._stream, self._schema = stream, schema
+
+    def write(self, run: _Run) -> None:
+        for row, key in zip(run.rows.tolist(), run.keys, strict=True):
+            sample = _sample(run.block, self._schema, row)
+            plain = {
+                name: value.tolist() if isinstance(value, np.ndarray) else logical_text(value) or value
+                for name, value in sample.items()
+                if run.block.present(name)[row] or self._schema[name].kind != "json"
+            }
+            try:
+                text = json.dumps(plain, ensure_ascii=False, allow_nan=False)
+            except ValueError:
+                self._refuse(sample, key)
+            self._stream.write(text.encode() + b"\n")
+
+    def _refuse(self, sample: Mapping[str, object], key: str) -> NoReturn:
+        name = next(
+            name for name, kind in self._schema.items()
+            if (kind.items or kind).dtype.startswith("float") and sample[name] is not None
+            and not np.isfinite(sample[name]).all()  # type: ignore[call-overload]
+        )  # fmt: skip
+        raise SampleError(
+            f"sample {key!r}: field {name!r} ({self._schema[name]}) is NaN or infinite, which JSON does not have; "
+            "export --as parquet, webdataset or hf"
+        )
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class _Tar:
+    """Members as shards of the tar format have them."""
+
+    def __init__(self, stream: BinaryIO, schema: Schema) -> None:
+        self._stream, self._schema = stream, schema
+        self._encoder = TarEncoder(schema, "none")
+        self._limit = max_key_bytes(schema, "tar")
+
+    def write(self, run: _Run) -> None:
+        columns = [run.block.column(name) for name in self._schema.stored]
+        present = np.zeros(run.block.rows, np.bool_)
+        for name in self._schema:
+            present |= run.block.present(name)
+        for row, key in zip(run.rows.tolist(), run.keys, strict=True):
+            if not present[row]:
+                raise SampleError(
+                    f"sample {key!r}: no field has a value, and a sample of a tar is its members; export --as parquet, "
+                    "jsonl or hf"
+                )
+            one = Row(fit_key(key, self._limit), tuple([column.payload(row) for column in columns]))
+            self._stream.write(self._encoder.encode(RowBlock.of([one], len(columns)))[0])
+
+    def close(self) -> None:
+        self._stream.write(self._encoder.tail())
+
+
+class _Tables:
+    """Rows as Arrow has them, some at a time: a group of rows of Parquet, a batch of an Arrow stream."""
+
+    def __init__(self, writer: Any, schema: Schema, arrow: Any, group_bytes: int) -> None:
+        self._group_bytes = group_bytes
+        self._writer, self._schema, self._arrow = writer, schema, arrow
+        self._plain = arrow_schema(schema, keys=False, packed=False)
+        self._held: list[Any] = []
+
+    def write(self, run: _Run) -> None:
+        batch = record_batch(run.block, run.rows, self._schema, self._plain)
+        arrays = [pa.array(run.keys, pa.large_string()), *batch.columns]
+        arrays = [
+            _files(array, field.type) if pa.types.is_struct(field.type) else array
+            for array, field in zip(arrays, self._arrow, strict=True)
+        ]
+        self._held.append(pa.RecordBatch.from_arrays(arrays, schema=self._arrow))
+        if (
+            sum(one.nbytes for one in self._held) >= self._group_bytes
+            or sum(map(len, self._held)) >= _GROUP_ROWS
+        ):
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._held:
+            self._writer.write_table(pa.Table.from_batches(self._held, self._arrow).combine_chunks())
+            self._held = []
+
+    def close(self) -> None:
+        self._flush()
+        self._writer.close()
+
+
+def _with_media(arrow: Any, features: Mapping[str, Any]) -> Any:
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    for place, field in enumerate(arrow):
+        if features[field.name]["_type"] == "Image":
+            arrow = arrow.set(place, field.with_type(kind))
+    return arrow.remove_metadata()
+
+
+def _files(column: Any, kind: Any) -> Any:
+    """Bytes as Hugging Face keeps files."""
+    paths = pa.nulls(len(column), pa.string())
+    return pa.StructArray.from_arrays(
+        [column.cast(pa.binary()), paths], fields=list(kind), mask=column.is_null()
+    )
+
+
+def _sample(block: Block, schema: Schema, row: int) -> dict[str, Any]:
+    return schema.decode([block.column(name).payload(row) for name in schema.stored])
+
+
+def _check_fields(form: Form, schema: Schema) -> None:
+    for member, (name, kind) in zip(member_names(schema), schema.items(), strict=True):
+        if form == "jsonl" and "bytes" in (kind.kind, str(kind.items)):
+            raise SchemaError(
+                f"field {name!r} is {kind}, which JSON does not have; export --as parquet, webdataset or hf, or leave "
+                "it out with --columns"
+            )
+        if form == "webdataset" and name != name.lower():
+            raise SchemaError(
+                f"field {name!r} ({kind}): readers of WebDataset make names of members lower case; export --as "
+                "parquet, jsonl or hf, or leave it out with --columns"
+            )
+        if form == "webdataset" and "%-" in member:
+            raise SchemaError(
+                f"field {name!r} ({kind}): too long for names of members, which hold 40 bytes of it; export --as "
+                "parquet, jsonl or hf, or leave it out with --columns"
+            )
+
+
+# ---- a Hugging Face folder
+
+
+def _features(dataset: Dataset, schema: Schema) -> dict[str, Any]:
+    """The types of the columns as ``datasets`` writes them; bytes that begin with pictures are pictures."""
+    first = next(_runs(dataset, schema), None)
+    features: dict[str, Any] = {KEY_FIELD: _feature(pa.large_string())}
+    for field, (name, kind) in zip(
+        arrow_schema(schema, keys=False, packed=False), schema.items(), strict=True
+    ):
+        features[name] = _feature(field.type)
+        if name == "label" and kind.required == FieldType("scalar", "int64") and dataset.classes:
+            features[name] = {"names": list(dataset.classes), "_type": "ClassLabel"}
+        if kind.kind == "bytes" and first is not None:
+            has_value, column = first.block.present(name), first.block.column(name)
+            found = {sniff_extension(column.payload(row)) for row in first.rows.tolist() if has_value[row]}
+            if found and found <= _PICTURES:
+                features[name] = {"_type": "Image"}
+    return features
+
+
+def _feature(kind: Any) -> dict[str, Any]:
+    if pa.types.is_fixed_size_list(kind):
+        return {"feature": _feature(kind.value_type), "length": kind.list_size, "_type": "Sequence"}
+    if pa.types.is_large_list(kind):
+        return {"feature": _feature(kind.value_type), "_type": "LargeList"}
+    text = {"halffloat": "float16", "float": "float32", "double": "float64"}.get(str(kind), str(kind))
+    return {"dtype": text, "_type": "Value"}
+
+
+def _describe(folder: Path, names: list[str], features: Mapping[str, Any], manifest: str) -> None:
+    """The two documents that ``datasets.load_from_disk`` reads."""
+    state: dict[str, Any] = dict.fromkeys(["_format_columns", "_format_type", "_split"]) | {
+        "_data_files": [{"filename": name} for name in names],
+        "_fingerprint": manifest.removeprefix("sha256:")[:16],
+        "_format_kwargs": {},
+        "_output_all_columns": False,
+    }
+    for name, document in (("dataset_info.json", {"features": features}), ("state.json", state)):
+        (folder / name).write_text(
+            json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
 
 
 def export(

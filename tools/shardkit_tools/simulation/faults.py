@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from shardkit.errors import ConfigurationError
 from shardkit.plan import Assignment, assign
 from shardkit.plan.assignment import Decision, RankTelemetry, in_force, rebalance
-from shardkit.plan.permutation import derive
+from shardkit.plan.permutation import derive, order
 from shardkit_tools.simulation.cluster import Cluster
 
 YEAR_S = 365 * 86400.0
@@ -115,10 +115,7 @@ def restart(cluster: Cluster, lanes: int, cached_bytes: float) -> Restart:
     world, nodes, draws = cluster.world, cluster.nodes.nodes, Draws(cluster.work.seed, HOSTS)
     node_of = np.arange(world) // cluster.nodes.ranks
     fixed = node_of[np.array(assign(lanes, world).owner)]  # node that works each lane
-    place = np.arange(nodes)
-    for last in range(nodes - 1, 0, -1):
-        other = draws.below(last + 1)
-        place[[last, other]] = place[[other, last]]
+    place = order(derive(cluster.work.seed, HOSTS), nodes)
     had = np.zeros((lanes, nodes))
     had[np.arange(lanes), place[fixed]] = (cached_bytes / np.bincount(fixed))[fixed]
     whole = had.sum()
