@@ -27,12 +27,14 @@ from shardkit_tools.adopting.scanning import find_tars, place_of, scan_tar, stat
 from shardkit_tools.building.engines import Engine, Report, is_small, open_engine
 from shardkit_tools.building.job import NO_FOLDER, Job, JobFolder, clear_temporaries, open_job
 from shardkit_tools.building.outcome import ProgressCallback, ProgressMeter
-from shardkit_tools.building.passes import SHARD_FACTS
 from shardkit_tools.importers.protocol import ImportOptions, Source, SourceFile
 from shardkit_tools.importers.webdataset import open_webdataset
 
 _MAX_RECORD_BYTES = 64 << 20
 Runs = tuple[tuple[tuple[str, ...], int], ...]
+
+
+_SHARD_FACTS = ("digest", "size", "index_digest", "index_size", "block_rows", "largest_block", "raw_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,7 @@ class AdoptedTar:
     def record(self, strata: Mapping[tuple[str, ...], int]) -> ShardRecord:
         """The shard as the manifest lists it."""
         return ShardRecord(
-            **{name: getattr(self, name) for name in SHARD_FACTS},
+            **{name: getattr(self, name) for name in _SHARD_FACTS},
             segment_stratum=[strata[labels] for labels, _ in self.runs],
             segment_rows=[rows for _, rows in self.runs],
         )

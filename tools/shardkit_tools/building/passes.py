@@ -503,14 +503,13 @@ class WriteWorker:
         written = write_shard(self.repository, self._reader, item, self.version, on_block=report)
         record = {
             "fingerprint": item.fingerprint(),
-            **{name: getattr(written, name) for name in SHARD_FACTS},
-        }
+            "shard": [written.digest, written.size],
+            "index": [written.index_digest, written.index_size],
+            "largest_block": written.largest_block,
+            "raw_bytes": written.raw_bytes,
+        }  # as of 0.1: a build that another release had begun is finished
         self.folder.put_record(_shard_record_name(item), canonical_json.dumps(record))
         return item.number, written
-
-
-SHARD_FACTS = ("digest", "size", "index_digest", "index_size", "block_rows", "largest_block", "raw_bytes")
-"""Of a `ShardRecord`: what is noted of a shard before its strata have their numbers."""
 
 
 def finished_shard(job: Job, repository: Repository, item: ShardRows, extension: str) -> ShardRecord | None:
@@ -520,9 +519,17 @@ def finished_shard(job: Job, repository: Repository, item: ShardRows, extension:
         return None
     try:
         facts = canonical_json.loads(data, _MAX_RECORD_BYTES)
-        if facts.pop("fingerprint") != item.fingerprint():
+        if facts["fingerprint"] != item.fingerprint():
             return None
-        record = ShardRecord(**facts, segment_stratum=item.segment_stratum, segment_rows=item.segment_rows)
+        record = ShardRecord(
+            *facts["shard"][:2],
+            *facts["index"][:2],
+            block_rows=item.block_rows,
+            largest_block=int(facts["largest_block"]),
+            raw_bytes=int(facts["raw_bytes"]),
+            segment_stratum=item.segment_stratum,
+            segment_rows=item.segment_rows,
+        )
         for digest, kind, size in (
             (record.digest, extension, record.size),
             (record.index_digest, "index", record.index_size),
