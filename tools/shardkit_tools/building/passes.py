@@ -521,9 +521,12 @@ def finished_shard(job: Job, repository: Repository, item: ShardRows, extension:
         facts = canonical_json.loads(data, _MAX_RECORD_BYTES)
         if facts["fingerprint"] != item.fingerprint():
             return None
+        (digest, size), (index_digest, index_size) = facts["shard"][:2], facts["index"][:2]
         record = ShardRecord(
-            *facts["shard"][:2],
-            *facts["index"][:2],
+            digest=digest,
+            size=size,
+            index_digest=index_digest,
+            index_size=index_size,
             block_rows=item.block_rows,
             largest_block=int(facts["largest_block"]),
             raw_bytes=int(facts["raw_bytes"]),
