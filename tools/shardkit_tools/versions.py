@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shardkit.dataset.committing import Moved
 from shardkit.manifest import Stratum
 from shardkit.repository.log import LogEntry, parse_dataset_url
 from shardkit.repository.repository import DEFAULT_REF
-from shardkit_tools import console
-from shardkit_tools.console import clean, short_id
+from shardkit_tools.console import clean
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,22 +61,6 @@ def time_text(time: str) -> str:
     return time.replace("T", " ").removesuffix("Z")
 
 
-def moved_facts(moved: Mapping[str, tuple[str | None, str]]) -> list[tuple[str, str]]:
-    """Which refs named another version before, for people."""
-    return [
-        (f"moved {name}", f"from {short_id(stood)} to {short_id(now)}")
-        for name, (stood, now) in moved.items()
-        if stood is not None
-    ]
-
-
 def moved_document(moved: Mapping[str, tuple[str | None, str]]) -> dict[str, dict[str, str | None]]:
     """Which refs moved, for machines; from null: the ref is new."""
     return {name: {"from": stood, "to": now} for name, (stood, now) in moved.items()}
-
-
-def print_committed(said: str, manifest_id: str, moved: Moved) -> None:
-    """Say which version came of it, and which refs named another before."""
-    there = "" if moved.entry else "; it was there already"
-    console.print_line(f"{said}; {short_id(manifest_id)}{there}")
-    console.print_facts(moved_facts(moved.refs))

@@ -12,11 +12,9 @@ from shardkit.errors import UsageError
 from shardkit.exit_codes import ExitCode
 from shardkit.formats import Schema
 from shardkit_tools import console, options
-from shardkit_tools.console import count_text
 from shardkit_tools.options import option
 from shardkit_tools.row_lists import read_lines
 
-_SHOWN_MISSING = 10
 _FIELD_HELP = (
     "url=https://…, key=cat-17 or image:sha256=HEX; may be repeated. Without a value: what --list holds."
 )
@@ -49,10 +47,15 @@ def find(
         found += _rows(dataset, name, values, matches)
         hit = set(matches.value.tolist())
         missing += [{"field": name, "value": one} for place, one in enumerate(values) if place not in hit]
+    sources = [one["source"] or {"name": "", "row": ""} for one in found]
+    rows = [
+        one | {"source": source["name"], "source_row": source["row"]}
+        for one, source in zip(found, sources, strict=True)
+    ]
     console.present(
         as_json,
         lambda: {"root": root, "found": found, "missing": missing},
-        lambda: _print(found, missing),
+        lambda: console.print_document({"found": rows, "missing": missing}),
         ExitCode.NO if missing else ExitCode.DONE,
     )
 
@@ -87,15 +90,3 @@ def _rows(dataset: Dataset, name: str, values: list[str], matches: Matches) -> l
         key = index.original_key(row)
         rows.append({"field": name, "value": values[value], "sample": sample, "key": key, "source": place})
     return rows
-
-
-def _print(found: list[dict[str, Any]], missing: list[dict[str, str]]) -> None:
-    if found:
-        console.print_table([">sample", "key", "field", "*value", "*source"], [
-            (row["sample"], row["key"], row["field"], row["value"],
-             f"{row['source']['name']}:{row['source']['row']}" if row["source"] else "")
-            for row in found
-        ])  # fmt: skip
-    if missing:
-        console.print_line(f"not found: {count_text(len(missing), 'value')}")
-        console.print_list([f"{one['field']}={one['value']}" for one in missing], _SHOWN_MISSING)

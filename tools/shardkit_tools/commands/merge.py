@@ -8,9 +8,8 @@ from typing import Annotated
 from shardkit.dataset.deriving import merge_datasets
 from shardkit.errors import UsageError
 from shardkit_tools import console, options
-from shardkit_tools.console import count_text, short_id
 from shardkit_tools.options import argument
-from shardkit_tools.versions import moved_document, parse_url, print_committed
+from shardkit_tools.versions import moved_document, parse_url
 
 _NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,99})=(.+)", re.DOTALL)
 _NO_NAME = re.compile(r"[^A-Za-z0-9._-]")
@@ -50,24 +49,19 @@ def merge(
     for stratum in manifest.strata:
         if not stratum.pooled:
             samples[stratum.values[0]] += stratum.selected
-    if as_json:
-        listed = [{"name": name, "url": parts[name], "id": part, "samples": samples[name]}
-                  for name, part in manifest.parts]  # fmt: skip
-        console.print_json({
-            "root": root,
-            "ref": ref,
-            "id": manifest.id,
-            "commit": moved.entry.n if moved.entry else None,
-            "moved": moved_document(moved.refs),
-            "samples": manifest.selected,
-            "parts": listed,
-        })  # fmt: skip
-        return
-    print_committed(f"{root}@{ref}: {count_text(manifest.selected, 'sample')} of {count_text(len(parts), 'part')}",
-                    manifest.id, moved)  # fmt: skip
-    console.print_table(["part", ">samples", "id", "*lies at"], [
-        (name, count_text(samples[name]), short_id(part), parts[name]) for name, part in manifest.parts
-    ])  # fmt: skip
+    document = {
+        "root": root,
+        "ref": ref,
+        "id": manifest.id,
+        "commit": moved.entry.n if moved.entry else None,
+        "moved": moved_document(moved.refs),
+        "samples": manifest.selected,
+        "parts": [
+            {"name": name, "url": parts[name], "id": part, "samples": samples[name]}
+            for name, part in manifest.parts
+        ],
+    }
+    console.present(as_json, lambda: document)
 
 
 def _named(url: str) -> tuple[str, str]:

@@ -15,10 +15,9 @@ from shardkit.dataset.selecting import put_selected, select_rows
 from shardkit.errors import UsageError
 from shardkit.storage import Repository
 from shardkit_tools import console, options
-from shardkit_tools.console import count_text, share_text
 from shardkit_tools.options import argument, option
 from shardkit_tools.row_lists import read_numbers
-from shardkit_tools.versions import moved_document, parse_url, print_committed
+from shardkit_tools.versions import moved_document, parse_url
 
 
 def select(
@@ -62,18 +61,15 @@ def select(
     )
     put_selected(repository, manifest, table, selections)
     moved = move_refs(repository, {ref: manifest.id}, expected, message=message or said, author=author)
-    if as_json:
-        console.print_json({
-            "root": parse_url(root)[0],
-            "ref": ref,
-            "id": manifest.id,
-            "samples": manifest.selected,
-            "moved": moved_document(moved.refs),
-        })  # fmt: skip
-        return
-    share = share_text(manifest.selected, dataset.manifest.selected)
-    samples = count_text(manifest.selected, "sample")
-    print_committed(f"{parse_url(root)[0]}@{ref}: {samples}, {share} of {root}", manifest.id, moved)
+    document = {
+        "root": parse_url(root)[0],
+        "ref": ref,
+        "id": manifest.id,
+        "samples": manifest.selected,
+        "of_samples": dataset.manifest.selected,
+        "moved": moved_document(moved.refs),
+    }
+    console.present(as_json, lambda: document)
 
 
 def _mask(view: Dataset, shard: int) -> NDArray[np.bool_]:
