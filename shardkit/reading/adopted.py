@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 from urllib.parse import unquote
 
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
@@ -26,8 +26,6 @@ from shardkit.reading.inventory import version_record_name
 from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.objects import ROOT_NAME, Location, OpenedRoot
 from shardkit.stores.file_operations import explained
-from shardkit.stores.remote.addresses import Address
-from shardkit.stores.remote.foreign import ForeignStore, split_url
 from shardkit.stores.store import (
     ObjectStat,
     Stage,
@@ -40,6 +38,10 @@ from shardkit.stores.store import (
     scheme_of,
 )
 from shardkit.stores.waiting import RetryPolicy
+
+if TYPE_CHECKING:
+    from shardkit.stores.remote.addresses import Address
+    from shardkit.stores.remote.foreign import ForeignStore
 
 _FORMAT: Final = "shardkit-adopted/1"
 _KEYS: Final = ("digest", "urls")
@@ -73,6 +75,8 @@ def put_adopted(repository: OpenedRoot, digest: str, place: str, etag: str = "")
         StoreError: The root cannot be written.
     """
     if scheme_of(place):
+        from shardkit.stores.remote.foreign import split_url
+
         split_url(place)
         urls = [place]
     else:
@@ -368,6 +372,8 @@ class AdoptedStore(StoreAround):
                 os.close(file)
 
     def _foreign(self, url: str) -> tuple[ForeignStore, str]:
+        from shardkit.stores.remote.foreign import ForeignStore, split_url
+
         address, key = split_url(url)
         found = self._stores.get(address)
         if found is None:

@@ -41,7 +41,6 @@ from shardkit.repository.log import (
     first_identity,
 )
 from shardkit.stores.local import LocalStore, open_store
-from shardkit.stores.remote.object_store import ObjectStore, check_writers
 from shardkit.stores.store import (
     EXTENSIONS,
     MAX_OBJECT_BYTES,
@@ -199,6 +198,8 @@ class Repository(CommitLog):
             if single_writer:
                 store = _for_one_writer(store)
             elif not isinstance(store, LocalStore):
+                from shardkit.stores.remote.object_store import check_writers
+
                 check_writers(store)
             features = (SINGLE_WRITER,) if single_writer else ()
             created = store.put_new(IDENTITY_NAME, first_identity(store, features).to_bytes())
@@ -519,4 +520,8 @@ def _version() -> str:
 
 def _for_one_writer(store: Store) -> Store:
     """The store as one writer at a time may use it; a local directory needs no other use."""
+    if isinstance(store, LocalStore):
+        return store
+    from shardkit.stores.remote.object_store import ObjectStore  # what is local needs none of it
+
     return store.for_one_writer() if isinstance(store, ObjectStore) else store
