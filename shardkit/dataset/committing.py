@@ -9,7 +9,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
@@ -113,13 +113,14 @@ def write_version(to: Destination, version: NewVersion, columns: Sequence[Rows],
 
 
 def make_manifest(repository: Repository, plan: VersionPlan, shards: Sequence[ShardRecord]) -> MadeVersion:
-    """Put the pages and manifests of a version whose shards are published.
+    """Put the pages and manifests of a version whose shards are published, their strata by their numbers in `Rows`.
 
     Raises:
         StoreError: the store failed; no ref was moved.
     """
     base = plan.base
-    table = ShardTable.from_records(shards)
+    numbered = (replace(one, segment_stratum=plan.of_stratum[one.segment_stratum]) for one in shards)
+    table = ShardTable.from_records(numbered)
     pages = paginate(table)
     manifest = _root(repository, plan, table, tuple(ref for ref, _ in pages))
     if base is not None:

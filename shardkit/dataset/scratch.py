@@ -119,7 +119,7 @@ class ShardRows:
     ordinal: NDArray[np.int64]
     records: Records
     stratum: NDArray[np.int32] | None  # number of each row's own stratum where the shard has pooled rows
-    segment_stratum: NDArray[np.int32]  # numbers in the manifest, one per segment, in row order
+    segment_stratum: NDArray[np.int32]  # numbers in `Rows`, one per segment, in row order
     segment_rows: NDArray[np.int64]
     block_rows: int  # rows per block
     raw_bytes: int  # of all rows

@@ -448,7 +448,7 @@ def rows_of_shards(
             ordinal=first_ordinal + ordinal,
             records=rows.records[ordinal],
             stratum=manifest_stratum[rows.stratum[ordinal]] if has_pool else None,
-            segment_stratum=manifest_stratum[segment_stratum],
+            segment_stratum=segment_stratum,
             segment_rows=np.diff(layout.segment_start[segments.start : segments.stop + 1]),
             block_rows=int(layout.block_rows[shard]),
             raw_bytes=int(rows.raw_bytes[ordinal].sum()),
