@@ -28,6 +28,7 @@ import shardkit
 from shardkit.errors import MissingDependency, RunError, UsageError
 from shardkit.ledger import read_journal
 from shardkit.plan.permutation import order
+from shardkit.telemetry import read_run
 from shardkit_tools.options import option
 
 _TEXT_BYTES = 4_000_000
@@ -157,7 +158,7 @@ def _kill_rank(run: Path, process: subprocess.Popen[str]) -> int:
         for path in (run / "journal").glob("00001-*.cells"):
             steps = [record.step for record in read_journal(path)]
             if steps and steps[-1] >= _KILL_AFTER:
-                victim = _rank_process(run, 1)
+                victim = read_run(run).ranks[1][-1].pid
                 os.kill(victim, signal.SIGKILL)
                 return victim
         if process.poll() is not None:
@@ -166,19 +167,6 @@ def _kill_rank(run: Path, process: subprocess.Popen[str]) -> int:
         time.sleep(0.02)
     process.kill()
     raise RunError(f"training did not reach step {_KILL_AFTER} within 90 s; look into {run}")
-
-
-def _rank_process(run: Path, rank: int) -> int:
-    """The process that holds the journal of a rank open."""
-    target = next((run / "journal").glob(f"{rank:05d}-*.cells")).resolve()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                if any(link.resolve() == target for link in (entry / "fd").iterdir()):
-                    return int(entry.name)
-            except OSError:
-                continue
-    raise RunError(f"no process holds {target} open")
 
 
 def _prove(story: Narration) -> None:
