@@ -101,9 +101,7 @@ def run(tree: Path, job: Job) -> tuple[float, float]:
             file.seek(-1, os.SEEK_CUR)
             file.write(bytes([byte]))
     binaries = tree / ".venv" / "bin"
-    command = (
-        [binaries / "python", *job.words] if job.words[0] == "-c" else [binaries / "shardkit", *job.words]
-    )
+    command = [str(binaries / ("python" if job.words[0] == "-c" else "shardkit")), *job.words]
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     compiled = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     done = subprocess.run(command, cwd=tree, env=compiled, capture_output=True, text=True, check=False)

@@ -34,7 +34,7 @@ sys.path.insert(0, str(HERE))
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from shardkit.testing.servers import moto, s3_environment  # type: ignore[import-not-found]  # noqa: E402
-from shardkit.torch.export import export_safetensors  # noqa: E402
+from shardkit.torch.export import export_safetensors  # type: ignore[import-not-found]  # noqa: E402
 from values import digest_batch, digest_samples, digest_steps  # noqa: E402
 
 import shardkit  # noqa: E402
