@@ -28,7 +28,7 @@ from shardkit.errors import FormatError, IntegrityError, UsageError
 DIGEST_PREFIX = "sha256:"
 """Stands before the hex digits of a digest in text."""
 
-_DIGEST = re.compile(r"sha256:([0-9a-f]{64})\Z")
+DIGEST: Final = re.compile(r"sha256:[0-9a-f]{64}")
 
 
 def sha256_digest(data: bytes | bytearray | memoryview) -> str:
@@ -49,10 +49,9 @@ def parse_digest(text: object) -> str:
     Raises:
         FormatError: `text` is not ``sha256:`` and 64 lower-case hexadecimal digits.
     """
-    match = _DIGEST.match(text) if isinstance(text, str) else None
-    if match is None:
+    if not isinstance(text, str) or DIGEST.fullmatch(text) is None:
         raise FormatError(f"{text!r} is no digest; expected sha256:<64 lower-case hexadecimal digits>")
-    return match.group(1)
+    return text.removeprefix(DIGEST_PREFIX)
 
 
 def xxh3(data: bytes | bytearray | memoryview) -> int:
@@ -136,8 +135,6 @@ def _check(value: object, depth: int) -> None:
 
 MAX_INTEGER: Final = 2**62
 """Sums of two still fit int64."""
-
-DIGEST: Final = re.compile(r"sha256:[0-9a-f]{64}")
 
 TIME: Final = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z")
 _TIME_FORM: Final = "%Y-%m-%dT%H:%M:%SZ"

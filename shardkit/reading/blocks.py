@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,15 +24,8 @@ from shardkit.reading.objects import BlockRequest, OpenedRoot, place_ids
 from shardkit.stores.open_files import open_files
 from shardkit.stores.store import Store, object_name
 
-
-class BlockSupply(Protocol):
-    """Between a reader and the locations: a cache, or what reads ahead."""
-
-    def read(self, store: LocatedStore, request: BlockRequest) -> Any:
-        """The block's bytes, verified."""
-
-    def obtain(self, request: BlockRequest, fetch: Callable[[], Any]) -> Any:
-        """The verified bytes: those that are kept near, else what `fetch` gives, which are kept then."""
+if TYPE_CHECKING:
+    from shardkit.reading.cache.supply import BlockFetcher
 
 
 TakeMemory: TypeAlias = Callable[[int], NDArray[np.uint8]]
@@ -82,7 +75,7 @@ class BlockReader:
         self._indexes: OrderedDict[int, tuple[ShardIndex, int]] = OrderedDict()
         self._index_bytes = 0
         self._paths: dict[int, str] = {}  # of shards that are local files
-        self.supply: BlockSupply | None = None  # of this process: a cache is opened where it is used
+        self.supply: BlockFetcher | None = None  # of this process: a cache is opened where it is used
         _readers.add(self)
         weakref.finalize(self, _forget_files, self._paths).atexit = False
 
@@ -238,7 +231,7 @@ class BlockReader:
     def has_file(self, shard: int) -> bool:
         return self.repository_of(shard).store.local_path(self.shard_name(shard)) is not None
 
-    def through(self, supply: BlockSupply | None) -> BlockReader:
+    def through(self, supply: BlockFetcher | None) -> BlockReader:
         """A reader of the same blocks whose remote ones come through `supply`, such as a cache."""
         # with a table of files of its own: they are closed with the reader that opened them
         reader = copy.copy(self)

@@ -22,7 +22,6 @@ from shardkit.errors import (
     StoreError,
     UsageError,
 )
-from shardkit.stores.local import LocalStage
 from shardkit.stores.store import (
     MAX_OBJECT_BYTES,
     Descriptor,
@@ -162,8 +161,7 @@ class ObjectStage:
 
     def sync(self) -> None:
         """Make durable what was written so far, where the store can: `finish` has less to wait for then."""
-        if isinstance(self._stage, LocalStage):
-            self._stage.sync()
+        self._stage.sync()
 
     def finish(self) -> Descriptor:
         """Publish under the digest of what was written, durably."""

@@ -40,7 +40,7 @@ from shardkit.stores.file_operations import (
 from shardkit.stores.store import (
     DirectStore,
     ObjectStat,
-    StagedFile,
+    Stage,
     Store,
     check_name,
     check_prefix,
@@ -296,8 +296,8 @@ def _start_time(pid: int) -> int | None:
         return None
 
 
-class LocalStage(StagedFile):
-    """A file beside the objects of a local root, published by its name; implements `shardkit.stores.store.Stage`."""
+class LocalStage(Stage):
+    """A file beside the objects of a local root, published by its name."""
 
     def __init__(self, directories: Directories, folder: Handle, suffix: str) -> None:
         self._directories = directories

@@ -53,31 +53,12 @@ class ObjectStat(NamedTuple):
     """Another one as soon as the bytes are others; empty where the store has none."""
 
 
-class Stage(Protocol):
-    """An object on its way into a store: written piece by piece, visible only once published."""
+class Stage(abc.ABC):
+    """An object on its way into a store: written piece by piece, counted and hashed, visible only once published.
 
-    @property
-    def size(self) -> int:
-        """Bytes written so far."""
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of what was written so far, as hex."""
-
-    def write(self, data: bytes | bytearray | memoryview, /) -> int:
-        """Append all of `data`; returns its length. After an error the stage can only be dropped."""
-
-    def publish(self, name: str, *, replace: bool = False) -> bool:
-        """Give the bytes their name, durably and all at once.
-
-        Returns:
-            True where this call created the name, False where it existed (which is then left as it is, unless
-            `replace`: for healing, with bytes of the same digest).
-        """
-
-
-class StagedFile(abc.ABC):
-    """A stage in a local file: counted and hashed, refused once a write has failed."""
+    Args:
+        path: of the file that holds it meanwhile, for messages.
+    """
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -87,13 +68,16 @@ class StagedFile(abc.ABC):
 
     @property
     def size(self) -> int:
+        """Bytes written so far."""
         return self._size
 
     @property
     def digest(self) -> str:
+        """SHA-256 of what was written so far, as hex."""
         return self._hash.hexdigest()
 
     def write(self, data: bytes | bytearray | memoryview, /) -> int:
+        """Append all of `data`; returns its length. After an error the stage can only be dropped."""
         rest = memoryview(data).cast("B")
         length = len(rest)
         with explained(f"write {self._path}", writing=True):
@@ -106,6 +90,18 @@ class StagedFile(abc.ABC):
             self._broken = False
         self._size += length
         return length
+
+    def sync(self) -> None:  # noqa: B027 (most have nothing to do)
+        """Make durable what was written so far, where the store can."""
+
+    @abc.abstractmethod
+    def publish(self, name: str, *, replace: bool = False) -> bool:
+        """Give the bytes their name, durably and all at once.
+
+        Returns:
+            True where this call created the name, False where it existed (which is then left as it is, unless
+            `replace`: for healing, with bytes of the same digest).
+        """
 
     @abc.abstractmethod
     def _append(self, data: memoryview) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from shardkit.errors import NotFoundError
-from shardkit.stores.store import DirectStore, ObjectStat, check_name, check_prefix
+from shardkit.stores.store import DirectStore, ObjectStat, Stage, check_name, check_prefix
 
 
 class MemoryStore(DirectStore):
@@ -75,22 +75,15 @@ class MemoryStore(DirectStore):
         return self.objects[name]
 
 
-class MemoryStage:
+class MemoryStage(Stage):
     """See `Stage`."""
 
     def __init__(self, store: MemoryStore) -> None:
+        super().__init__("memory")
         self._store = store
         self._data = bytearray()
 
-    @property
-    def size(self) -> int:
-        return len(self._data)
-
-    @property
-    def digest(self) -> str:
-        return hashlib.sha256(self._data).hexdigest()
-
-    def write(self, data: bytes | bytearray | memoryview, /) -> int:
+    def _append(self, data: memoryview) -> int:
         self._data += data
         return len(data)
 

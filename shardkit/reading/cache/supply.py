@@ -128,7 +128,7 @@ def neighbours(
 
 
 class BlockFetcher:
-    """Implements `blocks.BlockSupply` for one process and one loader.
+    """What one process and one loader reads blocks by: the cache, other nodes, what was read ahead, then the locations.
 
     Reading ahead goes through the blocks in the order in which the plan needs them, as far as `ahead_bytes` allow; what
     was read ahead waits in memory until the loader asks for it, and is in the cache too if it is worth that.
@@ -170,6 +170,7 @@ class BlockFetcher:
         self._closed = False
 
     def read(self, store: LocatedStore, request: BlockRequest) -> Any:
+        """The block's bytes, verified."""
         with self._changed:
             found, along = self._waiting.pop(request.place, None), self._along.get(request.place)
             self._reading.add(request.place)
@@ -261,6 +262,8 @@ class BlockFetcher:
         return fetch() if kept is None else kept.fetch(request, fetch)
 
     def obtain(self, request: BlockRequest, fetch: Callable[[], Any]) -> Any:
+        """The verified bytes: those that are kept near, else what `fetch` gives, which are kept then."""
+
         def found() -> Any:
             data = None if self._nearby is None else self._nearby.read(request)
             return fetch() if data is None else data

@@ -26,7 +26,7 @@ from shardkit.stores.store import (
     MAX_OBJECT_BYTES,
     DirectStore,
     ObjectStat,
-    StagedFile,
+    Stage,
     Store,
     check_name,
     check_prefix,
@@ -71,8 +71,8 @@ class RangeGroup(NamedTuple):
     """Positions in the list of ranges that was asked for."""
 
 
-class SpooledStage(StagedFile):
-    """Collected in an unnamed local file, then put; implements `shardkit.stores.store.Stage`.
+class SpooledStage(Stage):
+    """Collected in an unnamed local file, then put.
 
     The file has no name, so a killed process leaves nothing behind.
     """
