@@ -24,6 +24,7 @@ _BARS: Final = "▁▂▃▄▅▆▇█"
 _SPARKS: Final = 60
 _SPARK_TEXT: Final = 45
 _SILENT_S: Final = 15
+_PIPE_WIDTH: Final = 1_000
 _STATES: Final = {"running": "green", "ended": "dim", "silent": "bold red"}
 
 Document = Mapping[str, Any]
@@ -50,24 +51,6 @@ def terminal_page(document: Document, width: int, most_ranks: int = 32) -> Rende
     if document["events"]:
         parts += [blank, Text("Events", style="bold"), *map(_event_line, document["events"][-_EVENTS:])]
     return Group(*parts)
-
-
-def print_plain(document: Document) -> None:
-    """The same for pipes: what a line is about stands at its beginning, and every column is there."""
-    console.print_line(_headline(document).plain)
-    console.print_line(f"bottleneck: {_bottleneck(document)}")
-    if document["bottleneck"] is not None:
-        console.print_line(f"shares: {_shares(document)}")
-    console.print_line()
-    console.print_table(list(_COLUMNS), [_rank_row(row) for row in document["ranks"]])
-    for kind, lines in (
-        ("anomaly", [_anomaly_line(one) for one in document["anomalies"][:_ANOMALIES]]),
-        ("event", [_event_line(one) for one in document["events"][-_EVENTS:]]),
-    ):
-        if lines:
-            console.print_line()
-        for line in lines:
-            console.print_line(f"{kind}: {line.plain.rstrip()}")
 
 
 def _headline(document: Document) -> Text:
@@ -207,11 +190,12 @@ def top(
     Example: shardkit top runs/mine
     """
     path, document = Path(run), view_run(Path(run))
-    screen = Console(highlight=False, markup=False, emoji=False)
+    is_piped = not is_terminal()
+    screen = Console(highlight=False, markup=False, emoji=False, width=_PIPE_WIDTH if is_piped else None)
     if as_json:
         console.print_json(document)
-    elif not is_terminal():
-        print_plain(document)
+    elif is_piped:  # every column, every rank
+        screen.print(terminal_page(document, _PIPE_WIDTH, len(document["ranks"])))
     elif once:
         screen.print(terminal_page(document, screen.width))
     else:
