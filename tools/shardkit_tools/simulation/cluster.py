@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final, TypeGuard
@@ -214,9 +214,10 @@ def load_cluster(path: Path) -> Cluster:
         raise ConfigurationError(f"{path} is no TOML: {error}") from None
     cluster = Cluster(name=str(document.pop("name", path.stem)))
     for section, values in document.items():
-        if section not in _SECTIONS or not isinstance(values, dict):
-            raise ConfigurationError(f"{path}: [{section}] is unknown{_nearest(section, _SECTIONS)}")
-        cluster = _with(cluster, section, values, f"{path}: [{section}] ")
+        if not isinstance(values, dict):
+            raise ConfigurationError(f"{path}: {section} is a value, a section is expected: [{section}]")
+        for name, value in values.items():
+            cluster = _with(cluster, f"{section}.{name}", value, f"{path}: ")
     return cluster
 
 
@@ -224,37 +225,27 @@ def changed(cluster: Cluster, changes: Sequence[str]) -> Cluster:
     """The cluster with ``name=value`` changes, such as ``cache=500GB`` or ``store.latency=20ms``."""
     for change in changes:
         name, equals, text = change.partition("=")
-        section, _, plain = name.strip().rpartition(".")
-        owners = [s for s in _SECTIONS if section in ("", s) and plain in _names(getattr(cluster, s))]
-        if not equals or not owners:
-            known = sorted({n for s in _SECTIONS for n in _names(getattr(cluster, s))})
-            raise ConfigurationError(
-                f"{change!r}: name=value is expected{_nearest(plain or name, known)}, such as cache=500GB"
-            )
-        value: object = text.strip()
-        cluster = _with(cluster, owners[0], {plain: value}, "")
+        if not equals:
+            raise ConfigurationError(f"{change!r}: name=value is expected, such as cache=500GB")
+        cluster = _with(cluster, name.strip(), text.strip(), "")
     return cluster
 
 
-def _with(cluster: Cluster, section: str, values: Mapping[str, object], where: str) -> Cluster:
-    part = getattr(cluster, section)
-    parsers = {one.name: one.metadata["parser"] for one in fields(part)}
-    parsed = {}
-    for name, value in values.items():
-        if name not in parsers:
-            raise ConfigurationError(f"{where}{name} is unknown{_nearest(name, list(parsers))}")
-        try:
-            parsed[name] = parsers[name](value)
-        except ConfigurationError as error:
-            raise ConfigurationError(f"{where}{name}: {error}") from None
-    made: Cluster = replace(cluster, **{section: replace(part, **parsed)})
+def _with(cluster: Cluster, name: str, value: object, where: str) -> Cluster:
+    """The cluster with one value changed; its name may lack the section."""
+    known = {
+        f"{section}.{one.name}": one for section in _SECTIONS for one in fields(getattr(cluster, section))
+    }
+    key = next((one for one in known if one == name or one.endswith(f".{name}")), None)
+    if key is None:
+        plain = [one.rpartition(".")[2] for one in known]
+        near = difflib.get_close_matches(name.rpartition(".")[2], plain, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+        raise ConfigurationError(f"{where}{name} is unknown; {hint}")
+    try:
+        parsed = known[key].metadata["parser"](value)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{where}{key}: {error}") from None
+    section, _, plain_name = key.partition(".")
+    made: Cluster = replace(cluster, **{section: replace(getattr(cluster, section), **{plain_name: parsed})})
     return made
-
-
-def _names(part: Any) -> list[str]:
-    return [one.name for one in fields(part)]
-
-
-def _nearest(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}"
