@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from bench.reading.report import report
 from bench.reading.samples import MODES
 from shardkit_tools.benchmarks.workloads import WORKLOADS
 
+ROOT = Path(__file__).parents[2]
 SCALE = 0.0  # the fewest rows that there are
 
 
@@ -161,3 +164,14 @@ def test_files_leave_the_page_cache_or_it_is_said(tmp_path: Path) -> None:
     assert drop(tmp_path) in (0.0, 1.0)  # 1: a file system in memory
     warm(tmp_path)
     assert (tmp_path / "some").read_bytes() == bytes(1 << 20)
+
+
+def test_the_environment_of_the_peers_needs_nothing_of_ours() -> None:
+    program = (
+        "import sys; sys.modules['shardkit'] = None; sys.path.insert(0, 'tools')\n"
+        "from bench.reading.samples import MODES, find; print(next(find('tokens').samples(0.001))['tokens'].shape)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert done.stdout == "(2048,)\n", done.stderr

@@ -17,8 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from shardkit.formats.compression import compress_frame, decompress
-
 CHUNK = 1000
 BLOB_BYTES = 100_000
 TEXT_BYTES = 1500
@@ -195,11 +193,15 @@ def _hash(rows: Rows, epoch: int) -> Iterator[Any]:
 
 
 def _compressed(data: Any) -> list[bytes]:
+    from shardkit.formats.compression import compress_frame  # not in the peers' environment
+
     starts = range(0, len(data), _FRAME_BYTES)
     return [compress_frame(data[start : start + _FRAME_BYTES].tobytes(), 3) for start in starts]
 
 
 def _decompress(frames: list[bytes], rows: int) -> Iterator[int]:
+    from shardkit.formats.compression import decompress
+
     def work(first: int) -> int:
         for frame in frames[first : first + _TASK_FRAMES]:
             decompress(frame)
