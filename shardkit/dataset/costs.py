@@ -19,8 +19,7 @@ from shardkit.formats import Schema
 from shardkit.formats.columns import pack_columns, unpack_columns
 from shardkit.manifest import CostPiece, RowCosts, ShardTable
 from shardkit.plan import Costs, encode_costs
-from shardkit.reading.blocks import BlockReader
-from shardkit.reading.row_map import RowMap
+from shardkit.reading.blocks import BlockReader, RowMap
 from shardkit.repository.repository import Repository
 
 PIECE_ROWS: Final = 2**17

@@ -16,8 +16,7 @@ from shardkit.formats import Block, Schema, Verify
 from shardkit.manifest import Selection
 from shardkit.plan.permutation import Feistel, derive
 from shardkit.ranges import Range
-from shardkit.reading.blocks import BlockReader
-from shardkit.reading.row_map import RowMap
+from shardkit.reading.blocks import BlockReader, RowMap
 from shardkit.repository.versions import Version
 
 _COUNT = Range(0, 2**40)

@@ -15,8 +15,7 @@ from shardkit.loader.rebalancing import Rebalancing
 from shardkit.loader.transforms import BatchTransform, Decoder, SampleTransform
 from shardkit.plan import Assignment, Plan
 from shardkit.ranges import Range
-from shardkit.reading.blocks import BlockReader
-from shardkit.reading.row_map import RowMap
+from shardkit.reading.blocks import BlockReader, RowMap
 from shardkit.telemetry import TelemetrySettings
 from shardkit.telemetry.recorder import EventLog
 

@@ -3,7 +3,6 @@
 Pure: bytes in, columns out; nothing here opens a store. SPEC.md says the bytes and why.
 """
 
-from shardkit.manifest.composing import compose, merge
 from shardkit.manifest.manifest import (
     ADOPTED,
     MAX_MANIFEST_BYTES,
@@ -23,6 +22,8 @@ from shardkit.manifest.shard_table import (
     ShardRecord,
     ShardTable,
     check_against,
+    compose,
+    merge,
     pack_page,
     paginate,
     stratum_counts,

@@ -7,11 +7,10 @@ only gathers their public names.
 """
 
 from shardkit.reading.adopted import AdoptedStore, adopted_place, put_adopted
-from shardkit.reading.blocks import BlockReader
+from shardkit.reading.blocks import BlockReader, RowMap
 from shardkit.reading.located_store import LocatedStore, Locations, locate
 from shardkit.reading.objects import Location
 from shardkit.reading.read_path import ReadSettings
-from shardkit.reading.row_map import RowMap
 from shardkit.repository.log import LogEntry, parse_dataset_url
 from shardkit.repository.repository import DEFAULT_REF, Repository
 from shardkit.repository.versions import (
