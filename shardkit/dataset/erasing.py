@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from shardkit.copies.placement import Holdings, live_versions
-from shardkit.dataset.erasure_journal import ErasurePlan, ErasureReport, Journal, unfinished
-from shardkit.dataset.rewriting import Rewriter
+from shardkit.dataset.rewriting import ErasurePlan, ErasureReport, Journal, Rewriter, unfinished
 from shardkit.dataset.store_survey import StoreSurvey, find_equal_rows
 from shardkit.errors import (
     CommitConflict,

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from shardkit.dataset.dataset import Dataset, open_dataset
 from shardkit.dataset.erasing import erase_rows, finish_erasures, plan_erasure
-from shardkit.dataset.erasure_journal import ErasureReport
 from shardkit.dataset.lookups import KEY, find_samples, hash_values
+from shardkit.dataset.rewriting import ErasureReport
 from shardkit.dataset.selecting import put_selected, select_rows, selected_rows
 from shardkit.errors import NotFoundError, UsageError
 from shardkit.formats import canonical_json, sha256_digest

@@ -15,7 +15,7 @@ import pytest
 
 import shardkit
 from shardkit.audit.run_record import load_run, read_checkpoints
-from shardkit.dataset.erasure_journal import ErasurePlan
+from shardkit.dataset.rewriting import ErasurePlan
 from shardkit.errors import IntegrityError, ShardkitError
 from shardkit.formats.canonical_json import dumps, sealed
 from shardkit.manifest import Manifest

@@ -14,7 +14,7 @@ from unittest import mock
 
 from shardkit.copies import collecting, place, placement, repair, replicate
 from shardkit.dataset import erasing, removing, store_survey
-from shardkit.dataset.erasure_journal import Journal
+from shardkit.dataset.rewriting import Journal
 from shardkit.errors import StoreError
 from shardkit.formats import reading, sha256_digest
 from shardkit.reading import inventory, located_store, objects, read_path

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import shardkit
-from shardkit.dataset.erasure_journal import ErasureReport
 from shardkit.dataset.removing import Removal, erase, resume_erasures
 from shardkit.dataset.removing import remove as remove_samples
+from shardkit.dataset.rewriting import ErasureReport
 from shardkit.errors import UsageError
 from shardkit_tools import console, options
 from shardkit_tools.options import argument, option
