@@ -11,7 +11,7 @@ import numpy as np
 from shardkit.dataset.costs import PIECE_ROWS, CostCodes
 from shardkit.manifest import ShardTable
 from shardkit.plan import Costs, Population, make_plan
-from shardkit.reading.row_map import RowMap
+from shardkit.reading.blocks import RowMap
 
 
 def peak_kib():  # not ru_maxrss, which counts the process that started this one
