@@ -90,6 +90,9 @@ class Collection:
     finished: int = 0
     unreachable: dict[str, str] = field(default_factory=dict)
 
+    def to_json(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
 
 def collect(
     repository: Repository,

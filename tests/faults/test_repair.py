@@ -130,7 +130,7 @@ class TestSources:
         )
         code, told = call("repair", tmp_path)
         assert code == 4
-        assert "data is lost" in told
+        assert "Lost: 3 objects" in told
         assert "put a copy back from a backup" in told
 
     def test_a_place_that_is_named_by_hand(self, tmp_path: Path) -> None:

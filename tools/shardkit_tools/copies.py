@@ -18,8 +18,9 @@ from shardkit.copies.parity_encoding import encode_parity
 from shardkit.copies.place import Change, place
 from shardkit.copies.placement import live_versions, unknown_strata
 from shardkit.copies.repair import CheckAll, CopyCheck
-from shardkit.copies.replicate import CopyAll, CopyTask, copy_task, replicate
+from shardkit.copies.replicate import CopyAll, CopyTask, Replication, copy_task, replicate
 from shardkit.errors import ConfigurationError, ShardkitError, StoreError, UsageError
+from shardkit.exit_codes import ExitCode
 from shardkit.reading.objects import CheckResult, check_object
 from shardkit.repository.location_table import LocationRecord, read_table
 from shardkit.repository.log import IDENTITY_NAME
@@ -102,6 +103,55 @@ def print_copies(root: str, lag: int | None) -> None:
             "--critical NAME=N",
             "yellow",
         )
+
+
+def print_locations(done: Replication) -> None:
+    """A table of locations, and what they said."""
+    console.print_table(
+        [
+            "location",
+            "domain",
+            "state",
+            ">copied",
+            ">bytes",
+            ">commits",
+            ">lacks",
+            ">bytes lacking",
+            "*where",
+        ],
+        [
+            (
+                one.name,
+                one.domain,
+                one.state,
+                count_text(one.copied),
+                bytes_text(one.copied_bytes),
+                count_text(one.commits),
+                count_text(one.lag),
+                bytes_text(one.lag_bytes),
+                one.url,
+            )
+            for one in done.locations
+        ],
+    )
+    for one in done.locations:
+        if one.problem:
+            console.print_line(f"{one.name}: {one.problem}", "yellow")
+
+
+def print_lag(done: Replication, *, dry_run: bool = False) -> None:
+    """The lag before and after."""
+    if dry_run:
+        console.print_line(
+            f"lag: {bytes_text(done.lag_before)} below policy, in {done.objects:,} missing copies",
+            "bold",
+        )
+        return
+    state = "the policy is met" if done.exit_code == ExitCode.DONE else "the policy is not met"
+    console.print_line(
+        f"lag: {bytes_text(done.lag_before)} below policy before, {bytes_text(done.lag_after)} after: {state}",
+        "bold",
+    )
 
 
 _LINE_EVERY_S = 30.0

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
-from shardkit.copies.collecting import GRACE_S, HISTORY_S, TAKE_OVER_S, collect
+from shardkit.copies.collecting import GRACE_S, HISTORY_S, TAKE_OVER_S, Collection, collect
 from shardkit.ranges import duration_text as short_duration
 from shardkit.ranges import parse_duration
 from shardkit.repository.log import parse_dataset_url
@@ -12,7 +12,7 @@ from shardkit.repository.repository import Repository
 from shardkit.stores.store import root_store
 from shardkit_tools import console, options
 from shardkit_tools.building.job import abandoned_jobs, remove_job
-from shardkit_tools.console import count_text
+from shardkit_tools.console import bytes_text, count_text
 from shardkit_tools.options import option
 
 
@@ -58,15 +58,39 @@ def gc(
             take_over_s=0 if take_over else TAKE_OVER_S,
             report=lambda gone, total: status.show(f"deleted {gone:,} of {count_text(total, 'object')}"),
         )
-    document = console.plain(done) | {"abandoned_builds": builds}
-    console.present(as_json, lambda: document, lambda: _print(document, root, delete=delete, grace=grace))
-
-
-def _print(document: dict[str, Any], root: str, *, delete: bool, grace: str) -> None:
-    console.print_document(document)
-    if delete:
-        console.print_line(f"what stays unneeded is deleted by a round {grace} after it was marked", "dim")
+    if as_json:
+        console.print_json(done.to_json() | {"abandoned_builds": builds})
     else:
-        console.print_line(f"nothing was changed; to mark and delete: shardkit gc {root} --delete", "dim")
-    if document["unreachable"]:
-        console.print_line("garbage of what is unreachable stays until the next round", "yellow")
+        _print(done, root, delete=delete, grace=grace)
+        if builds:
+            gone = "removed" if delete else "found"
+            console.print_line(
+                f"{gone} the scratch of {count_text(len(builds), 'build')} that nobody went on with", "dim"
+            )
+
+
+def _print(done: Collection, root: str, *, delete: bool, grace: str) -> None:
+    if done.finished:
+        console.print_line(f"finished {count_text(done.finished, 'collection')} that was cut short", "yellow")
+    size = "" if delete else f", {bytes_text(done.garbage_bytes)} in the root"
+    console.print_line(
+        f"{root}: {count_text(done.live, 'object')} needed, {done.garbage:,} that nothing names{size}", "bold"
+    )
+    if not delete:
+        due = f"{done.due:,} ({bytes_text(done.due_bytes)})"
+        console.print_facts(
+            [("not marked yet", f"{done.marked:,}"), ("marked, waiting", f"{done.waiting:,}"), ("due", due)]
+        )
+        if done.garbage:
+            console.print_line(f"nothing was changed; to mark and delete: shardkit gc {root} --delete", "dim")
+    else:
+        gone = ", ".join(f"{name} {count:,}" for name, count in sorted(done.deleted.items())) or "none"
+        console.print_facts(
+            [("marked now", f"{done.marked:,}"), ("marked, waiting", f"{done.waiting:,}"), ("deleted", gone)]
+        )
+        if done.marked or done.waiting:
+            console.print_line(
+                f"what stays unneeded is deleted by a round {grace} after it was marked", "dim"
+            )
+    for name, said in done.unreachable.items():
+        console.print_line(f"{name}: {said}; its garbage stays until the next round", "yellow")

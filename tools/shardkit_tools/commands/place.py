@@ -14,7 +14,8 @@ from shardkit.repository.location_table import LocationRecord
 from shardkit.repository.log import parse_dataset_url
 from shardkit.repository.repository import Repository
 from shardkit_tools import console, options
-from shardkit_tools.copies import running
+from shardkit_tools.console import bytes_text, count_text, duration_text
+from shardkit_tools.copies import print_locations, running
 from shardkit_tools.options import option
 
 _PLACEMENT = functools.partial(option, panel="Placement")
@@ -94,15 +95,49 @@ def place(
             **({"message": message} if message else {}),
         }
         placing = undo(repository, **settings) if undone else place_root(repository, change, **settings)
-    console.present(as_json, placing.to_json, lambda: _print(placing, root))
+    console.present(as_json, placing.to_json, lambda: _print(placing, root, dry_run=dry_run))
 
 
-def _print(placing: Placing, root: str) -> None:
-    if placing.table is None:
+def _days(seconds: int) -> str:
+    return duration_text(seconds) if seconds < 172_800 else f"{-(-seconds // 86_400)} days"
+
+
+def _print(placing: Placing, root: str, *, dry_run: bool) -> None:
+    table = placing.table
+    if table is None:
         console.print_line(f"{root} has no copies; add a location: --location NAME=URL --copies 2")
         return
-    console.print_document(placing.to_json() | {"problems": placing.drops.problems})
-    if placing.drops.kept:
-        console.print_line(f"too few good copies elsewhere of what is kept; run: shardkit replicate {root}")
-    if placing.surplus > len(placing.drops.kept):
-        console.print_line(f"surplus is deleted when it is due: shardkit place {root}; to go back: --undo")
+    said = (
+        "would be committed"
+        if dry_run and table is not placing.was
+        else "committed"
+        if placing.committed
+        else "holds"
+    )
+    console.print_line(f"{root}: placement {table.n} {said}", "bold")
+    policy = table.policy.to_table()
+    policy["critical"] = ", ".join(f"{one.stratum}={one.copies}" for one in table.policy.critical) or "none"
+    console.print_facts([(name, str(value)) for name, value in policy.items()])
+    console.print_line()
+    print_locations(placing.copies)
+    console.print_line()
+    drops = placing.drops
+    if drops.objects:
+        console.print_line(
+            f"deleted {count_text(drops.objects, 'object')}, {bytes_text(drops.bytes)}, not needed where they were"
+        )
+    if drops.kept:
+        console.print_line(
+            f"kept {count_text(len(drops.kept), 'object')} that would be deleted: too few good copies elsewhere; "
+            f"run: shardkit replicate {root}",
+            "yellow",
+        )
+    for problem in drops.problems[:5]:
+        console.print_line(problem, "yellow")
+    left = placing.surplus - len(drops.kept)
+    if left > 0:
+        when = f"in {_days(placing.due_in_s)}" if placing.due_in_s else "now"
+        console.print_line(
+            f"{count_text(left, 'object')} not needed where they are, to be deleted {when} or later: "
+            f"shardkit place {root}; to go back: --undo"
+        )

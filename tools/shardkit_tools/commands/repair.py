@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from shardkit.copies.documents import Unchecked
+from shardkit.copies.documents import Lost, Unchecked
 from shardkit.copies.repair import Repair
 from shardkit.copies.repair import repair as repair_root
 from shardkit.copies.scrub import Scrub
 from shardkit.repository.location_table import LocationRecord
 from shardkit.repository.log import parse_dataset_url
 from shardkit_tools import console, options
+from shardkit_tools.console import bytes_text, count_text, short_ids
 from shardkit_tools.copies import copying, spread_checks
 from shardkit_tools.options import option
+
+_SHOWN = 20
 
 
 def repair(
@@ -70,19 +72,67 @@ def checked_document(done: Repair | Scrub) -> dict[str, Any]:
     return {**console.plain(done), "verdict": done.verdict, "exit_code": done.exit_code}
 
 
-def alike(unchecked: Iterable[Unchecked]) -> list[dict[str, Any]]:
-    """What nothing is known of, for people: what is said of many copies is said once."""
-    found: dict[tuple[str, str], dict[str, Any]] = {}
+def print_repair(done: Repair) -> None:
+    """What was healed from where, and what could not be."""
+    if done.healed:
+        console.print_heading(f"Healed: {count_text(len(done.healed), 'copy', 'copies')}")
+        console.print_table(
+            ["location", "was", "from", ">bytes", "*object"],
+            [
+                (one.location, one.was, one.source, bytes_text(one.num_bytes), one.name)
+                for one in done.healed[:_SHOWN]
+            ],
+        )
+        console.print_more(len(done.healed) - _SHOWN)
+    if done.lost:
+        rows = sum(one.rows for one in done.lost)
+        samples = f", {count_text(rows, 'sample')}" if rows else ""
+        console.print_heading(f"Lost: {count_text(len(done.lost), 'object')}{samples}")
+        for lost in done.lost[:_SHOWN]:
+            _print_lost(lost)
+        console.print_more(len(done.lost) - _SHOWN)
+    print_unchecked(done.unchecked)
+
+
+def print_unchecked(unchecked: list[Unchecked]) -> None:
+    """What nothing is known of; what is said of many copies is said once."""
+    if not unchecked:
+        return
+    console.print_heading("Could not check or heal")
+    alike: dict[tuple[str, str], list[Unchecked]] = {}
     for one in unchecked:
-        why = one.why.replace(one.name, "…") if one.name else one.why
-        found.setdefault((one.location, why), {**one._asdict(), "copies": 0})["copies"] += 1
-    return list(found.values())
+        alike.setdefault((one.location, one.why.replace(one.name, "…") if one.name else one.why), []).append(
+            one
+        )
+    for group in list(alike.values())[:_SHOWN]:
+        first, others = group[0], len(group) - 1
+        name = first.name or "all of it"
+        console.print_line(
+            f"{first.location}: {name}{f' and {count_text(others)} more' if others else ''}", "yellow"
+        )
+        console.print_facts([("because", short_ids(first.why))], indent=2)
+    console.print_more(len(alike) - _SHOWN)
+
+
+def _print_lost(lost: Lost) -> None:
+    console.print_line(lost.name, "red")
+    facts = [("because", short_ids(lost.why))]
+    if lost.rows:
+        facts.append(("lost", count_text(lost.rows, "sample")))
+    facts.append(
+        ("do", "put a copy back from a backup, build the same source again, or: shardkit remove --rows …")
+    )
+    console.print_facts(facts, indent=2)
 
 
 def _print(done: Repair) -> None:
-    console.print_document(checked_document(done) | {"unchecked": alike(done.unchecked)})
-    if done.lost:
+    print_repair(done)
+    if done.healed or done.lost or done.unchecked:
         console.print_line()
-        console.print_line(
-            "what is lost: put a copy back from a backup, build the same source again, or: shardkit remove --rows …"
-        )
+    console.print_line(f"{done.url}: {done.verdict} (level {done.level})", "bold")
+    encoded = f", encoded {count_text(done.encoded, 'parity set')}" if done.encoded else ""
+    read = f", {bytes_text(done.read_bytes)} read" if done.read_bytes else ""
+    console.print_line(
+        f"looked at {count_text(done.copies, 'copy', 'copies')} for {count_text(len(done.versions), 'version')}{read}; "
+        f"healed {len(done.healed):,}, lost {len(done.lost):,}{encoded}"
+    )

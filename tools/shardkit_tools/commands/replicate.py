@@ -6,13 +6,11 @@ from typing import Annotated, Literal
 
 from shardkit.copies.replicate import Replication
 from shardkit.copies.replicate import replicate as replicate_root
-from shardkit.exit_codes import ExitCode
 from shardkit.repository.log import parse_dataset_url
 from shardkit.repository.repository import Repository
 from shardkit_tools import console, options
-from shardkit_tools.commands.repair import alike
-from shardkit_tools.console import bytes_text
-from shardkit_tools.copies import copying, spread_checks, spread_copies
+from shardkit_tools.commands.repair import print_unchecked
+from shardkit_tools.copies import copying, print_lag, print_locations, spread_checks, spread_copies
 from shardkit_tools.options import option
 
 
@@ -61,15 +59,13 @@ def replicate(
 
 
 def _print(done: Replication, root: str, *, dry_run: bool) -> None:
-    page = done.to_json() | {"unchecked": alike(done.unchecked)}
-    console.print_document({name: page[name] for name in ("locations", "healed", "unchecked", "lost")})
-    console.print_line()
-    if dry_run:
-        said = f"lag: {bytes_text(done.lag_before)} below policy, in {done.objects:,} missing copies"
-    else:
-        state = "the policy is met" if done.exit_code == ExitCode.DONE else "the policy is not met"
-        lag = f"{bytes_text(done.lag_before)} below policy before, {bytes_text(done.lag_after)} after"
-        said = f"lag: {lag}: {state}"
-    console.print_line(said, "bold")
+    print_locations(done)
+    print_lag(done, dry_run=dry_run)
+    if done.healed:
+        console.print_line(f"healed {len(done.healed):,} that were damaged, or lost in the root")
+    print_unchecked(done.unchecked)
     if done.lost:
+        console.print_line(
+            f"no good copy anywhere: {', '.join(done.lost[:3])}{' …' if len(done.lost) > 3 else ''}", "red"
+        )
         console.print_line(f"run: shardkit repair {root}")

@@ -11,11 +11,12 @@ from shardkit.ranges import parse_duration
 from shardkit.repository.location_table import LocationRecord
 from shardkit.repository.log import parse_dataset_url
 from shardkit_tools import console, options
-from shardkit_tools.commands.repair import alike, checked_document
+from shardkit_tools.commands.repair import checked_document, print_repair, print_unchecked
+from shardkit_tools.console import bytes_text, count_text
 from shardkit_tools.copies import copying, spread_checks
 from shardkit_tools.options import option
 
-_OLDEST = {None: "just now", "": "never"}
+_SHOWN = 20
 
 
 def scrub(
@@ -79,17 +80,38 @@ def _document(done: Scrub) -> dict[str, Any]:
 
 
 def _print(done: Scrub, root: str) -> None:
-    places = {
-        name: {**console.plain(one), "bad": len(one.bad), "oldest": _OLDEST.get(one.oldest, one.oldest)}
-        for name, one in done.locations.items()
-    }
-    bad = [
-        {"location": where, "is": result, "name": name}
-        for where, one in done.locations.items()
-        for name, result in one.bad.items()
-    ]
-    console.print_document(
-        _document(done) | {"locations": places, "bad": bad, "unchecked": alike(done.unchecked)}
+    console.print_table(
+        ["location", ">copies", ">checked", ">by checksum", ">read", ">bad", "longest unlooked-at"],
+        [
+            (
+                name,
+                count_text(one.copies),
+                count_text(one.checked),
+                count_text(one.stored),
+                bytes_text(one.read_bytes),
+                count_text(len(one.bad)),
+                {None: "just now", "": "never"}.get(one.oldest, one.oldest or ""),
+            )
+            for name, one in done.locations.items()
+        ],
     )
+    bad = [(name, result, where) for where, one in done.locations.items() for name, result in one.bad.items()]
+    if bad:
+        console.print_heading(f"Bad: {count_text(len(bad), 'copy', 'copies')}")
+        console.print_table(
+            ["location", "is", "*object"],
+            [(where, result, name) for name, result, where in bad[:_SHOWN]],
+        )
+        console.print_more(len(bad) - _SHOWN)
+    for name, why in done.lost.items():
+        console.print_line(f"{name}: {why}", "red")
+    if done.repair is not None:
+        print_repair(done.repair)
+    else:
+        print_unchecked(done.unchecked)
+    if bad or done.lost or done.unchecked:
+        console.print_line()
+    rest = f"; {count_text(done.remaining)} due copies were not reached in time" if done.remaining else ""
+    console.print_line(f"{done.url}: {done.verdict}{rest}", "bold")
     if done.exit_code == ExitCode.DAMAGED and done.repair is None:
         console.print_line(f"run: shardkit repair {root} --level attested")
