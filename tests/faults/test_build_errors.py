@@ -6,7 +6,6 @@ import errno
 import hashlib
 import io
 import os
-import re
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -184,7 +183,7 @@ def test_skipping_builds_the_rest(tmp_path: Path, root: Path, capsys: pytest.Cap
     path.write_text('{"a": "x"}\n{"a": 1}\nnot json\n{"a": "y"}\n{"b": 1}\n')
     assert command("build", path, root, "--on-error", "skip", "--ref", "some") == 0
     out = capsys.readouterr().out
-    assert re.search(r"^skipped\nsource +row +error$", out, re.MULTILINE)
+    assert "Skipped 2 rows" in out
     for line in (2, 3):
         assert f"rows.jsonl line {line}" in out
     assert "line 5" not in out  # a row without a value of a field is one

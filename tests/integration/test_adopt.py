@@ -461,7 +461,7 @@ def test_command(tmp_path: Path) -> None:
     done = CliRunner().invoke(make_app("adopt"), ["adopt", *tars, root, "--stratify", "label"])
     assert done.exit_code == 0, done.output
     for word in ("strata", "order", "blocks", "custody", "erasure"):
-        assert f"\n{word} " in done.output
+        assert f"\n  {word} " in done.output
     document = json.loads(CliRunner().invoke(make_app("adopt"), ["adopt", *tars, root, "--json"]).output)
     assert document["id"] == shardkit.open(root).manifest.id
     assert "order" in document["does_not_hold"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections import namedtuple
 from pathlib import Path
@@ -71,4 +70,4 @@ def test_a_dry_run_tells_what_it_needs(tmp_path: Path, monkeypatch: pytest.Monke
     free(monkeypatch, 3 * 2**30)
     told = CliRunner().invoke(make_app("build"), ["build", given, str(tmp_path / "new"), "--dry-run"])
     assert told.exit_code == 0, told.output
-    assert re.search(rf"^scratch +{tmp_path / 'new'} +4\.88 MiB +3 GiB$", told.output, re.MULTILINE)
+    assert f"about 4.88 MiB in {tmp_path / 'new'}, 3 GiB free" in told.output

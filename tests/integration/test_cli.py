@@ -120,8 +120,7 @@ def test_the_version(call: Call) -> None:
 def test_build_reports_what_it_did(call: Call, source: Path, tmp_path: Path) -> None:
     code, out, err = call("build", source, tmp_path / "a", "--stratify", "label")
     assert (code, err) == (0, "")
-    assert re.search(r"^samples +40$", out, re.MULTILINE)
-    assert re.search(r"^0 +30 +75 %\n1 +10 +25 %$", out, re.MULTILINE)
+    assert "40 in 2 strata" in out
     first = document(
         call, "build", source, tmp_path / "b", "--stratify", "label", "--jobs", 2, "--split", "x=0.5"
     )
@@ -186,9 +185,9 @@ def test_show(call: Call, built: Path) -> None:
     for expected in (
         "0 cat",
         "1 dog",
-        "name    val",
-        "message  first",
-        "shares  train 3/4, val 1/4",
+        "name val",
+        "number 1: first",
+        "shares train 3/4, val 1/4",
         str(page["id"]),
     ):
         assert expected in out
@@ -240,8 +239,7 @@ def test_diff_of_schemas(call: Call, built: Path, tmp_path: Path) -> None:
         "same_order": False,
     }
     out = call("diff", built, tmp_path / "rows")[1]
-    for lines in ("added\ntext  str\n", "removed\nimage  bytes\n", "label  int64  float64\n"):
-        assert lines in out
+    assert "+ text: str\n- image: bytes\n~ label: int64 → float64\n" in out
 
 
 def test_tag(call: Call, dataset: Path) -> None:

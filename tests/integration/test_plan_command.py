@@ -51,7 +51,7 @@ def test_report_and_cells_agree_with_the_plan(root: str) -> None:
     text = run(root, "-b", "64", "--lanes", "16", "--step", "7", "--lane", "3")
     assert plan.cell_digest(7, 3)[:12] in text
     page = run(root, "-b", "64")
-    for word in ("batch_bound", "shards_per_lane", "full_shuffle", "worlds"):
+    for word in ("batch balance", "shards per lane", "full shuffle", "lanes of a rank"):
         assert word in page
 
 
@@ -70,7 +70,7 @@ def test_a_batch_with_few_divisors_is_said(
     assert shardkit.open(root).plan(batch).lanes == lanes
     assert (near in caplog.text) if near else not caplog.text
     page = run(root, "-b", str(batch))
-    assert (near in " ".join(page.split())) if near else "few_lanes" not in page
+    assert (near in " ".join(page.split())) if near else "note:" not in page
     caplog.clear()
     shardkit.open(root).plan(batch, lanes=1)  # asked for: nothing to say
     assert not caplog.text
@@ -116,7 +116,7 @@ def test_weights_and_picture(root: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "plan.png"
     page = run(root, "-b", "64", "--weights", '{"3": 5}', "--plot", str(picture))
-    assert "steps_per_epoch" not in page, "it is endless"
+    assert "endless" in page
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     with pytest.raises(PlanError, match="matches no stratum"):
         run(root, "--weights", '{"nobody": 5}')

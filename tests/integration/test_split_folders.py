@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,7 +62,7 @@ def test_the_imagenet_layout(call: Call, tmp_path: Path, jobs: int) -> None:
         assert shardkit.open(f"{root}@{split}").classes == ("cat", "dog", "emu"), (
             "shared, so a number means the same"
         )
-    assert re.search(r"^cat +3 +50 %\ndog +2 +33\.3 %\nemu +1 +16\.7 %$", out, re.MULTILINE)
+    assert "3: cat 3, dog 2, emu 1" in out
     assert "split val has nothing of class 'emu'" in out
     again = document(call, tmp_path / "imgs", tmp_path / "d")
     assert again["commit"] is None

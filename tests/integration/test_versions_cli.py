@@ -61,7 +61,7 @@ def test_show_tells_about_and_lookups(root: Path, call: Call) -> None:
     assert code == 0
     assert "CC-BY-4.0" in out
     assert "fr@example.org" in out
-    assert "lookups" in out
+    assert "found by" in out
     document = json.loads(call("show", root, "--json")[1])
     assert document["about"]["stratum"] == {"fr": {"licence": "MIT", "contact": "fr@example.org"}}
     assert [lookup["field"] for lookup in document["lookups"]] == ["key", "url"]
@@ -126,7 +126,7 @@ def test_remove_and_erase(root: Path, tmp_path: Path, call: Call) -> None:
     assert (code, out) == (0, "nothing to finish\n")
     code, out, _ = call("remove", root, "--rows", "5", "--reason", "text", "--erase")
     assert code == 0
-    assert "not_reached" in out
+    assert "Not reached" in out
     kept = list((root / "erasures").glob("*/report.json"))
     assert len(kept) == 2
     assert not any(b"0000000003" in path.read_bytes() for path in kept)

@@ -115,7 +115,7 @@ def test_a_terminal_gets_short_ids_and_narrow_pages(
         assert not end.value.code
         pages[" ".join(command)] = COLOURS.sub("", capsys.readouterr().out)
         assert max(map(len, pages[" ".join(command)].splitlines())) <= 80, command
-    assert "in_pool" in pages["show d --all"]
+    assert "pooled: too rare for every shard" in pages["show d --all"]
     assert "class number 39" in pages["show d --all"]
     assert "… and 15 more (--all)" in pages["show d"]
 

@@ -6,11 +6,16 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from shardkit.manifest import Manifest
 from shardkit_tools import console
 from shardkit_tools.building import BuildResult, Progress
-from shardkit_tools.console import bytes_text, count_text, duration_text, share_text
-from shardkit_tools.versions import moved_document
+from shardkit_tools.building.outcome import SpaceNeed
+from shardkit_tools.console import bytes_text, count_text, duration_text, share_text, short_id
+from shardkit_tools.versions import moved_document, moved_facts
 
+_STRATA_SHOWN = 15
+_CLASSES_SHOWN = 4
+_SKIPPED_SHOWN = 5
 _VERBS = {"read": "reading", "pack": "packing", "write": "writing", "commit": "committing"}
 
 
@@ -37,7 +42,6 @@ def document(result: BuildResult, root: str, ref: str) -> dict[str, Any]:
         "id": manifest.id if manifest else None,
         "commit": result.commit.n if result.commit else None,
         "moved": moved_document(result.moved),
-        "schema": {name: str(kind) for name, kind in manifest.schema.items()} if manifest else {},
         "samples": result.rows,
         "raw_bytes": result.raw_bytes,
         "stored_bytes": manifest.stored_bytes if manifest else None,
@@ -71,30 +75,91 @@ def document(result: BuildResult, root: str, ref: str) -> dict[str, Any]:
     }
 
 
-def print_result(document: Mapping[str, Any], doing: str = "build") -> None:
-    """Print for people what a build or an adoption did, or would do."""
-    root, ref, rows = document["root"], document["ref"], document["samples"]
-    is_made = document["id"] is not None
+def print_result(result: BuildResult, root: str, ref: str) -> None:
+    """Print what a build did, or would do."""
+    manifest = result.manifest
     version = f"{root}@{ref}"
-    console.print_line(version if is_made else f"would {doing} {version}; nothing was written", "bold")
-    page = {name: value for name, value in document.items() if value != 0 and name not in _NOT_ON_THE_PAGE}
-    page |= {name: _shares(document.get(name, {}), rows) for name in ("strata", "classes")}
-    page["moved"] = {name: one for name, one in document["moved"].items() if one["from"] is not None}
-    if is_made:
-        page["split_samples"] = None  # `splits` has them
-    if is_made and document["commit"] is None:
-        page["commit"] = "none: the same version was there already"
-    console.print_document(page)
-    for note in document.get("notes", ()):
+    console.print_line(version if manifest else f"would build {version}; nothing was written", "bold")
+    console.print_facts(_facts(result, manifest))
+    for note in result.notes:
         console.print_line(f"note: {note}", "yellow")
-    if is_made:
+    if not manifest:
+        print_strata(result.strata, result.rows)
+    if result.skipped:
+        console.print_heading(f"Skipped {count_text(len(result.skipped), 'row')}")
+        for row in result.skipped[:_SKIPPED_SHOWN]:
+            console.print_line(f"  {row.message}")
+        if result.skipped_file:
+            console.print_line(f"all of them: {result.skipped_file}")
+    if manifest:
         console.print_line(f"next: shardkit show {root}{'' if ref == 'main' else '@' + ref}", "dim")
 
 
-_NOT_ON_THE_PAGE = ("root", "ref", "notes", "lag_bytes")
+def _facts(result: BuildResult, manifest: Manifest | None) -> list[tuple[str, object]]:
+    strata = f" in {count_text(len(result.strata))} strata" if len(result.strata) > 1 else ""
+    pooled = f", {result.pooled} of them pooled: too rare for every shard" if result.pooled else ""
+    rate = bytes_text(int(result.source_bytes / result.seconds)) if result.seconds else "–"
+    reused = f"{result.reused_tasks} tasks, {result.reused_shards} shards of an interrupted run"
+    return [
+        ("id", manifest.id if manifest else None),
+        ("fields", _fields(manifest) if manifest else None),
+        ("samples", f"{count_text(result.rows)}{strata}{pooled}"),
+        ("classes", _classes(result.classes) if result.classes else None),
+        ("size", bytes_text(manifest.stored_bytes) if manifest else
+         f"{bytes_text(result.raw_bytes)} before compression"),
+        ("shards", count_text(result.shards)),
+        ("read", f"{bytes_text(result.source_bytes)} in {duration_text(result.seconds)}, {rate}/s"),
+        *((f"split {name}", _split(result, name, rows)) for name, rows in result.split_rows.items()),
+        *((f"{one.what} space", _space(one)) for one in result.space),
+        ("duplicates", f"{count_text(result.duplicates)} left out" if result.duplicates else None),
+        ("packed", _packed(result)),
+        ("commit", "none: the same version was there already" if manifest and result.commit is None else None),
+        *moved_facts(result.moved),
+        ("reused", reused if result.reused_tasks or result.reused_shards else None),
+    ]  # fmt: skip
 
 
-def _shares(counts: Mapping[str, int], rows: int) -> dict[str, dict[str, float]]:
-    """Of strata or classes, the largest first; nothing where there is only one."""
-    largest = sorted(counts.items(), key=lambda item: (-item[1], item[0])) if len(counts) > 1 else []
-    return {name: {"samples": count, "share": count / rows} for name, count in largest}
+def print_strata(strata: Mapping[str, int], rows: int) -> None:
+    """The largest strata and their shares; nothing where there is only one."""
+    if len(strata) < 2:
+        return
+    console.print_heading("Strata")
+    largest = sorted(strata.items(), key=lambda item: (-item[1], item[0]))
+    console.print_table(
+        ["*stratum", ">samples", ">share"],
+        [(name, count_text(n), share_text(n, rows)) for name, n in largest[:_STRATA_SHOWN]],
+    )
+    console.print_more(len(largest) - _STRATA_SHOWN, "")
+
+
+def _classes(counts: Mapping[str, int]) -> str:
+    """How many there are; the first and the last few with their samples."""
+    listed = [f"{name} {count:,}" for name, count in sorted(counts.items())]
+    if len(listed) > 2 * _CLASSES_SHOWN:
+        listed[_CLASSES_SHOWN:-_CLASSES_SHOWN] = ["…"]
+    return f"{len(counts):,}: {', '.join(listed)}"
+
+
+def _fields(manifest: Manifest) -> str:
+    source = manifest.build.get("source", {})
+    importer = f" (from {source['importer']})" if isinstance(source, dict) and "importer" in source else ""
+    return ", ".join(f"{name} {kind}" for name, kind in manifest.schema.items()) + importer
+
+
+def _packed(result: BuildResult) -> str | None:
+    packed = result.packed
+    if packed is None:
+        return None
+    share = share_text(packed.padding, packed.tokens + packed.padding)
+    return (
+        f"{count_text(packed.documents, 'document')}, {count_text(packed.tokens, 'token')}, {share} padding"
+    )
+
+
+def _space(need: SpaceNeed) -> str:
+    return f"about {bytes_text(need.need_bytes)} in {need.folder}, {bytes_text(need.free_bytes)} free"
+
+
+def _split(result: BuildResult, name: str, rows: int) -> str:
+    text = f"{count_text(rows)} samples, {share_text(rows, result.rows)}"
+    return f"{text}, {short_id(result.splits[name].id)}" if name in result.splits else text

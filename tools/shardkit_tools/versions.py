@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from shardkit.manifest import Stratum
 from shardkit.repository.log import LogEntry, parse_dataset_url
 from shardkit.repository.repository import DEFAULT_REF
-from shardkit_tools.console import clean
+from shardkit_tools.console import clean, short_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,15 @@ def stratum_label(stratum: Stratum, axes: Sequence[str], classes: Sequence[str])
 def time_text(time: str) -> str:
     """A commit's time for people: 2026-11-20 18:44:05."""
     return time.replace("T", " ").removesuffix("Z")
+
+
+def moved_facts(moved: Mapping[str, tuple[str | None, str]]) -> list[tuple[str, str]]:
+    """Which refs named another version before, for people."""
+    return [
+        (f"moved {name}", f"from {short_id(stood)} to {short_id(now)}")
+        for name, (stood, now) in moved.items()
+        if stood is not None
+    ]
 
 
 def moved_document(moved: Mapping[str, tuple[str | None, str]]) -> dict[str, dict[str, str | None]]:

@@ -455,6 +455,11 @@ class FsspecClient:
                 )
             except TypeError:  # some hand what they do not know to their client: sftp
                 system, root = fsspec.core.url_to_fs(address.url, skip_instance_cache=True)
+            except ValueError:
+                raise StoreError(
+                    f"cannot open the root in {address.url}: fsspec knows no such URL; expected a path, s3://, gs://, "
+                    "az:// or a scheme of fsspec's list"
+                ) from None
         self._system, self._root = system, root.rstrip("/")
 
     def get(self, name: str, max_bytes: int) -> tuple[int, Buffer]:
@@ -515,7 +520,7 @@ def _told(writing: str = "") -> Iterator[None]:
     """Turn what a file system raises into a `Failure`; a full or read-only one is not asked again."""
     try:
         yield
-    except Failure:
+    except (Failure, StoreError):
         raise
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         raise Failure("absent", "no such file") from None

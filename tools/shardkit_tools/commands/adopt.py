@@ -9,11 +9,12 @@ from shardkit.errors import UsageError
 from shardkit_tools import console, options
 from shardkit_tools.adopting import Adoption
 from shardkit_tools.adopting import adopt as adopt_tars
-from shardkit_tools.build_report import print_result, progress_text
+from shardkit_tools.build_report import print_strata, progress_text
+from shardkit_tools.console import bytes_text, count_text, duration_text
 from shardkit_tools.copies import begin_copies, finish_copies, print_copies
 from shardkit_tools.importers.protocol import parse_field_types
 from shardkit_tools.options import argument, option
-from shardkit_tools.versions import moved_document
+from shardkit_tools.versions import moved_document, moved_facts
 
 
 def adopt(
@@ -66,9 +67,10 @@ def adopt(
     with console.long_work() as status:
         result = adopt_tars(**settings, progress=lambda now: status.show(progress_text(now, "adopting")))
     lag = None if dry_run else finish_copies(root)
-    document = _document(result, root, ref) | ({} if lag is None else {"lag_bytes": lag})
-    console.present(as_json, lambda: document, lambda: print_result(document, "adopt into"))
-    if not as_json:
+    if as_json:
+        console.print_json(_document(result, root, ref) | ({} if lag is None else {"lag_bytes": lag}))
+    else:
+        _print(result, root, ref)
         print_copies(root, lag)
 
 
@@ -89,3 +91,30 @@ def _document(result: Adoption, root: str, ref: str) -> dict[str, Any]:
         "read_bytes": result.read_bytes,
         "seconds": round(result.seconds, 3),
     }
+
+
+def _print(result: Adoption, root: str, ref: str) -> None:
+    manifest = result.manifest
+    console.print_line(
+        f"{root}@{ref}" if manifest else f"would adopt into {root}@{ref}; nothing was written", "bold"
+    )
+    strata = f" in {count_text(len(result.strata))} strata" if len(result.strata) > 1 else ""
+    rate = bytes_text(int(result.read_bytes / result.seconds)) if result.seconds else "–"
+    facts = [("id", manifest.id)] if manifest else []
+    facts += [
+        ("fields", ", ".join(f"{name} {kind}" for name, kind in result.schema.items())),
+        ("samples", count_text(result.rows) + strata),
+        ("tars", f"{count_text(result.tars)} of {bytes_text(result.stored_bytes)}, where they lie"),
+        ("read", f"{bytes_text(result.read_bytes)} in {duration_text(result.seconds)}, {rate}/s"),
+    ]
+    if manifest and result.commit is None:
+        facts.append(("commit", "none: the same version was there already"))
+    facts += moved_facts(result.moved)
+    if result.reused:
+        facts.append(("reused", f"{count_text(result.reused, 'tar')} of an interrupted run"))
+    console.print_facts(facts)
+    print_strata(result.strata, result.rows)
+    console.print_heading("What does not hold for adopted data")
+    console.print_facts(result.promises.items(), indent=2)
+    if manifest:
+        console.print_line(f"next: shardkit show {root}{'' if ref == 'main' else '@' + ref}", "dim")

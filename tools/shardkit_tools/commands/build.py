@@ -164,9 +164,10 @@ def build(
     with console.long_work() as status:
         result = build_dataset(**settings, progress=lambda now: status.show(progress_text(now)))
     lag = None if dry_run else finish_copies(root)
-    found = document(result, root, ref) | ({} if lag is None else {"lag_bytes": lag})
-    console.present(as_json, lambda: found, lambda: print_result(found))
-    if not as_json:
+    if as_json:
+        console.print_json(document(result, root, ref) | ({} if lag is None else {"lag_bytes": lag}))
+    else:
+        print_result(result, root, ref)
         print_copies(root, lag)
 
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 import shardkit
 from shardkit.dataset import Dataset
 from shardkit_tools import console, options
+from shardkit_tools.console import bytes_text, count_text, share_text, short_id
 from shardkit_tools.options import argument, option
 from shardkit_tools.versions import parse_url, stratum_label
 
@@ -32,29 +33,28 @@ def diff(
     """
     second = _second(first, second)
     document = compare(shardkit.open(first), shardkit.open(second))
-    document |= {"a": {"url": first, **document["a"]}, "b": {"url": second, **document["b"]}}
-    if document["a"]["id"] == document["b"]["id"] and not as_json:
-        console.print_line(f"{first} and {second} are the same version: equal to the last byte")
+    if as_json:
+        console.print_json(
+            {"a": {"url": first, **document.pop("a")}, "b": {"url": second, **document.pop("b")}, **document}
+        )
         return
-    changed = [one for one in document["strata"] if all_strata or one["drift"] or one["a"] != one["b"]]
-    both = {
-        name: tuple(console.value_text(name, document[one][name]) for one in "ab") for name in document["a"]
-    }
-    page = {"versions": {name: a if a == b else f"{a} → {b}" for name, (a, b) in both.items()}} | document
-    page |= {"a": None, "b": None, "strata": changed}
-    most = None if all_strata else _STRATA_SHOWN
-    console.present(as_json, lambda: document, lambda: console.print_document(page, most, " (--all)"))
+    a, b = document["a"]["id"], document["b"]["id"]
+    console.print_facts([("A", f"{first}  {short_id(a)}"), ("B", f"{second}  {short_id(b)}")])
+    if a == b:
+        console.print_line("the same version: equal to the last byte")
+        return
+    _print_samples(document)
+    _print_schema(document["schema"])
+    _print_strata(document, all_strata)
 
 
 def compare(a: Dataset, b: Dataset) -> dict[str, Any]:
     """What ``--json`` prints."""
-    strata = _strata(a, b)
     return {
         "a": _summary(a),
         "b": _summary(b),
         "schema": _schema(a, b),
-        "strata": strata,
-        "moved_share": sum(abs(one["drift"]) for one in strata) / 2,  # of the samples, to undo the drift
+        "strata": _strata(a, b),
         "shards": _shards(a, b),
         "settings": _settings(a.manifest.build, b.manifest.build),
     }
@@ -124,3 +124,45 @@ def _digests(dataset: Dataset) -> NDArray[np.void]:
 def _settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
     names = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
     return {name: {"a": before.get(name), "b": after.get(name)} for name in names}
+
+
+def _print_samples(document: Mapping[str, Any]) -> None:
+    a, b, shards = document["a"], document["b"], document["shards"]
+    console.print_heading("Samples and shards")
+    console.print_facts([
+        ("samples", f"{a['samples']:,} → {b['samples']:,} ({b['samples'] - a['samples']:+,})"),
+        ("size", f"{bytes_text(a['stored_bytes'])} → {bytes_text(b['stored_bytes'])}"),
+        *((f"shards {what}", f"{count_text(one['count'])}, {bytes_text(one['bytes'])}")
+          for what, one in shards.items()),
+        *((what, f"{a[what]} → {b[what]}") for what in ("format", "compression") if a[what] != b[what]),
+    ])  # fmt: skip
+
+
+def _print_schema(schema: Mapping[str, Any]) -> None:
+    lines = [f"+ {name}: {kind}" for name, kind in schema["added"].items()]
+    lines += [f"- {name}: {kind}" for name, kind in schema["removed"].items()]
+    lines += [f"~ {name}: {kinds['a']} → {kinds['b']}" for name, kinds in schema["changed"].items()]
+    if not lines and not schema["same_order"]:
+        lines = ["the same fields in another order"]
+    console.print_heading("Fields" if lines else "Fields: the same")
+    for line in lines:
+        console.print_line(line)
+
+
+def _print_strata(document: Mapping[str, Any], all_strata: bool) -> None:
+    a, b, strata = document["a"]["samples"], document["b"]["samples"], document["strata"]
+    moved = sum(abs(row["drift"]) for row in strata) / 2
+    rows = [row for row in strata if all_strata or row["drift"] or row["a"] != row["b"]]
+    console.print_heading(
+        f"Strata: {100 * moved:.2f} % of the samples would have to change stratum to undo the drift"
+    )
+    if not rows:
+        console.print_line("all counts are the same")
+        return
+    shown = rows if all_strata else rows[:_STRATA_SHOWN]
+    console.print_table(["*stratum", ">A", ">B", ">share A", ">share B", ">drift in %"], [
+        (row["label"], f"{row['a']:,}", f"{row['b']:,}", share_text(row["a"], a), share_text(row["b"], b),
+         f"{100 * row['drift']:+.2f}")
+        for row in shown
+    ])  # fmt: skip
+    console.print_more(len(rows) - len(shown), " (--all)")

@@ -13,6 +13,7 @@ import shardkit
 from shardkit.errors import PlanError, UsageError
 from shardkit.plan import Plan
 from shardkit_tools import console, options
+from shardkit_tools.console import bytes_text, count_text
 from shardkit_tools.options import option
 
 _SHOWN = 12
@@ -54,9 +55,6 @@ def plan(
 ) -> None:
     """Show what a plan will do: balance, locality, memory, mixing, waits and world sizes; no sample is read.
 
-    Where the efficiency of a world is below 1, its ranks have unequal lanes: a loop of your own passes uneven=True,
-    shardkit train needs nothing.
-
     Example: shardkit plan data/cats --global-batch 512 --plot plan.png
     """
     settings: dict[str, Any] = {"lanes": lanes, "remainder": remainder, "shuffle": shuffle,
@@ -76,7 +74,7 @@ def plan(
     counts = [part.strip() for part in nodes.split(",") if part.strip()]
     if not all(part.isascii() and part.isdecimal() and int(part[:9]) > 0 for part in counts):
         raise UsageError(f"--nodes {nodes!r}: expected whole numbers from 1 on, such as 1,2,8")
-    report: dict[str, Any] = dict(describe_plan(made, nodes=[int(part) for part in counts]))
+    report = describe_plan(made, nodes=[int(part) for part in counts])
     if cost:
         worlds = [ranks for ranks in _USUAL_WORLDS if 1 < ranks <= made.lanes]
         waits = predicted_waits(made, costs_of(dataset, cost), worlds)
@@ -86,8 +84,7 @@ def plan(
         figure = plan_figure(made, plt)
         figure.savefig(plot, dpi=110)
         plt.close(figure)
-    worlds = [one for one in report["worlds"] if one["efficiency"] == 1 or one["ranks"] in _USUAL_WORLDS]
-    console.present(as_json, lambda: report, lambda: console.print_document(report | {"worlds": worlds}))
+    console.present(as_json, lambda: report, lambda: _print_report(report))
 
 
 def _weights(text: str) -> dict[str, int] | None:
@@ -112,6 +109,67 @@ def _print_step(made: Plan, step: int, lane: int | None, as_json: bool) -> None:
     else:
         rows = [(one, digest[:12], " ".join(map(str, cell))) for one, (digest, cell) in shown.items()]
         console.print_table(["lane", "digest", "samples"], rows)
+
+
+def _print_report(report: dict[str, Any]) -> None:
+    _print_facts(report)
+    if report["few_lanes"]:
+        console.print_line(f"note: {report['few_lanes']}")
+    console.print_heading("Strata")
+    strata = report["strata"]
+    console.print_table(["stratum", "rows", "per batch", "passes"], [
+        (one["name"], count_text(one["rows"]), f"{one['per_batch']:g}", f"{one['passes']:g}") for one in strata[:_SHOWN]
+    ])  # fmt: skip
+    console.print_more(len(strata) - _SHOWN)
+    console.print_heading("Nodes")
+    console.print_table(["nodes", "shards per node", "reads per shard", "most bytes"], [
+        (one["nodes"], f"{min(one['shards'])} to {max(one['shards'])}", f"{one['per_shard']:.3f}",
+         bytes_text(max(one["bytes"])) if max(one["bytes"]) >= 0 else "unknown")
+        for one in report["nodes"]
+    ])  # fmt: skip
+    console.print_heading("Mixing")
+    mixed = report["mixing"]
+    console.print_table(["", "plan", "full shuffle"], [
+        (name, f"{mixed['plan'][key]:.2f}", f"{mixed['full_shuffle'][key]:.2f}")
+        for name, key in (("shards per batch", "shards_per_batch"), ("stratum run", "label_run"),
+                          ("distance of neighbours, bits", "distance_bits"))
+    ])  # fmt: skip
+    if "cost" in report:
+        found = report["cost"]
+        console.print_heading(f"Cost {found['expression']}: dearest rank over the mean one")
+        names = ("plain", "plan", "plain_p95", "plan_p95")
+        console.print_table(
+            ["ranks", "without", found["balance"], "without, p95", f"{found['balance']}, p95"],
+            [(one["ranks"], *(f"{one[name]:.2f}" for name in names)) for one in found["worlds"]],
+        )
+    console.print_heading("World sizes")
+    console.print_table(["ranks", "lanes of a rank", "busy"], [
+        (one["ranks"], -(-report["lanes"] // one["ranks"]), f"{one['efficiency']:.0%}")
+        for one in report["worlds"] if one["efficiency"] == 1 or one["ranks"] in _USUAL_WORLDS
+    ])  # fmt: skip
+    worst = min(report["worlds"], key=lambda one: float(one["efficiency"]))
+    console.print_line(
+        f"least busy: {worst['efficiency']:.0%} at {worst['ranks']} ranks; below 100%, ranks have unequal lanes: "
+        "pass uneven=True in a loop of your own; shardkit train needs nothing"
+    )
+
+
+def _print_facts(report: dict[str, Any]) -> None:
+    balance, left, working = (report[name] for name in ("balance", "remainder", "working_set"))
+    steps, total = report["steps_per_epoch"], working["bytes_all_lanes"]
+    kept = "left out, others each epoch" if left["mode"] == "drop" else "in a short last step"
+    in_bytes = "" if total < 0 else f", {bytes_text(total)} over all lanes"
+    console.print_facts([
+        ("plan", report["digest"][:16]),
+        ("step", f"{report['global_batch']} samples: {report['lanes']} lanes of {report['cell_size']}"),
+        ("epoch", f"{count_text(steps)} steps" if steps else f"endless; a loop is {report['loop_steps']} steps"),
+        ("remainder", f"{left['rows']} rows {kept}" if left["rows"] else "none"),
+        ("batch balance", f"within {balance['batch']} of the expected count (bound {balance['batch_bound']})"),
+        ("cell balance", f"within {balance['cell']} (bound {balance['cell_bound']})"),
+        ("rare strata", f"{balance['rare_strata']}, dealt together" if balance["rare_strata"] else "none"),
+        ("shards per lane", f"{report['shards_per_lane']['least']} to {report['shards_per_lane']['most']}"),
+        ("working set", f"{working['blocks_per_lane']} blocks per lane at most{in_bytes}"),
+    ])  # fmt: skip
 
 
 def plan_figure(made: Plan, plt: Any) -> Any:

@@ -76,8 +76,10 @@ def rebuild(
         )
     place = to or parse_url(root)[0]
     named = ref or (parse_url(root)[1] if to is None else DEFAULT_REF)
-    found = document(result, place, named)
-    console.present(as_json, lambda: found, lambda: print_result(found))
+    if as_json:
+        console.print_json(document(result, place, named))
+    else:
+        print_result(result, place, named)
 
 
 def _label_again(root: str, given: dict[str, Any], *, as_json: bool) -> None:

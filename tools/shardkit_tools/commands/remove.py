@@ -12,6 +12,7 @@ from shardkit.dataset.removing import remove as remove_samples
 from shardkit.dataset.rewriting import ErasureReport
 from shardkit.errors import UsageError
 from shardkit_tools import console, options
+from shardkit_tools.console import bytes_text, count_text, short_id
 from shardkit_tools.options import argument, option
 from shardkit_tools.row_lists import read_lines, read_numbers
 from shardkit_tools.versions import parse_url
@@ -36,7 +37,7 @@ def remove(
 ) -> None:
     """Remove samples: a version without them; with --erase their bytes, everywhere in ROOT.
 
-    Without --erase the bytes stay, readable in tags and old versions. With it, the shards that hold them are
+    Without --erase the samples stay readable in tags and old versions. With it, the shards that hold them are
     rewritten, look-ups, selections and refs follow, tags on them are withdrawn, and old objects are deleted; what
     this command cannot reach is listed. After an interruption the same command goes on.
 
@@ -58,7 +59,9 @@ def remove(
         console.present(as_json, report.to_json, lambda: _print_reports([report]))
     else:
         removal = remove_samples(root, reason=reason, author=author, **given)
-        console.present(as_json, lambda: _document(removal))
+        console.present(
+            as_json, lambda: _document(removal), lambda: _print_removal(removal, parse_url(root)[0])
+        )
 
 
 def _given(root: str, rows: str | None, keys: str | None, listed: Path | None) -> dict[str, Any]:
@@ -82,8 +85,47 @@ def _document(removal: Removal) -> dict[str, Any]:
     return {"samples": removal.samples, "refs": refs, "still": list(removal.still), "commit": removal.commit}
 
 
+def _print_removal(removal: Removal, root: str) -> None:
+    samples = count_text(removal.samples, "sample")
+    console.print_line(f"{root}: removed {samples}, commit {removal.commit}", "bold")
+    console.print_table(
+        ["ref", ">samples less", "id"],
+        [(name, count_text(gone), short_id(new)) for name, (new, gone) in removal.refs.items()],
+    )
+    if removal.still:
+        console.print_line(f"still in: {', '.join(removal.still)}")
+    console.print_line("the bytes are still there: --erase removes them", "dim")
+
+
 def _print_reports(reports: Sequence[ErasureReport]) -> None:
     if not reports:
         console.print_line("nothing to finish")
     for report in reports:
-        console.print_document(report.to_json())
+        _print_report(report)
+
+
+def _print_report(report: ErasureReport) -> None:
+    console.print_line(f"erased {count_text(report.samples, 'sample')}: {report.reason}", "bold")
+    console.print_facts([
+        ("rows", f"{count_text(report.rows)}, copies in other versions among them"),
+        ("shards", f"{count_text(report.rewritten)} rewritten, {count_text(report.dropped)} left empty"),
+        ("versions", f"{count_text(len(report.versions))} replaced"),
+        ("deleted", f"{count_text(len(report.objects), 'object')}, {bytes_text(report.bytes)}"),
+        ("commits", ", ".join(map(str, report.commits)) or "none"),
+        ("erasure", f"{report.id} (its report stays below erasures/)"),
+    ])  # fmt: skip
+    if report.refs:
+        console.print_heading("Refs")
+        gone = "dropped: no sample was left"
+        console.print_table(
+            ["ref", "id"], [(ref, short_id(new) if new else gone) for ref, new in report.refs.items()]
+        )
+    if report.tags:
+        console.print_heading("Withdrawn tags")
+        console.print_table(["tag", "named", "which is now"], [
+            (tag, short_id(old), short_id(report.versions.get(old, "")) or "nothing")
+            for tag, old in report.tags.items()
+        ])  # fmt: skip
+    console.print_heading("Not reached")
+    for text in report.not_reached:
+        console.print_line(f"  {text}")

@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 import platform
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import numpy as np
@@ -19,12 +20,14 @@ from shardkit.reading.inventory import read_root
 from shardkit.repository.log import LogEntry
 from shardkit.repository.repository import Repository
 from shardkit_tools import console, options
+from shardkit_tools.console import bytes_text, count_text, share_text, short_id
 from shardkit_tools.installed import installed
 from shardkit_tools.options import argument, option
 from shardkit_tools.row_lists import sample_number
-from shardkit_tools.versions import named_versions, parse_url, stratum_label
+from shardkit_tools.versions import named_versions, parse_url, stratum_label, time_text
 
 _STRATA_SHOWN = 25
+_TERMS_SHOWN = ("licence", "source", "contact")
 
 
 def show(
@@ -58,9 +61,7 @@ def show(
         show_lineage(dataset, sample, as_json=as_json)
         return
     document = describe(dataset, *parse_url(root))
-    most = None if all_strata else _STRATA_SHOWN
-    page = document | {"strata": _by_size(document["strata"], most)}
-    console.present(as_json, lambda: document, lambda: console.print_document(page, most, " (--all)"))
+    console.present(as_json, lambda: document, lambda: _print(document, all_strata))
 
 
 def describe(dataset: Dataset, root: str, ref: str) -> dict[str, Any]:
@@ -146,16 +147,98 @@ def _splits(repository: Repository, log: list[LogEntry], manifest: Manifest) -> 
     return found
 
 
-def _by_size(strata: list[dict[str, Any]], most: int | None) -> list[dict[str, Any]]:
-    """All strata in the order of their values; where there are more than so many, the largest first."""
-    if most is not None and len(strata) > most:
-        return sorted(strata, key=lambda one: (-one["samples"], one["name"]))
-    return sorted(strata, key=lambda one: [_natural(value) for value in one["values"]])
+def _print(document: Mapping[str, Any], all_strata: bool) -> None:
+    _print_facts(document)
+    console.print_heading("Fields")
+    console.print_table(["field", "type"], list(document["schema"].items()))
+    _print_strata(document, all_strata)
+    if document["splits"]:
+        console.print_heading("Other versions of the same rows")
+        console.print_table(["name", ">samples", ">share", "id"], [
+            (one["name"], count_text(one["samples"]), share_text(one["samples"], document["rows"]), short_id(one["id"]))
+            for one in document["splits"]
+        ])  # fmt: skip
+    about = dict(document["about"])
+    strata = about.pop("stratum", {})
+    if about:
+        console.print_heading("About")
+        console.print_facts(about.items())
+    if strata:
+        console.print_heading("About strata")
+        rows = [(name, *(terms.get(key, "") for key in _TERMS_SHOWN)) for name, terms in strata.items()]
+        console.print_table(["*stratum", *(f"*{term}" for term in _TERMS_SHOWN)], rows)
+    if document["build"]:
+        console.print_heading("Built with")
+        console.print_facts(
+            (name, _setting(name, value)) for name, value in sorted(document["build"].items())
+        )
+
+
+def _print_facts(document: Mapping[str, Any]) -> None:
+    shards, commit = document["shards"], document["commit"]
+    raw, stored, compression = document["raw_bytes"], document["stored_bytes"], document["compression"]
+    samples, rows = document["samples"], document["rows"]
+    selected = f" of {count_text(rows)} rows ({share_text(samples, rows)})" if samples != rows else ""
+    is_packed = compression != "none"
+    packed = compression.replace(":", " level ") if is_packed else "uncompressed"
+    ratio = f", {bytes_text(raw)} raw ({raw / stored:.2f}×)" if is_packed else ""
+    sizes = _range(bytes_text(shards["smallest_bytes"]), bytes_text(shards["largest_bytes"]))
+    block_rows = _range(count_text(shards["block_rows_least"]), count_text(shards["block_rows_most"]))
+    largest = bytes_text(shards["largest_block_bytes"])
+    said = f": {commit['message']}" if commit and commit["message"] else ""
+    lookups = ", ".join(f"{one['field']} ({bytes_text(one['bytes'])})" for one in document["lookups"])
+    console.print_line(f"{document['root']}@{document['ref']}", "bold")
+    console.print_facts([
+        ("id", document["id"]),
+        ("samples", f"{count_text(samples)}{selected}"),
+        ("format", f"{document['format']}, {packed}"),
+        ("size", f"{bytes_text(stored)}{ratio}"),
+        ("shards", f"{count_text(shards['count'])} of {sizes}"),
+        ("blocks", f"{count_text(shards['blocks'])} of up to {block_rows} rows, {largest}"),
+        ("committed", f"{time_text(commit['time'])} UTC, number {commit['n']}{said}" if commit else None),
+        ("made from", document["parent"]),
+        *(("part", f"{part['name']} {part['id']}") for part in document["parts"]),
+        ("found by", lookups or None),
+        ("costs", ", ".join(document["costs"]) or None),
+    ])  # fmt: skip
+
+
+def _print_strata(document: Mapping[str, Any], all_strata: bool) -> None:
+    strata = document["strata"]
+    if not document["axes"]:
+        console.print_heading("Not stratified: every batch is drawn from all samples alike")
+        return
+    console.print_heading(f"{count_text(len(strata))} strata by {' and '.join(document['axes'])}")
+    if len(strata) > _STRATA_SHOWN and not all_strata:
+        shown = sorted(strata, key=lambda one: (-one["samples"], one["name"]))[:_STRATA_SHOWN]
+    else:
+        shown = sorted(strata, key=lambda one: [_natural(value) for value in one["values"]])
+    console.print_table(["*stratum", ">samples", ">share", ""], [
+        (one["label"], count_text(one["samples"]), share_text(one["samples"], document["samples"]),
+         "pooled: too rare for every shard" if one["in_pool"] else "")
+        for one in shown
+    ])  # fmt: skip
+    console.print_more(len(strata) - len(shown), " (--all)")
 
 
 def _natural(value: str) -> tuple[int, str]:
     """Numbers by their size, before texts by their letters."""
     return (int(value), "") if value.isdecimal() else (2**63, value)
+
+
+def _range(least: str, most: str) -> str:
+    return most if least == most else f"{least} to {most}"
+
+
+def _setting(name: str, value: object) -> str:
+    if isinstance(value, dict):
+        items = sorted(value.items(), key=lambda item: (item[0] not in ("importer", "name"), item[0]))
+        return ", ".join(f"{key} {_setting(key, item)}" for key, item in items if item not in (None, {}, []))
+    if isinstance(value, list):
+        return ", ".join(" ".join(map(str, one)) if isinstance(one, list) else str(one) for one in value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return bytes_text(value) if name.endswith("_size") and isinstance(value, int) else str(value)
 
 
 _COMPILED = {
@@ -171,22 +254,22 @@ def show_environment(*, as_json: bool) -> None:
     compiled, extras = {name: _is_there(name) for name in _COMPILED}, _extras()
     versions = {"shardkit": importlib.metadata.version("shardkit"), "python": platform.python_version()}
     to_compile = None if all(compiled.values()) else _GET
-    document = {**versions, "compiled": compiled, "to_compile": to_compile, "extras": extras}
-    page = document | {
-        "compiled": {
-            name: "there" if there else f"missing: {_COMPILED[name]}" for name, there in compiled.items()
-        },
-        "extras": {
-            extra: [f"{name} {version or 'missing'}" for name, version in packages.items()]
-            for extra, packages in extras.items()
-        },
-        "to_install": {
-            extra: f'pip install "shardkit[{extra}]"'
-            for extra, packages in extras.items()
-            if None in packages.values()
-        },
-    }
-    console.present(as_json, lambda: document, lambda: console.print_document(page))
+    if as_json:
+        console.print_json({**versions, "compiled": compiled, "to_compile": to_compile, "extras": extras})
+        return
+    console.print_facts(versions.items())
+    console.print_heading("Compiled modules")
+    console.print_facts(
+        (name, "there" if there else f"missing: {_COMPILED[name]}") for name, there in compiled.items()
+    )
+    if to_compile:
+        console.print_line(f"To get them: {to_compile}")
+    console.print_heading("Extras")
+    for extra, packages in extras.items():
+        lacks = [name for name, version in packages.items() if version is None]
+        found = ", ".join(f"{name} {version}" for name, version in packages.items() if version is not None)
+        how = f'missing {", ".join(lacks)}; run: pip install "shardkit[{extra}]"' if lacks else ""
+        console.print_facts([(f"{extra:<10}", "; ".join(filter(None, [found, how])))])
 
 
 def _is_there(name: str) -> bool:
@@ -211,6 +294,9 @@ def _extras() -> dict[str, dict[str, str | None]]:
 # ---- Lineage
 
 
+_FILES_SHOWN = 20
+
+
 def show_lineage(dataset: Dataset, sample: str | None, *, as_json: bool) -> None:
     """Print how a version came to be, and where one of its samples comes from.
 
@@ -226,4 +312,48 @@ def show_lineage(dataset: Dataset, sample: str | None, *, as_json: bool) -> None
 
     number = None if sample is None else sample_number(dataset, sample)
     document = version_lineage(dataset) if number is None else sample_lineage(dataset, number)
-    console.present(as_json, lambda: document)
+    if as_json:
+        console.print_json(document)
+        return
+    if number is not None:
+        _print_sample(document)
+        document = document["version"]
+    console.print_line()
+    console.print_line(f"version {document['id']}", "bold")
+    for part in document["parts"]:
+        _print_part(part)
+
+
+def _print_sample(document: dict[str, Any]) -> None:
+    shard, source = document["shard"], document["source"]
+    size = bytes_text(shard["size"])
+    console.print_line(f"sample {document['sample']}: {document['key']}", "bold")
+    console.print_facts([
+        ("shard", shard["name"]),
+        ("place", f"row {shard['row']}, block {shard['block']}: {size} from byte {shard['offset']:,}"),
+        ("source", f"{source['name']}, row {source['row']}" if source else "not recorded by the build"),
+        ("source file", f"sha256:{source['sha256']}" if source and source["sha256"] else None),
+    ])  # fmt: skip
+
+
+def _print_part(part: dict[str, Any]) -> None:
+    if part["name"]:
+        console.print_heading(f"Part {part['name']}: {part['id']}")
+    commit, sources = part["commit"], part["sources"]
+    facts: list[tuple[str, object]] = []
+    if commit is not None:
+        facts += [("committed", f"{time_text(commit['time'])} UTC, number {commit['n']}"),
+                  ("made with", commit["software"])]  # fmt: skip
+    facts += [(name, value) for name, value in sorted(part["build"].items()) if value not in (None, {}, [])]
+    if sources is not None:
+        left = f", {count_text(sources['rows_left_out'], 'row')} left out" if sources["rows_left_out"] else ""
+        files = count_text(len(sources["files"]), "file")
+        facts.append(("sources", f"{files}{left}, listed in {sources['digest']}"))
+    console.print_facts(facts)
+    if sources is not None:
+        lines = [f"{one['sha256']}  {bytes_text(one['size'])}  {one['name']}" for one in sources["files"]]
+        console.print_list(lines, _FILES_SHOWN)
+    for ancestor in part["ancestors"]:
+        gone = "missing" in ancestor
+        what = "not in this repository any more" if gone else count_text(ancestor["samples"], "sample")
+        console.print_line(f"made from {ancestor['id']}: {what}")

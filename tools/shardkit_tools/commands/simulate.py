@@ -11,10 +11,13 @@ import typer
 
 from shardkit.errors import ConfigurationError
 from shardkit_tools import console, options
+from shardkit_tools.console import bytes_text, count_text, duration_text
 from shardkit_tools.options import argument, option
 from shardkit_tools.simulation.cluster import Cluster, changed, load_cluster
 from shardkit_tools.simulation.reading import Prepared
 from shardkit_tools.simulation.run import DEFAULT_BUDGET, prepare, simulate_lanes, simulate_shuffle
+
+_OURS, _USUAL = "lanes + plan-aware cache", "full shuffle + LRU"
 
 
 def simulate(
@@ -45,8 +48,7 @@ def simulate(
     """Simulate training on a cluster that is not here: stall, egress, requests, dollars, joules, recovery.
 
     The plan, the assignment of lanes, the cache's eviction and the rebalancing are the real ones; time follows stated
-    formulas. Clusters too large to walk whole are sampled, and the error is told. "lanes" is our plan with a cache that
-    knows it, "shuffle" a full shuffle with caches that drop what was used least recently.
+    formulas. Clusters too large to walk whole are sampled, and the error is told.
 
     Example: shardkit simulate examples/clusters/pod-1024.toml --what-if copies=2 cache=500GB
     """
@@ -66,9 +68,14 @@ def simulate(
     if plot is not None:
         axis = name or ("epoch" if len(results) == 1 else "scenario")
         _draw(results, f"{axis}: {described.name}", plot)
-    document = {"cluster": _plain(described), "scenarios": results}
-    page = _page(described, results, last_only=bool(sweep))
-    console.present(as_json, lambda: document, lambda: console.print_document(page, most=None))
+    if as_json:
+        console.print_json({"cluster": _plain(described), "scenarios": results})
+        return
+    _print_head(described, results[0], unit)
+    if sweep:
+        _print_sweep(name, results)
+    else:
+        _print_scenarios(described, results)
 
 
 def _scenarios(described: Cluster, wanted: list[str], sweep: str) -> list[tuple[str, Cluster]]:
@@ -116,42 +123,114 @@ def _plain(cluster: Cluster) -> dict[str, Any]:
     return document
 
 
-_SHOWN = (
-    "step_s",
-    "stall_s",
-    "stall_share",
-    "egress_bytes",
-    "requests",
-    "cache_hit_rate",
-    "dollars",
-    "joules",
-)
+def _print_head(cluster: Cluster, first: dict[str, Any], unit: str) -> None:
+    ours, data = first["lanes"], cluster.data
+    plan, sample, error, held = (ours[name] for name in ("plan", "sample", "error", "dataset"))
+    where = f", {data.root}" if data.root else ""
+    lanes = f"{count_text(plan['lanes'])} lanes of {plan['cell_size']}"
+    looked = ", ".join(count_text(sample[f"{one}s"], one) for one in ("node", "rank", "lane"))
+    console.print_facts([
+        ("cluster", f"{cluster.name}: {count_text(cluster.nodes.nodes, 'node')} of {cluster.nodes.ranks} ranks"),
+        ("samples", f"{count_text(held['rows'], 'sample')}, {bytes_text(int(held['bytes']))} in "
+                    + count_text(held["shards"], "shard") + where),
+        ("plan", (f"{count_text(plan['global_batch'])} samples a step: {lanes}; "
+                  f"{count_text(plan['steps_per_epoch'])} steps an epoch")),
+        ("sampled", f"{looked}; egress ±{_error(error['egress'])}, stall +{_error(error['stall'])}"),
+        ("lanes", _OURS),
+        ("shuffle", f"{_USUAL}, reading {unit}s" if "shuffle" in first else None),
+    ])  # fmt: skip
 
 
-def _page(cluster: Cluster, results: list[dict[str, Any]], *, last_only: bool) -> dict[str, Any]:
-    """For people: first and last epochs of all scenarios in one table; what goes wrong, of the first scenario."""
-    last = cluster.work.epochs - 1
-    epochs = [
-        {"scenario": one["label"], "way": way, "epoch": epoch + 1}
-        | {name: one[way]["epochs"][epoch][name] for name in _SHOWN}
-        | {"recovery_s": one[way]["recovery"]["seconds"]}
-        for epoch in ([last] if last_only else sorted({0, last}))
-        for one in results
-        for way in ("lanes", "shuffle")
-        if way in one
-    ]
-    first = results[0]["lanes"]
+def _error(error: float | None) -> str:
+    return "unknown" if error is None else f"{error * 100:.2g} %"
+
+
+def _rows(result: dict[str, Any], epoch: int) -> dict[str, str]:
+    one, lost = result["epochs"][epoch], result["recovery"]
     return {
-        "cluster": cluster.name,
-        "nodes": cluster.nodes.nodes,
-        "ranks_of_a_node": cluster.nodes.ranks,
-        "root": cluster.data.root,
-        **{name: first[name] for name in ("cache_bytes_per_node", "failures", "outages", "stood_s")},
-        **{name: first[name] for name in ("dataset", "plan", "sample")},
-        "error": {f"{name}_share": share for name, share in first["error"].items()},
-        "epochs": epochs,
-        **{name: first[name] for name in ("recovery", "rebalancing", "restart")},
+        "step": _seconds(one["step_s"]),
+        "stall per epoch": f"{_seconds(one['stall_s'])} ({one['stall_share'] * 100:.1f} %)",
+        "egress": _bytes(one["egress_bytes"]),
+        "requests": count_text(round(one["requests"])),
+        "cache hits": f"{one['cache_hit_rate'] * 100:.1f} %",
+        "cache per node": _bytes(result["cache_bytes_per_node"]),
+        "time to recover": _seconds(lost["seconds"]),
+        "dollars per epoch": f"{one['dollars']:,.2f}",
+        "  of it requests, egress": f"{one['dollars_requests_and_egress']:,.2f}",
+        "joules per epoch": _joules(one["joules"]),
+        "epoch": duration_text(one["seconds"]),
     }
+
+
+def _print_scenarios(cluster: Cluster, results: list[dict[str, Any]]) -> None:
+    last = cluster.work.epochs - 1
+    epochs = (
+        {0: "First epoch, caches cold", last: f"Epoch {last + 1}"} if last else {0: "The epoch, caches cold"}
+    )
+    for epoch, title in epochs.items():
+        console.print_heading(title)
+        columns = {
+            way if one is results[0] else f"{way}, {one['label']}": _rows(one[way], epoch)
+            for one in results
+            for way in ("lanes", "shuffle")
+            if way in one
+        }
+        names = next(iter(columns.values()))
+        console.print_table(
+            ["what", *(f">{column}" for column in columns)],
+            [(name, *(column[name] for column in columns.values())) for name in names],
+        )
+    first = results[0]["lanes"]
+    moves, lost, again = first["rebalancing"], first["recovery"], first["restart"]
+    parts = ", ".join(
+        f"{name} {_seconds(lost[f'{name}_s'])}" for name in ("detect", "restart", "restore", "redo")
+    )
+    refilled = f"the cache refills in {_seconds(lost['refill_s'])}"
+    console.print_heading("What went wrong, and what was done")
+    console.print_facts([
+        ("slow ranks", (f"{count_text(moves['decisions'], 'decision')}, "
+                        f"{count_text(moves['lanes_to_other_nodes'], 'lane')} to other nodes: "
+                        f"{_bytes(moves['bytes'])} read again")),
+        ("nodes failed", f"{first['failures']}; recovering: {parts}; {refilled}"),
+        ("restarted", (f"on permuted hosts, one of them new: {_bytes(again['refetched_bytes'])} fetched again, "
+                       f"with fixed shares {_bytes(again['fixed_bytes'])}")),
+        ("locations silent", first["outages"]),
+        ("stood still", _seconds(first["stood_s"])),
+    ])  # fmt: skip
+
+
+_SWEPT = {">step": "step", ">stall": "stall per epoch", ">egress": "egress", ">requests": "requests",
+          ">hits": "cache hits", ">dollars": "dollars per epoch", ">joules": "joules per epoch",
+          ">recover": "time to recover"}  # fmt: skip
+
+
+def _print_sweep(name: str, results: list[dict[str, Any]]) -> None:
+    for way, title in (("lanes", _OURS), ("shuffle", _USUAL)):
+        cells = [(one["label"], _rows(one[way], -1)) for one in results if way in one]
+        if cells:
+            console.print_heading(f"{title}, last epoch")
+            rows = [(label, *(row[what] for what in _SWEPT.values())) for label, row in cells]
+            console.print_table([f">{name}", *_SWEPT], rows)
+    console.print_line()
+    errors = ", ".join(_error(one["lanes"]["error"]["egress"]) for one in results)
+    console.print_line(f"error of egress: ±{errors}")
+
+
+def _seconds(seconds: float) -> str:
+    if seconds <= 0:
+        return "0 s"
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else duration_text(seconds)
+
+
+def _bytes(size: float) -> str:
+    return bytes_text(round(size))
+
+
+def _joules(joules: float) -> str:
+    for unit, scale in (("TJ", 1e12), ("GJ", 1e9), ("MJ", 1e6), ("kJ", 1e3)):
+        if joules >= scale:
+            return f"{joules / scale:.3g} {unit}"
+    return f"{joules:.0f} J"
 
 
 _FIGURES = (
