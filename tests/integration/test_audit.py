@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -813,8 +812,8 @@ def test_show_lineage_leads_from_a_sample_to_its_source(
         shardkit_command(["show", root, "--sample", "11"])
     assert not ended.value.code
     text = capsys.readouterr().out
-    assert re.search(rf"name +numbers.csv\n.*row +{number}\n", text, re.DOTALL)
-    assert "software" in text
+    assert f"numbers.csv, row {number}" in text
+    assert "made with" in text
 
 
 # ---- replay in processes

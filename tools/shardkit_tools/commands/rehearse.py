@@ -29,8 +29,11 @@ from shardkit.repository.location_table import open_locations
 from shardkit.telemetry import Record, read_run
 from shardkit.telemetry.records import check_run
 from shardkit_tools import console, options
+from shardkit_tools.console import bytes_text, count_text
 from shardkit_tools.options import argument, option
 
+_LANES_SHOWN: Final = 40
+_LOST_SHOWN: Final = 10
 _MOST_ASKED: Final = 2_000
 _THREADS: Final = 16
 
@@ -236,18 +239,38 @@ def rehearse(
         Path(run), nodes=kill_node or (), ranks=kill_rank or (), locations=kill_location or ()
     )
     code = ExitCode.NO if found.lost else ExitCode.DONE
-    console.present(as_json, found.to_json, lambda: console.print_document(_page(found)), code)
+    console.present(as_json, found.to_json, lambda: _print(found), code)
 
 
-def _page(found: Rehearsal) -> dict[str, Any]:
-    """The document with names for its pairs."""
-
-    def shards(pair: tuple[int, int]) -> dict[str, int]:
-        return dict(zip(("shards", "bytes"), pair, strict=True))
-
-    return found.to_json() | {
-        "lanes_per_rank": dict(zip(("now", "then"), found.lanes_per_rank, strict=True)),
-        "steps_repeated": "all: no checkpoint" if found.steps_repeated is None else found.steps_repeated,
-        "read_again": shards(found.read_again),
-        "sources": {name: shards(pair) for name, pair in found.sources.items()},
-    }
+def _print(found: Rehearsal) -> None:
+    what = [*(f"node {node}" for node in found.nodes), *(f"rank {rank}" for rank in found.dead if not found.nodes),
+            *(f"location {name}" for name in found.locations)]  # fmt: skip
+    console.print_line(f"If {', '.join(what)} died at step {count_text(found.step)}")
+    before, after = found.lanes_per_rank
+    slower = f"a step takes {after / before:.2f} times as long at the same pace" if after else "the run stops"
+    shards, size = found.read_again
+    console.print_facts([
+        ("ranks left", f"{len(found.survivors)} of {len(found.survivors) + len(found.dead)}"),
+        ("lanes that move", f"{len(found.moves)}; most on a rank {before} → {after}: {slower}"),
+        ("steps repeated", "all: there is no checkpoint" if found.steps_repeated is None else
+         f"{count_text(found.steps_repeated)} since the newest checkpoint; they see the same samples"),
+        ("read again", f"{count_text(shards, 'shard')}, {bytes_text(size)}, in the epoch under way"),
+        ("memory lost", f"{bytes_text(found.memory_bytes)} of verified blocks, which are read again"),
+        ("data lost", f"{count_text(len(found.lost), 'shard')} of {count_text(found.asked[0])} looked for" if found.lost
+         else "none"),
+    ])  # fmt: skip
+    if found.sources:
+        console.print_heading("Read again from")
+        rows = [(name, count_text(count), bytes_text(size)) for name, (count, size) in found.sources.items()]
+        console.print_table(["location", ">shards", ">bytes"], rows)
+    if found.moves:
+        console.print_heading("Lanes")
+        moves = [(lane, f"rank {old}", f"rank {new}") for lane, (old, new) in found.moves.items()]
+        console.print_table([">lane", "from", "to"], moves[:_LANES_SHOWN])
+        console.print_more(len(moves) - _LANES_SHOWN, "; --json has all")
+    if found.lost:
+        console.print_heading("Lost: no other location has")
+        console.print_list(found.lost, _LOST_SHOWN)
+        console.print_line("run: shardkit replicate ROOT, while it is still there")
+    for note in found.notes:
+        console.print_line(f"note: {note}")
