@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from shardkit.errors import FormatError, IntegrityError, ShardkitError
 from shardkit.formats import Schema, ShardIndex, message_layout
 from shardkit.formats.compression import MAX_RATIO
-from shardkit.loader.gather import DECIMALS, FACTS, OBJECTS, GatherColumns, block_rows
+from shardkit.formats.tar_members import npy_header
+from shardkit.loader.gather import DECIMALS, FACTS, OBJECTS, PLACED, GatherColumns, block_rows
 from shardkit.loader.settings import Sources
 from shardkit.reading.blocks import BlockReader, TakeMemory
 from shardkit.stores.open_files import open_files
@@ -69,7 +70,8 @@ class LocalShard:
         self._rows: Int64s = np.diff(index.block_start)
         self._width = 1 + FACTS * len(fields)
         self._offsets, self._hashes = index.block_offset.astype(np.int64), index.block_xxh3.view(np.int64)
-        self._layout: Int64s | None = None  # Arrow
+        self._layout: Int64s | None = None  # where fields lie in messages; of a tar, headers of members
+        self._headers: list[NDArray[np.uint8]] = []  # to which it refers
         self.own_sizes = self.raw_sizes  # bytes of memory that a block needs beside its objects
         self._members: list[tuple[Int64s, Int64s, int]] = []  # of each field (tar): starts, ends, pitch
 
@@ -86,17 +88,33 @@ class LocalShard:
             if self._is_compressed:
                 self.own_sizes = self.raw_sizes + int(layout[1])
             return self
+        headers: dict[int, NDArray[np.uint8]] = {}  # of members, by the place of their field
         for name in fields:
             if name not in index.schema or index.schema.stored[name].optional:
                 return None  # some have no member
             kind, number = index.schema[name], index.schema.position(name)
-            if index.is_adopted or not (kind.is_whole or kind.is_opaque):
-                return None  # arrays have headers
+            is_array = kind.item_bytes is not None and not kind.is_whole
+            is_known = kind.is_opaque or kind.is_whole or (is_array and kind.dtype != "bool")
+            if index.is_adopted or not is_known:
+                return None  # headers that vary, bits that are checked
             # contiguous, and the index has seen that members lie inside their blocks
             starts, ends = index.member_places(number)[0], index.member_ends(number)
-            self._members.append((starts, ends, DECIMALS if kind.is_whole else 8))
+            pitch = DECIMALS if kind.is_whole else 8
+            if is_array:
+                header = np.frombuffer(npy_header(kind), np.uint8)
+                if bool((ends - starts != len(header) + (kind.item_bytes or 0)).any()):
+                    return None
+                headers[len(self._members)] = header
+                starts, pitch = starts + len(header), PLACED
+            self._members.append((starts, ends, pitch))
         if objects and not self._is_compressed:
             self._choose_objects([index.schema[name].kind == "bytes" for name in fields])
+        if headers:
+            self._headers = list(headers.values())
+            numbers = [-len(headers), _address(self._members[0][0])]
+            for member, header in headers.items():
+                numbers += (_address(self._members[member][0]), _address(header), len(header))
+            self._layout = np.array(numbers, np.int64)
         return self
 
     @property
@@ -150,14 +168,18 @@ class LocalShard:
         facts = jobs[:, JOB:]
         facts[:, 0] = self._rows[inside]
         if self._layout is not None:
-            jobs[:, LAYOUT] = self._layout.__array_interface__["data"][0]
-            return jobs
+            jobs[:, LAYOUT] = _address(self._layout)
         first = 8 * self.index.block_start[inside]
         for number, (*spans, pitch) in enumerate(self._members):
-            starts, ends = (one.__array_interface__["data"][0] for one in spans)
+            starts, ends = map(_address, spans)
             own = facts[:, 1 + FACTS * number :]
             own[:, 0], own[:, 1], own[:, 2], own[:, 3] = starts + first, ends + first, addresses, pitch
         return jobs
+
+
+def _address(array: NDArray[Any]) -> int:
+    found: int = array.__array_interface__["data"][0]
+    return found
 
 
 class _Removed:

@@ -277,8 +277,9 @@ failed:
 
 #define FACTS 4            /* of a field of a block, after its rows: addresses of values, ends and data; bytes between rows */
 #define DECIMAL_PITCH (-8) /* between rows that lie in their block as decimal texts */
+#define PLACED_PITCH (-24)  /* between rows of one size that lie anywhere: data and where each begins in it */
 #define OBJECT_PITCH (-16) /* between rows that are objects already: where these are is in the place of the data */
-enum { FILE_NUMBER, OFFSET, SIZE, ADDRESS, HASH, AFTER, SLOT, BLOCK, LAYOUT, RAW_SIZE, JOB, ROWS = JOB, KNOWN }; /* int64 numbers of a job */
+enum { FILE_NUMBER, OFFSET, SIZE, ADDRESS, HASH, AFTER, SLOT, BLOCK, LAYOUT, RAW_SIZE, JOB, ROWS = JOB, STARTS, KNOWN }; /* int64 numbers of a job */
 enum { WAITING, BEGUN, DONE };
 #define WAIT_NS 100000000 /* between looks for signals */
 #define COLD_NS 20000     /* and one for each byte: longer than any read from memory */
@@ -669,12 +670,37 @@ static int open_message(Scratch *scratch, const int64_t *job, unsigned char *mes
     return 0;
 }
 
+/* Of a tar: minus the number of fields whose members have a header, where the first field's rows begin, and of each of them
+ * where rows begin behind the header, the header, and its bytes. */
+enum { MINUS_HEADERS, FIRST_STARTS, HEADERS };
+enum { ROW_STARTS, HEADER, HEADER_BYTES, HEADER_NUMBERS };
+
+static int is_message(const int64_t *job) { return job[LAYOUT] && ((const int64_t *)(intptr_t)job[LAYOUT])[0] > 0; }
+
+/* Whether each row of a block has the header that its type calls for; where it lies was checked with the index. */
+static int has_headers(const int64_t *job, const unsigned char *block)
+{
+    const int64_t *layout = (const int64_t *)(intptr_t)job[LAYOUT], *one = layout + HEADERS;
+    const int64_t first = (job[STARTS] - layout[FIRST_STARTS]) / 8;
+    for (int64_t n = 0; n < -layout[MINUS_HEADERS]; n++, one += HEADER_NUMBERS) {
+        const int64_t *starts = (const int64_t *)(intptr_t)one[ROW_STARTS] + first;
+        for (int64_t row = 0; row < job[ROWS]; row++)
+            if (memcmp(block + starts[row] - one[HEADER_BYTES], (const char *)(intptr_t)one[HEADER], (size_t)one[HEADER_BYTES]))
+                return 0;
+    }
+    return 1;
+}
+
 /* Open a verified block: 0 if it holds what its job says, and then facts of a message are in `scratch`. */
 static int open_block(Scratch *scratch, const int64_t *job, unsigned char *stored, unsigned char *to, int is_open)
 {
-    if (job[LAYOUT])
+    if (is_message(job))
         return open_message(scratch, job, stored, to, is_open);
-    return is_open || !job[RAW_SIZE] ? 0 : open_frame(scratch, stored, job[SIZE], to, job[RAW_SIZE]);
+    if (is_open)
+        return 0;
+    if (job[RAW_SIZE] && open_frame(scratch, stored, job[SIZE], to, job[RAW_SIZE]))
+        return -1;
+    return job[LAYOUT] && !has_headers(job, to) ? -1 : 0;
 }
 
 /* Bytes at the address of a job. */
@@ -682,7 +708,7 @@ static int64_t room_of(const int64_t *job)
 {
     if (!job[RAW_SIZE])
         return job[SIZE];
-    return job[RAW_SIZE] + (job[LAYOUT] ? ((const int64_t *)(intptr_t)job[LAYOUT])[PADDING] : 0);
+    return job[RAW_SIZE] + (is_message(job) ? ((const int64_t *)(intptr_t)job[LAYOUT])[PADDING] : 0);
 }
 
 /* Room for compressed bytes; NULL without memory. */
@@ -852,7 +878,7 @@ static int do_job(Loads *self, Scratch *scratch, int64_t number, const int64_t *
         self->times[2 * self->time_count] = job[BLOCK];
         self->times[2 * self->time_count++ + 1] = took;
     }
-    if (job[LAYOUT])
+    if (is_message(job))
         finish_job(self, number, job[SLOT], scratch->facts, 0);
     else
         finish_job(self, number, job[SLOT], job_at(self, number) + JOB, (int64_t)(intptr_t)found - job[ADDRESS]);
@@ -874,7 +900,7 @@ static int64_t work(Loads *self, Scratch *scratch, int64_t *job)
         Later one = {self->next, now_ns(), {0}};
         const Objects *objects = NULL;
         if (may_begin(self) && self->later_count < MOST_LATER) {
-            memcpy(one.job, job_at(self, self->next), sizeof one.job);
+            memcpy(one.job, job_at(self, self->next), (size_t)(self->stride < KNOWN ? self->stride : KNOWN) * 8);
             self->states[self->next & (self->room - 1)] = BEGUN;
             self->began[self->next++ & (self->room - 1)] = one.since;
             release_shared(self, one.job[SLOT]);
@@ -1103,7 +1129,7 @@ static PyObject *loads_add(Loads *self, PyObject *jobs)
         fits = job[FILE_NUMBER] < self->file_count && job[SLOT] >= 0 && job[SLOT] < self->slots &&
                (job[FILE_NUMBER] < 0 || (job[SIZE] >= SHORTEST && job[OFFSET] >= 0 && job[RAW_SIZE] >= 0 &&
                                          (!job[RAW_SIZE] || zstd.make) &&
-                                         (!layout || 1 + FACTS * layout[FIELDS] == self->width)));
+                                         (!is_message(job) || 1 + FACTS * layout[FIELDS] == self->width)));
     }
     if (enough && fits) {
         self->end += count;
@@ -1634,7 +1660,7 @@ static int find_rows(Table *table, const Py_buffer *facts, Py_ssize_t column)
             return NOT_COPIED;
         if (field[3] == DECIMAL_PITCH)
             return NOT_COPIED;
-        which[n] = field[0] + row[n] * field[3];
+        which[n] = field[3] == PLACED_PITCH ? field[2] + row_start(field, row[n]) : field[0] + row[n] * field[3];
     }
     return COPIED;
 }

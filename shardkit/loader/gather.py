@@ -32,6 +32,7 @@ __all__ = [
     "DECIMALS",
     "FACTS",
     "OBJECTS",
+    "PLACED",
     "Allocate",
     "GatherColumns",
     "RowAddresses",
@@ -48,6 +49,8 @@ FACTS = 4
 DECIMALS = -8
 """Stands for the bytes between rows where a fixed-size field lies in its block as decimal texts, as in our tars: the
 addresses are then those of starts, ends and data."""
+PLACED = -24
+"""The same where rows of one size lie anywhere: addresses of where they begin in the data, of ends, and of the data."""
 OBJECTS = -16
 """The same where the loads of block_rows.c read rows into bytes objects, which are then handed out as they are."""
 
@@ -167,19 +170,25 @@ class RowAddresses:
         }
         if block_rows.gather_rows(targets, facts, which, row, self._columns) != block_rows.COPIED:
             for one in self._fixed:
+                addresses, _parsed_values = self._addresses(facts, one, borders[0], borders[-1])
                 for target, (a, b) in zip(found[one.name], pairwise(borders), strict=True):
-                    self._parse(facts, one, target, a, b)
+                    own = addresses[a - borders[0] : b - borders[0]]
+                    block_rows.copy_rows(target, own, one.type.item_bytes)
         return found
 
-    def _parse(self, facts: Int64s, one: _Gathered, target: NDArray[Any], first: int, end: int) -> None:
-        """Rows of which some lie as decimal texts."""
+    def _addresses(self, facts: Int64s, one: _Gathered, first: int, end: int) -> tuple[Int64s, Any]:
+        """Of rows of which some lie as decimal texts, or anywhere; and what some of the addresses refer to."""
         row = self._row[first:end]
         values, ends, data, pitch = self._facts_of(facts, one, first, end)
-        addresses, texts = values + row * pitch, pitch == DECIMALS
+        addresses, texts, placed = values + row * pitch, pitch == DECIMALS, pitch == PLACED
+        addresses[placed] = data[placed] + _int64s(values[placed] + 8 * row[placed])
+        if not texts.any():
+            return addresses, None
         offsets = 8 * row[texts]
         parsed = _parsed(one, values[texts] + offsets, ends[texts] + offsets, data[texts])
-        addresses[texts] = parsed.__array_interface__["data"][0] + parsed.itemsize * np.arange(len(parsed))
-        block_rows.copy_rows(target, addresses, one.type.item_bytes)
+        begin: int = parsed.__array_interface__["data"][0]
+        addresses[texts] = begin + parsed.itemsize * np.arange(len(parsed))
+        return addresses, parsed
 
     def _variable(self, facts: Int64s, one: _Gathered, borders: Sequence[int]) -> list[Any]:
         places = [slice(a - borders[0], b - borders[0]) for a, b in pairwise(borders)]

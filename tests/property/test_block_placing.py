@@ -33,7 +33,7 @@ FIELDS = {
 }
 SHORT_WAY = {  # the fields of which it knows all that it needs, by format
     "arrow": {"image", "label", "small", "tokens", "score", "text", "ragged"},
-    "tar": {"image", "label", "small", "flag", "text"},
+    "tar": {"image", "label", "small", "flag", "text", "tokens", "score"},
 }
 
 
@@ -346,6 +346,18 @@ def test_long_rows_read_into_objects_are_those_that_were_written(
         assert sorted(len(one.get("image", b"")) for one in truth) == sorted(
             len(one.get("image", b"")) for one in samples
         )
+
+
+def test_an_array_with_another_header_is_left_to_the_long_way() -> None:
+    stored = _stored("tar", ["tokens", "label"], [3], "none")[0]
+    begin = int(stored.shard.member_places(0)[0][1])  # of the second row
+    assert stored.placed(["label", "tokens"]) is not None
+    for place in (0, 40, 127):
+        view = bytearray(stored.view)
+        view[begin + place] ^= 1
+        changed = stored._replace(view=memoryview(view))
+        assert changed.placed(["label", "tokens"]) is None, place
+        assert changed.placed(["label"]) is not None
 
 
 @pytest.mark.parametrize("text", [b"01", b"-0", b"+1", b" 1", b"1.", b"9223372036854775808", b"-", b"1" * 20])
