@@ -14,9 +14,10 @@ class Loads:
     objects, made once the slot is free; of the block only what lies between them is at the job's address, end to end.
 
     A job is 10 + `width` int64: file (-1: the caller loads it), offset, bytes (above 240), address, XXH3-64, the step
-    up to which its memory is in use, slot, block, address of the layout of Arrow messages
-    (`formats.message_layout`), or of a tar's headers (0: there are none), bytes in a zstd frame or in a message of them (0: it is not compressed), and its facts:
-    they are the row `slot` of the table once it is loaded. Of a message only the rows are given, and the rest is found.
+    up to which its memory is in use, slot, block, address of the layout of Arrow messages (`formats.message_layout`) or
+    of a tar's headers (0: there are none), bytes in a zstd frame or in a message of them (0: it is not compressed), and
+    its facts: they are the row `slot` of the table once it is loaded. Of a message only the rows are given, and the
+    rest is found.
 
     Args:
         width: of the table.
