@@ -27,6 +27,15 @@ _RECORD_BATCH = 3
 _CODECS = {0: "lz4", 1: "zstd"}
 
 
+class NumberPlaces(NamedTuple):
+    """Where numbers lie behind the 8 bytes of prefix, by which two messages of one schema and writer may differ."""
+
+    rows: int | None
+    body: int | None
+    nodes: slice  # each (items, nulls), two int64
+    buffers: slice  # each (offset, length)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchHeader:
     """What the metadata of a record batch says."""
@@ -38,6 +47,7 @@ class BatchHeader:
     codec: str  # none, lz4 or zstd
     body_offset: int  # in the message
     message_bytes: int
+    places: NumberPlaces
 
 
 _I8, _U8, _I16, _U16, _I32, _U32, _I64 = map(struct.Struct, ("<b", "<B", "<h", "<H", "<i", "<I", "<q"))
@@ -94,13 +104,22 @@ def read_batch_header(message: memoryview) -> BatchHeader:
     Raises:
         FormatError: no record batch of metadata version 5, or lengths that leave the message.
     """
-    length = int.from_bytes(message[4:8], "little")
-    if len(message) < 8 or message[:4] != CONTINUATION or length % 8 or not 8 <= length <= len(message) - 8:
-        raise FormatError(f"arrow message: prefix {bytes(message[:8]).hex()} of {len(message)} bytes")
-    header = _read_metadata(bytes(message[8 : 8 + length]))
+    header = read_batch_head(message)
     if header.message_bytes > len(message):
         raise FormatError(f"arrow message: {header.message_bytes} bytes in a message of {len(message)}")
     return header
+
+
+def read_batch_head(message: memoryview) -> BatchHeader:
+    """The same of a message that may be cut off in its body: nothing of that is read.
+
+    Raises:
+        FormatError: no record batch of metadata version 5, or metadata that leave the message.
+    """
+    length = int.from_bytes(message[4:8], "little")
+    if len(message) < 8 or message[:4] != CONTINUATION or length % 8 or not 8 <= length <= len(message) - 8:
+        raise FormatError(f"arrow message: prefix {bytes(message[:8]).hex()} of {len(message)} bytes")
+    return _read_metadata(bytes(message[8 : 8 + length]))
 
 
 @lru_cache(maxsize=64)  # blocks of fixed-size rows have the same metadata again and again
@@ -121,8 +140,9 @@ def _read_metadata(data: bytes) -> BatchHeader:
     body = root.number(3, _I64)
     if body < 0 or body % 8:
         raise FormatError(f"arrow message: body of {body} bytes")
-    nodes = tuple(struct.iter_unpack("<qq", metadata[batch.structs(1, 16)]))
-    buffers = tuple(struct.iter_unpack("<qq", metadata[batch.structs(2, 16)]))
+    node_places, buffer_places = batch.structs(1, 16), batch.structs(2, 16)
+    nodes = tuple(struct.iter_unpack("<qq", metadata[node_places]))
+    buffers = tuple(struct.iter_unpack("<qq", metadata[buffer_places]))
     _check_buffers(buffers, body)
     return BatchHeader(
         rows=batch.number(0, _I64),
@@ -132,38 +152,8 @@ def _read_metadata(data: bytes) -> BatchHeader:
         codec=codec,
         body_offset=8 + len(data),
         message_bytes=8 + len(data) + body,
+        places=NumberPlaces(batch.place(0), root.place(3), node_places, buffer_places),
     )
-
-
-class NumberPlaces(NamedTuple):
-    """Where the numbers of a message lie in it by which two messages of one schema and writer may differ."""
-
-    head_bytes: int  # prefix and metadata, which the body follows
-    rows: int
-    body: int
-    nodes: range  # each (items, nulls), two int64
-    buffers: range  # each (offset, length)
-
-
-def number_places(message: memoryview) -> NumberPlaces:
-    """The same of the encapsulated record batch message at the start of `message`, which may be cut off in its body.
-
-    Raises:
-        FormatError: no metadata of a record batch that has rows.
-    """
-    length = int.from_bytes(message[4:8], "little")
-    data = message[8 : 8 + length]
-    if message[:4] != CONTINUATION or length % 8 or not 8 <= length == len(data):
-        raise FormatError(f"arrow message: prefix {bytes(message[:8]).hex()} of {len(message)} bytes")
-    root = MetadataTable(data, int.from_bytes(data[:4], "little"))
-    batch = root.table(2)
-    rows, body = None if batch is None else batch.place(0), root.place(3)
-    if batch is None or rows is None or body is None or max(rows, body) + 8 > length:
-        raise FormatError("arrow message: expected a record batch with rows and a body")
-    nodes, buffers = (
-        range(8 + one.start, 8 + one.stop, 16) for one in (batch.structs(1, 16), batch.structs(2, 16))
-    )
-    return NumberPlaces(8 + length, 8 + rows, 8 + body, nodes, buffers)
 
 
 def _check_buffers(buffers: tuple[tuple[int, int], ...], body: int) -> None:

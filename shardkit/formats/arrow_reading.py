@@ -20,8 +20,8 @@ from shardkit.errors import FormatError, UsageError
 from .arrow_message import (
     BatchHeader,
     compressed_buffer,
-    number_places,
     raw_message_bytes,
+    read_batch_head,
     read_batch_header,
 )
 from .block import Column, FixedColumn, VariableColumn, check_text
@@ -189,7 +189,9 @@ def _checked_header(message: memoryview, codec: str, rows: int, raw_size: int) -
     return header
 
 
-def message_layout(message: memoryview, schema: Schema, fields: Sequence[str]) -> NDArray[np.int64] | None:
+def message_layout(
+    message: memoryview, schema: Schema, fields: Sequence[str], codec: str
+) -> NDArray[np.int64] | None:
     """How to find columns in messages of the same schema and writer without a reader of FlatBuffers (block_rows.c).
 
     Args:
@@ -197,6 +199,7 @@ def message_layout(message: memoryview, schema: Schema, fields: Sequence[str]) -
             layout has to equal its metadata but for the numbers named here.
         schema: of the messages.
         fields: whose columns are asked for.
+        codec: ``none`` or ``zstd``, as the index says.
 
     Returns:
         Bytes of metadata with prefix; bytes beyond the raw size that decompressed columns need, each of their buffers
@@ -212,18 +215,15 @@ def message_layout(message: memoryview, schema: Schema, fields: Sequence[str]) -
     kinds = [schema.stored[name] for name in fields]
     if any(kind.optional or kind.dtype == "bool" for kind in kinds):
         return None
-    numbers = number_places(message)
-    array, buffer = 1, 3
-    per_row, first = [1], {}
+    header = read_batch_head(message)
+    if header.codec != codec or header.places.rows is None or header.places.body is None:
+        raise FormatError(f"arrow message: codec {header.codec}, the index says {codec}; or it has no rows")
+    first = _places(header.rows, header.lengths, header.nulls, len(header.buffers), schema)
+    per_row = [1] * len(header.lengths)
     for name, kind in schema.items():
-        first[name] = array, buffer
-        arrays, own = _counts(kind)
-        per_row += [1, -1] if kind.kind == "ragged" else np.cumprod((1, *kind.shape)).tolist()
-        array, buffer = array + arrays, buffer + own
-    if len(numbers.nodes) != array or len(numbers.buffers) != buffer:
-        raise FormatError(
-            f"arrow message: {len(numbers.nodes)} arrays, {len(numbers.buffers)} buffers do not fit {schema}"
-        )
+        array = first[name][0]
+        inner = [-1] if kind.kind == "ragged" else np.cumprod(kind.shape, dtype=np.int64).tolist()
+        per_row[array + 1 : array + 1 + len(inner)] = inner
     places: list[int] = []
     for name, kind in zip(fields, kinds, strict=True):
         array, buffer = first[name]
@@ -234,22 +234,17 @@ def message_layout(message: memoryview, schema: Schema, fields: Sequence[str]) -
         else:
             depth = 1 + len(kind.shape)
             places += (buffer, depth, buffer + depth, -1, kind.item_bytes or 0, -1)
-    size = numbers.head_bytes
+    size = header.body_offset
     head, mask = np.zeros((2, -(-size // 8) * 8), np.uint8)
     head[:size], mask[:size] = np.frombuffer(message[:size], np.uint8), 255
-    nulls = [] if schema.stored is schema else [place + 8 for place in numbers.nodes]
-    lengths = [place + 8 for place in numbers.buffers]
-    for place in (numbers.rows, numbers.body, *numbers.nodes, *nulls, *numbers.buffers, *lengths):
+    rows, body = 8 + header.places.rows, 8 + header.places.body
+    nodes, buffers = (range(8 + one.start, 8 + one.stop, 16) for one in header.places[2:])
+    nulls = [] if schema.stored is schema else [place + 8 for place in nodes]
+    lengths = [place + 8 for place in buffers]
+    for place in (rows, body, *nodes, *nulls, *buffers, *lengths):
         mask[place : place + 8] = 0
     padding = 128 * sum(2 if kind.item_bytes is None else 1 for kind in kinds)
-    layout = [size, padding, numbers.rows, numbers.body]
-    layout += [
-        numbers.nodes.start,
-        len(numbers.nodes),
-        numbers.buffers.start,
-        len(numbers.buffers),
-        len(fields),
-    ]
+    layout = [size, padding, rows, body, nodes.start, len(nodes), buffers.start, len(buffers), len(fields)]
     return np.concatenate([np.array(layout + per_row + places, np.int64), head.view("<i8"), mask.view("<i8")])
 
 

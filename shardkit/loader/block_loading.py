@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.errors import FormatError, IntegrityError, ShardkitError
-from shardkit.formats import Schema, ShardIndex, message_layout
+from shardkit.formats import ShardIndex, message_layout
 from shardkit.formats.compression import MAX_RATIO
 from shardkit.formats.tar_members import npy_header
 from shardkit.loader.gather import DECIMALS, FACTS, OBJECTS, PLACED, GatherColumns, block_rows
@@ -45,10 +45,11 @@ class Layouts:
         self._fields = fields
         self._kept: dict[bytes, Int64s] = {}
 
-    def of(self, schema: Schema, head: NDArray[np.uint8]) -> Int64s | None:
+    def of(self, index: ShardIndex, head: NDArray[np.uint8]) -> Int64s | None:
         """That of messages that begin like this one; None where only `read_block` can tell."""
         with contextlib.suppress(FormatError):  # `read_block` says so
-            found = message_layout(head.data, schema, self._fields)
+            codec = index.compression.partition(":")[0]
+            found = message_layout(head.data, index.schema, self._fields, codec)
             if found is not None:
                 return self._kept.setdefault(found.tobytes(), found)
         return None
@@ -304,7 +305,7 @@ class BlockLoading:
             span = index.spans[0]
             head = np.empty(min(_HEAD_BYTES, span.size), np.uint8)
             open_files.read(*file, span.offset, head.data)
-            layout = self._layouts.of(index.schema, head)
+            layout = self._layouts.of(index, head)
         return LocalShard.of(index, self._fields, self._number_of(file), layout, self._objects)
 
     def _number_of(self, file: tuple[str, int]) -> int:

@@ -1701,6 +1701,14 @@ static int hold_targets(PyObject *list, Targets *targets)
     return 0;
 }
 
+static Py_ssize_t bytes_of(const Py_buffer *held, Py_ssize_t count)
+{
+    Py_ssize_t bytes = 0;
+    while (count)
+        bytes += held[--count].len;
+    return bytes;
+}
+
 static PyObject *gather_rows(PyObject *self, PyObject *args)
 {
     PyObject *list, *facts_object, *arrays[2], *columns;
@@ -1718,35 +1726,39 @@ static PyObject *gather_rows(PyObject *self, PyObject *args)
     if (PyObject_GetBuffer(facts_object, &facts, PyBUF_C_CONTIGUOUS) < 0)
         goto no_facts;
     const Py_ssize_t rows = table.rows, fields = PyTuple_GET_SIZE(columns), parts = fields ? targets.count / fields : 0;
-    found.rows = rows, found.numbers = PyMem_Malloc((size_t)(rows * 16 + 8));
+    found.rows = rows, found.numbers = PyMem_Malloc((size_t)(rows * 16 * fields + 8));
     fits = facts.ndim == 2 && facts.itemsize == 8 && fields && parts * fields == targets.count;
     if (!found.numbers)
         PyErr_NoMemory();
-    for (Py_ssize_t n = 0; found.numbers && fits && n < fields && state == COPIED; n++) {
+    int64_t *const numbers = found.numbers; /* of each field the addresses of its rows, and as many that are used up */
+    for (Py_ssize_t n = 0; numbers && fits && n < fields && state == COPIED; n++) { /* all, before any is copied */
         const Py_ssize_t column = PyLong_AsSsize_t(PyTuple_GET_ITEM(columns, n));
-        Py_buffer *own = targets.held + n * parts;
-        Py_ssize_t bytes = 0;
-        for (Py_ssize_t part = 0; part < parts; part++)
-            bytes += own[part].len;
-        const Py_ssize_t size = rows ? bytes / rows : 0;
+        const Py_buffer *own = targets.held + n * parts;
+        const Py_ssize_t bytes = bytes_of(own, parts), size = rows ? bytes / rows : 0;
         fits = !PyErr_Occurred() && column >= 0 && column < (facts.shape[1] - 1) / FACTS && size * rows == bytes;
         for (Py_ssize_t part = 0; fits && part < parts; part++)
             fits = size ? own[part].len % size == 0 : own[part].len == 0;
         if (!fits)
             break;
+        found.numbers = numbers + 2 * rows * n;
         memcpy(found.numbers, table.numbers, (size_t)rows * 16);
-        if ((state = find_rows(&found, &facts, column)) != COPIED || !size)
-            continue;
-        PyThreadState *let_go = bytes >= WORTH_LETTING_GO ? PyEval_SaveThread() : NULL;
-        const int64_t *from = found.numbers;
-        for (Py_ssize_t part = 0; part < parts; part++) {
-            const Py_ssize_t some = own[part].len / size;
-            copy_each(own[part].buf, from, some, NULL, size);
-            from += some;
+        state = find_rows(&found, &facts, column);
+    }
+    if (numbers && fits && state == COPIED && targets.size) {
+        PyThreadState *let_go = targets.size >= WORTH_LETTING_GO ? PyEval_SaveThread() : NULL;
+        for (Py_ssize_t n = 0; n < fields; n++) {
+            const Py_buffer *own = targets.held + n * parts;
+            const int64_t *from = numbers + 2 * rows * n;
+            for (Py_ssize_t part = 0, size = bytes_of(own, parts) / rows; size && part < parts; part++) {
+                const Py_ssize_t some = own[part].len / size;
+                copy_each(own[part].buf, from, some, NULL, size);
+                from += some;
+            }
         }
         if (let_go)
             PyEval_RestoreThread(let_go);
     }
+    found.numbers = numbers;
     if (!fits && !PyErr_Occurred())
         PyErr_Format(PyExc_ValueError, "targets of %zd bytes for %zd rows of %zd fields", targets.size, rows, fields);
     PyMem_Free(found.numbers);

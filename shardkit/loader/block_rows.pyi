@@ -102,7 +102,7 @@ def gather_rows(
     `facts`, (slots, 1 + 4 · fields), says of each block how many rows it has and where its fields lie.
 
     Returns:
-        COPIED; anything else where not all were: a row is past the end of its block, or a decimal text.
+        COPIED; anything else where none was: a row is past the end of its block, or a decimal text.
     """
 
 def bytes_at(addresses: Int64s, sizes: Int64s, /) -> list[bytes]:

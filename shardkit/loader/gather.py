@@ -170,25 +170,23 @@ class RowAddresses:
         }
         if block_rows.gather_rows(targets, facts, which, row, self._columns) != block_rows.COPIED:
             for one in self._fixed:
-                addresses, _parsed_values = self._addresses(facts, one, borders[0], borders[-1])
-                for target, (a, b) in zip(found[one.name], pairwise(borders), strict=True):
-                    own = addresses[a - borders[0] : b - borders[0]]
-                    block_rows.copy_rows(target, own, one.type.item_bytes)
+                own = found[one.name]
+                if block_rows.gather_rows(own, facts, which, row, (one.column,)) != block_rows.COPIED:
+                    self._parse(facts, one, own, borders)
         return found
 
-    def _addresses(self, facts: Int64s, one: _Gathered, first: int, end: int) -> tuple[Int64s, Any]:
-        """Of rows of which some lie as decimal texts, or anywhere; and what some of the addresses refer to."""
-        row = self._row[first:end]
-        values, ends, data, pitch = self._facts_of(facts, one, first, end)
-        addresses, texts, placed = values + row * pitch, pitch == DECIMALS, pitch == PLACED
-        addresses[placed] = data[placed] + _int64s(values[placed] + 8 * row[placed])
-        if not texts.any():
-            return addresses, None
+    def _parse(
+        self, facts: Int64s, one: _Gathered, targets: list[NDArray[Any]], borders: Sequence[int]
+    ) -> None:
+        """Rows of which some lie as decimal texts."""
+        row = self._row[borders[0] : borders[-1]]
+        values, ends, data, pitch = self._facts_of(facts, one, borders[0], borders[-1])
+        addresses, texts = values + row * pitch, pitch == DECIMALS
         offsets = 8 * row[texts]
         parsed = _parsed(one, values[texts] + offsets, ends[texts] + offsets, data[texts])
-        begin: int = parsed.__array_interface__["data"][0]
-        addresses[texts] = begin + parsed.itemsize * np.arange(len(parsed))
-        return addresses, parsed
+        addresses[texts] = parsed.__array_interface__["data"][0] + parsed.itemsize * np.arange(len(parsed))
+        for target, (a, b) in zip(targets, pairwise(borders), strict=True):
+            block_rows.copy_rows(target, addresses[a - borders[0] : b - borders[0]], one.type.item_bytes)
 
     def _variable(self, facts: Int64s, one: _Gathered, borders: Sequence[int]) -> list[Any]:
         places = [slice(a - borders[0], b - borders[0]) for a, b in pairwise(borders)]

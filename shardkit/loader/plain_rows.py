@@ -21,6 +21,7 @@ __all__ = ["COPIED", "Loads", "bytes_at", "copy_rows", "decimals_at", "gather_ro
 Int64s = NDArray[np.int64]
 
 COPIED = 0
+_PLACED = -24  # as gather.py has it
 _FIRST_ADDRESS = 1 << 12  # the zero page is never mapped
 _ADDRESSES = 1 << 47  # user addresses on x86-64 and on arm64 with 4-level tables
 _MAX_ITEM = 1 << 15  # bytes of an item; times the addresses must stay below 2**63
@@ -146,11 +147,18 @@ def gather_rows(
 ) -> int:
     """As block_rows.pyi says."""
     parts = len(targets) // len(columns)
-    for number, column in enumerate(columns):
-        rows, values, pitch = facts[which][:, [0, 1 + 4 * column, 4 + 4 * column]].T
-        if bool(((row < 0) | (row >= rows) | (pitch < 0)).any()):
+    found = []
+    for column in columns:  # all, before any is copied
+        rows, values, data, pitch = facts[which][:, [0, 1 + 4 * column, 3 + 4 * column, 4 + 4 * column]].T
+        placed = pitch == _PLACED
+        if bool(((row < 0) | (row >= rows) | ((pitch < 0) & ~placed)).any()):
             return 1
-        addresses, done = values + row * pitch, 0
+        addresses, starts = values + row * pitch, np.empty(int(placed.sum()), np.int64)
+        copy_rows(starts, values[placed] + 8 * row[placed], 8)
+        addresses[placed] = data[placed] + starts
+        found.append(addresses)
+    for number, addresses in enumerate(found):
+        done = 0
         for target in targets[number * parts : (number + 1) * parts]:
             if target.nbytes:
                 copy_rows(target, addresses[done : done + len(target)], target.nbytes // len(target))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,7 +62,7 @@ class StoredBlock(NamedTuple):
     def layout(self, fields: list[str]) -> Any:
         if self.shard.format != "arrow":
             return None
-        return Layouts(fields).of(self.shard.schema, np.frombuffer(self.view, np.uint8))
+        return Layouts(fields).of(self.shard, np.frombuffer(self.view, np.uint8))
 
     def placed(
         self, fields: list[str], layout: Any = None, shared: SharedSlots | None = None
@@ -236,6 +237,28 @@ def test_a_message_that_was_tampered_with_is_read_as_the_long_way_reads_it_or_no
     np.testing.assert_array_equal(found["tokens"], expected["tokens"])
     for one, other in zip(found["ragged"], expected["ragged"], strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_messages_of_another_codec_than_the_index_says_have_no_layout() -> None:
+    """`read_block` refuses them, and no shard of them may be read without it."""
+    for compression, other in (("none", "zstd:3"), ("zstd", "none")):
+        stored = _stored("arrow", ["label"], [5], compression)[0]
+        assert stored.layout(["label"]) is not None
+        assert stored._replace(shard=replace(stored.shard, compression=other)).layout(["label"]) is None
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_no_row_is_copied_where_some_are_texts(compiled: bool) -> None:
+    stored = _stored("tar", ["label", "tokens"], [5])[0]
+    placed = stored.placed(["tokens", "label"])
+    assert placed is not None
+    rows = pytest.importorskip("shardkit.loader.block_rows") if compiled else plain_rows
+    targets: list[np.ndarray[Any, Any]] = [np.full((5, 70), 7, np.int32), np.full(5, 7, np.int64)]
+    facts, row = placed[0][None], np.arange(5)
+    assert rows.gather_rows(targets, facts, 0 * row, row, (0, 1)) != rows.COPIED
+    assert all((target == 7).all() for target in targets)
+    assert rows.gather_rows(targets[:1], facts, 0 * row, row, (0,)) == rows.COPIED
+    assert targets[0].tolist() == [_sample(n)["tokens"].tolist() for n in range(5)]
 
 
 @pytest.mark.parametrize("compression", ["none", "zstd"])

@@ -19,7 +19,7 @@ from shardkit.formats import (
     arrow_message,
     read_block,
 )
-from shardkit.formats.arrow_message import BatchHeader
+from shardkit.formats.arrow_message import BatchHeader, NumberPlaces
 from shardkit.formats.arrow_reading import BatchReader, _decompressed
 from shardkit.formats.block import check_text
 from shardkit.formats.compression import compress_frame
@@ -248,7 +248,8 @@ def test_a_buffer_that_was_stored_as_it_is_is_found_behind_its_prefix() -> None:
     framed = compress_frame(data, 3)
     body = raw + data + bytes(4) + len(data).to_bytes(8, "little") + framed
     buffers = ((0, 108), (112, 8 + len(framed)), (112, 0))
-    header = BatchHeader(1, (1,), 0, buffers, "zstd", 16, 16 + len(body))
+    places = NumberPlaces(None, None, slice(0), slice(0))
+    header = BatchHeader(1, (1,), 0, buffers, "zstd", 16, 16 + len(body), places)
     message = memoryview(bytes(16) + body)
     assert _decompressed(message, header, 0).tobytes() == _decompressed(message, header, 1).tobytes() == data
     assert not len(_decompressed(message, header, 2))
