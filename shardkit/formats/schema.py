@@ -66,9 +66,6 @@ class FieldType:
         Raises:
             SchemaError: `text` is none of the types of shardkit, or its size is out of range.
         """
-        logical = Logical.parse(text.removesuffix("?")) if isinstance(text, str) else None
-        if logical is not None:
-            return cls("scalar", logical.dtype, optional=text.endswith("?"), logical=logical)  # type: ignore[attr-defined]  # a str
         match = _TYPE.match(_LIST.sub(r"\1[*]", text)) if isinstance(text, str) else None
         name, dimensions, mark = match.groups() if match else ("", None, "")
         optional = bool(mark)
@@ -76,6 +73,11 @@ class FieldType:
             return cls(name, optional=optional)
         if name in ("bytes", "str") and dimensions == "*":  # also written list[str]
             return cls("list", optional=optional, items=cls(name))
+        logical = (
+            Logical.parse(text.removesuffix("?")) if isinstance(text, str) and name not in DTYPES else None
+        )
+        if logical is not None:
+            return cls("scalar", logical.dtype, optional=text.endswith("?"), logical=logical)  # type: ignore[attr-defined]  # a str
         if name not in DTYPES:
             raise SchemaError(
                 f"field type {text!r} is unknown; expected bytes, str, json or one of {', '.join(DTYPES)}, "

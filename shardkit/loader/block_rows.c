@@ -330,6 +330,15 @@ typedef struct {
     int64_t number, since, job[KNOWN];
 } Later;
 
+/* Rows of one size that lie anywhere, and where they go end to end. */
+typedef struct {
+    char *to;
+    const int64_t *from;
+    Py_ssize_t rows, size;
+} Piece;
+
+static void copy_each(char *to, const int64_t *from, Py_ssize_t rows, const int64_t *sizes, Py_ssize_t same);
+
 /* Of one block the rows of some fields, as objects into which they are read; what lies between them is read to the job's address. */
 typedef struct {
     int64_t job, count, pieces, field[MOST_FIELDS];
@@ -340,7 +349,7 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     pthread_mutex_t lock;
-    pthread_cond_t work, ready;
+    pthread_cond_t work, ready, copied;
     int is_open, is_closed, is_making, is_timed, waiting;
     way add_blocks;
     int64_t width, stride, page;                           /* facts of a block; numbers of a job with them; bytes of a page */
@@ -363,6 +372,8 @@ typedef struct {
     int64_t user, shared_process;
     int32_t *held; /* of each slot of the table the shared one, or -1 */
     Objects **objects; /* of each slot, or NULL */
+    const Piece *pieces; /* of a gather that threads without a job help with; NULL: there is none */
+    int64_t piece_count, piece_next, helping;
     int64_t loads, bytes, load_ns;
 } Loads;
 
@@ -376,6 +387,37 @@ static int64_t now_ns(void)
 static int64_t *job_at(Loads *self, int64_t job) { return self->jobs + (job & (self->room - 1)) * self->stride; }
 
 static int may_begin(Loads *self) { return self->next < self->ready_to; }
+
+/* Copy a piece that nobody has taken. The lock is held, but not meanwhile. */
+static void copy_piece(Loads *self)
+{
+    const Piece *piece = self->pieces + self->piece_next++;
+    pthread_mutex_unlock(&self->lock);
+    copy_each(piece->to, piece->from, piece->rows, NULL, piece->size);
+    pthread_mutex_lock(&self->lock);
+}
+
+static int is_left_to_copy(Loads *self) { return self->piece_next < self->piece_count; }
+
+/* Copy all pieces, together with threads that have nothing to load. */
+static void copy_together(Loads *self, const Piece *pieces, int64_t count)
+{
+    pthread_mutex_lock(&self->lock);
+    const int is_first = !self->pieces;
+    if (is_first) {
+        self->pieces = pieces, self->piece_count = count, self->piece_next = 0;
+        if (!may_begin(self))
+            pthread_cond_broadcast(&self->work);
+        while (is_left_to_copy(self))
+            copy_piece(self);
+        while (self->helping)
+            pthread_cond_wait(&self->copied, &self->lock);
+        self->pieces = NULL, self->piece_count = self->piece_next = 0;
+    }
+    pthread_mutex_unlock(&self->lock);
+    for (int64_t n = 0; n < count && !is_first; n++) /* another thread's rows are being copied */
+        copy_each(pieces[n].to, pieces[n].from, pieces[n].rows, NULL, pieces[n].size);
+}
 
 static int grow(void **memory, int64_t count, int64_t size)
 {
@@ -891,8 +933,16 @@ static int64_t work(Loads *self, Scratch *scratch, int64_t *job)
 {
     for (;;) {
         pthread_mutex_lock(&self->lock);
-        while (!self->is_closed && !may_begin(self) && !self->later_count)
-            pthread_cond_wait(&self->work, &self->lock);
+        while (!self->is_closed && !may_begin(self) && !self->later_count) {
+            if (is_left_to_copy(self)) {
+                self->helping++;
+                copy_piece(self);
+                if (!--self->helping)
+                    pthread_cond_signal(&self->copied);
+            } else {
+                pthread_cond_wait(&self->work, &self->lock);
+            }
+        }
         if (self->is_closed) {
             pthread_mutex_unlock(&self->lock);
             return -1;
@@ -1277,6 +1327,26 @@ static PyObject *loads_advance(Loads *self, PyObject *step)
     Py_RETURN_NONE;
 }
 
+/* Slots that jobs before `dropped` still write to; the lock is held, and let go of. */
+static PyObject *unlock_and_list_running(Loads *self)
+{
+    const int64_t count = self->running_count;
+    int64_t *slots = malloc((size_t)count * 8 + 1);
+    if (slots && count)
+        memcpy(slots, self->running, (size_t)count * 8);
+    pthread_mutex_unlock(&self->lock);
+    PyObject *found = slots ? PyList_New(count) : PyErr_NoMemory();
+    for (int64_t n = 0; found && n < count; n++) {
+        PyObject *slot = PyLong_FromLongLong(slots[n]);
+        if (slot)
+            PyList_SET_ITEM(found, n, slot);
+        else
+            Py_CLEAR(found);
+    }
+    free(slots);
+    return found;
+}
+
 /* What was not begun is nobody's; what was, too, but its slot is written to for a while. */
 static PyObject *loads_drop(Loads *self, PyObject *ignored)
 {
@@ -1296,30 +1366,18 @@ static PyObject *loads_drop(Loads *self, PyObject *ignored)
     self->prefix = self->next = self->ready_to = self->dropped = self->end;
     self->drops++;
     pthread_cond_broadcast(&self->ready);
-    pthread_mutex_unlock(&self->lock);
-    return enough ? PyLong_FromLongLong(begun) : PyErr_NoMemory();
+    PyObject *running = unlock_and_list_running(self); /* as of now: who ends from here on writes no facts */
+    if (running && enough)
+        return Py_BuildValue("LN", (long long)begun, running);
+    Py_XDECREF(running);
+    return PyErr_NoMemory();
 }
 
 static PyObject *loads_running(Loads *self, PyObject *ignored)
 {
     pthread_mutex_lock(&self->lock);
-    const int64_t count = self->running_count;
-    int64_t *slots = malloc((size_t)count * 8 + 1);
-    if (slots && count)
-        memcpy(slots, self->running, (size_t)count * 8);
-    pthread_mutex_unlock(&self->lock);
-    PyObject *found = slots ? PyList_New(count) : PyErr_NoMemory();
-    for (int64_t n = 0; found && n < count; n++) {
-        PyObject *slot = PyLong_FromLongLong(slots[n]);
-        if (slot)
-            PyList_SET_ITEM(found, n, slot);
-        else
-            Py_CLEAR(found);
-    }
-    free(slots);
-    return found;
+    return unlock_and_list_running(self);
 }
-
 static PyObject *loads_longest(Loads *self, PyObject *ignored)
 {
     int64_t block = -1, since = INT64_MAX;
@@ -1499,6 +1557,7 @@ static int loads_init(Loads *self, PyObject *args, PyObject *names)
     pthread_mutex_init(&self->lock, NULL);
     pthread_cond_init(&self->work, NULL);
     pthread_cond_init(&self->ready, NULL);
+    pthread_cond_init(&self->copied, NULL);
     for (int n = 0; n < MOST_OPEN; n++)
         self->open_files[n].number = -1;
     self->is_open = 1;
@@ -1518,6 +1577,8 @@ static void loads_dealloc(Loads *self)
     Py_DECREF(type);
 }
 
+static PyObject *loads_gather_rows(Loads *self, PyObject *args);
+
 static PyMethodDef loads_methods[] = {
     {"add", (PyCFunction)loads_add, METH_O, "add(jobs): (n, 10 + width) int64, in the order of first need; the number of the first."},
     {"add_file", (PyCFunction)loads_add_file, METH_VARARGS, "add_file(path, size): the number of a file."},
@@ -1527,12 +1588,13 @@ static PyMethodDef loads_methods[] = {
     {"wait", (PyCFunction)loads_wait, METH_VARARGS,
      "wait(jobs, timeout_s): until the first so many are done; how many are, -1 if time is up, -2 if they were dropped."},
     {"advance", (PyCFunction)loads_advance, METH_O, "advance(step): steps before it are over."},
-    {"drop", (PyCFunction)loads_drop, METH_NOARGS, "drop(): forget all jobs; the number of the first that was not begun."},
+    {"drop", (PyCFunction)loads_drop, METH_NOARGS, "drop(): forget all jobs; the number of the first that was not begun, and the slots of `running()` at that moment."},
     {"running", (PyCFunction)loads_running, METH_NOARGS, "running(): slots that forgotten jobs still write to."},
     {"longest", (PyCFunction)loads_longest, METH_NOARGS, "longest(): (block, seconds) of what has been loading for the longest time, or None."},
     {"counts", (PyCFunction)loads_counts, METH_NOARGS, "counts(): (jobs done without a gap, loads, bytes, seconds)."},
     {"take_times", (PyCFunction)loads_take_times, METH_NOARGS, "take_times(): int64 (block, ns) of loads since the last call."},
     {"share", (PyCFunction)loads_share, METH_O, "share(file): find and leave blocks in the memory of `prepare_shared`; whether there is a place for one more."},
+    {"gather_rows", (PyCFunction)loads_gather_rows, METH_VARARGS, "gather_rows(…): as the function; threads that have nothing to load help."},
     {"release", (PyCFunction)loads_release, METH_VARARGS, "release(job, slot): the objects that it has read are referred to no more."},
     {"leave", (PyCFunction)loads_leave, METH_NOARGS, "leave(): refer to no shared memory any more; nobody may use it."},
     {"close", (PyCFunction)loads_close, METH_NOARGS, "close(): `work` and `wait` return."},
@@ -1709,9 +1771,34 @@ static Py_ssize_t bytes_of(const Py_buffer *held, Py_ssize_t count)
     return bytes;
 }
 
-static PyObject *gather_rows(PyObject *self, PyObject *args)
+#define WORTH_HELP (1 << 20)   /* bytes; waking a thread takes as long as copying a tenth of them */
+#define PIECE_BYTES (1 << 17) /* copied in some ten microseconds */
+
+/* Cut what is to be copied into pieces: how many; counts only where `pieces` is NULL. */
+static int64_t cut_rows(Piece *pieces, const Targets *targets, const int64_t *numbers, Py_ssize_t fields, Py_ssize_t rows)
+{
+    const Py_ssize_t parts = targets->count / fields;
+    int64_t count = 0;
+    for (Py_ssize_t n = 0; n < fields; n++) {
+        const Py_buffer *own = targets->held + n * parts;
+        const int64_t *from = numbers + 2 * rows * n;
+        const Py_ssize_t size = bytes_of(own, parts) / rows, most = size > PIECE_BYTES ? 1 : size ? PIECE_BYTES / size : 0;
+        for (Py_ssize_t part = 0; size && part < parts; part++)
+            for (Py_ssize_t done = 0, all = own[part].len / size; done < all; done += most, count++) {
+                const Py_ssize_t some = all - done < most ? all - done : most;
+                if (pieces)
+                    pieces[count] = (Piece){(char *)own[part].buf + done * size, from, some, size};
+                from += some;
+            }
+    }
+    return count;
+}
+
+static PyObject *gather(Loads *helpers, PyObject *args)
 {
     PyObject *list, *facts_object, *arrays[2], *columns;
+    Piece *pieces = NULL;
+    int64_t count = 0;
     Py_buffer facts;
     Targets targets;
     Table table, found = {0, NULL};
@@ -1745,18 +1832,21 @@ static PyObject *gather_rows(PyObject *self, PyObject *args)
         state = find_rows(&found, &facts, column);
     }
     if (numbers && fits && state == COPIED && targets.size) {
+        count = cut_rows(NULL, &targets, numbers, fields, rows);
+        if (!(pieces = PyMem_Malloc((size_t)count * sizeof *pieces)))
+            PyErr_NoMemory();
+    }
+    if (pieces) {
+        cut_rows(pieces, &targets, numbers, fields, rows);
         PyThreadState *let_go = targets.size >= WORTH_LETTING_GO ? PyEval_SaveThread() : NULL;
-        for (Py_ssize_t n = 0; n < fields; n++) {
-            const Py_buffer *own = targets.held + n * parts;
-            const int64_t *from = numbers + 2 * rows * n;
-            for (Py_ssize_t part = 0, size = bytes_of(own, parts) / rows; size && part < parts; part++) {
-                const Py_ssize_t some = own[part].len / size;
-                copy_each(own[part].buf, from, some, NULL, size);
-                from += some;
-            }
-        }
+        if (helpers && targets.size >= WORTH_HELP)
+            copy_together(helpers, pieces, count);
+        else
+            for (int64_t n = 0; n < count; n++)
+                copy_each(pieces[n].to, pieces[n].from, pieces[n].rows, NULL, pieces[n].size);
         if (let_go)
             PyEval_RestoreThread(let_go);
+        PyMem_Free(pieces);
     }
     found.numbers = numbers;
     if (!fits && !PyErr_Occurred())
@@ -1769,6 +1859,9 @@ no_targets:
     PyMem_Free(table.numbers);
     return PyErr_Occurred() ? NULL : PyLong_FromLong(state);
 }
+
+static PyObject *gather_rows(PyObject *self, PyObject *args) { return gather(NULL, args); }
+static PyObject *loads_gather_rows(Loads *self, PyObject *args) { return gather(self, args); }
 
 /* (addresses, sizes) of the arguments, no size below 0; 0 on success. */
 static int copy_spans_of(PyObject *args, Table *table)

@@ -51,8 +51,8 @@ class Loads:
     def advance(self, step: int, /) -> None:
         """Steps before it are over: the memory that they used may be written to."""
 
-    def drop(self) -> int:
-        """Forget all jobs; the number of the first that was not begun."""
+    def drop(self) -> tuple[int, list[int]]:
+        """Forget all jobs: the number of the first that was not begun, and what is `running` at that moment."""
 
     def running(self) -> list[int]:
         """Slots that forgotten jobs still write to."""
@@ -65,6 +65,17 @@ class Loads:
 
     def take_times(self) -> bytes:
         """(n, 2) int64: block and nanoseconds of what was loaded since the last call."""
+
+    def gather_rows(
+        self,
+        targets: list[NDArray[Any]],
+        facts: Int64s,
+        which: Int64s,
+        row: Int64s,
+        columns: tuple[int, ...],
+        /,
+    ) -> int:
+        """As the function; threads that have nothing to load copy some of the rows."""
 
     def release(self, number: int, slot: int, /) -> None:
         """What a job has read is needed no more: objects that are in its slot still are no longer held."""

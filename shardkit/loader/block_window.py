@@ -53,7 +53,7 @@ class WindowCounts:
     """Counters of one window; plain numbers, read without a lock."""
 
     block_loads: int = 0
-    block_reloads: int = 0  # of blocks that this loop had already and dropped for want of room
+    block_reloads: int = 0  # of blocks that this epoch had already and dropped for want of room
     block_uses: int = 0
     bytes_loaded: int = 0
     evictions: int = 0
@@ -68,7 +68,7 @@ class _Slot:
     block: int = _NOBODY  # that is there, or is planned last
     last: int = -1  # the last planned step that needs it
     job: int = -1  # that loads it
-    used_in: int = 0  # the last loop that needs it
+    used_in: int = 0  # the last epoch that needs it
     cost: int = 0  # bytes that count
     capacity: int = 0  # of its own memory; 0 where blocks bring theirs
     loan: Loan | None = None
@@ -120,7 +120,7 @@ class GroupBlocks:
         """Rows of these steps, which are over then: as `RowAddresses.take` cuts them."""
         with self._window.in_use:
             self._check()
-            found = rows.take(self._window.facts, borders)
+            found = rows.take(self._window.facts, borders, self._window.loads)
             self._window.advance(self._origin + steps.stop)
         return found
 
@@ -146,7 +146,7 @@ class BlockWindow:
     def __init__(
         self, source: BlockSource, loads: Any, memory: BlockMemory, budget: int, threads: int, width: int
     ) -> None:
-        self._source, self._loads, self._memory = source, loads, memory
+        self._source, self.loads, self._memory = source, loads, memory
         self._budget = budget
         self._lock = threading.Lock()  # of what follows
         self._slots: list[_Slot] = []
@@ -157,9 +157,9 @@ class BlockWindow:
         ] = []  # step, once which is over job, slot and memory go
         self._bytes = self._planned = self._now = 0
         self._added = self._nobodys = 0  # jobs so far, and those of loops that are over
-        self.loop = 0
-        self._dropped: dict[int, int] = {}  # after this loop has used them: bytes it had loaded by then
-        self._loop_bytes = 0
+        self.loop = self._epoch = 0
+        self._dropped: dict[int, int] = {}  # after this epoch has used them: bytes it had loaded by then
+        self._epoch_bytes = 0
         self._counts = WindowCounts()
         self.count_anew()
         self.facts: Int64s = np.zeros((0, width), np.int64)
@@ -200,7 +200,7 @@ class BlockWindow:
     @property
     def counts(self) -> WindowCounts:
         """What was loaded so far."""
-        _, loads, num_bytes, seconds = self._loads.counts()
+        _, loads, num_bytes, seconds = self.loads.counts()
         own = self._counts
         return WindowCounts(own.block_loads + loads, own.block_reloads, own.block_uses, own.bytes_loaded + num_bytes,
                             own.evictions, own.load_s + seconds, own.peak_bytes)  # fmt: skip
@@ -208,7 +208,7 @@ class BlockWindow:
     def is_loaded(self, block: int) -> bool:
         """Whether a block is in memory; one that still waits for its turn to be loaded is not."""
         slot = self._slot_of.get(block)
-        return slot is not None and self._slots[slot].job < self._loads.counts()[0]
+        return slot is not None and self._slots[slot].job < self.loads.counts()[0]
 
     # ---- what steps need
 
@@ -238,7 +238,7 @@ class BlockWindow:
             there, missing = np.flatnonzero(found >= 0), np.flatnonzero(found < 0)
             for slot, step in zip(found[there].tolist(), last[there].tolist(), strict=True):
                 one = slots[slot]
-                one.last, one.used_in = step, self.loop
+                one.last, one.used_in = step, self._epoch
             wanted = _Wanted(
                 group.blocks[missing],
                 sizes[missing],
@@ -290,7 +290,7 @@ class BlockWindow:
                 slot = self._new_slot(capacity, cost, after)
                 heappush(same[capacity], free_again | slot)
                 one = slots[slot]
-            one.block, one.last, one.used_in = block, last, self.loop
+            one.block, one.last, one.used_in = block, last, self._epoch
             self._slot_of[block] = slot
             chosen.append(slot)
             addresses.append(0 if one.loan is None else one.loan.address)
@@ -306,7 +306,7 @@ class BlockWindow:
         last = np.array([one.last for one in self._slots], np.int64)
         capacity = np.array([one.capacity for one in self._slots], np.int64)
         used = (capacity > 0) | (np.array([one.cost for one in self._slots], np.int64) > 0)
-        used[self._loads.running()] = False
+        used[self.loads.running()] = False
         keys = last + 1 << _SLOT_BITS | np.arange(len(last))
         # what is sorted is a heap
         return {
@@ -340,7 +340,7 @@ class BlockWindow:
     def _let_go(self) -> None:
         for step, job, slot, _ in self._leaving:
             if step <= self._now:
-                self._loads.release(job, slot)
+                self.loads.release(job, slot)
         self._leaving = [one for one in self._leaving if one[0] > self._now]
 
     def _new_slot(self, capacity: int, cost: int, after: int) -> int:
@@ -352,7 +352,7 @@ class BlockWindow:
             self._slots.append(_Slot())
             if slot >= len(self.facts):
                 facts = np.zeros((max(1024, 2 * len(self.facts)), self.facts.shape[1]), np.int64)
-                self._loads.set_table(facts)
+                self.loads.set_table(facts)
                 self.facts = facts
         one = self._slots[slot]
         one.capacity, one.cost = capacity, cost
@@ -366,8 +366,8 @@ class BlockWindow:
             return
         del self._slot_of[slot.block]
         self._counts.evictions += 1
-        if slot.used_in == self.loop:
-            self._dropped[slot.block] = self._loop_bytes
+        if slot.used_in == self._epoch:
+            self._dropped[slot.block] = self._epoch_bytes
         slot.block = _NOBODY
 
     def _dispose(self, key: int) -> int:
@@ -378,7 +378,7 @@ class BlockWindow:
         if free_at > self._now:
             self._leaving.append((free_at, one.job, key & _SLOT_MASK, (one.loan, one.keep)))
         else:
-            self._loads.release(one.job, key & _SLOT_MASK)
+            self.loads.release(one.job, key & _SLOT_MASK)
         one.loan, one.keep, one.cost, one.capacity = None, None, 0, 0
         heappush(self._spare, key)
         return free_at
@@ -392,7 +392,7 @@ class BlockWindow:
         steps = max(1, _BLOCKS_AT_ONCE * int(first[-1] - first[0] + 1) // len(first))
         jobs[:, AFTER] = np.minimum(-(-after // steps) * steps, first)
         jobs[:, SLOT] = slots
-        number = int(self._loads.add(jobs))
+        number = int(self.loads.add(jobs))
         for n, slot in enumerate(slots.tolist(), number):
             self._slots[slot].job = n
         self._added = number + len(first)
@@ -401,7 +401,7 @@ class BlockWindow:
     def wait_for(self, jobs: int, timeout_s: float, on_stall: Callable[[float], None]) -> int:
         """Until the first so many jobs are done; how many are."""
         started = time.perf_counter()
-        while (done := self._loads.wait(jobs, timeout_s)) == -1:
+        while (done := self.loads.wait(jobs, timeout_s)) == -1:
             on_stall(time.perf_counter() - started)
         if done < 0:
             raise UsageError(_CLOSED)
@@ -410,7 +410,7 @@ class BlockWindow:
     def advance(self, step: int) -> None:
         """Steps before this one are over."""
         self._now = step
-        self._loads.advance(step)
+        self.loads.advance(step)
         if self._leaving:
             with self._lock:
                 self._let_go()
@@ -425,12 +425,12 @@ class BlockWindow:
 
     def longest_load(self) -> tuple[int, float] | None:
         """What has been loading for the longest time: a block, and for how many seconds."""
-        found: tuple[int, float] | None = self._loads.longest()
+        found: tuple[int, float] | None = self.loads.longest()
         return found
 
     def _load(self) -> None:
         """A thread's life: it comes here only for blocks that need Python."""
-        while (job := self._loads.work()) is not None:
+        while (job := self.loads.work()) is not None:
             self._load_one(*job)
             del job
 
@@ -447,7 +447,7 @@ class BlockWindow:
                 self._failed[number] = slot, error
             if columns is not None:
                 self._note_read(self._slots[slot], number, (size, taken), time.perf_counter() - started)
-        self._loads.finish(number, slot, facts)
+        self.loads.finish(number, slot, facts)
 
     def _note_read(self, slot: _Slot, number: int, sizes: tuple[int, int], seconds: float) -> None:
         """From what a block could at most have been to what it is."""
@@ -463,28 +463,33 @@ class BlockWindow:
     # ---- loops
 
     def count_anew(self) -> None:
-        """From here on, what this loop asks for."""
-        self.loop_loads = self.loop_reloads = 0
-        self.loop_soon_again = 0  # of these what twice the budget would have kept
+        """From here on, what this epoch asks for."""
+        self.epoch_loads = self.epoch_reloads = 0
+        self.epoch_soon_again = 0  # of these what twice the budget would have kept
 
     def _count(self, wanted: _Wanted) -> None:
         blocks = wanted.block.tolist() if self._dropped else ()
         dropped_at = [self._dropped[block] for block in blocks if block in self._dropped]
         self._counts.block_reloads += len(dropped_at)
-        self.loop_reloads += len(dropped_at)
-        self.loop_soon_again += sum(self._loop_bytes - at < self._budget for at in dropped_at)
-        self.loop_loads += len(wanted.block)
-        self._loop_bytes += int(wanted.size.sum())
+        self.epoch_reloads += len(dropped_at)
+        self.epoch_soon_again += sum(self._epoch_bytes - at < self._budget for at in dropped_at)
+        self.epoch_loads += len(wanted.block)
+        self._epoch_bytes += int(wanted.size.sum())
 
     def begin_loop(self) -> int:
         """What is admitted from now on is for another loop, of this number; the one before it has ended."""
         with self.in_use, self._lock:
             self._end()
             self.loop += 1
-            self._dropped.clear()
-            self._loop_bytes = 0
-            self.count_anew()
             return self.loop
+
+    def begin_epoch(self) -> None:
+        """What is admitted from now on is for another epoch: a block that is loaded for both is not loaded again."""
+        with self._lock:
+            self._epoch += 1
+            self._dropped.clear()
+            self._epoch_bytes = 0
+            self.count_anew()
 
     def mean_block(self) -> float:
         """Bytes of a block, of those that are there."""
@@ -502,13 +507,13 @@ class BlockWindow:
     def _end(self) -> None:
         self._drop()
         self._now = self._planned
-        self._loads.advance(self._planned)
+        self.loads.advance(self._planned)
         self._let_go()
 
     def _drop(self) -> None:
         """What was not loaded is not there, and nobody waits for it any more."""
-        begun = self._loads.drop()
-        lost = {*self._loads.running(), *(slot for slot, _ in self._failed.values())}
+        begun, running = self.loads.drop()
+        lost = {*running, *(slot for slot, _ in self._failed.values())}
         self._nobodys = self._added
         for number, slot in enumerate(self._slots):
             if slot.block != _NOBODY and (slot.job >= begun or number in lost):
@@ -518,12 +523,12 @@ class BlockWindow:
 
     def close(self) -> None:
         """Cancel what has not begun, wait for what has, drop everything; may be called twice."""
-        self._loads.close()
+        self.loads.close()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
         with self.in_use, self._lock:
-            self._loads.leave()
+            self.loads.leave()
             self._bytes = 0
             self._slots.clear()
             self._slot_of.clear()

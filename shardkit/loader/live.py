@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections import Counter
@@ -85,6 +86,7 @@ class Steps:
         lanes: whose cells they are.
         counts: of the loop; a step counts when it is taken, not when it is looked at.
         to_device: makes of the steps of the pipeline those that are taken.
+        goes_on: the pipeline has those of the next epoch behind them.
     """
 
     def __init__(
@@ -94,12 +96,21 @@ class Steps:
         lanes: list[int],
         counts: LoaderCounts,
         to_device: Callable[[Pipeline], Iterator[StepBatches]] = iter,
+        *,
+        goes_on: bool = False,
     ) -> None:
         self.pipeline, self.numbers, self.lanes, self.counts = pipeline, numbers, lanes, counts
+        self.goes_on = goes_on
         self._steps = to_device(pipeline)
         self._next: StepBatches | None = None
         self._waited_s = 0.0  # for the next one
         self._error: Exception | None = None
+
+    def following(self, numbers: range) -> Steps:
+        """Those of the next epoch, of which the pipeline may have read some."""
+        more = copy.copy(self)
+        more.numbers, more.counts = numbers, LoaderCounts()
+        return more
 
     def peek(self) -> StepBatches | None:
         """The next step; None where there is none, or where the pipeline was closed."""
@@ -163,7 +174,8 @@ class Loop(Iterator[Batch]):
     def close(self) -> None:
         """Leave the loop here: nothing is read for it any more; may be called twice."""
         self.ended_by = self.ended_by or "it was closed"
-        self.steps.pipeline.close()
+        if self.left:
+            self.steps.pipeline.close()
 
     @property
     def is_under_way(self) -> bool:

@@ -106,6 +106,7 @@ class Loader:
         self.slots: SharedSlots | None = None  # the same, for blocks of local files
         self.mean_block_bytes = sources.mean_block_bytes
         self.allocate: Allocate = np.empty  # the arrays of batches; of the loops that begin after it was set
+        self.reads_on = config.stride == 1  # of the next epoch while the last steps of one are worked
         if self._device is not None and self._device.type != "cpu":
             from shardkit.loader.device import pinned
 
@@ -191,6 +192,7 @@ class Loader:
             self._rebalancer.seek(start)
             self.live.lanes = self._rebalancer.lanes_now()
         self.live.begin_loop(steps.counts, steps.pipeline)
+        steps.pipeline.begin_epoch(steps.counts)
         loop = Loop(self._hand_out, self._finish, steps, stop)
         self._loop = weakref.ref(loop)
         return loop
@@ -229,14 +231,22 @@ class Loader:
         return self._ahead
 
     def _open_steps(self, numbers: range, lanes: list[int], counts: LoaderCounts) -> Steps:
-        resources = self._open_resources()
+        resources, goes_on = self._open_resources(), self.reads_on
         if resources.remote is not None and numbers:
             resources.remote.start(numbers.start, lanes, resources.window.is_loaded)
         resources.memory = max(resources.memory, self.memory_needed)  # lanes may have come
+        epochs = _and_after(numbers, self.plan) if goes_on else iter([numbers])
         pipeline = Pipeline(
-            self._setup, resources, numbers, lanes, counts, self.allocate, self.live.chosen_prefetch
+            self._setup, resources, epochs, lanes, counts, self.allocate, self.live.chosen_prefetch
         )
-        return Steps(pipeline, numbers, lanes, counts, self._to_device)
+        return Steps(pipeline, numbers, lanes, counts, self._to_device, goes_on=goes_on)
+
+    def _end_epoch(self, loop: Loop) -> None:
+        """The last step of a loop is handed out; what the pipeline reads of the next epoch is that of the next loop."""
+        self._start, steps = loop.stop, loop.steps
+        steps.pipeline.end_epoch()
+        if steps.goes_on:
+            self._ahead = steps.following(range(loop.stop, self.plan.epoch_bounds(loop.stop)[1]))
 
     def _to_device(self, pipeline: Pipeline) -> Iterator[StepBatches]:
         config, steps = self._setup.config, iter(pipeline)
@@ -275,7 +285,7 @@ class Loader:
         loop.left = loop.left[1:]
         self._record(one, last=not loop.left)
         if not loop.left:
-            self._start = loop.stop
+            self._end_epoch(loop)
         self.live.handed_out = one.step + 1
         self.live.cells += len(self.lanes)
         self._with_trainer = loop.steps.counts
@@ -319,7 +329,8 @@ class Loader:
 
     def _finish(self, loop: Loop) -> None:
         self._came_back(loop)
-        loop.steps.take()  # there is none: the pipeline ends
+        if not loop.steps.goes_on:
+            loop.steps.take()  # there is none: the pipeline ends
         if loop.ended_by is None:
             self._start = loop.stop  # where this loader had no step of the epoch
 
@@ -504,6 +515,13 @@ class Loader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _and_after(numbers: range, plan: Plan) -> Iterator[range]:
+    """These steps of an epoch, and all of each that follows."""
+    while True:
+        yield numbers
+        numbers = range(numbers.stop, plan.epoch_bounds(numbers.stop)[1])
 
 
 def _fields_of(sources: Sources, config: LoaderConfig) -> list[str]:

@@ -92,11 +92,11 @@ class StepBatches(NamedTuple):
 
 
 class Pipeline:
-    """One pass over some steps.
+    """Steps of one epoch after the other: those of the next are read while the last of one are worked.
 
     Args:
         setup, resources: of the loader.
-        numbers: the steps, ascending.
+        epochs: the steps of each, ascending; asked for when those before it are planned.
         lanes: whose cells they are.
         counts: where time goes.
         allocate: makes the arrays of batches.
@@ -107,7 +107,7 @@ class Pipeline:
         self,
         setup: LoaderSetup,
         resources: LoaderResources,
-        numbers: range,
+        epochs: Iterator[range],
         lanes: Sequence[int],
         counts: LoaderCounts,
         allocate: Allocate,
@@ -132,11 +132,12 @@ class Pipeline:
         self._ended: float | None = None
         self._current: StepGroup | None = None  # the group that is gathered or waited for
         self._loop = resources.window.begin_loop()
-        self._groups = self._behind("plan", self._planned(numbers), _GROUPS_AHEAD, "plan")
+        self._groups = self._behind("plan", self._planned(epochs), _GROUPS_AHEAD, "plan")
         self._ahead: _Background[StepBatches] | None = None
         if self._prefetch:
             self._ahead = self._behind("assembly", self._steps(), self._prefetch, "assemble")
         self._output: Iterator[StepBatches] = self._steps() if self._ahead is None else self._ahead
+        resources.close_pipeline = self.close
 
     def _steps_ahead(self, changed: int) -> int:
         """How many finished steps may wait; 0 where each is gathered in the trainer's own `next`."""
@@ -174,9 +175,17 @@ class Pipeline:
         finally:
             self.close()
 
+    def begin_epoch(self, counts: LoaderCounts) -> None:
+        """Count anew: the steps of another epoch are asked for from now on."""
+        self._counts, self._started, self._ended = counts, time.perf_counter(), None
+
+    def end_epoch(self) -> None:
+        """All steps of an epoch were handed out; what was read of the next one waits."""
+        self._ended = time.perf_counter()
+
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the start, or until the end."""
+        """Seconds since the start of the epoch, or until its end."""
         return (self._ended or time.perf_counter()) - self._started
 
     @property
@@ -224,26 +233,28 @@ class Pipeline:
 
     # ---- plan and load
 
-    def _planned(self, left: range) -> Iterator[GroupBlocks]:
+    def _planned(self, epochs: Iterator[range]) -> Iterator[GroupBlocks]:
         """Groups of steps, handed on before their blocks are loaded.
 
         These are loaded while the steps are worked: as early as there is room, in the order of first need.
         """
-        most, size = (
-            most_steps(self._rows_per_step, self._bytes_per_step),
-            1,
-        )  # the first batch waits for one step
-        while left and not self._stopping.is_set():
-            started = time.perf_counter()
-            planned: StepGroup | None = self._plan(left[:size])
-            self._counts.plan_s += time.perf_counter() - started
-            left, size = left[size:], min(most, 4 * size)
-            while planned is not None and not self._stopping.is_set():
+        most = most_steps(self._rows_per_step, self._bytes_per_step)
+        size = 1  # the first batch waits for one step
+        for left in epochs:
+            self._resources.window.begin_epoch()
+            while left and not self._stopping.is_set():
                 started = time.perf_counter()
-                admitted, planned = self._admit(planned)
+                planned: StepGroup | None = self._plan(left[:size])
                 self._counts.plan_s += time.perf_counter() - started
-                self._watchdog.admitted()
-                yield admitted
+                left, size = left[size:], min(most, 4 * size)
+                while planned is not None and not self._stopping.is_set():
+                    started = time.perf_counter()
+                    admitted, planned = self._admit(planned)
+                    self._counts.plan_s += time.perf_counter() - started
+                    self._watchdog.admitted()
+                    yield admitted
+            if self._stopping.is_set():
+                return
 
     def _plan(self, numbers: range) -> StepGroup:
         plan, times = self._setup.plan, self._resources.times

@@ -93,14 +93,25 @@ class Loads:
             if self._may_begin():
                 self._changed.notify_all()
 
-    def drop(self) -> int:
+    def drop(self) -> tuple[int, list[int]]:
         with self._changed:
             begun, self._prefix = self._next, self._end
             self._next = self._dropped = self._end
             self._jobs, self._done = [], set()
             self._drops += 1
             self._changed.notify_all()
-            return begun
+            return begun, [slot for _, slot, _ in self._began.values()]
+
+    def gather_rows(
+        self,
+        targets: list[NDArray[Any]],
+        facts: Int64s,
+        which: Int64s,
+        row: Int64s,
+        columns: tuple[int, ...],
+        /,
+    ) -> int:
+        return gather_rows(targets, facts, which, row, columns)
 
     def running(self) -> list[int]:
         with self._changed:

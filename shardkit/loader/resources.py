@@ -6,7 +6,7 @@ import math
 import os
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -78,6 +78,7 @@ class LoaderResources:
         start = memory if self._fills or self._bound is None else needed
         reader = (self.remote or sources).reader
 
+        self.close_pipeline: Callable[[], None] = lambda: None  # the last that was opened
         self.watch: RunWatch | None = None
         self.times: BlockTimes | None = None
         self._memory = BlockMemory(start)
@@ -175,6 +176,7 @@ class LoaderResources:
         """End all of it; may be called twice, and in a forked child does nothing."""
         if self.process != os.getpid():
             return
+        self.close_pipeline()  # while there are threads: the interpreter ends them at exit, whatever locks they hold
         if self.watch is not None:
             self.watch.close()
         if self.remote is not None:
@@ -252,8 +254,8 @@ class Watchdog:
         """
         resources, settings = self._resources, self._setup.plan.settings
         window, told = resources.window, resources.told
-        full, loads = settings.shuffle == "full", window.loop_loads
-        again = window.loop_reloads if full else window.loop_soon_again
+        full, loads = settings.shuffle == "full", window.epoch_loads
+        again = window.epoch_reloads if full else window.epoch_soon_again
         if "rereading" in told or loads < _LOADS_BEFORE_ROOM or 2 * again < loads:
             return
         budget = window.budget
@@ -278,7 +280,7 @@ class Watchdog:
             )
         warnings.warn(
             f"shardkit: memory={_in_mib(budget)!r} is too little: of {loads} blocks that were read, {again} had been "
-            f"read and dropped before in the same loop; {advice}",
+            f"read and dropped before in the same epoch; {advice}",
             RuntimeWarning,
             stacklevel=2,
         )

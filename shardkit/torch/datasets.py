@@ -138,6 +138,7 @@ class PlanDataset(IterableDataset[Batch]):
             if get_worker_info() is not None:
                 loader.allocate = Outbox(self._log.token).empty
                 loader.shared, loader.slots = (self._shared, self._slots) if workers > 1 else (None, None)
+            loader.reads_on = False  # it ends with this loop
             loader.seek(steps.start)
             for batch in loader:
                 step = _step_of(batch)

@@ -269,7 +269,7 @@ def test_jobs_that_are_dropped_are_nobodys(rows: Any) -> None:
     assert [one[:3] for one in begun] == [(0, 0, 10), (1, 1, 11)]
     assert loads.longest()[0] == 10
     assert loads.wait(1, 0.01) == -1
-    assert loads.drop() == 2
+    assert loads.drop() == (2, [0, 1])  # both as of one moment: who ends between them has written no facts
     assert sorted(loads.running()) == [0, 1]
     assert loads.add(jobs[3:]) == 5
     loads.finish(0, 0, None)
@@ -375,6 +375,32 @@ def test_rows_are_gathered_where_all_are_there_to_be_copied(rows: Any) -> None:
     assert gather([], []) == []
     for which, row in ((0, 10), (0, -1), (1, 5), (2, 0)):  # past either end; decimal texts
         assert gather([1, which], [1, row]) is None
+
+
+@pytest.mark.parametrize("rows", [block_rows, plain_rows], ids=["compiled", "in Python"])
+@pytest.mark.parametrize("threads", [0, 3])
+def test_threads_without_a_job_help_to_copy(rows: Any, threads: int) -> None:
+    """Rows of a megabyte and more, and of less, of fields of several sizes: each lands where it belongs, once."""
+    draw = np.random.default_rng(threads)
+    sizes = [200_001, 24_000, 8, 96]  # bytes of a row: longer than a piece, and not
+    values = [draw.integers(0, 256, (12, size), dtype=np.uint8) for size in sizes]
+    facts = np.array([[12, *(n for one in values for n in (_address(one), 0, 0, one.shape[1]))]], np.int64)
+    loads = rows.Loads(facts.shape[1])
+    helping = [threading.Thread(target=loads.work) for _ in range(threads)]
+    for thread in helping:
+        thread.start()
+    for count in (1, 40, 7, 120) * 3:
+        row = draw.integers(0, 12, count)
+        cut = int(draw.integers(0, count + 1))
+        targets = [np.empty((len(part), size), np.uint8) for size in sizes for part in (row[:cut], row[cut:])]
+        state = loads.gather_rows(targets, facts, np.zeros(count, np.int64), row, (0, 1, 2, 3))
+        assert state == rows.COPIED
+        for field, one in enumerate(values):
+            assert np.array_equal(np.concatenate(targets[2 * field : 2 * field + 2]), one[row])
+    loads.close()
+    for thread in helping:
+        thread.join(30)
+        assert not thread.is_alive()
 
 
 DECIMALS = st.integers(-(10**18) + 1, 10**18 - 1).map(lambda value: b"%d" % value)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -149,6 +152,93 @@ def test_a_loop_that_failed_does_not_end_as_if_it_were_complete(ds: shardkit.Dat
             with pytest.raises(RunError, match="the transform failed on sample"):
                 next(loop)
         assert loader.state_dict()["step"] == 3
+
+
+# from one epoch to the next
+
+
+def _large(root: Path) -> shardkit.Dataset:
+    """125 blocks, of which a loader's windows hold some 16."""
+    with shardkit.create(str(root), schema={"x": "int64[1024]"}, block_size="64KiB") as writer:
+        for n in range(1000):
+            writer.add({"x": np.arange(n, n + 1024)})
+    return shardkit.open(str(root))
+
+
+def _until(is_so: Callable[[], bool]) -> bool:
+    ends = time.monotonic() + 30
+    while not is_so() and time.monotonic() < ends:
+        time.sleep(0.01)
+    return is_so()
+
+
+def test_the_next_epoch_is_read_before_it_is_asked_for(tmp_path: Path) -> None:
+    ds = _large(tmp_path / "large")
+    plan = ds.plan(global_batch=20, lanes=1, window_blocks=4)
+
+    def rows(loader: Any) -> list[int]:
+        return [int(row) for batch in loader for row in batch["x"][:, 0]]
+
+    with ds.loader(plan, tensors=False) as loader:
+        first, blocks = rows(loader), ds.rows.blocks
+        assert loader.memory_needed < blocks * 2**16 // 4  # most have to be loaded again
+        assert _until(lambda: loader.stats()["block_loads"] > blocks)
+        elapsed = loader.stats()["elapsed_s"]
+        assert loader.stats()["elapsed_s"] == elapsed  # that of the epoch
+        assert loader.stats()["steps"] == len(loader)
+        second = rows(loader)
+        assert sorted(first) == sorted(second) == list(range(1000))
+        assert loader.stats()["steps"] == len(loader)
+        assert loader.stats()["block_reloads"] == 0  # once in each epoch, and not again in the same
+        loader.seek(0)
+        assert [rows(loader), rows(loader)] == [first, second]
+
+
+def test_a_loop_that_is_over_takes_nothing_from_the_next(ds: shardkit.Dataset) -> None:
+    expected = list(range(2 * STEPS))
+    with ds.loader(_plan(ds), tensors=False) as loader:
+        loop = iter(loader)
+        seen = [batch.step for batch in loop]
+        assert next(loop, None) is None
+        loop.close()
+        assert loader.peek().step == STEPS
+        loop.close()
+        assert seen + [batch.step for batch in loader] == expected
+        assert next(loop, None) is None
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_loops_that_are_left_at_any_step_leave_no_block_half_known(
+    ds: shardkit.Dataset, data: st.DataObject
+) -> None:
+    """A block that was being loaded when a loop was left is loaded again, or is whole."""
+    draws = st.tuples(st.integers(0, 2 * STEPS), st.integers(1, STEPS))
+    with ds.loader(_plan(ds), tensors=False, prefetch=data.draw(st.sampled_from([None, 0, 2]))) as loader:
+        for start, most in data.draw(st.lists(draws, min_size=2, max_size=8)):
+            loader.seek(start)
+            for taken, batch in enumerate(loader, 1):
+                assert batch["x"][:, 0].tolist() == [int(ds[one]["x"][0]) for one in batch.samples.tolist()]
+                if taken == most:
+                    break
+
+
+_EPOCH = """
+import shardkit, sys
+ds = shardkit.open(sys.argv[1])
+loader = ds.loader(ds.plan(global_batch=20, lanes=1, window_blocks=4), tensors=False)
+print(sum(len(batch.samples) for batch in loader))
+"""
+
+
+def test_a_program_ends_that_leaves_its_loader_open(tmp_path: Path) -> None:
+    _large(tmp_path / "large")
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, "-c", _EPOCH, str(tmp_path / "large")],
+            capture_output=True, text=True, timeout=60, check=True,
+        )  # fmt: skip
+        assert (done.stdout, done.stderr) == ("1000\n", "")
 
 
 # looking at the next batch

@@ -45,7 +45,9 @@ def test_batches_are_pinned_ahead_of_the_trainer_where_cuda_is_in_use(
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     batches, ahead = _batches(root)
     assert ahead == 4  # so that the copy to the device has something to overlap with
-    assert len(pinned) == 2 * len(batches) == 2 * len(plain)  # the field, and the samples' numbers
+    assert len(batches) == len(plain)
+    more = len(pinned) - 2 * len(batches)  # the field, and the samples' numbers
+    assert 0 <= more <= 2 * (ahead + 2)  # of the next epoch
     addresses = {tensor.data_ptr() for tensor in pinned}
     for batch, expected in zip(batches, plain, strict=True):
         assert batch["x"].data_ptr() in addresses

@@ -80,7 +80,7 @@ class _Facts(RowAddresses):
     def __init__(self, which: Any) -> None:
         self._which = which
 
-    def take(self, facts: Any, borders: Sequence[int]) -> list[dict[str, Any]]:
+    def take(self, facts: Any, borders: Sequence[int], copier: Any = None) -> list[dict[str, Any]]:
         return [{"blocks": set(facts[self._which[a:b], 0].tolist())} for a, b in pairwise(borders)]
 
 
@@ -155,7 +155,7 @@ class _Contents(RowAddresses):
     def __init__(self, which: Any) -> None:
         self._which = which
 
-    def take(self, facts: Any, borders: Sequence[int]) -> list[dict[str, Any]]:
+    def take(self, facts: Any, borders: Sequence[int], copier: Any = None) -> list[dict[str, Any]]:
         rows = [facts[self._which[a:b]].tolist() for a, b in pairwise(borders)]
         return [{"blocks": {string_at(*one) for one in some}} for some in rows]
 
@@ -340,19 +340,20 @@ def test_a_loaded_block_takes_what_it_is_and_not_what_it_could_have_been() -> No
     window.close()
 
 
-def test_only_what_the_same_loop_had_is_counted_as_loaded_again() -> None:
+def test_only_what_the_same_epoch_had_is_counted_as_loaded_again() -> None:
     window = window_of(Blocks(), budget=10, threads=1)
 
     def use(blocks: range) -> tuple[int, int]:
         for block in blocks:
             assert [*work(window, [[block]])] == [{block}]
-        return window.loop_loads, window.loop_reloads
+        return window.epoch_loads, window.epoch_reloads
 
     window.begin_loop()
+    window.begin_epoch()
     assert use(range(20)) == (20, 0)
     assert use(range(10)) == (30, 10)
     assert use(range(4, 10)) == (30, 10)  # these are there
-    window.begin_loop()
+    window.begin_epoch()
     assert use(range(10, 20)) == (10, 0)  # it was the loop before that had dropped them
     assert use(range(4)) == (14, 0)
     assert use(range(10, 20)) == (24, 10)  # each takes the place of the next
