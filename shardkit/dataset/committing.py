@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
@@ -334,6 +333,9 @@ _SMALL_BYTES = 4 * 2**20
 # that is touched for the first time costs more than a copy.
 _RANGE_BYTES = 128 * 2**10
 _MIN_GATHER_BYTES = 8 * 2**20
+_TOGETHER_BYTES = (
+    2**20
+)  # of payloads: a few numpy calls for blocks of a few rows would take longer than their bytes
 
 GATHER_BYTES = 128 * 2**20
 """Records held in memory at a time, at most; a block that is larger is held whole."""
@@ -350,7 +352,7 @@ def write_shard(
 ) -> ShardRecord:
     """Write and publish one shard and its index; what is published already is left as it is.
 
-    `gather_bytes` of scratch are in memory at a time; `on_block` is told (rows, payload bytes) after each block.
+    `gather_bytes` of scratch are in memory at a time; `on_block` is told (rows, payload bytes) after a few blocks.
 
     Raises:
         StoreError: the store or the scratch disk fails; nothing torn is published.
@@ -429,7 +431,7 @@ def publish_shard(
 
 
 def _blocks(reader: ScratchReader, rows: ShardRows, gather_bytes: int) -> Iterator[tuple[RowBlock, int]]:
-    """The rows of each block in turn, and the bytes of their payloads; blocks restart at segment borders."""
+    """The rows of a few blocks in turn, and the bytes of their payloads; blocks restart at segment borders."""
     borders = block_starts(rows.segment_rows.tolist(), rows.block_rows)
     gather_bytes = min(gather_bytes, max(_MIN_GATHER_BYTES, _num_runs(rows) * _RANGE_BYTES))
     size_before = np.concatenate([[0], np.cumsum(rows.records.length)])[borders]
@@ -439,11 +441,24 @@ def _blocks(reader: ScratchReader, rows: ShardRows, gather_bytes: int) -> Iterat
         last = max(first + 1, int(np.searchsorted(size_before, limit, side="right")) - 1)
         begin, end = int(borders[first]), int(borders[last])
         held = reader.read(rows.records[begin:end], rows.ordinal[begin:end])
-        for start, stop in pairwise(borders[first : last + 1].tolist()):
-            stratum = rows.stratum[start:stop] if rows.stratum is not None else None
-            inside = (start - begin, stop - begin)
-            yield held.block(*inside, stratum), held.payload_bytes(*inside)
+        inside = borders[first : last + 1] - begin
+        for part, size in _encoded_together(inside, held.payload_bytes[inside]):
+            start, stop = int(part[0]), int(part[-1])
+            stratum = rows.stratum[begin + start : begin + stop] if rows.stratum is not None else None
+            yield held.block(start, stop, stratum, ends=(part[1:] - start).tolist()), size
         del held  # the reader may need another buffer
+        first = last
+
+
+def _encoded_together(
+    borders: NDArray[np.int64], bytes_before: NDArray[np.int64]
+) -> Iterator[tuple[NDArray[np.int64], int]]:
+    """Borders of blocks in parts of a few, or of one that is large, and the bytes of each part."""
+    first = 0
+    while first < len(borders) - 1:
+        limit = bytes_before[first] + _TOGETHER_BYTES
+        last = max(first + 1, int(np.searchsorted(bytes_before, limit, side="right")) - 1)
+        yield borders[first : last + 1], int(bytes_before[last] - bytes_before[first])
         first = last
 
 

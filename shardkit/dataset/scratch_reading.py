@@ -447,9 +447,18 @@ class HeldRecords:
         self._start = before[:, None] + np.cumsum(sizes, axis=1) - sizes
 
     def block(
-        self, start: int, stop: int, stratum: NDArray[np.int32] | None = None, *, payloads: bool = True
+        self,
+        start: int,
+        stop: int,
+        stratum: NDArray[np.int32] | None = None,
+        *,
+        payloads: bool = True,
+        ends: Sequence[int] = (),
     ) -> RowBlock:
-        """Rows ``start`` … ``stop`` − 1 with the stratum of each, if they have any; without columns, if so wished."""
+        """Rows ``start`` … ``stop`` − 1 with the stratum of each, if they have any; without columns, if so wished.
+
+        `ends`, counted from `start`, are those of their blocks where they are several.
+        """
         header = self._header[start:stop]
         keys, originals = self._keys(start, header)
         names, source_id = self._sources(start, header)
@@ -462,10 +471,15 @@ class HeldRecords:
             source_id=np.where(has_source, source_id, np.int32(-1)),
             source_row=np.where(has_source, header["row"], 0),
             stratum=stratum,
+            ends=ends,
         )
 
-    def payload_bytes(self, start: int, stop: int) -> int:
-        return int(self._size[start:stop].sum())
+    @property
+    def payload_bytes(self) -> NDArray[np.int64]:
+        """Of the rows before each, and of all: (rows + 1,)."""
+        found = np.zeros(len(self._size) + 1, np.int64)
+        np.cumsum(self._size.sum(axis=1), out=found[1:])
+        return found
 
     def _column(
         self, place: int, start: int, stop: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,11 +18,13 @@ from .arrow_message import file_head_size, raw_message_bytes, read_batch_header
 from .block import (
     Block,
     Column,
+    EncodedBlock,
     FixedColumn,
     JoinedPayloads,
     PayloadColumn,
     RowBlock,
     VariableColumn,
+    part_of,
     payloads_of,
     sizes_of,
 )
@@ -133,19 +136,22 @@ class ArrowEncoder:
     def head(self) -> bytes:
         return self._head
 
-    def encode(self, block: RowBlock) -> tuple[bytes, int, None, None]:
-        """Stored message of a block and its raw size; Arrow needs no field offsets."""
-        keys = _key_array(block.keys)
-        columns = dict(zip(self._fields.stored, block.columns, strict=True))
-        arrays = [keys]
+    def encode(self, rows: RowBlock) -> tuple[list[EncodedBlock], None, None]:
+        """The messages of some rows; Arrow needs no field offsets."""
+        return [self._message(rows, start, end) for start, end in pairwise(rows.borders)], None, None
+
+    def _message(self, rows: RowBlock, start: int, end: int) -> EncodedBlock:
+        own = [part_of(column, start, end) for column in rows.columns]
+        columns = dict(zip(self._fields.stored, own, strict=True))
+        arrays = [_key_array(rows.keys[start:end])]
         for name, kind in self._fields.items():
             arrays.append(arrow_array(kind, columns[name], name, columns.get(presence_of(name))))
         self._writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
         written = self._take()
         if not self._compresses:
-            return written, len(written), None, None
+            return EncodedBlock(written, len(written))
         header = read_batch_header(memoryview(written))
-        return written, raw_message_bytes(header, memoryview(written)), None, None
+        return EncodedBlock(written, raw_message_bytes(header, memoryview(written)))
 
     def tail(self) -> bytes:
         self._writer.close()

@@ -177,9 +177,9 @@ PayloadColumn = Sequence[bytes | memoryview] | NDArray[np.uint8] | JoinedPayload
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowBlock:
-    """Rows on their way into a shard.
+    """Rows on their way into a shard: those of a block, or of several that are encoded together.
 
-    Buffers are borrowed until the block is written.
+    Buffers are borrowed until the rows are written.
     """
 
     keys: Sequence[str]  # of the rows
@@ -190,9 +190,15 @@ class RowBlock:
     source_id: NDArray[np.int32] | None = None  # (n,), -1 for none
     source_row: NDArray[np.int64] | None = None  # (n,), 0 for none
     stratum: NDArray[np.int32] | None = None  # (n,), -1 for none; None where no row has one
+    ends: Sequence[int] = ()  # of its blocks, the last at its own; where there is but one, nothing
 
     def __len__(self) -> int:
         return len(self.keys)
+
+    @property
+    def borders(self) -> list[int]:
+        """Where its blocks begin, and its end."""
+        return [0, *(self.ends or (len(self),))]
 
     @classmethod
     def of(cls, rows: Sequence[Row], num_fields: int) -> RowBlock:
@@ -222,6 +228,13 @@ class RowBlock:
         )
 
 
+class EncodedBlock(NamedTuple):
+    """A block as a shard has it."""
+
+    stored: bytes | memoryview
+    raw_size: int
+
+
 def payloads_of(column: PayloadColumn) -> Sequence[bytes | memoryview]:
     """One buffer per row."""
     if isinstance(column, JoinedPayloads):
@@ -233,6 +246,14 @@ def payloads_of(column: PayloadColumn) -> Sequence[bytes | memoryview]:
         return column
     flat, size = np.ascontiguousarray(column).reshape(-1).data, column.shape[1]
     return [flat[start : start + size] for start in range(0, len(column) * size, size)]
+
+
+def part_of(column: PayloadColumn, start: int, end: int) -> PayloadColumn:
+    """Rows `start` … `end` - 1 of a column."""
+    if not isinstance(column, JoinedPayloads):
+        return column[start:end]
+    before, sizes = int(column.sizes[:start].sum()), column.sizes[start:end]
+    return JoinedPayloads(column.data[before : before + int(sizes.sum())], sizes)
 
 
 def sizes_of(column: PayloadColumn) -> NDArray[np.int64]:

@@ -13,6 +13,7 @@ import io
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from math import prod
 
 import numpy as np
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 
 from shardkit.errors import FormatError, SampleError
 
-from .block import RowBlock, payloads_of
+from .block import EncodedBlock, RowBlock, payloads_of
 from .compression import compress_frame, zstd_level
 from .schema import FieldType, Schema, presence_of
 from .values import array_header
@@ -219,28 +220,33 @@ class TarEncoder:
         return b""
 
     def encode(
-        self, block: RowBlock
-    ) -> tuple[bytes | memoryview, int, NDArray[np.uint64] | None, NDArray[np.uint64] | None]:
-        """Stored bytes of a block, its raw size, and offsets and sizes of its fields in the raw block."""
-        lengths = {len(key) for key in block.keys}
+        self, rows: RowBlock
+    ) -> tuple[list[EncodedBlock], NDArray[np.uint64] | None, NDArray[np.uint64] | None]:
+        """The blocks of some rows, and offsets and sizes of their fields in the raw blocks."""
+        lengths = {len(key) for key in rows.keys}
         is_matrix = (
             len(lengths) == 1
             and self._schema.stored is self._schema
-            and all(isinstance(column, np.ndarray) for column in block.columns)
+            and all(isinstance(column, np.ndarray) for column in rows.columns)
         )
-        raw, offsets, sizes = (self._matrix if is_matrix else self._members)(block)
-        stored = raw if self._level is None else compress_frame(raw, self._level)
-        return stored, len(raw), offsets, sizes
+        blocks, offsets, sizes = (self._matrix if is_matrix else self._members)(rows)
+        encoded = [
+            EncodedBlock(raw if self._level is None else compress_frame(raw, self._level), len(raw))
+            for raw in blocks
+        ]
+        return encoded, offsets, sizes
 
-    def _members(self, block: RowBlock) -> tuple[bytes | memoryview, NDArray[np.uint64], NDArray[np.uint64]]:
+    def _members(self, block: RowBlock) -> tuple[Sequence[bytes], NDArray[np.uint64], NDArray[np.uint64]]:
         """Member by member: names and payloads of any length."""
+        blocks: list[bytes] = []
+        ends = set(block.borders[1:])
         parts: list[bytes | memoryview] = []
         offsets: list[int] = []
         sizes: list[int] = []
         position = 0
         stored = dict(zip(self._schema.stored, map(payloads_of, block.columns), strict=True))
         columns = [_members_of(stored, name) for name in self._schema]
-        for key, *payloads in zip(block.keys, *columns, strict=True):
+        for row, (key, *payloads) in enumerate(zip(block.keys, *columns, strict=True), 1):
             for (dotted, kind), payload in zip(self._fields, payloads, strict=True):
                 if payload is None:
                     offsets.append(0)
@@ -258,14 +264,18 @@ class TarEncoder:
                     f"key {key!r}: no field has a value, and a sample of a tar is its members; leave it out, or "
                     'store them as arrow (--format arrow, format="arrow")'
                 )
+            if row in ends:
+                blocks.append(b"".join(parts))
+                parts.clear()
+                position = 0
         shape = (len(block), len(self._fields))
         return (
-            b"".join(parts),
+            blocks,
             np.array(offsets, np.uint64).reshape(shape),
             np.array(sizes, np.uint64).reshape(shape),
         )
 
-    def _matrix(self, block: RowBlock) -> tuple[bytes | memoryview, NDArray[np.uint64], NDArray[np.uint64]]:
+    def _matrix(self, block: RowBlock) -> tuple[Sequence[memoryview], NDArray[np.uint64], NDArray[np.uint64]]:
         """The same bytes where keys are equally long and every field is of a fixed size: all rows at once."""
         rows = len(block)
         keys = np.frombuffer("".join(block.keys).encode(), np.uint8).reshape(rows, -1)
@@ -283,10 +293,11 @@ class TarEncoder:
             at += len(prefix)
             raw[:, at : at + content.shape[1]] = content
             raw[:, at + content.shape[1] : stop] = 0
-        before = np.arange(rows)[:, None] * raw.shape[1]
+        borders = block.borders
+        before = (np.arange(rows) - np.repeat(borders[:-1], np.diff(borders)))[:, None] * raw.shape[1]
         offsets = (before + starts[None, :-1] + BLOCK).astype(np.uint64)
         sizes = np.stack([sizes for *_, sizes in members], axis=1).astype(np.uint64)
-        return raw.reshape(-1).data, offsets, sizes
+        return [raw[a:b].reshape(-1).data for a, b in pairwise(borders)], offsets, sizes
 
     def tail(self) -> bytes:
         """The two zero blocks that end an archive, in a frame of their own where blocks are compressed."""

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Executor, Future
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from shardkit.errors import SampleError, UsageError
 
-from .block import Row, RowBlock, sizes_of
+from .block import EncodedBlock, Row, RowBlock, sizes_of
 from .canonical_json import xxh3
 from .columns import Texts
 from .compression import extension, normalise_compression
@@ -55,9 +56,9 @@ class BlockEncoder(Protocol):
         ...
 
     def encode(
-        self, block: RowBlock
-    ) -> tuple[bytes | memoryview, int, NDArray[np.uint64] | None, NDArray[np.uint64] | None]:
-        """(stored bytes, raw size, field offsets, field sizes) of a block."""
+        self, rows: RowBlock
+    ) -> tuple[Sequence[EncodedBlock], NDArray[np.uint64] | None, NDArray[np.uint64] | None]:
+        """(each of its blocks, field offsets, field sizes); offsets count from the begin of the row's block."""
         ...
 
     def tail(self) -> bytes:
@@ -143,7 +144,7 @@ class ShardWriter:
         self._write(head)
 
     def write_block(self, rows: Sequence[Row] | RowBlock) -> None:
-        """Write one block of 1 to `block_rows` rows.
+        """Write one block of 1 to `block_rows` rows, or those of which the rows are.
 
         Raises:
             SampleError: a key is invalid or already in the shard, payloads do not fit the schema, or a sample
@@ -151,22 +152,27 @@ class ShardWriter:
         """
         if not self._usable:
             raise UsageError("this shard writer has finished or failed; open another")
-        if not 1 <= len(rows) <= self.block_rows:
-            raise UsageError(f"a block of {len(rows)} rows, expected 1 to {self.block_rows}")
+        borders = rows.borders if isinstance(rows, RowBlock) else [0, len(rows)]
+        for start, end in pairwise(borders):
+            if not 1 <= end - start <= self.block_rows:
+                raise UsageError(f"a block of {end - start} rows, expected 1 to {self.block_rows}")
+        if borders[-1] != len(rows):
+            raise UsageError(f"blocks of {borders[-1]} rows of {len(rows)}, expected all of them")
         self._usable = False
         block = rows if isinstance(rows, RowBlock) else RowBlock.of(rows, len(self.schema.stored))
         self._check(block)
-        stored, raw_size, offsets, sizes = self._encoder.encode(block)
+        encoded, offsets, sizes = self._encoder.encode(block)
         if offsets is not None and sizes is not None:
             self._field_offsets.append(offsets)
             self._field_sizes.append(sizes)
         self._lineage.add(block, len(self._keys))
+        self._starts.extend(len(self._keys) + end for end in borders[1:])
         self._keys.extend(block.keys)
-        self._starts.append(len(self._keys))
-        self._sizes.append(len(stored))
-        self._raw_sizes.append(raw_size)
-        self._hash(stored)
-        self._write(stored)
+        for stored, raw_size in encoded:
+            self._sizes.append(len(stored))
+            self._raw_sizes.append(raw_size)
+            self._hash(stored)
+            self._write(stored)
         self._usable = True
 
     def finish(self) -> ShardIndex:

@@ -166,7 +166,7 @@ def test_blocks_hold_the_rows_that_were_spooled(
     found = [row for first, last in ((0, middle), (middle, len(rows))) if first < last
              for row in rows_of(held.block(first, last, None))]  # fmt: skip
     assert found == expected
-    assert held.payload_bytes(0, len(rows)) == sum(len(p) for row in rows for p in row.payloads)
+    assert held.payload_bytes[-1] == sum(len(p) for row in rows for p in row.payloads)
     wrong = np.where(np.arange(len(order)) == len(order) - 1, wanted.check ^ 1, wanted.check)
     with pytest.raises(IntegrityError, match=f"row {order[-1]} changed"):
         reader.read(dataclasses.replace(wanted, check=wrong), order)

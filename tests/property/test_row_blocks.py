@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import io
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -11,8 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.errors import SampleError
+from shardkit.errors import SampleError, UsageError
 from shardkit.formats import Row, RowBlock, Schema, ShardWriter
+from shardkit.formats.block import payloads_of
 from shardkit.formats.schema import DTYPES
 from tests.format_conformance import FORMAT_PAIRS
 from tests.whole_shard import build_index
@@ -73,6 +77,68 @@ def test_columns_have_the_bytes_of_rows(
             writer.write_block(rows_or_columns)
             written.append((sink.getvalue(), writer.finish().to_bytes()))
     assert written[0] == written[1]
+
+
+@pytest.mark.parametrize(("format", "compression"), FORMAT_PAIRS)
+@settings(max_examples=40, deadline=None)
+@given(
+    types=st.lists(st.sampled_from(["int64", "int32[3]", "bool[7]", "str", "int16?", "float32[*]?", "bytes?"]),
+                   min_size=1, max_size=4),
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    data=st.data(),
+)  # fmt: skip
+def test_blocks_that_are_encoded_together_are_those_of_each(
+    format: str, compression: str, types: list[str], sizes: list[int], data: st.DataObject
+) -> None:
+    schema = Schema.parse({"n": "int64"} | {f"f{place}": text for place, text in enumerate(types)})
+    random = np.random.default_rng(data.draw(st.integers(0, 99)))
+    widths = data.draw(st.sampled_from([[6], [1, 12]]))  # keys of one length, or of two
+    gaps = data.draw(st.booleans())
+    samples: dict[str, Any] = {
+        "int64": lambda: int(random.integers(-(2**60), 2**60)),
+        "int32[3]": lambda: random.integers(0, 9, 3, dtype=np.int32),
+        "bool[7]": lambda: random.integers(0, 2, 7).astype(bool),
+        "str": lambda: "é" * int(random.integers(0, 40)),
+        "int16?": lambda: 7,
+        "float32[*]?": lambda: np.arange(int(random.integers(0, 30)), dtype=np.float32),
+        "bytes?": lambda: random.bytes(int(random.integers(0, 700))),
+    }
+    rows = []
+    for place in range(sum(sizes)):
+        sample = {name: samples[str(kind)]() for name, kind in schema.items()}
+        for name, kind in schema.items():
+            if kind.optional and gaps and random.random() < 0.5:
+                sample[name] = None
+        source = (f"s{place % 3}", place) if place % 4 else None
+        key = f"{place:0{widths[place % len(widths)]}d}"
+        rows.append(Row(key, schema.encode(sample, where=""), "é" if place % 5 == 1 else None, source))
+    ends = np.cumsum(sizes).tolist()
+    together = dataclasses.replace(RowBlock.of(rows, len(schema.stored)), ends=ends)
+    if not gaps and all(kind.item_bytes is not None for kind in schema.stored.values()):
+        columns: Any = [
+            np.array([[*part] for part in payloads_of(column)], np.uint8) for column in together.columns
+        ]
+        together = dataclasses.replace(together, columns=columns)
+    written = []
+    for blocks in ([rows[a:b] for a, b in pairwise([0, *ends])], [together]):
+        sink = io.BytesIO()
+        writer = ShardWriter(
+            sink, format=format, compression=compression, schema=schema, block_rows=max(sizes)
+        )
+        for block in blocks:
+            writer.write_block(block)
+        index = writer.finish()
+        written.append(hashlib.sha256(sink.getvalue() + index.to_bytes()).digest())
+    assert written[0] == written[1]
+
+
+@pytest.mark.parametrize("ends", [[2], [0, 3], [3, 3], [1, 4], [2, 1]])
+def test_blocks_that_are_not_all_of_the_rows_are_refused(ends: list[int]) -> None:
+    schema = Schema.parse({"n": "int64"})
+    writer = ShardWriter(io.BytesIO(), schema=schema, block_rows=3)
+    rows = RowBlock(["a", "b", "c"], [np.zeros((3, 8), np.uint8)], ends=ends)
+    with pytest.raises(UsageError, match=r"a block of 0 rows|blocks of 2 rows|of 4 rows|a block of -1 rows"):
+        writer.write_block(rows)
 
 
 def test_many_blocks_are_hashed_in_their_order() -> None:

@@ -278,7 +278,8 @@ class _Tar:
                     "jsonl or hf"
                 )
             one = Row(fit_key(key, self._limit), tuple([column.payload(row) for column in columns]))
-            self._stream.write(self._encoder.encode(RowBlock.of([one], len(columns)))[0])
+            ((stored, _),), _, _ = self._encoder.encode(RowBlock.of([one], len(columns)))
+            self._stream.write(stored)
 
     def close(self) -> None:
         self._stream.write(self._encoder.tail())
