@@ -469,6 +469,7 @@ def _num_runs(rows: ShardRows) -> int:
 
 
 T = TypeVar("T")
+_WRITTEN_TOGETHER = 2**20  # bytes, or one piece that is larger
 _MAX_UNWRITTEN = 4
 _SYNC_BYTES = 32 * 2**20
 
@@ -496,6 +497,7 @@ class WriteBehind:
         self._unsynced = 0
         self._synced: Future[None] | None = None
         self._writing = None if is_small else ThreadPoolExecutor(1, "write")
+        self._taken: list[bytes | memoryview] = []
         self._unwritten: deque[Future[None]] = deque()
         self.hashing: Executor | None = None if is_small else ThreadPoolExecutor(1, "hash")
 
@@ -506,12 +508,19 @@ class WriteBehind:
             StoreError: an earlier piece could not be written.
         """
         if self._writing is None:
-            self._put(data)
+            self._put([data])
             return
+        self._taken.append(data)
+        if sum(map(len, self._taken)) >= _WRITTEN_TOGETHER:
+            self._hand_over(self._writing)
+
+    def _hand_over(self, writing: Executor) -> None:
+        """Have what was taken written; a thread that is woken for each piece costs as much as writing a small one."""
         while len(self._unwritten) >= _MAX_UNWRITTEN:
             self._unwritten.popleft().result()
-        self._unwritten.append(self._writing.submit(self._put, data))
-        self._begin_sync(len(data))
+        taken, self._taken = self._taken, []
+        self._unwritten.append(writing.submit(self._put, taken))
+        self._begin_sync(sum(map(len, taken)))
 
     def beside(self, work: Callable[[], T]) -> Callable[[], T]:
         """Begin other work, in a thread where there are any; what is returned waits for it, and raises what it does."""
@@ -525,6 +534,8 @@ class WriteBehind:
         Raises:
             StoreError: a piece could not be written.
         """
+        if self._writing is not None and self._taken:
+            self._hand_over(self._writing)
         while self._unwritten:
             self._unwritten.popleft().result()
         if self._synced is not None:
@@ -551,8 +562,9 @@ class WriteBehind:
             if executor is not None:
                 executor.shutdown(wait=True, cancel_futures=True)
 
-    def _put(self, data: bytes | memoryview) -> None:
-        rest = memoryview(data)
-        while rest:
-            taken = self._sink.write(rest)
-            rest = rest[len(rest) if taken is None else taken :]
+    def _put(self, pieces: Sequence[bytes | memoryview]) -> None:
+        for piece in pieces:
+            rest = memoryview(piece)
+            while rest:
+                taken = self._sink.write(rest)
+                rest = rest[len(rest) if taken is None else taken :]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, Future
 from itertools import pairwise
 from typing import Any, Protocol
@@ -36,7 +36,8 @@ _HASH_DIGITS = 16
 MAX_SAMPLE_BYTES = 5 << 30  # an object store takes one PUT of at most 5 GiB, and a sample is never cut
 """Of one sample; it fills a shard of its own."""
 
-_MAX_UNHASHED = 4  # blocks; each of them is held in memory
+_HANDED_OVER_BYTES = 2**20
+_MAX_UNHASHED = 4  # times so many bytes, or blocks that are larger; they are held in memory
 _ARROW_ROW_BYTES = 8 + 24  # key: offset, and a length that is usual
 
 
@@ -135,7 +136,7 @@ class ShardWriter:
         self._sizes: list[int] = []
         self._raw_sizes: list[int] = []
         self._executor = executor
-        self._hashes: list[tuple[int, bytes] | Future[tuple[int, bytes]]] = []
+        self._hashes: list[list[tuple[int, bytes]] | Future[list[tuple[int, bytes]]]] = []
         self._field_offsets: list[NDArray[np.uint64]] = []
         self._field_sizes: list[NDArray[np.uint64]] = []
         head = encoder.head()
@@ -168,11 +169,12 @@ class ShardWriter:
         self._lineage.add(block, len(self._keys))
         self._starts.extend(len(self._keys) + end for end in borders[1:])
         self._keys.extend(block.keys)
-        for stored, raw_size in encoded:
-            self._sizes.append(len(stored))
-            self._raw_sizes.append(raw_size)
-            self._hash(stored)
-            self._write(stored)
+        self._sizes.extend(len(stored) for stored, _ in encoded)
+        self._raw_sizes.extend(raw_size for _, raw_size in encoded)
+        for some in _handed_over_together([stored for stored, _ in encoded]):
+            self._hash(some)
+            for stored in some:
+                self._write(stored)
         self._usable = True
 
     def finish(self) -> ShardIndex:
@@ -187,7 +189,9 @@ class ShardWriter:
         tail = self._encoder.tail()
         self._write(tail)
         sizes = np.array(self._sizes, np.uint64)
-        hashes = [one.result() if isinstance(one, Future) else one for one in self._hashes]
+        hashes = [
+            pair for some in self._hashes for pair in (some.result() if isinstance(some, Future) else some)
+        ]
         return ShardIndex(
             format=self.format,
             compression=self.compression,
@@ -209,7 +213,7 @@ class ShardWriter:
             **self._lineage.columns(),
         )
 
-    def _hash(self, stored: bytes | memoryview) -> None:
+    def _hash(self, stored: Sequence[bytes | memoryview]) -> None:
         if self._executor is None:
             self._hashes.append(_hashes_of(stored))
             return
@@ -263,8 +267,20 @@ class ShardWriter:
         }
 
 
-def _hashes_of(stored: bytes | memoryview) -> tuple[int, bytes]:
-    return xxh3(stored), hashlib.sha256(stored).digest()
+def _hashes_of(stored: Sequence[bytes | memoryview]) -> list[tuple[int, bytes]]:
+    return [(xxh3(one), hashlib.sha256(one).digest()) for one in stored]
+
+
+def _handed_over_together(stored: Sequence[bytes | memoryview]) -> Iterator[list[bytes | memoryview]]:
+    """Blocks some at a time: a thread that is woken for each costs as much as hashing a small one."""
+    some: list[bytes | memoryview] = []
+    for one in stored:
+        some.append(one)
+        if sum(map(len, some)) >= _HANDED_OVER_BYTES:
+            yield some
+            some = []
+    if some:
+        yield some
 
 
 class _Lineage:
