@@ -221,12 +221,14 @@ class Loader:
 
     def _read_ahead(self, start: int) -> Steps:
         """The steps of the loop that begins at `start`, read from now on if they were not before."""
+        lanes = self.lanes if self._rebalancer is None else self._rebalancer.lanes_ahead(start)
+        if self._ahead is not None and self._ahead.lanes != lanes:
+            self._drop_pipeline()
         if self._ahead is None or self._is_forked():
             check_geometry(self.plan, start)
             self._close_pipeline(self.live.pipeline)
             config = self._setup.config
             numbers = range(start + config.offset, self.plan.epoch_bounds(start)[1], config.stride)
-            lanes = self.lanes if self._rebalancer is None else self._rebalancer.lanes_ahead(start)
             self._ahead = self._open_steps(numbers, lanes, LoaderCounts())
         return self._ahead
 
@@ -519,7 +521,7 @@ class Loader:
 
 def _and_after(numbers: range, plan: Plan) -> Iterator[range]:
     """These steps of an epoch, and all of each that follows."""
-    while True:
+    while numbers:
         yield numbers
         numbers = range(numbers.stop, plan.epoch_bounds(numbers.stop)[1])
 
