@@ -333,9 +333,8 @@ _SMALL_BYTES = 4 * 2**20
 # that is touched for the first time costs more than a copy.
 _RANGE_BYTES = 128 * 2**10
 _MIN_GATHER_BYTES = 8 * 2**20
-_TOGETHER_BYTES = (
-    2**20
-)  # of payloads: a few numpy calls for blocks of a few rows would take longer than their bytes
+# Raw; a few numpy calls for each block of a few rows would take longer than its bytes.
+_TOGETHER_BYTES = 2**20
 
 GATHER_BYTES = 128 * 2**20
 """Records held in memory at a time, at most; a block that is larger is held whole."""
@@ -435,6 +434,7 @@ def _blocks(reader: ScratchReader, rows: ShardRows, gather_bytes: int) -> Iterat
     borders = block_starts(rows.segment_rows.tolist(), rows.block_rows)
     gather_bytes = min(gather_bytes, max(_MIN_GATHER_BYTES, _num_runs(rows) * _RANGE_BYTES))
     size_before = np.concatenate([[0], np.cumsum(rows.records.length)])[borders]
+    most = max(1, _TOGETHER_BYTES * (len(borders) - 1) // max(1, rows.raw_bytes))
     first = 0
     while first < len(borders) - 1:
         limit = int(size_before[first]) + gather_bytes
@@ -442,7 +442,7 @@ def _blocks(reader: ScratchReader, rows: ShardRows, gather_bytes: int) -> Iterat
         begin, end = int(borders[first]), int(borders[last])
         held = reader.read(rows.records[begin:end], rows.ordinal[begin:end])
         inside = borders[first : last + 1] - begin
-        for part, size in _encoded_together(inside, held.payload_bytes[inside]):
+        for part, size in _encoded_together(inside, held.payload_bytes[inside], most):
             start, stop = int(part[0]), int(part[-1])
             stratum = rows.stratum[begin + start : begin + stop] if rows.stratum is not None else None
             yield held.block(start, stop, stratum, ends=(part[1:] - start).tolist()), size
@@ -451,13 +451,14 @@ def _blocks(reader: ScratchReader, rows: ShardRows, gather_bytes: int) -> Iterat
 
 
 def _encoded_together(
-    borders: NDArray[np.int64], bytes_before: NDArray[np.int64]
+    borders: NDArray[np.int64], bytes_before: NDArray[np.int64], most: int
 ) -> Iterator[tuple[NDArray[np.int64], int]]:
-    """Borders of blocks in parts of a few, or of one that is large, and the bytes of each part."""
+    """Borders of at most so many blocks at a time, of one where it is large, and the bytes of their payloads."""
     first = 0
     while first < len(borders) - 1:
         limit = bytes_before[first] + _TOGETHER_BYTES
         last = max(first + 1, int(np.searchsorted(bytes_before, limit, side="right")) - 1)
+        last = min(last, first + most)
         yield borders[first : last + 1], int(bytes_before[last] - bytes_before[first])
         first = last
 

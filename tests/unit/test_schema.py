@@ -7,9 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shardkit.errors import FormatError, SampleError, SchemaError
 from shardkit.formats import FieldType, Schema
+from shardkit.formats.schema import DTYPES
 
 TYPES = [
     "bytes",
@@ -268,3 +271,21 @@ def test_decoded_types_are_plain_python() -> None:
     assert array.flags.writeable
     assert array.flags.owndata or array.base is None or array.base.flags.writeable
     assert np.asarray(found["e"]).dtype == np.int64
+
+
+@given(
+    dtype=st.sampled_from([name for name in DTYPES if "int" in name]),
+    value=st.integers(-(2**66), 2**66) | st.integers(-300, 300) | st.sampled_from([2**63, 2**64, -(2**63)]),
+)
+def test_whole_numbers_that_fit_have_the_bytes_of_numpys(dtype: str, value: int) -> None:
+    kind, limits = FieldType.parse(dtype), np.iinfo(dtype)
+    if limits.min <= value <= limits.max:
+        assert kind.numpy_dtype.type(value).tobytes() == Schema({"n": kind}).encode({"n": value}, where="")[0]
+    else:
+        with pytest.raises(SampleError, match="cannot take int"):
+            Schema({"n": kind}).encode({"n": value}, where="")
+
+
+@given(value=st.floats())
+def test_floats_have_the_bytes_of_numpys(value: float) -> None:
+    assert Schema.parse({"x": "float64"}).encode({"x": value}, where="") == (np.float64(value).tobytes(),)

@@ -16,6 +16,7 @@ import itertools
 import json
 import re
 from codecs import BOM_UTF8
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NoReturn, TextIO, cast
@@ -242,7 +243,8 @@ class _First:
     def rows(self) -> Iterator[tuple[str, Mapping[str, object]]]:
         for where, row in itertools.islice(self._all(), SCAN_ROWS):
             found = self._options.kept(row)
-            self.left_out.update(dict.fromkeys(name for name in row if name not in found))
+            if found is not row:
+                self.left_out.update(dict.fromkeys(name for name in row if name not in found))
             for name, value in found.items():
                 if type(value) is list and len(seen := self.lists.setdefault(name, [])) < _LISTS_SEEN:
                     seen.append(value)
@@ -343,6 +345,11 @@ class _Seen:
     negative: bool = False
     inexact: int | None = None  # an integer that float64 would change
 
+    def holds(self, value: object) -> bool:
+        """Whether a value tells nothing new; not of every such value."""
+        kind = type(value)
+        return _KINDS.get(kind) == self.kind and (kind is not int or 0 <= value <= _EXACT)  # type: ignore[operator]  # it is one
+
     def learn(self, name: str, value: object, where: str) -> None:
         kind = _KINDS[type(value)]
         if kind != self.kind:
@@ -380,11 +387,30 @@ class _Seen:
         return "uint64"
 
 
-def _learn(seen: dict[str, _Seen], name: str, value: object, where: str) -> None:
+def _of_each(shapes: Mapping[tuple[str, ...], int]) -> dict[str, int]:
+    """Field → in how many rows it is."""
+    found: dict[str, int] = {}
+    for names, count in shapes.items():
+        for name in names:
+            found[name] = found.get(name, 0) + count
+    return found
+
+
+def _learn(
+    seen: dict[str, _Seen], name: str, value: object, where: str, mixed: dict[str, str] | None
+) -> None:
+    """A value that `seen` does not hold; where that is no error its field becomes one of the `mixed` ones."""
+    if mixed is not None and name in mixed:
+        return
     known = seen.get(name)
     if known is None:
         known = seen[name] = _Seen(_KINDS[type(value)], where, value)
-    known.learn(name, value, where)
+    try:
+        known.learn(name, value, where)
+    except SourceError:
+        if mixed is None:
+            raise
+        mixed[name] = MIXED
 
 
 def infer_types(
@@ -409,38 +435,44 @@ def infer_types(
         SourceError: a field's values have no common type.
     """
     seen: dict[str, _Seen] = {}
-    mixed: set[str] = set()
-    held: dict[str, int] = {}  # field → rows in which it has a value
-    rows_seen = 0
+    mixed: dict[str, str] | None = None if skip or not unchecked else {}
+    shapes = Counter[tuple[str, ...]]()  # fields → rows that have just these, in order
+    nulls = Counter[tuple[str, ...]]()  # the same of fields that are null in them
     for where, row in rows:
         known = {name: replace(one) for name, one in seen.items()} if skip else seen
         try:
             for name, value in row.items():
-                if value is not None and name not in given and name not in mixed:
-                    try:
-                        _learn(known, name, value, where)
-                    except SourceError:
-                        if skip or not unchecked:
-                            raise
-                        mixed.add(name)
+                one = known.get(name)
+                if one is not None and one.holds(value):
+                    continue
+                if value is not None and name not in given:
+                    _learn(known, name, value, where, mixed)
         except SourceError:
             if not skip:
                 raise
             continue
         seen = known
-        rows_seen += 1
-        for name, value in row.items():
-            held[name] = held.get(name, 0) + (value is not None)
+        shapes[tuple(row)] += 1
+        if None in row.values():
+            nulls[tuple(name for name, value in row.items() if value is None)] += 1
+    rows_seen, null_in = shapes.total(), _of_each(nulls)
     types = {}
-    for name, count in held.items():
-        try:
-            found = MIXED if name in mixed else seen[name].conclude(name) if name in seen else "json"
-        except SourceError:
-            if not unchecked:
-                raise
-            found = MIXED
-        types[name] = given.get(name) or found + "?" * (count < rows_seen and found != MIXED)
+    for name, count in _of_each(shapes).items():
+        found = (mixed or {}).get(name) or _concluded(seen.get(name), name, unchecked=unchecked)
+        is_optional = count - null_in.get(name, 0) < rows_seen and found != MIXED
+        types[name] = given.get(name) or found + "?" * is_optional
     return types
+
+
+def _concluded(known: _Seen | None, name: str, *, unchecked: bool) -> str:
+    if known is None:
+        return "json"
+    try:
+        return known.conclude(name)
+    except SourceError:
+        if not unchecked:
+            raise
+        return MIXED
 
 
 def check_row(
