@@ -102,16 +102,8 @@ class Loads:
             self._changed.notify_all()
             return begun, [slot for _, slot, _ in self._began.values()]
 
-    def gather_rows(
-        self,
-        targets: list[NDArray[Any]],
-        facts: Int64s,
-        which: Int64s,
-        row: Int64s,
-        columns: tuple[int, ...],
-        /,
-    ) -> int:
-        return gather_rows(targets, facts, which, row, columns)
+    def gather_rows(self, *places: Any) -> int:
+        return gather_rows(*places)
 
     def running(self) -> list[int]:
         with self._changed:
