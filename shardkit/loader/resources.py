@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import threading
@@ -24,7 +25,6 @@ from shardkit.loader.schedule import StepGroup
 from shardkit.loader.settings import LoaderSetup, Sources
 from shardkit.loader.transforms import RowFunction
 from shardkit.reading.located_store import LocatedStore
-from shardkit.stores.open_files import raise_file_limit
 from shardkit.telemetry.recorder import BlockTimes
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LoaderResources", "Watchdog"]
 
+_ENOUGH_FILES: Final = 4096  # for a training program with its workers, sockets and pipes
 _LOADS_BEFORE_ROOM: Final = 16
 _LOADS_BEFORE_TELLING: Final = 256  # blocks; of fewer nothing can be said
 _ROOM_OF_WINDOWS: Final = (
@@ -94,7 +95,7 @@ class LoaderResources:
         if timed:
             self.times = load.times = BlockTimes(lambda shard: reader.shard_name(shard)[18:30], load.has_file)
 
-        raise_file_limit()
+        _raise_file_limit()
         if start >= _ROOMY_BYTES:
             _keep_freed_memory()
         self._threads = config.threads or _default_threads()
@@ -329,6 +330,17 @@ def _keep_freed_memory() -> None:
     a quarter of its time. Other allocators take no notice.
     """
     np.empty((32 << 20) - (1 << 16), dtype=np.uint8)
+
+
+def _raise_file_limit() -> None:
+    """Let this process open as many files as the system lets it raise its own limit to, if that is few."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _ENOUGH_FILES if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _default_threads() -> int:

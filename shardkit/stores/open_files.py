@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 from collections import OrderedDict, deque
@@ -14,8 +13,6 @@ from shardkit.errors import IntegrityError, NotFoundError, StoreError
 MOST_OPEN_FILES: Final = 64
 """Files of this process that stay open for the next read, half of them here and half in a loader (block_rows.c); each
 reading thread may hold one more."""
-
-_ENOUGH_FILES: Final = 4096  # for a training program with its workers, sockets and pipes
 
 
 class _File:
@@ -139,17 +136,6 @@ def _opened(path: str, size: int) -> int:
         os.close(descriptor)
         raise IntegrityError(f"{path} holds {actual} bytes, the manifest says {size}; run: shardkit verify")
     return descriptor
-
-
-def raise_file_limit() -> None:
-    """Let this process open as many files as the system lets it raise its own limit to, if that is few."""
-    import resource
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _ENOUGH_FILES if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH_FILES)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 open_files = OpenFiles()
