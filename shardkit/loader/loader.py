@@ -184,6 +184,8 @@ class Loader:
         """
         start = self._start
         steps = self._read_ahead(start)
+        if steps.pipeline is self.live.pipeline:  # it goes on from the epoch before
+            self._follow(steps.numbers, steps.lanes)
         self._ahead = None
         self._end_loop("another loop over this loader has begun")
         self._start, stop = self.plan.epoch_bounds(start)  # a loop left early begins its epoch again
@@ -234,14 +236,19 @@ class Loader:
 
     def _open_steps(self, numbers: range, lanes: list[int], counts: LoaderCounts) -> Steps:
         resources, goes_on = self._open_resources(), self.reads_on
-        if resources.remote is not None and numbers:
-            resources.remote.start(numbers.start, lanes, resources.window.is_loaded)
+        self._follow(numbers, lanes)
         resources.memory = max(resources.memory, self.memory_needed)  # lanes may have come
         epochs = _and_after(numbers, self.plan) if goes_on else iter([numbers])
         pipeline = Pipeline(
             self._setup, resources, epochs, lanes, counts, self.allocate, self.live.chosen_prefetch
         )
         return Steps(pipeline, numbers, lanes, counts, self._to_device, goes_on=goes_on)
+
+    def _follow(self, numbers: range, lanes: list[int]) -> None:
+        """Tell what reads over a network which steps come; how far it looks is counted from the first of them."""
+        resources = self.resources
+        if resources is not None and resources.remote is not None and numbers:
+            resources.remote.start(numbers.start, lanes, resources.window.is_loaded)
 
     def _end_epoch(self, loop: Loop) -> None:
         """The last step of a loop is handed out; what the pipeline reads of the next epoch is that of the next loop."""
