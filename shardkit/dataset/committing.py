@@ -499,6 +499,7 @@ class WriteBehind:
         self._synced: Future[None] | None = None
         self._writing = None if is_small else ThreadPoolExecutor(1, "write")
         self._taken: list[bytes | memoryview] = []
+        self._taken_bytes = 0
         self._unwritten: deque[Future[None]] = deque()
         self.hashing: Executor | None = None if is_small else ThreadPoolExecutor(1, "hash")
 
@@ -512,16 +513,17 @@ class WriteBehind:
             self._put([data])
             return
         self._taken.append(data)
-        if sum(map(len, self._taken)) >= _WRITTEN_TOGETHER:
+        self._taken_bytes += len(data)
+        if self._taken_bytes >= _WRITTEN_TOGETHER:
             self._hand_over(self._writing)
 
     def _hand_over(self, writing: Executor) -> None:
         """Have what was taken written; a thread that is woken for each piece costs as much as writing a small one."""
         while len(self._unwritten) >= _MAX_UNWRITTEN:
             self._unwritten.popleft().result()
-        taken, self._taken = self._taken, []
-        self._unwritten.append(writing.submit(self._put, taken))
-        self._begin_sync(sum(map(len, taken)))
+        self._unwritten.append(writing.submit(self._put, self._taken))
+        self._begin_sync(self._taken_bytes)
+        self._taken, self._taken_bytes = [], 0
 
     def beside(self, work: Callable[[], T]) -> Callable[[], T]:
         """Begin other work, in a thread where there are any; what is returned waits for it, and raises what it does."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor, Future
 from itertools import pairwise
 from typing import Any, Protocol
@@ -36,8 +36,7 @@ _HASH_DIGITS = 16
 MAX_SAMPLE_BYTES = 5 << 30  # an object store takes one PUT of at most 5 GiB, and a sample is never cut
 """Of one sample; it fills a shard of its own."""
 
-_HANDED_OVER_BYTES = 2**20
-_MAX_UNHASHED = 4  # times so many bytes, or blocks that are larger; they are held in memory
+_MAX_UNHASHED = 4  # blocks, or some that are encoded together; each of them is held in memory
 _ARROW_ROW_BYTES = 8 + 24  # key: offset, and a length that is usual
 
 
@@ -171,10 +170,9 @@ class ShardWriter:
         self._keys.extend(block.keys)
         self._sizes.extend(len(stored) for stored, _ in encoded)
         self._raw_sizes.extend(raw_size for _, raw_size in encoded)
-        for some in _handed_over_together([stored for stored, _ in encoded]):
-            self._hash(some)
-            for stored in some:
-                self._write(stored)
+        self._hash([stored for stored, _ in encoded])
+        for stored, _ in encoded:
+            self._write(stored)
         self._usable = True
 
     def finish(self) -> ShardIndex:
@@ -269,18 +267,6 @@ class ShardWriter:
 
 def _hashes_of(stored: Sequence[bytes | memoryview]) -> list[tuple[int, bytes]]:
     return [(xxh3(one), hashlib.sha256(one).digest()) for one in stored]
-
-
-def _handed_over_together(stored: Sequence[bytes | memoryview]) -> Iterator[list[bytes | memoryview]]:
-    """Blocks some at a time: a thread that is woken for each costs as much as hashing a small one."""
-    some: list[bytes | memoryview] = []
-    for one in stored:
-        some.append(one)
-        if sum(map(len, some)) >= _HANDED_OVER_BYTES:
-            yield some
-            some = []
-    if some:
-        yield some
 
 
 class _Lineage:
