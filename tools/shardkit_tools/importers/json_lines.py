@@ -396,9 +396,7 @@ def _of_each(shapes: Mapping[tuple[str, ...], int]) -> dict[str, int]:
     return found
 
 
-def _learn(
-    seen: dict[str, _Seen], name: str, value: object, where: str, mixed: dict[str, str] | None
-) -> None:
+def _learn(seen: dict[str, _Seen], name: str, value: object, where: str, mixed: set[str] | None) -> None:
     """A value that `seen` does not hold; where that is no error its field becomes one of the `mixed` ones."""
     if mixed is not None and name in mixed:
         return
@@ -410,7 +408,7 @@ def _learn(
     except SourceError:
         if mixed is None:
             raise
-        mixed[name] = MIXED
+        mixed.add(name)
 
 
 def infer_types(
@@ -435,7 +433,7 @@ def infer_types(
         SourceError: a field's values have no common type.
     """
     seen: dict[str, _Seen] = {}
-    mixed: dict[str, str] | None = None if skip or not unchecked else {}
+    mixed: set[str] | None = set() if unchecked and not skip else None
     shapes = Counter[tuple[str, ...]]()  # fields → rows that have just these, in order
     nulls = Counter[tuple[str, ...]]()  # the same of fields that are null in them
     for where, row in rows:
@@ -458,7 +456,8 @@ def infer_types(
     rows_seen, null_in = shapes.total(), _of_each(nulls)
     types = {}
     for name, count in _of_each(shapes).items():
-        found = (mixed or {}).get(name) or _concluded(seen.get(name), name, unchecked=unchecked)
+        is_mixed = mixed is not None and name in mixed
+        found = MIXED if is_mixed else _concluded(seen.get(name), name, unchecked=unchecked)
         is_optional = count - null_in.get(name, 0) < rows_seen and found != MIXED
         types[name] = given.get(name) or found + "?" * is_optional
     return types
