@@ -218,7 +218,7 @@ class Writer:
                     folder.publish(name, self._spooled, settings_of(self._version), rows)
                     self._is_written = True
                 else:
-                    self._manifest = write_version(self._to, self._version, [rows], [records])
+                    self._manifest = write_version(self._to, self._version, [rows], records)
             finally:
                 self._spool = None
                 spool.drop()

@@ -25,9 +25,9 @@ from shardkit.dataset.encoding import IN_SOURCE, EncodedRow, EncodedRows, Extent
 from shardkit.dataset.layout import RowTable, order_keys
 from shardkit.dataset.scratch_reading import (
     NO_ROW,
-    FilePart,
     MemoryPart,
-    Part,
+    PartFiles,
+    Parts,
     Records,
     ScratchReader,
     record_header,
@@ -252,7 +252,7 @@ class RowSpool:
         self._run_size = 0
         self._broken = False
         self._file: ScratchFile | None = None
-        self._part: Part | None = None
+        self._part: Parts | None = None
 
     def __len__(self) -> int:
         return len(self._columns["stratum"])
@@ -331,7 +331,7 @@ class RowSpool:
         self._run_size = last
         self._run_rows += stop - start
 
-    def finish(self) -> tuple[Rows, Part | None]:
+    def finish(self) -> tuple[Rows, Parts | None]:
         """The columns and where the records are; None where nothing was kept."""
         if self._folder and (self._always_file or self._file is not None):
             self._write_run()
@@ -340,7 +340,7 @@ class RowSpool:
             self._part = MemoryPart(self._view[: self._run_size])
         if self._file is not None:
             self._file.close()
-            self._part = FilePart(self._folder, self._name)
+            self._part = PartFiles(self._folder, [self._name])
             self._file = None
         return self.columns(), self._part
 

@@ -67,53 +67,45 @@ class Records:
 
 
 class Parts(Protocol):
-    """Parts by number."""
+    """Where the records of spools are, by the number of the spool."""
 
-    def __getitem__(self, number: int, /) -> Part:
-        """The part; used before the next one is asked for."""
+    def read_into(self, number: int, offset: int, buffer: memoryview) -> None:
+        """Fill the buffer from a part; where the part ends before, the rest of it is zero.
 
-
-class Part(Protocol):
-    """Where the records of a spool are."""
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill the buffer; where the part ends before, the rest of it is zero."""
+        Raises:
+            StoreError: the part cannot be read.
+        """
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Let go of files."""
 
 
 class MemoryPart:
-    """Records that never left memory."""
+    """The one part of a spool whose records never left memory."""
 
     def __init__(self, data: bytes | memoryview) -> None:
         self._data = memoryview(data)
 
-    def read_into(self, offset: int, buffer: memoryview) -> None:
+    def read_into(self, number: int, offset: int, buffer: memoryview) -> None:
         found = self._data[offset : offset + len(buffer)]
         buffer[: len(found)] = found
         buffer[len(found) :] = bytes(len(buffer) - len(found))
 
     def close(self) -> None:
-        """See `Part`."""
+        """Memory needs no closing."""
 
 
-class FilePart:
-    """Records in a scratch file; opened at the first read."""
+class PartFiles:
+    """Scratch files, opened at the first read, of which only so many are open at a time."""
 
-    def __init__(self, folder: str, name: str) -> None:
+    def __init__(self, folder: str, names: Sequence[str]) -> None:
         self._folder = folder
-        self._name = name
-        self._file: Handle | None = None
+        self._names = names
+        self._open: OrderedDict[int, Handle] = OrderedDict()
 
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """See `Part`.
-
-        Raises:
-            StoreError: the file cannot be read.
-        """
-        with explained(f"read scratch file {self._folder}/{self._name}"):
-            file = self._opened()
+    def read_into(self, number: int, offset: int, buffer: memoryview) -> None:
+        with explained(f"read scratch file {self._folder}/{self._names[number]}"):
+            file = self._file(number)
             while len(buffer):
                 size = active().read_into(file, buffer, offset)
                 if not size:
@@ -121,37 +113,19 @@ class FilePart:
                     return
                 buffer, offset = buffer[size:], offset + size
 
-    def _opened(self) -> Handle:
-        if self._file is None:
+    def _file(self, number: int) -> Handle:
+        file = self._open.pop(number, None)
+        if file is None:
             with Directories(self._folder).opened(()) as folder:
-                self._file = active().open_file(folder, self._name)
-        return self._file
-
-    def close(self) -> None:
-        if self._file is not None:
-            active().close(self._file)
-            self._file = None
-
-
-class PartFiles:
-    """Scratch files by number, of which only so many are open at a time."""
-
-    def __init__(self, folder: str, names: Sequence[str]) -> None:
-        self._folder = folder
-        self._names = names
-        self._open: OrderedDict[int, FilePart] = OrderedDict()
-
-    def __getitem__(self, number: int) -> Part:
-        part = self._open.pop(number, None) or FilePart(self._folder, self._names[number])
-        self._open[number] = part
+                file = active().open_file(folder, self._names[number])
+        self._open[number] = file
         if len(self._open) > _MAX_OPEN:
-            self._open.popitem(last=False)[1].close()
-        return part
+            active().close(self._open.popitem(last=False)[1])
+        return file
 
     def close(self) -> None:
-        for part in self._open.values():
-            part.close()
-        self._open.clear()
+        while self._open:
+            active().close(self._open.popitem()[1])
 
 
 class ScratchFolder:
@@ -272,7 +246,7 @@ class ScratchReader:
         begin = np.empty(len(records), np.int64)
         view, at = self._buffer.data, 0
         for number, base, size, rows in ranges:
-            self._parts[number].read_into(base, view[at : at + size])
+            self._parts.read_into(number, base, view[at : at + size])
             begin[rows] = at + records.offset[rows] - base
             at += size
         borders = zip(begin.tolist(), (begin + records.length).tolist(), strict=True)

@@ -21,7 +21,7 @@ from shardkit.dataset.encoding import (
     ordinal_identity,
 )
 from shardkit.dataset.scratch import RowSpool
-from shardkit.dataset.scratch_reading import Part, ScratchReader
+from shardkit.dataset.scratch_reading import ScratchReader
 from shardkit.errors import IntegrityError
 from shardkit.formats import Row, RowBlock, Schema
 from shardkit.formats.block import payloads_of
@@ -93,8 +93,8 @@ def test_columns_are_spooled_as_rows_are(
     texts = [[held.strata[n] for n in held.stratum.tolist()] for held in (by_column, by_row)]
     assert texts[0] == texts[1]
     one, another = (bytearray(int(by_row.records.length.sum()) + 1) for _ in range(2))
-    part.read_into(0, memoryview(one))
-    other.read_into(0, memoryview(another))
+    part.read_into(0, 0, memoryview(one))
+    other.read_into(0, 0, memoryview(another))
     assert one == another
     for spool in spools:
         spool.drop()
@@ -152,14 +152,13 @@ def test_blocks_hold_the_rows_that_were_spooled(
         spool.append(row, ordinal_identity(number))
     columns, part = spool.finish()
     assert part is not None
-    parts: list[Part] = [part]
     order = np.random.default_rng(random).permutation(len(rows))
     wanted = columns.records[order]
     expected = [
         Row(row.key or f"{number:010d}", row.payloads, row.original_key, row.source)
         for number, row in ((number, rows[number]) for number in order.tolist())
     ]
-    reader = ScratchReader(parts, schema)
+    reader = ScratchReader(part, schema)
     reader.read(columns.records[:1], order[:1])  # a buffer that is too small, and is replaced
     held = reader.read(wanted, order)
     middle = random % len(rows)

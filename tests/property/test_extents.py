@@ -23,7 +23,7 @@ from shardkit.dataset.encoding import (
     generated_keys,
 )
 from shardkit.dataset.scratch import Rows, RowSpool
-from shardkit.dataset.scratch_reading import ExtentReader, HeldRecords, Part, ScratchReader
+from shardkit.dataset.scratch_reading import ExtentReader, HeldRecords, Parts, ScratchReader
 from shardkit.errors import SampleError, SourceError
 from shardkit.formats import RowBlock, Schema
 from shardkit.formats.block import payloads_of
@@ -40,9 +40,9 @@ def extent(file: int, offset: int, payload: bytes) -> Extent:
 
 
 def held(
-    columns: Rows, part: Part, order: np.ndarray[tuple[int], np.dtype[np.int64]], reader: ExtentReader
+    columns: Rows, part: Parts, order: np.ndarray[tuple[int], np.dtype[np.int64]], reader: ExtentReader
 ) -> HeldRecords:
-    return ScratchReader([part], SCHEMA, reader).read(columns.records[order], order)
+    return ScratchReader(part, SCHEMA, reader).read(columns.records[order], order)
 
 
 def payloads(block: RowBlock) -> list[tuple[bytes, ...]]:
@@ -110,7 +110,7 @@ def test_columns_of_extents_are_rows_of_them(tmp_path: Path) -> None:
     assert part is not None
     order = np.array([7, 0, 9, 3])
     reader = ExtentReader({0: [str(tmp_path / "file")]})
-    block = ScratchReader([part], schema, reader).read(columns.records[order], order).block(0, 4, None)
+    block = ScratchReader(part, schema, reader).read(columns.records[order], order).block(0, 4, None)
     reader.close()
     assert np.asarray(block.columns[0]).view(np.int32).tolist() == tokens[order].tolist()
     assert payloads(block)[1][1] == labels[0].tobytes()

@@ -41,7 +41,7 @@ def spooled(
         spool.append(row, ordinal_identity(number))
     columns, part = spool.finish()
     assert part is not None
-    return spool, columns, [part]
+    return spool, columns, part
 
 
 def read(columns: Rows, parts: Parts, order: np.ndarray[tuple[int], np.dtype[np.int64]]) -> list[Row]:
@@ -156,9 +156,9 @@ def test_only_so_many_parts_are_open_at_once(tmp_path: Path, monkeypatch: pytest
     parts = PartFiles(str(tmp_path), names)
     for n in [*range(10), 0, 9, 5, 5]:
         found = bytearray(3)
-        parts[n].read_into(1, memoryview(found))
+        parts.read_into(n, 1, memoryview(found))
         assert found == bytes([n]) * 3
-        assert sum(part._file is not None for part in parts._open.values()) <= 3
+        assert len(parts._open) <= 3
     parts.close()
 
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import xxhash
 
 from shardkit.dataset.scratch import scratch_folder
-from shardkit.dataset.scratch_reading import Part, ScratchFolder, record_body
+from shardkit.dataset.scratch_reading import ScratchFolder, record_body
 from shardkit.errors import FormatError, IntegrityError, RunError, StoreError
 from shardkit.formats import canonical_json
 from shardkit.storage import LocalStore, Repository
@@ -139,33 +139,24 @@ class StoreFolder:
         self._store.delete(self.prefix + name)
 
 
-class _StoreParts:
+class _StoreParts(NamedTuple):
     """Parts in a store, read by range; nothing is held open."""
 
-    def __init__(self, store: Store, names: Sequence[str]) -> None:
-        self._store, self._names = store, names
-
-    def __getitem__(self, number: int, /) -> Part:
-        return _StorePart(self._store, self._names[number])
-
-    def close(self) -> None: ...
-
-
-class _StorePart(NamedTuple):
     store: Store
-    name: str
+    names: Sequence[str]
 
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Bytes of the part.
+    def read_into(self, number: int, offset: int, buffer: memoryview) -> None:
+        """See `Parts`.
 
         Raises:
             StoreError: the store fails, or the part is gone: another build of the same has ended meanwhile.
             IntegrityError: the part is shorter.
         """
         if len(buffer):
-            buffer[:] = self.store.get_range(self.name, offset, len(buffer))
+            buffer[:] = self.store.get_range(self.names[number], offset, len(buffer))
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 JobFolder = LocalFolder | StoreFolder

@@ -28,7 +28,7 @@ from shardkit.dataset.encoding import (
     file_state,
 )
 from shardkit.dataset.scratch import Rows, RowSpool, RunBuffer, ShardRows
-from shardkit.dataset.scratch_reading import ExtentReader, FilePart, ScratchReader
+from shardkit.dataset.scratch_reading import ExtentReader, ScratchReader
 from shardkit.dataset.version_plan import NewVersion
 from shardkit.errors import (
     ConfigurationError,
@@ -444,14 +444,14 @@ def finished_rows(job: Job, number: int, name: str) -> TaskRows | None:
 
 
 def _is_whole(job: Job, rows: TaskRows) -> bool:
-    part = FilePart(job.path, rows.facts.part)
+    part = job.folder.parts([rows.facts.part])
     records = rows.columns.records
     buffer = memoryview(bytearray(int(records.length.max(initial=0))))
     try:
         for offset, length, check in zip(
             records.offset.tolist(), records.length.tolist(), records.check.tolist(), strict=True
         ):
-            part.read_into(offset, buffer[:length])
+            part.read_into(0, offset, buffer[:length])
             if xxhash.xxh3_64_intdigest(buffer[:length]) != check:
                 return False
     except StoreError:
