@@ -12,8 +12,8 @@ from .compression import extension, normalise_compression
 from .index import BlockSpan, ShardIndex, block_starts
 from .reading import Verify, parse_decimals, read_block, verify_block
 from .schema import RESERVED_NAMES, FieldType, Schema, presence_of
-from .tar_members import member_names, npy_payload_offset
-from .writing import MAX_SAMPLE_BYTES, ShardWriter, Sink, fit_key, is_key, max_key_bytes, raw_row_bytes
+from .tar_members import member_names
+from .writing import MAX_SAMPLE_BYTES, ShardWriter, Sink, fit_key, max_key_bytes, raw_row_bytes
 
 __all__ = [
     "MAX_SAMPLE_BYTES",
@@ -38,12 +38,10 @@ __all__ = [
     "extension",
     "fit_key",
     "format_digest",
-    "is_key",
     "max_key_bytes",
     "member_names",
     "message_layout",
     "normalise_compression",
-    "npy_payload_offset",
     "pack_columns",
     "parse_decimals",
     "parse_digest",

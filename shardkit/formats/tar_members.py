@@ -3,24 +3,20 @@
 All are deterministic to write and strict to read. Sources: IEEE Std 1003.1, pax utility, "ustar Interchange Format";
 numpy.lib.format, version 1.0: magic, version, little-endian uint16 header length, a Python literal padded with spaces
 and ended by a newline so that the data begins at a multiple of 64 bytes. Reading an npy header evaluates nothing: it is
-compared with the one that the schema calls for, the same under every NumPy. Only where somebody else's tar is adopted
-is a header parsed, once, by NumPy's own parser of literals; what reading needs of it goes into the index.
+compared with the one that the schema calls for, the same under every NumPy.
 """
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from math import prod
 
 import numpy as np
-from numpy.lib import format as npy_format
 from numpy.typing import NDArray
 
-from shardkit.errors import FormatError, SampleError
+from shardkit.errors import SampleError
 
 from .block import EncodedBlock, RowBlock, payloads_of
 from .compression import compress_frame, zstd_level
@@ -46,8 +42,6 @@ _AFTER_CHECKSUM = (
 # Sum of everything but name and size, with the checksum field counted as eight spaces.
 _FIXED_SUM = sum(_BEFORE_SIZE) + sum(_MTIME) + 8 * 0x20 + sum(_AFTER_CHECKSUM)
 
-
-_MAX_HEADER_BYTES = 10_000  # of a literal that is parsed; honest ones have about a hundred
 
 RAGGED_HEADER_BYTES = 128
 """Of any one-dimensional array: no length has enough digits for 192."""
@@ -136,36 +130,6 @@ def member_names(schema: Schema) -> tuple[str, ...]:
 def npy_header(kind: FieldType, length: int = 0) -> bytes:
     """Header of a member of type `kind`; `length` is the number of items of a ragged one."""
     return array_header(kind.numpy_dtype, (length,) if kind.kind == "ragged" else kind.shape)
-
-
-def npy_payload_offset(data: bytes | memoryview, kind: FieldType) -> int:
-    """Where the canonical payload of type `kind` begins in an npy file that NumPy, or anybody, wrote.
-
-    Raises:
-        FormatError: The member is no npy file, or its items do not lie there as `kind` calls for: another dtype or
-            shape, big-endian, column by column, pickled, or cut short.
-    """
-    stream = io.BytesIO(bytes(data[: 12 + _MAX_HEADER_BYTES]))
-    try:
-        version = npy_format.read_magic(stream)
-        if version not in ((1, 0), (2, 0)):
-            raise ValueError(f"version {version[0]}.{version[1]}")
-        read = npy_format.read_array_header_1_0 if version == (1, 0) else npy_format.read_array_header_2_0
-        shape, columns_first, dtype = read(stream, max_header_size=_MAX_HEADER_BYTES)
-    except (ValueError, EOFError, TypeError, SyntaxError, OverflowError, RecursionError) as error:
-        raise FormatError(f"not a readable .npy member ({str(error)[:100]})") from None
-    if dtype.hasobject:
-        raise FormatError("a pickled array, which is never read")
-    if dtype != kind.numpy_dtype or dtype.byteorder == ">":
-        raise FormatError(f"an array of dtype {dtype.str}, expected {kind.numpy_dtype.str}")
-    if len(shape) != 1 if kind.kind == "ragged" else tuple(shape) != kind.shape:
-        raise FormatError(f"an array of shape {shape}, expected {kind}")
-    if columns_first and len(shape) > 1:
-        raise FormatError("an array that is stored column by column (Fortran order)")
-    expected = stream.tell() + np.dtype(dtype).itemsize * prod(shape)
-    if expected != len(data):
-        raise FormatError(f"{len(data)} bytes, but the array's header asks for {expected}")
-    return stream.tell()
 
 
 def sniff_extension(payload: bytes | memoryview) -> str:

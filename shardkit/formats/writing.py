@@ -312,11 +312,6 @@ class _Lineage:
 # ---- Keys
 
 
-def is_key(text: str) -> bool:
-    """Whether `text` can stand as a key in a shard: ``[A-Za-z0-9_-]{1,80}``."""
-    return _KEY.match(text) is not None
-
-
 def check_key(key: object, limit: int) -> None:
     """Refuse a key that a shard cannot hold.
 

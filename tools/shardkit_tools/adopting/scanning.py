@@ -7,6 +7,7 @@ Memory: one block, one sample, and the index.
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import re
 from collections import deque
@@ -18,12 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, SourceError, StoreError, UsageError
-from shardkit.formats import FieldType, Schema, ShardIndex, Texts, fit_key, npy_payload_offset, xxh3
+from shardkit.formats import FieldType, Schema, ShardIndex, Texts, fit_key, xxh3
 from shardkit.formats.reading import tar_column
 from shardkit.formats.schema import decode_json
 from shardkit.stores.remote.foreign import split_url
 from shardkit.stores.store import ObjectStat
 from shardkit_tools.building.source_digests import check_unchanged
+from shardkit_tools.importers.numpy_arrays import read_header
 from shardkit_tools.importers.protocol import SourceFile
 from shardkit_tools.importers.remote_files import foreign_store, stat_file
 from shardkit_tools.importers.source_files import is_url, list_source, open_file
@@ -444,12 +446,16 @@ def _locate(kind: FieldType, suffix: str, data: bytes, where: str) -> tuple[int,
     if kind.is_opaque:
         return 0, len(data), False
     if suffix == "npy":
-        try:
-            skipped = npy_payload_offset(data, kind)
-        except FormatError as error:
+        header = read_header(io.BytesIO(data), where, len(data), has_rows=False)
+        is_shaped = len(header.shape) == 1 if kind.kind == "ragged" else header.shape == kind.shape
+        if header.dtype != kind.numpy_dtype.str or header.columns_first or not is_shaped:
             ragged = f", or give --schema with {kind.dtype}[*]" if kind.kind == "array" else ""
-            raise SourceError(f"{where}: {error}; {BUILD_INSTEAD}{ragged}") from None
-        return skipped, len(data) - skipped, True
+            raise SourceError(
+                f"{where}: an array of dtype {header.dtype} and shape {header.shape}"
+                f"{', column by column (Fortran order)' * header.columns_first}, expected {kind}; "
+                f"{BUILD_INSTEAD}{ragged}"
+            )
+        return header.offset, len(data) - header.offset, True
     if kind.kind != "scalar" or kind.numpy_dtype.kind == "f":
         raise SourceError(f"{where}: cannot be read as {kind} where it lies, only .npy can; {BUILD_INSTEAD}")
     return (*_digits(data, where), False)

@@ -32,7 +32,6 @@ from shardkit.dataset.committing import (
     commit_version,
     make_manifest,
 )
-from shardkit.dataset.encoding import RowEncoder
 from shardkit.dataset.layout import split_of
 from shardkit.dataset.scratch import (
     RUN_BYTES,
@@ -90,19 +89,6 @@ from shardkit_tools.transforms import AppliedFunction, TextTokenizer, Transforme
 _LIGHT_ROW_BYTES = 4096
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BuildInput:
-    """What a build reads, and what it makes of it."""
-
-    importer: Importer  # of the source, transforms included
-    encoder: RowEncoder  # of its rows
-    version: NewVersion  # what is to be made
-    packing: PackSettings | None  # how documents become rows
-    marks: RowMarks  # what pass 1 notes of every row, for leaving out equal ones and for packing
-    counts: Mapping[str, int]  # class folder → its samples
-    notes: tuple[str, ...]  # what is unusual about the source
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Laid:
     """What is to be written, and from where."""
@@ -117,30 +103,51 @@ class BuildRun:
     """One build; made by `shardkit_tools.build`.
 
     Args:
-        settings: where to, and how.
-        given: what is read and made.
+        settings: what is read, how it is changed on the way, and what it becomes.
         engine: does the work; entered and left by this build.
     """
 
-    def __init__(self, settings: BuildSettings, given: BuildInput, engine: Engine) -> None:
-        self._settings, self._given, self._engine = settings, given, engine
-        self._version = given.version
+    def __init__(self, settings: BuildSettings, engine: Engine) -> None:
+        self._settings, self._engine = settings, engine
+        source, left_out = _open_source(settings)
+        layout: FolderLayout | None = getattr(source, "layout", None)
+        folders, self._counts = (layout.splits, layout.counts) if layout else ({}, {})
+        self._notes = left_out + (
+            layout.notes if layout else split_notes(file.name for file in source.files())
+        )
+        self._importer = importer = _transformed(source, settings)
+        schema, classes = importer.schema, importer.classes
+        self._encoder = settings.encoder(schema, classes, folders)  # of the rows that are read
+        recipe: dict[str, object] = {"source": importer.describe()}
+        if isinstance(importer, TransformedImporter):
+            recipe |= importer.transforms()
+        if settings.unique is not None:
+            recipe["unique"] = settings.unique
+        ((packed, length),) = settings.pack.items() if settings.pack else ((None, 0),)
+        # of every row, for leaving out equal ones and for packing
+        self._marks = RowMarks.of(schema, unique=settings.unique, packed=packed)
+        self._packing: PackSettings | None = None
+        if packed is not None:
+            self._packing = PackSettings.of(schema, packed, length, settings.axes, settings.format)
+            recipe["pack"] = self._packing.describe()
+            schema = self._packing.rows
+            classes = classes if "label" in schema else ()
+        self._version = settings.version(schema, classes, ref=settings.ref, folders=folders, recipe=recipe)
         self._root = os.fspath(settings.root)
         self._meter = ProgressMeter(settings.progress)
-        self._tasks = list(given.importer.tasks())
+        self._tasks = list(importer.tasks())
         self._source_bytes = sum(task.size for task in self._tasks)
         self._started = time.monotonic()
-        self._is_cached = not engine.is_remote and fits_page_cache(given.importer.files())
+        self._is_cached = not engine.is_remote and fits_page_cache(importer.files())
         self._in_place = self._bytes_in_place()
-        layout = self._version.settings
-        self._seed = layout.seed if layout.shuffle else None
+        layout_settings = self._version.settings
+        self._seed = layout_settings.seed if layout_settings.shuffle else None
 
     def _bytes_in_place(self) -> int:
         """Bytes of the source that pass 2 reads from there instead of from scratch."""
-        importer, given = self._given.importer, self._given
-        if not self._is_cached or given.marks.names or not isinstance(importer, FileImporter):
+        if not self._is_cached or self._marks.names or not isinstance(self._importer, FileImporter):
             return 0
-        return sum(map(importer.bytes_in_place, self._tasks))
+        return sum(map(self._importer.bytes_in_place, self._tasks))
 
     def count(self) -> BuildResult:
         """The dry run: everything but writing.
@@ -154,7 +161,7 @@ class BuildRun:
                 missing.enter_context(contextlib.suppress(NotFoundError))  # a root that is to be made
             base = self._begin(Repository.open(self._root, read_only=True)).base
         with self._engine:
-            every = {file.name for file in self._given.importer.files()}  # nobody asks for digests
+            every = {file.name for file in self._importer.files()}  # nobody asks for digests
             found, columns = self._read(NO_FOLDER, {}, in_place=0, digested=every)
             laid = self._lay_out(found, columns, base, None)
         result = self._result(found, laid)
@@ -196,11 +203,11 @@ class BuildRun:
         )
 
     def _build(self, to: Destination, parent: str, job: Job) -> BuildResult:
-        read = finished_tasks(job, self._tasks, self._given.importer.files())
+        read = finished_tasks(job, self._tasks, self._importer.files())
         reused = len(read)
         self._check_space(to.repository, parent, job, read)
         known = {file.name for rows in read.values() for file in rows.facts.files}
-        beside = digested_beside(self._given.importer, self._tasks, known, is_cached=self._is_cached)
+        beside = digested_beside(self._importer, self._tasks, known, is_cached=self._is_cached)
         threads = self._settings.jobs or os.cpu_count() or 1
         with SourceDigests(beside, job, threads) as digests:
             digested = {file.name for file in beside}
@@ -252,13 +259,13 @@ class BuildRun:
         )
         make = functools.partial(
             ReadWorker,
-            self._given.importer,
-            self._given.encoder,
+            self._importer,
+            self._encoder,
             seed=self._seed,
             folder=folder,
             skip=self._settings.skips,
             run_bytes=sized_run(total, self._version.settings.shard_size),
-            marks=self._given.marks,
+            marks=self._marks,
             in_place=in_place > 0,
         )
         here = is_small(self._engine, left, is_light=in_place > total // 2)
@@ -281,12 +288,12 @@ class BuildRun:
                 + "; give a source with at least one"
             )
         read = len(rows)
-        if self._given.marks.unique is not None:
+        if self._marks.unique is not None:
             rows = rows.take(first_of_equals(rows.marks))
         duplicates = read - len(rows)
         parts, packed = found, None
-        if self._given.packing is not None:
-            rows, parts, packed = self._pack(self._given.packing, rows, found, job)
+        if self._packing is not None:
+            rows, parts, packed = self._pack(self._packing, rows, found, job)
         # Rows that were counted only have no names.
         files = (job.folder if job else NO_FOLDER).parts([part.part for part in parts])
         with contextlib.closing(files):
@@ -378,7 +385,7 @@ class BuildRun:
     def _sources(self, found: Sequence[TaskFacts], digests: SourceDigests) -> SourcesObject:
         by_tasks = (file for task in found for file in task.files)
         skipped = tuple((row.source_name, row.source_row, row.kind) for row in _skipped(found))
-        return SourcesObject(digests.of_all(self._given.importer.files(), by_tasks), skipped)
+        return SourcesObject(digests.of_all(self._importer.files(), by_tasks), skipped)
 
     def _is_appended(self, base: Base, sources: SourcesObject) -> bool:
         """Whether the base was itself made by appending these very files in this very way.
@@ -410,7 +417,7 @@ class BuildRun:
     def _digest(self) -> str:
         """What must be equal for the work of an earlier run to be of use."""
         version = self._version
-        files = self._given.importer.files()
+        files = self._importer.files()
         recipe = {
             "release": 1,
             "source": self._source or os.path.commonpath([file.path for file in files]),
@@ -473,8 +480,8 @@ class BuildRun:
             shards=layout.shards,
             strata={"/".join(values) or "all": n for values, n in zip(rows.strata, counts, strict=True)},
             pooled=int(layout.pooled.sum()),
-            classes=self._given.counts,
-            notes=self._given.notes,
+            classes=self._counts,
+            notes=self._notes,
             source_bytes=self._source_bytes,
             scratch_bytes=sum(task.part_bytes for task in {*found, *laid.parts}),
             skipped=tuple(_skipped(found)),
@@ -531,7 +538,7 @@ def build(settings: BuildSettings) -> BuildResult:
     engine = open_engine(settings.engine, settings.jobs, settings.address)
     blocks = block_size_for(settings.root, settings.ref, settings.block_size)
     settings = dataclasses.replace(settings, block_size=blocks)
-    run = BuildRun(settings, _input(settings), engine)
+    run = BuildRun(settings, engine)
     if settings.dry_run:
         return run.count()
     if settings.single_writer:
@@ -539,47 +546,24 @@ def build(settings: BuildSettings) -> BuildResult:
     return run.build()
 
 
-def _input(settings: BuildSettings) -> BuildInput:
-    """What is read, how it is changed on the way, and what it becomes."""
-    left_out: tuple[str, ...] = ()
+def _open_source(settings: BuildSettings) -> tuple[Importer, tuple[str, ...]]:
+    """What is read, and what to say of files that were left out."""
     if isinstance(settings.source, Importer):
-        importer = settings.source
-    else:
-        options = settings.options or ImportOptions(skip_bad_rows=settings.skips)
-        options = dataclasses.replace(options, unchecked=settings.apply is not None)
-        importer, left_out = find_source(os.fspath(settings.source), settings.from_, options)
-    layout: FolderLayout | None = getattr(importer, "layout", None)
-    if settings.apply is not None or settings.tokenizer is not None or settings.output_schema:
-        importer = TransformedImporter(
-            importer,
-            AppliedFunction.find(settings.apply) if settings.apply is not None else None,
-            TextTokenizer.open(settings.tokenizer) if settings.tokenizer is not None else None,
-            text_field=settings.text_field,
-            output_types=settings.output_schema,
-            skip=settings.skips,
-        )
-    schema, classes = importer.schema, importer.classes
-    folders = layout.splits if layout else {}
-    encoder = settings.encoder(schema, classes, folders)
-    recipe: dict[str, object] = {"source": importer.describe()}
-    if isinstance(importer, TransformedImporter):
-        recipe |= importer.transforms()
-    if settings.unique is not None:
-        recipe["unique"] = settings.unique
-    ((packed, length),) = settings.pack.items() if settings.pack else ((None, 0),)
-    marks = RowMarks.of(schema, unique=settings.unique, packed=packed)
-    packing = None
-    if packed is not None:
-        packing = PackSettings.of(schema, packed, length, settings.axes, settings.format)
-        recipe["pack"] = packing.describe()
-        schema = packing.rows
-        classes = classes if "label" in schema else ()
-    return BuildInput(
-        importer=importer,
-        encoder=encoder,
-        version=settings.version(schema, classes, ref=settings.ref, folders=folders, recipe=recipe),
-        packing=packing,
-        marks=marks,
-        counts=layout.counts if layout else {},
-        notes=left_out + (layout.notes if layout else split_notes(file.name for file in importer.files())),
+        return settings.source, ()
+    options = settings.options or ImportOptions(skip_bad_rows=settings.skips)
+    options = dataclasses.replace(options, unchecked=settings.apply is not None)
+    return find_source(os.fspath(settings.source), settings.from_, options)
+
+
+def _transformed(importer: Importer, settings: BuildSettings) -> Importer:
+    """The source as the function and the tokenizer change it, if there are any."""
+    if settings.apply is None and settings.tokenizer is None and not settings.output_schema:
+        return importer
+    return TransformedImporter(
+        importer,
+        AppliedFunction.find(settings.apply) if settings.apply is not None else None,
+        TextTokenizer.open(settings.tokenizer) if settings.tokenizer is not None else None,
+        text_field=settings.text_field,
+        output_types=settings.output_schema,
+        skip=settings.skips,
     )

@@ -284,7 +284,7 @@ def read_header(stream: IO[bytes], where: str, size: int, *, has_rows: bool = Tr
         if read is None:  # 3.0 has field names in UTF-8 only
             raise ValueError(f"format version {version} is not 1.0 or 2.0")
         shape, columns_first, dtype = read(stream)
-    except (ValueError, EOFError) as error:
+    except (ValueError, EOFError, TypeError, SyntaxError, OverflowError, RecursionError) as error:
         raise SourceError(
             f"{where}: not a readable .npy file ({error}); write it again with numpy.save"
         ) from error
