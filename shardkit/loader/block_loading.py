@@ -19,7 +19,7 @@ from shardkit.formats.tar_members import npy_header
 from shardkit.loader.gather import DECIMALS, FACTS, OBJECTS, PLACED, GatherColumns, block_rows
 from shardkit.loader.settings import Sources
 from shardkit.reading.blocks import BlockReader, TakeMemory
-from shardkit.stores.open_files import open_files
+from shardkit.stores.file_operations import read_file
 from shardkit.telemetry.recorder import BlockTimes
 
 __all__ = ["JOB", "BlockLoading", "Layouts", "LocalShard"]
@@ -304,7 +304,7 @@ class BlockLoading:
         if index.format == "arrow":
             span = index.spans[0]
             head = np.empty(min(_HEAD_BYTES, span.size), np.uint8)
-            open_files.read(*file, span.offset, head.data)
+            read_file(*file, span.offset, head.data)
             layout = self._layouts.of(index, head)
         return LocalShard.of(index, self._fields, self._number_of(file), layout, self._objects)
 

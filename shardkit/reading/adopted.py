@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import os
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -287,14 +287,11 @@ class AdoptedStore(StoreAround):
         return self.get_range(name, 0, found.size)
 
     def get_range(self, name: str, offset: int, length: int) -> bytes:
-        return self.get_ranges(name, [(offset, length)])[0]
-
-    def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         tar = self.tar(name)
         if tar is None:
-            return self._inner.get_ranges(name, ranges)
+            return self._inner.get_range(name, offset, length)
         try:
-            return self._read(tar, ranges)
+            return self._read(tar, offset, length)
         except NotFoundError:
             raise tar.gone(self.url) from None
 
@@ -350,16 +347,16 @@ class AdoptedStore(StoreAround):
             raise IntegrityError(f"{tar.place}: not a file any more; put the tar back that was adopted")
         return ObjectStat(found.st_size, None)
 
-    def _read(self, tar: Tar, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Exactly the bytes of each (offset, length)."""
+    def _read(self, tar: Tar, offset: int, length: int) -> bytes:
+        """Exactly `length` bytes."""
         if tar.is_far:
             store, key = self._foreign(tar.place)
             try:
-                return store.get_ranges(key, ranges)
+                return store.get_range(key, offset, length)
             except IntegrityError:
-                last = max(offset + length for offset, length in ranges)
                 raise IntegrityError(
-                    f"{tar.place}: fewer bytes than the {last} that it had when it was adopted; put the tar back"
+                    f"{tar.place}: fewer bytes than the {offset + length} that it had when it was adopted; put the tar "
+                    "back"
                 ) from None
         with explained(f"read the adopted tar {tar.place}"):
             try:
@@ -367,7 +364,7 @@ class AdoptedStore(StoreAround):
             except FileNotFoundError:
                 raise NotFoundError(f"{tar.place}: no such file") from None
             try:
-                return [_read_file(file, tar.place, offset, length) for offset, length in ranges]
+                return _read_file(file, tar.place, offset, length)
             finally:
                 os.close(file)
 

@@ -24,7 +24,7 @@ from shardkit.manifest import Selection, ShardTable
 from shardkit.reading.adopted import adopted_place, find_tar
 from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.objects import BlockRequest, OpenedRoot, place_ids
-from shardkit.stores.open_files import open_files
+from shardkit.stores.file_operations import read_file
 from shardkit.stores.store import Store, object_name
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ class BlockReader:
     """Reads blocks of one manifest; every block is verified every time it is read (DESIGN promise 2).
 
     What is checked is what is used: a block is read into memory of its own, and hashed, parsed and gathered from there;
-    nothing of a file is mapped. Indexes are kept in a bounded least-recently-used table, descriptors by `open_files`.
+    nothing of a file is mapped. Indexes are kept in a bounded least-recently-used table.
     Safe to call from many threads; after a fork the child may go on with it.
 
     Args:
@@ -200,7 +200,6 @@ class BlockReader:
         self._paths: dict[int, str] = {}  # of shards that are local files
         self.supply: BlockFetcher | None = None  # of this process: a cache is opened where it is used
         _readers.add(self)
-        weakref.finalize(self, _forget_files, self._paths).atexit = False
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("_table", "_repositories", "_part_first_shard", "_formats", "verify")
@@ -295,14 +294,11 @@ class BlockReader:
             try:
                 return parsed(self._stored(shard, block, index, memory), verify)
             except (IntegrityError, NotFoundError) as error:
-                was_open = self._forget_file(shard)
+                self._paths.pop(shard, None)  # another file may lie there by now, or none
                 store = self._elsewhere(shard, error)
                 if store is not None:
                     return parsed(memoryview(store.read_block(self.request(shard, block))), "fast")
-                if not was_open:
-                    raise
-            # another file may lie there by now: what a reader finds does not depend on when it opened it
-            return parsed(self._stored(shard, block, index, memory), verify)
+                return parsed(self._stored(shard, block, index, memory), verify)
         except IntegrityError as error:
             raise IntegrityError(f"{self._where(shard, block)}: {error}") from None
         except ShardkitError as error:
@@ -356,7 +352,6 @@ class BlockReader:
 
     def through(self, supply: BlockFetcher | None) -> BlockReader:
         """A reader of the same blocks whose remote ones come through `supply`, such as a cache."""
-        # with a table of files of its own: they are closed with the reader that opened them
         reader = copy.copy(self)
         reader.supply = supply
         return reader
@@ -375,7 +370,7 @@ class BlockReader:
         if path is not None:
             found = memory(span.size).data
             try:
-                open_files.read(path, int(self._table.size[shard]), span.offset, found)
+                read_file(path, int(self._table.size[shard]), span.offset, found)
             except StoreError:
                 if self.located(shard) is None:
                     raise  # else its disk is failing, and there are other places
@@ -395,18 +390,6 @@ class BlockReader:
             if path is not None:
                 found = self._paths[shard] = os.fspath(path)
         return found
-
-    def _forget_file(self, shard: int) -> bool:
-        """Look for the file of a shard again when it is read next; whether there is one."""
-        path = self._paths.pop(shard, None)
-        if path is None:
-            return False
-        open_files.forget(path)
-        return True
-
-
-def _forget_files(paths: dict[int, str]) -> None:
-    open_files.leave(list(paths.values()))
 
 
 def _renew_locks() -> None:

@@ -188,10 +188,6 @@ class LocatedStore(StoreAround):
         """Part of an object, not verified: use `read_block` where a digest is known; see `Store.get_range`."""
         return self._unverified(name, lambda store: store.get_range(name, offset, length))
 
-    def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Parts of an object, not verified; see `Store.get_ranges`."""
-        return self._unverified(name, lambda store: store.get_ranges(name, ranges))
-
     def head(self, name: str) -> ObjectStat | None:
         return self._unverified(name, lambda store: store.head(name))
 

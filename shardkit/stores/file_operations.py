@@ -18,7 +18,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from shardkit.errors import ShardkitError, StoreError, StoreFullError, StoreReadOnlyError
+from shardkit.errors import (
+    IntegrityError,
+    NotFoundError,
+    ShardkitError,
+    StoreError,
+    StoreFullError,
+    StoreReadOnlyError,
+)
 
 FOLDER: Final = "tmp"
 """Folder of a local root that holds temporaries; on the same file system as the objects, so that `link` works."""
@@ -57,6 +64,10 @@ class FileOperations:
 
     def open_file(self, parent: Handle, name: str) -> Handle:
         return Handle(os.open(name, _OPEN_READ, dir_fd=parent.fd), parent.child(name))
+
+    def open_path(self, path: str) -> Handle:
+        """Open a file by its path, which must not end in a link."""
+        return Handle(os.open(path, _OPEN_READ), path)
 
     def create_file(self, parent: Handle, name: str) -> Handle:
         return Handle(os.open(name, _OPEN_NEW, 0o666, dir_fd=parent.fd), parent.child(name))
@@ -236,6 +247,42 @@ def store_error(error: OSError, doing: str, *, writing: bool) -> StoreError:
         or f"{os.strerror(number) if number else error}; look at the disk, then run it again"
     )
     return StoreError(f"cannot {doing}: {meaning}")
+
+
+def read_file(path: str, file_size: int, offset: int, into: memoryview) -> None:
+    """Fill `into` from `offset` of a file, which is open for this read alone: what is read is what lies there now.
+
+    Raises:
+        NotFoundError: the file is gone.
+        IntegrityError: it has another size, or ends before.
+        StoreError: it cannot be opened or read.
+    """
+    operations = active()
+    try:
+        file = operations.open_path(path)
+        try:
+            found = operations.stat_open(file).st_size
+            if found != file_size:
+                raise IntegrityError(
+                    f"{path} holds {found} bytes, the manifest says {file_size}; run: shardkit verify"
+                )
+            done = 0
+            while done < len(into):
+                got = operations.read_into(file, into[done:], offset + done)
+                if not got:
+                    raise IntegrityError(
+                        f"{path} ends at byte {offset + done}, {file_size} bytes are expected; it was truncated. "
+                        "Run: shardkit verify on its dataset"
+                    )
+                done += got
+        finally:
+            operations.close(file)
+    except ShardkitError:
+        raise
+    except FileNotFoundError:
+        raise NotFoundError(f"{path} is gone; run: shardkit verify on its dataset") from None
+    except OSError as error:
+        raise store_error(error, f"read {path}", writing=False) from error
 
 
 @contextlib.contextmanager

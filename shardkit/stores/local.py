@@ -20,7 +20,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 from urllib.parse import unquote
@@ -83,13 +83,12 @@ class LocalStore(DirectStore):
         self._check_length(name, len(data), size)  # it may shrink while it is read
         return data
 
-    def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+    def get_range(self, name: str, offset: int, length: int) -> bytes:
         with self._reading(name) as file:
-            self._check_ranges(name, ranges, active().stat_open(file).st_size)
-            parts = [read_exactly(file, offset, length) for offset, length in ranges]
-        for part, (_, length) in zip(parts, ranges, strict=True):
-            self._check_length(name, len(part), length)
-        return parts
+            self._check_range(name, offset, length, active().stat_open(file).st_size)
+            data = read_exactly(file, offset, length)
+        self._check_length(name, len(data), length)
+        return data
 
     def head(self, name: str) -> ObjectStat | None:
         try:

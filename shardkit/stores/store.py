@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,9 +131,6 @@ class Store(Protocol):
     def get_range(self, name: str, offset: int, length: int) -> bytes:
         """Exactly `length` bytes from `offset`; IntegrityError where the object is shorter."""
 
-    def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """`get_range` for several (offset, length) of one object, in the order asked."""
-
     def put_new(self, name: str, data: bytes) -> bool:
         """Create durably, never overwrite: True if this call created the name, False if it existed.
 
@@ -176,12 +173,6 @@ class DirectStore(abc.ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r}, read_only={self._read_only})"
 
-    def get_range(self, name: str, offset: int, length: int) -> bytes:
-        return self.get_ranges(name, [(offset, length)])[0]
-
-    @abc.abstractmethod
-    def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]: ...
-
     def _check_writable(self, name: str) -> None:
         if self._read_only:
             raise StoreReadOnlyError(
@@ -200,18 +191,17 @@ class DirectStore(abc.ABC):
                 f"{name} in {self.url}: {found} bytes came, {expected} were expected; run: shardkit repair {self.url}"
             )
 
-    def _check_ranges(self, name: str, ranges: Sequence[tuple[int, int]], size: int | None = None) -> None:
-        """Refuse ranges below zero (UsageError) and those past the end of an object of `size` bytes."""
-        for offset, length in ranges:
-            if offset < 0 or length < 0:
-                raise UsageError(
-                    f"{name}: range ({offset}, {length}): expected an offset and a length of 0 or more"
-                )
-            if size is not None and offset + length > size:
-                raise IntegrityError(
-                    f"{name} in {self.url}: {size} bytes, expected at least {offset + length}; run: shardkit repair "
-                    f"{self.url}"
-                )
+    def _check_range(self, name: str, offset: int, length: int, size: int | None = None) -> None:
+        """Refuse a range below zero (UsageError) and one past the end of an object of `size` bytes."""
+        if offset < 0 or length < 0:
+            raise UsageError(
+                f"{name}: range ({offset}, {length}): expected an offset and a length of 0 or more"
+            )
+        if size is not None and offset + length > size:
+            raise IntegrityError(
+                f"{name} in {self.url}: {size} bytes, expected at least {offset + length}; run: shardkit repair "
+                f"{self.url}"
+            )
 
 
 class StoreAround(abc.ABC):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from shardkit.errors import NotFoundError
@@ -30,10 +30,10 @@ class MemoryStore(DirectStore):
         self._check_size(name, len(data), max_bytes)
         return data
 
-    def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+    def get_range(self, name: str, offset: int, length: int) -> bytes:
         data = self._find(name)
-        self._check_ranges(name, ranges, len(data))
-        return [data[offset : offset + length] for offset, length in ranges]
+        self._check_range(name, offset, length, len(data))
+        return data[offset : offset + length]
 
     def put_new(self, name: str, data: bytes) -> bool:
         check_name(name)

@@ -110,9 +110,8 @@ class StoreConformance:
         data = bytes(range(256)) * 4
         assert store.put_new("r", data)
         wanted = [(0, 1), (1_023, 1), (0, 1_024), (100, 0), (1_024, 0), (500, 24), (10, 20), (0, 1)]
-        assert store.get_ranges("r", wanted) == [data[offset : offset + length] for offset, length in wanted]
-        assert store.get_ranges("r", []) == []
-        assert store.get_range("r", 300, 5) == data[300:305]
+        for offset, length in wanted:
+            assert store.get_range("r", offset, length) == data[offset : offset + length]
 
     def test_ranges_past_the_end_or_below_zero(self, store: Store) -> None:
         assert store.put_new("r", bytes(10))

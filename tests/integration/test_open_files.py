@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import textwrap
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +14,10 @@ import pytest
 
 import shardkit
 from shardkit.errors import IntegrityError, NotFoundError
-from shardkit.stores.file_operations import FileOperations, Handle, substituted
-from shardkit.stores.open_files import MOST_OPEN_FILES, OpenFiles
+from shardkit.stores.file_operations import FileOperations, Handle, read_file, substituted
 
 SHARDS, ROWS = 1608, 4
+MOST_OPEN_FILES = 32  # of a loader, and one more for each thread
 LOOP = """
 import os, resource, sys, threading
 resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[2]), int(sys.argv[3])))
@@ -68,52 +67,18 @@ def test_more_shards_than_files_may_be_open(many_shards: Path, soft: int, hard: 
     assert limit == hard  # raised where it can be
 
 
-def test_threads_that_read_hold_one_file_each_at_most(tmp_path: Path) -> None:
-    files = OpenFiles(most=3)
-    paths = []
-    for number in range(40):
-        path = tmp_path / f"{number}"
-        path.write_bytes(bytes([number]) * 100)
-        paths.append(str(path))
-    wrong: list[int] = []
-    most = 0
-
-    def read(seed: int) -> None:
-        nonlocal most
-        rng = np.random.default_rng(seed)
-        for number in rng.integers(0, 40, 300).tolist():
-            into = bytearray(10)
-            files.read(paths[number], 100, number, memoryview(into))
-            most = max(most, len(files))
-            if into != bytes([number]) * 10:
-                wrong.append(number)
-
-    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-    assert most <= 3 + 4
-    assert len(files) <= 3
-
-
 def test_what_is_wrong_with_a_file_is_said(tmp_path: Path) -> None:
-    files, path, into = OpenFiles(), tmp_path / "a", memoryview(bytearray(10))
+    path, into = tmp_path / "a", memoryview(bytearray(10))
     with pytest.raises(NotFoundError, match="is gone"):
-        files.read(str(path), 100, 0, into)
+        read_file(str(path), 100, 0, into)
     path.write_bytes(b"x" * 99)
     with pytest.raises(IntegrityError, match="holds 99 bytes, the manifest says 100"):
-        files.read(str(path), 100, 0, into)
+        read_file(str(path), 100, 0, into)
     path.write_bytes(b"x" * 100)
-    files.read(str(path), 100, 90, into)
-    os.truncate(path, 95)
-    with pytest.raises(IntegrityError, match="ends at byte 95"):
-        files.read(str(path), 100, 90, into)
-    files.forget(str(path))
-    path.write_bytes(b"y" * 100)
-    files.read(str(path), 100, 90, into)
-    assert bytes(into) == b"y" * 10
+    read_file(str(path), 100, 90, into)
+    assert bytes(into) == b"x" * 10
+    with pytest.raises(IntegrityError, match="ends at byte 100"):
+        read_file(str(path), 100, 95, into)
 
 
 def test_a_file_that_was_replaced_by_a_good_one_is_read_from_then_on(tmp_path: Path) -> None:
@@ -124,7 +89,7 @@ def test_a_file_that_was_replaced_by_a_good_one_is_read_from_then_on(tmp_path: P
     (shard,) = (root / "objects").rglob("*.arrow")
     shutil.copy(shard, bad)
     ds = shardkit.open(str(root))
-    expected = ds[3]  # it is open now
+    expected = ds[3]
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1
     shard.chmod(0o644)

@@ -6,15 +6,14 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from shardkit.stores.file_operations import FileOperations, Handle
-from shardkit.stores.open_files import OpenFiles
 from tests.simulation.buckets import Faults
 from tests.simulation.disks import Disk, File, Folder
 from tests.simulation.scheduler import Scheduler
 
-__all__ = ["BlockFiles", "DiskOperations"]
+__all__ = ["DiskOperations"]
 
 
 class DiskOperations(FileOperations):
@@ -27,14 +26,11 @@ class DiskOperations(FileOperations):
         self._locks: dict[int, dict[int, tuple[int, bool]]] = {}
         """Number of a file → descriptor → (process, whether it holds the lock alone)."""
         self._last = 1_000_000
-        self.blocks = OpenFiles()
-        """Files that are read block by block, of all processes."""
 
     def forget(self) -> None:
         """All processes are gone, and what they had open with them."""
         self._open.clear()
         self._locks.clear()
-        self.blocks._files.clear()
 
     # ---- opening
 
@@ -247,31 +243,6 @@ class DiskOperations(FileOperations):
         if node is None:
             raise FileNotFoundError(errno.ENOENT, "no such file or directory", parent.child(name))
         return disk, node
-
-
-class BlockFiles:
-    """What reading block by block (`shardkit.stores.open_files`) asks of the module `os`."""
-
-    O_RDONLY, O_CLOEXEC = os.O_RDONLY, os.O_CLOEXEC
-
-    def __init__(self, files: DiskOperations) -> None:
-        self._files = files
-
-    def open(self, path: str, _flags: int) -> int:
-        """See `os.open`."""
-        return self._files.open_path(path).fd
-
-    def fstat(self, fd: int) -> os.stat_result:
-        """See `os.fstat`."""
-        return self._files.stat_open(Handle(fd, ""))
-
-    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """See `os.preadv`."""
-        return self._files.read_into(Handle(fd, ""), buffers[0], offset)
-
-    def close(self, fd: int) -> None:
-        """See `os.close`."""
-        self._files.close(Handle(fd, ""))
 
 
 def _stat_of(node: File | Folder) -> os.stat_result:

@@ -16,13 +16,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
-from shardkit.reading import blocks
-from shardkit.stores import file_operations, local, open_files
+from shardkit.stores import file_operations, local
 from shardkit.stores.remote import clients
 from shardkit.stores.remote.addresses import Address
 from shardkit.stores.remote.clients import Client
 from shardkit.stores.waiting import WAITS
-from tests.simulation.disk_operations import BlockFiles, DiskOperations
+from tests.simulation.disk_operations import DiskOperations
 from tests.simulation.scheduler import Scheduler
 
 __all__ = ["simulated"]
@@ -59,8 +58,6 @@ def simulated(
     with contextlib.ExitStack() as stack:
         stack.enter_context(clients.substituted(open_client))
         stack.enter_context(file_operations.substituted(files))
-        stack.enter_context(mock.patch.object(open_files, "os", BlockFiles(files)))
-        stack.enter_context(mock.patch.object(blocks, "open_files", files.blocks))
         stack.enter_context(mock.patch.object(time, "time", scheduler.time))
         for name in ("monotonic", "perf_counter"):
             stack.enter_context(mock.patch.object(time, name, read_clock))

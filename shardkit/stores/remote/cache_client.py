@@ -110,7 +110,7 @@ class CacheClient:
     def _only_reading(self, name: str, *_: object) -> NoReturn:
         raise StoreReadOnlyError(f"{name}: {self.url} is a neighbour's cache and cannot be written")
 
-    get_range = get_ranges = head = list_after = _only_blocks
+    get_range = head = list_after = _only_blocks
     put_new = replace = delete = _only_reading
 
     def stage(self, suffix: str = "") -> AbstractContextManager[Stage]:

@@ -12,7 +12,7 @@ import os
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -50,25 +50,6 @@ _S3_RIGHTS: Final = {
     "write": "s3:PutObject",
     "delete": "s3:DeleteObject",
 }
-_PARALLEL_RANGES: Final = 16
-_MAX_GAP_BYTES: Final = 256 * 2**10  # about what a bucket sends in the time that one more request takes
-_MAX_JOINED_BYTES: Final = 8 * 2**20
-
-
-class Range(NamedTuple):
-    """A run of bytes of an object."""
-
-    offset: int
-    length: int
-
-
-class RangeGroup(NamedTuple):
-    """Ranges that one request fetches."""
-
-    span: Range
-    """Covers all members and the gaps between them."""
-    members: tuple[int, ...]
-    """Positions in the list of ranges that was asked for."""
 
 
 class SpooledStage(Stage):
@@ -190,33 +171,12 @@ class ObjectStore(DirectStore):
     def read_range(self, name: str, offset: int, length: int) -> Buffer:
         """`get_range` without the copy: whatever the client has the bytes in."""
         self._check_name(name)
-        self._check_ranges(name, [(offset, length)])
+        self._check_range(name, offset, length)
         if length == 0:
             return self._empty_range(name, offset)
         data = self._try(name, "read", lambda client: client.get_range(name, offset, length))
         self._check_length(name, memoryview(data).nbytes, length)
         return data
-
-    def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Parts of an object, near ones in one request, the others side by side."""
-        self._check_name(name)
-        self._check_ranges(name, ranges)
-        wanted = [Range(offset, length) for offset, length in ranges]
-        for empty in (one for one in wanted if not one.length):
-            self._empty_range(name, empty.offset)
-        groups = coalesce(wanted, max_gap=_MAX_GAP_BYTES, max_joined=_MAX_JOINED_BYTES)
-        if len(groups) <= 1:
-            read = [self.read_range(name, *group.span) for group in groups]
-        else:
-            with ThreadPoolExecutor(min(_PARALLEL_RANGES, len(groups))) as pool:
-                read = list(pool.map(lambda group: self.read_range(name, *group.span), groups))
-        parts = [b""] * len(wanted)
-        for group, data in zip(groups, read, strict=True):
-            view = memoryview(data)
-            for i in group.members:
-                start = wanted[i].offset - group.span.offset
-                parts[i] = bytes(view[start : start + wanted[i].length])
-        return parts
 
     def head(self, name: str) -> ObjectStat | None:
         """Size, and the SHA-256 that S3 took when the object was put."""
@@ -414,31 +374,6 @@ class ObjectStore(DirectStore):
 def _has_boto3() -> bool:
     """Asked with every look at an object, and slow to find out."""
     return importlib.util.find_spec("boto3") is not None
-
-
-def coalesce(ranges: Sequence[Range], *, max_gap: int, max_joined: int) -> list[RangeGroup]:
-    """Join ranges that lie near each other; empty ones are left out.
-
-    Args:
-        ranges: In any order; they may overlap.
-        max_gap: The most bytes fetched for nothing between two neighbours.
-        max_joined: The most bytes of a group of several ranges; a single longer range stays whole.
-
-    Returns:
-        Groups in the order of their offsets.
-    """
-    order = sorted((i for i, one in enumerate(ranges) if one.length), key=lambda i: ranges[i])
-    groups: list[RangeGroup] = []
-    for i in order:
-        one = ranges[i]
-        if groups:
-            span, members = groups[-1]
-            end = max(span.offset + span.length, one.offset + one.length)
-            if one.offset - (span.offset + span.length) <= max_gap and end - span.offset <= max_joined:
-                groups[-1] = RangeGroup(Range(span.offset, end - span.offset), (*members, i))
-                continue
-        groups.append(RangeGroup(one, (i,)))
-    return groups
 
 
 # Some servers ignore put-if-absent, some keep it one request after the other and break it in a race. Either loses
