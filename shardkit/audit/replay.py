@@ -1,17 +1,15 @@
 """The plan's own digests of every step, and which samples they cover: computed from the manifest alone.
 
-Costs some 100 ns per sample and core; with `jobs` above 1, the lanes are shared out over processes.
+Costs some 100 ns per sample and core; with `jobs` above 1, the steps are shared out over processes.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import multiprocessing
 import tempfile
-from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,10 +21,9 @@ from numpy.typing import NDArray
 
 from shardkit.errors import RunError
 from shardkit.ledger import step_digests
-from shardkit.plan import Plan, assign
+from shardkit.plan import Plan
 
 _CHUNK = 1 << 20  # samples replayed at once by each process
-_AHEAD = 3  # chunks under way at once
 MAX_COVERAGE_ROWS = 1 << 31
 """One byte per row and process group: more rows than this are not counted one by one."""
 
@@ -112,7 +109,7 @@ def replay(
         plan: which.
         first: step over the whole run.
         last: the step behind the last.
-        jobs: processes; at most the number of lanes.
+        jobs: processes.
         coverage: gets one entry per epoch, where the plan has epochs.
 
     Raises:
@@ -120,32 +117,22 @@ def replay(
     """
     counted = coverage is not None and _has_epochs(plan) and plan.population.rows <= MAX_COVERAGE_ROWS
     with ExitStack() as stack:
-        folder = (
-            Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardkit-audit-")))
-            if counted
-            else None
-        )
-        shares = assign(plan.lanes, max(1, min(jobs, plan.lanes))).shares()
-        pool = _started(plan, len(shares), stack) if len(shares) > 1 else None
+        if counted:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardkit-audit-")))
+        pool = _started(plan, jobs, stack) if jobs > 1 else None
         for begin, end in stretches(plan, first, last):
             seen = None
-            if folder is not None:
+            if counted:
                 seen = folder / f"epoch-{begin}"
                 with seen.open("wb") as file:
                     file.truncate(max(1, plan.population.rows))
             drawn = 0
-            size = max(1, len(shares) * _CHUNK // plan.global_batch)
-            spans = [(at, min(end, at + size)) for at in range(begin, end, size)]
-            done: Iterator[Chunk]
-            if pool is None:
-                done = (_work(plan, range(plan.lanes), *span, seen) for span in spans)
-            else:
-                done = _shared_out(pool, shares, spans, seen)
-            for chunk, cells, rows in done:
-                drawn += int(rows.sum())
-                yield ReplayedSteps(
-                    chunk, step_digests(plan.population.identity, plan.digest, chunk, cells), rows.sum(axis=1)
-                )
+            # an epoch of few samples keeps every process busy, too
+            size = max(1, min(_CHUNK // plan.global_batch, -(-(end - begin) // jobs)))
+            spans = [(at, min(end, at + size), seen) for at in range(begin, end, size)]
+            for steps in _worked(plan, spans) if pool is None else _shared_out(pool, spans):
+                drawn += int(steps.rows.sum())
+                yield steps
             if coverage is not None and seen is not None:
                 coverage.append(_count(plan, begin, end, drawn, seen))
                 seen.unlink()
@@ -153,18 +140,13 @@ def replay(
 
 def _count(plan: Plan, first: int, last: int, drawn: int, seen: Path) -> Coverage:
     begin, end = plan.epoch_bounds(first)
-    distinct = sum(int(np.count_nonzero(part)) for part in _parts(np.memmap(seen, dtype=np.bool_, mode="r")))
+    distinct = int(np.count_nonzero(np.memmap(seen, dtype=np.bool_, mode="r")))
     epoch = begin // (plan.steps_per_epoch or 1)
     rows = plan.population.rows
     remainder = rows % plan.global_batch if plan.settings.remainder == "drop" else 0
     if any(plan.settings.canonical().get(name) for name in ("buckets", "join")):
         remainder = -1
     return Coverage(epoch, first, last, begin, end, drawn, distinct, rows, remainder)
-
-
-def _parts(array: NDArray[np.bool_]) -> Iterator[NDArray[np.bool_]]:
-    for at in range(0, len(array), 1 << 24):
-        yield array[at : at + (1 << 24)]
 
 
 def _has_epochs(plan: Plan) -> bool:
@@ -181,25 +163,27 @@ def stretches(plan: Plan, first: int, last: int) -> Iterator[tuple[int, int]]:
         first = end
 
 
-Chunk = tuple[int, NDArray[np.uint8], NDArray[np.int64]]
-"""(first step, cell digests (steps, lanes, 16), rows (steps, lanes))."""
+Span = tuple[int, int, Path | None]
+"""First step, the step behind the last, and where its samples are marked."""
 
 
-def _work(plan: Plan, lanes: Sequence[int], first: int, last: int, seen: Path | None) -> Chunk:
-    marks = None if seen is None else np.memmap(seen, dtype=np.bool_, mode="r+")
-    digests = np.empty((last - first, len(lanes), 16), dtype=np.uint8)
-    rows = np.empty((last - first, len(lanes)), dtype=np.int64)
-    for place, lane in enumerate(lanes):
-        cells = plan.cells(first, last, lane)
-        packed, rows[:, place] = cell_digests(cells)
-        digests[:, place] = np.frombuffer(packed, dtype=np.uint8).reshape(-1, 16)
-        if marks is not None:
-            marks[cells[cells >= 0] if int(cells.min()) < 0 else cells.ravel()] = True
-    return first, digests, rows
+def _worked(plan: Plan, spans: Iterable[Span]) -> Iterator[ReplayedSteps]:
+    for first, last, seen in spans:
+        marks = None if seen is None else np.memmap(seen, dtype=np.bool_, mode="r+")
+        digests = np.empty((last - first, plan.lanes, 16), dtype=np.uint8)
+        rows = np.zeros(last - first, dtype=np.int64)
+        for lane in range(plan.lanes):
+            cells = plan.cells(first, last, lane)
+            packed, counts = cell_digests(cells)
+            digests[:, lane] = np.frombuffer(packed, dtype=np.uint8).reshape(-1, 16)
+            rows += counts
+            if marks is not None:
+                marks[cells[cells >= 0] if int(cells.min()) < 0 else cells.ravel()] = True
+        yield ReplayedSteps(first, step_digests(plan.population.identity, plan.digest, first, digests), rows)
 
 
 _plan: Plan
-"""Of a process that works shares of lanes."""
+"""Of a process that works spans."""
 
 
 def _begin(plan: Plan) -> None:
@@ -207,8 +191,8 @@ def _begin(plan: Plan) -> None:
     _plan = plan
 
 
-def _share(lanes: Sequence[int], first: int, last: int, seen: Path | None) -> Chunk:
-    return _work(_plan, lanes, first, last, seen)
+def _work(span: Span) -> ReplayedSteps:
+    return next(_worked(_plan, [span]))
 
 
 def _started(plan: Plan, jobs: int, stack: ExitStack) -> ProcessPoolExecutor:
@@ -219,20 +203,8 @@ def _started(plan: Plan, jobs: int, stack: ExitStack) -> ProcessPoolExecutor:
     return pool
 
 
-def _shared_out(
-    pool: ProcessPoolExecutor, shares: list[list[int]], spans: list[tuple[int, int]], seen: Path | None
-) -> Iterator[Chunk]:
-    """The chunks of spans in order, each worked by all processes; some ahead of what is taken."""
-    under_way: deque[list[Future[Chunk]]] = deque()
-    left = iter(spans)
+def _shared_out(pool: ProcessPoolExecutor, spans: Iterable[Span]) -> Iterator[ReplayedSteps]:
     try:
-        while True:
-            for span in itertools.islice(left, _AHEAD - len(under_way)):
-                under_way.append([pool.submit(_share, lanes, *span, seen) for lanes in shares])
-            if not under_way:
-                return
-            parts = [one.result() for one in under_way.popleft()]
-            digests, rows = (np.concatenate([part[n] for part in parts], axis=1) for n in (1, 2))
-            yield parts[0][0], digests, rows
+        yield from pool.map(_work, spans)
     except BrokenProcessPool as error:
         raise RunError("a replay process died: killed, or out of memory; try again with --jobs 1") from error
