@@ -29,13 +29,41 @@ Conflict: TypeAlias = tuple[int, bytes, bytes]
 """A lane whose cell was recorded twice, with different digests."""
 
 
-@dataclass(slots=True)
-class WaitingRecord:
-    """A journal entry on its way; dropped as soon as it is settled, so that memory follows what is open."""
+Place: TypeAlias = tuple[int, int]
+"""(offset, checksum) in a journal file, between two entries."""
 
-    entry: Entry | None
-    end: tuple[int, int]  # (offset, checksum) behind it
-    settled: bool = False
+
+@dataclass(slots=True)
+class Source:
+    """A journal file in this merge.
+
+    Attributes:
+        start: number of the start that it belongs to.
+        reached: up to where it has been read.
+    """
+
+    file: JournalFile
+    header: Header
+    start: int
+    reached: Place
+    held: Place | None = None  # where the first entry begins that is left for a later merge
+
+    @property
+    def name(self) -> str:
+        return self.file.path.name
+
+    @property
+    def attempt(self) -> tuple[int, int, int]:
+        """(when it began, rank, worker): one sequence of files."""
+        return self.header.started, self.header.rank, self.header.worker
+
+    @property
+    def settled(self) -> Place:
+        return self.reached if self.held is None else self.held
+
+    def hold(self, place: Place) -> None:
+        """What begins at ``place`` is left for a later merge."""
+        self.held = place if self.held is None else min(self.held, place)
 
 
 @dataclass(slots=True)
@@ -49,7 +77,7 @@ class PartialStep:
         rows: per lane; -1 where the cell is not known.
         missing: lanes that are not known.
         parts: packed lane numbers → rank.
-        records: the journal entries it is made of.
+        places: where the journal entries lie that it is made of.
         older: what an earlier start recorded of it before it was killed.
     """
 
@@ -61,7 +89,7 @@ class PartialStep:
     rows: list[int] = field(init=False)
     missing: int = field(init=False)
     parts: dict[bytes, int] = field(default_factory=dict)
-    records: list[WaitingRecord] = field(default_factory=list)
+    places: list[tuple[Source, Place]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.cells, self.rows, self.missing = bytearray(16 * self.lanes), [-1] * self.lanes, self.lanes
@@ -99,6 +127,19 @@ class PartialStep:
             self.rows[lane] = rows[place]
         return conflicts
 
+    def attempts(self) -> Iterator[PartialStep]:
+        """This one, and what earlier starts recorded of the step."""
+        one: PartialStep | None = self
+        while one is not None:
+            yield one
+            one = one.older
+
+    def hold(self) -> None:
+        """Its journal entries are left for a later merge."""
+        for one in self.attempts():
+            for source, place in one.places:
+                source.hold(place)
+
     def cell(self, lane: int) -> bytes | None:
         """Digest of a cell that is known."""
         return None if self.rows[lane] < 0 else bytes(self.cells[16 * lane : 16 * lane + 16])
@@ -112,14 +153,11 @@ class PartialStep:
     def conflicts_with_older(self) -> list[Conflict]:
         """Cells that earlier starts recorded otherwise; forgets them."""
         found: list[Conflict] = []
-        older = self.older
-        while older is not None:
+        for older in list(self.attempts())[1:]:
             for lane, before in older.known_cells():
                 now = self.cell(lane)
                 if now is not None and now != before:
                     found.append((lane, before, now))
-            self.records += older.records
-            older = older.older
         self.older = None
         return found
 
@@ -136,26 +174,6 @@ class PartialStep:
 
 
 Key = tuple[str, str, int]  # manifest, plan, step
-
-
-@dataclass(slots=True)
-class Source:
-    """A journal file in this merge."""
-
-    file: JournalFile
-    header: Header
-    start: int
-    settled: tuple[int, int]  # (offset, checksum) up to which everything is merged
-    waiting: list[WaitingRecord] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        return self.file.path.name
-
-    @property
-    def attempt(self) -> tuple[int, int, int]:
-        """(when it began, rank, worker): one sequence of files."""
-        return self.header.started, self.header.rank, self.header.worker
 
 
 class Merge:
@@ -181,11 +199,12 @@ class Merge:
         self._whole = self._whole_starts()
         for number in sorted({source.start for source in self.sources}):
             self._merge_start(number, [one for one in self.sources if one.start == number])
-        for source in self.sources:
-            self._advance(source)
-            ledger.state.journals[source.name] = [*source.settled, source.start]
         self.torn = [(one.name, one.file.torn_bytes) for one in self.sources if one.file.torn_bytes]
         self.pending: dict[Key, PartialStep] = {**self._steps, **dict(self._ready.values())}
+        for step in self.pending.values():
+            step.hold()
+        for source in self.sources:
+            ledger.state.journals[source.name] = [*source.settled, source.start]
 
     def pending_steps(self) -> list[int]:
         """Numbers of the recorded steps that are not in the tree, ascending."""
@@ -198,10 +217,8 @@ class Merge:
     def pending_cells(self) -> Iterator[tuple[str, int, int, str]]:
         """(plan, step, lane, digest in hex) of the recorded cells that no record of the ledger stands for."""
         for (_, plan, number), step in sorted(self.pending.items(), key=lambda item: item[0]):
-            one: PartialStep | None = step
-            while one is not None:
+            for one in step.attempts():
                 yield from ((plan, number, lane, digest.hex()) for lane, digest in one.known_cells())
-                one = one.older
 
     # ---- files and starts
 
@@ -266,46 +283,31 @@ class Merge:
         for source in sources:
             by_attempt.setdefault(source.attempt, []).append(source)
         streams = [self._entries(parts) for parts in by_attempt.values()]
-        merged = heapq.merge(*streams, key=lambda item: (item[1].entry.step, item[0].header.rank))  # type: ignore[union-attr]
-        for source, record in merged:
-            entry = record.entry
-            assert entry is not None
-            if entry.kind != META and (self._limit is None or entry.step < self._limit):
-                self._tell_start(number, entry.step, source.header)
+        merged = heapq.merge(*streams, key=lambda item: (item[2].step, item[0].header.rank))
+        for source, place, entry in merged:
+            header = source.header
             if entry.kind == META:
-                self._settle([record])
-                header = source.header
                 self._know_plan(header.manifest, header.plan, header.lanes, entry.document())
-            elif self._limit is not None and entry.step >= self._limit:
-                pass
-            elif entry.kind == EVENT:
-                self._settle([record])
-                place = {"step": entry.step, "rank": source.header.rank, "start": number}
-                self.ledger.add_event({**place, **entry.document()})
+                continue
+            if self._limit is not None and entry.step >= self._limit:
+                source.hold(place)
+                continue
+            self._tell_start(number, entry.step, header)
+            if entry.kind == EVENT:
+                self.ledger.add_event(
+                    {"step": entry.step, "rank": header.rank, "start": number, **entry.document()}
+                )
             elif entry.kind == CELLS:
                 reached = self.ledger.state.start["reached"]
                 reached[number] = max(reached[number], entry.step + 1)
-                self._add(source, record, entry, number)
-            self._advance(source)
+                self._add(source, place, entry, number)
 
-    def _entries(self, parts: list[Source]) -> Iterator[tuple[Source, WaitingRecord]]:
+    def _entries(self, parts: list[Source]) -> Iterator[tuple[Source, Place, Entry]]:
+        """(File, where the entry begins, entry)."""
         for source in parts:
             for entry in source.file.entries():
-                record = WaitingRecord(entry, (entry.end, entry.check))
-                source.waiting.append(record)
-                yield source, record
-
-    def _settle(self, records: list[WaitingRecord]) -> None:
-        for record in records:
-            record.settled, record.entry = True, None
-
-    def _advance(self, source: Source) -> None:
-        done = 0
-        for record in source.waiting:
-            if not record.settled:
-                break
-            source.settled, done = record.end, done + 1
-        del source.waiting[:done]
+                place, source.reached = source.reached, (entry.end, entry.check)
+                yield source, place, entry
 
     def _tell_start(self, number: int, step: int, header: Header) -> None:
         """The event of a start, once, with how far the run had come before."""
@@ -333,9 +335,10 @@ class Merge:
 
     # ---- one step
 
-    def _add(self, source: Source, record: WaitingRecord, entry: Entry, number: int) -> None:
+    def _add(self, source: Source, place: Place, entry: Entry, number: int) -> None:
         header = source.header
         if not header.lanes:
+            source.hold(place)
             return
         key = (header.manifest, header.plan, entry.step)
         step = self._steps.get(key)
@@ -343,8 +346,7 @@ class Merge:
             # A start of all ranks takes the step from its beginning; single ranks that were replaced join it.
             step = self._steps[key] = PartialStep(entry.step, header.lanes, number, older=step)
         self._tell_conflicts(step.put(entry, header.rank), entry.step, number)
-        step.records.append(record)
-        record.entry = None
+        step.places.append((source, place))
         if not step.missing:
             del self._steps[key]
             self._tell_conflicts(step.conflicts_with_older(), entry.step, number)
@@ -363,6 +365,8 @@ class Merge:
         """Take a complete step into the tree, or compare it with what is there."""
         ledger, number = self.ledger, step.step
         if ledger.steps.size and number > ledger.next_step:
+            if number in self._ready:  # under another plan
+                self._ready[number][1].hold()
             self._ready[number] = (key, step)
             return
         plan = self._know_plan(key[0], key[1], step.lanes, {})
@@ -371,7 +375,6 @@ class Merge:
             if number >= ledger.state.first and ledger.digest_of(number) == digest:
                 self.repeated += 1
                 self._note_owners(step)
-                self._settle(step.records)
                 return
             # The run left what it had consumed from here on: said in an event, never hidden.
             ledger.add_event(
@@ -381,7 +384,6 @@ class Merge:
             ledger.fork(number)
         self._note_owners(step)
         ledger.append(number, sum(step.rows), plan, digest)
-        self._settle(step.records)
 
     def _note_owners(self, step: PartialStep) -> None:
         """An assignment event wherever other ranks work the lanes than in the step before."""
