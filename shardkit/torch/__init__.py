@@ -30,9 +30,8 @@ if TYPE_CHECKING:
         prune_checkpoints,
         read_checkpoint_manifest,
     )
-    from .checkpointing import CheckpointReader, CheckpointWriter, export_safetensors
+    from .checkpointing import CheckpointReader, CheckpointWriter, FlatSlice, export_safetensors
     from .datasets import PlanDataset, dataset
-    from .flat_slices import FlatSlice
 
 __all__ = [
     "CheckpointReader",
@@ -50,7 +49,7 @@ __all__ = [
 _HOMES = {
     "CheckpointReader": "checkpointing",
     "CheckpointWriter": "checkpointing",
-    "FlatSlice": "flat_slices",
+    "FlatSlice": "checkpointing",
     "PlanDataset": "datasets",
     "checkpoint_names": "checkpoint_format",
     "copy_checkpoint": "checkpoint_format",

@@ -1,4 +1,4 @@
-"""`CheckpointWriter` and `CheckpointReader`: storage plug-ins for torch.distributed.checkpoint (DCP).
+"""`CheckpointWriter`, `CheckpointReader` and `FlatSlice`: plug-ins for torch.distributed.checkpoint (DCP).
 
 An extent is [object hex, object size, offset in the object, length]; a chunk (a box of a tensor) is a list of them.
 `export_safetensors` writes what the reader reads for programs that know nothing of shardkit.
@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.planner import (
     ReadItem,
     SavePlan,
     SavePlanner,
+    TensorWriteData,
     WriteItem,
     WriteItemType,
 )
@@ -41,12 +42,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from shardkit.errors import (
-    ConfigurationError,
-    FormatError,
-    RunError,
-    ShardkitError,
-)
+from shardkit.errors import ConfigurationError, FormatError, RunError, ShardkitError
 from shardkit.formats.canonical_json import dumps, parse_digest, sha256_digest
 from shardkit.ledger import bind_checkpoint
 from shardkit.stores.store import Store, object_name
@@ -66,11 +62,13 @@ from .checkpoint_format import (
 PIECE_BYTES = 16 << 20  # larger tensors are cut here: bounds memory, and lets unchanged parts be shared
 PACK_BYTES = 64 << 10  # smaller tensors share an object: an fsync each would cost more than their bytes
 PACK_TARGET_BYTES = 1 << 20
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
-                  torch.int8, torch.uint8, torch.bool)
+SAFETENSORS = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
+    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
+"""Name of a dtype that a checkpoint may hold → what safetensors calls it."""
+
+DTYPES = {name: getattr(torch, name) for name in SAFETENSORS}
 
 Extent = list[Any]
 
@@ -82,7 +80,33 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 @dataclass
-class CheckpointWriter(StorageWriter):
+class _OneCheckpoint:
+    """What writing and reading share: which checkpoint is meant, and that plans are taken as they are."""
+
+    location: Store | str | os.PathLike[str]
+    name: str | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin with the checkpoint that ``checkpoint_id`` names, where it is given."""
+        if checkpoint_id is not None:
+            self.name = os.path.basename(os.fspath(checkpoint_id))
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        """Nothing to add: object names follow from their bytes."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
+        """Nothing to add: ranks cannot collide in a content-addressed store, and each reads what it needs."""
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether DCP may use ``checkpoint_id`` as the checkpoint's name."""
+        return NAME.fullmatch(os.path.basename(os.fspath(checkpoint_id))) is not None
+
+
+@dataclass
+class CheckpointWriter(_OneCheckpoint, StorageWriter):
     """Writes one checkpoint: objects first, then the manifest, then the ref.
 
     A checkpoint whose writing stops at any moment leaves no ref, hence does not exist; earlier ones are not touched.
@@ -96,18 +120,10 @@ class CheckpointWriter(StorageWriter):
         distrust: read the objects that are there already, and replace those that are damaged.
     """
 
-    location: Store | str | os.PathLike[str]
-    name: str | None = None
     meta: Mapping[str, object] = field(default_factory=dict)
     threads: int = 4
     distrust: bool = False
     written_bytes: int = field(default=0, init=False)
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Start a new checkpoint; ``checkpoint_id`` names it where the constructor did not."""
-        if checkpoint_id is not None:
-            self.name = os.path.basename(os.fspath(checkpoint_id))
-        self.written_bytes = 0
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Check the name before anything is written."""
@@ -115,14 +131,7 @@ class CheckpointWriter(StorageWriter):
             raise ConfigurationError("CheckpointWriter has no name; pass name= or dcp.save(checkpoint_id=…)")
         ref_name(self.name)
         self.location = as_store(self.location)
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Nothing to add: object names follow from their bytes."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Nothing to add: ranks cannot collide in a content-addressed store."""
-        return plans
+        self.written_bytes = 0
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's objects; each result carries extents, or the encoded value."""
@@ -225,11 +234,6 @@ class CheckpointWriter(StorageWriter):
             store.url, name=self.name, checkpoint=digest, step=step if type(step) is int else None
         )
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether DCP may use ``checkpoint_id`` as the checkpoint's name."""
-        return NAME.fullmatch(os.path.basename(os.fspath(checkpoint_id))) is not None
-
 
 def _plain(data: object, where: str) -> object:
     """DCP's planner hands non-tensors over as pickle; read it back in the mode that makes plain data only."""
@@ -270,7 +274,7 @@ def _manifest(
 
 
 @dataclass
-class CheckpointReader(StorageReader):
+class CheckpointReader(_OneCheckpoint, StorageReader):
     """Reads one checkpoint onto any world size and sharding; every byte is verified before it reaches a tensor.
 
     Attributes:
@@ -280,15 +284,8 @@ class CheckpointReader(StorageReader):
         failure: what went wrong on this rank, which DCP's own exception does not always keep.
     """
 
-    location: Store | str | os.PathLike[str]
-    name: str | None = None
     meta: dict[str, Any] = field(default_factory=dict, init=False)
     failure: ShardkitError | None = field(default=None, init=False)
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Start a new load; ``checkpoint_id`` names the checkpoint where given."""
-        if checkpoint_id is not None:
-            self.name = os.path.basename(os.fspath(checkpoint_id))
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """DCP's metadata, rebuilt from the verified manifest; `meta` is set on the way."""
@@ -316,14 +313,6 @@ class CheckpointReader(StorageReader):
         """Keep what `read_metadata` found."""
         self.location = as_store(self.location)
         self._metadata = metadata
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Read in the order of the objects, so that each is fetched once."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Every rank reads what it needs."""
-        return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fetch, verify and copy each item of the plan."""
@@ -367,11 +356,6 @@ class CheckpointReader(StorageReader):
             whole = whole.narrow(dimension, start, length)
         return whole
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether DCP may use ``checkpoint_id`` as the checkpoint's name."""
-        return CheckpointWriter.validate_checkpoint_id(checkpoint_id)
-
 
 def _tensor_entry(
     fqn: str, tensor: Mapping[str, Any]
@@ -408,10 +392,91 @@ class _Objects:
         return self._opened[digest][offset : offset + length]
 
 
-TYPES = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
-    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
-}  # fmt: skip
+# ---- slices of flattened tensors: what sharded optimizers keep (the trainer's SPEC.md §3)
+
+
+def rectangles(shape: Sequence[int], low: int, high: int) -> list[tuple[list[int], list[int]]]:
+    """The elements low … high−1 of a C-order tensor as boxes (offsets, sizes), in order, at most 2·dimensions − 1.
+
+    Checkpoints describe parts of a tensor by boxes; a run of elements is a few of them.
+    """
+    if not shape:
+        return [([], [])] if low < high else []
+    row = math.prod(shape[1:])
+    if low >= high or not row:
+        return []
+    if len(shape) == 1:
+        return [([low], [high - low])]
+    boxes: list[tuple[list[int], list[int]]] = []
+    first, last = low // row, (high - 1) // row
+    if first == last and (low % row or high % row):
+        return [
+            ([first, *o], [1, *s]) for o, s in rectangles(shape[1:], low - first * row, high - first * row)
+        ]
+    if low % row:
+        boxes += [([first, *o], [1, *s]) for o, s in rectangles(shape[1:], low % row, row)]
+        first += 1
+    whole = high // row - first
+    if whole > 0:
+        boxes.append(([first, *([0] * (len(shape) - 1))], [whole, *shape[1:]]))
+    if high % row:
+        boxes += [([high // row, *o], [1, *s]) for o, s in rectangles(shape[1:], 0, high % row)]
+    return boxes
+
+
+class FlatSlice(torch.Tensor):
+    """A run of elements of a larger tensor for torch.distributed.checkpoint: has that one's shape, holds the run.
+
+    Implements DCP's protocol for tensors that know their own parts, so a slice is saved as boxes and any other sharding
+    can be loaded from them, or into it. It is a description: arithmetic on it is an error.
+    """
+
+    run: torch.Tensor
+    low: int
+    boxes: list[tuple[list[int], list[int]]]
+
+    @staticmethod
+    def __new__(cls, run: torch.Tensor, shape: Sequence[int], low: int) -> FlatSlice:
+        """Wrap ``run``, the elements low … low + len(run) − 1 of a tensor of ``shape``; shares its memory."""
+        made: FlatSlice = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001 - torch's documented way to make one
+            cls, torch.Size(shape), dtype=run.dtype, device=run.device
+        )
+        made.run, made.low = run, low
+        made.boxes = rectangles(shape, low, low + run.numel())
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Refuse: only detach passes, which planners call."""
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        raise NotImplementedError(f"FlatSlice only describes a part of a tensor; {func} is not defined on it")
+
+    def __create_write_items__(self, fqn: str, _object: object) -> list[WriteItem]:
+        properties = TensorProperties(dtype=self.run.dtype)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in self.boxes]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        at = 0
+        for offsets, sizes in self.boxes:
+            length = math.prod(sizes)
+            if index.offset is not None and list(index.offset) == offsets:
+                return self.run[at : at + length].view(sizes)
+            at += length
+        raise ValueError(f"no part of this slice starts at {index.offset}; it has {self.boxes}")
+
+
+# ---- for other programs
 
 
 def export_safetensors(
@@ -451,7 +516,7 @@ def export_safetensors(
     end = 0
     for fqn, tensor in tensors.items():
         begin, end = end, end + tensor.nbytes
-        dtype = TYPES[str(tensor.dtype).removeprefix("torch.")]
+        dtype = SAFETENSORS[str(tensor.dtype).removeprefix("torch.")]
         described = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
         header[fqn.removeprefix(f"{part}.")] = described
     text = json.dumps(header, separators=(",", ":")).encode()
