@@ -12,16 +12,13 @@ from __future__ import annotations
 import ast
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+import grimp
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "ARCHITECTURE.md"
-FOLDERS = {
-    "shardkit": "shardkit",
-    "shardkit_tools": "tools/shardkit_tools",
-    "shardkit_trainer": "trainer/shardkit_trainer",
-}
+FOLDERS = {"shardkit": "shardkit", "shardkit_tools": "tools/shardkit_tools"}
 BEGIN, END = "<!-- drawn: {} -->", "<!-- /drawn -->"
 
 
@@ -32,65 +29,18 @@ def layers() -> list[list[str]]:
     return [[name.strip() for name in layer.replace(":", "|").split("|")] for layer in found]
 
 
-def parts(package: str) -> dict[str, list[Path]]:
-    """Packages and modules right below a package → their files."""
-    folder = ROOT / FOLDERS[package]
-    found = {
-        path.name: sorted(path.rglob("*.py"))
-        for path in folder.iterdir()
-        if path.is_dir() and (path / "__init__.py").exists()
-    }
-    return found | {path.stem: [path] for path in folder.glob("*.py") if not path.stem.startswith("__")}
+def parts_of(package: str) -> grimp.ImportGraph:
+    """Who imports whom among the packages and modules right below a package."""
+    graph = grimp.build_graph(package, cache_dir=None)
+    for part in graph.find_children(package):
+        graph.squash_module(part)
+    return graph
 
 
-def imported(path: Path, package: str) -> Iterator[str]:
-    """Names of the package's parts that a file imports, directly or relatively."""
-    folder = ROOT / FOLDERS[package]
-    here = [package, *path.relative_to(folder).with_suffix("").parts]
-    if here[-1] == "__init__":
-        here.pop()
-        is_package = True
-    else:
-        is_package = False
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        names: list[str] = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                up = here if is_package else here[:-1]
-                base = ".".join([*up[: len(up) - node.level + 1], *([node.module] if node.module else [])])
-            names = [f"{base}.{alias.name}" for alias in node.names]
-        for name in names:
-            steps = name.split(".")
-            if steps[0] == package and len(steps) > 1:
-                yield steps[1]
-
-
-def edges(package: str) -> dict[str, set[str]]:
-    """Part → parts that it imports."""
-    found = parts(package)
-    return {
-        name: {other for path in paths for other in imported(path, package) if other in found} - {name}
-        for name, paths in found.items()
-    }
-
-
-def reduced(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
-    """Without the arrows that follow from others."""
-
-    def reachable(start: str, seen: set[str]) -> set[str]:
-        for other in graph[start]:
-            if other not in seen:
-                seen.add(other)
-                reachable(other, seen)
-        return seen
-
-    return {
-        name: {o for o in direct if not any(o in reachable(via, set()) for via in direct - {o})}
-        for name, direct in graph.items()
-    }
+def imported(graph: grimp.ImportGraph, part: str) -> list[str]:
+    """The parts that a part imports."""
+    package = part.partition(".")[0]
+    return sorted(one for one in graph.find_modules_directly_imported_by(part) if one not in (package, part))
 
 
 def description(package: str, name: str) -> str:
@@ -102,29 +52,36 @@ def description(package: str, name: str) -> str:
     return " ".join(first.split()).rstrip(".").replace("|", "\\|")
 
 
+def _short(module: str) -> str:
+    return module.rpartition(".")[2]
+
+
 def graph_text() -> str:
-    """Mermaid: the library's packages, by layer."""
-    arrows = reduced(edges("shardkit"))
+    """Mermaid: the library's packages, by layer, without the arrows that follow from others."""
+    graph = parts_of("shardkit")
     lines = ["```mermaid", "graph TD"]
-    for layer in layers():
-        for name in layer:
-            lines.append(f"  {name}")
-            lines += [f"  {name} --> {other}" for other in sorted(arrows.get(name, ()))]
+    for name in (name for layer in layers() for name in layer):
+        direct = imported(graph, f"shardkit.{name}")
+        needed = [
+            other
+            for other in direct
+            if not any(graph.chain_exists(via, other) for via in direct if via != other)
+        ]
+        lines += [f"  {name}", *(f"  {name} --> {_short(other)}" for other in needed)]
     return "\n".join([*lines, "```"])
 
 
 def table_text(package: str) -> str:
     """Markdown: a line per package (and, of the library, per module of its own layer), in the order of the layers."""
-    found, graph = parts(package), edges(package)
-    order = [name for layer in layers() for name in layer] if package == "shardkit" else sorted(found)
+    graph, folder = parts_of(package), ROOT / FOLDERS[package]
+    packages = sorted(path.parent.name for path in folder.glob("*/__init__.py"))
+    order = [name for layer in layers() for name in layer] if package == "shardkit" else packages
     lines = ["| package | what it is | imports |", "|---|---|---|"]
     for name in order:
-        if package == "shardkit" or len(found[name]) > 1:
-            spec = ROOT / FOLDERS[package] / name / "SPEC.md"
-            label = f"[{name}]({spec.relative_to(ROOT)})" if spec.exists() else name
-            lines.append(
-                f"| {label} | {description(package, name)} | {', '.join(sorted(graph[name])) or '–'} |"
-            )
+        spec = folder / name / "SPEC.md"
+        label = f"[{name}]({spec.relative_to(ROOT)})" if spec.exists() else name
+        others = ", ".join(map(_short, imported(graph, f"{package}.{name}")))
+        lines.append(f"| {label} | {description(package, name)} | {others or '–'} |")
     return "\n".join(lines)
 
 

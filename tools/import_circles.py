@@ -6,72 +6,36 @@ third file. A name that a package gives on counts as an import of the package.
 
 from __future__ import annotations
 
-import ast
+import graphlib
 import sys
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Final
 
-__all__ = ["circles", "imports"]
+import grimp
 
-ROOT: Final = Path(__file__).resolve().parent.parent
-PACKAGES: Final = ("shardkit", "tools/shardkit_tools", "trainer/shardkit_trainer")
-
-
-def imports() -> dict[str, set[str]]:
-    """Module → modules that it imports, of all that is shipped; compiled modules import nothing."""
-    files: dict[str, Path] = {}
-    for package in PACKAGES:
-        top = ROOT / package
-        for path in [*top.rglob("*.py"), *top.rglob("*.c")]:
-            parts = path.relative_to(top.parent).with_suffix("").parts
-            files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return {
-        name: set(_imported(name, path, files)) - {name} if path.suffix == ".py" else set()
-        for name, path in files.items()
-    }
-
-
-def _imported(name: str, path: Path, files: Mapping[str, Path]) -> Iterator[str]:
-    here = [*name.split("."), "__init__"] if path.stem == "__init__" else name.split(".")
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name in files)
-        elif isinstance(node, ast.ImportFrom):
-            package = here[: -node.level] if node.level else []
-            module = ".".join([*package, *filter(None, [node.module])])
-            names = (f"{module}.{alias.name}" for alias in node.names)
-            yield from (one if one in files else module for one in names if module in files)
-
-
-def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
-    """Groups of modules of which each reaches every other one."""
-
-    def reachable(start: str) -> set[str]:
-        seen: set[str] = set()
-        waiting = [start]
-        while waiting:
-            found = graph[waiting.pop()] - seen
-            seen |= found
-            waiting += found
-        return seen
-
-    reach = {name: reachable(name) for name in graph}
-    groups = {
-        tuple(sorted(o for o in reach[name] if name in reach[o])) for name in graph if name in reach[name]
-    }
-    return [list(group) for group in sorted(groups)]
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = {"shardkit": ".", "shardkit_tools": "tools", "shardkit_trainer": "trainer"}
 
 
 def main() -> int:
-    """Name every circle; 1 where there is one."""
-    graph = imports()
-    found = circles(graph)
-    for group in found:
-        print(f"circle of {len(group)} files:")
-        for name in group:
-            print(f"  {name} imports {', '.join(sorted(graph[name] & set(group)))}")
-    return int(bool(found))
+    """Name a circle; 1 where there is one."""
+    sys.path[:0] = [str(ROOT / folder) for folder in PACKAGES.values()]
+    graph = grimp.build_graph(*PACKAGES, cache_dir=None)
+    for compiled in ROOT.glob(
+        "shardkit/*/*.c"
+    ):  # imports of what is compiled are taken for those of its package
+        package = f"shardkit.{compiled.parent.name}"
+        for importer in graph.find_modules_that_directly_import(package):
+            found = graph.get_import_details(importer=importer, imported=package)
+            if all(compiled.stem in one["line_contents"] for one in found):
+                graph.remove_import(importer=importer, imported=package)
+    imports = {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
+    try:
+        graphlib.TopologicalSorter(imports).prepare()
+    except graphlib.CycleError as error:
+        circle = error.args[1]
+        print(f"circle of {len(circle) - 1} files: {' imports '.join(reversed(circle))}")
+        return 1
+    return 0
 
 
 if __name__ == "__main__":
