@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import shutil
-import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,33 +63,21 @@ def _write(
     end: str = "",
 ) -> None:
     """Usage, the paragraphs of a docstring, terms by topic, and the example that the docstring ends with."""
-    paragraphs = [" ".join(part.split()) for part in inspect.cleandoc(said or "").split("\n\n")]
-    example = ""
-    if paragraphs[-1].startswith("Example: "):
-        example = f"\nExample\n{_indented(paragraphs.pop().removeprefix('Example: '))}\n"
-    formatter.write(f"{usage}\n\n" + "\n\n".join(map(_indented, paragraphs)) + "\n")
+    text, _, example = inspect.cleandoc(said or "").partition("\n\nExample: ")
+    formatter.width = min(_WIDEST, shutil.get_terminal_size().columns) - 1
+    formatter.write(f"{usage}\n\n")
+    with formatter.indentation():
+        formatter.write_text(text)
     for heading, terms in sections:
         if terms:
-            formatter.write(_section(heading, terms))
-    formatter.write(end + example)
-
-
-def _section(heading: str, terms: Sequence[tuple[str, str]]) -> str:
-    column = 2 + min(_TERM_WIDEST, max(len(term) for term, _ in terms)) + 2
-    lines = [f"\n{heading}"]
-    for term, text in terms:
-        wrapped = textwrap.wrap(text, max(20, _width() - column)) or [""]
-        head = f"  {term}"
-        if len(head) + 2 > column:
-            lines.append(head)
-        else:
-            lines.append(f"{head:<{column}}{wrapped.pop(0)}".rstrip())
-        lines += [" " * column + line for line in wrapped]
-    return "\n".join(lines) + "\n"
-
-
-def _indented(text: str) -> str:
-    return textwrap.fill(text, _width(), initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+            formatter.write(f"\n{heading}\n")
+            with formatter.indentation():
+                formatter.write_dl(terms, _TERM_WIDEST)
+    formatter.write(end)
+    if example:
+        formatter.write("\nExample\n")
+        with formatter.indentation():
+            formatter.write_text(example)
 
 
 def _argument_name(argument: Any) -> str:
@@ -114,7 +101,3 @@ def _help(param: Any) -> str:
     if param.param_type_name == "option" and is_told and "default:" not in text:
         text = f"{text} (default: {default})"
     return text
-
-
-def _width() -> int:
-    return min(_WIDEST, shutil.get_terminal_size().columns) - 1
