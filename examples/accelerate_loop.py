@@ -7,14 +7,12 @@ accelerate launch --num_processes 2 examples/accelerate_loop.py [DATA] RUN --ste
 # the framework is optional
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 
-from points import open_points
+from points import open_points, parse_arguments
 
 
 class Position:
@@ -32,11 +30,7 @@ class Position:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("data", nargs="?")
-    parser.add_argument("run", type=Path)
-    parser.add_argument("--steps", type=int, default=40)
-    options = parser.parse_args()
+    options = parse_arguments()
 
     accelerator = Accelerator(cpu=True)
     torch.manual_seed(0)

@@ -5,22 +5,15 @@ torchrun --nproc-per-node 2 examples/ddp.py [DATA] RUN --steps 40
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from points import open_points
+from points import open_points, parse_arguments
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("data", nargs="?")
-    parser.add_argument("run", type=Path)
-    parser.add_argument("--steps", type=int, default=40)
-    options = parser.parse_args()
+    options = parse_arguments()
 
     dist.init_process_group("gloo")
     torch.manual_seed(0)

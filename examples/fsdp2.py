@@ -5,7 +5,6 @@ torchrun --nproc-per-node 2 examples/fsdp2.py [DATA] RUN --steps 40
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from points import open_points
+from points import open_points, parse_arguments
 from shardkit.torch import CheckpointReader, CheckpointWriter, checkpoint_names
 
 
@@ -71,11 +70,7 @@ class Trainer:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("data", nargs="?")
-    parser.add_argument("run", type=Path)
-    parser.add_argument("--steps", type=int, default=40)
-    options = parser.parse_args()
+    options = parse_arguments()
     dist.init_process_group("gloo")
     Trainer(options.data, options.run).train(options.steps)
     dist.destroy_process_group()

@@ -7,14 +7,13 @@ torchrun --nproc-per-node 2 examples/hf_trainer.py [DATA] RUN --steps 40
 # the framework is optional
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import Trainer, TrainingArguments
 
-from points import open_points
+from points import open_points, parse_arguments
 
 
 class PlanTrainer(Trainer):
@@ -35,11 +34,7 @@ class PlanTrainer(Trainer):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("data", nargs="?")
-    parser.add_argument("run", type=Path)
-    parser.add_argument("--steps", type=int, default=40)
-    options = parser.parse_args()
+    options = parse_arguments()
     torch.manual_seed(0)
     arguments = TrainingArguments(
         output_dir=str(options.run / "hf"), max_steps=options.steps, save_steps=5, use_cpu=True, report_to=[],

@@ -7,7 +7,6 @@ torchrun --nproc-per-node 2 examples/lightning_trainer.py [DATA] RUN --steps 40
 # the framework is optional
 from __future__ import annotations
 
-import argparse
 import os
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import pytorch_lightning as lightning
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 
-from points import open_points
+from points import open_points, parse_arguments
 
 
 class Points(lightning.LightningDataModule):
@@ -63,11 +62,7 @@ class Model(lightning.LightningModule):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("data", nargs="?")
-    parser.add_argument("run", type=Path)
-    parser.add_argument("--steps", type=int, default=40)
-    options = parser.parse_args()
+    options = parse_arguments()
     os.environ.setdefault("TORCHELASTIC_RUN_ID", "example")  # ranks come from outside, as with torchrun
     lightning.seed_everything(0)
     points = Points(options.data, options.run)

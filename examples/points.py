@@ -1,7 +1,8 @@
-"""The data of the examples beside it: DATA where it is given and has their fields, else points that they make."""
+"""Arguments and data of the examples beside it: DATA where it is given and has their fields, else points made here."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import time
 from pathlib import Path
@@ -13,6 +14,15 @@ from shardkit.errors import NotFoundError
 
 FIELDS = {"x": "float32[8]", "y": "int64"}
 OWN = Path("points")
+
+
+def parse_arguments() -> argparse.Namespace:
+    """DATA (optional), RUN and --steps."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("data", nargs="?")
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--steps", type=int, default=40)
+    return parser.parse_args()
 
 
 def open_points(data: str | None) -> shardkit.Dataset:

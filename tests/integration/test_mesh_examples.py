@@ -60,6 +60,6 @@ def test_mesh_examples_equal_one_process(tmp_path: Path, data: str) -> None:
 
 
 def test_a_mesh_example_runs_as_it_says(data: str) -> None:
-    done = torchrun(ROOT / "examples" / "data_pipeline_parallel.py", data, "--steps", "3")
+    done = torchrun(ROOT / "examples" / "device_mesh.py", "pipeline", data, "--steps", "3")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "trained 3 steps on 4 ranks" in done.stdout
