@@ -253,13 +253,13 @@ def test_an_export_that_is_killed_leaves_nothing_under_its_name(pictures: str, t
     code = f"""
 import os, signal
 from shardkit_tools.commands import export as exporting
-written = exporting._JsonLines.write
-def write(self, run):
-    written(self, run)
-    if self._stream.tell() > 50:
-        self._stream.flush()
+written = exporting._write_lines
+def write(stream, schema, runs):
+    written(stream, schema, runs)
+    if stream.tell() > 50:
+        stream.flush()
         os.kill(os.getpid(), signal.SIGKILL)
-exporting._JsonLines.write = write
+exporting._write_lines = write
 from tests.command_line import typed
 typed("export", {pictures!r}, "--as", "jsonl", "-o", "out", "--columns", "label", "--file-size", "100")
 """

@@ -19,9 +19,9 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal, NamedTuple, NoReturn, Protocol, TextIO
+from typing import Annotated, Any, BinaryIO, Literal, NamedTuple, TextIO
 
 import numpy as np
 import pyarrow as pa
@@ -74,16 +74,6 @@ class _Run(NamedTuple):
     block: Block
     rows: NDArray[np.int64]
     keys: list[str]
-
-
-class _Writer(Protocol):
-    """A file of one form."""
-
-    def write(self, run: _Run) -> None: ...
-
-    def close(self) -> None:
-        """Write what is still held; the stream stays open."""
-        ...
 
 
 def export_samples(
@@ -164,43 +154,25 @@ def _write_files(
 ) -> list[str]:
     """Names of the files, at least one."""
     names: list[str] = []
-    with contextlib.ExitStack() as stack:
+    runs = _runs(dataset, schema)
+    ahead = list(itertools.islice(runs, 1))
 
-        def begin() -> tuple[BinaryIO, _Writer]:
-            names.append(f"data-{len(names):05d}{_SUFFIXES[form]}")
-            stream = stack.enter_context((folder / names[-1]).open("xb"))
-            return stream, _open_writer(form, stream, schema, features, file_bytes, stack)
+    def of_one_file(stream: BinaryIO) -> Iterator[_Run]:
+        while ahead and (file_bytes is None or stream.tell() < max(1, file_bytes)):
+            yield ahead.pop()
+            ahead.extend(itertools.islice(runs, 1))
 
-        stream, writer = begin()
-        for run in _runs(dataset, schema):
-            if file_bytes is not None and stream.tell() >= file_bytes:
-                writer.close()
-                stream.close()
-                stream, writer = begin()
-            writer.write(run)
-        writer.close()
+    while ahead or not names:
+        names.append(f"data-{len(names):05d}{_SUFFIXES[form]}")
+        with (folder / names[-1]).open("xb") as stream:
+            if form == "jsonl":
+                _write_lines(stream, schema, of_one_file(stream))
+            elif form == "webdataset":
+                _write_tar(stream, schema, of_one_file(stream))
+            else:
+                group_bytes = min(file_bytes or _GROUP_BYTES, _GROUP_BYTES)
+                _write_tables(stream, schema, of_one_file(stream), features, group_bytes)
     return names
-
-
-def _open_writer(
-    form: Form,
-    stream: BinaryIO,
-    schema: Schema,
-    features: Mapping[str, Any],
-    file_bytes: int | None,
-    stack: contextlib.ExitStack,
-) -> _Writer:
-    if form == "jsonl":
-        return _JsonLines(stream, schema)
-    if form == "webdataset":
-        return _Tar(stream, schema)
-    arrow = arrow_schema(schema, packed=False)
-    if form == "hf":
-        arrow = _with_media(arrow, features)
-        made = pa.ipc.new_stream(stream, arrow)
-    else:  # it closes itself when it is forgotten, which must not be after its stream
-        made = stack.enter_context(pq.ParquetWriter(stream, arrow))
-    return _Tables(made, schema, arrow, min(file_bytes or _GROUP_BYTES, _GROUP_BYTES))
 
 
 def _runs(dataset: Dataset, schema: Schema) -> Iterator[_Run]:
@@ -223,99 +195,80 @@ def _keys(dataset: Dataset) -> Iterator[str]:
 # ---- the forms
 
 
-class _JsonLines:
+def _write_lines(stream: BinaryIO, schema: Schema, runs: Iterable[_Run]) -> None:
     """One object a line; an optional field without a value is null, a json one is left out, for null is a value."""
-
-    def __init__(self, stream: BinaryIO, schema: Schema) -> None:
-        self._stream, self._schema = stream, schema
-
-    def write(self, run: _Run) -> None:
+    for run in runs:
         for row, key in zip(run.rows.tolist(), run.keys, strict=True):
-            sample = _sample(run.block, self._schema, row)
+            sample = schema.decode([run.block.column(name).payload(row) for name in schema.stored])
             plain = {
                 name: value.tolist() if isinstance(value, np.ndarray) else logical_text(value) or value
                 for name, value in sample.items()
-                if run.block.present(name)[row] or self._schema[name].kind != "json"
+                if run.block.present(name)[row] or schema[name].kind != "json"
             }
             try:
                 text = json.dumps(plain, ensure_ascii=False, allow_nan=False)
             except ValueError:
-                self._refuse(sample, key)
-            self._stream.write(text.encode() + b"\n")
-
-    def _refuse(self, sample: Mapping[str, object], key: str) -> NoReturn:
-        name = next(
-            name for name, kind in self._schema.items()
-            if (kind.items or kind).dtype.startswith("float") and sample[name] is not None
-            and not np.isfinite(sample[name]).all()  # type: ignore[call-overload]
-        )  # fmt: skip
-        raise SampleError(
-            f"sample {key!r}: field {name!r} ({self._schema[name]}) is NaN or infinite, which JSON does not have; "
-            "export --as parquet, webdataset or hf"
-        )
-
-    def close(self) -> None:
-        """Nothing is held."""
+                raise _not_finite(schema, sample, key) from None
+            stream.write(text.encode() + b"\n")
 
 
-class _Tar:
+def _not_finite(schema: Schema, sample: Mapping[str, object], key: str) -> SampleError:
+    name = next(
+        name for name, kind in schema.items()
+        if (kind.items or kind).dtype.startswith("float") and sample[name] is not None
+        and not np.isfinite(sample[name]).all()  # type: ignore[call-overload]
+    )  # fmt: skip
+    return SampleError(
+        f"sample {key!r}: field {name!r} ({schema[name]}) is NaN or infinite, which JSON does not have; "
+        "export --as parquet, webdataset or hf"
+    )
+
+
+def _write_tar(stream: BinaryIO, schema: Schema, runs: Iterable[_Run]) -> None:
     """Members as shards of the tar format have them."""
-
-    def __init__(self, stream: BinaryIO, schema: Schema) -> None:
-        self._stream, self._schema = stream, schema
-        self._encoder = TarEncoder(schema, "none")
-        self._limit = max_key_bytes(schema, "tar")
-
-    def write(self, run: _Run) -> None:
-        columns = [run.block.column(name) for name in self._schema.stored]
-        present = np.zeros(run.block.rows, np.bool_)
-        for name in self._schema:
-            present |= run.block.present(name)
+    encoder, limit = TarEncoder(schema, "none"), max_key_bytes(schema, "tar")
+    for run in runs:
+        columns = [run.block.column(name) for name in schema.stored]
+        present = np.any([run.block.present(name) for name in schema], axis=0)
         for row, key in zip(run.rows.tolist(), run.keys, strict=True):
             if not present[row]:
                 raise SampleError(
                     f"sample {key!r}: no field has a value, and a sample of a tar is its members; export --as parquet, "
                     "jsonl or hf"
                 )
-            one = Row(fit_key(key, self._limit), tuple([column.payload(row) for column in columns]))
-            ((stored, _),), _, _ = self._encoder.encode(RowBlock.of([one], len(columns)))
-            self._stream.write(stored)
-
-    def close(self) -> None:
-        self._stream.write(self._encoder.tail())
+            one = Row(fit_key(key, limit), tuple([column.payload(row) for column in columns]))
+            ((stored, _),), _, _ = encoder.encode(RowBlock.of([one], len(columns)))
+            stream.write(stored)
+    stream.write(encoder.tail())
 
 
-class _Tables:
-    """Rows as Arrow has them, some at a time: a group of rows of Parquet, a batch of an Arrow stream."""
+def _write_tables(
+    stream: BinaryIO, schema: Schema, runs: Iterable[_Run], features: Mapping[str, Any], group_bytes: int
+) -> None:
+    """Rows as Arrow has them, some at a time: a group of rows of Parquet; with features a batch of an Arrow stream."""
+    arrow, plain = (arrow_schema(schema, keys=keys, packed=False) for keys in (True, False))
+    if features:
+        arrow = _with_media(arrow, features)
+    held: list[Any] = []
+    with pa.ipc.new_stream(stream, arrow) if features else pq.ParquetWriter(stream, arrow) as writer:
 
-    def __init__(self, writer: Any, schema: Schema, arrow: Any, group_bytes: int) -> None:
-        self._group_bytes = group_bytes
-        self._writer, self._schema, self._arrow = writer, schema, arrow
-        self._plain = arrow_schema(schema, keys=False, packed=False)
-        self._held: list[Any] = []
+        def flush() -> None:
+            if held:
+                writer.write_table(pa.Table.from_batches(held, arrow).combine_chunks())
+                held.clear()
 
-    def write(self, run: _Run) -> None:
-        batch = record_batch(run.block, run.rows, self._schema, self._plain)
-        arrays = [pa.array(run.keys, pa.large_string()), *batch.columns]
-        arrays = [
-            _files(array, field.type) if pa.types.is_struct(field.type) else array
-            for array, field in zip(arrays, self._arrow, strict=True)
-        ]
-        self._held.append(pa.RecordBatch.from_arrays(arrays, schema=self._arrow))
-        if (
-            sum(one.nbytes for one in self._held) >= self._group_bytes
-            or sum(map(len, self._held)) >= _GROUP_ROWS
-        ):
-            self._flush()
-
-    def _flush(self) -> None:
-        if self._held:
-            self._writer.write_table(pa.Table.from_batches(self._held, self._arrow).combine_chunks())
-            self._held = []
-
-    def close(self) -> None:
-        self._flush()
-        self._writer.close()
+        for run in runs:
+            batch = record_batch(run.block, run.rows, schema, plain)
+            arrays = [
+                _files(array, field.type) if pa.types.is_struct(field.type) else array
+                for array, field in zip(
+                    [pa.array(run.keys, pa.large_string()), *batch.columns], arrow, strict=True
+                )
+            ]
+            held.append(pa.RecordBatch.from_arrays(arrays, schema=arrow))
+            if sum(one.nbytes for one in held) >= group_bytes or sum(map(len, held)) >= _GROUP_ROWS:
+                flush()
+        flush()
 
 
 def _with_media(arrow: Any, features: Mapping[str, Any]) -> Any:
@@ -334,27 +287,18 @@ def _files(column: Any, kind: Any) -> Any:
     )
 
 
-def _sample(block: Block, schema: Schema, row: int) -> dict[str, Any]:
-    return schema.decode([block.column(name).payload(row) for name in schema.stored])
-
-
 def _check_fields(form: Form, schema: Schema) -> None:
     for member, (name, kind) in zip(member_names(schema), schema.items(), strict=True):
+        others = "parquet, jsonl or hf"
         if form == "jsonl" and "bytes" in (kind.kind, str(kind.items)):
-            raise SchemaError(
-                f"field {name!r} is {kind}, which JSON does not have; export --as parquet, webdataset or hf, or leave "
-                "it out with --columns"
-            )
-        if form == "webdataset" and name != name.lower():
-            raise SchemaError(
-                f"field {name!r} ({kind}): readers of WebDataset make names of members lower case; export --as "
-                "parquet, jsonl or hf, or leave it out with --columns"
-            )
-        if form == "webdataset" and "%-" in member:
-            raise SchemaError(
-                f"field {name!r} ({kind}): too long for names of members, which hold 40 bytes of it; export --as "
-                "parquet, jsonl or hf, or leave it out with --columns"
-            )
+            why, others = f"is {kind}, which JSON does not have", "parquet, webdataset or hf"
+        elif form == "webdataset" and name != name.lower():
+            why = f"({kind}): readers of WebDataset make names of members lower case"
+        elif form == "webdataset" and "%-" in member:
+            why = f"({kind}): too long for names of members, which hold 40 bytes of it"
+        else:
+            continue
+        raise SchemaError(f"field {name!r} {why}; export --as {others}, or leave it out with --columns")
 
 
 # ---- a Hugging Face folder
