@@ -61,9 +61,7 @@ class Contest:
     """Entries that do the same work."""
 
     name: str  # such as "read tokens"
-    conditions: Mapping[
-        str, int
-    ]  # what must be equal where two results are compared, such as the number of rows
+    conditions: Mapping[str, int]  # what must be equal where two results are compared, such as rows
     entries: Sequence[Entry]  # in the order of their turns
     failures: Mapping[str, str] = field(default_factory=dict)  # entry → why it cannot take part
 
@@ -157,7 +155,7 @@ class Result:
     ratios: Sequence[Ratio]  # in the order of measuring
     failures: Mapping[str, str] = field(
         default_factory=dict
-    )  # "contest" or "contest: entry" → why it has no figures
+    )  # "contest" or "contest: entry" → why no figures
     rates: Mapping[str, Mapping[str, Sequence[Round]]] = field(default_factory=dict)
     """Contest → entry → rounds, for inspection; never compared."""
 
@@ -173,28 +171,6 @@ class Result:
             },
         }
 
-    @classmethod
-    def from_json(cls, document: Any, where: str) -> Result:
-        """A recorded result.
-
-        Raises:
-            FormatError: it is none.
-        """
-        try:
-            version = document["shardkit_bench"]
-            if version == FORMAT:
-                ratios = tuple(_ratio_of(entry, where) for entry in document["ratios"])
-                failures = {str(name): str(text) for name, text in document["failures"].items()}
-                return cls(dict(document["facts"]), ratios, failures)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise FormatError(
-                f"{where}: not a benchmark result ({error!r}); expected what `shardkit bench --out` writes"
-            ) from None
-        raise FormatError(
-            f"{where}: a benchmark result of version {version!r}, this shardkit reads {FORMAT}; measure again with "
-            "this one, or compare with a newer one"
-        )
-
 
 def load_result(path: str | Path) -> Result:
     """Read a result.
@@ -205,18 +181,23 @@ def load_result(path: str | Path) -> Result:
     """
     try:
         with open(path, "rb") as stream:
-            data = stream.read(_MAX_BYTES + 1)
+            document = json.loads(stream.read(_MAX_BYTES))
+        version = document["shardkit_bench"]
+        if version == FORMAT:
+            failures = {str(name): str(text) for name, text in document["failures"].items()}
+            return Result(dict(document["facts"]), tuple(map(_ratio_of, document["ratios"])), failures)
     except OSError as error:
         raise NotFoundError(
             f"{path}: {error.strerror}; record a result with: shardkit bench --out {path}"
         ) from None
-    if len(data) > _MAX_BYTES:
-        raise FormatError(f"{path}: more than {_MAX_BYTES} bytes; not a benchmark result")
-    try:
-        document = json.loads(data)
-    except (ValueError, RecursionError):
-        raise FormatError(f"{path}: not JSON; expected what `shardkit bench --out` writes") from None
-    return Result.from_json(document, str(path))
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise FormatError(
+            f"{path}: not a benchmark result ({error!r}); expected what `shardkit bench --out` writes"
+        ) from None
+    raise FormatError(
+        f"{path}: a benchmark result of version {version!r}, this shardkit reads {FORMAT}; measure again with "
+        "this one, or compare with a newer one"
+    )
 
 
 def ratios_of(held: Held) -> list[Ratio]:
@@ -234,12 +215,12 @@ def ratios_of(held: Held) -> list[Ratio]:
     return found
 
 
-def _ratio_of(entry: Mapping[str, Any], where: str) -> Ratio:
+def _ratio_of(entry: Mapping[str, Any]) -> Ratio:
     median, lowest, highest = (float(entry[name]) for name in ("median", "lowest", "highest"))
     kind, clock = entry["kind"], entry["clock"]
     is_range = 0 < lowest <= median <= highest < float("inf")
     if not is_range or kind not in ("limit", "peer") or clock not in ("wall", "cpu"):
-        raise FormatError(f"{where}: the ratio {dict(entry)!r} is not one; record the result again")
+        raise ValueError(f"the ratio {dict(entry)!r} is not one")
     conditions = {str(name): int(value) for name, value in entry["conditions"].items()}
     return Ratio(str(entry["contest"]), str(entry["of"]), str(entry["to"]), kind, clock, median, lowest, highest,
                  int(entry["rounds"]), conditions)  # fmt: skip
@@ -303,38 +284,33 @@ class Comparison:
 def compare(now: Result, recorded: Result) -> Comparison:
     """Hold a result against a recorded one; pure."""
     fresh = {ratio.key: ratio for ratio in now.ratios}
-    findings = [_finding(then, fresh.pop(then.key, None), now) for then in recorded.ratios]
+    findings = [_finding(then, fresh.pop(then.key, None), now.failures) for then in recorded.ratios]
     findings += [Finding(None, ratio, LEAST_MARGIN, "new") for ratio in fresh.values()]
     return Comparison(tuple(findings), tuple(_notes(now, recorded)))
 
 
-def _finding(then: Ratio, now: Ratio | None, result: Result) -> Finding:
+def _finding(then: Ratio, now: Ratio | None, failures: Mapping[str, str]) -> Finding:
     margin = max(LEAST_MARGIN, (then.highest - then.lowest) / then.median)
-    return Finding(then, now, margin, *_verdict(then, now, margin, result.failures))
-
-
-def _verdict(
-    then: Ratio, now: Ratio | None, margin: float, failures: Mapping[str, str]
-) -> tuple[Verdict, str]:
+    verdict: Verdict = "same"
+    reason = ""
     if now is None:
+        verdict = "not measured"
         for what in (then.contest, f"{then.contest}: {then.of}", f"{then.contest}: {then.to}"):
             if what in failures:
-                return "failed", f"{what}: {failures[what]}"
-        return "not measured", ""
-    if now.conditions != then.conditions:
-        return "other conditions", _difference(now.conditions, then.conditions)
-    if then.rounds < LEAST_ROUNDS:
-        return (
-            "too noisy",
-            f"recorded with {then.rounds} rounds, {LEAST_ROUNDS} at least show what noise there is; record again",
-        )
-    if margin >= MOST_MARGIN:
-        return "too noisy", "its recorded rounds lie too far apart; record again"
-    if now.median < then.median * (1 - margin) and now.highest < then.lowest:
-        return "worse", ""
-    if now.median > then.median * (1 + margin) and now.lowest > then.highest:
-        return "better", ""
-    return "same", ""
+                verdict, reason = "failed", f"{what}: {failures[what]}"
+                break
+    elif now.conditions != then.conditions:
+        verdict, reason = "other conditions", _difference(now.conditions, then.conditions)
+    elif then.rounds < LEAST_ROUNDS:
+        verdict = "too noisy"
+        reason = f"recorded with {then.rounds} rounds, {LEAST_ROUNDS} at least show what noise there is; record again"
+    elif margin >= MOST_MARGIN:
+        verdict, reason = "too noisy", "its recorded rounds lie too far apart; record again"
+    elif now.median < then.median * (1 - margin) and now.highest < then.lowest:
+        verdict = "worse"
+    elif now.median > then.median * (1 + margin) and now.lowest > then.highest:
+        verdict = "better"
+    return Finding(then, now, margin, verdict, reason)
 
 
 def _difference(now: Mapping[str, int], then: Mapping[str, int]) -> str:
