@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from shardkit_trainer.configuration import ModelConfig
-from shardkit_trainer.membership import Membership
+from shardkit_trainer.supervisor import Membership
 from shardkit_trainer.tasks import ClassifierTask, Inputs
 
 

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from shardkit.errors import RunError
 from shardkit_trainer.configuration import ModelConfig, load_configuration
 from shardkit_trainer.distributed import World, leave_world
-from shardkit_trainer.membership import ADDRESS, NAME
 from shardkit_trainer.strategies import make_strategy
+from shardkit_trainer.supervisor import ADDRESS, NAME
 from shardkit_trainer.tasks import Inputs
 from tests.integration import forked
 

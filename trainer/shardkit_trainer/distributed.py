@@ -27,7 +27,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from shardkit.errors import RunError
 
 from .configuration import Configuration, expect
-from .membership import ADDRESS, Membership
+from .supervisor import ADDRESS, Membership
 
 # the names since torch 2.13, which warns about the older ones
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

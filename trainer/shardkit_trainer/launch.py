@@ -129,22 +129,24 @@ def leave(run: str, rank: int) -> str:
         RunError: nobody trains there, or the job has no such rank, or no other.
     """
     _expect_torch()
-    from .membership import CONNECT_S, connect, tell
+    from .supervisor import CONNECT_S, ask, connect, members_of
 
     job = running_job(Path(run))
     patience_s = load_configuration(Path(run) / JOB).parallel.timeout_s
     store = connect(job["address"], min(patience_s, CONNECT_S))
-    number = tell(store, {"kind": "leave", "rank": rank})
     deadline = time.monotonic() + patience_s
-    while not store.check([f"answer/{number}"]):
+
+    def meanwhile() -> None:
         if time.monotonic() > deadline:
             raise RunError(
-                f"{run}: no answer within {patience_s} s; the ranks are not at a step yet, or hang: try again"
+                f"no answer within {patience_s} s; the ranks are not at a step yet, or hang: try again"
             )
-        time.sleep(0.02)
-    if refusal := store.get(f"answer/{number}").decode():
-        raise RunError(f"{run}: {refusal}")
-    ranks = len(json.loads(store.get(f"members/{store.get('generation').decode()}")))
+
+    try:
+        ask(store, {"kind": "leave", "rank": rank}, meanwhile)
+    except RunError as error:
+        raise RunError(f"{run}: {error}") from None
+    ranks = len(members_of(store, int(store.get("generation"))))
     return f"rank {rank} leaves after the step that is being taken; {ranks} go on"
 
 

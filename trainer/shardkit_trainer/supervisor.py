@@ -1,19 +1,36 @@
-"""Ranks that go on when one dies, joins or leaves: the parents of ``parallel.recovery = "in-process"`` (SPEC.md §5).
+"""Ranks that go on when one dies, joins or leaves: ``parallel.recovery = "in-process"`` (SPEC.md §5).
 
 torchrun stops all ranks when one dies. A `Supervisor` starts ranks on its machine, and new ones in the place of those
-that are killed; the first one of a job has the `Lead`, which decides who the ranks are. A new process joins when it is
-ready: seconds of import do not hold the others up.
+that are killed; the first one of a job has the `Lead`, which decides who the ranks are: numbered groups, agreed on in
+the store that it serves. A rank has its `Membership`. A new process joins when it is ready: seconds of import do not
+hold the others up.
+
+Keys of the store:
+
+    generation, members/<g>     number of the newest group; its processes in rank order
+    formed/<g>, accused/<g>     its process group stands; ranks of it that do not answer
+    ready/<name>                a process that can join
+    leaving/<name>              one that was asked to leave
+    processes                   names given so far
+    news, news/<n>, answer/<n>  what supervisors and commands tell the first supervisor, and what it says to that
+    host/<id>                   heartbeat of a supervisor
+    job, lanes                  what rank 0 writes to job.json; the most ranks that a job can have
+    stopping, finished          every rank shall save and end; the run has ended, and the processes of its last group
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -27,11 +44,166 @@ from shardkit.exit_codes import ExitCode
 
 from .agent import LIFELINE, on_stop_signals
 from .configuration import Configuration
-from .membership import ADDRESS, CONNECT_S, INTERFACE, NAME, connect, own_place, publish, serve_store, tell
 from .run_directory import JOB
 
+ADDRESS = "SHARDKIT_SUPERVISOR"
+"""Environment variable: host:port of the job's store."""
+
+NAME = "SHARDKIT_MEMBER"
+"""Environment variable: this process among those of the job."""
+
+INTERFACE = "GLOO_SOCKET_IFNAME"
+"""Environment variable of gloo: the network interface that ranks reach each other by."""
+
+CONNECT_S = 10.0  # what a command waits for a job to answer
 BEAT_S, SILENCE_S = 0.5, 10.0  # between heartbeats of a supervisor; after which its machine counts as dead
 LOOK_S = 0.02
+
+
+class Left(Exception):
+    """This process was asked to leave the job, and the others have gone on without it."""
+
+
+def connect(address: str, timeout_s: float) -> Store:
+    """The store at host:port.
+
+    Raises:
+        RunError: nobody answers.
+    """
+    host, _, port = address.rpartition(":")
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        store: Store = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)  # type: ignore[attr-defined]
+    except (dist.DistError, ValueError) as error:
+        raise RunError(
+            f"nobody answers at {address}: the job there has ended, or this machine cannot reach it"
+            f" ({str(error).splitlines()[0]})"
+        ) from error
+    return store
+
+
+def own_place(toward: str = "") -> tuple[str, str]:
+    """(network interface, its IPv4 address): what others reach this machine by.
+
+    That of ``GLOO_SOCKET_IFNAME`` where it is set, else the one that leads to the address ``toward``, or outside; the
+    name is empty where it cannot be told.
+    """
+    known = _interfaces()
+    if name := os.environ.get(INTERFACE, "").split(",")[0]:
+        return name, known.get(name, "127.0.0.1")
+    address = next((one for one in known.values() if not one.startswith("127.")), "127.0.0.1")
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        asked.connect((toward or "203.0.113.1", 9))  # nothing is sent: the kernel looks up the route
+        address = asked.getsockname()[0]
+    return next((name for name, one in known.items() if one == address), ""), address
+
+
+def _interfaces() -> dict[str, str]:
+    found: dict[str, str] = {}
+    if sys.platform == "linux":
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+            for _, name in socket.if_nameindex():
+                with suppress(OSError):
+                    answer = fcntl.ioctl(asked, 0x8915, struct.pack("256s", name.encode()))  # SIOCGIFADDR
+                    found[name] = socket.inet_ntoa(answer[20:24])
+    return found
+
+
+def members_of(store: Store, generation: int) -> list[str]:
+    """Processes of a group, in rank order."""
+    members: list[str] = json.loads(store.get(f"members/{generation}"))
+    return members
+
+
+def tell(store: Store, news: dict[str, Any]) -> int:
+    """Tell the first supervisor something; returns its number, under which an answer may come."""
+    number: int = store.add("news", 1)
+    store.set(f"news/{number}", json.dumps(news))
+    return number
+
+
+def ask(store: Store, news: dict[str, Any], meanwhile: Callable[[], None]) -> None:
+    """Tell the first supervisor something, and wait for its answer.
+
+    Raises:
+        RunError: it refuses, and says why.
+    """
+    number = tell(store, news)
+    while not store.check([f"answer/{number}"]):
+        meanwhile()
+        time.sleep(LOOK_S)
+    if refusal := store.get(f"answer/{number}").decode():
+        raise RunError(refusal)
+
+
+# ---- in a rank
+
+
+@dataclass
+class Membership:
+    """One rank's view of the job's store."""
+
+    store: Store
+    name: str
+    patience_s: float
+
+    @classmethod
+    def from_environment(cls, patience_s: float) -> Membership:
+        """In the job whose supervisor started this process."""
+        store = connect(os.environ[ADDRESS], patience_s)
+        store.set(f"ready/{os.environ[NAME]}", "1")
+        return cls(store, os.environ[NAME], patience_s)
+
+    def newest(self) -> int:
+        """The newest generation.
+
+        Raises:
+            RunError: the supervisor does not answer.
+        """
+        try:
+            return int(self.store.get("generation"))
+        except dist.DistError as error:
+            raise RunError(
+                f"{self.name}: the supervisor does not answer any more; start the run again: it goes on from its"
+                f" newest checkpoint ({str(error).splitlines()[0]})"
+            ) from error
+
+    def change_after(self, generation: int) -> int:
+        """0: the group is the newest; 1: it is not; 2: nor that, and ranks of it were asked to leave."""
+        if self.newest() == generation:
+            return 0
+        asked = [f"leaving/{name}" for name in members_of(self.store, generation)]
+        return 2 if any(self.store.check([key]) for key in asked) else 1
+
+    def accuse(self, generation: int, ranks: list[int]) -> None:
+        """Say which ranks of a group do not answer: their supervisor kills them."""
+        members = members_of(self.store, generation)
+        self.store.set(f"accused/{generation}", " ".join(members[rank] for rank in ranks))
+
+    def wait_after(self, after: int) -> tuple[int, int, int]:
+        """(generation, rank, size) of the first newer generation that this process is a member of.
+
+        Raises:
+            Left: it was asked to leave.
+            RunError: none comes in time.
+        """
+        deadline = time.monotonic() + self.patience_s
+        while time.monotonic() < deadline:
+            generation = self.newest()
+            if generation > after:
+                members = members_of(self.store, generation)
+                if self.name in members:
+                    return generation, members.index(self.name), len(members)
+                if self.store.check([f"leaving/{self.name}"]):
+                    raise Left
+            time.sleep(0.005)
+        raise RunError(
+            f"process {self.name} waited {self.patience_s} s for a group of ranks after number {after}; the supervisor"
+            " has not formed one: look at its output, or restart the run: it goes on from its newest checkpoint"
+        )
+
+
+# ---- in the parents of the ranks
 
 
 class Supervisor:
@@ -96,14 +268,12 @@ class Supervisor:
         return lead.failed if lead is not None else self._code
 
     def _ask_to_join(self, names: list[str]) -> None:
-        number = tell(self._store, {"kind": "join", "host": self._host, "names": names})
-        while not self._store.check([f"answer/{number}"]):
+        def meanwhile() -> None:
             if self._stopping_since:
                 raise KeyboardInterrupt
             self._beat()
-            time.sleep(LOOK_S)
-        if refusal := self._store.get(f"answer/{number}").decode():
-            raise RunError(refusal)
+
+        ask(self._store, {"kind": "join", "host": self._host, "names": names}, meanwhile)
         _say(f"{', '.join(names)} will join when ready")
 
     def _new_name(self) -> str:
@@ -241,7 +411,8 @@ class Lead:
 
     def _announce(self) -> None:
         self._generation, self._stands = self._generation + 1, False
-        publish(self._store, self._generation, self._members)
+        self._store.set(f"members/{self._generation}", json.dumps(self._members))
+        self._store.set("generation", str(self._generation))  # last: it is what ranks look for
 
     def _ended(self, host: str, name: str, code: int, replacement: str = "", **_: Any) -> None:
         processes = self._hosts.setdefault(host, _Host()).names
@@ -322,7 +493,10 @@ def supervise(
 
     ``job`` is what those that join shall know: rank 0 writes it to the run directory, with the address of the store.
     """
-    store: Any = serve_store(config.parallel.timeout_s)
+    served: Any = dist.TCPStore  # type: ignore[attr-defined]
+    timeout = timedelta(seconds=config.parallel.timeout_s)
+    # others connect to it, on this machine and others; it lives as long as this process
+    store = served("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
     interface, address = own_place()
     store.set("job", json.dumps({**(job or {}), "address": f"{address}:{store.port}"}))
     lead = Lead(store, config.parallel.timeout_s)

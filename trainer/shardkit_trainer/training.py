@@ -34,13 +34,13 @@ from .agent import on_stop_signals
 from .checkpoints import Checkpointer
 from .configuration import Configuration
 from .distributed import World, is_collective_failure, join_world, leave_world
-from .membership import Left
 from .recovery import Kept, Progress, carry_over, check_layout
 from .reporting import Cost, Efficiency, Reporter, StageMeter, profiler
 from .run_directory import Change, RunDirectory, check_changes, record_changes
 from .steps import Regroup, Stepper, StepResult, evaluate
 from .strategies import make_strategy
 from .strategy import Strategy
+from .supervisor import Left
 from .tasks import Task, make_task
 
 
