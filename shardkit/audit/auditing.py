@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -15,7 +15,7 @@ import numpy as np
 
 from shardkit.audit.plans import RunPlan, find_plans
 from shardkit.audit.replay import Coverage, cell_digests, replay
-from shardkit.audit.result import Audit, Report
+from shardkit.audit.result import Audit, Report, Severity
 from shardkit.audit.run_record import (
     STEP_NAME,
     CheckpointRecord,
@@ -253,21 +253,20 @@ def check_checkpoints(record: RunRecord, audit: Audit) -> None:
     known = {(one["manifest"], one["plan"]) for one in record.plans}
     for one in record.checkpoints:
         fits: bool | None = None
+        wrong = ""
         if known and one.manifest and one.plan and (one.manifest, one.plan) not in known:
-            fits = False
-            record.add(
-                "violated", "checkpoint", one.name,
-                f"is of another run: manifest {one.manifest[:19]}…, plan {one.plan[:12]}… are not this run's",
-            )  # fmt: skip
-        elif one.head is None:
-            record.add(
-                "note", "checkpoint", one.name, "holds no head of the ledger: it proves nothing about it"
+            wrong = (
+                f"is of another run: manifest {one.manifest[:19]}…, plan {one.plan[:12]}… are not this run's"
             )
+        elif one.head is None:
+            text = "holds no head of the ledger: it proves nothing about it"
+            record.add("note", "checkpoint", one.name, text)
         elif record.roots is not None:
             fits = record.roots.holds(one.head)
-            if not fits:
-                record.add("violated", "checkpoint", one.name, _head_text(one.head, audit))
-        audit.checkpoints.append((one.name, one.step, fits))
+            wrong = "" if fits else _head_text(one.head, audit)
+        if wrong:
+            record.add("violated", "checkpoint", one.name, wrong)
+        audit.checkpoints.append((one.name, one.step, False if wrong else fits))
 
 
 def _head_text(head: dict[str, Any], audit: Audit) -> str:
@@ -322,44 +321,41 @@ def check_statement(record: RunRecord, statement: dict[str, Any], audit: Audit) 
         )  # fmt: skip
 
 
+_UNTOLD: Final = ("plan", "assignment", CHECKPOINT, CONFIGURATION, DEALT)
+_SLOT: Final = "step {step} lane {lane} slot {slot}"
+_TOLD: Final[dict[str, tuple[Severity, str, str, str]]] = {
+    SUBSTITUTED: ("explained", SUBSTITUTED, _SLOT, "sample {sample} was replaced by {by}: {field}: {reason}"),
+    MASKED: ("explained", MASKED, _SLOT, "sample {sample} was masked: {field}: {reason}"),
+    "conflict": ("violated", "conflict", "step {step} lane {lane}",
+                 "was consumed twice, with digests {before} and {now}"),
+    "fork": ("note", "fork", "step {step}", "the run went on from here in another way; what it had consumed before, "
+             "up to step {end}, is kept as an abandoned branch"),
+    "start": ("note", "restart", "step {step}", "start {start} on {ranks} ranks; the one before had come to step "
+              "{reached}, {repeats} steps were repeated"),
+}  # fmt: skip
+"""Kind of an event → a finding of it: severity, kind, subject, text; of other kinds all that they hold is told."""
+
+
 def explain_events(record: RunRecord) -> None:
     """Deviations with their reasons; what else happened, as notes."""
     seen: set[tuple[object, ...]] = set()
     for event in record.events:
-        kind, where = event.get("kind"), f"step {event.get('step')}"
+        kind = str(event.get("kind"))
+        if kind in _UNTOLD or (kind == "start" and not event.get("start")):
+            continue
         if kind in (SUBSTITUTED, MASKED):
             place = (kind, event.get("step"), event.get("lane"), event.get("slot"))
             if place in seen:  # recorded again by a restart
                 continue
             seen.add(place)
-            done = f"replaced by {event.get('by')}" if kind == SUBSTITUTED else "masked"
-            record.add(
-                "explained", str(kind), f"{where} lane {event.get('lane')} slot {event.get('slot')}",
-                f"sample {event.get('sample')} was {done}: {event.get('field')}: {event.get('reason')}",
-            )  # fmt: skip
-        elif kind == "conflict":
-            record.add(
-                "violated", "conflict", f"{where} lane {event.get('lane')}",
-                f"was consumed twice, with digests {event.get('before')} and {event.get('now')}",
-            )  # fmt: skip
-        elif kind == "fork":
+        if kind in _TOLD:
             left = event.get("abandoned", {})
-            record.add(
-                "note", "fork", where,
-                f"the run went on from here in another way; what it had consumed before, up to step "
-                f"{left.get('first', 0) + left.get('size', 0)}, is kept as an abandoned branch",
-            )  # fmt: skip
-        elif kind == "start" and event.get("start"):
-            record.add(
-                "note", "restart", where,
-                f"start {event.get('start')} on {event.get('ranks')} ranks; the one before had come to step "
-                f"{event.get('reached')}, {event.get('repeats')} steps were repeated",
-            )  # fmt: skip
-        elif kind not in ("plan", "assignment", "start", CHECKPOINT, CONFIGURATION, DEALT):
-            details = {name: value for name, value in event.items() if name not in ("kind", "step")}
-            record.add(
-                "note", str(kind), where, ", ".join(f"{name} {value}" for name, value in details.items())
-            )
+            known = defaultdict(lambda: None, event, end=left.get("first", 0) + left.get("size", 0))
+            severity, name, where, text = _TOLD[kind]
+            record.add(severity, name, where.format_map(known), text.format_map(known))
+        else:
+            others = (f"{name} {value}" for name, value in event.items() if name not in ("kind", "step"))
+            record.add("note", kind, f"step {event.get('step')}", ", ".join(others))
 
 
 _LISTED: Final = 8

@@ -24,6 +24,7 @@ import torch.nn.functional as F  # noqa: N812 - as all of torch's own documentat
 from torch import Tensor, nn
 
 from shardkit.errors import ConfigurationError, MissingDependency
+from shardkit.plan.permutation import derive
 
 from .configuration import ModelConfig, expect
 
@@ -93,13 +94,10 @@ def make_task(config: ModelConfig, dataset: Any, seed: int) -> Task:
 
 
 def mix(*values: int) -> int:
-    """64 well-mixed bits of a tuple of integers (splitmix64, Steele et al. 2014), the same on every machine."""
+    """64 well-mixed bits of a tuple of integers, the same on every machine."""
     state = 0
     for value in values:
-        state = (state + value + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-        state ^= state >> 31
+        state = derive(state + value, 0)
     return state
 
 
