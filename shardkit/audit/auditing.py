@@ -328,10 +328,10 @@ _TOLD: Final[dict[str, tuple[Severity, str, str, str]]] = {
     MASKED: ("explained", MASKED, _SLOT, "sample {sample} was masked: {field}: {reason}"),
     "conflict": ("violated", "conflict", "step {step} lane {lane}",
                  "was consumed twice, with digests {before} and {now}"),
-    "fork": ("note", "fork", "step {step}", "the run went on from here in another way; what it had consumed before, "
-             "up to step {end}, is kept as an abandoned branch"),
-    "start": ("note", "restart", "step {step}", "start {start} on {ranks} ranks; the one before had come to step "
-              "{reached}, {repeats} steps were repeated"),
+    "fork": ("note", "fork", "step {step}", ("the run went on from here in another way; what it had consumed before, "
+                                             "up to step {end}, is kept as an abandoned branch")),
+    "start": ("note", "restart", "step {step}", ("start {start} on {ranks} ranks; the one before had come to step "
+                                                 "{reached}, {repeats} steps were repeated")),
 }  # fmt: skip
 """Kind of an event → a finding of it: severity, kind, subject, text; of other kinds all that they hold is told."""
 

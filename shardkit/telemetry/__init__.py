@@ -5,8 +5,7 @@ disk. Text that leaves the run directory passes `redaction`.
 """
 
 from shardkit.notebook import pages
-from shardkit.telemetry.anomalies import Anomaly, find_anomalies
-from shardkit.telemetry.intervals import Bottleneck, find_bottleneck
+from shardkit.telemetry.diagnosis import Anomaly, Bottleneck, find_anomalies, find_bottleneck
 from shardkit.telemetry.recorder import Recorder, Telemetry, TelemetrySettings
 from shardkit.telemetry.records import Record, RunTelemetry, parse_record, read_events, read_run
 from shardkit.telemetry.redaction import redact

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from shardkit.errors import StoreError
 from shardkit.ranges import Range
-from shardkit.telemetry.anomalies import Anomaly, find_anomalies
+from shardkit.telemetry.diagnosis import Anomaly, find_anomalies
 from shardkit.telemetry.records import (
     MAX_LINE_BYTES,
     NEWEST_BYTES,

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardkit.errors import MissingDependency
-from shardkit.telemetry.anomalies import KINDS, find_anomalies
-from shardkit.telemetry.intervals import cost_skew
+from shardkit.telemetry.diagnosis import KINDS, cost_skew, find_anomalies
 from shardkit.telemetry.pages import Answer, PageServer, parse_listen
 from shardkit.telemetry.records import NEWEST_BYTES, Record, RunTelemetry, read_run
 

@@ -6,14 +6,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from shardkit.notebook import page, table
-from shardkit.telemetry.anomalies import find_anomalies, is_silent
-from shardkit.telemetry.intervals import (
+from shardkit.telemetry.diagnosis import (
     VERIFICATION,
     Interval,
+    Ranks,
     byte_counters,
     cost_skew,
+    find_anomalies,
     find_bottleneck,
     intervals,
+    is_silent,
     shares_of,
     stage_of,
     total,
@@ -31,7 +33,6 @@ _MAX_LANES: Final = 1 << 16
 _SAME_MOVE_S: Final = 1.0
 
 Json = dict[str, Any]
-Ranks = Mapping[int, Sequence[Record]]
 
 
 def summarise(telemetry: RunTelemetry, events: Sequence[Mapping[str, Any]], now: float) -> Json:

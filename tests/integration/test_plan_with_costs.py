@@ -15,7 +15,7 @@ from shardkit.audit import audit_run
 from shardkit.dataset.costs import costs_of
 from shardkit.errors import StateError, UsageError
 from shardkit.plan.report import rank_skew
-from shardkit.telemetry.intervals import cost_skew
+from shardkit.telemetry.diagnosis import cost_skew
 from tests.command_line import call
 
 ROWS, BATCH, LANES = 240, 24, 8

@@ -14,9 +14,8 @@ import pytest
 from shardkit.errors import MissingDependency
 from shardkit.reading.attestations import COUNTED
 from shardkit.telemetry import Record
-from shardkit.telemetry.anomalies import KINDS
 from shardkit.telemetry.control import Knob, parse_control
-from shardkit.telemetry.intervals import cost_skew
+from shardkit.telemetry.diagnosis import KINDS, cost_skew
 from shardkit.telemetry.serving import METRICS, exposition, metric_names
 
 OPERATING = Path(__file__).parents[2] / "examples" / "operating"

@@ -257,13 +257,13 @@ def exit_codes() -> Names:
 
 def metrics() -> Names:
     """What Prometheus sees, and the anomalies that are told."""
-    from shardkit.telemetry import anomalies, serving
+    from shardkit.telemetry import diagnosis, serving
 
     found = dict.fromkeys(serving.metric_names(), "gauge")
     for one in serving.METRICS:
         found[one.exposed] = "gauge" if one.gauge else "counter"
         found |= {f"{one.exposed} {one.label}={value}": "label" for value, _ in one.values if one.label}
-    return found | {f"shardkit_anomalies kind={kind}": "label" for kind in anomalies.KINDS}
+    return found | {f"shardkit_anomalies kind={kind}": "label" for kind in diagnosis.KINDS}
 
 
 def extras() -> Names:

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Final
 from shardkit.errors import StoreError
 from shardkit.ranges import parse_duration
 from shardkit.telemetry import RunTelemetry, read_events, read_run
-from shardkit.telemetry.intervals import Interval, byte_counters, intervals, step_seconds, total
+from shardkit.telemetry.diagnosis import Interval, byte_counters, intervals, step_seconds, total
 from shardkit.telemetry.recorder import request_stacks
 from shardkit.telemetry.records import Record, check_run, read_lines, record_path, telemetry_directory
 from shardkit.telemetry.redaction import redact_document, redactor
