@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -23,6 +24,7 @@ from shardkit.errors import (
     UsageError,
 )
 from shardkit.exit_codes import ExitCode
+from shardkit.manifest import ADOPTED
 from shardkit.reading.adopted import AdoptedStore
 from shardkit.reading.attestations import Attestation, Records, read_attestations
 from shardkit.reading.inventory import (
@@ -261,9 +263,9 @@ class Repairer:
         plain = root_store(self.repository.store)
         table = read_table(plain, self.repository.id)
         self.table = table or draft_table(self.repository.id, None, Policy(), (first_root(plain),))
-        # Adopted tars count as the root's; what is in the root itself is found first, and a disk is the nearest place.
+        # a disk is the nearest place
         rank = -1_000 if isinstance(plain, LocalStore) else self.table.root.rank
-        own = Location(name=ROOT_NAME, store=AdoptedStore(plain), domain=self.table.root.domain, rank=rank)
+        own = Location(name=ROOT_NAME, store=plain, domain=self.table.root.domain, rank=rank)
         self.locations = {ROOT_NAME: own, **self.documents.locations}
         located = LocatedStore(list(self.locations.values()))
         self._reader = self.repository.with_store(located, read_only=True)
@@ -319,6 +321,10 @@ class Repairer:
                 return
 
     def _add_inventory(self, inventory: Inventory) -> None:
+        root = self.locations[ROOT_NAME]
+        if ADOPTED in inventory.manifest.features and not isinstance(root.store, AdoptedStore):
+            # adopted tars count as the root's; what is in the root itself is found first
+            self.locations[ROOT_NAME] = dataclasses.replace(root, store=AdoptedStore(root.store))
         parity: set[str] = set()
         k = None if inventory.manifest.parts else self._members(inventory)
         for one in known_sets(self._reader, inventory, k, self.stores) if k is not None else ():

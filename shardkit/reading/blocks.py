@@ -25,7 +25,7 @@ from shardkit.reading.adopted import adopted_place, find_tar
 from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.objects import BlockRequest, OpenedRoot, place_ids
 from shardkit.stores.file_operations import read_file
-from shardkit.stores.store import Store, object_name
+from shardkit.stores.store import Store, object_name, read_object
 
 if TYPE_CHECKING:
     from shardkit.reading.cache.supply import BlockFetcher
@@ -245,7 +245,7 @@ class BlockReader:
                 return found[0]
         digest = "sha256:" + bytes(self._table.index_digest[shard]).hex()
         size = int(self._table.index_size[shard])
-        get = functools.partial(self.repository_of(shard).get_object, digest, "index", size)
+        get = functools.partial(read_object, self.repository_of(shard).store, digest, "index", size)
         if self.supply is None or self.located(shard) is None or self.has_file(shard):
             index = ShardIndex.from_bytes(get())
         else:  # every start on every node needs it again

@@ -423,7 +423,7 @@ class CommitLog:
     """Log entries of one repository; the first one follows the bytes of its identity, whose digest is `origin`."""
 
     def __init__(self, store: Store, repository: str, origin: str) -> None:
-        self._store, self._repository, self._origin = store, repository, origin
+        self.store, self._repository, self._origin = store, repository, origin
         self._seen = 0  # number of the newest entry met so far: a log never gets shorter
 
     def head(self) -> LogEntry | None:
@@ -440,7 +440,7 @@ class CommitLog:
         entries = list(self.newest_commits())
         if entries and entries[-1].previous != self._origin:
             raise IntegrityError(
-                f"log of {self._store.url}: entry 1 belongs to another shardkit.json; restore it from a copy of "
+                f"log of {self.store.url}: entry 1 belongs to another shardkit.json; restore it from a copy of "
                 "the root"
             )
         return entries
@@ -455,7 +455,7 @@ class CommitLog:
         for number in range(self._last_number(), 0, -1):
             entry, data = self._entry(number)
             if later is not None:
-                check_succession(entry, data, later, self._store.url)
+                check_succession(entry, data, later, self.store.url)
             yield entry
             later = entry
 
@@ -466,7 +466,7 @@ class CommitLog:
         file system may show an old listing: what a listing lacks is looked up by name before it counts as missing.
         """
         seen = self._seen  # before the listing: another thread may commit while it is made
-        listed = {n for n in map(LOG.number, self._store.list_after(LOG.prefix)) if n is not None}
+        listed = {n for n in map(LOG.number, self.store.list_after(LOG.prefix)) if n is not None}
         last = max(seen, max(listed, default=0))
         if last > len(listed) + _MAX_UNLISTED:
             self._refuse_log(next(n for n in itertools.count(1) if n not in listed))
@@ -478,12 +478,12 @@ class CommitLog:
 
     def _refuse_log(self, missing: int) -> NoReturn:
         raise IntegrityError(
-            f"log of {self._store.url}: entry {missing} is missing; run: shardkit repair {self._store.url}"
+            f"log of {self.store.url}: entry {missing} is missing; run: shardkit repair {self.store.url}"
         )
 
     def _is_there(self, number: int) -> bool:
         """Whether an entry that was not listed can be read, from the root or from a copy of it."""
-        if self._store.head(LOG.name(number)) is not None:
+        if self.store.head(LOG.name(number)) is not None:
             return True
         try:
             self._entry(number)
@@ -492,7 +492,7 @@ class CommitLog:
         return True
 
     def _entry(self, number: int) -> tuple[LogEntry, bytes]:
-        return LOG.read(self._store, number, self._repository)
+        return LOG.read(self.store, number, self._repository)
 
 
 def parse_dataset_url(url: str | os.PathLike[str]) -> tuple[str, str | None]:

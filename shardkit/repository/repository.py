@@ -15,7 +15,6 @@ from typing import Any, Final
 from shardkit.errors import (
     CommitConflict,
     FormatError,
-    IntegrityError,
     NotFoundError,
     ShardkitError,
     StoreReadOnlyError,
@@ -46,8 +45,8 @@ from shardkit.stores.store import (
     MAX_OBJECT_BYTES,
     Descriptor,
     Store,
-    asked_twice,
     object_name,
+    read_object,
     root_store,
 )
 
@@ -171,7 +170,7 @@ class Repository(CommitLog):
         self._base: LogEntry | None = None  # the head before anything here could be relied on
 
     def __repr__(self) -> str:
-        return f"Repository({self._store.url!r}, id={self.id}, read_only={self._read_only})"
+        return f"Repository({self.store.url!r}, id={self.id}, read_only={self._read_only})"
 
     @classmethod
     def create(
@@ -261,13 +260,9 @@ class Repository(CommitLog):
         return view
 
     @property
-    def store(self) -> Store:
-        return self._store
-
-    @property
     def url(self) -> str:
         """Where the store is, without credentials."""
-        return self._store.url
+        return self.store.url
 
     @property
     def id(self) -> str:
@@ -285,8 +280,8 @@ class Repository(CommitLog):
         self._check_writable()
         check_size(len(data))
         placed = Descriptor(sha256_digest(data), len(data), extension)
-        if not self._store.put_new(placed.name, data) and not is_good(self._store, placed):
-            self._store.replace(placed.name, data)
+        if not self.store.put_new(placed.name, data) and not is_good(self.store, placed):
+            self.store.replace(placed.name, data)
         return placed
 
     @contextlib.contextmanager
@@ -295,42 +290,14 @@ class Repository(CommitLog):
         self._check_writable()
         if extension not in EXTENSIONS:
             raise UsageError(f"object extension {extension!r}: expected one of {', '.join(EXTENSIONS)}")
-        with self._store.stage(extension) as stage:
-            yield ObjectStage(self._store, stage, extension)
+        with self.store.stage(extension) as stage:
+            yield ObjectStage(self.store, stage, extension)
 
     def get_object(
         self, digest: str, extension: str, size: int | None = None, *, max_bytes: int = MAX_OBJECT_BYTES
     ) -> bytes:
-        """The bytes of an object, verified.
-
-        Args:
-            digest: ``sha256:<hex>``.
-            extension: One of `shardkit.stores.store.EXTENSIONS`.
-            size: Bytes it must have, compared before anything is read; give it wherever it is known.
-            max_bytes: The most that is read where the size is not known.
-
-        Raises:
-            NotFoundError: The object is not there.
-            IntegrityError: Its size or SHA-256 is another.
-        """
-        name, store = object_name(digest, extension), self._store
-        if size is not None and not 0 <= size <= MAX_OBJECT_BYTES:
-            raise UsageError(f"{name}: size {size}, expected 0 to {MAX_OBJECT_BYTES}")
-
-        def ask() -> bytes:
-            data = store.get(name, max_bytes=max_bytes if size is None else size)
-            found = sha256_digest(data)
-            problem = "" if found == digest else f"SHA-256 mismatch (got {found})"
-            if size is not None and len(data) != size:
-                problem = f"{len(data)} bytes, expected {size}"
-            if problem:
-                raise IntegrityError(
-                    f"{name} in {store.url}: {problem}; the bytes are not those that were written; "
-                    f"run: shardkit repair {store.url}"
-                )
-            return data
-
-        return asked_twice(ask)
+        """The bytes of an object, verified; see `shardkit.stores.store.read_object`."""
+        return read_object(self.store, digest, extension, size, max_bytes=max_bytes)
 
     # Log
 
@@ -408,7 +375,7 @@ class Repository(CommitLog):
         base = self.head()
         try:
             self._check_manifests(changes.manifests)
-            table = read_table(root_store(self._store), self.id)
+            table = read_table(root_store(self.store), self.id)
             hooks = COMMIT_HOOKS if table is not None and table.others else ()
             follow_ups = [hook(self, table, sorted(changes.manifests)) for hook in hooks]
         except ShardkitError as error:
@@ -435,7 +402,7 @@ class Repository(CommitLog):
 
     def _check_manifests(self, manifests: Collection[str]) -> None:
         for manifest in sorted(manifests):
-            if self._store.head(object_name(manifest, "manifest")) is None:
+            if self.store.head(object_name(manifest, "manifest")) is None:
                 raise NotFoundError(
                     f"manifest {manifest} is not in {self.url}: expected its objects to be put before the commit"
                 )
@@ -468,14 +435,14 @@ class Repository(CommitLog):
             time.sleep(_JITTER.uniform(0, min(_LONGEST_PAUSE_S, 0.001 * 2 ** min(attempt, 10))))
             head = self.head()
         raise CommitConflict(
-            f"{self._store.url}: {_ATTEMPTS} other commits came first each time; commit less often, or try again later"
+            f"{self.store.url}: {_ATTEMPTS} other commits came first each time; commit less often, or try again later"
         )
 
     def _put(self, entry: LogEntry) -> bool:
         return LOG.put(
-            self._store,
+            self.store,
             entry,
-            what=f"commit {entry.txn} to {self._store.url}",
+            what=f"commit {entry.txn} to {self.store.url}",
             then=f"ask again: Repository.find_commit({entry.txn!r})",
         )
 

@@ -23,7 +23,7 @@ from shardkit.errors import (
     StoreReadOnlyError,
     UsageError,
 )
-from shardkit.formats.canonical_json import parse_digest
+from shardkit.formats.canonical_json import parse_digest, sha256_digest
 from shardkit.stores.file_operations import explained
 
 _Result = TypeVar("_Result")
@@ -342,6 +342,42 @@ def parse_object_name(name: str) -> tuple[str, str]:
             f"{name!r} is not the name of an object; remove it from objects/, nothing refers to it"
         )
     return digest, extension
+
+
+def read_object(
+    store: Store, digest: str, extension: str, size: int | None = None, *, max_bytes: int = MAX_OBJECT_BYTES
+) -> bytes:
+    """The bytes of an object, verified.
+
+    Args:
+        store: where.
+        digest: ``sha256:<hex>``.
+        extension: one of `EXTENSIONS`.
+        size: bytes it must have, compared before anything is read; give it wherever it is known.
+        max_bytes: the most that is read where the size is not known.
+
+    Raises:
+        NotFoundError: the object is not there.
+        IntegrityError: its size or SHA-256 is another.
+    """
+    name = object_name(digest, extension)
+    if size is not None and not 0 <= size <= MAX_OBJECT_BYTES:
+        raise UsageError(f"{name}: size {size}, expected 0 to {MAX_OBJECT_BYTES}")
+
+    def ask() -> bytes:
+        data = store.get(name, max_bytes=max_bytes if size is None else size)
+        found = sha256_digest(data)
+        problem = "" if found == digest else f"SHA-256 mismatch (got {found})"
+        if size is not None and len(data) != size:
+            problem = f"{len(data)} bytes, expected {size}"
+        if problem:
+            raise IntegrityError(
+                f"{name} in {store.url}: {problem}; the bytes are not those that were written; "
+                f"run: shardkit repair {store.url}"
+            )
+        return data
+
+    return asked_twice(ask)
 
 
 def asked_twice(ask: Callable[[], _Result]) -> _Result:
