@@ -397,8 +397,9 @@ def publish_shard(
     Raises:
         StoreError: the store fails; nothing torn is published.
     """
+    kind = extension(format, compression)
     with (
-        repository.stage_object(extension(format, compression)) as staged,
+        repository.stage_object(kind) as staged,
         WriteBehind(staged, staged.sync, is_small=is_small) as behind,
     ):
         writer = ShardWriter(
@@ -415,7 +416,7 @@ def publish_shard(
         behind.flush()
         # Each waits for the disk a few times; nothing names either yet, so they may come in any order.
         put_index = behind.beside(lambda: repository.put_object(index.to_bytes(), "index"))
-        shard, sidecar = staged.finish(), put_index()
+        shard, sidecar = repository.publish(staged, kind), put_index()
     return ShardRecord(
         digest=shard.digest,
         size=shard.size,

@@ -13,7 +13,6 @@ import dataclasses
 import os
 import stat
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -25,7 +24,7 @@ from shardkit.manifest import ADOPTED, MIXED, Manifest, ShardTable
 from shardkit.reading.inventory import version_record_name
 from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.objects import ROOT_NAME, Location, OpenedRoot
-from shardkit.stores.file_operations import explained
+from shardkit.stores.file_operations import Handle, explained, read_exactly
 from shardkit.stores.store import (
     ObjectStat,
     Stage,
@@ -138,7 +137,6 @@ def read_tar_place(store: Store, digest: str) -> Tar | None:
 
 
 _SHARDS: Final = ("objects/", ".tar")
-_THREADS: Final = 16
 _ASKED: Final = (
     64  # shards by which to tell where the tars of a version lie: those of one adoption mostly lie together
 )
@@ -253,15 +251,12 @@ class AdoptedStore(StoreAround):
 
     def any_far(self, names: Iterable[str]) -> bool:
         """Whether any of these shards is known to be a tar behind a URL."""
-
-        def is_far(name: str) -> bool:
+        for name in names:
             with contextlib.suppress(ShardkitError):
                 tar = self.tar(name)
-                return tar is not None and tar.is_far
-            return False
-
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardkit-places") as pool:
-            return any(pool.map(is_far, names))
+                if tar is not None and tar.is_far:
+                    return True
+        return False
 
     def rewritten(self, name: str) -> str | None:
         """Why an adopted tar may be another than the one that was hashed, by its ETag; None where nothing says so."""
@@ -364,7 +359,7 @@ class AdoptedStore(StoreAround):
             except FileNotFoundError:
                 raise NotFoundError(f"{tar.place}: no such file") from None
             try:
-                return _read_file(file, tar.place, offset, length)
+                return _read_file(Handle(file, tar.place), offset, length)
             finally:
                 os.close(file)
 
@@ -378,18 +373,14 @@ class AdoptedStore(StoreAround):
         return found, key
 
 
-def _read_file(file: int, path: str, offset: int, length: int) -> bytes:
+def _read_file(file: Handle, offset: int, length: int) -> bytes:
     """Exactly `length` bytes; the file is somebody else's and may be shorter than it was."""
-    size = os.fstat(file).st_size
+    size = os.fstat(file.fd).st_size
     if offset + length > size:  # before anything of that length is allocated
         raise IntegrityError(
-            f"{path}: {size} bytes, expected at least {offset + length}; it was truncated since it was adopted"
+            f"{file.path}: {size} bytes, expected at least {offset + length}; it was truncated since it was adopted"
         )
-    parts, done = [], 0
-    while done < length:  # the kernel hands out at most 2 GiB at a time
-        data = os.pread(file, length - done, offset + done)
-        if not data:
-            raise IntegrityError(f"{path}: it shrank while it was read; put the tar back that was adopted")
-        parts.append(data)
-        done += len(data)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+    data = read_exactly(file, offset, length)
+    if len(data) != length:
+        raise IntegrityError(f"{file.path}: it shrank while it was read; put the tar back that was adopted")
+    return data

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, Protocol
 
@@ -20,7 +20,6 @@ from shardkit.errors import (
     NotFoundError,
     ShardkitError,
     StoreError,
-    UsageError,
 )
 from shardkit.stores.store import (
     MAX_OBJECT_BYTES,
@@ -144,32 +143,8 @@ class OpenedRoot(Protocol):
     ) -> bytes: ...
 
 
-class ObjectStage:
-    """A large object being written; its name is known when it is finished."""
-
-    def __init__(self, store: Store, stage: Stage, extension: str) -> None:
-        self._store, self._stage, self._extension = store, stage, extension
-
-    @property
-    def size(self) -> int:
-        return self._stage.size
-
-    def write(self, data: bytes | bytearray | memoryview, /) -> int:
-        """Append all of `data`; returns its length. UsageError: more than any store takes in one piece."""
-        check_size(self._stage.size + memoryview(data).nbytes)
-        return self._stage.write(data)
-
-    def sync(self) -> None:
-        """Make durable what was written so far, where the store can: `finish` has less to wait for then."""
-        self._stage.sync()
-
-    def finish(self) -> Descriptor:
-        """Publish under the digest of what was written, durably."""
-        return publish(self._store, self._stage, self._extension)
-
-
 def publish(store: Store, stage: Stage, extension: str) -> Descriptor:
-    """Give a finished stage the name of its digest."""
+    """Give a finished stage the name of its digest, durably."""
     descriptor = Descriptor(f"sha256:{stage.digest}", stage.size, extension)
     if not stage.publish(descriptor.name) and not is_good(store, descriptor):
         stage.publish(descriptor.name, replace=True)
@@ -182,12 +157,6 @@ def is_good(store: Store, descriptor: Descriptor) -> bool:
     Callers have the good bytes in hand, so this is the moment to repair bad ones.
     """
     return check_object(store, descriptor.name, descriptor.size, "stored").is_good
-
-
-def check_size(size: int) -> None:
-    """Refuse more bytes than any store takes in one piece; UsageError."""
-    if size > MAX_OBJECT_BYTES:
-        raise UsageError(f"object of {size} bytes: expected at most {MAX_OBJECT_BYTES}; use smaller samples")
 
 
 class CheckResult(NamedTuple):
@@ -244,11 +213,8 @@ def check_object(
         if depth == "stored" and stat.sha256 is not None:
             return _compared(digest, f"sha256:{stat.sha256}", "stored", 0)
         found = hashlib.sha256()
-        for offset in range(0, stat.size, PIECE_BYTES):
-            length = min(PIECE_BYTES, stat.size - offset)
-            if pace is not None:
-                pace(length)
-            found.update(store.get_range(name, offset, length))
+        for piece in _pieces(store, name, stat.size, pace):
+            found.update(piece)
     except NotFoundError as error:
         return CheckResult("missing", "list", 0, digest, str(error), error)
     except IntegrityError as error:
@@ -299,13 +265,13 @@ def copy_object(
         with target.store.stage(extension) as stage:
             try:
                 _fill(stage, source, name, pace, moved)
-            except _TargetFailed as failed:
-                raise failed.error from None
             except NotFoundError:
                 bad[source.name] = "missing"
             except IntegrityError:
                 bad[source.name] = "wrong"
             except ShardkitError as error:
+                if stage.is_broken:
+                    raise  # a write failed, and not a read: no other source helps
                 silent = error if isinstance(error, StoreError) else StoreError(str(error))
             else:
                 if f"sha256:{stage.digest}" == digest:
@@ -323,14 +289,6 @@ def copy_object(
     raise IntegrityError(f"{name}: no location has good bytes of it ({told}); run: shardkit repair")
 
 
-class _TargetFailed(Exception):
-    """A write failed, and not a read: no other source helps."""
-
-    def __init__(self, error: ShardkitError) -> None:
-        super().__init__(str(error))
-        self.error = error
-
-
 def _fill(
     stage: Stage,
     source: Location,
@@ -343,14 +301,16 @@ def _fill(
         raise NotFoundError(f"{name} is not in {source.store.url}")
     if stat.size > MAX_OBJECT_BYTES:
         raise IntegrityError(f"{name} in {source.store.url}: {stat.size} bytes, no object is that large")
-    for offset in range(0, stat.size, PIECE_BYTES):
-        length = min(PIECE_BYTES, stat.size - offset)
+    for piece in _pieces(source.store, name, stat.size, pace):
+        stage.write(piece)
+        if moved is not None:
+            moved(len(piece))
+
+
+def _pieces(store: Store, name: str, size: int, pace: Callable[[int], None] | None) -> Iterator[bytes]:
+    """All bytes of an object, a piece at a time."""
+    for offset in range(0, size, PIECE_BYTES):
+        length = min(PIECE_BYTES, size - offset)
         if pace is not None:
             pace(length)
-        data = source.store.get_range(name, offset, length)
-        try:
-            stage.write(data)
-        except StoreError as error:
-            raise _TargetFailed(error) from None
-        if moved is not None:
-            moved(length)
+        yield store.get_range(name, offset, length)

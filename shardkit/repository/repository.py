@@ -8,7 +8,8 @@ import os
 import random
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -22,7 +23,7 @@ from shardkit.errors import (
 )
 from shardkit.formats.canonical_json import DIGEST, parse_digest, sha256_digest, utc_text
 from shardkit.reading.located_store import Locations, locate
-from shardkit.reading.objects import ObjectStage, check_size, is_good
+from shardkit.reading.objects import is_good, publish
 from shardkit.reading.read_path import ReadSettings
 from shardkit.repository import COMMIT_HOOKS
 from shardkit.repository.garbage_lists import check_not_collected
@@ -41,10 +42,11 @@ from shardkit.repository.log import (
 )
 from shardkit.stores.local import LocalStore, open_store
 from shardkit.stores.store import (
-    EXTENSIONS,
     MAX_OBJECT_BYTES,
     Descriptor,
+    Stage,
     Store,
+    check_size,
     object_name,
     read_object,
     root_store,
@@ -284,14 +286,14 @@ class Repository(CommitLog):
             self.store.replace(placed.name, data)
         return placed
 
-    @contextlib.contextmanager
-    def stage_object(self, extension: str) -> Iterator[ObjectStage]:
-        """Write a large object: ``write()`` pieces, then ``finish()``; what is not finished is dropped."""
+    def stage_object(self, extension: str) -> AbstractContextManager[Stage]:
+        """Write a large object piece by piece, then `publish` it; what is not published is dropped."""
         self._check_writable()
-        if extension not in EXTENSIONS:
-            raise UsageError(f"object extension {extension!r}: expected one of {', '.join(EXTENSIONS)}")
-        with self.store.stage(extension) as stage:
-            yield ObjectStage(self.store, stage, extension)
+        return self.store.stage(extension)
+
+    def publish(self, stage: Stage, extension: str) -> Descriptor:
+        """Give what was staged the name of its digest, durably."""
+        return publish(self.store, stage, extension)
 
     def get_object(
         self, digest: str, extension: str, size: int | None = None, *, max_bytes: int = MAX_OBJECT_BYTES

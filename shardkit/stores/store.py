@@ -72,14 +72,25 @@ class Stage(abc.ABC):
         return self._size
 
     @property
+    def is_broken(self) -> bool:
+        """Whether a write failed, so that the stage can only be dropped."""
+        return self._broken
+
+    @property
     def digest(self) -> str:
         """SHA-256 of what was written so far, as hex."""
         return self._hash.hexdigest()
 
     def write(self, data: bytes | bytearray | memoryview, /) -> int:
-        """Append all of `data`; returns its length. After an error the stage can only be dropped."""
+        """Append all of `data`; returns its length. After an error the stage can only be dropped.
+
+        Raises:
+            UsageError: it is more than any store takes in one piece.
+            StoreError: it cannot be written.
+        """
         rest = memoryview(data).cast("B")
         length = len(rest)
+        check_size(self._size + length)
         with explained(f"write {self._path}", writing=True):
             self._check_whole()
             self._broken = True
@@ -342,6 +353,12 @@ def parse_object_name(name: str) -> tuple[str, str]:
             f"{name!r} is not the name of an object; remove it from objects/, nothing refers to it"
         )
     return digest, extension
+
+
+def check_size(size: int) -> None:
+    """Refuse more bytes than any store takes in one piece; UsageError."""
+    if size > MAX_OBJECT_BYTES:
+        raise UsageError(f"object of {size} bytes: expected at most {MAX_OBJECT_BYTES}; use smaller samples")
 
 
 def read_object(

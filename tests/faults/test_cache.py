@@ -351,9 +351,17 @@ class TestFuture:
         sizes = np.array([10, 10, 10, 10])
         seconds = np.array([5.0, np.inf, 7.0, np.inf])
         last = np.array([0.0, 2.0, 0.0, 1.0])
-        assert choose_victims(sizes, seconds, last, 25).tolist() == [3, 1, 2]
-        assert choose_victims(sizes, seconds, last, 0).tolist() == []
-        assert choose_victims(sizes, seconds, last, 100).tolist() == [3, 1, 2, 0]
+
+        def chosen(room: int) -> list[int]:
+            victims = choose_victims(
+                sizes, seconds, last, held=40, limit=40 + 1 - room, new_size=1, new_distance=0.0
+            )
+            assert victims is not None
+            return [int(one) for one in victims]
+
+        assert chosen(25) == [3, 1, 2]
+        assert chosen(0) == []
+        assert chosen(40) == [3, 1, 2, 0]
 
     def test_other_processes_needs_count(self, tmp_path: Path) -> None:
         """What a neighbour will need soon stays, though this process has no use for it; not so after its death."""
@@ -362,9 +370,9 @@ class TestFuture:
         for request, data in blocks[:10]:
             ours.fetch(request, functools.partial(bytes, data))
         needed = np.array([request.place for request, _ in blocks[:5]], dtype=np.uint64)
-        theirs.follow(Future.of(needed, np.arange(5)), 0)
+        theirs.lease.publish(Future.of(needed, np.arange(5)), 0)
         mine = np.array([request.place for request, _ in blocks[10:]], dtype=np.uint64)
-        ours.follow(Future.of(np.concatenate([mine, mine]), np.arange(20)), 0)
+        ours.lease.publish(Future.of(np.concatenate([mine, mine]), np.arange(20)), 0)
         for request, data in blocks[10:15]:
             ours.fetch(request, functools.partial(bytes, data))
         assert all(ours.get(request) for request, _ in blocks[:5])

@@ -45,7 +45,7 @@ def build(root: Path, recorder: RecordingOperations) -> None:
     with repository.stage_object("tar") as stage:
         stage.write(b"a shard, first half;")
         stage.write(b"a shard, second half")
-        shard = stage.finish()
+        shard = repository.publish(stage, "tar")
     recorder.acknowledge(Present(shard.name, b"a shard, first half;a shard, second half"))
     for number in range(2):
         data = b"manifest number %d of a dataset" % number

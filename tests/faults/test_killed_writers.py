@@ -29,7 +29,7 @@ while True:
     with repository.stage_object("tar") as stage:
         for piece in range(8):
             stage.write(bytes([turn % 251]) * 50_000)
-        shard = stage.finish()
+        shard = repository.publish(stage, "tar")
     manifest = repository.put_object(f"{sys.argv[2]} {turn} {shard.digest}".encode(), "manifest")
     entry = repository.commit({"main": manifest.digest}, message=str(turn))
     print(entry.n, manifest.digest, flush=True)

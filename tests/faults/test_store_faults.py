@@ -35,7 +35,7 @@ def build(root: Path) -> Repository:
     with repository.stage_object("tar") as stage:
         stage.write(SHARD[:5_000])
         stage.write(SHARD[5_000:])
-        stage.finish()
+        repository.publish(stage, "tar")
     manifest = repository.put_object(MANIFEST, "manifest")
     repository.commit({"main": manifest.digest}, message="built", expected={"main": None})
     return repository
@@ -240,7 +240,7 @@ def test_healing_what_cannot_be_read(tmp_path: Path) -> None:
         (tmp_path / "root" / shard.name).write_bytes(damage)
         with repository.stage_object("tar") as stage:
             stage.write(SHARD)
-            stage.finish()
+            repository.publish(stage, "tar")
         assert repository.get_object(shard.digest, "tar", shard.size) == SHARD
 
 
@@ -254,7 +254,7 @@ repository = Repository.create(sys.argv[1])
 try:
     with repository.stage_object("tar") as stage:
         stage.write(bytes(1 << 20))
-        stage.finish()
+        repository.publish(stage, "tar")
 except StoreFullError as error:
     print(error)
     sys.exit(3)

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.reading.cache.eviction import FurthestFirst, decide
+from shardkit.reading.cache.eviction import FurthestFirst, choose_victims
 
 traces = st.lists(st.integers(0, 12), min_size=1, max_size=60)
 
@@ -67,7 +67,7 @@ def test_heap_and_arrays_decide_alike(trace: list[int], sizes: list[int], limit:
             continue
         assert block not in model
         table = list(model.items())
-        verdict = decide(
+        victims = choose_victims(
             np.array([size for _, (size, _, _) in table], dtype=np.int64),
             np.array([use - now for _, (_, use, _) in table], dtype=np.float64),
             np.array([added for _, (_, _, added) in table], dtype=np.float64),
@@ -76,11 +76,13 @@ def test_heap_and_arrays_decide_alike(trace: list[int], sizes: list[int], limit:
             new_size=sizes[block],
             new_distance=after - now,
         )
-        for victim in verdict.victims.tolist():
+        for victim in [] if victims is None else victims.tolist():
             del model[table[victim][0]]
-        if verdict.admitted:
+        held = sum(size for size, _, _ in model.values())
+        is_kept = victims is not None and held + sizes[block] <= limit
+        if is_kept:
             model[block] = (sizes[block], after, now)
-        assert cache.add(block, sizes[block], after) == verdict.admitted
+        assert cache.add(block, sizes[block], after) == is_kept
         assert set(cache) == set(model)
 
 

@@ -47,7 +47,7 @@ def _both(one: Any, other: Any, name: str, value: Any) -> Patch:
 def _answer_taken_for_granted(self: Any, entry: Any) -> bool:
     """A lost answer counts as success."""
     try:
-        return bool(self._store.put_new(LOG.name(entry.n), entry.to_bytes()))
+        return bool(self.store.put_new(LOG.name(entry.n), entry.to_bytes()))
     except StoreError:
         return True
 
@@ -55,9 +55,9 @@ def _answer_taken_for_granted(self: Any, entry: Any) -> bool:
 def _any_entry_is_ours(self: Any, entry: Any) -> bool:
     """What is read back after an error is not compared with the transaction."""
     try:
-        return bool(self._store.put_new(LOG.name(entry.n), entry.to_bytes()))
+        return bool(self.store.put_new(LOG.name(entry.n), entry.to_bytes()))
     except StoreError:
-        return self._store.head(LOG.name(entry.n)) is not None
+        return self.store.head(LOG.name(entry.n)) is not None
 
 
 def _put_over(self: Any, name: str, data: bytes) -> bool:

@@ -260,7 +260,7 @@ def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
     one = repository.put_object(b"1", "manifest").digest
     with repository.stage_object("tar") as stage:
         stage.write(b"x")
-        stage.finish()
+        repository.publish(stage, "tar")
     repository.commit({"main": one}, message="")
     list(repository.store.list_after(""))
     for name in ("missing", "objects/missing", "no/folder"):

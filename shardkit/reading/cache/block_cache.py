@@ -23,7 +23,7 @@ from shardkit.errors import FormatError, ShardkitError, StoreError, UsageError
 from shardkit.formats.canonical_json import dumps, loads, xxh3
 from shardkit.reading.attestations import ReadEvents
 from shardkit.reading.cache.catalogue import Catalogue, Entry
-from shardkit.reading.cache.eviction import Future, Lease, Neighbours, decide
+from shardkit.reading.cache.eviction import Lease, Neighbours, choose_victims
 from shardkit.reading.objects import BlockRequest
 from shardkit.stores.file_operations import Directories, Handle, active, explained, write_all
 
@@ -140,11 +140,6 @@ class BlockCache:
         with self._catalogue_locked():
             return self._catalogue.total
 
-    def follow(self, future: Future, step: int, *, clock: int = 0) -> None:
-        """What this process will need from `step` on; it tells how far it has come by `lease.advance`."""
-        self.lease.restart(step)
-        self.lease.publish(future, clock)
-
     def close(self) -> None:
         """Take the lease back and close; the blocks stay. May be called twice."""
         if self._process == os.getpid():
@@ -248,7 +243,7 @@ class BlockCache:
         # The new block takes part, and what counts is when it is needed again, after its use now.
         seconds[-1:] = self.lease.seconds_until(places[-1:], after=1)
         np.minimum(seconds, self._neighbours.seconds_until(places, own=self.lease), out=seconds)
-        verdict = decide(
+        victims = choose_victims(
             np.array([entry.size for entry in entries], dtype=np.int64),
             seconds[:-1],
             np.array([entry.added for entry in entries], dtype=np.float64),
@@ -257,10 +252,12 @@ class BlockCache:
             new_size=size,
             new_distance=float(seconds[-1]),
         )
-        for victim in verdict.victims.tolist():
+        if victims is None:
+            return False
+        for victim in victims.tolist():
             self._unlink(digests[victim])
             self.read_events.note("cache_evictions")
-        return verdict.admitted and self._catalogue.total + size <= self.limit
+        return self._catalogue.total + size <= self.limit
 
     def _unlink(self, sha256: bytes) -> None:
         name = sha256.hex()

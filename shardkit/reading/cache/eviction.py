@@ -1,7 +1,7 @@
 """When each block is needed next, as the plan says; so what a full cache drops, and what it does not take.
 
-`decide` is the rule on plain arrays; `BlockCache` uses it. `FurthestFirst` keeps the same rule in a heap for somebody
-who knows every next use as a step, such as a simulation over millions of reads; the two decide alike.
+`choose_victims` is the rule on plain arrays; `BlockCache` uses it. `FurthestFirst` keeps the same rule in a heap for
+somebody who knows every next use as a step, such as a simulation over millions of reads; the two decide alike.
 
 What other processes will need of a shared cache: each publishes its future in a file that it keeps locked (`Lease`).
 The kernel drops the lock when the process dies, and whoever finds an unlocked file removes it. No reference counts, no
@@ -83,36 +83,7 @@ class Future(NamedTuple):
         return result
 
 
-def choose_victims(sizes: Int64s, distances: Float64s, last_uses: Float64s, room: int) -> Int64s:
-    """Which entries to drop for `room` bytes: furthest next use first (Belady 1966), least recently used among equals.
-
-    Args:
-        sizes: (n,) bytes.
-        distances: (n,) until the next use, inf for never.
-        last_uses: (n,) times.
-        room: Bytes to free.
-
-    Returns:
-        Indices in the order in which to drop them; all entries where they do not suffice.
-    """
-    order = np.lexsort((last_uses, -distances))
-    freed = np.cumsum(sizes[order])
-    return order[: int(np.searchsorted(freed, room)) + 1] if room > 0 else order[:0]
-
-
-class Verdict(NamedTuple):
-    """What becomes of a new block.
-
-    Attributes:
-        admitted: False where the new block would be the first to go: it is used and not kept.
-        victims: which of the entries are dropped for it, in that order.
-    """
-
-    admitted: bool
-    victims: Int64s
-
-
-def decide(
+def choose_victims(
     sizes: Int64s,
     distances: Float64s,
     added: Float64s,
@@ -121,11 +92,11 @@ def decide(
     limit: int,
     new_size: int,
     new_distance: float,
-) -> Verdict:
-    """Make room for a new block, or leave it out (Belady 1966, with bypass).
+) -> Int64s | None:
+    """Which entries go for a new block; None where it would be the first to go: it is used and not kept.
 
-    Whatever is needed furthest from now goes first, the new block included; of equal ones what was added first. Room is
-    made for `SLACK` of the limit at a time.
+    Whatever is needed furthest from now goes first, the new block included (Belady 1966, with bypass); of equal ones
+    what was added first. Room is made for `SLACK` of the limit at a time.
 
     Args:
         sizes: (n,) bytes of the entries.
@@ -135,26 +106,27 @@ def decide(
         limit: Bytes that may be held.
         new_size: Bytes of the new block.
         new_distance: Until it is needed again, after its use now.
+
+    Returns:
+        Their indices; all of them where they do not suffice.
     """
-    nothing: Int64s = np.empty(0, dtype=np.int64)
     wanted = held + new_size - limit
     if wanted <= 0:
-        return Verdict(True, nothing)
-    room = max(wanted, int(limit * SLACK))
-    sizes = np.append(sizes, new_size)
+        return np.empty(0, dtype=np.int64)
+    new = len(sizes)
     distances = np.append(distances, new_distance)
-    latest = float(added.max(initial=0.0)) + 1.0
-    victims = choose_victims(sizes, distances, np.append(added, latest), room)
-    needed = np.cumsum(sizes[victims])
-    new = len(sizes) - 1
-    if new in victims[: int(np.searchsorted(needed, wanted)) + 1] and np.isfinite(distances).any():
-        return Verdict(False, nothing)
-    victims = victims[victims != new]
-    return Verdict(held - int(sizes[victims].sum()) + new_size <= limit, victims)
+    order: Int64s = np.lexsort((np.append(added, np.inf), -distances))
+    freed = np.cumsum(np.append(sizes, new_size)[order])
+    needed = order[: int(np.searchsorted(freed, wanted)) + 1]
+    if new in needed and np.isfinite(distances).any():
+        return None
+    room = max(wanted, int(limit * SLACK))
+    victims = order[: int(np.searchsorted(freed, room)) + 1]
+    return np.delete(victims, np.flatnonzero(victims == new))
 
 
 class FurthestFirst:
-    """The entries of a cache whose user tells every next use; decides as `decide` does, in O(log n)."""
+    """The entries of a cache whose user tells every next use; decides as `choose_victims` does, in O(log n)."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.held = limit, 0

@@ -103,23 +103,7 @@ def recover(
     missing = len(lost) + (p is None) + (q is None)
     if missing > 2:
         raise UsageError(f"{missing} pieces of a set are lost, expected at most 2")
-    found: dict[int, Bytes] = {}
-    if len(lost) == 2:
-        assert p is not None
-        assert q is not None
-        found = _recover_two(pieces, p, q, lost[0], lost[1], length)
-    elif len(lost) == 1:
-        x = lost[0]
-        again = np.empty(length, dtype=np.uint8)
-        if p is not None:
-            sums(pieces, again, None)
-            np.bitwise_xor(again, p, out=again)
-        else:
-            assert q is not None
-            sums(pieces, None, again)
-            np.bitwise_xor(again, q, out=again)
-            _scale(again, _POWER[-x % 255])
-        found[x] = again
+    found = _members(pieces, p, q, lost, length) if lost else {}
     make_p = p is None and (wanted is None or count in wanted)
     make_q = q is None and (wanted is None or count + 1 in wanted)
     if make_p or make_q:
@@ -131,16 +115,25 @@ def recover(
     return found
 
 
-def _recover_two(
-    pieces: Sequence[Bytes | None], p: Bytes, q: Bytes, x: int, y: int, length: int
+def _members(
+    pieces: Sequence[Bytes | None], p: Bytes | None, q: Bytes | None, lost: Sequence[int], length: int
 ) -> dict[int, Bytes]:
-    """Both from P and Q: Anvin, §4, case 4."""
-    a, b = np.empty(length, dtype=np.uint8), np.empty(length, dtype=np.uint8)
+    """One or two lost members: from P, from Q, or from both (Anvin, §4, cases 2 to 4)."""
+    a, b = (None if row is None else np.empty(length, dtype=np.uint8) for row in (p, q))
+    if len(lost) == 1 and a is not None:
+        b = None
     sums(pieces, a, b)
-    np.bitwise_xor(a, p, out=a)  # Dx + Dy
-    np.bitwise_xor(b, q, out=b)  # g^x·Dx + g^y·Dy
-    distance = _POWER[y - x]
-    inverse = -_LOGARITHM[distance ^ 1]
+    for beyond, row in ((a, p), (b, q)):  # Dx + Dy, and g^x·Dx + g^y·Dy
+        if beyond is not None and row is not None:
+            np.bitwise_xor(beyond, row, out=beyond)
+    if b is None:
+        assert a is not None
+        return {lost[0]: a}
+    if a is None:
+        _scale(b, _POWER[-lost[0] % 255])
+        return {lost[0]: b}
+    x, y = lost
+    inverse = -_LOGARITHM[_POWER[y - x] ^ 1]
     scaled = a.copy()
     _scale(scaled, _POWER[(y - x + inverse) % 255])
     _scale(b, _POWER[(inverse - x) % 255])
