@@ -90,7 +90,14 @@ def commit_parts(
         return load_manifest(repository, committed).manifest
     written = [folder.load(name) for name in names]
     _check_settings(written)
-    version = _version(written, append=append, about=about, lookup=lookup, cost=cost, ref=ref)
+    settings = dict(written[0].settings)
+    schema, classes, split = (settings.pop(name) for name in ("schema", "classes", "split"))
+    settings |= {"split": dict(split["shares"]), "split_by": split["by"]} if split else {}
+    # An append must be told from the same one again; elsewhere equal rows make equal versions, however they were cut.
+    recipe = {"parts": _digest_of(written)} if append else {}
+    version = VersionSettings(**settings, about=about, lookup=lookup, cost=cost).version(
+        Schema.from_json(schema), classes, ref=ref, recipe=recipe
+    )
     manifest = _appended(repository, version, ref) if append else None
     if manifest is None:
         to = Destination.begin(
@@ -108,36 +115,8 @@ def commit_parts(
     return manifest
 
 
-def _version(
-    written: Sequence[WrittenPart],
-    *,
-    append: bool,
-    about: Mapping[str, Any] | str | os.PathLike[str] | None,
-    lookup: str | Sequence[str],
-    cost: str | Sequence[str],
-    ref: str,
-) -> NewVersion:
-    """What the settings of the parts ask for."""
-    settings = written[0].settings
-    schema = Schema.from_json(settings["schema"])
-    split = settings["split"]
-    # An append must be told from the same one again; elsewhere equal rows make equal versions, however they were cut.
-    parts = hashlib.sha256("".join(f"{part.name} {part.digest}\n" for part in written).encode()).hexdigest()
-    made = VersionSettings(
-        stratify=[str(axis) for axis in settings["stratify"]],
-        format=str(settings["format"]),
-        compression=str(settings["compression"]),
-        shard_size=int(settings["shard_size"]),
-        block_size=int(settings["block_size"]),
-        seed=int(settings["seed"]),
-        shuffle=bool(settings["shuffle"]),
-        split=dict(split["shares"]) if split else None,
-        split_by=split["by"] if split else None,
-        about=about,
-        lookup=lookup,
-        cost=cost,
-    )
-    return made.version(schema, settings["classes"], ref=ref, recipe={"parts": parts} if append else {})
+def _digest_of(parts: Sequence[WrittenPart]) -> str:
+    return hashlib.sha256("".join(f"{part.name} {part.digest}\n" for part in parts).encode()).hexdigest()
 
 
 def _appended(repository: Repository, version: NewVersion, ref: str) -> Manifest | None:

@@ -31,7 +31,7 @@ def select_rows(
     table: ShardTable,
     masks: Mapping[int, NDArray[np.bool_]],
     *,
-    row_strata: RowStrata | None = None,
+    row_strata: RowStrata,
     build: Mapping[str, Any] | None = None,
 ) -> tuple[Manifest, ShardTable, dict[int, Selection]]:
     """The version of a dataset that holds the rows of ``masks``; nothing is written (`put_selected` does).
@@ -40,7 +40,7 @@ def select_rows(
         manifest: of the dataset that rows are taken from; it becomes the parent.
         table: its shards.
         masks: bool[rows] for every shard.
-        row_strata: needed where the dataset has pooled strata, whose rows are counted by it.
+        row_strata: by which rows of pooled strata are counted; not asked where there are none.
         build: what to note in the manifest beside the parent's build settings.
 
     Returns:
@@ -90,14 +90,12 @@ def put_selected(
 
 
 def _pooled_counts(
-    manifest: Manifest, masks: Mapping[int, NDArray[np.bool_]], row_strata: RowStrata | None
+    manifest: Manifest, masks: Mapping[int, NDArray[np.bool_]], row_strata: RowStrata
 ) -> NDArray[np.int64]:
     """int64[strata], selected rows of each stratum that lies in a pool."""
     counts = np.zeros(len(manifest.strata), dtype=np.int64)
     if not any(stratum.in_pool for stratum in manifest.strata):
         return counts
-    if row_strata is None:
-        raise UsageError("selecting rows: this dataset has pooled strata; give row_strata to count them")
     for shard, mask in masks.items():
         own = row_strata(shard)
         if own is not None:

@@ -186,8 +186,23 @@ class VersionPlan:
 
     def shards(self) -> Iterator[ShardRows]:
         """What each new shard holds, in shard order; made one at a time."""
-        first = self.base.first_ordinal if self.base else 0
-        return rows_of_shards(self.rows, self.layout, self.of_stratum, first)
+        rows, layout = self.rows, self.layout
+        first_ordinal = self.base.first_ordinal if self.base else 0
+        for shard in range(layout.shards):
+            ordinal = self.rows_of(shard)
+            segments = layout.segments_of(shard)
+            segment_stratum = layout.segment_stratum[segments]
+            has_pool = bool((segment_stratum == len(layout.pooled)).any())
+            yield ShardRows(
+                number=shard,
+                ordinal=first_ordinal + ordinal,
+                records=rows.records[ordinal],
+                stratum=self.of_stratum[rows.stratum[ordinal]] if has_pool else None,
+                segment_stratum=segment_stratum,
+                segment_rows=np.diff(layout.segment_start[segments.start : segments.stop + 1]),
+                block_rows=int(layout.block_rows[shard]),
+                raw_bytes=int(rows.raw_bytes[ordinal].sum()),
+            )
 
     def split_rows(self) -> dict[str, int]:
         names = self.version.split.names if self.version.split else ()
@@ -227,14 +242,8 @@ def plan_version(
         ConfigurationError: strata, splits or ``about`` do not fit the rows.
         UsageError: a row that no shard can hold, or too many strata.
     """
-    first = base.first_ordinal if base else 0
     before = base.manifest.strata if base else ()
-    check_unique_keys(
-        rows,
-        lambda place: describe(place, first),
-        first_ordinal=first,
-        held=base.keys if base else None,
-    )
+    _check_unique_keys(rows, base, describe)
     if version.about is not None:
         names = {Stratum(values, 0, 0).name for values in rows.strata}
         check_strata(version.about, names | {stratum.name for stratum in before if not stratum.pooled})
@@ -242,12 +251,12 @@ def plan_version(
     known = {stratum.values: 1 if stratum.in_pool else -1 for stratum in before}
     pooling = np.array([known.get(values, 0) for values in rows.strata], dtype=np.int8)
     layout = lay_out(rows, len(rows.strata), version.settings, pooling)
-    listed, of_stratum = number_strata(rows.strata, layout.pooled, before)
+    listed, of_stratum = _number_strata(rows.strata, layout.pooled, before)
     return VersionPlan(version, base, rows, layout, listed, of_stratum, split)
 
 
-def number_strata(
-    strata: Sequence[tuple[str, ...]], pooled: NDArray[np.bool_], before: Sequence[Stratum] = ()
+def _number_strata(
+    strata: Sequence[tuple[str, ...]], pooled: NDArray[np.bool_], before: Sequence[Stratum]
 ) -> tuple[list[Stratum], NDArray[np.int32]]:
     """How the manifest numbers the strata.
 
@@ -386,37 +395,22 @@ def _splits(repository: Repository, version: Version, split: Split | None) -> di
     return splits
 
 
-# ---- Rows: keys that differ, and what each shard holds
-
-
-def check_unique_keys(
-    rows: Rows,
-    describe: Callable[[int], str],
-    *,
-    first_ordinal: int = 0,
-    held: NDArray[np.uint64] | None = None,
-) -> None:
-    """Refuse a key that two rows share, given or generated.
-
-    Args:
-        rows: all rows that are to be written.
-        describe: names a row by key and source, given its place in ``rows``.
-        first_ordinal: of the first row.
-        held: uint64[m, 2], identities of the keys of the version that is appended to.
+def _check_unique_keys(rows: Rows, base: Base | None, describe: Callable[[int, int], str]) -> None:
+    """Refuse a key, given or generated, that two rows share, or a row and the version that is appended to.
 
     Raises:
         SampleError: names the key and both rows.
     """
     identity = rows.identity
-    before = 0 if held is None else len(held)
+    first_ordinal, before = (base.first_ordinal, len(base.keys)) if base else (0, 0)
     if rows.generated.all() and not before:
         return  # ordinals differ
     if rows.generated.any():
         identity = identity.copy()
         for place in np.flatnonzero(rows.generated).tolist():
             identity[place] = key_identity(generated_key(first_ordinal + place))
-    if held is not None:
-        identity = np.concatenate([held, identity])
+    if base is not None:
+        identity = np.concatenate([base.keys, identity])
     high = np.sort(identity[:, 0])
     if not (high[1:] == high[:-1]).any():
         return
@@ -426,30 +420,9 @@ def check_unique_keys(
     if len(equal):
         first = int(order[equal].min())
         second = int(order[equal[int(order[equal].argmin())] + 1])
-        other = "a sample that is there already" if first < before else describe(first - before)
+        there = "a sample that is there already"
+        other = there if first < before else describe(first - before, first_ordinal)
         raise SampleError(
-            f"{describe(second - before)} has the key of {other}; keys are unique in a dataset: leave "
+            f"{describe(second - before, first_ordinal)} has the key of {other}; keys are unique in a dataset: leave "
             "one out, give it another key, or give no keys"
-        )
-
-
-def rows_of_shards(
-    rows: Rows, layout: Layout, manifest_stratum: NDArray[np.int32], first_ordinal: int = 0
-) -> Iterator[ShardRows]:
-    """What each shard holds, in shard order; made one at a time."""
-    for shard in range(layout.shards):
-        first, last = int(layout.shard_start[shard]), int(layout.shard_start[shard + 1])
-        ordinal = layout.rows[first:last]
-        segments = layout.segments_of(shard)
-        segment_stratum = layout.segment_stratum[segments]
-        has_pool = bool((segment_stratum == len(layout.pooled)).any())
-        yield ShardRows(
-            number=shard,
-            ordinal=first_ordinal + ordinal,
-            records=rows.records[ordinal],
-            stratum=manifest_stratum[rows.stratum[ordinal]] if has_pool else None,
-            segment_stratum=segment_stratum,
-            segment_rows=np.diff(layout.segment_start[segments.start : segments.stop + 1]),
-            block_rows=int(layout.block_rows[shard]),
-            raw_bytes=int(rows.raw_bytes[ordinal].sum()),
         )

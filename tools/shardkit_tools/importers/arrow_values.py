@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -18,37 +18,16 @@ from numpy.typing import NDArray
 
 from shardkit.errors import SchemaError, SourceError
 from shardkit.formats import FieldType, presence_of
-from shardkit_tools.importers.arrow_types import KEY, fixed_shape, flat_batch, is_list, is_media, is_number
+from shardkit_tools.importers.arrow_types import KEY, fixed_shape, is_list, is_media, is_number
 from shardkit_tools.importers.protocol import (
     MIXED,
-    FileImporter,
-    ReadMode,
     SampleColumns,
     SampleStream,
     SourceFailure,
     SourceFile,
     SourceSample,
-    SourceTask,
     shell_word,
 )
-
-
-class TableImporter(FileImporter):
-    """Tables as a source."""
-
-    def _rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
-        """Whole record batches where no row has to be looked at; a row with a null costs its own sample only."""
-        (file,) = task.files
-        types = dict(self.fields)
-        row, batches = self._batches(file, task)
-        for found in batches:
-            batch = flat_batch(found, self.options)
-            yield from _samples(batch, types, file, row, unchecked=self.options.unchecked)
-            row += batch.num_rows
-
-    def _batches(self, file: SourceFile, task: SourceTask) -> tuple[int, Iterator[Any]]:
-        """The row that a task begins with, and its record batches."""
-        raise NotImplementedError
 
 
 def null_columns(batches: Iterable[Any]) -> set[str]:
@@ -59,9 +38,10 @@ def null_columns(batches: Iterable[Any]) -> set[str]:
     }  # fmt: skip
 
 
-def _samples(
+def read_batch(
     batch: Any, types: Mapping[str, FieldType], file: SourceFile, first_row: int, *, unchecked: bool
 ) -> SampleStream:
+    """The rows of a record batch, at once where none has to be looked at; one with a null costs its own sample only."""
     if not batch.num_rows:
         return
     where = f"{file.path} from row {first_row} on"

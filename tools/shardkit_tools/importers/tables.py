@@ -10,7 +10,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import pyarrow as pa
@@ -19,9 +19,17 @@ import pyarrow.parquet as pq
 
 from shardkit.errors import SourceError
 from shardkit_tools.importers.arrow_types import KEY, flat_batch, flat_schema, is_media, table_schema
-from shardkit_tools.importers.arrow_values import TableImporter, null_columns
+from shardkit_tools.importers.arrow_values import null_columns, read_batch
 from shardkit_tools.importers.json_lines import parse_json
-from shardkit_tools.importers.protocol import ImportOptions, Source, SourceFile, SourceTask
+from shardkit_tools.importers.protocol import (
+    FileImporter,
+    ImportOptions,
+    ReadMode,
+    SampleStream,
+    Source,
+    SourceFile,
+    SourceTask,
+)
 from shardkit_tools.importers.source_files import check_suffixes, is_url, open_file, read_file
 
 _TASK_BYTES = 64 << 20
@@ -29,31 +37,50 @@ _BATCH_ROWS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
+class TableImporter(FileImporter):
+    """Tables as a source."""
+
+    pieces: tuple[tuple[tuple[int, int], ...], ...]
+    """Of each file: (rows, bytes) of its row groups or record batches; empty where they are not known."""
+
+    def tasks(self) -> Sequence[SourceTask]:
+        """Runs of pieces of about 64 MiB; a file whose pieces are not known is one."""
+        tasks = []
+        for file, pieces in zip(self.source.files, self.pieces, strict=True):
+            start = size = 0
+            for number, (_, piece_bytes) in enumerate(pieces, 1):
+                size += piece_bytes
+                if size >= _TASK_BYTES or number == len(pieces):
+                    tasks.append(SourceTask(f"{file.name}:{start}", (file,), size, start, number))
+                    start, size = number, 0
+            if not pieces:
+                tasks.append(SourceTask(file.name, (file,), file.size))
+        return tasks
+
+    def _rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
+        """See `read_batch`."""
+        (file,) = task.files
+        types = dict(self.fields)
+        row = sum(rows for rows, _ in self.pieces[self.source.files.index(file)][: task.start])
+        for found in self._batches(file, task.start, task.stop):
+            batch = flat_batch(found, self.options)
+            yield from read_batch(batch, types, file, row, unchecked=self.options.unchecked)
+            row += batch.num_rows
+
+    def _batches(self, file: SourceFile, start: int, stop: int | None) -> Iterator[Any]:
+        """The record batches of some pieces; of all that there are to the end where `stop` is None."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
 class ParquetImporter(TableImporter):
     """Parquet files as a source."""
 
     name: ClassVar[str] = "parquet"
-    groups: tuple[tuple[tuple[int, int], ...], ...]  # of each file: (rows, bytes) of its row groups
     wanted: tuple[str, ...] | None  # columns that are read; None: all
 
-    def tasks(self) -> Sequence[SourceTask]:
-        """Runs of row groups of about 64 MiB."""
-        tasks = []
-        for file, groups in zip(self.source.files, self.groups, strict=True):
-            start = size = 0
-            for number, (_, group_bytes) in enumerate(groups, 1):
-                size += group_bytes
-                if size >= _TASK_BYTES or number == len(groups):
-                    tasks.append(SourceTask(f"{file.name}:{start}", (file,), size, start, number))
-                    start, size = number, 0
-            if not groups:
-                tasks.append(SourceTask(file.name, (file,), file.size, 0, 0))
-        return tasks
-
-    def _batches(self, file: SourceFile, task: SourceTask) -> tuple[int, Iterator[Any]]:
-        groups = self.groups[self.source.files.index(file)]
-        row = [0, *accumulate(rows for rows, _ in groups)][task.start]
-        return row, _batches(file, range(task.start, task.stop or 0), self.wanted)
+    def _batches(self, file: SourceFile, start: int, stop: int | None) -> Iterator[Any]:
+        return _batches(file, range(start, stop or 0), self.wanted)
 
 
 def open_parquet(source: Source, options: ImportOptions) -> ParquetImporter:
@@ -80,7 +107,7 @@ def open_parquet(source: Source, options: ImportOptions) -> ParquetImporter:
         fields=schema,
         options=options,
         labels=classes,
-        groups=tuple(
+        pieces=tuple(
             tuple(
                 (group.num_rows, group.total_byte_size)
                 for group in map(one.row_group, range(one.num_row_groups))
@@ -167,27 +194,9 @@ class ArrowImporter(TableImporter):
     """Arrow files as a source."""
 
     name: ClassVar[str] = "arrow"
-    batches: tuple[tuple[int, ...], ...]
-    """Of each file: rows of its record batches; empty where they are known only to who has read them."""
 
-    def tasks(self) -> Sequence[SourceTask]:
-        """Runs of record batches of about 64 MiB, or one per file."""
-        tasks = []
-        for file, rows in zip(self.source.files, self.batches, strict=True):
-            if not rows:
-                tasks.append(SourceTask(file.name, (file,), file.size))
-                continue
-            step = max(1, _TASK_BYTES * len(rows) // max(1, file.size))
-            for start in range(0, len(rows), step):
-                stop = min(len(rows), start + step)
-                size = file.size * stop // len(rows) - file.size * start // len(rows)
-                name = file.name if step >= len(rows) else f"{file.name}:{start}"
-                tasks.append(SourceTask(name, (file,), size, start, stop))
-        return tasks
-
-    def _batches(self, file: SourceFile, task: SourceTask) -> tuple[int, Iterator[Any]]:
-        row = sum(self.batches[self.source.files.index(file)][: task.start])
-        return row, _record_batches(file, task.start, task.stop)
+    def _batches(self, file: SourceFile, start: int, stop: int | None) -> Iterator[Any]:
+        return _record_batches(file, start, stop)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,8 +223,8 @@ def _opened(
     for file in source.files:
         with _open_ipc(file) as reader:
             schemas.append(reader.schema)
-    batches = tuple(
-        _rows_of_batches(file, schemas[0]) if file.size > _TASK_BYTES else () for file in source.files
+    pieces = tuple(
+        _sizes_of_batches(file, schemas[0]) if file.size > _TASK_BYTES else () for file in source.files
     )
 
     def nulls(_: Any, wanted: Collection[str]) -> set[str]:
@@ -224,7 +233,7 @@ def _opened(
         )
 
     schema, classes = table_schema(source, options, schemas, nulls, features)
-    return kind(source=source, fields=schema, options=options, labels=classes, batches=batches)
+    return kind(source=source, fields=schema, options=options, labels=classes, pieces=pieces)
 
 
 def open_huggingface(source: Source, options: ImportOptions) -> ArrowImporter:
@@ -284,8 +293,11 @@ def _first_batches(source: Source) -> Iterator[Any]:
                 return
 
 
-def _rows_of_batches(file: SourceFile, schema: Any) -> tuple[int, ...]:
-    """Rows of each record batch of a local file; nothing of a stream, nor of a URL: that would read all of it."""
+def _sizes_of_batches(file: SourceFile, schema: Any) -> tuple[tuple[int, int], ...]:
+    """(rows, even share of the bytes) of each record batch of a local file; nothing of a stream, and of a URL.
+
+    Of these, all would be read.
+    """
     if is_url(file.path) or not schema.names:
         return ()
     with _open_ipc(file) as reader:
@@ -294,7 +306,9 @@ def _rows_of_batches(file: SourceFile, schema: Any) -> tuple[int, ...]:
     widths = [kind.bit_width if pa.types.is_primitive(kind) else 10_000 for kind in schema.types]
     narrow = widths.index(min(widths))  # a compressed batch is unpacked for its columns: one, the cheapest
     only = pa.ipc.IpcReadOptions(included_fields=[narrow])
-    return tuple(batch.num_rows for batch in _record_batches(file, options=only))
+    rows = [batch.num_rows for batch in _record_batches(file, options=only)]
+    borders = [file.size * number // len(rows) for number in range(len(rows) + 1)] if rows else []
+    return tuple(zip(rows, (stop - start for start, stop in pairwise(borders)), strict=True))
 
 
 @contextmanager
