@@ -149,39 +149,32 @@ def _shards(version: Version) -> Iterator[dict[str, Any]]:
         suffix = extension(part.manifest.format, part.manifest.compression)
         digest = table.digest_text(shard)
         place = object_name(digest, suffix)
-        yield {
-            "@type": "cr:FileObject",
-            "@id": _shard_id(shard),
-            "name": place.rpartition("/")[2],
+        yield _node(
+            "FileObject",
+            _shard_id(shard),
+            place.rpartition("/")[2],
             # A part of a merged dataset lies elsewhere: its own root is where this path counts from.
-            "contentUrl": f"{part.name}/{place}" if part.name else place,
-            "contentSize": f"{int(table.size[shard])} B",
-            "encodingFormat": _MEDIA[suffix],
-            "sha256": parse_digest(digest),
-        }
+            contentUrl=f"{part.name}/{place}" if part.name else place,
+            contentSize=f"{int(table.size[shard])} B",
+            encodingFormat=_MEDIA[suffix],
+            sha256=parse_digest(digest),
+        )
 
 
 def _file_sets(version: Version) -> Iterator[dict[str, Any]]:
     tars, arrows = _by_kind(version)
     if tars:
         for field, member in _members(version.manifest.schema):
-            yield {
-                "@type": "cr:FileSet",
-                "@id": f"files/{member}",
-                "name": f"members of {field}",
-                "containedIn": [{"@id": _shard_id(shard)} for shard in tars],
-                "encodingFormat": "application/octet-stream",
-                "includes": f"*.{member}.*",
-            }
+            yield _file_set(
+                f"files/{member}", f"members of {field}", tars, "application/octet-stream", f"*.{member}.*"
+            )
     if arrows:
-        yield {
-            "@type": "cr:FileSet",
-            "@id": "arrow-shards",
-            "name": "Arrow shards",
-            "containedIn": [{"@id": _shard_id(shard)} for shard in arrows],
-            "encodingFormat": _MEDIA["arrow"],
-            "includes": "*.arrow",
-        }
+        yield _file_set("arrow-shards", "Arrow shards", arrows, _MEDIA["arrow"], "*.arrow")
+
+
+def _file_set(identity: str, name: str, shards: list[int], media: str, includes: str) -> dict[str, Any]:
+    inside = [{"@id": _shard_id(shard)} for shard in shards]
+    return _node("FileSet", identity, name, containedIn=inside, encodingFormat=media, includes=includes)
 
 
 def _members(schema: Schema) -> Iterator[tuple[str, str]]:
@@ -229,38 +222,28 @@ def _tar_records(field: str, member: str, kind: FieldType) -> dict[str, Any]:
 
 
 def _record_set(identity: str, description: str, fields: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "@type": "cr:RecordSet",
-        "@id": identity,
-        "name": identity,
-        "description": description,
-        "key": {"@id": f"{identity}/key"},
-        "field": fields,
-    }
+    key = {"@id": f"{identity}/key"}
+    return _node("RecordSet", identity, description=description, key=key, field=fields)
 
 
 def _key_field(records: str, source: dict[str, Any]) -> dict[str, Any]:
-    identity = f"{records}/key"
-    return {"@type": "cr:Field", "@id": identity, "name": identity, "dataType": "sc:Text", "source": source}
+    return _node("Field", f"{records}/key", dataType="sc:Text", source=source)
 
 
 def _value_field(
     records: str, field: str, member: str, kind: FieldType, source: dict[str, Any]
 ) -> dict[str, Any]:
-    identity = f"{records}/field-{member}"
-    value: dict[str, Any] = {
-        "@type": "cr:Field",
-        "@id": identity,
-        "name": identity,
-        "description": f"{field}: {kind}",
-        "dataType": _data_type(kind),
-        "source": source,
-    }
+    identity, described = f"{records}/field-{member}", f"{field}: {kind}"
+    value = _node("Field", identity, description=described, dataType=_data_type(kind), source=source)
     if kind.kind in ("array", "ragged") or kind.is_packed:
         sizes = kind.items.shape if kind.items is not None else kind.shape
         shape = ",".join(str(size or -1) for size in sizes or (0,))
         value |= {"isArray": True, "arrayShape": shape}
     return value
+
+
+def _node(kind: str, identity: str, name: str = "", **said: Any) -> dict[str, Any]:
+    return {"@type": f"cr:{kind}", "@id": identity, "name": name or identity, **said}
 
 
 def _data_type(kind: FieldType) -> str:

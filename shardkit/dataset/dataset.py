@@ -16,7 +16,7 @@ from shardkit.dataset.samples import Samples, numbers_of
 from shardkit.errors import FormatError, UsageError
 from shardkit.formats import Verify
 from shardkit.loader import Loader, LoaderConfig, Rebalancing, Sources
-from shardkit.manifest import Manifest, Selection, ShardTable, merge
+from shardkit.manifest import Manifest, ShardTable, merge
 from shardkit.plan import Assignment, Plan, Population, make_plan
 from shardkit.plan.settings import LEAST_LANES, few_lanes
 from shardkit.ranges import parse_size
@@ -36,11 +36,6 @@ class Dataset(Samples):
     Reading is lazy: nothing but the manifest and its pages has been read yet. Every sample that comes out of it was
     verified on the way.
     """
-
-    def __init__(
-        self, version: Version, *, selections: Mapping[int, Selection] | None = None, verify: Verify = "fast"
-    ) -> None:
-        super().__init__(version, selections, verify)
 
     # ---- facts
 
@@ -388,22 +383,22 @@ def population_of(manifest: Manifest, table: ShardTable) -> Population:
     Where only some rows of a shard are selected, the plan counts blocks in selected rows: `block_rows` shrinks in
     proportion, so that a window of the plan still touches about as many stored blocks.
     """
-    rows = np.maximum(np.asarray(table.rows, dtype=np.int64), 1)
-    selected = np.asarray(table.selected, dtype=np.int64)
-    block_rows = np.asarray(table.block_rows, dtype=np.int64)
-    of_segment = np.maximum(block_rows[np.asarray(table.segment_shard, dtype=np.int64)], 1)
+    rows = np.maximum(table.rows, 1)
+    selected = table.selected
+    block_rows = table.block_rows
+    of_segment = np.maximum(block_rows[table.segment_shard], 1)
     # restart at segments
-    blocks = int((-(-np.asarray(table.segment_rows, dtype=np.int64) // of_segment)).sum())
+    blocks = int((-(-table.segment_rows // of_segment)).sum())
     scaled = np.where(selected < rows, -(-block_rows * selected // rows), block_rows)
     return Population(
         identity=manifest.id,
         strata=tuple(stratum.name for stratum in manifest.strata),
-        segment_shard=np.asarray(table.segment_shard, dtype=np.int32),
-        segment_stratum=np.asarray(table.segment_stratum, dtype=np.int32),
-        segment_rows=np.asarray(table.segment_selected, dtype=np.int64),
+        segment_shard=table.segment_shard,
+        segment_stratum=table.segment_stratum,
+        segment_rows=table.segment_selected,
         shard_block_rows=np.maximum(scaled, 1).astype(np.int32),
-        shard_bytes=np.asarray(table.size, dtype=np.int64),
-        mean_block_bytes=int(np.asarray(table.raw_bytes).sum()) // max(1, blocks),
+        shard_bytes=table.size,
+        mean_block_bytes=int(table.raw_bytes.sum()) // max(1, blocks),
     )
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import ast
 import decimal
+import functools
+import itertools
 import operator
 import re
 from collections.abc import Callable, Mapping
@@ -22,7 +24,6 @@ from shardkit.errors import UsageError
 from shardkit.formats import Block, FixedColumn, Schema, ShardIndex
 from shardkit.formats.schema import FieldType
 from shardkit.formats.tar_members import RAGGED_HEADER_BYTES
-from shardkit.formats.values import Logical
 from shardkit.plan.costs import COST_LIMIT
 from shardkit.plan.deal import ragged
 
@@ -77,6 +78,11 @@ def split_names(text: str) -> list[str]:
 
 Mask = NDArray[np.bool_]
 
+
+def _is_in(left: Any, right: tuple[Any, ...]) -> Any:
+    return np.isin(left, np.array(right, dtype=getattr(left, "dtype", None)))
+
+
 _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Lt: operator.lt,
     ast.LtE: operator.le,
@@ -84,22 +90,9 @@ _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.GtE: operator.ge,
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
+    ast.In: _is_in,
+    ast.NotIn: lambda left, right: ~_is_in(left, right),
 }
-
-
-class _Numbers(ast.NodeTransformer):
-    """Literals beside a field of a `Logical` type as its numbers."""
-
-    def __init__(self, logical: Logical | None, text: str) -> None:
-        self._logical, self._text = logical, text
-
-    def visit_Constant(self, node: ast.Constant) -> ast.Constant:  # ast's name
-        assert self._logical is not None, "only such fields have literals to read"
-        value = decimal.Decimal(str(node.value)) if isinstance(node.value, float) else node.value
-        try:
-            return ast.Constant(self._logical.number(value))
-        except ValueError as error:
-            raise UsageError(f"where={self._text!r}: {node.value!r} is no {self._logical}: {error}") from None
 
 
 class Where:
@@ -159,59 +152,56 @@ class Where:
         return np.broadcast_to(np.asarray(self._truth(self._tree, columns), dtype=bool), (rows,))
 
     def _truth(self, node: ast.expr, columns: Mapping[str, NDArray[Any]]) -> Any:
-        if isinstance(node, ast.BoolOp):
-            parts = [self._truth(value, columns) for value in node.values]
-            reduce = np.logical_and if isinstance(node.op, ast.And) else np.logical_or
-            result = parts[0]
-            for part in parts[1:]:
-                result = reduce(result, part)
-            return result
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-            return np.logical_not(self._truth(node.operand, columns))
-        if isinstance(node, ast.Compare):
-            return self._compare(node, columns)
-        if isinstance(node, ast.Name):
-            return columns[node.id].astype(bool)
+        match node:
+            case ast.BoolOp(op=op, values=values):
+                reduce = np.logical_and if isinstance(op, ast.And) else np.logical_or
+                return functools.reduce(reduce, [self._truth(value, columns) for value in values])
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                return np.logical_not(self._truth(operand, columns))
+            case ast.Compare():
+                return self._compare(node, columns)
+            case ast.Name(id=name):
+                return columns[name].astype(bool)
+        raise self._unreadable(node)
+
+    def _compare(self, node: ast.Compare, columns: Mapping[str, NDArray[Any]]) -> Any:
+        values = [self._value(part, columns) for part in (node.left, *node.comparators)]
+        result: Any = True
+        for op, (left, right) in zip(node.ops, itertools.pairwise(values), strict=True):
+            if type(op) not in _COMPARISONS or isinstance(right, tuple) != isinstance(
+                op, (ast.In, ast.NotIn)
+            ):
+                raise self._unreadable(node)
+            result = np.logical_and(result, _COMPARISONS[type(op)](left, right))
+        return result
+
+    def _value(self, node: ast.expr, columns: Mapping[str, NDArray[Any]]) -> Any:
+        match node:
+            case ast.Name(id=name):
+                return columns[name]
+            case ast.Constant(value=int() | float() | str() as value):
+                return value
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return -self._value(operand, columns)
+            case ast.Tuple(elts=elements) | ast.List(elts=elements) | ast.Set(elts=elements):
+                return tuple(self._value(element, columns) for element in elements)
         raise self._unreadable(node)
 
     def _store_literals(self, node: ast.Compare) -> None:
         """Make what is compared with a date, time or decimal the number that is stored, once for all blocks."""
-        parts = [node.left, *node.comparators]
-        names = [part.id for part in parts if isinstance(part, ast.Name)]
-        kinds = {self._schema[name].logical for name in names} - {None}
+        names = [part.id for part in (node.left, *node.comparators) if isinstance(part, ast.Name)]
+        kinds = {logical for name in names if (logical := self._schema[name].logical) is not None}
         if len(kinds) > 1:
             raise UsageError(f"where={self.text!r}: {' and '.join(names)} are of different types")
-        if kinds:
-            _Numbers(kinds.pop(), self.text).visit(node)
-
-    def _compare(self, node: ast.Compare, columns: Mapping[str, NDArray[Any]]) -> Any:
-        left: Any = self._value(node.left, columns)
-        result: Any = True
-        for op, operand in zip(node.ops, node.comparators, strict=True):
-            right = self._value(operand, columns)
-            if isinstance(op, (ast.In, ast.NotIn)):
-                if not isinstance(right, tuple):
-                    raise self._unreadable(operand)
-                found = np.isin(left, np.array(right, dtype=getattr(left, "dtype", None)))
-                part = found if isinstance(op, ast.In) else ~found
-            elif type(op) in _COMPARISONS:
-                part = _COMPARISONS[type(op)](left, right)
-            else:
-                raise self._unreadable(node)
-            result = np.logical_and(result, part)
-            left = right
-        return result
-
-    def _value(self, node: ast.expr, columns: Mapping[str, NDArray[Any]]) -> Any:
-        if isinstance(node, ast.Name):
-            return columns[node.id]
-        if isinstance(node, ast.Constant) and isinstance(node.value, (int, float, str, bool)):
-            return node.value
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-            return -self._value(node.operand, columns)
-        if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
-            return tuple(self._value(element, columns) for element in node.elts)
-        raise self._unreadable(node)
+        for logical in kinds:
+            for literal in (one for one in ast.walk(node) if isinstance(one, ast.Constant)):
+                value: Any = literal.value
+                try:
+                    literal.value = logical.number(
+                        decimal.Decimal(str(value)) if type(value) is float else value
+                    )
+                except ValueError as error:
+                    raise UsageError(f"where={self.text!r}: {value!r} is no {logical}: {error}") from None
 
     def _unreadable(self, node: ast.expr) -> UsageError:
         return UsageError(

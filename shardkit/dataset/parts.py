@@ -20,7 +20,7 @@ import xxhash
 
 from shardkit.dataset.committing import Destination, write_version
 from shardkit.dataset.scratch import Rows, scratch_folder
-from shardkit.dataset.scratch_reading import ScratchFolder, record_body
+from shardkit.dataset.scratch_reading import ScratchFolder
 from shardkit.dataset.version_plan import NewVersion, VersionSettings
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, StoreError, UsageError
 from shardkit.formats import Schema
@@ -85,9 +85,9 @@ def commit_parts(
     if not names:
         raise NotFoundError(f"{os.fspath(root)}: no parts to commit; write them with create(…, part=…)")
     note = _note_name(names, ref, append=append)
-    committed = folder.noted(note)
+    committed = folder.read(note)
     if committed is not None and not set(names) & set(folder.whole()):
-        return load_manifest(repository, committed).manifest
+        return load_manifest(repository, committed.decode()).manifest
     written = [folder.load(name) for name in names]
     _check_settings(written)
     settings = dict(written[0].settings)
@@ -225,15 +225,17 @@ class PartFolder(ScratchFolder):
         """
         data = self.read(check_part_name(name) + _RECORD)
         if data is None:
-            there = ", ".join(self.whole()[:10]) or "none"
+            there = self.whole()
+            if name in there:
+                raise IntegrityError(
+                    f"{self.path}: the record of part {name!r} is damaged; write the part again"
+                )
             raise NotFoundError(
-                f"{self.path}: no part {name!r}; those there are {there}. Write it with create(…, part={name!r})"
+                f"{self.path}: no part {name!r}; those there are {', '.join(there[:10]) or 'none'}. Write it with "
+                f"create(…, part={name!r})"
             )
-        body = record_body(data)
-        if body is None:
-            raise IntegrityError(f"{self.path}: the record of part {name!r} is damaged; write the part again")
         try:
-            columns, meta = Rows.from_bytes(body)
+            columns, meta = Rows.from_bytes(data)
             settings: Any = meta["settings"]
             file = str(meta["file"])
         except (FormatError, KeyError, TypeError) as error:
@@ -269,12 +271,6 @@ class PartFolder(ScratchFolder):
             return False
         # Not at once: its writer may be about to name it, from any machine.
         return time.time() - active().stat(folder, name).st_mtime > _ORPHAN_GRACE_S
-
-    def noted(self, name: str) -> str | None:
-        """The text of a note that was put as a record; None where there is none, or it is damaged."""
-        data = self.read(name)
-        body = None if data is None else record_body(data)
-        return None if body is None else body.decode("utf-8", "replace")
 
     def _file_of(self, name: str) -> str | None:
         try:

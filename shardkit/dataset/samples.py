@@ -29,14 +29,13 @@ class Samples:
     """What a dataset is to a reader: a sequence of verified samples, and a table."""
 
     def __init__(
-        self, version: Version, selections: Mapping[int, Selection] | None, verify: Verify = "fast"
+        self, version: Version, *, selections: Mapping[int, Selection] | None = None, verify: Verify = "fast"
     ) -> None:
         self.version = version
         self.manifest = version.manifest
         self.table = version.table
         self._selections = selections  # those of a view, which no repository holds
         self._verify: Verify = verify
-        self._row_map: RowMap | None = None
 
     @property
     def schema(self) -> Schema:
@@ -55,13 +54,11 @@ class Samples:
             self._verify,
         )
 
-    @property
+    @cached_property
     def rows(self) -> RowMap:
-        """Where each sample lies; built on first use."""
-        if self._row_map is None:
-            load = self.version.load_selection if self._selections is None else self._selections.__getitem__
-            self._row_map = RowMap(self.table, load)
-        return self._row_map
+        """Where each sample lies."""
+        load = self.version.load_selection if self._selections is None else self._selections.__getitem__
+        return RowMap(self.table, load)
 
     def __len__(self) -> int:
         return self.manifest.selected

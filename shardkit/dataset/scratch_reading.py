@@ -128,10 +128,21 @@ class PartFiles:
             active().close(self._open.popitem()[1])
 
 
+def pack_record(data: bytes) -> bytes:
+    """A record of finished work as it is stored: its XXH3-64, then what it holds."""
+    return xxhash.xxh3_64_digest(data) + data
+
+
+def unpack_record(stored: bytes) -> bytes | None:
+    """What a record holds; None where it is damaged."""
+    data = stored[_CHECK_BYTES:]
+    return data if stored[:_CHECK_BYTES] == xxhash.xxh3_64_digest(data) else None
+
+
 class ScratchFolder:
     """A folder of scratch files, and of records of what is finished in it.
 
-    A record appears by rename once it is whole, its XXH3-64 in front.
+    A record appears by rename once it is whole.
     """
 
     def __init__(self, path: str) -> None:
@@ -152,7 +163,7 @@ class ScratchFolder:
             try:
                 file = active().create_file(folder, temporary)
                 try:
-                    write_all(file, xxhash.xxh3_64_digest(data) + data)
+                    write_all(file, pack_record(data))
                     if is_durable:
                         active().fsync(file)
                 finally:
@@ -168,11 +179,11 @@ class ScratchFolder:
                 active().fsync_directory(folder)
 
     def read(self, name: str) -> bytes | None:
-        """What a record holds with its checksum, None where there is none."""
+        """What a record holds; None where there is none, or it is damaged."""
         with self.opened(f"read {self.path}/{name}") as folder, contextlib.suppress(FileNotFoundError):
             file = active().open_file(folder, name)
             try:
-                return read_exactly(file, 0, active().stat_open(file).st_size)
+                return unpack_record(read_exactly(file, 0, active().stat_open(file).st_size))
             finally:
                 active().close(file)
         return None
@@ -195,12 +206,6 @@ class ScratchFolder:
         """The folder, open; errors say what was being done."""
         with explained(doing, writing=writing), Directories(self.path).opened(()) as folder:
             yield folder
-
-
-def record_body(data: bytes) -> bytes | None:
-    """What a record holds; None where it is damaged."""
-    body = data[_CHECK_BYTES:]
-    return body if data[:_CHECK_BYTES] == xxhash.xxh3_64_digest(body) else None
 
 
 def _read_ranges(records: Records) -> Iterator[tuple[int, int, int, NDArray[np.int64]]]:

@@ -18,10 +18,9 @@ from .schema import Schema
 
 KIND = "index"
 VERSION = 1
-_META = frozenset(
-    {"block_rows", "compression", "format", "head_sha256", "head_size", "rows", "schema", "shard_size"}
-    | {"sources", "tail_sha256", "version"}
-)
+_NUMBERS = ("rows", "block_rows", "shard_size", "head_size")
+_TEXTS = ("format", "compression", "head_sha256", "tail_sha256")
+_META = frozenset({"version", "schema", "sources", *_NUMBERS, *_TEXTS})
 
 
 class BlockSpan(NamedTuple):
@@ -163,24 +162,15 @@ class ShardIndex:
     def _bytes(self) -> bytes:
         meta = {
             "version": VERSION,
-            "format": self.format,
-            "compression": self.compression,
             "schema": self.schema.to_json(),
-            "rows": self.rows,
-            "block_rows": self.block_rows,
-            "shard_size": self.shard_size,
-            "head_size": self.head_size,
-            "head_sha256": self.head_sha256,
-            "tail_sha256": self.tail_sha256,
             "sources": list(self.source_names),
+            **{name: getattr(self, name) for name in (*_NUMBERS, *_TEXTS)},
         }
         columns: dict[str, NDArray[Any] | None] = {
             **{name: getattr(self, name) for name in _BLOCK_COLUMNS},
-            "key_data": self.key_texts.data,
-            "key_offset": self.key_texts.offsets,
+            **_text_columns("key", self.key_texts),
             **{name: getattr(self, name) for name in _OPTIONAL_COLUMNS},
-            "original_data": None if self.original_texts is None else self.original_texts.data,
-            "original_offset": None if self.original_texts is None else self.original_texts.offsets,
+            **(_text_columns("original", self.original_texts) if self.original_texts is not None else {}),
         }
         return pack_columns(KIND, meta, {name: array for name, array in columns.items() if array is not None})
 
@@ -204,10 +194,8 @@ class ShardIndex:
         sources = meta["sources"]
         if not isinstance(sources, list) or not all(isinstance(name, str) for name in sources):
             raise FormatError("index: sources are not a list of names")
-        numbers = ("rows", "block_rows", "shard_size", "head_size")
-        texts = ("format", "compression", "head_sha256", "tail_sha256")
-        if any(type(meta[name]) is not int for name in numbers) or any(
-            type(meta[name]) is not str for name in texts
+        if any(type(meta[name]) is not int for name in _NUMBERS) or any(
+            type(meta[name]) is not str for name in _TEXTS
         ):
             raise FormatError("index: a number or a text of the header has another type")
         key_texts = _take_texts(arrays, "key")
@@ -222,7 +210,7 @@ class ShardIndex:
             source_names=tuple(sources),
             key_texts=key_texts,
             original_texts=original_texts,
-            **{name: meta[name] for name in (*numbers, *texts)},
+            **{name: meta[name] for name in (*_NUMBERS, *_TEXTS)},
             **cast(dict[str, Any], arrays),
         )
 
@@ -259,6 +247,10 @@ def block_starts(segment_rows: Sequence[int], block_rows: int) -> NDArray[np.int
         if rows:
             starts.append(begin + rows)
     return np.array(starts, np.int64)
+
+
+def _text_columns(name: str, texts: Texts) -> dict[str, NDArray[Any] | None]:
+    return {f"{name}_data": texts.data, f"{name}_offset": texts.offsets}
 
 
 def _take_texts(arrays: dict[str, NDArray[Any]], name: str) -> Texts | None:

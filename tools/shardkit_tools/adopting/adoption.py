@@ -151,7 +151,7 @@ def finished_tar(job: Job, repository: Repository, item: AdoptTask) -> AdoptedTa
     Size and time of change decide whether a tar is read again, never whether its bytes are believed: each block is
     verified whenever it is read.
     """
-    data = job.read(item.record_name)
+    data = job.folder.read(item.record_name)
     if data is None:
         return None
     try:
@@ -254,12 +254,12 @@ def adopt(
     _check_axes(axes, schema)
     adopting = _Adopting(files, schema, axes, block_size_for(root, ref, block_size), doing, progress)
     if dry_run:
-        return adopting.count()
+        return adopting.result(adopting.read(), None, NOT_MOVED)
     repository = Repository.create(root)
     expected = standing_refs(repository, [ref], schema, replace=replace)
     job = open_job(repository, scratch, adopting.digest(root), is_remote=doing.is_remote)
     with job.held():
-        found = adopting.run(repository, job)
+        found = adopting.read(repository, job)
         manifest = adopting.make(repository, found)
         said = message or f"adopt {len(found)} tar{'' if len(found) == 1 else 's'}"
         moved = move_refs(repository, {ref: manifest.id}, expected, message=said, author=author)
@@ -288,20 +288,13 @@ class _Adopting:
         self._started = time.monotonic()
         self._reused = self._read_bytes = 0
 
-    def count(self) -> Adoption:
-        """The dry run: everything but writing."""
-        return self.result(self._read(None, NO_FOLDER, {}), None, NOT_MOVED)
-
-    def run(self, repository: Repository, job: Job) -> list[AdoptedTar]:
-        """Read every tar that an earlier run has not; all of them, in order."""
-        finished = {task.number: finished_tar(job, repository, task) for task in self._tasks}
-        return self._read(
-            repository, job.folder, {number: tar for number, tar in finished.items() if tar is not None}
-        )
-
-    def _read(
-        self, repository: Repository | None, folder: JobFolder, found: dict[int, AdoptedTar]
-    ) -> list[AdoptedTar]:
+    def read(self, repository: Repository | None = None, job: Job | None = None) -> list[AdoptedTar]:
+        """Every tar, in order, but for those that an earlier run has read; without a root nothing is written."""
+        found: dict[int, AdoptedTar] = {}
+        if repository is not None and job is not None:
+            finished = ((task.number, finished_tar(job, repository, task)) for task in self._tasks)
+            found = {number: tar for number, tar in finished if tar is not None}
+        folder = job.folder if job is not None else NO_FOLDER
         self._reused = len(found)
         todo = [task for task in self._tasks if task.number not in found]
         self._read_bytes = sum(task.file.size for task in todo)

@@ -119,6 +119,13 @@ def run_here(make: Callable[[], Worker], items: Iterable[Any], report: Report) -
         worker.close()
 
 
+def told_error(item: Any, error: BaseException) -> ShardkitError:
+    """What a worker tells of an error: its own ones as they are, of all others where they came from."""
+    if isinstance(error, ShardkitError):
+        return error
+    return RunError(f"{item}: {error!r}\n{traceback.format_exc()}")
+
+
 def is_small(engine: Engine, size: int, *, is_light: bool = False) -> bool:
     """Whether so many bytes are done sooner in this process than when others are started for them.
 
@@ -269,12 +276,10 @@ def _serve(connection: Connection) -> None:
                     assert make is not None, "a worker is made before it works"
                     worker = make()
                 answer = ("done", worker.work(value, report))
-            except ShardkitError as error:
-                answer = ("failed", error)
             except BrokenPipeError:
                 raise  # the parent is gone: nobody is left to tell
             except BaseException as error:  # noqa: BLE001 (told to the parent)
-                answer = ("failed", RunError(f"{value}: {error!r}\n{traceback.format_exc()}"))
+                answer = ("failed", told_error(value, error))
             connection.send(answer)
     except (EOFError, OSError):
         return

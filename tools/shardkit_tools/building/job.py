@@ -21,10 +21,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import xxhash
-
 from shardkit.dataset.scratch import scratch_folder
-from shardkit.dataset.scratch_reading import ScratchFolder, record_body
+from shardkit.dataset.scratch_reading import ScratchFolder, pack_record, unpack_record
 from shardkit.errors import FormatError, IntegrityError, RunError, StoreError
 from shardkit.formats import canonical_json
 from shardkit.storage import LocalStore, Repository
@@ -120,12 +118,12 @@ class StoreFolder:
         return _StoreParts(self._store, [self.prefix + name for name in names])
 
     def put_record(self, name: str, data: bytes) -> None:
-        self._store.replace(self.prefix + name, xxhash.xxh3_64_digest(data) + data)
+        self._store.replace(self.prefix + name, pack_record(data))
 
     def read(self, name: str) -> bytes | None:
         if self._store.head(self.prefix + name) is None:
             return None
-        return self._store.get(self.prefix + name, max_bytes=_MAX_RECORD_BYTES)
+        return unpack_record(self._store.get(self.prefix + name, max_bytes=_MAX_RECORD_BYTES))
 
     def names(self) -> list[str]:
         listed = (name.removeprefix(self.prefix) for name in self._store.list_after(self.prefix))
@@ -191,7 +189,7 @@ class Job:
             self._lock = self._take_lock()
         try:
             if store is None:  # a boot record that is torn is of a machine that went down, too
-                self.may_have_lost_pages = self.read("boot") != _boot_id()
+                self.may_have_lost_pages = self.folder.read("boot") != _boot_id()
             else:
                 begun = {"begun": dt.datetime.now(dt.UTC).isoformat(timespec="seconds")}
                 store.replace(self._prefix + _BEGUN, canonical_json.dumps(begun))
@@ -219,13 +217,6 @@ class Job:
                 "end it"
             )
         return lock
-
-    def read(self, name: str) -> bytes | None:
-        """A record, or None where there is none or it is damaged."""
-        data = self.folder.read(name)
-        if data is None:
-            return None
-        return record_body(data)
 
     def note_verified(self) -> None:
         """What is in the folder now is of this boot, or was verified in it."""

@@ -430,7 +430,7 @@ def _is_watched_well(task: SourceTask, states: Sequence[int]) -> bool:
 
 def finished_rows(job: Job, number: int, name: str) -> TaskRows | None:
     """The rows that a record tells of; None where there is none, or its scratch file is not whole."""
-    data = job.read(name)
+    data = job.folder.read(name)
     if data is None:
         return None
     try:
@@ -514,7 +514,7 @@ class WriteWorker:
 
 def finished_shard(job: Job, repository: Repository, item: ShardRows, extension: str) -> ShardRecord | None:
     """The shard that an earlier, killed run wrote of the same rows; None where it has to be written."""
-    data = job.read(_shard_record_name(item))
+    data = job.folder.read(_shard_record_name(item))
     if data is None:
         return None
     try:

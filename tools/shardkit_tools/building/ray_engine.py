@@ -19,7 +19,6 @@ import shutil
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Self
@@ -33,7 +32,7 @@ from shardkit.errors import (
     SourceError,
     StoreError,
 )
-from shardkit_tools.building.engines import Report, Worker, run_here
+from shardkit_tools.building.engines import Report, Worker, run_here, told_error
 from shardkit_tools.installed import installed
 
 RETRIES = 5
@@ -194,10 +193,8 @@ def _work(key: str, made: list[Any], item: Any, given: _Given) -> Any:
     try:
         result = _worker(key, made, given).work(item, report)
         return "done", result, rows, size
-    except ShardkitError as error:
-        return "failed", _told(error, given.node), rows, size
     except Exception as error:  # noqa: BLE001 - told to the one who asked
-        return "failed", RunError(f"{item}: {error!r}\n{traceback.format_exc()}"), rows, size
+        return "failed", _told(told_error(item, error), given.node), rows, size
 
 
 def _told(error: ShardkitError, node: str) -> ShardkitError:

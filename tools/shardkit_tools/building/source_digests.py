@@ -88,7 +88,7 @@ class SourceDigests:
 
     def _digest(self, file: SourceFile) -> SourceDigest:
         name = digest_record(file)
-        held = self._job.read(name)
+        held = self._job.folder.read(name)
         if held is not None:
             try:
                 found: str = canonical_json.loads(held, _MAX_RECORD_BYTES)["sha256"]

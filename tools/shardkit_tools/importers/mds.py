@@ -10,14 +10,11 @@ writer left in the index before anything is parsed.
 
 from __future__ import annotations
 
-import bz2
-import gzip
 import hashlib
 import io
 import itertools
 import os
 import re
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -28,7 +25,6 @@ import xxhash
 from numpy.typing import NDArray
 
 from shardkit.errors import SourceError
-from shardkit.formats.compression import ZstdError, new_decompressor
 from shardkit_tools.importers.json_lines import parse_json
 from shardkit_tools.importers.numpy_arrays import array_type
 from shardkit_tools.importers.protocol import (
@@ -42,10 +38,11 @@ from shardkit_tools.importers.protocol import (
     SourceSample,
     SourceTask,
 )
-from shardkit_tools.importers.source_files import Frames, read_file
+from shardkit_tools.importers.source_files import open_packed, read_file
 from shardkit_tools.importers.webdataset import common_array
 
 _INDEX = "index.json"
+_PACKED = {"zstd": "zst", "gz": "gz", "bz2": "bz2"}  # compression in the index → `open_packed`
 _SCAN_ROWS = 1_000
 _MAX_SHARD_BYTES = 2**32  # offsets are 32 bits wide
 
@@ -235,26 +232,16 @@ def _checked(shard: MdsShard) -> bytes:
 
 def _unpacked(shard: MdsShard, data: bytes) -> bytes:
     """The raw shard; never more than one byte beyond what the index says, however much the file would unpack to."""
-    kind, limit = shard.compression.partition(":")[0], shard.raw_bytes + 1
-    packed = io.BytesIO(data)
-    try:
-        if kind == "zstd":
-            frames, unpacked = Frames(packed, new_decompressor), bytearray()
-            while len(unpacked) < limit and (piece := frames.read(limit - len(unpacked))):
-                unpacked += piece
-            return bytes(unpacked)
-        if kind == "gz":
-            return gzip.GzipFile(fileobj=packed).read(limit)
-        if kind == "bz2":
-            return bz2.BZ2File(packed).read(limit)
-    except (ZstdError, OSError, EOFError, zlib.error, ValueError) as error:
-        raise SourceError(f"{shard.file.path}: cannot be decompressed ({error}); fetch it again") from error
-    if kind:
+    kind = shard.compression.partition(":")[0]
+    if not kind:
+        return data
+    if kind not in _PACKED:
         raise SourceError(
             f"{shard.file.path}: compressed with {kind!r}; zstd, gz and bz2 are read: write the dataset again with one "
             "of them"
         )
-    return data
+    with open_packed(io.BytesIO(data), _PACKED[kind], shard.file.path) as stream:
+        return stream.read(shard.raw_bytes + 1)
 
 
 _SCALAR = re.compile(r"u?int(?:8|16|32|64)|float(?:16|32|64)")

@@ -8,6 +8,7 @@ names the file.
 
 from __future__ import annotations
 
+import bz2
 import glob
 import gzip
 import importlib
@@ -173,16 +174,26 @@ def _read_local(descriptor: int, size: int) -> bytes:
 def open_plain(file: SourceFile) -> BinaryIO:
     """Open a file, decompressed on the way (and not seekable) if it ends in ``.gz``, ``.tgz``, ``.zst`` or ``.xz``."""
     stream = open_file(file)
-    if not is_compressed(file):
-        return stream
-    reader: gzip.GzipFile | Frames
-    if file.name.lower().endswith(".zst"):
-        reader = Frames(stream, new_decompressor)
-    elif file.name.lower().endswith(".xz"):  # zeros may stand between its streams
-        reader = Frames(stream, lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, _XZ_MEMORY), b"\0")
+    kind = file.name.lower().rpartition(".")[2]
+    return open_packed(stream, kind, file.path) if is_compressed(file) else stream
+
+
+def open_packed(packed: BinaryIO, kind: str, path: str) -> BinaryIO:
+    """What a stream holds that is compressed as ``zst``, ``xz``, ``bz2`` or ``gz`` says; not seekable.
+
+    Raises:
+        SourceError: from the reader, where it cannot be decompressed; names the path.
+    """
+    reader: gzip.GzipFile | _Frames
+    if kind == "zst":
+        reader = _Frames(packed, new_decompressor)
+    elif kind == "xz":  # zeros may stand between its streams
+        reader = _Frames(packed, lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, _XZ_MEMORY), b"\0")
+    elif kind == "bz2":
+        reader = _Frames(packed, bz2.BZ2Decompressor)
     else:
-        reader = gzip.GzipFile(fileobj=stream)
-    return cast(BinaryIO, io.BufferedReader(_Guarded(reader, stream, file.path), 1 << 18))
+        reader = gzip.GzipFile(fileobj=packed)
+    return cast(BinaryIO, io.BufferedReader(_Guarded(reader, packed, path), 1 << 18))
 
 
 def group_files(files: Iterable[SourceFile]) -> list[SourceTask]:
@@ -204,7 +215,7 @@ def group_files(files: Iterable[SourceFile]) -> list[SourceTask]:
 class _Guarded(io.RawIOBase):
     """A decompressor whose errors name the file."""
 
-    def __init__(self, inner: gzip.GzipFile | Frames, packed: BinaryIO, path: str) -> None:
+    def __init__(self, inner: gzip.GzipFile | _Frames, packed: BinaryIO, path: str) -> None:
         self._inner, self._packed, self._path = inner, packed, path
 
     def readable(self) -> bool:
@@ -225,7 +236,7 @@ class _Guarded(io.RawIOBase):
         super().close()
 
 
-class Frames:
+class _Frames:
     """Compressed frames one behind another, in bounded memory, which must not end within one.
 
     The stream reader of zstd takes such an end for the text's, and `lzma.LZMAFile` as much memory as a file asks for.
