@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from shardkit.dataset.costs import put_costs
 from shardkit.dataset.layout import BLOCK_BYTES
 from shardkit.dataset.lookups import put_lookups
-from shardkit.dataset.scratch import MIN_RUN_BYTES, Rows, ShardRows, describe_row, join_parts
+from shardkit.dataset.scratch import MIN_RUN_BYTES, Rows, ShardRows, join_parts
 from shardkit.dataset.scratch_reading import Parts, ScratchReader
 from shardkit.dataset.selecting import put_selected, select_rows, selected_rows
 from shardkit.dataset.version_plan import Base, NewVersion, VersionPlan, load_base, plan_version
@@ -104,7 +104,7 @@ def write_version(to: Destination, version: NewVersion, columns: Sequence[Rows],
     if not len(rows):
         raise UsageError("no sample was added; a dataset holds at least one")
     reader = ScratchReader(parts, version.schema.stored)
-    plan = plan_version(version, rows, to.base, lambda place, first: describe_row(rows, reader, place, first))
+    plan = plan_version(version, rows, to.base, reader)
     shards = [write_shard(to.repository, reader, shard, version) for shard in plan.shards()]
     made = make_manifest(to.repository, plan, shards)
     commit_version(to, made)

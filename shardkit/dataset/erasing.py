@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from shardkit.copies.placement import Holdings, live_versions
 from shardkit.dataset.rewriting import ErasurePlan, ErasureReport, Journal, Rewriter, unfinished
-from shardkit.dataset.store_survey import StoreSurvey, find_equal_rows
+from shardkit.dataset.store_survey import ROW_KINDS, StoreSurvey, find_equal_rows
 from shardkit.errors import (
     CommitConflict,
     FormatError,
@@ -268,7 +268,6 @@ def _add(texts: list[str], text: str) -> None:
         texts.append(text)
 
 
-_SHARDS = ("tar", "tar.zst", "arrow")
 _MOST_LOST = 2  # that a set gives back
 
 
@@ -375,6 +374,6 @@ def delete_from_copies(
 
 def _may_hold_rows(name: str) -> bool:
     try:
-        return parse_object_name(name)[1] in (*_SHARDS, "parity", "index")
+        return parse_object_name(name)[1] in (*ROW_KINDS, "parity")
     except FormatError:
         return False

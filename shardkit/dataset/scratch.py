@@ -168,8 +168,10 @@ def join_parts(parts: Sequence[Rows]) -> Rows:
     )
 
 
-def describe_row(rows: Rows, reader: ScratchReader, place: int, first_ordinal: int = 0) -> str:
-    """A row by key and source, for messages."""
+def describe_row(rows: Rows, reader: ScratchReader | None, place: int, first_ordinal: int) -> str:
+    """A row by key and source, for messages; of rows that were counted only, by its place."""
+    if reader is None:
+        return f"row {place}"
     ordinal = first_ordinal + place
     held = reader.read(rows.records[place : place + 1], np.array([ordinal]))
     block = held.block(0, 1, payloads=False)

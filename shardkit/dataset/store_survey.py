@@ -110,7 +110,9 @@ class StoreSurvey:
         )
 
 
-_SHARD_KINDS = ("tar", "tar.zst", "arrow")
+ROW_KINDS = ("tar", "tar.zst", "arrow", "index")
+"""Kinds of objects that hold rows, or their keys."""
+
 _SHOWN = 5
 
 Places = dict[tuple[str, str], tuple[int, ...]]
@@ -182,9 +184,7 @@ def _content(reader: BlockReader, schema: Schema, shard: int, row: int) -> bytes
 def _orphans(survey: StoreSurvey) -> list[str]:
     """Shards and indexes that nothing names: of builds that are under way, or were killed."""
     live = survey.live(without=set())
-    orphans = sorted(
-        name for name in survey.names - live if parse_object_name(name)[1] in (*_SHARD_KINDS, "index")
-    )
+    orphans = sorted(name for name in survey.names - live if parse_object_name(name)[1] in ROW_KINDS)
     if not orphans:
         return []
     shown = ", ".join(orphans[:_SHOWN]) + (" …" if len(orphans) > _SHOWN else "")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -30,7 +30,8 @@ from shardkit.dataset.layout import (
     split_of,
 )
 from shardkit.dataset.lookups import parse_lookup
-from shardkit.dataset.scratch import Rows, ShardRows
+from shardkit.dataset.scratch import Rows, ShardRows, describe_row
+from shardkit.dataset.scratch_reading import ScratchReader
 from shardkit.errors import ConfigurationError, SampleError, UsageError
 from shardkit.formats import Schema, ShardIndex, extension, normalise_compression
 from shardkit.manifest import POOL, Manifest, Stratum
@@ -227,7 +228,7 @@ class VersionPlan:
 
 
 def plan_version(
-    version: NewVersion, rows: Rows, base: Base | None, describe: Callable[[int, int], str]
+    version: NewVersion, rows: Rows, base: Base | None, reader: ScratchReader | None
 ) -> VersionPlan:
     """Check the rows against each other and those of the base, and lay them out.
 
@@ -235,7 +236,7 @@ def plan_version(
         version: what is to be made.
         rows: that are to be written.
         base: what it is appended to, or None.
-        describe: names a row in messages, given its place in ``rows`` and the ordinal of the first of them.
+        reader: of their records, for messages; None where rows were counted only, and have no names.
 
     Raises:
         SampleError: two rows have the same key.
@@ -243,7 +244,7 @@ def plan_version(
         UsageError: a row that no shard can hold, or too many strata.
     """
     before = base.manifest.strata if base else ()
-    _check_unique_keys(rows, base, describe)
+    _check_unique_keys(rows, base, reader)
     if version.about is not None:
         names = {Stratum(values, 0, 0).name for values in rows.strata}
         check_strata(version.about, names | {stratum.name for stratum in before if not stratum.pooled})
@@ -395,7 +396,7 @@ def _splits(repository: Repository, version: Version, split: Split | None) -> di
     return splits
 
 
-def _check_unique_keys(rows: Rows, base: Base | None, describe: Callable[[int, int], str]) -> None:
+def _check_unique_keys(rows: Rows, base: Base | None, reader: ScratchReader | None) -> None:
     """Refuse a key, given or generated, that two rows share, or a row and the version that is appended to.
 
     Raises:
@@ -420,9 +421,13 @@ def _check_unique_keys(rows: Rows, base: Base | None, describe: Callable[[int, i
     if len(equal):
         first = int(order[equal].min())
         second = int(order[equal[int(order[equal].argmin())] + 1])
-        there = "a sample that is there already"
-        other = there if first < before else describe(first - before, first_ordinal)
+        one, other = (
+            describe_row(rows, reader, place - before, first_ordinal)
+            if place >= before
+            else "a sample that is there already"
+            for place in (second, first)
+        )
         raise SampleError(
-            f"{describe(second - before, first_ordinal)} has the key of {other}; keys are unique in a dataset: leave "
+            f"{one} has the key of {other}; keys are unique in a dataset: leave "
             "one out, give it another key, or give no keys"
         )

@@ -37,7 +37,6 @@ from shardkit.dataset.scratch import (
     RUN_BYTES,
     Rows,
     ShardRows,
-    describe_row,
     join_parts,
     scratch_folder,
     sized_run,
@@ -294,16 +293,10 @@ class BuildRun:
         parts, packed = found, None
         if self._packing is not None:
             rows, parts, packed = self._pack(self._packing, rows, found, job)
-        # Rows that were counted only have no names.
         files = (job.folder if job else NO_FOLDER).parts([part.part for part in parts])
         with contextlib.closing(files):
-            reader = ScratchReader(files, self._version.schema.stored)
-            plan = plan_version(
-                self._version,
-                rows,
-                base,
-                lambda place, first: describe_row(rows, reader, place, first) if job else f"row {place}",
-            )
+            reader = ScratchReader(files, self._version.schema.stored) if job is not None else None
+            plan = plan_version(self._version, rows, base, reader)
         return _Laid(plan, parts, duplicates, packed)
 
     def _pack(

@@ -55,6 +55,7 @@ from shardkit_tools.importers.protocol import (
     SourceFile,
     SourceSample,
     SourceTask,
+    row_name,
 )
 
 _MAX_SKIPPED = 10_000
@@ -352,11 +353,8 @@ class ReadWorker:
             row = self.encoder.encode(found.sample, found.key, source, where="")
         except SampleError:
             # Named only now: making up a name for every good row would cost more than encoding some.
-            where = f"{paths.get(found.source_name, found.source_name)} row {found.source_row}"
-            if found.key is not None:
-                where += f" (key {found.key!r})"
             try:
-                row = self.encoder.encode(found.sample, found.key, source, where=where)
+                row = self.encoder.encode(found.sample, found.key, source, where=row_name(found, paths))
             except SampleError as error:
                 return error
         assert row.identity is not None, "a row with a source has an identity"

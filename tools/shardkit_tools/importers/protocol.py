@@ -295,6 +295,13 @@ class SourceFailure:
     error: ShardkitError
 
 
+def row_name(row: SourceSample | SourceFailure, paths: Mapping[str, str]) -> str:
+    """A row by file, number and key, for messages; `paths` of files by their names."""
+    text = f"{paths.get(row.source_name, row.source_name)} row {row.source_row}"
+    key = row.key if isinstance(row, SourceSample) else None
+    return text if key is None else f"{text} (key {key!r})"
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleColumns:
     """Neighbouring rows of a file without keys, field by field: the same as a `SourceSample` for each.

@@ -18,6 +18,7 @@ from shardkit_tools.importers.protocol import (
     SourceFile,
     SourceSample,
     SourceTask,
+    row_name,
 )
 from shardkit_tools.transforms.applied import TOKENS, AppliedFunction, TextTokenizer, find_text_field
 
@@ -182,10 +183,7 @@ class _Where:
         self._paths = paths
 
     def __str__(self) -> str:
-        found = self._found
-        text = f"{self._paths.get(found.source_name, found.source_name)} row {found.source_row}"
-        key = found.key if isinstance(found, SourceSample) else None
-        return text if key is None else f"{text} (key {key!r})"
+        return row_name(self._found, self._paths)
 
 
 # ---- Field types of what a function returns, from the first samples that it makes
