@@ -10,13 +10,12 @@ so that an array is decompressed twice.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import IO, ClassVar
 
@@ -129,11 +128,12 @@ def take_columns(fields: Mapping[str, Take], rows: range, row_bytes: int, name: 
 
 @dataclass(frozen=True)
 class ArrayFile:
-    """A ``.npy`` file whose rows become a field."""
+    """A ``.npy`` file, or a member of an archive, whose rows become a field."""
 
     field: str
     file: SourceFile
     header: ArrayHeader
+    member: str = ""  # its name in the archive
 
     def rows(self, start: int, stack: ExitStack) -> Rows:
         """Rows from ``start`` on; the file is open as long as the stack."""
@@ -144,6 +144,22 @@ class ArrayFile:
         if head.columns_first and not is_url(self.file.path):
             whole = np.load(self.file.path, mmap_mode="r", allow_pickle=False)
         return Rows(head, self.file.path, stream.read, whole, start)
+
+    def archived_rows(self, members: zipfile.ZipFile, stack: ExitStack) -> Rows:
+        """The rows of a member; the archive is open as long as the stack. It is read to its end first, for its CRC."""
+        where, size = f"{self.file.path}: {self.member}", members.getinfo(self.member).file_size
+        with _named(self.file, self.member), members.open(self.member) as whole:
+            while whole.read(_PIECE_BYTES):
+                pass
+        stream = stack.enter_context(members.open(self.member))
+        if read_header(stream, where, size) != self.header:
+            raise SourceError(f"{where}: changed since it was listed; build again when nothing writes it")
+
+        def read(length: int) -> bytes:
+            with _named(self.file, self.member):
+                return stream.read(length)
+
+        return Rows(self.header, where, read)
 
     def extents(self, place: int, state: int, rows: range) -> Take:
         """Where rows are; the file is the ``place``-th of its task. The system is told that they will be wanted."""
@@ -319,61 +335,21 @@ _DAMAGED = (
 """What `zipfile` raises: damage, a place before the file's start, a compression that it lacks, a password."""
 
 
-@dataclass(frozen=True)
-class Archive:
-    """A ``.npz`` file whose headers have been read.
-
-    Attributes:
-        members: field → name in the archive, of all arrays.
-        arrays: field → header, of those that are taken.
-    """
-
-    file: SourceFile
-    members: Mapping[str, str]
-    arrays: Mapping[str, ArrayHeader]
-
-    @property
-    def num_rows(self) -> int:
-        return next(iter(self.arrays.values())).shape[0]
-
-    def rows(self, field: str, members: zipfile.ZipFile, stack: contextlib.ExitStack) -> Rows:
-        """Those of an array; the archive is open as long as the stack."""
-        member, array = self.members[field], self.arrays[field]
-        where = f"{self.file.path}: {member}"
-        stream = stack.enter_context(members.open(member))
-        if read_header(stream, where, members.getinfo(member).file_size) != array:
-            raise SourceError(f"{where}: changed since it was listed; build again when nothing writes it")
-
-        def read(length: int) -> bytes:
-            with _named(self.file, member):
-                return stream.read(length)
-
-        return Rows(array, where, read)
-
-
 @dataclass(frozen=True, kw_only=True)
 class ArchiveImporter(FileImporter):
-    """Archives as a source."""
+    """Archives as a source, each a task: what is compressed is read from its start."""
 
     name: ClassVar[str] = "npz"
-    archives: tuple[Archive, ...]
-
-    def tasks(self) -> Sequence[SourceTask]:
-        """An archive each: what is compressed is read from its start."""
-        return [
-            SourceTask(one.file.name, (one.file,), one.file.size, 0, one.num_rows) for one in self.archives
-        ]
+    archives: tuple[tuple[ArrayFile, ...], ...]
+    """Of each file, the arrays that are taken."""
 
     def _rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
-        archive = next(one for one in self.archives if one.file.name == task.files[0].name)
-        with _opened(archive.file) as members, contextlib.ExitStack() as stack:
-            for field in archive.arrays:
-                _check(members, archive.file, archive.members[field])
-            fields: dict[str, Take] = {
-                field: archive.rows(field, members, stack).take for field in archive.arrays
-            }
-            read = sum(array.row_bytes for array in archive.arrays.values())
-            yield from take_columns(fields, range(archive.num_rows), read, archive.file.name)
+        (file,) = task.files
+        arrays = self.archives[self.source.files.index(file)]
+        with _opened(file) as members, ExitStack() as stack:
+            fields: dict[str, Take] = {one.field: one.archived_rows(members, stack).take for one in arrays}
+            read = sum(one.header.row_bytes for one in arrays)
+            yield from take_columns(fields, range(arrays[0].header.shape[0]), read, file.name)
 
 
 def open_archives(source: Source, options: ImportOptions) -> ArchiveImporter:
@@ -384,21 +360,24 @@ def open_archives(source: Source, options: ImportOptions) -> ArchiveImporter:
             of rows; or files differ in their arrays.
     """
     check_suffixes(source, ("npz",), "a NumPy archive")
-    archives = tuple(_read_archive(file, options) for file in source.files)
-    first = archives[0]
-    types = {field: array.row_type for field, array in first.arrays.items()}
-    for archive in archives[1:]:
-        found = {field: array.row_type for field, array in archive.arrays.items()}
-        if found != types:
+    archives = []
+    names: dict[str, str] = {}
+    for file in source.files:
+        arrays, fields = _read_archive(file, options)
+        names = names or fields
+        archives.append(arrays)
+        found, expected = ({one.field: one.header.row_type for one in some} for some in (arrays, archives[0]))
+        if found != expected:
             raise SourceError(
-                f"{archive.file.path}: its arrays are {_told(found)}, those of {first.file.name} are {_told(types)}; "
+                f"{file.path}: its arrays are {_told(found)}, those of {source.files[0].name} are {_told(expected)}; "
                 "the archives of a source hold the same arrays; name one of them, or choose arrays with --columns"
             )
+    types = {one.field: one.header.row_type for one in archives[0]}
     return ArchiveImporter(
         source=source,
-        fields=options.schema(types, source.given, names=first.members),
+        fields=options.schema(types, source.given, names=names),
         options=options,
-        archives=archives,
+        archives=tuple(archives),
     )
 
 
@@ -406,22 +385,23 @@ def _told(types: Mapping[str, str]) -> str:
     return ", ".join(f"{field} {kind}" for field, kind in types.items())
 
 
-def _read_archive(file: SourceFile, options: ImportOptions) -> Archive:
-    arrays: dict[str, ArrayHeader] = {}
+def _read_archive(file: SourceFile, options: ImportOptions) -> tuple[tuple[ArrayFile, ...], dict[str, str]]:
+    """The arrays that are taken of an archive, and the names of all members by their fields."""
+    arrays = []
     with _opened(file) as members:
         fields = _fields(members, file)
         for field, member in fields.items():
             if options.keeps(field):
                 with _named(file, member), members.open(member) as stream:
                     size = members.getinfo(member).file_size
-                    arrays[field] = read_header(stream, f"{file.path}: {member}", size)
+                    header = read_header(stream, f"{file.path}: {member}", size)
+                arrays.append(ArrayFile(field, file, header, member))
     if not arrays:
         options.schema({}, file.path, names=fields)  # says what the fields are
     check_rows(
-        {f"{file.path}: {fields[field]}": array.shape[0] for field, array in arrays.items()},
-        "the arrays of an archive",
+        {f"{file.path}: {one.member}": one.header.shape[0] for one in arrays}, "the arrays of an archive"
     )
-    return Archive(file, fields, arrays)
+    return tuple(arrays), fields
 
 
 def _fields(members: zipfile.ZipFile, file: SourceFile) -> dict[str, str]:
@@ -439,7 +419,7 @@ def _fields(members: zipfile.ZipFile, file: SourceFile) -> dict[str, str]:
     return fields
 
 
-@contextlib.contextmanager
+@contextmanager
 def _opened(file: SourceFile) -> Iterator[zipfile.ZipFile]:
     with open_file(file) as stream:
         with _named(file):
@@ -448,7 +428,7 @@ def _opened(file: SourceFile) -> Iterator[zipfile.ZipFile]:
             yield members
 
 
-@contextlib.contextmanager
+@contextmanager
 def _named(file: SourceFile, member: str = "") -> Iterator[None]:
     """What `zipfile` raises as an error that names the file."""
     try:
@@ -460,10 +440,3 @@ def _named(file: SourceFile, member: str = "") -> Iterator[None]:
         raise SourceError(
             f"{file.path}{inside}: not a readable .npz archive ({error}); write it again with numpy.savez"
         ) from error
-
-
-def _check(members: zipfile.ZipFile, file: SourceFile, member: str) -> None:
-    """Read an array to its end, where its CRC is checked."""
-    with _named(file, member), members.open(member) as stream:
-        while stream.read(_PIECE_BYTES):
-            pass
