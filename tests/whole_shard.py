@@ -42,6 +42,11 @@ class Damage(NamedTuple):
     size: int
 
 
+def tail_offset(index: ShardIndex) -> int:
+    """Where the bytes after the last block begin."""
+    return int(index.block_offset[-1] + index.block_size[-1]) if index.blocks else index.head_size
+
+
 def find_damage(data: Buffer, index: ShardIndex) -> list[Damage]:
     """Which parts of a shard differ from its index, by SHA-256; together the parts are every byte.
 
@@ -50,7 +55,7 @@ def find_damage(data: Buffer, index: ShardIndex) -> list[Damage]:
         index: Its index, its own digest checked.
     """
     view = memoryview(data).cast("B")
-    tail = index.tail_offset
+    tail = tail_offset(index)
     parts = [("head", 0, index.head_size, index.head_sha256)]
     parts += [
         (f"block {block}", int(offset), int(size), digest.tobytes().hex())
@@ -86,7 +91,7 @@ def check_whole_shard(data: Buffer, index: ShardIndex) -> None:
         )
     view = memoryview(data).cast("B")
     if index.format == "tar":
-        _check_trailer(view[index.tail_offset :], index)
+        _check_trailer(view[tail_offset(index) :], index)
     else:
         _check_arrow_frame(view, index)
 
@@ -102,10 +107,10 @@ def _check_trailer(tail: memoryview, index: ShardIndex) -> None:
 
 
 def _check_arrow_frame(view: memoryview, index: ShardIndex) -> None:
-    if file_head_size(view) != index.head_size or view[index.tail_offset :][:8] != END_OF_STREAM:
+    if file_head_size(view) != index.head_size or view[tail_offset(index) :][:8] != END_OF_STREAM:
         raise FormatError("arrow shard: blocks do not begin behind the schema or end before the footer")
     blocks = list(zip(index.block_offset.tolist(), index.block_size.tolist(), strict=True))
-    if read_footer_blocks(view, index.tail_offset) != blocks:
+    if read_footer_blocks(view, tail_offset(index)) != blocks:
         raise FormatError("arrow shard: the footer lists other record batches than the index")
     expected = arrow_schema(index.schema)
     try:
@@ -315,19 +320,19 @@ def _walk_arrow(view: memoryview, schema: Schema, compression: str) -> _Found:
     return found
 
 
-def read_footer_blocks(data: memoryview, tail_offset: int) -> list[tuple[int, int]]:
+def read_footer_blocks(data: memoryview, tail_start: int) -> list[tuple[int, int]]:
     """(offset, bytes) of the record batches that the footer of an Arrow file lists.
 
     Args:
         data: The whole file.
-        tail_offset: Where the bytes after the last batch begin; the footer lies behind it.
+        tail_start: Where the bytes after the last batch begin; the footer lies behind it.
 
     Raises:
         FormatError: no footer, or one with dictionaries or lengths that make no sense.
     """
     end = len(data) - len(FILE_MAGIC) - 4
-    length = int.from_bytes(data[end : end + 4], "little") if end >= tail_offset else -1
-    if length < 8 or data[end + 4 :] != FILE_MAGIC or end - length < tail_offset:
+    length = int.from_bytes(data[end : end + 4], "little") if end >= tail_start else -1
+    if length < 8 or data[end + 4 :] != FILE_MAGIC or end - length < tail_start:
         raise FormatError("arrow file: no footer before the closing magic")
     footer = data[end - length : end]
     root = MetadataTable(footer, int.from_bytes(footer[:4], "little"))

@@ -96,30 +96,19 @@ class ShardIndex:
         """Whether the shard is a tar that somebody else wrote: rows lie in it at arbitrary offsets."""
         return self.field_is_payload is not None
 
-    @property
-    def tail_offset(self) -> int:
-        """Where the bytes after the last block begin."""
-        return int(self.block_offset[-1] + self.block_size[-1]) if self.blocks else self.head_size
-
-    def member_places(self, field: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Offset in its raw block and size of the tar member of every row, for field number `field`: int64 (rows,)."""
-        return self._member_places[field]
-
-    def member_ends(self, field: int) -> NDArray[np.int64]:
-        """Where the tar member of every row ends in its raw block, inside of it: int64 (rows,), contiguous."""
-        return self._member_ends[field]
-
     @cached_property
-    def _member_ends(self) -> list[NDArray[np.int64]]:
-        return [starts + sizes for starts, sizes in self._member_places]
-
-    @cached_property
-    def _member_places(self) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    def member_places(self) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Of each field: offset in its raw block and size of the tar member of every row, int64 (rows,)."""
         # `_check_fields` has seen that every member lies inside its block, so int64 holds them.
         offsets, sizes = (
             cast("NDArray[np.uint64]", column) for column in (self.field_offset, self.field_size)
         )
         return [(_column(offsets, field), _column(sizes, field)) for field in range(offsets.shape[1])]
+
+    @cached_property
+    def member_ends(self) -> list[NDArray[np.int64]]:
+        """Of each field: where the tar member of every row ends in its raw block, int64 (rows,), contiguous."""
+        return [starts + sizes for starts, sizes in self.member_places]
 
     def block_of(self, row: int) -> tuple[int, int]:
         """(block, row inside it) of a row; NotFoundError where the shard has no such row, as all that ask for one."""

@@ -136,7 +136,7 @@ def _tar_block(view: memoryview, index: ShardIndex, block: int, span: BlockSpan)
     def load(name: str) -> Column:
         field = presences.get(name, name)
         kind, place = index.schema[field], index.schema.position(field)
-        starts, sizes = (column[span.first_row : span.end_row] for column in index.member_places(place))
+        starts, sizes = (column[span.first_row : span.end_row] for column in index.member_places[place])
         present = starts != 0  # a header stands before every member
         if field != name:
             return FixedColumn(present)

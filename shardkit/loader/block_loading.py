@@ -99,7 +99,7 @@ class LocalShard:
             if index.is_adopted or not is_known:
                 return None  # headers that vary, bits that are checked
             # contiguous, and the index has seen that members lie inside their blocks
-            starts, ends = index.member_places(number)[0], index.member_ends(number)
+            starts, ends = index.member_places[number][0], index.member_ends[number]
             pitch = DECIMALS if kind.is_whole else 8
             if is_array:
                 header = np.frombuffer(npy_header(kind), np.uint8)

@@ -373,7 +373,7 @@ def test_long_rows_read_into_objects_are_those_that_were_written(
 
 def test_an_array_with_another_header_is_left_to_the_long_way() -> None:
     stored = _stored("tar", ["tokens", "label"], [3], "none")[0]
-    begin = int(stored.shard.member_places(0)[0][1])  # of the second row
+    begin = int(stored.shard.member_places[0][0][1])  # of the second row
     assert stored.placed(["label", "tokens"]) is not None
     for place in (0, 40, 127):
         view = bytearray(stored.view)
@@ -387,7 +387,7 @@ def test_an_array_with_another_header_is_left_to_the_long_way() -> None:
 def test_a_number_that_no_writer_writes_is_refused(text: bytes) -> None:
     """With right digests: whoever wrote it wrote something else than shardkit's format."""
     stored = _stored("tar", ["label"], [1, 1])[0]
-    starts, ends = stored.shard.member_places(0)[0], stored.shard.member_ends(0)
+    starts, ends = stored.shard.member_places[0][0], stored.shard.member_ends[0]
     begin = int(starts[0])
     stored.view[begin : begin + len(text)] = text
     ends.flags.writeable = True
@@ -401,8 +401,8 @@ def test_a_number_that_no_writer_writes_is_refused(text: bytes) -> None:
 
 def test_numbers_at_the_very_start_of_a_block_read_nothing_before_it() -> None:
     stored = _stored("tar", ["label"], [70])[0]
-    starts, _ = stored.shard.member_places(0)
-    ends = stored.shard.member_ends(0)
+    starts, _ = stored.shard.member_places[0]
+    ends = stored.shard.member_ends[0]
     for column in (starts, ends):
         column.flags.writeable = True
     starts[0], ends[0] = 0, 1  # as a hostile index may say; in front of a map there may be no memory

@@ -15,7 +15,7 @@ from shardkit.formats import Schema, ShardIndex, block_starts
 from shardkit.formats.compression import compress_frame
 from shardkit.formats.tar_members import TRAILER
 from tests.format_conformance import EXAMPLE_SCHEMA, FORMAT_PAIRS, example_samples, write_shard
-from tests.whole_shard import build_index, check_whole_shard
+from tests.whole_shard import build_index, check_whole_shard, tail_offset
 
 
 def shard(format: str, compression: str) -> tuple[bytes, ShardIndex]:
@@ -26,7 +26,7 @@ def shard(format: str, compression: str) -> tuple[bytes, ShardIndex]:
 
 def with_tail(data: bytes, index: ShardIndex, tail: bytes) -> tuple[bytes, ShardIndex]:
     """A shard that ends otherwise, under digests that are right."""
-    forged = data[: index.tail_offset] + tail
+    forged = data[: tail_offset(index)] + tail
     digest = hashlib.sha256(tail).hexdigest()
     return forged, dataclasses.replace(index, shard_size=len(forged), tail_sha256=digest)
 
@@ -49,7 +49,7 @@ def test_forged_ends_of_archives_are_refused() -> None:
 
 def test_forged_arrow_frames_are_refused() -> None:
     data, index = shard("arrow", "none")
-    tail = data[index.tail_offset :]
+    tail = data[tail_offset(index) :]
     other, other_index = write_shard(
         example_samples(3), EXAMPLE_SCHEMA, format="arrow", compression="none", block_rows=2
     )
@@ -57,7 +57,7 @@ def test_forged_arrow_frames_are_refused() -> None:
         tail[8:],
         tail[:-1],
         tail + b"\x00",
-        other[other_index.tail_offset :],
+        other[tail_offset(other_index) :],
         tail[:8] + tail[-6:],
         b"",
     ):

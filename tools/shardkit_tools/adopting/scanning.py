@@ -216,7 +216,7 @@ def scan_tar(
         try:
             return scan.run()
         except _TooUneven:
-            block_rows = max(1, scan.block_rows // 8)
+            block_rows = max(1, (scan.block_rows or 1) // 8)
             report(-scan.rows, -scan.position)
 
 
@@ -235,18 +235,16 @@ class _Scan:
         self._axes = tuple(axes)
         self._block_bytes = block_bytes
         self._report = report
-        self._chosen = block_rows is not None
-        self.block_rows = block_rows or 1
+        self.block_rows = block_rows  # None: as many as the first `block_bytes` hold, once these are read
         self.rows = 0
         self.position = 0
         self._sha256 = hashlib.sha256()
         self._is_payload: dict[str, bool] = {}
         self._keys: list[str] = []
-        self._waiting: list[_TarRow] = []  # rows before the number of rows per block is known
         self._block: list[_TarRow] = []  # rows of the block that is being filled
         self._runs: list[tuple[tuple[str, ...], int]] = []
         self._block_start = 0
-        self._spans: list[tuple[int, int]] = []  # (offset, size) of each block
+        self._sizes: list[int] = []  # of each block, in bytes
         self._starts = [0]
         self._digests: list[tuple[int, bytes]] = []
         self._fields: list[list[tuple[int, int]]] = []
@@ -286,13 +284,9 @@ class _Scan:
             members = [member for _, member in sample.members.values()]
             row = self._row(sample, members[0].start)
             end = members[-1].end
-            if not self._chosen and row.start >= self._block_bytes:
-                self._choose_block_rows()
-            if self._chosen:
-                self._place(row)
-            else:
-                self._waiting.append(row)
-        self._choose_block_rows()
+            if self.block_rows is None and row.start >= self._block_bytes:
+                self.block_rows = max(1, self.rows)  # a function of the tar alone
+            self._place(row)
         return end
 
     def _members(self) -> Iterator[Member]:
@@ -323,15 +317,6 @@ class _Scan:
         self._keys.append(sample.key)
         return _TarRow(sample.key, start, fields, tuple(labels[axis] for axis in self._axes))
 
-    def _choose_block_rows(self) -> None:
-        """As many rows as the first `block_bytes` of the tar hold; a function of the tar alone."""
-        if not self._chosen:
-            self._chosen = True
-            self.block_rows = max(1, len(self._waiting))
-        waiting, self._waiting = self._waiting, []
-        for row in waiting:
-            self._place(row)
-
     def _place(self, row: _TarRow) -> None:
         is_new_run = not self._runs or self._runs[-1][0] != row.labels
         if self._block and (is_new_run or len(self._block) == self.block_rows):
@@ -353,7 +338,7 @@ class _Scan:
         data = self._stream.take(size)
         self._sha256.update(data)
         self._digests.append((xxh3(data), hashlib.sha256(data).digest()))
-        self._spans.append((self._block_start, size))
+        self._sizes.append(size)
         fields = [
             [(row.fields[name][0] - self._block_start, row.fields[name][1]) for name in self._schema]
             for row in self._block
@@ -405,7 +390,7 @@ class _Scan:
     def _index(self, tail: bytes) -> ShardIndex:
         keys = [fit_key(original) for original in self._keys]
         rewritten = [row for row, key in enumerate(keys) if key != self._keys[row]]
-        spans = np.array(self._spans, np.uint64).reshape(-1, 2)
+        sizes = np.array(self._sizes, np.uint64)
         table = np.array(self._fields, np.uint64).reshape(self.rows, len(self._schema), 2)
         changed: dict[str, Any] = {}
         if rewritten:
@@ -418,14 +403,14 @@ class _Scan:
             compression="none",
             schema=self._schema,
             rows=self.rows,
-            block_rows=self.block_rows,
+            block_rows=self.block_rows or self.rows,
             shard_size=self.position,
             head_size=0,
             head_sha256=hashlib.sha256(b"").hexdigest(),
             tail_sha256=hashlib.sha256(tail).hexdigest(),
-            block_offset=spans[:, 0].copy(),
-            block_size=spans[:, 1].copy(),
-            block_raw_size=spans[:, 1].copy(),
+            block_offset=np.cumsum(sizes) - sizes,
+            block_size=sizes,
+            block_raw_size=sizes,
             block_start=np.array(self._starts, np.int64),
             block_xxh3=np.array([fast for fast, _ in self._digests], np.uint64),
             block_sha256=np.frombuffer(b"".join(strong for _, strong in self._digests), np.uint8).reshape(

@@ -13,6 +13,7 @@ import numpy as np
 import shardkit
 from shardkit.dataset import Dataset
 from shardkit.dataset.about import About, about_of
+from shardkit.dataset.committing import move_refs
 from shardkit.dataset.deriving import relabel
 from shardkit.dataset.encoding import CLASS_AXIS
 from shardkit.errors import UsageError
@@ -81,11 +82,9 @@ def label_again(
     repository = Repository.open(root)
     manifest = relabel(repository, dataset, **labels)
     wanted = ref or _ref(root, named)
-    if repository.refs.get(wanted) == manifest.id:
-        return manifest, None
     expected = {wanted: dataset.manifest.id} if repository.refs.get(wanted) == dataset.manifest.id else None
     said = message or f"look-ups, costs and about of {dataset.manifest.id}"
-    return manifest, repository.commit({wanted: manifest.id}, message=said, author=author, expected=expected)
+    return manifest, move_refs(repository, {wanted: manifest.id}, expected, message=said, author=author).entry
 
 
 def _settings(dataset: Dataset, changes: Mapping[str, Any]) -> dict[str, Any]:
