@@ -85,23 +85,14 @@ class Tree:
 
     def __init__(self, leaves: Iterable[bytes] = ()) -> None:
         # level h: hashes of the complete subtrees of 2**h leaves
-        self._levels: list[bytearray] = [bytearray()]
-        self.extend(leaves)
+        self._levels = [b"".join(leaves)]
+        while len(below := self._levels[-1]) >= 2 * HASH_BYTES:
+            ends = range(2 * HASH_BYTES, len(below) + 1, 2 * HASH_BYTES)
+            level = (_sha256(b"\1" + below[end - 2 * HASH_BYTES : end]).digest() for end in ends)
+            self._levels.append(b"".join(level))
 
     def __len__(self) -> int:
         return len(self._levels[0]) // HASH_BYTES
-
-    def extend(self, leaves: Iterable[bytes]) -> None:
-        for leaf in leaves:
-            self._levels[0] += leaf
-        below, height = self._levels[0], 1
-        while len(below) >= 2 * HASH_BYTES:
-            if height == len(self._levels):
-                self._levels.append(bytearray())
-            level = self._levels[height]
-            for first in range(2 * len(level), len(below) - 2 * HASH_BYTES + 1, 2 * HASH_BYTES):
-                level += _sha256(b"\1" + below[first : first + 2 * HASH_BYTES]).digest()
-            below, height = level, height + 1
 
     def root(self, size: int | None = None) -> bytes:
         """Root of the first `size` leaves; of all by default."""
@@ -116,7 +107,7 @@ class Tree:
         for height in reversed(range(size.bit_length())):
             if size >> height & 1:
                 at = (first >> height) * HASH_BYTES
-                peaks.append(bytes(self._levels[height][at : at + HASH_BYTES]))
+                peaks.append(self._levels[height][at : at + HASH_BYTES])
                 first += 1 << height
         return Frontier(size, peaks)
 

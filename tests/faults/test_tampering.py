@@ -142,7 +142,7 @@ class Home:
                         changed["name"], sizes, tree, checkpoint if last else None
                     )
                 events.append(changed)
-                tree.extend([leaf_hash(dumps(changed))])
+                tree = Tree(leaf_hash(dumps(one)) for one in events)
             sizes.append(len(events))
         state = Ledger(self.run).state
         heads = [one for one, _ in parse_lines((self.run / "ledger" / "heads").read_bytes(), "heads")]
