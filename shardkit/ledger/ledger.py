@@ -376,13 +376,8 @@ def step_digest(manifest: str, plan: str, step: int, cells: bytes | bytearray) -
 
 def step_digests(manifest: str, plan: str, first: int, cells: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """`step_digest` of consecutive steps from `first` on: (steps, lanes, 16) → (steps, 32), uint8."""
-    raw, rest = bytes.fromhex(manifest.removeprefix("sha256:")), bytes.fromhex(plan)
-    rows = np.ascontiguousarray(cells).reshape(len(cells), -1)
-    out = b"".join(
-        hashlib.sha256(_PREFIX.pack(raw, rest, first + offset) + row.tobytes()).digest()
-        for offset, row in enumerate(rows)
-    )
-    return np.frombuffer(out, dtype=np.uint8).reshape(-1, 32)
+    digests = (step_digest(manifest, plan, step, row.tobytes()) for step, row in enumerate(cells, first))
+    return np.frombuffer(b"".join(digests), dtype=np.uint8).reshape(-1, 32)
 
 
 def encode_record(step: int, rows: int, plan: int, digest: bytes, check: int) -> tuple[bytes, int]:

@@ -277,11 +277,6 @@ class Replicated(Strategy):
             return f"what {kind} had not sent is shared out among {self.world.size} ranks, not {ranks}"
         return f"the first step of a process has other buckets, and {kind} depends on them"
 
-    def misplaced(self) -> str:
-        if self.line is None or (self.shard, self.layout.shards) == (self.world.rank, self.world.size):
-            return ""
-        return f"owns slice {self.shard} of {self.layout.shards}, and is rank {self.world.rank} of {self.world.size}"
-
     def _optimizer_state(self) -> dict[str, Tensor]:
         if self.line is None:
             return super()._optimizer_state()

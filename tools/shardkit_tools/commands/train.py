@@ -78,9 +78,6 @@ def train(
         raise ConfigurationError(
             "expected a configuration: shardkit train CONFIG [KEY=VALUE]…, or --join RUN"
         )
-    for setting in given:
-        if "=" not in setting:
-            raise ConfigurationError(f"{setting!r}: expected section.key=value after the configuration file")
     allowed = [key.strip() for key in allow_changes.split(",") if key.strip()]
     if join:
         code = trainer.join(config, join, given, nproc=nproc, restarts=restarts)
