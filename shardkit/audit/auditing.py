@@ -13,9 +13,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from shardkit.audit.plans import RunPlan, find_plans
-from shardkit.audit.replay import Coverage, cell_digests, replay
-from shardkit.audit.result import Audit, Report, Severity
+from shardkit.audit.plans import RunPlan, cell_digests, find_plans, replay
+from shardkit.audit.result import Audit, Coverage, Report, Severity
 from shardkit.audit.run_record import (
     STEP_NAME,
     CheckpointRecord,
