@@ -139,19 +139,12 @@ class CostCodes:
         load: Callable[[int], NDArray[np.uint8]],
     ) -> None:
         self._rows, self._starts, self._first, self._load = rows, starts, first, load
-        self._open()
-
-    def _open(self) -> None:
         self._lock = threading.Lock()
         self._kept: OrderedDict[int, NDArray[np.uint8]] = OrderedDict()
         self._bytes = 0
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("_rows", "_starts", "_first", "_load")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._open()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CostCodes, (self._rows, self._starts, self._first, self._load)  # another process loads its own
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -36,7 +36,7 @@ from shardkit_tools.importers.protocol import (
     SourceTask,
     shell_word,
 )
-from shardkit_tools.importers.source_files import check_suffixes, file_suffix, open_file, open_plain
+from shardkit_tools.importers.source_files import check_suffixes, file_suffix, open_plain
 
 _SCAN_ROWS = 100_000
 _MAX_CELL_CHARACTERS = 1 << 30
@@ -232,21 +232,22 @@ def _delimiter(file: SourceFile, encoding: str) -> str:
 def _rows(
     file: SourceFile, encoding: str, start: int = 0, stop: int | None = None, first: int = 0
 ) -> Iterator[list[str]]:
-    """The rows below the header, without empty lines; or those of a range, whose first row has that number."""
-    if start:
-        with open_file(file) as stream:
+    """The rows below the header, without empty lines; or those of a range, whose first row has that number.
+
+    A range begins with a row, or the header, and holds no empty lines: its lines are those of the rows.
+    """
+    stream = open_plain(file)
+    if start or stop is not None:
+        with stream:
             stream.seek(start)
-            part = io.BytesIO(stream.read((file.size if stop is None else stop) - start))
-        # A range begins with a row and holds no empty lines: its lines are those of the rows, below the header's.
-        plain = "utf-8" if encoding == _UTF8 else encoding
-        with closing(_cells(part, file, plain, line=first + 1)) as cells:
-            yield from cells
-        return
-    with open_plain(file) as stream:
-        whole = stream if stop is None else cast(BinaryIO, io.BytesIO(stream.read(stop)))
-        with closing(_cells(whole, file, encoding)) as cells:
+            part = stream.read((file.size if stop is None else stop) - start)
+        stream = cast(BinaryIO, io.BytesIO(part))
+    if start and encoding == _UTF8:
+        encoding = "utf-8"  # a mark stands at the begin of a file alone
+    with stream, closing(_cells(stream, file, encoding, line=first + 1 if start else 0)) as cells:
+        if not start:
             next(cells, None)
-            yield from (row for row in cells if row)
+        yield from (row for row in cells if row)
 
 
 def _cells(stream: BinaryIO, file: SourceFile, encoding: str, *, line: int = 0) -> Generator[list[str]]:

@@ -58,21 +58,17 @@ class WebDatasetImporter(FileImporter):
         (file,) = task.files
         types = {name: str(kind.required) for name, kind in self.fields.items()}
         optional = {name for name, kind in self.fields.items() if kind.optional}
+        read = _value_or_bytes if self.options.unchecked else value_of
         for found in _samples(file):
             where = f"{file.path} sample {found.key!r}"
             members = self.options.kept(found.members)
             try:
-                if self.options.unchecked:
-                    sample = {
-                        name: _value_or_bytes(extension, member.data, types.get(name, MIXED))
-                        for name, (extension, member) in members.items()
-                    }
-                else:
+                if not self.options.unchecked:
                     check_fields(members, types, where, optional)
-                    sample = {
-                        name: value_of(extension, types[name], member.data, f"{where} .{extension}")
-                        for name, (extension, member) in members.items()
-                    }
+                sample = {
+                    name: read(extension, types.get(name, MIXED), member.data, f"{where} .{extension}")
+                    for name, (extension, member) in members.items()
+                }
             except SourceError as error:
                 yield SourceFailure(file.name, found.row, error)
                 continue
@@ -120,10 +116,11 @@ def open_webdataset(source: Source, options: ImportOptions) -> WebDatasetImporte
     return WebDatasetImporter(source=source, fields=schema, options=options)
 
 
-def _value_or_bytes(extension: str, data: bytes, kind: str) -> object:
+def _value_or_bytes(extension: str, kind: str, data: bytes, where: str) -> object:
     """The value of a member, or the member itself where it is not what its extension says."""
     try:
-        return value_of(extension, field_type_of(extension, data, "") if kind == MIXED else kind, data, "")
+        known = field_type_of(extension, data, where) if kind == MIXED else kind
+        return value_of(extension, known, data, where)
     except SourceError:
         return data
 
