@@ -32,27 +32,17 @@ class PictureDecoder:
     """A decoder for ``decode=``: the loader allocates (rows, *shape) and hands each call its own row.
 
     It pickles, and looks up its libraries when it is made: a worker decodes as its parent does.
-
-    Attributes:
-        frame: what is seen of each picture.
-        size: (height, width).
-        augment: in this order, on bytes, after the crop.
-        normalise: mean and standard deviation, or None.
-        layout: of a row.
-        max_pixels: larger pictures are refused.
-        decoder, resizer: the libraries.
-        made_by: the same, with the versions that pixels depend on.
     """
 
-    frame: Framing
-    size: tuple[int, int]
-    augment: tuple[Augmentation, ...]
-    normalise: tuple[Sequence[float], Sequence[float]] | None
-    layout: Layout
-    max_pixels: int
-    decoder: str
-    resizer: str
-    made_by: str
+    frame: Framing  # what is seen of each picture
+    size: tuple[int, int]  # (height, width)
+    augment: tuple[Augmentation, ...]  # in this order, on bytes, after the crop
+    normalise: tuple[Sequence[float], Sequence[float]] | None  # mean and standard deviation, or None
+    layout: Layout  # of a row
+    max_pixels: int  # larger pictures are refused
+    decoder: str  # the library that decodes
+    resizer: str  # the library that resizes
+    made_by: str  # the same, with the versions that pixels depend on
 
     @property
     def shape(self) -> tuple[int, ...]:

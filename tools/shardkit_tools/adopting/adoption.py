@@ -59,26 +59,18 @@ class AdoptTask:
 
 @dataclass(frozen=True, slots=True)
 class AdoptedTar:
-    """What the manifest needs to know of one tar.
+    """What the manifest needs to know of one tar."""
 
-    Attributes:
-        number: of the task.
-        digest, size: of the tar. etag: its store's, empty where there is none.
-        index_digest, index_size: of its index; empty and 0 in a dry run.
-        block_rows, largest_block, raw_bytes: of its blocks.
-        runs: (values of the axes, rows) of each run of rows of one label, in order.
-    """
-
-    number: int
-    digest: str
+    number: int  # of the task
+    digest: str  # of the tar
     size: int
-    etag: str
-    index_digest: str
-    index_size: int
-    block_rows: int
+    etag: str  # its store's, empty where there is none
+    index_digest: str  # of its index; empty in a dry run
+    index_size: int  # 0 in a dry run
+    block_rows: int  # this and the next two: of its blocks
     largest_block: int
     raw_bytes: int
-    runs: Runs
+    runs: Runs  # (values of the axes, rows) of each run of rows of one label, in order
 
     @property
     def rows(self) -> int:
@@ -95,21 +87,13 @@ class AdoptedTar:
 
 @dataclass
 class AdoptWorker:
-    """Adopts tars; one per process.
+    """Adopts tars; one per process."""
 
-    Attributes:
-        repository: that adopts them; None to write nothing.
-        folder: the job directory.
-        schema: of every sample.
-        axes: fields by which runs are told apart.
-        block_bytes: target size of a block.
-    """
-
-    repository: Repository | None
-    folder: JobFolder
-    schema: Schema
-    axes: Sequence[str]
-    block_bytes: int
+    repository: Repository | None  # that adopts them; None to write nothing
+    folder: JobFolder  # the job directory
+    schema: Schema  # of every sample
+    axes: Sequence[str]  # fields by which runs are told apart
+    block_bytes: int  # target size of a block
 
     def close(self) -> None:
         """Nothing is kept open."""
@@ -170,32 +154,20 @@ def finished_tar(job: Job, repository: Repository, item: AdoptTask) -> AdoptedTa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adoption:
-    """What `adopt` did.
+    """What `adopt` did."""
 
-    Attributes:
-        manifest: of the version; None for a dry run.
-        commit: the log entry; None where the ref named this version already, and for a dry run.
-        moved: ref → (from, to) where it moved; from None: it is new.
-        schema: of the samples.
-        tars: number of them. rows: samples. stored_bytes: of the tars.
-        strata: name → rows.
-        promises: that do not hold, see `broken_promises`.
-        reused: tars that an earlier, killed run had read.
-        read_bytes: by this run. seconds: wall clock.
-    """
-
-    manifest: Manifest | None
-    commit: LogEntry | None
-    moved: Mapping[str, tuple[str | None, str]]
-    schema: Schema
-    tars: int
-    rows: int
-    stored_bytes: int
-    strata: Mapping[str, int]
-    promises: Mapping[str, str]
-    reused: int
-    read_bytes: int
-    seconds: float
+    manifest: Manifest | None  # of the version; None for a dry run
+    commit: LogEntry | None  # the log entry; None where the ref named this version already, and for a dry run
+    moved: Mapping[str, tuple[str | None, str]]  # ref → (from, to) where it moved; from None: it is new
+    schema: Schema  # of the samples
+    tars: int  # number of them
+    rows: int  # samples
+    stored_bytes: int  # of the tars
+    strata: Mapping[str, int]  # name → rows
+    promises: Mapping[str, str]  # that do not hold, see `broken_promises`
+    reused: int  # tars that an earlier, killed run had read
+    read_bytes: int  # by this run
+    seconds: float  # wall clock
 
 
 def adopt(

@@ -128,19 +128,13 @@ Report = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class ScannedTar:
-    """What one pass found.
+    """What one pass found."""
 
-    Attributes:
-        digest: ``sha256:<hex>`` of the whole tar.
-        index: its index.
-        runs: (values of the axes, rows) of each run of rows of one label, in order.
-        etag: that its store has for these bytes; empty where there is none.
-    """
-
-    digest: str
-    index: ShardIndex
+    digest: str  # `sha256:<hex>` of the whole tar
+    index: ShardIndex  # its index
+    # (values of the axes, rows) of each run of rows of one label, in order
     runs: tuple[tuple[tuple[str, ...], int], ...]
-    etag: str = ""
+    etag: str = ""  # that its store has for these bytes; empty where there is none
 
 
 class _TarRow(NamedTuple):

@@ -27,27 +27,17 @@ Phase: TypeAlias = Literal["read", "pack", "write", "commit"]
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A moment of a build.
+    """A moment of a build."""
 
-    Attributes:
-        phase: "read" (source to scratch), "pack" (documents to rows), "write" (scratch to shards), "commit".
-        rows: rows done in this phase, those of an earlier, killed run included.
-        done_bytes: bytes done in this phase: of the source while reading, of the rows while writing.
-        total_bytes: bytes of this phase.
-        seconds: since this phase began in this run.
-        rate: bytes per second since then, work of earlier runs not counted.
-        scratch_bytes: estimate of the scratch space that the build takes.
-        reused: finished units (tasks or shards) of an earlier, killed run.
-    """
-
+    # "read" (source to scratch), "pack" (documents to rows), "write" (scratch to shards), "commit"
     phase: Phase
-    rows: int
-    done_bytes: int
-    total_bytes: int
-    seconds: float
-    rate: float
-    scratch_bytes: int
-    reused: int
+    rows: int  # rows done in this phase, those of an earlier, killed run included
+    done_bytes: int  # bytes done in this phase: of the source while reading, of the rows while writing
+    total_bytes: int  # bytes of this phase
+    seconds: float  # since this phase began in this run
+    rate: float  # bytes per second since then, work of earlier runs not counted
+    scratch_bytes: int  # estimate of the scratch space that the build takes
+    reused: int  # finished units (tasks or shards) of an earlier, killed run
 
     @property
     def seconds_left(self) -> float | None:
@@ -199,62 +189,43 @@ class SkippedRow:
 
 @dataclass(frozen=True, slots=True)
 class PackReport:
-    """What packing did.
+    """What packing did."""
 
-    Attributes:
-        documents: packed. tokens: of all of them. rows: that they fill. padding: items of rows that hold none.
-    """
-
-    documents: int
-    tokens: int
-    rows: int
-    padding: int
+    documents: int  # packed
+    tokens: int  # of all of them
+    rows: int  # that they fill
+    padding: int  # items of rows that hold none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildResult:
-    """What a build did.
+    """What a build did."""
 
-    Attributes:
-        manifest: of all rows; None for a dry run.
-        splits: split → its manifest; empty for a dry run.
-        split_rows: split → rows.
-        commit: the log entry; None where every ref pointed there already, and for a dry run.
-        moved: ref → (from, to) of those that moved; from None: it is new.
-        rows: of the dataset. raw_bytes: in shards, before compression. shards: number of them.
-        strata: name → rows, without the pool. pooled: how many of them share the pool.
-        classes: class folder → its samples in the source. notes: what is unusual about the source.
-        source_bytes: read from the source. scratch_bytes: of encoded rows.
-        skipped: rows left out. skipped_file: where they are listed, or None.
-        duplicates: rows left out because an earlier one has the same value.
-        packed: what packing did, or None.
-        reused_tasks, reused_shards: work of an earlier, killed run.
-        space: what a dry run says the build will need on its disks, and what is free there.
-        seconds: wall clock.
-    """
-
-    manifest: Manifest | None
-    splits: Mapping[str, Manifest] = field(default_factory=dict)
-    split_rows: Mapping[str, int] = field(default_factory=dict)
+    manifest: Manifest | None  # of all rows; None for a dry run
+    splits: Mapping[str, Manifest] = field(default_factory=dict)  # split → its manifest; empty for a dry run
+    split_rows: Mapping[str, int] = field(default_factory=dict)  # split → rows
+    # the log entry; None where every ref pointed there already, and for a dry run
     commit: LogEntry | None = None
+    # ref → (from, to) of those that moved; from None: it is new
     moved: Mapping[str, tuple[str | None, str]] = field(default_factory=dict)
-    rows: int
-    raw_bytes: int
-    shards: int
-    strata: Mapping[str, int]
-    pooled: int
-    classes: Mapping[str, int] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    source_bytes: int
-    scratch_bytes: int
-    skipped: tuple[SkippedRow, ...] = ()
-    skipped_file: str | None = None
-    duplicates: int = 0
-    packed: PackReport | None = None
-    reused_tasks: int = 0
-    reused_shards: int = 0
+    rows: int  # of the dataset
+    raw_bytes: int  # in shards, before compression
+    shards: int  # number of them
+    strata: Mapping[str, int]  # name → rows, without the pool
+    pooled: int  # how many of them share the pool
+    classes: Mapping[str, int] = field(default_factory=dict)  # class folder → its samples in the source
+    notes: tuple[str, ...] = ()  # what is unusual about the source
+    source_bytes: int  # read from the source
+    scratch_bytes: int  # of encoded rows
+    skipped: tuple[SkippedRow, ...] = ()  # rows left out
+    skipped_file: str | None = None  # where they are listed, or None
+    duplicates: int = 0  # rows left out because an earlier one has the same value
+    packed: PackReport | None = None  # what packing did, or None
+    reused_tasks: int = 0  # of an earlier, killed run
+    reused_shards: int = 0  # likewise
+    # what a dry run says the build will need on its disks, and what is free there
     space: tuple[SpaceNeed, ...] = ()
-    seconds: float = 0.0
+    seconds: float = 0.0  # wall clock
 
 
 # ---- Room: estimated from below, so that nothing is refused that would have fitted. A full disk in the middle of a
@@ -269,21 +240,13 @@ _TEXT_IMPORTERS = frozenset({"csv", "jsonl", "text"})
 
 @dataclass(frozen=True, slots=True)
 class SpaceNeed:
-    """What one folder needs.
+    """What one folder needs."""
 
-    Attributes:
-        what: "scratch" or "shards".
-        folder: where.
-        need_bytes: about.
-        free_bytes: there now.
-        device: of the file system.
-    """
-
-    what: str
-    folder: str
-    need_bytes: int
-    free_bytes: int
-    device: int
+    what: str  # "scratch" or "shards"
+    folder: str  # where
+    need_bytes: int  # about
+    free_bytes: int  # there now
+    device: int  # of the file system
 
 
 def least_bytes(version: NewVersion, source_bytes: int) -> int:

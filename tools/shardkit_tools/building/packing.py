@@ -37,23 +37,14 @@ _GROUP_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class PackSettings:
-    """What is packed into what.
+    """What is packed into what."""
 
-    Attributes:
-        field: the ragged field.
-        length: items of a row.
-        documents: schema of what is packed.
-        rows: schema of what comes out: the field, the boundaries, and what the dataset is stratified by.
-        axes: by which it is stratified.
-        format: of the shards, for sizes.
-    """
-
-    field: str
-    length: int
-    axes: tuple[str, ...]
-    documents: Schema
-    rows: Schema
-    format: str
+    field: str  # the ragged field
+    length: int  # items of a row
+    axes: tuple[str, ...]  # by which it is stratified
+    documents: Schema  # schema of what is packed
+    rows: Schema  # schema of what comes out: the field, the boundaries, and what the dataset is stratified by
+    format: str  # of the shards, for sizes
 
     @classmethod
     def of(cls, documents: Schema, field: str, length: int, axes: Sequence[str], format: str) -> PackSettings:
@@ -80,26 +71,17 @@ class PackSettings:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Documents:
-    """Documents for one process; arrays have one entry per document, those of a group lie together.
+    """Documents for one process; arrays have one entry per document, those of a group lie together."""
 
-    Attributes:
-        number: of this item.
-        group_start: int64[groups + 1].
-        ordinal, records, items, split: see `Rows`.
-        identity: uint64[n, 2].
-        stratum: texts of the stratum of each group.
-        raw_bytes: of all of them.
-    """
-
-    number: int
-    group_start: NDArray[np.int64]
-    ordinal: NDArray[np.int64]
+    number: int  # of this item
+    group_start: NDArray[np.int64]  # int64[groups + 1]
+    ordinal: NDArray[np.int64]  # see `Rows`, as for records and split
     records: Records
     items: NDArray[np.int64]
     split: NDArray[np.uint64]
-    identity: NDArray[np.uint64]
-    stratum: tuple[tuple[str, ...], ...]
-    raw_bytes: int
+    identity: NDArray[np.uint64]  # uint64[n, 2]
+    stratum: tuple[tuple[str, ...], ...]  # texts of the stratum of each group
+    raw_bytes: int  # of all of them
 
     def __str__(self) -> str:
         return f"documents to pack, part {self.number}"
@@ -153,22 +135,14 @@ def _item(rows: Rows, number: int, places: NDArray[np.int64], borders: NDArray[n
 
 @dataclass
 class PackWorker:
-    """Packs documents; one per process.
+    """Packs documents; one per process."""
 
-    Attributes:
-        settings: of the packing.
-        seed: of the shuffle, None where rows keep their order.
-        folder: the job directory.
-        parts: names of the scratch files of the documents.
-        run_bytes: of `RowSpool`.
-    """
-
-    settings: PackSettings
+    settings: PackSettings  # of the packing
     _: KW_ONLY
-    seed: int | None
-    folder: JobFolder
-    parts: Sequence[str]
-    run_bytes: int
+    seed: int | None  # of the shuffle, None where rows keep their order
+    folder: JobFolder  # the job directory
+    parts: Sequence[str]  # names of the scratch files of the documents
+    run_bytes: int  # of `RowSpool`
 
     def __post_init__(self) -> None:
         settings = self.settings
@@ -278,14 +252,10 @@ def _identity(document: NDArray[np.uint64], start: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packing:
-    """Which pieces of which documents a row holds, in document order.
+    """Which pieces of which documents a row holds, in document order."""
 
-    Attributes:
-        row_start: int64[rows + 1]; the pieces of row r are row_start[r] … row_start[r + 1].
-        document, start, length: int64[pieces]; a piece is items start … start + length of a document.
-    """
-
-    row_start: NDArray[np.int64]
+    row_start: NDArray[np.int64]  # int64[rows + 1]; the pieces of row r are row_start[r] … row_start[r + 1]
+    # document, start, length: int64[pieces]; a piece is items start … start + length of a document
     document: NDArray[np.int64]
     start: NDArray[np.int64]
     length: NDArray[np.int64]

@@ -67,17 +67,11 @@ ITEMS = "items"
 
 @dataclass(frozen=True, slots=True)
 class RowMarks:
-    """What pass 1 notes of every row beyond its size: the digest of one field, the number of items of another.
+    """What pass 1 notes of every row beyond its size: the digest of one field, the number of items of another."""
 
-    Attributes:
-        unique: place in the schema of the field whose values are to be different, or None.
-        packed: place of the ragged field whose items are counted, or None.
-        item_bytes: of one of its items.
-    """
-
-    unique: int | None = None
-    packed: int | None = None
-    item_bytes: int = 1
+    unique: int | None = None  # place in the schema of the field whose values are to be different, or None
+    packed: int | None = None  # place of the ragged field whose items are counted, or None
+    item_bytes: int = 1  # of one of its items
 
     @classmethod
     def of(cls, schema: Schema, *, unique: str | None, packed: str | None) -> RowMarks:
@@ -152,24 +146,15 @@ class ReadTask:
 
 @dataclass(frozen=True, slots=True)
 class TaskFacts:
-    """What pass 1 found in a task, apart from its rows.
+    """What pass 1 found in a task, apart from its rows."""
 
-    Attributes:
-        number: of the task.
-        part: name of the scratch file, "" where nothing was kept.
-        part_bytes: its size.
-        files: digests of the task's files, where it made them.
-        skipped: rows left out.
-        extents: whether payloads are in the task's files instead of in the part.
-        states: of these files, see `file_state`, where they are watched until the rows are written.
-    """
-
-    number: int
-    part: str
-    part_bytes: int
-    files: tuple[SourceDigest, ...] = ()
-    skipped: tuple[SkippedRow, ...] = ()
-    extents: bool = False
+    number: int  # of the task
+    part: str  # name of the scratch file, "" where nothing was kept
+    part_bytes: int  # its size
+    files: tuple[SourceDigest, ...] = ()  # digests of the task's files, where it made them
+    skipped: tuple[SkippedRow, ...] = ()  # rows left out
+    extents: bool = False  # whether payloads are in the task's files instead of in the part
+    # of these files, see `file_state`, where they are watched until the rows are written
     states: tuple[int, ...] = ()
 
 
@@ -216,28 +201,17 @@ class _HasToBeLookedAt(Exception):
 
 @dataclass
 class ReadWorker:
-    """Reads tasks; one per process.
+    """Reads tasks; one per process."""
 
-    Attributes:
-        importer: of the source.
-        encoder: of the dataset.
-        seed: of the shuffle, None where rows keep their order.
-        folder: the job directory.
-        skip: leave out rows that cannot be read instead of failing.
-        run_bytes: of `RowSpool`.
-        marks: what else is noted of every row.
-        in_place: leave payloads in the source where the importer can.
-    """
-
-    importer: Importer
-    encoder: RowEncoder
+    importer: Importer  # of the source
+    encoder: RowEncoder  # of the dataset
     _: KW_ONLY
-    seed: int | None
-    folder: JobFolder
-    skip: bool
-    run_bytes: int
-    marks: RowMarks
-    in_place: bool = False
+    seed: int | None  # of the shuffle, None where rows keep their order
+    folder: JobFolder  # the job directory
+    skip: bool  # leave out rows that cannot be read instead of failing
+    run_bytes: int  # of `RowSpool`
+    marks: RowMarks  # what else is noted of every row
+    in_place: bool = False  # leave payloads in the source where the importer can
 
     def __post_init__(self) -> None:
         self._reads_whole = isinstance(self.importer, FileImporter) and self.importer.reads_whole_files
@@ -466,20 +440,13 @@ _MAX_RECORD_BYTES = 10_000
 
 @dataclass
 class WriteWorker:
-    """Writes shards; one per process.
+    """Writes shards; one per process."""
 
-    Attributes:
-        repository: where to.
-        version: schema, format and compression.
-        folder: the job directory.
-        parts: names of the scratch files, by number of the part.
-        files: number of a part whose payloads are in the source → paths of its task's files.
-    """
-
-    repository: Repository
-    version: NewVersion
-    folder: JobFolder
-    parts: Sequence[str]
+    repository: Repository  # where to
+    version: NewVersion  # schema, format and compression
+    folder: JobFolder  # the job directory
+    parts: Sequence[str]  # names of the scratch files, by number of the part
+    # number of a part whose payloads are in the source → paths of its task's files
     files: Mapping[int, Sequence[str]]
 
     def __post_init__(self) -> None:

@@ -223,18 +223,13 @@ _HOW = "pass --split-folders to make every first folder a ref, or --no-split-fol
 
 @dataclass(frozen=True)
 class FolderLayout:
-    """Splits and classes of a source.
+    """Splits and classes of a source."""
 
-    Attributes:
-        splits: first folder → ref; empty where there are no splits.
-        classes: names of the class folders over all splits, sorted; empty where there are no classes.
-        counts: class → samples; notes: what is unusual about it, for people.
-    """
-
-    splits: Mapping[str, str]
+    splits: Mapping[str, str]  # first folder → ref; empty where there are no splits
+    # names of the class folders over all splits, sorted; empty where there are no classes
     classes: tuple[str, ...]
-    counts: Mapping[str, int]
-    notes: tuple[str, ...]
+    counts: Mapping[str, int]  # class → samples
+    notes: tuple[str, ...]  # what is unusual about it, for people
 
     def label(self, name: str) -> int:
         """The number of the class of a file."""

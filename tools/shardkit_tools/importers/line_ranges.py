@@ -16,14 +16,10 @@ _MAX_LINE_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class LineTasks:
-    """Tasks over files of lines.
+    """Tasks over files of lines."""
 
-    Attributes:
-        tasks: in source order; large files are cut at line ends, small ones grouped.
-        first_lines: (file name, first byte) → number of the line that starts there, for ranges of a cut file.
-    """
-
-    tasks: tuple[SourceTask, ...]
+    tasks: tuple[SourceTask, ...]  # in source order; large files are cut at line ends, small ones grouped
+    # (file name, first byte) → number of the line that starts there, for ranges of a cut file
     first_lines: dict[tuple[str, int], int]
 
     def read(self, file: SourceFile, task: SourceTask) -> Iterator[tuple[int, bytes]]:

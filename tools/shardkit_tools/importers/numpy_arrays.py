@@ -45,17 +45,12 @@ _PIECE_BYTES = 1 << 20  # stays in the cache of a processor between being read a
 
 @dataclass(frozen=True)
 class ArrayHeader:
-    """What the header of an array says.
-
-    Attributes:
-        columns_first: Fortran order: a row is not one run of bytes.
-        offset: first byte of the data.
-    """
+    """What the header of an array says."""
 
     dtype: str
     shape: tuple[int, ...]
-    columns_first: bool
-    offset: int
+    columns_first: bool  # Fortran order: a row is not one run of bytes
+    offset: int  # first byte of the data
 
     @property
     def row_bytes(self) -> int:

@@ -208,78 +208,54 @@ def parse_pairs(texts: Iterable[str], option: str, expected: str) -> dict[str, s
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """One file of a source.
+    """One file of a source."""
 
-    Attributes:
-        name: relative to the source root, ``/`` between parts; the same on every machine. It goes into the manifest.
-        path: where this machine finds it. It never leaves this machine.
-        size: in bytes.
-        stamp: any text that changes when the content does (modification time in ns, ETag). Finished work of a killed
-            build is reused only where name, size and stamp are what they were.
-    """
-
+    # relative to the source root, `/` between parts; the same on every machine; it goes into the manifest
     name: str
-    path: str
-    size: int
+    path: str  # where this machine finds it; it never leaves this machine
+    size: int  # in bytes
+    # any text that changes when the content does (modification time in ns, ETag): finished work of a killed build is
+    # reused only where name, size and stamp are what they were
     stamp: str
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A listed source.
+    """A listed source."""
 
-    Attributes:
-        given: the source as the user typed it, for messages.
-        files: sorted by name.
-        is_single_file: the user named one file, not a folder or a glob.
-        left_out: what was there and is no sample → why, where the user lets it be left out.
-        notes: what a person may want to know of it; importers add to them.
-    """
-
-    given: str
-    files: tuple[SourceFile, ...]
-    is_single_file: bool = False
+    given: str  # the source as the user typed it, for messages
+    files: tuple[SourceFile, ...]  # sorted by name
+    is_single_file: bool = False  # the user named one file, not a folder or a glob
+    # what was there and is no sample → why, where the user lets it be left out
     left_out: Mapping[str, str] = field(default_factory=dict)
+    # what a person may want to know of it; importers add to them
     notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class SourceTask:
-    """A share of the source that one process reads in one go (aim: 16 to 256 MiB).
+    """A share of the source that one process reads in one go (aim: 16 to 256 MiB)."""
 
-    Attributes:
-        name: unique within the source, for reports; no path of this machine.
-        files: what the task reads. A file may appear in several tasks (ranges of it).
-        size: bytes that this task reads, to balance work and show progress.
-        start, stop: the range of the file, in whatever unit the importer counts (bytes, rows); stop is exclusive and
-            None means the end. Meaningful only to the importer.
-    """
-
-    name: str
-    files: tuple[SourceFile, ...]
-    size: int
+    name: str  # unique within the source, for reports; no path of this machine
+    files: tuple[SourceFile, ...]  # what the task reads; a file may appear in several tasks (ranges of it)
+    size: int  # bytes that this task reads, to balance work and show progress
+    # start, stop: the range of the file, in whatever unit the importer counts (bytes, rows); stop is exclusive and
+    # None means the end; meaningful only to the importer
     start: int = 0
     stop: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SourceSample:
-    """One sample as the source has it, before it is encoded by the schema.
+    """One sample as the source has it, before it is encoded by the schema."""
 
-    Attributes:
-        sample: field → value, as `shardkit.create(...).add` takes it.
-        key: the source's own name of the row (any text; made to fit by `shardkit.formats.fit_key`), unique in the
-            source; None where the source has none: it is then generated from the row's ordinal.
-        source_name: `SourceFile.name` of the file that the row comes from.
-        source_row: its row in that file, counted from 0.
-        piece: its number among the samples that were made of this row; 0 where there is one only.
-    """
-
-    sample: Mapping[str, object]
+    sample: Mapping[str, object]  # field → value, as `shardkit.create(...).add` takes it
+    # the source's own name of the row (any text; made to fit by `shardkit.formats.fit_key`), unique in the source;
+    # None where the source has none: it is then generated from the row's ordinal
     key: str | None
-    source_name: str
-    source_row: int
-    piece: int = 0
+    source_name: str  # `SourceFile.name` of the file that the row comes from
+    source_row: int  # its row in that file, counted from 0
+    piece: int = 0  # its number among the samples that were made of this row; 0 where there is one only
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,16 +280,12 @@ def row_name(row: SourceSample | SourceFailure, paths: Mapping[str, str]) -> str
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleColumns:
-    """Neighbouring rows of a file without keys, field by field: the same as a `SourceSample` for each.
+    """Neighbouring rows of a file without keys, field by field: the same as a `SourceSample` for each."""
 
-    Attributes:
-        columns: stored column → array (n, …), whose rows are the values of the samples; or where they are.
-        source_name: of the file. first_row: the row in it of the first sample; the others follow.
-    """
-
+    # stored column → array (n, …), whose rows are the values of the samples; or where they are
     columns: Mapping[str, NDArray[Any] | ExtentColumn]
-    source_name: str
-    first_row: int
+    source_name: str  # of the file
+    first_row: int  # the row in it of the first sample; the others follow
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values())))
@@ -366,38 +338,27 @@ SampleStream: TypeAlias = Iterator[SampleColumns | SourceSample | SourceFailure]
 
 @dataclass(frozen=True, slots=True)
 class ReadMode:
-    """How a build reads a task.
+    """How a build reads a task."""
 
-    Attributes:
-        in_place: large payloads may stay in the source: extents stand in their place, and they are read again when
-            their shard is written.
-        states: of the task's files (`file_state`), which those extents are bound to; empty where files are read whole.
-        seen: called with every file that was read whole, and its bytes, so that nobody reads it again for its digest.
-    """
-
+    # large payloads may stay in the source: extents stand in their place, and they are read again when their shard is
+    # written
     in_place: bool = False
+    # of the task's files (`file_state`), which those extents are bound to; empty where files are read whole
     states: Sequence[int] = ()
+    # called with every file that was read whole, and its bytes, so that nobody reads it again for its digest
     seen: Callable[[SourceFile, bytes], None] = lambda file, data: None
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileImporter:
-    """An `Importer` that gives neighbouring rows at once where the source does, and may leave payloads where they are.
+    """An `Importer` that gives neighbouring rows at once where the source does, and may leave payloads in place."""
 
-    Attributes:
-        name: of the importer, in the recipe.
-        source: its files.
-        options: what the user said of them.
-        fields: of every sample, by the names that the source has.
-        labels: names of the values of the source's field ``label``.
-    """
+    name: ClassVar[str]  # of the importer, in the recipe
 
-    name: ClassVar[str]
-
-    source: Source
-    options: ImportOptions
-    fields: Schema
-    labels: tuple[str, ...] = ()
+    source: Source  # its files
+    options: ImportOptions  # what the user said of them
+    fields: Schema  # of every sample, by the names that the source has
+    labels: tuple[str, ...] = ()  # names of the values of the source's field `label`
 
     @cached_property
     def _stored(self) -> dict[str, str]:

@@ -64,34 +64,22 @@ class Stream(Protocol):
 
 
 class Member(NamedTuple):
-    """One file of a tar.
+    """One file of a tar."""
 
-    Attributes:
-        name: its path inside the tar, with `/`, never absolute, never with `..`.
-        data: its bytes.
-        start: where its first header begins.
-        offset: where its bytes begin.
-        end: where its padding ends.
-    """
-
-    name: str
-    data: bytes
-    start: int = 0
-    offset: int = 0
-    end: int = 0
+    name: str  # its path inside the tar, with `/`, never absolute, never with `..`
+    data: bytes  # its bytes
+    start: int = 0  # where its first header begins
+    offset: int = 0  # where its bytes begin
+    end: int = 0  # where its padding ends
 
 
 @dataclass(slots=True)
 class TarSample:
-    """Members that share a name up to its first dot.
-
-    Attributes:
-        row: its number in the tar.
-        members: field → (extension in lower case, member).
-    """
+    """Members that share a name up to its first dot."""
 
     key: str
-    row: int
+    row: int  # its number in the tar
+    # field → (extension in lower case, member)
     members: dict[str, tuple[str, Member]] = field(default_factory=dict)
 
 

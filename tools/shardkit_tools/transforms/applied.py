@@ -42,15 +42,10 @@ _MAX_MESSAGE = 500
 
 @dataclass(frozen=True, slots=True)
 class AppliedFunction:
-    """A function by name.
+    """A function by name."""
 
-    Attributes:
-        name: ``package.module:function``.
-        digest: SHA-256 (hex) of the source file that defines it. What that file imports is not in it.
-    """
-
-    name: str
-    digest: str
+    name: str  # `package.module:function`
+    digest: str  # SHA-256 (hex) of the source file that defines it; what that file imports is not in it
 
     @classmethod
     def find(cls, function: str | Callable[..., Any]) -> AppliedFunction:
@@ -232,17 +227,11 @@ def find_text_field(schema: Schema, named: str | None = None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TextTokenizer:
-    """A tokenizer file.
+    """A tokenizer file."""
 
-    Attributes:
-        path: of the file on this machine.
-        digest: its SHA-256 (hex).
-        dtype: of the tokens: uint16 where the vocabulary fits, else int32.
-    """
-
-    path: str
-    digest: str
-    dtype: str
+    path: str  # of the file on this machine
+    digest: str  # its SHA-256 (hex)
+    dtype: str  # of the tokens: uint16 where the vocabulary fits, else int32
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> TextTokenizer:
