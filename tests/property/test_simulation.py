@@ -44,7 +44,7 @@ def needed_bytes(described: Cluster) -> int:
     plan = make_plan(population, global_batch=60, lanes=12, seed=described.work.seed)
     blocks = BlockMap.of(population)
     samples = plan.steps(0, plan.loop_steps).ravel()
-    return int(blocks.weigh(np.unique(blocks.blocks_of(samples)))[0].sum())
+    return int(blocks.weigh(np.unique(blocks.locate(samples)[2]))[0].sum())
 
 
 @settings(max_examples=12, deadline=None)

@@ -171,7 +171,7 @@ def test_blocks_of_a_population() -> None:
     blocks = BlockMap.of(population)
     assert population.rows == 100
     samples = np.arange(100)
-    found = blocks.blocks_of(samples)
+    found = blocks.locate(samples)[2]
     assert (np.diff(found) >= 0).all()
     assert found[-1] == blocks.num_blocks - 1
     sizes, _ = blocks.weigh(np.arange(blocks.num_blocks))
@@ -189,7 +189,7 @@ def test_needs_are_the_cells_of_the_plan() -> None:
     group = np.searchsorted(starts, needs.step, side="right") - 1
     for number in range(len(starts) - 1):
         steps = range(*starts[number : number + 2].tolist())
-        cells = {k: blocks.blocks_of(plan.steps(k, k + 1, [1, 2]).ravel()).tolist() for k in steps}
+        cells = {k: blocks.locate(plan.steps(k, k + 1, [1, 2]).ravel())[2].tolist() for k in steps}
         expected = list(dict.fromkeys(block for cell in cells.values() for block in cell))
         mine = group == number
         assert needs.block[mine].tolist() == expected

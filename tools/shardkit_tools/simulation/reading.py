@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 import shardkit
 from shardkit.dataset.dataset import population_of
 from shardkit.errors import ConfigurationError
-from shardkit.loader.schedule import most_steps
+from shardkit.loader.schedule import most_steps, plan_group
 from shardkit.plan import Plan, Population, assign
 from shardkit.reading.cache.eviction import FurthestFirst
 from shardkit_tools.simulation.cluster import Cluster, Data
@@ -32,7 +33,6 @@ Tell = Callable[[str], None]
 
 _SHARD_BYTES = 256 << 20
 _ROW_BYTES = 100_000
-_CHUNK_ROWS = 1 << 21
 _GROUPS_AHEAD = 2  # that are planned beside the one whose steps are worked, as in `loader.pipeline`
 _JOINED = 16  # blocks among which reading ahead finds those that lie end to end (`reading.cache`)
 _LANE_ROWS = 100_000  # what opening a lane's hand for an epoch costs, in rows drawn
@@ -126,12 +126,11 @@ class BlockMap:
         """Bytes of a whole block."""
         return int((self.block_rows * self.row_bytes).max())
 
-    def blocks_of(self, samples: Int64s) -> Int64s:
-        """Dataset-wide block of each sample."""
+    def locate(self, samples: Int64s) -> tuple[Int64s, Int64s, Int64s, Int64s]:
+        """Shard of each sample, row in its segment, dataset-wide block, row in the block."""
         segment = np.searchsorted(self.first_sample, samples, side="right") - 1
-        inside = samples - self.first_sample[segment]
-        blocks: Int64s = self.first_block[segment] + inside // self.block_rows[segment]
-        return blocks
+        row, size = samples - self.first_sample[segment], self.block_rows[segment]
+        return self.shard[segment].astype(np.int64), row, self.first_block[segment] + row // size, row % size
 
     def weigh(self, blocks: Int64s) -> tuple[Int64s, NDArray[np.int32]]:
         """Stored bytes of each block, and its shard."""
@@ -197,48 +196,27 @@ def rank_needs(
         memory: bytes that these lanes have for blocks.
         share: of the rank's lanes.
     """
-    steps = plan.loop_steps
-    rows = max(1, round(plan.cell_size * len(lanes) / share))
+    steps, own = plan.loop_steps, list(lanes)
+    rows = max(1, round(plan.cell_size * len(own) / share))
     row_bytes = max(1, int(blocks.row_bytes.mean())) if len(blocks.row_bytes) else 1
     most = most_steps(rows, rows * row_bytes)
-    while most > 1 and _distinct(plan, blocks, lanes, min(steps, most)) * blocks.largest > memory:
+    while most > 1:
+        first = min(
+            steps - min(steps, most), min(steps, most) * 4 // 3
+        )  # the short groups come before a long one
+        longest = plan_group(plan, blocks.locate, own, range(first, first + min(steps, most)))
+        if len(longest.blocks) * blocks.largest <= memory:
+            break
         most //= 2
-    own = group_starts(steps, most)
-    starts = np.concatenate([own[:-1] + epoch * steps for epoch in range(epochs)] + [[epochs * steps]])
-    at_once = max(1, _CHUNK_ROWS // (plan.cell_size * len(lanes) * most))
+    starts = group_starts(steps, most).tolist()
     parts = []
-    for first in range(0, len(starts) - 1, at_once):
-        step, last, block = _needed(plan, blocks, lanes, starts[first : first + at_once + 1])
-        group = np.searchsorted(starts, step, side="right") - 1
-        opening = group // (len(own) - 1) * (len(own) - 1)  # an epoch's groups are planned when it begins
-        parts.append((step, last, block, starts[np.maximum(opening, group - _GROUPS_AHEAD)]))
+    for begin in range(0, epochs * steps, steps):  # an epoch's groups are planned when it begins
+        for number, (first, last) in enumerate(itertools.pairwise(starts)):
+            group = plan_group(plan, blocks.locate, own, range(begin + first, begin + last))
+            planned = begin + starts[max(0, number - _GROUPS_AHEAD)]
+            ends = (group.first + begin + first, group.last + begin + first)
+            parts.append((*ends, group.blocks, np.full(len(group.blocks), planned)))
     return Needs(*(np.concatenate(column) for column in zip(*parts, strict=True)))
-
-
-def _distinct(plan: Plan, blocks: BlockMap, lanes: Sequence[int], steps: int) -> int:
-    """Blocks of the longest group of an epoch, which begins after the short ones."""
-    start = min(plan.loop_steps - steps, steps * 4 // 3)
-    samples = plan.steps(start, start + steps, lanes).ravel()
-    return len(np.unique(blocks.blocks_of(samples[samples >= 0])))
-
-
-def _needed(
-    plan: Plan, blocks: BlockMap, lanes: Sequence[int], starts: Int64s
-) -> tuple[Int64s, Int64s, Int64s]:
-    """First and last step and block of each need of some groups."""
-    begin, end = int(starts[0]), int(starts[-1])
-    # (steps, samples of these lanes): lanes one after the other, as the loader concatenates them
-    cells = plan.steps(begin, end, lanes).reshape(end - begin, -1)
-    step, place = np.nonzero(cells >= 0)
-    block = blocks.blocks_of(cells[step, place])
-    step += begin
-    keys = (np.searchsorted(starts, step, side="right") - 1) * blocks.num_blocks + block
-    order = np.argsort(keys, kind="stable")
-    begins = np.flatnonzero(np.diff(keys[order], prepend=-1))
-    first, last = order[begins], order[np.append(begins[1:], len(order))[: len(begins)] - 1]
-    by_need = np.argsort(first)
-    first, last = first[by_need], last[by_need]
-    return step[first], step[last], block[first]
 
 
 def through_memory(needs: Needs, room: int) -> tuple[Bools, Int64s]:
