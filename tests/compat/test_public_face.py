@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from public_face import collect
-from public_face.__main__ import CHANGELOG, FROZEN, RELEASED, freeze, load
-from public_face.comparing import differences, report, unexplained
+from public_face.__main__ import CHANGELOG, FROZEN, RELEASED, freeze, load, report
+from public_face.comparing import differences, unexplained
 
 if TYPE_CHECKING:
     from public_face.comparing import Face

@@ -15,8 +15,6 @@ from __future__ import annotations
 from public_face import declared, observed
 from public_face.comparing import Face
 
-__all__ = ["collect"]
-
 
 def collect() -> tuple[Face, Face]:
     """Meanings and words of everything public, from the code that is imported."""

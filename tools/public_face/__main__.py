@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from public_face import collect
-from public_face.comparing import Face, differences, report, unexplained
-
-__all__ = ["CHANGELOG", "FROZEN", "RELEASED", "freeze", "load", "main"]
+from public_face.comparing import Difference, Face, differences, unexplained
 
 _TOP: Final = Path(__file__).resolve().parents[2]
 CHANGELOG: Final = _TOP / "CHANGELOG.md"
@@ -34,6 +32,11 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     face, words = collect()
     return freeze(face, words, FROZEN, RELEASED, CHANGELOG.read_text(encoding="utf-8"), check=given.check)
+
+
+def report(found: list[Difference]) -> str:
+    """As people read it."""
+    return "\n".join(map(str, found))
 
 
 def freeze(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from typing import Final, NamedTuple, TypeAlias
 
-__all__ = ["Difference", "Face", "Names", "differences", "report", "unexplained"]
-
 Names: TypeAlias = dict[str, str]
 Face: TypeAlias = dict[str, Names]
 """section → name → meaning, or words."""
@@ -74,8 +72,3 @@ def _words(name: str) -> set[str]:
     """The words of a name, the packages before it left out; users know some by a method of a dataset."""
     plain = re.sub(r"\bshardkit\w*[. ]([a-z_]+\.)*(?=\w)", "", name).lower()
     return {_KNOWN_AS.get(word, word) for word in re.findall(r"[\w-]+", plain)}
-
-
-def report(lines: list[Difference]) -> str:
-    """As people read it."""
-    return "\n".join(map(str, lines))

@@ -17,18 +17,6 @@ from typing import Annotated, Any, Final, Literal, TypeAlias, get_args, get_orig
 from public_face.comparing import Names
 from public_face.sources import find_dataclass, head, shown
 
-__all__ = [
-    "commands",
-    "errors",
-    "exit_codes",
-    "extras",
-    "metrics",
-    "python_names",
-    "settings",
-    "trainer_settings",
-]
-
-
 SETTINGS: Final = (
     # dataclasses whose fields are settings: a package, and the name, wherever in the package it lives
     ("shardkit", "LoaderConfig"), ("shardkit", "Rebalancing"), ("shardkit", "ReadSettings"),
@@ -174,8 +162,7 @@ def settings() -> Names:
     """Fields of the classes of settings."""
     found: Names = {}
     for package, name in SETTINGS:
-        if (kind := find_dataclass(package, name)) is not None:
-            _walk_fields(kind, "plan" if package == "shardkit.plan" else name, found)
+        _walk_fields(find_dataclass(package, name), "plan" if package == "shardkit.plan" else name, found)
     return found
 
 
@@ -217,8 +204,7 @@ def _walk_keys(kind: Any, prefix: str, found: Names) -> None:
             default = one.default_factory()
         found[key] = f"{_expected(hint)}, default {shown(default)}"
         for allowed in get_args(hint)[1:] if get_origin(hint) is Annotated else ():
-            if hasattr(allowed, "text"):  # 0.1 had lower bounds alone
-                found[f"{key} range"] = allowed.text(get_args(hint)[0])
+            found[f"{key} range"] = allowed.text(get_args(hint)[0])
         inner = get_args(hint)
         if get_origin(hint) is list and dataclasses.is_dataclass(inner[0]):
             _walk_keys(inner[0], f"{key}[].", found)
@@ -248,10 +234,8 @@ def errors() -> tuple[Names, Names]:
 
 def exit_codes() -> Names:
     """Number → name."""
-    try:
-        from shardkit.exit_codes import ExitCode
-    except ImportError:  # 0.1
-        return {}
+    from shardkit.exit_codes import ExitCode
+
     return {str(int(one)): one.name for one in ExitCode}
 
 

@@ -11,8 +11,6 @@ from pathlib import Path
 from public_face.comparing import Face
 from public_face.sources import find_function, sources, text_of
 
-__all__ = ["events", "live_names"]
-
 
 def live_names() -> Face:
     """`loader.stats()`, telemetry and control.toml, as a loader with a cache, a copy and a run directory has them."""

@@ -12,8 +12,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["find_dataclass", "find_function", "head", "shown", "sources", "text_of"]
-
 
 def sources(*packages: str) -> list[Path]:
     """The modules of packages, as files."""
@@ -36,11 +34,11 @@ def _definitions(package: str, pattern: str) -> Iterator[str]:
 
 
 def find_dataclass(package: str, name: str) -> Any:
-    """A class of settings, wherever in the package it lives; None where there is none."""
-    for module in _definitions(package, rf"^class {name}\b"):
-        if dataclasses.is_dataclass(kind := getattr(importlib.import_module(module), name)):
-            return kind
-    return None
+    """A class of settings, wherever in the package it lives."""
+    found = (
+        getattr(importlib.import_module(one), name) for one in _definitions(package, rf"^class {name}\b")
+    )
+    return next(filter(dataclasses.is_dataclass, found))
 
 
 def find_function(name: str) -> list[Any]:
