@@ -54,25 +54,9 @@ def arrivals(draws: Draws, per_second: float) -> Iterator[float]:
         yield now
 
 
-@dataclass(frozen=True)
-class Recovery:
-    """What a failed node costs."""
-
-    detect_s: float  # as the next three: until the run is where it was
-    restart_s: float
-    restore_s: float
-    redo_s: float
-    refill_bytes: float  # what the new node reads again into its cache, beside the training
-    refill_s: float
-
-    @property
-    def seconds(self) -> float:
-        return self.detect_s + self.restart_s + self.restore_s + self.redo_s
-
-
 def recovery(
     cluster: Cluster, step_s: float, cached_bytes: float, steps_lost: float | None = None
-) -> Recovery:
+) -> dict[str, float]:
     """What a failed node costs.
 
     Args:
@@ -80,37 +64,41 @@ def recovery(
         step_s: seconds of a step.
         cached_bytes: that a node's cache holds.
         steps_lost: since the last checkpoint; half of the interval by default.
+
+    Returns:
+        ``seconds`` until the run is where it was, and its parts ``detect_s``, ``restart_s``, ``restore_s``, ``redo_s``;
+        ``refill_bytes`` that the new node reads again into its cache, beside the training, in ``refill_s``.
     """
     nodes, store, faults = cluster.nodes, cluster.store, cluster.faults
     everybody = min(store.bandwidth * store.copies, nodes.nic * nodes.nodes)
     alone = min(nodes.nic, store.bandwidth * store.copies / nodes.nodes,
                 nodes.ranks * store.concurrency * store.stream)  # fmt: skip
     lost = faults.checkpoint_steps / 2 if steps_lost is None else steps_lost
-    return Recovery(
-        faults.detect,
-        faults.restart,
-        store.latency + faults.checkpoint / everybody,
-        lost * step_s,
-        cached_bytes,
-        cached_bytes / alone,
-    )
+    parts = {
+        "detect_s": faults.detect,
+        "restart_s": faults.restart,
+        "restore_s": store.latency + faults.checkpoint / everybody,
+        "redo_s": lost * step_s,
+    }
+    return {
+        "seconds": sum(parts.values()),
+        **parts,
+        "refill_bytes": cached_bytes,
+        "refill_s": cached_bytes / alone,
+    }
 
 
-@dataclass(frozen=True)
-class Restart:
-    """What the nodes fetch again after a restart on permuted hosts of which one is new."""
-
-    refetched_bytes: float  # where lanes go to the nodes that have their bytes (`assign`)
-    fixed_bytes: float  # where ranks have fixed shares
-
-
-def restart(cluster: Cluster, lanes: int, cached_bytes: float) -> Restart:
-    """What a restart on permuted hosts fetches again; every node's cache holds as much of each of its lanes.
+def restart(cluster: Cluster, lanes: int, cached_bytes: float) -> dict[str, float]:
+    """What the nodes fetch again after a restart on permuted hosts of which one is new.
 
     Args:
         cluster: the cluster.
         lanes: L.
-        cached_bytes: that a node's cache holds.
+        cached_bytes: that a node's cache holds, as much of each of its lanes.
+
+    Returns:
+        ``refetched_bytes`` where lanes go to the nodes that have their bytes (`assign`), ``fixed_bytes`` where ranks
+        have fixed shares.
     """
     world, nodes, draws = cluster.world, cluster.nodes.nodes, Draws(cluster.work.seed, HOSTS)
     node_of = np.arange(world) // cluster.nodes.ranks
@@ -122,7 +110,7 @@ def restart(cluster: Cluster, lanes: int, cached_bytes: float) -> Restart:
     had[:, draws.below(nodes)] = 0  # no node has what the lost one had
     near = assign(lanes, world, nodes=node_of.tolist(), local_bytes=had).owner
     there = [had[np.arange(lanes), held].sum() for held in (node_of[np.array(near)], fixed)]
-    return Restart(float(whole - there[0]), float(whole - there[1]))
+    return {"refetched_bytes": float(whole - there[0]), "fixed_bytes": float(whole - there[1])}
 
 
 class Stops:
@@ -154,7 +142,7 @@ class Stops:
         stopped = 0.0
         while self._next_failure <= now + stopped:
             lost = step % self._cluster.faults.checkpoint_steps
-            takes = recovery(self._cluster, step_s, self._cached, lost).seconds
+            takes = recovery(self._cluster, step_s, self._cached, lost)["seconds"]
             if self._rate * takes >= 1:
                 raise ConfigurationError(
                     f"a node fails every {1 / self._rate:.0f} s and recovering takes {takes:.0f} s: this cluster never "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,6 @@ DEFAULT_BUDGET = 12_000_000
 """Rows an epoch that are drawn exactly."""
 
 _SHUFFLE_SHARE = 12  # of the budget: items that are followed through the caches of a full shuffle
-
 
 _MONTH_S = 30 * 86400.0
 
@@ -95,7 +93,7 @@ def simulate_lanes(
         "lanes_to_other_nodes": sum(n for _, n in moved),
         "bytes": left,
     }
-    result["restart"] = asdict(restart(cluster, plan.lanes, reads.held_bytes))
+    result["restart"] = restart(cluster, plan.lanes, reads.held_bytes)
     result["plan"] = {"digest": plan.digest, "lanes": plan.lanes, "cell_size": plan.cell_size,
                       "global_batch": plan.global_batch, "steps_per_epoch": plan.loop_steps}  # fmt: skip
     result["sample"] = {
@@ -136,9 +134,6 @@ def _timed(cluster: Cluster, prepared: Prepared, reads: Reads, steps: int, moves
             "egress_bytes": float(reads.store_bytes[number]),
             "requests": float(reads.requests[number]),
         }
-        paid = costs(
-            cluster, seconds=seconds, computing_s=computing_s, stored_bytes=prepared.stored_bytes, **read
-        )
         epochs.append({
             "seconds": seconds,
             "step_s": seconds / steps,
@@ -146,12 +141,9 @@ def _timed(cluster: Cluster, prepared: Prepared, reads: Reads, steps: int, moves
             "stall_share": stall / seconds if seconds else 0.0,
             **read,
             "cache_hit_rate": float(reads.hit_rate[number]),
-            "dollars": paid.dollars,
-            "dollars_requests_and_egress": paid.requests + paid.egress,
-            "joules": paid.joules,
+            **costs(cluster, seconds=seconds, computing_s=computing_s, stored_bytes=prepared.stored_bytes, **read),
         })  # fmt: skip
     step_s = float(times.step_s.mean())
-    lost = recovery(cluster, step_s, reads.held_bytes)
     return {
         "epochs": epochs,
         "dataset": {
@@ -165,7 +157,7 @@ def _timed(cluster: Cluster, prepared: Prepared, reads: Reads, steps: int, moves
         "compute_s": float(times.compute_s.mean()),
         "cache_bytes_per_node": reads.held_bytes,
         "distinct_bytes_per_node": reads.distinct_bytes,
-        "recovery": {"seconds": lost.seconds, **asdict(lost)},
+        "recovery": recovery(cluster, step_s, reads.held_bytes),
         "failures": stops.failures,
         "outages": stops.outages,
         "stood_s": times.stood_s,
@@ -187,21 +179,6 @@ def _stall_error(cluster: Cluster, reads: Reads, times: Times) -> float | None:
 # ---- Dollars and joules (SPEC.md §6)
 
 
-@dataclass(frozen=True)
-class Costs:
-    """Of some time."""
-
-    machines: float  # dollars
-    requests: float
-    egress: float
-    storage: float
-    joules: float  # of the nodes
-
-    @property
-    def dollars(self) -> float:
-        return self.machines + self.requests + self.egress + self.storage
-
-
 def costs(
     cluster: Cluster,
     *,
@@ -210,8 +187,8 @@ def costs(
     requests: float,
     egress_bytes: float,
     stored_bytes: float,
-) -> Costs:
-    """What some time costs.
+) -> dict[str, float]:
+    """What some time costs: ``dollars``, those of them for requests and egress, ``joules`` of the nodes.
 
     Args:
         cluster: the cluster, with its prices.
@@ -224,10 +201,12 @@ def costs(
     nodes, store = cluster.nodes, cluster.store
     busy = min(1.0, computing_s / seconds) if seconds else 0.0
     watts = nodes.power_idle + (nodes.power_busy - nodes.power_idle) * busy
-    return Costs(
-        machines=seconds / 3600 * nodes.nodes * nodes.price_per_hour,
-        requests=requests / 1e6 * store.price_per_million_requests,
-        egress=egress_bytes / 1e9 * store.price_per_gb,
-        storage=stored_bytes / 1e9 * store.copies * store.price_per_gb_month * seconds / _MONTH_S,
-        joules=nodes.nodes * watts * seconds,
-    )
+    machines = seconds / 3600 * nodes.nodes * nodes.price_per_hour
+    asked = requests / 1e6 * store.price_per_million_requests
+    egress = egress_bytes / 1e9 * store.price_per_gb
+    storage = stored_bytes / 1e9 * store.copies * store.price_per_gb_month * seconds / _MONTH_S
+    return {
+        "dollars": machines + asked + egress + storage,
+        "dollars_requests_and_egress": asked + egress,
+        "joules": nodes.nodes * watts * seconds,
+    }
