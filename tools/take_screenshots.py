@@ -7,18 +7,15 @@ Three processes train on drawn pictures, one of them slowed, so that there is so
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 import os
-import pty
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-import termios
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +27,8 @@ from rich.text import Text
 import shardkit
 from shardkit.telemetry import read_run
 from shardkit_tools.commands.dashboard import dashboard_server
+from shardkit_tools.commands.top import terminal_page
+from shardkit_tools.observing.run_view import view_run
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
@@ -119,34 +118,21 @@ def save(name: str, picture: bytes) -> None:
     print(f"docs/images/{name}.png  {image.size[0]}×{image.size[1]}  {kilobytes} kB, {colours} colours")
 
 
-@contextmanager
-def served(run: Path) -> Iterator[str]:
-    """The address of a run's dashboard."""
-    server = dashboard_server(run, TOKEN).start()
-    yield f"http://127.0.0.1:{server.port}/{TOKEN}/"
-    server.close()
-
-
 def take_dashboard(chromium: Any, run: Path) -> None:
     """Light, dark, and on a phone."""
-    with served(run) as address:
+    with contextlib.closing(dashboard_server(run, TOKEN).start()) as server:
         for name, scheme, width, height in (
             ("dashboard-light", "light", 1280, 900), ("dashboard-dark", "dark", 1280, 900),
             ("dashboard-phone", "light", 390, 844),
         ):  # fmt: skip
             page = chromium.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
-            page.goto(address)
+            page.goto(f"http://127.0.0.1:{server.port}/{TOKEN}/")
             page.wait_for_selector("#events td")
-            grid = (
-                page.locator("#lanes").locator("xpath=ancestor::*[contains(@class, 'panel')]").bounding_box()
-            )
-            shown = {
-                "x": 0,
-                "y": 0,
-                "width": width,
-                "height": grid["y"] + grid["height"] + 16 if width > 1000 else height,
-            }
-            save(name, page.screenshot(full_page=True, clip=shown))
+            panel = page.locator("#lanes").locator("xpath=ancestor::*[contains(@class, 'panel')]")
+            grid = panel.bounding_box()
+            shown = grid["y"] + grid["height"] + 16 if width > 1000 else height
+            clip = {"x": 0, "y": 0, "width": width, "height": shown}
+            save(name, page.screenshot(full_page=True, clip=clip))
             page.close()
 
 
@@ -164,28 +150,15 @@ def take_notebook(chromium: Any, folder: Path) -> None:
     save("notebook", page.screenshot(full_page=True))
 
 
-def take_top(chromium: Any, folder: Path) -> None:
+def take_top(chromium: Any, run: Path) -> None:
     """`shardkit top` in a terminal of 80 columns and 24 lines."""
-    ours, its = pty.openpty()
-    termios.tcsetwinsize(its, (24, 80))
-    command = [sys.executable, "-m", "shardkit_tools", "top", "runs/shapes", "--once"]
-    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24"}
-    with subprocess.Popen(command, cwd=folder, env=environment, stdin=its, stdout=its, stderr=its) as process:
-        os.close(its)
-        said = bytearray()
-        while True:
-            try:
-                part = os.read(ours, 1 << 16)
-            except OSError:  # the other end is closed
-                break
-            if not part:
-                break
-            said += part
-    if process.returncode:
-        raise SystemExit(said.decode())
-    screen = Console(record=True, width=80, file=io.StringIO(), force_terminal=True, color_system="truecolor")
-    lines = said.decode().replace("\r", "").rstrip("\n").split("\n")
-    for line in ["$ shardkit top runs/shapes", *lines][:24]:
+    terminal, screen = (
+        Console(record=record, width=80, file=io.StringIO(), force_terminal=True, color_system="truecolor")
+        for record in (False, True)
+    )
+    with terminal.capture() as shown:
+        terminal.print(terminal_page(view_run(run), 80))
+    for line in ["$ shardkit top runs/shapes", *shown.get().splitlines()][:24]:
         screen.print(Text.from_ansi(line), soft_wrap=True)
     page = chromium.new_page(viewport={"width": 724, "height": 480})
     html = screen.export_html(theme=MONOKAI)
@@ -205,7 +178,7 @@ def main() -> None:
         chromium = started.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         take_dashboard(chromium, folder / "runs" / "shapes")
         take_notebook(chromium, folder)
-        take_top(chromium, folder)
+        take_top(chromium, folder / "runs" / "shapes")
         chromium.close()
 
 
