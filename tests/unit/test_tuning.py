@@ -18,7 +18,6 @@ from shardkit_tools.tuning.proposing import (
     Needs,
     Proposal,
     Ranges,
-    Reducing,
     fit_line,
     power_below,
     propose,
@@ -91,17 +90,17 @@ def test_memory_is_for_what_is_open_and_on_its_way() -> None:
 
 
 def test_how_often_to_sum_gradients() -> None:
-    fast = Reducing({1 << 18: 0.0001, 1 << 24: 0.0008})
+    fast = {1 << 18: 0.0001, 1 << 24: 0.0008}
     assert values(MACHINE, None, fast, NEEDS)["accumulation"] == 4  # 4.6 ms beside cells of 20 ms
     assert values(MACHINE, None, fast, NEEDS)["sync_every"] == 1
-    slow = Reducing({1_000_000: 0.1, 10_000_000: 1.0})  # 10 s for 100 MB: 5000 cells, 64 · 128 are enough
+    slow = {1_000_000: 0.1, 10_000_000: 1.0}  # 10 s for 100 MB: 5000 cells, 64 · 128 are enough
     found = values(MACHINE, None, slow, NEEDS)
     assert (found["accumulation"], found["sync_every"]) == (64, 128)
 
 
 def test_every_proposal_says_why() -> None:
     far = store(0.05, 100e6, {(MIB, 4): 65e6, (MIB, 16): 260e6})
-    for one in propose(MACHINE, far, Reducing({1000: 1.0, 2000: 2.0}), NEEDS):
+    for one in propose(MACHINE, far, {1000: 1.0, 2000: 2.0}, NEEDS):
         assert any(c.isdigit() for c in one.why) or one.why == "accumulation is enough"
         assert "\n" not in one.why
 

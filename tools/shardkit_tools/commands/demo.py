@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import numpy as np
 from rich.console import Console
@@ -29,6 +29,7 @@ from shardkit.errors import MissingDependency, RunError, UsageError
 from shardkit.ledger import read_journal
 from shardkit.plan.permutation import order
 from shardkit.telemetry import read_run
+from shardkit_tools.console import count_text
 from shardkit_tools.options import option
 
 _TEXT_BYTES = 4_000_000
@@ -82,11 +83,29 @@ every = 40
 """
 
 
-def tell(narration: Narration) -> None:
+def tell(story: Narration) -> None:
     """All chapters."""
-    (narration.directory / "source").mkdir()
-    for chapter in (_build, _digits, _look, _train, _prove, _classify, _damage):
-        chapter(narration)
+    (story.directory / "source").mkdir()
+    _build(story)
+    _digits(story)
+    story.chapter("Show and verify", "What is in it, and is every byte still the byte that was written?")
+    story.command("show", "data/stdlib", show=24)
+    story.command("verify", "data/stdlib")
+    story.command("verify", "data/digits")
+    _train(story)
+    story.chapter(
+        "Prove it",
+        "What every step consumed, as the ranks recorded it through kill and resume, against the plan.",
+    )
+    story.command("audit", "runs/gpt")
+    story.command("audit", "trace", "runs/gpt", "--step", "100", show=6)
+    story.command("audit", "trace", "runs/gpt", "--sample", "788")
+    story.chapter(
+        "Images too", "A small residual network on the digits; every validation sample counted exactly once."
+    )
+    (story.directory / "digits.toml").write_text(_DIGITS)
+    story.command("train", "digits.toml", "--nproc", "2")
+    _damage(story)
 
 
 def _build(story: Narration) -> None:
@@ -126,13 +145,6 @@ def _digits(story: Narration) -> None:
     story.command("ls", "data/digits")
 
 
-def _look(story: Narration) -> None:
-    story.chapter("Show and verify", "What is in it, and is every byte still the byte that was written?")
-    story.command("show", "data/stdlib", show=24)
-    story.command("verify", "data/stdlib")
-    story.command("verify", "data/digits")
-
-
 def _train(story: Narration) -> None:
     story.chapter("Train on 2 processes, kill one", "A byte-level GPT; rank 1 gets SIGKILL in the middle.")
     (story.directory / "gpt.toml").write_text(_CONFIG.format(steps=_STEPS))
@@ -169,28 +181,10 @@ def _kill_rank(run: Path, process: subprocess.Popen[str]) -> int:
     raise RunError(f"training did not reach step {_KILL_AFTER} within 90 s; look into {run}")
 
 
-def _prove(story: Narration) -> None:
-    story.chapter(
-        "Prove it",
-        "What every step consumed, as the ranks recorded it through kill and resume, against the plan.",
-    )
-    story.command("audit", "runs/gpt")
-    story.command("audit", "trace", "runs/gpt", "--step", "100", show=6)
-    story.command("audit", "trace", "runs/gpt", "--sample", "788")
-
-
-def _classify(story: Narration) -> None:
-    story.chapter(
-        "Images too", "A small residual network on the digits; every validation sample counted exactly once."
-    )
-    (story.directory / "digits.toml").write_text(_DIGITS)
-    story.command("train", "digits.toml", "--nproc", "2")
-
-
 def _damage(story: Narration) -> None:
     story.chapter("Flip a bit, watch it heal", "One bit of one shard, as a disk or a bad cable would.")
     root = story.directory / "data" / "stdlib"
-    before = _one_epoch(root)
+    before, _ = _one_epoch(root)
     ds = shardkit.open(str(root))
     path = root / ds.reader.shard_name(1)
     position = int(ds.reader.index(1).block_offset[3]) + 1000
@@ -200,27 +194,23 @@ def _damage(story: Narration) -> None:
     path.write_bytes(damaged)
     story.say(f"  flipped one bit of byte {position:,} of {path.name[:16]}…")
     story.command("verify", "data/stdlib", expect=(4,))
-    after = _one_epoch(root)
-    if after.texts != before.texts or not after.failovers:
+    after, failovers = _one_epoch(root)
+    if after != before or not failovers:
         raise RunError("an epoch over the damaged shard was another than before, or the damage was not met")
     story.say(
-        f"  an epoch all the same: {len(after.texts):,} samples, each as it was before; {after.failovers} "
-        f"{'block' if after.failovers == 1 else 'blocks'} came from the mirror"
+        f"  an epoch all the same: {len(after):,} samples, each as it was before; "
+        f"{count_text(failovers, 'block')} came from the mirror"
     )
     story.command("repair", "data/stdlib")
     story.command("verify", "data/stdlib")
 
 
-class _Epoch(NamedTuple):
-    texts: list[str]
-    failovers: int
-
-
-def _one_epoch(root: Path) -> _Epoch:
+def _one_epoch(root: Path) -> tuple[list[str], int]:
+    """All texts, and how many blocks came from another place."""
     ds = shardkit.open(str(root))
     with ds.loader(ds.plan(global_batch=16, lanes=8), tensors=False) as loader:
         texts = [text for batch in loader for text in batch["text"]]
-        return _Epoch(texts, int(loader.stats().get("remote_failovers", 0)))
+        return texts, int(loader.stats().get("remote_failovers", 0))
 
 
 # Not the library itself: tests, the packages of others, generated tables.
@@ -333,8 +323,8 @@ def demo(
             shutil.rmtree(place, ignore_errors=True)
     narration.say("")
     kept = (
-        f" Everything is in {place}."
-        if directory is not None
-        else " Keep the files next time: shardkit demo --dir DIR"
+        "Keep the files next time: shardkit demo --dir DIR"
+        if directory is None
+        else f"Everything is in {place}."
     )
-    narration.say("Done: every check above was made just now, on this machine." + kept, "bold green")
+    narration.say(f"Done: every check above was made just now, on this machine. {kept}", "bold green")

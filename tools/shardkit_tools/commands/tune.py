@@ -19,10 +19,15 @@ from shardkit_tools import console, options
 from shardkit_tools.console import bytes_text
 from shardkit_tools.options import argument, option
 from shardkit_tools.tuning.measuring import measure_machine, measure_ranges, measure_reducing
-from shardkit_tools.tuning.proposing import Machine, Needs, Proposal, Ranges, Reducing, propose
+from shardkit_tools.tuning.proposing import Machine, Needs, Proposal, Ranges, propose
 
 _TRAINER = {"window_blocks": ("data", "window_blocks"), "sync_every": ("parallel", "sync_every")}
 _BEGIN, _END = "# shardkit tune: for builds and loaders", "# shardkit tune: end"
+_NOTED = {
+    "memory": "ds.loader(…, memory={})",
+    "concurrency": "ReadSettings(first_concurrency={})",
+    "accumulation": "cells of a rank between two synchronisations: {}",
+}
 _NOTES = re.compile(rf"\n*^{_BEGIN}$.*?^{_END}$", re.MULTILINE | re.DOTALL)
 
 
@@ -69,20 +74,12 @@ def _check(text: str, where: str) -> None:
 
 
 def _notes(values: Mapping[str, Proposal]) -> list[str]:
-    found = []
     build = [
         f"--{n.replace('_', '-')} {values[n].value}" for n in ("block_size", "shard_size") if n in values
     ]
-    if build:
-        found.append(f"#   shardkit build … {' '.join(build)}")
-    loader = [f"{n}={values[n].value}" for n in ("memory",) if n in values]
-    if loader:
-        found.append(f"#   ds.loader(…, {', '.join(loader)})")
-    if "concurrency" in values:
-        found.append(f"#   ReadSettings(first_concurrency={values['concurrency'].value})")
-    if "accumulation" in values:
-        found.append(f"#   cells of a rank between two synchronisations: {values['accumulation'].value}")
-    return found
+    found = [f"shardkit build … {' '.join(build)}"] if build else []
+    found += [text.format(values[name].value) for name, text in _NOTED.items() if name in values]
+    return [f"#   {text}" for text in found]
 
 
 def _with(text: str, section: str, key: str, value: int) -> str:
@@ -167,7 +164,7 @@ def tune(
 def _document(
     machine: Machine,
     ranges: Ranges | None,
-    reducing: Reducing | None,
+    reducing: Mapping[int, float] | None,
     proposals: list[Proposal],
     seconds: float,
 ) -> dict[str, Any]:
@@ -185,5 +182,5 @@ def _document(
             "rates": [{"bytes": b, "at_a_time": c, "rate": r} for (b, c), r in ranges.rates.items()],
         }
     if reducing is not None:
-        document["all_reduce_s"] = reducing.seconds
+        document["all_reduce_s"] = reducing
     return document

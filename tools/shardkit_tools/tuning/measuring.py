@@ -18,7 +18,7 @@ from shardkit.errors import StoreError, UsageError
 from shardkit.formats.canonical_json import xxh3
 from shardkit.plan.permutation import order
 from shardkit.stores.store import Store
-from shardkit_tools.tuning.proposing import KIB, MIB, Machine, Ranges, Reducing
+from shardkit_tools.tuning.proposing import KIB, MIB, Machine, Ranges
 
 _FILE_BYTES = 128 * MIB
 _RANDOM_BYTES = 128 * KIB
@@ -132,8 +132,8 @@ def _read_at_random(number: int, pool: ThreadPoolExecutor) -> int:
     return sum(pool.map(lambda place: len(os.pread(number, _RANDOM_BYTES, place)), places.tolist()))
 
 
-def measure_reducing(*, ranks: int, tell: Tell) -> Reducing:
-    """An all-reduce between processes of this machine.
+def measure_reducing(*, ranks: int, tell: Tell) -> dict[int, float]:
+    """What an all-reduce between processes of this machine takes: bytes → seconds.
 
     Raises:
         MissingDependency: torch is not installed.
@@ -146,7 +146,7 @@ def measure_reducing(*, ranks: int, tell: Tell) -> Reducing:
         with reduce_contest(elements, ranks=ranks) as contest:
             rounds = [contest.entries[0].run() for _ in range(3)]
         found[elements * 4] = statistics.median(one.seconds / one.amount for one in rounds) * elements * 4
-    return Reducing(found)
+    return found
 
 
 _SINGLE = (64 * KIB, 256 * KIB, MIB, 4 * MIB)

@@ -47,17 +47,6 @@ class Ranges:
 
 
 @dataclass(frozen=True)
-class Reducing:
-    """What an all-reduce takes: bytes → seconds, two sizes or more."""
-
-    seconds: Mapping[int, float]
-
-    def takes(self, num_bytes: float) -> float:
-        start, per_byte = fit_line(self.seconds)
-        return max(0.0, start) + max(0.0, per_byte) * num_bytes
-
-
-@dataclass(frozen=True)
 class Needs:
     """What is to be trained."""
 
@@ -80,9 +69,16 @@ class Proposal:
 
 
 def propose(
-    machine: Machine, ranges: Ranges | None, reducing: Reducing | None, needs: Needs
+    machine: Machine, ranges: Ranges | None, reducing: Mapping[int, float] | None, needs: Needs
 ) -> list[Proposal]:
-    """All settings that the measurements speak of, in the order in which they rest on each other."""
+    """All settings that the measurements speak of, in the order in which they rest on each other.
+
+    Args:
+        machine: what it does.
+        ranges: what a store does, if one was measured.
+        reducing: what an all-reduce takes, if it was measured: bytes → seconds, two sizes or more.
+        needs: what is to be trained.
+    """
     found = [block := _block(machine, ranges)]
     found.append(_shard(block.value, needs))
     remote = ranges if ranges is not None and not ranges.is_local else None
@@ -150,8 +146,9 @@ def _window(machine: Machine, remote: Ranges | None, block: int, needs: Needs, m
     return Proposal("window_blocks", int(min(64, max(4, count))), False, f"{why}; {needs.lanes} lanes a rank")
 
 
-def _reduction(reducing: Reducing, needs: Needs) -> list[Proposal]:
-    takes = reducing.takes(needs.gradient_bytes)
+def _reduction(reducing: Mapping[int, float], needs: Needs) -> list[Proposal]:
+    start, per_byte = fit_line(reducing)
+    takes = max(0.0, start) + max(0.0, per_byte) * needs.gradient_bytes
     gradient = f"{needs.gradient_bytes / 1e6:,.0f} MB"
     said = f"an all-reduce of {gradient} takes {takes * 1e3:,.0f} ms, a cell {needs.cell_s * 1e3:.0f} ms"
     cells = 1
@@ -160,26 +157,19 @@ def _reduction(reducing: Reducing, needs: Needs) -> list[Proposal]:
     every = 1
     while takes > 0.1 * every * cells * needs.cell_s and every < 1024:
         every *= 2
+    enough = "accumulation is enough" if every == 1 else f"{said}: {cells} cells are not enough"
     return [
         Proposal("accumulation", cells, False, f"{said}: a tenth of {cells} cells"),
-        Proposal(
-            "sync_every",
-            every,
-            False,
-            "accumulation is enough" if every == 1 else f"{said}: {cells} cells are not enough",
-        ),
+        Proposal("sync_every", every, False, enough),
     ]
 
 
 def fit_line(points: Mapping[int, float]) -> tuple[float, float]:
     """Least squares through (size, seconds), relative errors weighing alike: seconds at 0, and per byte."""
-    sizes = np.array(list(points), dtype=np.float64)
-    seconds = np.array(list(points.values()), dtype=np.float64)
+    sizes, seconds = (np.array(list(column), np.float64) for column in (points, points.values()))
     if len(sizes) < 2:
         return 0.0, float(seconds[0] / sizes[0])
-    weight = 1 / seconds
-    table = np.stack([weight, sizes * weight], axis=1)
-    start, slope = np.linalg.lstsq(table, np.ones(len(sizes)), rcond=None)[0]
+    slope, start = np.polyfit(sizes, seconds, 1, w=1 / seconds)
     return float(start), float(slope)
 
 
