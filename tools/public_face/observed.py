@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from public_face.comparing import Face
-from public_face.sources import find_function, sources, text_of
+from public_face.declared import find_function, sources, text_of
 
 
 def live_names() -> Face:
