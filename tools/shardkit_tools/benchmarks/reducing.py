@@ -10,12 +10,12 @@ import importlib.util
 import multiprocessing
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardkit.errors import MissingDependency, RunError
@@ -46,11 +46,12 @@ _MATRICES = 4
 
 
 @contextlib.contextmanager
-def reduce_contest(elements: int, *, ranks: int = 2) -> Iterator[Contest]:
+def reduce_contest(elements: int, scratch: Path, *, ranks: int = 2) -> Iterator[Contest]:
     """A contest of reductions of ``elements`` float32 numbers; its ranks run while the context lasts.
 
     Args:
         elements: of the gradient.
+        scratch: a new folder, where the ranks meet.
         ranks: processes.
 
     Raises:
@@ -59,8 +60,8 @@ def reduce_contest(elements: int, *, ranks: int = 2) -> Iterator[Contest]:
     if importlib.util.find_spec("torch") is None:
         raise MissingDependency('the reduce benchmark needs torch; run: pip install "shardkit[train]"')
     count = max(5, _ROUND_ELEMENTS // elements)
-    with tempfile.TemporaryDirectory(prefix="reduce-bench-") as folder, contextlib.ExitStack() as stack:
-        store, spawn = os.path.join(folder, "store"), multiprocessing.get_context("spawn")
+    with contextlib.ExitStack() as stack:
+        store, spawn = str(scratch / "store"), multiprocessing.get_context("spawn")
         group = [
             stack.enter_context(ProcessPoolExecutor(1, spawn, _join, (rank, ranks, store, elements)))
             for rank in range(ranks)

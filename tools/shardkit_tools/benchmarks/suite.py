@@ -172,7 +172,7 @@ def resume(population: Population, batch: int, lanes: int) -> Round:
 
 
 @contextlib.contextmanager
-def plan_contest(scale: float) -> Iterator[Contest]:
+def plan_contest(scale: float, _scratch: Path) -> Iterator[Contest]:
     """A rank (1 lane of 64) resumes at 90 % of an epoch.
 
     The limit is one uniform permutation of all rows, which a loader with a full shuffle makes at every start.
@@ -229,10 +229,10 @@ def measure(
     failures: dict[str, str] = {}
     rates: dict[str, Any] = {}
     with _scratch(scratch) as folder:
-        for name, making in _contests(parts, scale, Path(folder)):
+        for name, making in _contests(parts, scale):
             told(f"{name}: making data")
             try:  # what cannot be measured here is noted, and the others go on
-                with making() as contest:
+                with tempfile.TemporaryDirectory(dir=folder) as place, making(Path(place)) as contest:
                     held = hold(contest, repeats, told)
             except (ShardkitError, OSError) as error:
                 failures[name] = str(error)
@@ -240,11 +240,6 @@ def measure(
                 ratios += ratios_of(held)
                 rates[held.name] = dict(held.rounds)
                 failures |= {f"{held.name}: {entry}": text for entry, text in held.failures.items()}
-            for left in Path(folder).iterdir():  # the data of one contest at a time
-                if left.is_dir():
-                    shutil.rmtree(left, ignore_errors=True)
-                else:
-                    left.unlink()
     facts: dict[str, Any] = {
         **machine_facts(),
         "parts": list(parts),
@@ -256,17 +251,16 @@ def measure(
     return Result(facts, tuple(ratios), failures, rates)
 
 
-Making = Callable[[], AbstractContextManager[Contest]]
+Making = Callable[[Path], AbstractContextManager[Contest]]
 
 
-def _contests(parts: Sequence[str], scale: float, scratch: Path) -> list[tuple[str, Making]]:
-    """Names and contests; one begins when its context is entered."""
+def _contests(parts: Sequence[str], scale: float) -> list[tuple[str, Making]]:
+    """Names and contests; one begins when its context, made of a folder for its data, is entered."""
     found: dict[str, list[tuple[str, Making]]] = {
         "read": [
-            (f"read {name}", partial(read_contest, workload, scale, scratch / name))
-            for name, workload in WORKLOADS.items()
+            (f"read {name}", partial(read_contest, workload, scale)) for name, workload in WORKLOADS.items()
         ],
-        "build": [("build tokens", partial(build_contest, scale, scratch))],
+        "build": [("build tokens", partial(build_contest, scale))],
         "plan": [("plan resume", partial(plan_contest, scale))],
         "reduce": [(f"reduce {elements:,}", partial(reduce_contest, elements)) for elements in _ELEMENTS],
     }

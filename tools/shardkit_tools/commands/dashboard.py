@@ -8,6 +8,7 @@ files come from a fixed table, no path is made from an address; texts are redact
 
 from __future__ import annotations
 
+import functools
 import importlib.resources
 import json
 import secrets
@@ -65,9 +66,18 @@ def dashboard_server(run: Path, token: str, port: int = 0) -> PageServer:
     check_run(run)
     folder = importlib.resources.files("shardkit_tools.observing").joinpath("page")
     files = {name: (200, kind, folder.joinpath(file).read_bytes()) for name, (file, kind) in _FILES.items()}
-    latest = _Latest(run)
+    apply, lock = redactor(), threading.Lock()
+
+    @functools.lru_cache(maxsize=1)
+    def document(_: int) -> bytes:
+        return json.dumps(redact_document(page_document(view_run(run)), apply)).encode()
+
+    def latest() -> Answer:
+        with lock:  # it is read once in a while however many look
+            return 200, "application/json", document(int(time.monotonic() / _FRESH_S))
+
     pages: dict[str, Callable[[], Answer]] = {
-        "data.json": latest.answer,
+        "data.json": latest,
         "healthz": lambda: health(read_run(run), time.time()),
         "metrics": lambda: run_metrics(read_run(run), time.time()),
     }
@@ -79,22 +89,6 @@ def dashboard_server(run: Path, token: str, port: int = 0) -> PageServer:
         return pages[name]() if name in pages else files.get(name, NOT_FOUND)
 
     return PageServer(HOST, port, answer, _HEADERS)
-
-
-class _Latest:
-    """The document, read at most twice a second however many look."""
-
-    def __init__(self, run: Path) -> None:
-        self._run, self._lock = run, threading.Lock()
-        self._redact = redactor()
-        self._body, self._read_at = b"", -_FRESH_S
-
-    def answer(self) -> Answer:
-        with self._lock:
-            if time.monotonic() - self._read_at >= _FRESH_S:
-                document = redact_document(page_document(view_run(self._run)), self._redact)
-                self._body, self._read_at = json.dumps(document).encode(), time.monotonic()
-            return 200, "application/json", self._body
 
 
 def page_document(document: Mapping[str, Any]) -> dict[str, Any]:

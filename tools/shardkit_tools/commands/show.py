@@ -241,9 +241,7 @@ def _setting(name: str, value: object) -> str:
     return bytes_text(value) if name.endswith("_size") and isinstance(value, int) else str(value)
 
 
-_COMPILED = {
-    "shardkit.loader.block_rows": "reading, hashing and gathering in one call; numpy takes up to twice as long",
-}
+_COMPILED = "shardkit.loader.block_rows"
 _GET = "install a C compiler (apt install gcc), then: pip install --force-reinstall --no-binary shardkit shardkit"
 _EXTRA = re.compile(r"([A-Za-z0-9._-]+)[^;]*;.*extra\s*==\s*['\"](\w+)['\"]")
 _OWN = ("dev", "docs")
@@ -251,19 +249,18 @@ _OWN = ("dev", "docs")
 
 def show_environment(*, as_json: bool) -> None:
     """Print which fast modules and optional packages are missing, and how to get them."""
-    compiled, extras = {name: _is_there(name) for name in _COMPILED}, _extras()
+    is_compiled, extras = _is_there(_COMPILED), _extras()
     versions = {"shardkit": importlib.metadata.version("shardkit"), "python": platform.python_version()}
-    to_compile = None if all(compiled.values()) else _GET
     if as_json:
-        console.print_json({**versions, "compiled": compiled, "to_compile": to_compile, "extras": extras})
+        compiled = {"compiled": {_COMPILED: is_compiled}, "to_compile": None if is_compiled else _GET}
+        console.print_json({**versions, **compiled, "extras": extras})
         return
+    lacking = "missing: reading, hashing and gathering in one call; numpy takes up to twice as long"
     console.print_facts(versions.items())
     console.print_heading("Compiled modules")
-    console.print_facts(
-        (name, "there" if there else f"missing: {_COMPILED[name]}") for name, there in compiled.items()
-    )
-    if to_compile:
-        console.print_line(f"To get them: {to_compile}")
+    console.print_facts([(_COMPILED, "there" if is_compiled else lacking)])
+    if not is_compiled:
+        console.print_line(f"To get them: {_GET}")
     console.print_heading("Extras")
     for extra, packages in extras.items():
         lacks = [name for name, version in packages.items() if version is None]

@@ -143,7 +143,10 @@ def measure_reducing(*, ranks: int, tell: Tell) -> dict[int, float]:
     found: dict[int, float] = {}
     for elements in (1 << 16, 1 << 20):
         tell(f"all-reduce of {elements * 4 // KIB:,} KiB")
-        with reduce_contest(elements, ranks=ranks) as contest:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            reduce_contest(elements, Path(folder), ranks=ranks) as contest,
+        ):
             rounds = [contest.entries[0].run() for _ in range(3)]
         found[elements * 4] = statistics.median(one.seconds / one.amount for one in rounds) * elements * 4
     return found
