@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from html import escape
 from typing import Any
 
 _TABLE = ' style="border-collapse:collapse;margin:0 0 1em"'
@@ -20,6 +19,13 @@ class Shown:
 
     def _repr_html_(self) -> str:
         return pages[type(self)](self)
+
+
+def escape(text: str) -> str:
+    """Text as HTML shows it."""
+    import html  # here, for it brings a table of all entities
+
+    return html.escape(text)
 
 
 def table(names: Sequence[str], rows: Iterable[Sequence[object]], most: int = 12) -> str:

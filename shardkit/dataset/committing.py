@@ -9,7 +9,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
@@ -118,7 +118,7 @@ def make_manifest(repository: Repository, plan: VersionPlan, shards: Sequence[Sh
         StoreError: the store failed; no ref was moved.
     """
     base = plan.base
-    numbered = (replace(one, segment_stratum=plan.of_stratum[one.segment_stratum]) for one in shards)
+    numbered = (one._replace(segment_stratum=plan.of_stratum[one.segment_stratum]) for one in shards)
     table = ShardTable.from_records(numbered)
     pages = paginate(table)
     manifest = _root(repository, plan, table, tuple(ref for ref, _ in pages))

@@ -452,6 +452,6 @@ def _recount(manifest: Manifest, table: ShardTable, losses: list[_Loss]) -> tupl
                 int((mine & chosen).sum()) for mine, chosen in zip(lost, of, strict=True)
             )
     return tuple(
-        dataclasses.replace(stratum, rows=int(rows[number]), selected=int(selected[number]))
+        stratum._replace(rows=int(rows[number]), selected=int(selected[number]))
         for number, stratum in enumerate(manifest.strata)
     )

@@ -109,8 +109,6 @@ def _recounted(
 ) -> tuple[Stratum, ...]:
     _, selected = stratum_counts(table, len(manifest.strata))
     return tuple(
-        dataclasses.replace(
-            stratum, selected=int(pooled_counts[number] if stratum.in_pool else selected[number])
-        )
+        stratum._replace(selected=int(pooled_counts[number] if stratum.in_pool else selected[number]))
         for number, stratum in enumerate(manifest.strata)
     )

@@ -6,7 +6,6 @@ So too for a version that grows: new rows come in new shards behind those of the
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -218,7 +217,7 @@ class VersionPlan:
             if self.listed[number].in_pool:
                 total[self.of_stratum[-1]] += count
         return tuple(
-            dataclasses.replace(stratum, rows=stratum.rows + new, selected=stratum.selected + new)
+            stratum._replace(rows=stratum.rows + new, selected=stratum.selected + new)
             for stratum, new in zip(self.listed, total, strict=True)
         )
 

@@ -7,7 +7,6 @@ internals (tables, vtables, vectors); Arrow columnar format, Message.fbs, Schema
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -36,8 +35,7 @@ class NumberPlaces(NamedTuple):
     buffers: slice  # each (offset, length)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class BatchHeader:
+class BatchHeader(NamedTuple):
     """What the metadata of a record batch says."""
 
     rows: int

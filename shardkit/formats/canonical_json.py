@@ -11,7 +11,6 @@ carry their own.
 
 from __future__ import annotations
 
-import calendar
 import datetime as dt
 import hashlib
 import itertools
@@ -330,6 +329,6 @@ def seconds_of(text: str) -> int:
         FormatError: there is no such moment.
     """
     try:
-        return calendar.timegm(time.strptime(text, _TIME_FORM))
+        return int(dt.datetime.strptime(text, _TIME_FORM).replace(tzinfo=dt.UTC).timestamp())
     except ValueError:
         raise FormatError(f"{text[:40]!r} is no moment; do not trust whoever wrote it") from None

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,8 +37,7 @@ _DTYPES = frozenset({"|u1", "<u2", "<u4", "<u8", "|i1", "<i2", "<i4", "<i8"})
 _KEYS = frozenset({"codec", "dtype", "name", "offset", "raw", "shape", "size"})
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Columns:
+class Columns(NamedTuple):
     """What a container holds.
 
     `meta` is as it was written; `arrays` are read-only, little-endian, and views of the data where plain.

@@ -302,9 +302,8 @@ class BlockLoading:
             return None
         layout = None
         if index.format == "arrow":
-            span = index.spans[0]
-            head = np.empty(min(_HEAD_BYTES, span.size), np.uint8)
-            read_file(*file, span.offset, head.data)
+            head = np.empty(min(_HEAD_BYTES, int(index.block_size[0])), np.uint8)
+            read_file(*file, int(index.block_offset[0]), head.data)
             layout = self._layouts.of(index, head)
         return LocalShard.of(index, self._fields, self._number_of(file), layout, self._objects)
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 from shardkit.errors import FormatError, UsageError
 from shardkit.formats.canonical_json import DIGEST, Fields, dumps, read_document, sha256_digest
@@ -63,8 +63,7 @@ _MAX_COSTS: Final = 100
 _MAX_PIECES: Final = 2**17
 
 
-@dataclass(frozen=True, slots=True)
-class Stratum:
+class Stratum(NamedTuple):
     """A value (or tuple of values) by which batches are balanced, and how many rows have it."""
 
     values: tuple[str, ...]
@@ -82,8 +81,7 @@ class Stratum:
         return "/".join(value.replace("%", "%25").replace("/", "%2F") for value in self.values) or "all"
 
 
-@dataclass(frozen=True, slots=True)
-class PageRef:
+class PageRef(NamedTuple):
     """A page of the shard table: what is needed to fetch it and know it."""
 
     digest: str
@@ -93,8 +91,7 @@ class PageRef:
     rows: int
 
 
-@dataclass(frozen=True, slots=True)
-class LookupPiece:
+class LookupPiece(NamedTuple):
     """A sorted hash sidecar over a run of shards."""
 
     digest: str
@@ -105,8 +102,7 @@ class LookupPiece:
     entries: int
 
 
-@dataclass(frozen=True, slots=True)
-class Lookup:
+class Lookup(NamedTuple):
     """By what rows can be found without reading samples: ``key``, or the name of a field."""
 
     field: str
@@ -114,8 +110,7 @@ class Lookup:
     """In shard order; together they cover all shards."""
 
 
-@dataclass(frozen=True, slots=True)
-class CostPiece:
+class CostPiece(NamedTuple):
     """The codes of all rows of a run of shards: one object."""
 
     digest: str
@@ -127,8 +122,7 @@ class CostPiece:
     """Of those shards, selected or not: one byte each."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowCosts:
+class RowCosts(NamedTuple):
     """What each row of a version costs."""
 
     expression: str

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,8 +49,7 @@ SEGMENT_COLUMNS: Final[dict[str, type[Any]]] = {
 """Columns with one entry per segment, in shard order, then row order."""
 
 
-@dataclass(frozen=True, slots=True)
-class ShardRecord:
+class ShardRecord(NamedTuple):
     """One shard as its writer describes it: an input of `ShardTable.from_records`."""
 
     digest: str

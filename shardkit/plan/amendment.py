@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -340,8 +341,7 @@ AnyGrid = NaturalGrid | WeightedGrid | RestGrid | BucketGrid | JoinedGrid
 """Any way of dealing samples to cells."""
 
 
-@dataclass(frozen=True, eq=False)
-class Leg:
+class Leg(NamedTuple):
     """Settings, rows and grid that hold from a step on.
 
     The grid's step is the run's minus ``origin``; ``continues`` where it begins with the rest of an epoch; ``revised``
@@ -440,9 +440,9 @@ def _after_weighted(leg: Leg, grid: WeightedGrid, settings: Settings, change: Ch
         ahead = [
             Weights(position, resolve_weights(change.weights, leg.population.strata, grid.rows.tolist()))
         ]
-    ahead[0] = replace(ahead[0], from_step=position)
+    ahead[0] = ahead[0]._replace(from_step=position)
     batch = settings.global_batch
-    stages = [replace(w, global_batch=batch) for w in ahead]
+    stages = [w._replace(global_batch=batch) for w in ahead]
     settings = replace(settings, stages=tuple((w.from_step, w.masses) for w in stages))
     if settings.lanes == grid.lanes:
         revised = False
@@ -451,7 +451,7 @@ def _after_weighted(leg: Leg, grid: WeightedGrid, settings: Settings, change: Ch
             revised |= grid.revised
         return Leg(settings, leg.population, grid, change.from_step, origin, revised=revised)
     heads, revised = weighted_heads(grid, position)
-    moved = [replace(w, from_step=w.from_step - position) for w in stages]
+    moved = [w._replace(from_step=w.from_step - position) for w in stages]
     settings = replace(settings, stages=tuple((w.from_step, w.masses) for w in moved))
     fresh = WeightedGrid(leg.population, settings, heads)
     return Leg(settings, leg.population, fresh, change.from_step, change.from_step, revised=revised)
@@ -462,8 +462,8 @@ def _skipped(leg: Leg, change: Change) -> Leg:
     position, grid = change.position - leg.origin, leg.grid
     assert not isinstance(grid, WeightedGrid)
     goes_on = position < grid.bounds(change.from_step - leg.origin)[1]
-    return replace(
-        leg, from_step=change.from_step, origin=change.from_step - position, continues=goes_on, revised=False
+    return leg._replace(
+        from_step=change.from_step, origin=change.from_step - position, continues=goes_on, revised=False
     )
 
 

@@ -6,7 +6,7 @@ import hashlib
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -280,8 +280,7 @@ def data_coordinates(
 # ---- rebalancing
 
 
-@dataclass(frozen=True)
-class RankTelemetry:
+class RankTelemetry(NamedTuple):
     """What one rank saw lately.
 
     Attributes:
@@ -295,11 +294,15 @@ class RankTelemetry:
     @property
     def cell_s(self) -> float:
         """Seconds per cell: medians, so that single hiccups count for nothing."""
+        from statistics import median  # with what it imports it takes longer than a plan
+
         return median(self.compute_s) + (median(self.wait_s) if self.wait_s else 0.0)
 
     @property
     def doubt(self) -> float:
         """Standard error of `cell_s` as a share of it, from the median deviation: what noise alone may explain."""
+        from statistics import median
+
         error = 0.0
         for values in (self.compute_s, self.wait_s):
             if values:
@@ -309,8 +312,7 @@ class RankTelemetry:
         return error**0.5 / self.cell_s if self.cell_s else 0.0
 
 
-@dataclass(frozen=True)
-class Decision:
+class Decision(NamedTuple):
     """A numbered change of owners, journaled; every rank applies it at the same later step.
 
     Attributes:

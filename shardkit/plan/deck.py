@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,8 +65,7 @@ SHUFFLES = ("window", "full", "none")
 """Within windows of blocks, over a whole hand, or in manifest order."""
 
 
-@dataclass(frozen=True, eq=False)
-class Hands:
+class Hands(NamedTuple):
     """Which base ranges some hands hold, of one lane or of several, and under which keys they are shuffled.
 
     Attributes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +24,7 @@ _FEW_GROUPS = 32
 _HANDS, _CELLS, _DROPS, _CLASSES = 1, 2, 3, 4  # what a key below the seed is for
 
 
-@dataclass(frozen=True, eq=False)
-class Epoch:
+class Epoch(NamedTuple):
     """What one epoch fixes.
 
     Attributes:

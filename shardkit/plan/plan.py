@@ -266,7 +266,7 @@ class Plan(Shown):
         """The plan of the same settings without costs, from `from_step` on: what ranks wait less than."""
         plain = replace(self.settings, cost=None, balance=None, round_parts=None)
         grid = NaturalGrid(self.population, plain)
-        return Plan(replace(self._leg, settings=plain, grid=grid))
+        return Plan(self._leg._replace(settings=plain, grid=grid))
 
     def superseded_digests(self) -> set[str]:
         """Digests of this plan, and of those that it amends, in release 0.1, where that dealt them otherwise."""

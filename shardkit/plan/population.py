@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -193,8 +194,7 @@ _ENTRIES = 1 << 20
 _MIN_CHUNK = 256
 
 
-@dataclass(frozen=True, eq=False)
-class Pieces:
+class Pieces(NamedTuple):
     """Runs of rows inside segments, ordered by (group, base position), or by (hand, base position).
 
     Attributes:
@@ -214,8 +214,7 @@ class Pieces:
     shard: NDArray[np.int64]
 
 
-@dataclass(frozen=True, eq=False)
-class Blocks:
+class Blocks(NamedTuple):
     """Blocks, or the parts of them that a hand holds, ordered by (hand, base position).
 
     Attributes:

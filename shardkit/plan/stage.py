@@ -8,8 +8,8 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import gcd, lcm
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -127,8 +127,7 @@ _COARSE = 64
 """Steps of a phase over which weights are rounded to whole samples where they come out exactly in no shorter phase."""
 
 
-@dataclass(frozen=True)
-class StageGroup:
+class StageGroup(NamedTuple):
     """What is dealt as one: a stratum, or a pool of rare ones; from lanes' tapes, or from shared ones."""
 
     strata: tuple[int, ...]

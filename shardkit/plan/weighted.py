@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +25,7 @@ _CELLS = 2  # what a key below the seed is for
 _HAND = 8  # fewest rows per lane of a stratum that is handed out
 
 
-@dataclass(frozen=True)
-class Weights:
+class Weights(NamedTuple):
     """From a step on, these integer weights of strata; and another global batch, where one is given."""
 
     from_step: int
@@ -34,8 +33,7 @@ class Weights:
     global_batch: int | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class _Leg:
+class _Leg(NamedTuple):
     """A stage, and where every tape stood when it began.
 
     ``robins``: handed strata that are dealt over all lanes, out of the tapes of all.

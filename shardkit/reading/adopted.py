@@ -13,9 +13,8 @@ import dataclasses
 import os
 import stat
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 from urllib.parse import unquote
 
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
@@ -86,8 +85,7 @@ def put_adopted(repository: OpenedRoot, digest: str, place: str, etag: str = "")
     put_over(repository.store, location_name(digest), dumps({**fields, "etag": etag} if etag else fields))
 
 
-@dataclass(frozen=True, slots=True)
-class Tar:
+class Tar(NamedTuple):
     """An adopted tar.
 
     Attributes:

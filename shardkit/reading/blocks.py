@@ -230,7 +230,7 @@ class BlockReader:
 
     def raw_size(self, shard: int, block: int) -> int:
         """Bytes of a block, decompressed; reads the shard's index where it is not at hand."""
-        return self.index(shard).spans[block].raw_size
+        return int(self.index(shard).block_raw_size[block])
 
     def index(self, shard: int) -> ShardIndex:
         """The verified index of a shard.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -136,8 +136,7 @@ _PARITY_VERSION: Final = "shardkit-parity-version/1"
 _Found = TypeVar("_Found")
 
 
-@dataclass(frozen=True)
-class VersionRecord:
+class VersionRecord(NamedTuple):
     """What ``parity/versions/<hex>.json`` says: how a version was cut into sets."""
 
     manifest: str

@@ -14,7 +14,7 @@ import re
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from shardkit.errors import (
     CommitConflict,
@@ -390,8 +390,7 @@ def _without_secrets(text: str) -> str:
     return re.sub(r"//[^/]*@", "//…@", text.partition("?")[0])[:200]
 
 
-@dataclass(frozen=True, slots=True)
-class CopyMark:
+class CopyMark(NamedTuple):
     """What ``shardkit-copy.json`` says."""
 
     location: str

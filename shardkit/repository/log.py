@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, Final, Generic, NoReturn, TypeVar
+from typing import Any, Final, Generic, NamedTuple, NoReturn, TypeVar
 
 from shardkit.errors import (
     CommitUnknown,
@@ -281,8 +281,7 @@ FEATURES: Final[tuple[str, ...]] = (SINGLE_WRITER,)
 """All features that this version knows."""
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
+class Identity(NamedTuple):
     """Which repository a root holds, and what a program must know to use it."""
 
     id: str

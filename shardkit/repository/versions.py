@@ -9,12 +9,11 @@ merged manifest as ever.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -33,8 +32,7 @@ from shardkit.repository.repository import Repository
 from shardkit.stores.store import Descriptor, find_checked, object_name, put_over, scheme_of
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """Where some of a version's shards lie; a version that was not merged has one part."""
 
     name: str
@@ -164,8 +162,7 @@ _MAX_BYTES: Final = 64 * 2**10
 _CREDENTIAL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/]*@")
 
 
-@dataclass(frozen=True, slots=True)
-class PartLocation:
+class PartLocation(NamedTuple):
     """Where one part was when it was merged.
 
     Attributes:
@@ -182,7 +179,7 @@ class PartLocation:
     urls: tuple[str, ...]
 
     def to_bytes(self) -> bytes:
-        return dumps({"format": _FORMAT, **dataclasses.asdict(self)})
+        return dumps({"format": _FORMAT, **self._asdict()})
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> PartLocation:

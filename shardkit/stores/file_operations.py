@@ -15,8 +15,7 @@ import fcntl
 import os
 import stat
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from shardkit.errors import (
     IntegrityError,
@@ -36,8 +35,7 @@ _OPEN_SHARED: Final = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.
 _OPEN_NEW: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-@dataclass(frozen=True, slots=True)
-class Handle:
+class Handle(NamedTuple):
     """An open file or directory, and the path by which messages and records name it."""
 
     fd: int

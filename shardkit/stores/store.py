@@ -11,7 +11,6 @@ import hashlib
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
 
@@ -311,8 +310,7 @@ EXTENSIONS: Final = (
 """Kinds of object; the extension is for people and foreign tools, the digest alone identifies."""
 
 
-@dataclass(frozen=True, slots=True)
-class Descriptor:
+class Descriptor(NamedTuple):
     """What is needed to fetch an object and know that it is the right one."""
 
     digest: str
