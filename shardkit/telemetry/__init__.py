@@ -4,12 +4,19 @@ Numbers are polled from sources that loaders and trainers hand in; rules and vie
 disk. Text that leaves the run directory passes `redaction`.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from shardkit.notebook import pages
-from shardkit.telemetry.diagnosis import Anomaly, Bottleneck, find_anomalies, find_bottleneck
 from shardkit.telemetry.recorder import Recorder, Telemetry, TelemetrySettings
 from shardkit.telemetry.records import Record, RunTelemetry, parse_record, read_events, read_run
-from shardkit.telemetry.redaction import redact
-from shardkit.telemetry.summary import run_page, summarise
+
+if TYPE_CHECKING:
+    from shardkit.telemetry.diagnosis import Anomaly, Bottleneck, find_anomalies, find_bottleneck
+    from shardkit.telemetry.redaction import redact
+    from shardkit.telemetry.summary import summarise
 
 __all__ = [
     "Anomaly",
@@ -28,4 +35,23 @@ __all__ = [
     "summarise",
 ]
 
-pages[RunTelemetry] = run_page
+# Every loader imports this package; what judges and shows runs is imported where somebody looks.
+_OF_READERS = {
+    "Anomaly": "diagnosis", "Bottleneck": "diagnosis", "find_anomalies": "diagnosis", "find_bottleneck": "diagnosis",
+    "redact": "redaction", "summarise": "summary",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name in _OF_READERS:
+        return getattr(importlib.import_module(f"shardkit.telemetry.{_OF_READERS[name]}"), name)
+    raise AttributeError(f"module 'shardkit.telemetry' has no attribute {name!r}")
+
+
+def _run_page(telemetry: RunTelemetry) -> str:
+    from shardkit.telemetry.summary import run_page
+
+    return run_page(telemetry)
+
+
+pages[RunTelemetry] = _run_page

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from shardkit.errors import StoreError
 from shardkit.ranges import Range
-from shardkit.telemetry.diagnosis import Anomaly, find_anomalies
 from shardkit.telemetry.records import (
     MAX_LINE_BYTES,
     NEWEST_BYTES,
@@ -30,6 +29,7 @@ from shardkit.telemetry.records import (
 )
 
 if TYPE_CHECKING:
+    from shardkit.telemetry.diagnosis import Anomaly
     from shardkit.telemetry.pages import PageServer
 
 Source: TypeAlias = Callable[[], Mapping[str, float]]
@@ -304,6 +304,8 @@ class AnomalyWatch:
         started = time.monotonic()
         if started < self._next_look:
             return
+        from shardkit.telemetry.diagnosis import find_anomalies  # here, for most processes never look
+
         ranks: dict[int, Sequence[Record]] = dict(read_run(self._run, tail_bytes=NEWEST_BYTES).ranks)
         ranks[record.rank] = list(self._own)
         self.settle(find_anomalies(ranks, record.time), record.time)
