@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,9 @@ from shardkit.reading.read_path import ReadSettings
 from shardkit.repository.log import parse_dataset_url
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import Version, load_manifest, merged_version
-from shardkit.telemetry import TelemetrySettings
+
+if TYPE_CHECKING:
+    from shardkit.telemetry import TelemetrySettings
 
 _log = logging.getLogger("shardkit.plan")
 
@@ -281,7 +283,7 @@ class Dataset(Samples):
             stride=stride, offset=offset, fill=fill or {},
             cache=None if cache is None else Path(cache),
             cache_size=None if cache_size is None else parse_size(cache_size), share=share,
-            telemetry=TelemetrySettings() if telemetry is True else telemetry,
+            telemetry=telemetry,
         )  # fmt: skip
         check_plan(plan, self.manifest.id)
         sources = Sources(

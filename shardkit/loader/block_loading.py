@@ -7,7 +7,7 @@ import mmap
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,9 @@ from shardkit.loader.gather import DECIMALS, FACTS, OBJECTS, PLACED, GatherColum
 from shardkit.loader.settings import Sources
 from shardkit.reading.blocks import BlockReader, TakeMemory
 from shardkit.stores.file_operations import read_file
-from shardkit.telemetry.recorder import BlockTimes
+
+if TYPE_CHECKING:
+    from shardkit.telemetry.recorder import BlockTimes
 
 __all__ = ["JOB", "BlockLoading", "Layouts", "LocalShard"]
 

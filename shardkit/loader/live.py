@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardkit.errors import StateError, UsageError
 from shardkit.loader.batch import Batch
@@ -17,7 +17,9 @@ from shardkit.loader.pipeline import LoaderCounts, Pipeline, StepBatches
 from shardkit.loader.resources import LoaderResources
 from shardkit.plan import Plan
 from shardkit.plan.natural import NaturalGrid
-from shardkit.telemetry import Telemetry
+
+if TYPE_CHECKING:
+    from shardkit.telemetry import Telemetry
 
 __all__ = ["STATE_VERSION", "LiveLoader", "Loop", "StepCosts", "Steps", "check_geometry", "check_state"]
 

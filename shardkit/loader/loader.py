@@ -9,6 +9,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -33,14 +34,13 @@ from shardkit.loader.resources import LoaderResources
 from shardkit.loader.settings import LoaderConfig, LoaderSetup, Sources
 from shardkit.loader.transforms import RowFunction, find_decoders, split_decoders
 from shardkit.plan import Assignment, Plan
-from shardkit.telemetry import Telemetry
-from shardkit.telemetry.recorder import EventLog
 
 if TYPE_CHECKING:
     from shardkit.ledger import Journal
     from shardkit.loader.block_memory import SharedSlots
     from shardkit.loader.sharing import ServedCache
     from shardkit.reading.cache.shared_blocks import SharedBlocks
+    from shardkit.telemetry import Telemetry
 
 __all__ = ["Loader"]
 
@@ -68,7 +68,7 @@ class Loader:
         fields = _fields_of(sources, config)
         self._setup = LoaderSetup(
             plan=plan, sources=sources, config=config, topology=topology, fields=fields, tensors=tensors,
-            events=EventLog(config.run, topology.rank), missing=MissingValues(sources.schema, fields, config.fill),
+            missing=MissingValues(sources.schema, fields, config.fill),
         )  # fmt: skip
         decoders = find_decoders(config.decode, sources.schema) if config.decode else {}
         self._device: Any = None
@@ -111,18 +111,26 @@ class Loader:
             from shardkit.loader.device import pinned
 
             self.allocate = pinned()
-        live = self.live = LiveLoader(lanes)
-        self.telemetry = Telemetry(
-            rank=topology.rank, world=topology.world, worker=config.offset, lanes=lambda: list(live.lanes)
-        )
-        live.register(self.telemetry)
-        step_costs = StepCosts(plan, lambda: live.lanes, lambda: live.handed_out)
-        self.telemetry.add_table("step_costs", step_costs.table)
+        self.live = LiveLoader(lanes)
         self._rebalancer: Rebalancer | None = None
         if config.rebalance is not None and dealt is not None:
             self._rebalancer = make_rebalancer(
                 config.rebalance, rank=topology.rank, dealt=dealt, record=self._record_decision
             )
+
+    @cached_property
+    def telemetry(self) -> Telemetry:
+        """What of this loader is polled while a run is watched."""
+        from shardkit.telemetry import Telemetry  # here, for most loaders are not watched
+
+        topology, live = self.topology, self.live
+        found = Telemetry(
+            rank=topology.rank, world=topology.world, worker=self._setup.config.offset,
+            lanes=lambda: list(live.lanes),
+        )  # fmt: skip
+        live.register(found)
+        found.add_table("step_costs", StepCosts(self.plan, lambda: live.lanes, lambda: live.handed_out).table)
+        return found
 
     def _deal(self) -> Dealt | None:
         """Compare with the ranks that begin together, and deal; None where the lanes of this one are chosen."""

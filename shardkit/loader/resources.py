@@ -25,13 +25,12 @@ from shardkit.loader.schedule import StepGroup
 from shardkit.loader.settings import LoaderSetup, Sources
 from shardkit.loader.transforms import RowFunction
 from shardkit.reading.located_store import LocatedStore
-from shardkit.telemetry.recorder import BlockTimes
 
 if TYPE_CHECKING:
     from shardkit.ledger import Journal
     from shardkit.loader.remote_blocks import RemoteBlocks
     from shardkit.reading.cache.shared_blocks import SharedBlocks
-    from shardkit.telemetry.recorder import RunWatch
+    from shardkit.telemetry.recorder import BlockTimes, RunWatch
 
 __all__ = ["LoaderResources", "Watchdog"]
 
@@ -93,6 +92,8 @@ class LoaderResources:
             sources, reader, setup.fields, self._memory.take, self._loads, objects=slots is None
         )
         if timed:
+            from shardkit.telemetry.recorder import BlockTimes
+
             self.times = load.times = BlockTimes(lambda shard: reader.shard_name(shard)[18:30], load.has_file)
 
         _raise_file_limit()

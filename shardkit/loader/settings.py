@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from shardkit.errors import ConfigurationError
 from shardkit.formats import Schema
@@ -16,8 +17,10 @@ from shardkit.loader.transforms import BatchTransform, Decoder, SampleTransform
 from shardkit.plan import Assignment, Plan
 from shardkit.ranges import Range
 from shardkit.reading.blocks import BlockReader, RowMap
-from shardkit.telemetry import TelemetrySettings
-from shardkit.telemetry.recorder import EventLog
+
+if TYPE_CHECKING:
+    from shardkit.telemetry import TelemetrySettings
+    from shardkit.telemetry.recorder import EventLog
 
 __all__ = ["LoaderConfig", "LoaderSetup", "OnError", "OnStall", "Sources", "Workers"]
 
@@ -87,7 +90,7 @@ class LoaderConfig:
     cache: Path | None = None
     share: bool | str = False  # the cache, with other nodes of the process group; HOST:PORT to listen on
     cache_size: int | None = None  # bytes; most of the disk's free room where None
-    telemetry: TelemetrySettings | None = field(default_factory=TelemetrySettings)  # where there is a `run`
+    telemetry: TelemetrySettings | Literal[True] | None = True  # where there is a `run`
     stride: int = 1  # hand out every stride-th step from the offset-th on: how DataLoader workers share them
     offset: int = 0
     fill: Mapping[str, Any] = field(default_factory=dict)
@@ -139,7 +142,6 @@ class LoaderSetup:
     Attributes:
         fields: stored columns that are gathered, in this order.
         tensors: whether batches hold torch tensors.
-        events: of the run; goes nowhere without one.
         missing: what becomes of rows that have no value of a field.
         holders: caches of other nodes that blocks may come from.
     """
@@ -150,9 +152,15 @@ class LoaderSetup:
     topology: Topology
     fields: Sequence[str]
     tensors: bool
-    events: EventLog
     missing: MissingValues
     holders: Holders | None = None
+
+    @cached_property
+    def events(self) -> EventLog:
+        """Of the run; goes nowhere without one."""
+        from shardkit.telemetry.recorder import EventLog  # here, for a loader that is not watched has none
+
+        return EventLog(self.config.run, self.topology.rank)
 
     def memory_needed(self, lanes: int) -> int:
         """Bytes of the blocks that so many lanes mix rows of at a time, and a quarter more.

@@ -11,7 +11,7 @@ from shardkit.loader.live import LiveLoader
 from shardkit.loader.remote_blocks import RemoteBlocks
 from shardkit.loader.settings import LoaderSetup
 from shardkit.ranges import Range, parse_size
-from shardkit.telemetry import Record, Telemetry
+from shardkit.telemetry import Record, Telemetry, TelemetrySettings
 from shardkit.telemetry.control import Control, Knob
 from shardkit.telemetry.recorder import RunWatch
 
@@ -23,7 +23,7 @@ _LEAST_CACHE: Final = 16 << 20
 def open_watch(setup: LoaderSetup, live: LiveLoader, telemetry: Telemetry) -> RunWatch | None:
     """Begin to watch a loader whose resources are open; None where it has no run directory, or telemetry is off."""
     config, rank = setup.config, setup.topology.rank
-    run, settings = config.run, config.telemetry
+    run, settings = config.run, TelemetrySettings() if config.telemetry is True else config.telemetry
     if run is None or settings is None:
         return None
     hooks: list[Callable[[Record], None]] = []
