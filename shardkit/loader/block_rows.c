@@ -302,7 +302,7 @@ typedef struct {
     int file, users;
 } OpenFile;
 
-/* Memory that some processes share (block_memory.py): the first that needs a block loads it, the others find it there, and
+/* Memory that some processes share (block_loading.py): the first that needs a block loads it, the others find it there, and
  * nobody writes to it as long as one of them refers to it. Where there is no room for it, each loads it for itself. */
 enum { NOTHING, COMING, THERE };     /* in a shared slot */
 enum { MINE, FOUND, BUSY, NO_ROOM }; /* of asking for a block */

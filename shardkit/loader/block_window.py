@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.errors import UsageError
-from shardkit.loader.block_loading import AFTER, SLOT
-from shardkit.loader.block_memory import BlockMemory, Loan, capacity_of
+from shardkit.loader.block_loading import AFTER, SLOT, BlockMemory, Loan, capacity_of
 from shardkit.loader.gather import GatherColumns, RowAddresses
 from shardkit.loader.schedule import StepGroup
 

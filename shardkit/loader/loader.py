@@ -37,7 +37,7 @@ from shardkit.plan import Assignment, Plan
 
 if TYPE_CHECKING:
     from shardkit.ledger import Journal
-    from shardkit.loader.block_memory import SharedSlots
+    from shardkit.loader.block_loading import SharedSlots
     from shardkit.loader.sharing import ServedCache
     from shardkit.reading.cache.shared_blocks import SharedBlocks
     from shardkit.telemetry import Telemetry

@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from shardkit.dataset import Dataset
 from shardkit.errors import StateError, UsageError
 from shardkit.loader import Batch, Loader, check_state
-from shardkit.loader.block_memory import SharedSlots
+from shardkit.loader.block_loading import SharedSlots
 from shardkit.loader.live import STATE_VERSION, check_geometry
 from shardkit.plan import Plan
 from shardkit.reading.cache.shared_blocks import SharedBlocks

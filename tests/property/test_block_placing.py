@@ -17,8 +17,7 @@ import shardkit
 from shardkit.errors import FormatError
 from shardkit.formats import Row, Schema, ShardIndex, ShardWriter, read_block, reading, xxh3
 from shardkit.loader import block_loading, gather, plain_rows
-from shardkit.loader.block_loading import BLOCK, FILE, HASH, JOB, OFFSET, Layouts, LocalShard
-from shardkit.loader.block_memory import SharedSlots
+from shardkit.loader.block_loading import BLOCK, FILE, HASH, JOB, OFFSET, Layouts, LocalShard, SharedSlots
 from shardkit.loader.gather import GatherColumns, RowAddresses
 from tests.property.facts_of_blocks import table
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from shardkit.formats import xxh3
-from shardkit.loader.block_memory import SharedSlots
+from shardkit.loader.block_loading import SharedSlots
 
 block_rows: Any = pytest.importorskip("shardkit.loader.block_rows")
 

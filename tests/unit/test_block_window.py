@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 from shardkit.errors import IntegrityError, UsageError
 from shardkit.formats import xxh3
 from shardkit.loader import gather, plain_rows
-from shardkit.loader.block_loading import ADDRESS, BLOCK, FILE, HASH, JOB, OFFSET, SIZE
-from shardkit.loader.block_memory import BlockMemory
+from shardkit.loader.block_loading import ADDRESS, BLOCK, FILE, HASH, JOB, OFFSET, SIZE, BlockMemory
 from shardkit.loader.block_window import BlockWindow, GroupBlocks
 from shardkit.loader.gather import GatherColumns, RowAddresses
 from shardkit.loader.schedule import StepGroup, group_rows, steps_that_fit
