@@ -73,16 +73,21 @@ def remove(
     still: list[str] = []
     for name, manifest_id in refs.items():
         try:
-            holds, is_merged = _holds(repository, manifest_id, lost)
+            held = load_manifest(repository, manifest_id)
         except NotFoundError as error:  # a part of a merged version that is not where it was
             still.append(f"{name} (cannot be opened: {error})"[:300])
             continue
-        if holds and (is_merged or ref not in (None, name)):
-            still.append(f"{name} (merged: merge again)" if is_merged else name)
-        elif holds:
-            moved[name] = _without(repository, manifest_id, lost, name)
+        gone = _held(held, lost)
+        if gone and held.manifest.parts:
+            still.append(f"{name} (merged: merge again)")
+        elif gone and ref not in (None, name):
+            still.append(name)
+        elif gone:
+            moved[name] = _without(repository, held, lost, gone, name), gone
     tags = head.tags if head else {}
-    still += [f"{tag} (tag)" for tag, manifest_id in tags.items() if _holds(repository, manifest_id, lost)[0]]
+    still += [
+        f"{tag} (tag)" for tag, held_id in tags.items() if _held(load_manifest(repository, held_id), lost)
+    ]
     entry = repository.commit(
         {name: new for name, (new, _) in moved.items()},
         message=f"removed {sum(map(len, places.values()))} samples: {reason}"[:9_000],
@@ -173,36 +178,30 @@ def _samples_of_keys(dataset: Dataset, url: str, keys: list[str]) -> NDArray[np.
 
 
 def _without(
-    repository: Repository, manifest_id: str, lost: Mapping[str, list[int]], name: str
-) -> tuple[str, int]:
-    """Put the version of a ref without the rows: (its id, how many samples went)."""
-    version = load_manifest(repository, manifest_id)
-    masks = {shard: selected_rows(version, shard) for shard in range(len(version.table))}
-    before = version.manifest.selected
-    for shard in range(len(version.table)):
-        masks[shard][lost.get(version.table.digest_text(shard), [])] = False
-    gone = before - sum(int(mask.sum()) for mask in masks.values())
-    if gone == before:
+    repository: Repository, version: Version, lost: Mapping[str, list[int]], gone: int, name: str
+) -> str:
+    """Put the version of a ref without so many rows: its id."""
+    if gone == version.manifest.selected:
         raise UsageError(f"ref {name!r} would hold no sample; drop it instead, or name fewer samples")
-
+    masks = {shard: selected_rows(version, shard) for shard in range(len(version.table))}
+    for shard, mask in masks.items():
+        mask[lost.get(version.table.digest_text(shard), [])] = False
     build = {"removed": int(version.manifest.build.get("removed", 0)) + gone}
     manifest, table, selections = select_rows(
         version.manifest, version.table, masks, row_strata=Dataset(version).row_strata, build=build
     )
     put_selected(repository, manifest, table, selections)
-    return manifest.id, gone
+    return manifest.id
 
 
-def _holds(repository: Repository, manifest_id: str, lost: Mapping[str, list[int]]) -> tuple[bool, bool]:
-    """Whether a version has one of the rows, and whether it is merged."""
-    version = load_manifest(repository, manifest_id)
-    for shard in range(len(version.table)):
-        numbers = lost.get(version.table.digest_text(shard))
-        if numbers is None or not version.table.selected[shard]:
-            continue
-        if not version.table.has_selection[shard] or version.load_selection(shard).mask()[numbers].any():
-            return True, bool(version.manifest.parts)
-    return False, False
+def _held(version: Version, lost: Mapping[str, list[int]]) -> int:
+    """How many of the rows a version holds."""
+    shards = ((shard, lost.get(version.table.digest_text(shard))) for shard in range(len(version.table)))
+    return sum(
+        int(selected_rows(version, shard)[rows].sum())
+        for shard, rows in shards
+        if rows is not None and version.table.selected[shard]
+    )
 
 
 def _check_reason(reason: str) -> None:

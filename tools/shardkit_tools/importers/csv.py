@@ -15,7 +15,7 @@ import functools
 import io
 import itertools
 import re
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from typing import BinaryIO, ClassVar, cast
@@ -23,7 +23,7 @@ from typing import BinaryIO, ClassVar, cast
 from shardkit.errors import SourceError, UsageError
 from shardkit.formats import FieldType
 from shardkit_tools.importers.json_lines import parse_json
-from shardkit_tools.importers.line_ranges import LineTasks, cut_lines, holds_plain_rows
+from shardkit_tools.importers.line_ranges import cut_lines, holds_plain_rows
 from shardkit_tools.importers.protocol import (
     FileImporter,
     ImportOptions,
@@ -56,19 +56,13 @@ class CsvImporter(FileImporter):
     names: tuple[str, ...]
     """Of all columns, those included that are left out."""
     encoding: str
-    lines: LineTasks
-
-    def tasks(self) -> Sequence[SourceTask]:
-        """Runs of rows of large files without quotes, else whole files."""
-        return self.lines.tasks
 
     def _rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
         """A row that does not fit costs its own sample only."""
         types = {name: _cell_type(kind) for name, kind in self.fields.items()}  # without what is left out
         value_of = _value_or_cell if self.options.unchecked else _value
         for file in task.files:
-            # the header is no row
-            first = max(0, self.lines.first_lines.get((file.name, task.start), 0) - 1)
+            first = max(0, task.first_row - 1)  # the header is no row
             for row, cells in enumerate(_rows(file, self.encoding, task.start, task.stop, first), first):
                 where = f"{file.path} row {row + 1}"
                 try:
@@ -109,7 +103,7 @@ def open_csv(source: Source, options: ImportOptions) -> CsvImporter:
         options=options,
         names=tuple(first),
         encoding=encoding,
-        lines=cut_lines(source.files, whole, is_plain=holds_plain_rows),
+        cut=cut_lines(source.files, whole, is_plain=holds_plain_rows),
     )
 
 

@@ -17,12 +17,12 @@ import json
 import re
 from codecs import BOM_UTF8
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, NoReturn, TextIO, cast
 
 from shardkit.errors import SourceError
-from shardkit_tools.importers.line_ranges import LineTasks, cut_lines, read_lines
+from shardkit_tools.importers.line_ranges import cut_lines, read_lines
 from shardkit_tools.importers.protocol import (
     MIXED,
     FileImporter,
@@ -166,20 +166,18 @@ class JsonLinesImporter(FileImporter):
 
     name: ClassVar[str] = "jsonl"
     types: Mapping[str, str]
-    lines: LineTasks
     arrays: frozenset[str]
     """Names of files that hold one JSON array of objects."""
     structs: frozenset[str]
     """Objects of which only the members are fields: a null says nothing that these do not."""
 
-    def tasks(self) -> Sequence[SourceTask]:
-        return self.lines.tasks
-
     def _rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
         """One sample per line; a line that does not parse or fit costs its own sample only."""
         for file in task.files:
-            lines = None if file.name in self.arrays else self.lines.read(file, task)
-            for number, where, found in _objects(file, lines, self.options):
+            lines = enumerate(read_lines(file, task.start, task.stop), task.first_row)
+            for number, where, found in _objects(
+                file, None if file.name in self.arrays else lines, self.options
+            ):
                 try:
                     if isinstance(found, SourceError):
                         raise found
@@ -224,7 +222,7 @@ def open_json_lines(source: Source, options: ImportOptions) -> JsonLinesImporter
         fields=options.schema(types, source.given, names=first.left_out),
         options=options,
         types=types,
-        lines=cut_lines(source.files, arrays),
+        cut=cut_lines(source.files, arrays),
         arrays=arrays,
         structs=structs,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 
 from shardkit.errors import SourceError
 from shardkit_tools.importers.protocol import SourceFile, SourceTask
@@ -14,27 +13,13 @@ _PIECE_BYTES = 4 << 20
 _MAX_LINE_BYTES = 1 << 30
 
 
-@dataclass(frozen=True)
-class LineTasks:
-    """Tasks over files of lines."""
-
-    tasks: tuple[SourceTask, ...]  # in source order; large files are cut at line ends, small ones grouped
-    # (file name, first byte) → number of the line that starts there, for ranges of a cut file
-    first_lines: dict[tuple[str, int], int]
-
-    def read(self, file: SourceFile, task: SourceTask) -> Iterator[tuple[int, bytes]]:
-        """(number from 0, line without its end) of the lines of a task's file."""
-        first = self.first_lines.get((file.name, task.start), 0)
-        return enumerate(read_lines(file, task.start, task.stop), first)
-
-
 def cut_lines(
     files: Sequence[SourceFile],
     whole: Collection[str] = (),
     *,
     is_plain: Callable[[bytes], bool] = lambda piece: True,
-) -> LineTasks:
-    """Cut files into tasks; large files are read once to count their lines.
+) -> tuple[SourceTask, ...]:
+    """Tasks in source order: large files are cut at line ends and read once to count their lines, small ones grouped.
 
     Args:
         files: of the source.
@@ -45,7 +30,6 @@ def cut_lines(
         SourceError: a file cannot be read.
     """
     tasks: list[SourceTask] = []
-    first_lines: dict[tuple[str, int], int] = {}
     small: list[SourceFile] = []
     for file in files:
         is_small = file.name in whole or is_compressed(file) or file.size <= 2 * _RANGE_BYTES
@@ -57,9 +41,8 @@ def cut_lines(
         small = []
         stops = [start for start, _ in borders[1:]] + [file.size]
         for (start, line), stop in zip(borders, stops, strict=True):
-            first_lines[file.name, start] = line
-            tasks.append(SourceTask(f"{file.name}:{line}", (file,), stop - start, start, stop))
-    return LineTasks((*tasks, *group_files(small)), first_lines)
+            tasks.append(SourceTask(f"{file.name}:{line}", (file,), stop - start, start, stop, line))
+    return (*tasks, *group_files(small))
 
 
 def read_lines(file: SourceFile, start: int = 0, stop: int | None = None) -> Iterator[bytes]:

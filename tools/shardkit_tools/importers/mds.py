@@ -16,7 +16,7 @@ import itertools
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -65,16 +65,6 @@ class MdsImporter(FileImporter):
     name: ClassVar[str] = "mds"
     shards: tuple[MdsShard, ...]
     encodings: tuple[tuple[str, str, int | None], ...]  # (column, encoding, fixed size)
-
-    def files(self) -> Sequence[SourceFile]:
-        return sorted((shard.file for shard in self.shards), key=lambda file: file.name)
-
-    def tasks(self) -> Sequence[SourceTask]:
-        """One per shard, in the order of the index."""
-        return [
-            SourceTask(shard.file.name, (shard.file,), shard.file.size, number, number + 1)
-            for number, shard in enumerate(self.shards)
-        ]
 
     def _rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
         """A field that cannot be decoded costs its own sample only."""
@@ -127,8 +117,17 @@ def open_mds(source: Source, options: ImportOptions) -> MdsImporter:
             encoding, [example[place] for example in examples], f"{where}, column {name!r}"
         )
     schema = options.schema(types, source.given, names=[name for name, _, _ in encodings])
+    files = tuple(sorted((shard.file for shard in shards), key=lambda file: file.name))
     return MdsImporter(
-        source=source, fields=schema, options=options, shards=tuple(shards), encodings=encodings
+        source=replace(source, files=files),
+        fields=schema,
+        options=options,
+        cut=tuple(  # in the order of the index
+            SourceTask(shard.file.name, (shard.file,), shard.file.size, number, number + 1)
+            for number, shard in enumerate(shards)
+        ),
+        shards=tuple(shards),
+        encodings=encodings,
     )
 
 

@@ -16,7 +16,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import IO, ClassVar
 
 import numpy as np
@@ -181,31 +181,13 @@ class NumpyImporter(FileImporter):
     name: ClassVar[str] = "npy"
     arrays: tuple[ArrayFile, ...]
 
-    @property
-    def _num_rows(self) -> int:
-        return self.arrays[0].header.shape[0]
-
-    def files(self) -> Sequence[SourceFile]:
-        return [array.file for array in self.arrays]
-
-    def tasks(self) -> Sequence[SourceTask]:
-        """Runs of rows of about 64 MiB."""
-        row_bytes = sum(array.header.row_bytes for array in self.arrays)
-        step = max(1, _TASK_BYTES // max(1, row_bytes))
-        return [
-            SourceTask(f"rows {start}:{stop}", tuple(self.files()), (stop - start) * row_bytes, start, stop)
-            for start in range(0, self._num_rows, step)
-            for stop in [min(self._num_rows, start + step)]
-        ]
-
     def bytes_in_place(self, task: SourceTask) -> int:
-        stop = self._num_rows if task.stop is None else task.stop
         large = sum(array.header.row_bytes for array in self.arrays if self._is_in_place(array))
-        return large * (stop - task.start)
+        return large * len(_rows_of(task))
 
     def _rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
         """Large rows that need no conversion may stay where they are."""
-        rows = range(task.start, self._num_rows if task.stop is None else task.stop)
+        rows = _rows_of(task)
         fields: dict[str, Take] = {}
         read = 0
         with ExitStack() as stack:
@@ -254,7 +236,21 @@ def open_numpy(source: Source, options: ImportOptions) -> NumpyImporter:
     types = {array.field: array.header.row_type for array in kept}
     schema = options.schema(types, source.given, names=files)
     check_rows({array.file.path: array.header.shape[0] for array in kept}, "the files of a folder")
-    return NumpyImporter(source=source, fields=schema, options=options, arrays=kept)
+    taken = tuple(array.file for array in kept)
+    rows, row_bytes = kept[0].header.shape[0], sum(array.header.row_bytes for array in kept)
+    step = max(1, _TASK_BYTES // max(1, row_bytes))
+    cut = tuple(
+        SourceTask(f"rows {start}:{stop}", taken, (stop - start) * row_bytes, start, stop)
+        for start in range(0, rows, step)
+        for stop in [min(rows, start + step)]
+    )
+    return NumpyImporter(
+        source=replace(source, files=taken), fields=schema, options=options, cut=cut, arrays=kept
+    )
+
+
+def _rows_of(task: SourceTask) -> range:
+    return range(task.start, task.stop or 0)
 
 
 def _open_array(field: str, file: SourceFile) -> ArrayFile:

@@ -243,6 +243,7 @@ class SourceTask:
     # None means the end; meaningful only to the importer
     start: int = 0
     stop: int | None = None
+    first_row: int = 0  # number in the file of its first row, where that is known before it is read
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,6 +359,7 @@ class FileImporter:
     source: Source  # its files
     options: ImportOptions  # what the user said of them
     fields: Schema  # of every sample, by the names that the source has
+    cut: tuple[SourceTask, ...] = ()  # its tasks, where they are known when it is opened
     labels: tuple[str, ...] = ()  # names of the values of the source's field `label`
 
     @cached_property
@@ -381,8 +383,8 @@ class FileImporter:
         return self.source.files
 
     def tasks(self) -> Sequence[SourceTask]:
-        """One per file."""
-        return [SourceTask(file.name, (file,), file.size) for file in self.files()]
+        """As they were cut when the source was opened, else one per file."""
+        return self.cut or [SourceTask(file.name, (file,), file.size) for file in self.files()]
 
     def read(self, task: SourceTask) -> Iterator[SourceSample | SourceFailure]:
         for found in self.read_rows(task, ReadMode()):

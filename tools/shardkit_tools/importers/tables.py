@@ -40,28 +40,11 @@ _BATCH_ROWS = 4096
 class TableImporter(FileImporter):
     """Tables as a source."""
 
-    pieces: tuple[tuple[tuple[int, int], ...], ...]
-    """Of each file: (rows, bytes) of its row groups or record batches; empty where they are not known."""
-
-    def tasks(self) -> Sequence[SourceTask]:
-        """Runs of pieces of about 64 MiB; a file whose pieces are not known is one."""
-        tasks = []
-        for file, pieces in zip(self.source.files, self.pieces, strict=True):
-            start = size = 0
-            for number, (_, piece_bytes) in enumerate(pieces, 1):
-                size += piece_bytes
-                if size >= _TASK_BYTES or number == len(pieces):
-                    tasks.append(SourceTask(f"{file.name}:{start}", (file,), size, start, number))
-                    start, size = number, 0
-            if not pieces:
-                tasks.append(SourceTask(file.name, (file,), file.size))
-        return tasks
-
     def _rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
         """See `read_batch`."""
         (file,) = task.files
         types = dict(self.fields)
-        row = sum(rows for rows, _ in self.pieces[self.source.files.index(file)][: task.start])
+        row = task.first_row
         for found in self._batches(file, task.start, task.stop):
             batch = flat_batch(found, self.options)
             yield from read_batch(batch, types, file, row, unchecked=self.options.unchecked)
@@ -70,6 +53,26 @@ class TableImporter(FileImporter):
     def _batches(self, file: SourceFile, start: int, stop: int | None) -> Iterator[Any]:
         """The record batches of some pieces; of all that there are to the end where `stop` is None."""
         raise NotImplementedError
+
+
+def _cut(files: Sequence[SourceFile], pieces: Sequence[Sequence[tuple[int, int]]]) -> tuple[SourceTask, ...]:
+    """Runs of pieces of about 64 MiB; a file whose pieces are not known is one task.
+
+    Args:
+        files: of the source.
+        pieces: (rows, bytes) of each file's row groups or record batches.
+    """
+    tasks = []
+    for file, sizes in zip(files, pieces, strict=True):
+        start = first_row = rows = size = 0
+        for number, (piece_rows, piece_bytes) in enumerate(sizes, 1):
+            rows, size = rows + piece_rows, size + piece_bytes
+            if size >= _TASK_BYTES or number == len(sizes):
+                tasks.append(SourceTask(f"{file.name}:{start}", (file,), size, start, number, first_row))
+                start, first_row, size = number, rows, 0
+        if not sizes:
+            tasks.append(SourceTask(file.name, (file,), file.size))
+    return tuple(tasks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,18 +105,16 @@ def open_parquet(source: Source, options: ImportOptions) -> ParquetImporter:
     schema, classes = table_schema(source, options, [one for one, _ in footers], nulls)
     names = flat_schema(footers[0][0], options).names
     wanted = tuple(name for name in names if name in schema or name == KEY)
+    groups = [
+        [(one.num_rows, one.total_byte_size) for one in map(footer.row_group, range(footer.num_row_groups))]
+        for _, footer in footers
+    ]
     return ParquetImporter(
         source=source,
         fields=schema,
         options=options,
         labels=classes,
-        pieces=tuple(
-            tuple(
-                (group.num_rows, group.total_byte_size)
-                for group in map(one.row_group, range(one.num_row_groups))
-            )
-            for _, one in footers
-        ),
+        cut=_cut(source.files, groups),
         wanted=wanted if len(wanted) < len(names) else None,
     )
 
@@ -223,9 +224,7 @@ def _opened(
     for file in source.files:
         with _open_ipc(file) as reader:
             schemas.append(reader.schema)
-    pieces = tuple(
-        _sizes_of_batches(file, schemas[0]) if file.size > _TASK_BYTES else () for file in source.files
-    )
+    pieces = [_sizes_of_batches(file, schemas[0]) if file.size > _TASK_BYTES else () for file in source.files]
 
     def nulls(_: Any, wanted: Collection[str]) -> set[str]:
         return null_columns(flat_batch(batch, options) for batch in _first_batches(source)).intersection(
@@ -233,7 +232,7 @@ def _opened(
         )
 
     schema, classes = table_schema(source, options, schemas, nulls, features)
-    return kind(source=source, fields=schema, options=options, labels=classes, pieces=pieces)
+    return kind(source=source, fields=schema, options=options, labels=classes, cut=_cut(source.files, pieces))
 
 
 def open_huggingface(source: Source, options: ImportOptions) -> ArrowImporter:

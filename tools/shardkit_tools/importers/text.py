@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 from shardkit.errors import SourceError
 from shardkit_tools.importers.folder import FolderLayout, folder_layout
-from shardkit_tools.importers.line_ranges import LineTasks, cut_lines
+from shardkit_tools.importers.line_ranges import cut_lines, read_lines
 from shardkit_tools.importers.protocol import (
     FileImporter,
     ImportOptions,
@@ -31,11 +31,6 @@ class TextImporter(FileImporter):
 
     name: ClassVar[str] = "text"
     layout: FolderLayout
-    lines: LineTasks | None  # None: one sample per file
-
-    def tasks(self) -> Sequence[SourceTask]:
-        """Runs of files, or of lines."""
-        return self.lines.tasks if self.lines else group_files(self.source.files)
 
     def _rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
         """One sample per file, or per line that is not empty."""
@@ -47,16 +42,16 @@ class TextImporter(FileImporter):
                     except SourceError as error:
                         yield SourceFailure(file.name, number, error)
             except SourceError as error:
-                if self.lines:
+                if self.options.per == "line":
                     raise
                 yield SourceFailure(file.name, 0, error)
 
     def _texts(self, file: SourceFile, task: SourceTask) -> Iterator[tuple[int, str, str, bytes]]:
         """(number in the file, key, what messages call it, bytes)."""
-        if not self.lines:
+        if self.options.per == "file":
             yield 0, file.name, file.path, _whole_text(file)
             return
-        for number, line in self.lines.read(file, task):
+        for number, line in enumerate(read_lines(file, task.start, task.stop), task.first_row):
             if line:
                 yield number, f"{file.name}:{number}", f"{file.path} line {number + 1}", line
 
@@ -104,5 +99,5 @@ def open_text(source: Source, options: ImportOptions) -> TextImporter:
         options=options,
         labels=layout.classes,
         layout=layout,
-        lines=cut_lines(source.files) if options.per == "line" else None,
+        cut=cut_lines(source.files) if options.per == "line" else tuple(group_files(source.files)),
     )
