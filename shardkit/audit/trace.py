@@ -327,7 +327,7 @@ def _part_lineage(part: Part) -> dict[str, Any]:
     parent = manifest.parent
     while parent is not None and len(ancestors) < 1000:
         try:
-            root = read_root(repository, parent)
+            root = read_root(repository.store, parent)
         except NotFoundError:
             ancestors.append({"id": parent, "missing": True})
             break

@@ -386,8 +386,8 @@ def mark_live(repository: Repository, log: Iterable[LogEntry], since: float) -> 
 
 def _mark(repository: Repository, versions: Iterable[str], *, optional: bool = False) -> set[str]:
     found: set[str] = set()
-    for inventory in walk_versions(repository, versions, optional=optional):
-        found |= {name for name, _ in inventory.names()} | parity_names(repository, inventory)
+    for inventory in walk_versions(repository.store, versions, optional=optional):
+        found |= {name for name, _ in inventory.names()} | parity_names(repository.store, inventory)
     return found
 
 

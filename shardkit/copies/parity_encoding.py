@@ -14,13 +14,13 @@ from shardkit.errors import (
     StoreError,
     UsageError,
 )
+from shardkit.reading.adopted import with_adopted_tars
 from shardkit.reading.inventory import MAX_MEMBERS, VersionRecord, take_inventory, walk_versions
 from shardkit.reading.objects import check_object
 from shardkit.reading.parity.rebuilding import encode_set
 from shardkit.reading.parity.sets import ParitySet, read_record, sets_of
 from shardkit.repository.location_table import LocationTable, open_locations
 from shardkit.repository.repository import Repository
-from shardkit.repository.versions import with_adopted
 from shardkit.stores.store import Store, put_over
 from shardkit.stores.waiting import RateLimiter
 
@@ -63,14 +63,14 @@ def encode_sets(
     """
     if not 1 <= k <= MAX_MEMBERS:
         raise UsageError(f"k={k}: a parity set has 1 to {MAX_MEMBERS} members")
-    inventory = take_inventory(repository, manifest_id)
+    inventory = take_inventory(repository.store, manifest_id)
     if inventory.manifest.parts:
         raise UsageError(f"version {manifest_id} was merged; give its parts parity, where they lie")
     root = repository.store
-    adopting = with_adopted(repository, inventory.manifest).store  # tars that lie outside are members as well
+    adopting = with_adopted_tars(root, inventory.manifest)  # tars that lie outside are members as well
     sources = [adopting, *_copies(repository)]
     put_over(root, VersionRecord(manifest_id, k).name, VersionRecord(manifest_id, k).to_bytes())
-    chosen = sets_of(inventory, k, inventory.small(repository))
+    chosen = sets_of(inventory, k, inventory.small(repository.store))
     done = Encoding(sets=len(chosen))
     with ThreadPoolExecutor(min(16, k + 2), thread_name_prefix="shardkit-parity") as pool:
         for one in chosen:
@@ -89,7 +89,7 @@ def encode_sets(
 def _copies(repository: Repository) -> list[Store]:
     """Other locations of the root, as far as they can be opened."""
     try:
-        return [one.store for one in open_locations(repository)[1:]]
+        return [one.store for one in open_locations(repository.store, repository.id)[1:]]
     except ShardkitError:
         return []
 
@@ -120,7 +120,7 @@ def encode_parity(
         return 0
     encoded, k = 0, table.policy.parity.members
     failed: dict[str, str] = {}
-    for inventory in walk_versions(repository, versions, optional=True):
+    for inventory in walk_versions(repository.store, versions, optional=True):
         version = inventory.manifest.id
         if not inventory.manifest.parts:
             try:

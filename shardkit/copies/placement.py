@@ -92,8 +92,8 @@ def find_needed(
         NotFoundError, IntegrityError, FormatError: a manifest or page is gone or damaged everywhere.
     """
     found: dict[str, Needed] = {}
-    for inventory in walk_versions(repository, versions):
-        parity = parity_names(repository, inventory, stores=stores)
+    for inventory in walk_versions(repository.store, versions):
+        parity = parity_names(repository.store, inventory, stores=stores)
         add_needed(found, needed_of(table, inventory, parity))
     return found
 
@@ -130,7 +130,7 @@ def unknown_strata(repository: Repository, names: Iterable[str]) -> dict[str, st
     if not wanted or not versions:
         return {}
     known: set[str] = set()
-    for inventory in walk_versions(repository, versions):
+    for inventory in walk_versions(repository.store, versions):
         known.update(*_names_of_strata(inventory.manifest))
     return {name: _there_are(name, known) for name in wanted if name not in known}
 

@@ -200,7 +200,7 @@ def replicate(
 def _needed(repository: Repository, table: LocationTable, versions: Iterable[str]) -> dict[str, Needed]:
     """What is needed of all versions that can be read; what is lost was told."""
     reading, found = over_all(repository), dict[str, Needed]()
-    stores = [one.store for one in open_locations(repository)]
+    stores = [one.store for one in open_locations(repository.store, repository.id)]
     for version in versions:
         with contextlib.suppress(NotFoundError, IntegrityError, FormatError):
             add_needed(found, find_needed(reading, table, [version], stores=stores).values())

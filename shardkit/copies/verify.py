@@ -36,7 +36,7 @@ from shardkit.formats import ShardIndex, read_block, verify_block
 from shardkit.formats.canonical_json import sha256_digest, utc_text
 from shardkit.manifest import Manifest, ShardTable, check_against
 from shardkit.ranges import duration_text
-from shardkit.reading.adopted import AdoptedStore, adopted_place
+from shardkit.reading.adopted import AdoptedStore, adopted_place, with_adopted_tars
 from shardkit.reading.attestations import read_attestations
 from shardkit.reading.inventory import side_objects, take_inventory
 from shardkit.reading.objects import CheckResult, Depth, check_object
@@ -51,8 +51,8 @@ from shardkit.repository.log import (
 )
 from shardkit.repository.policy import Policy
 from shardkit.repository.repository import Repository
-from shardkit.repository.versions import find_part, load_shard_selection, with_adopted
-from shardkit.stores.store import Store, object_name, parse_object_name, root_store
+from shardkit.repository.versions import find_part, load_shard_selection
+from shardkit.stores.store import Store, object_name, parse_object_name, read_object, root_store
 
 Level = Literal["list", "attested", "stored", "read", "decode"]
 """How deep to check; `LEVELS` from the least to the most."""
@@ -241,7 +241,7 @@ class _Verifier:
         self.metadata += 1
         name = object_name(manifest_id, "manifest")
         try:
-            inventory = take_inventory(repository, manifest_id, unreadable=self.failed)
+            inventory = take_inventory(repository.store, manifest_id, unreadable=self.failed)
         except ShardkitError as error:
             self.failed(name, manifest_id, error)
             return
@@ -262,10 +262,10 @@ class _Verifier:
                 self.findings.append(Finding(where, expected, str(error), action, is_damage=False))
             else:
                 self.check_version(holder, part)
-        holder = with_adopted(repository, manifest)
+        store = with_adopted_tars(repository.store, manifest)
         rows = zip(inventory.shards, inventory.indexes, inventory.shard_rows, strict=True)
         for found, index, count in rows:
-            shard = _Shard(holder, manifest, found.name, found.size, index.name, index.size, count)
+            shard = _Shard(store, manifest, found.name, found.size, index.name, index.size, count)
             self.shards.setdefault((found.name, index.name), shard)
         for table in inventory.tables:
             self._check_selections(repository, table)
@@ -335,7 +335,7 @@ def _attested(repository: Repository, shards: list[_Shard]) -> list[Finding]:
 class _Shard:
     """What a page says of one shard, and where it lies."""
 
-    repository: Repository
+    store: Store
     manifest: Manifest
     name: str
     size: int
@@ -349,7 +349,7 @@ class _Shard:
 
     def _is_file(self, name: str) -> bool:
         try:
-            return self.repository.store.local_path(name) is not None
+            return self.store.local_path(name) is not None
         except ShardkitError:
             return False
 
@@ -370,13 +370,12 @@ class _Shard:
         return found + self._check(self.index_name, self.index_size, "list")
 
     def _check(self, name: str, size: int | None, depth: Depth) -> list[Finding]:
-        store = self.repository.store
-        found = check_object(store, name, size, depth, may_read=self._is_file(name))
+        found = check_object(self.store, name, size, depth, may_read=self._is_file(name))
         if found.is_good:
             return []
         if found.result == "unreadable" and found.error is None:
-            got = store.rewritten(name) if isinstance(store, AdoptedStore) else None
-            got = got or f"{self.repository.url} keeps no checksums of its objects"
+            got = self.store.rewritten(name) if isinstance(self.store, AdoptedStore) else None
+            got = got or f"{self.store.url} keeps no checksums of its objects"
             return [Finding(name, found.expected, got, "check with --level read", is_damage=False)]
         return [
             _finding(name, found if depth == "list" else found._replace(expected=parse_object_name(name)[0]))
@@ -384,7 +383,7 @@ class _Shard:
 
     def _placed(self, findings: list[Finding]) -> list[Finding]:
         """What was found of an adopted tar, by the name that its owner knows it by."""
-        place = adopted_place(self.repository.store, self.name)
+        place = adopted_place(self.store, self.name)
         if place is None:
             return findings
         return [
@@ -397,7 +396,7 @@ class _Shard:
     def _index(self) -> tuple[ShardIndex | None, list[Finding]]:
         digest, _ = parse_object_name(self.index_name)
         try:
-            index = ShardIndex.from_bytes(self.repository.get_object(digest, "index", self.index_size))
+            index = ShardIndex.from_bytes(read_object(self.store, digest, "index", self.index_size))
             facts = (index.rows, index.shard_size, index.format, index.compression)
             expected = (self.rows, self.size, self.manifest.format, self.manifest.compression)
             if facts != expected:
@@ -408,7 +407,7 @@ class _Shard:
         return index, []
 
     def _bytes(self, index: ShardIndex | None) -> list[Finding]:
-        found = check_object(self.repository.store, self.name, self.size, "read")
+        found = check_object(self.store, self.name, self.size, "read")
         if found.is_good:
             return []
         if found.error is not None or found.result == "missing" or index is None:
@@ -424,7 +423,7 @@ class _Shard:
 
     def _stored_block(self, index: ShardIndex, block: int) -> bytes:
         offset, size = int(index.block_offset[block]), int(index.block_size[block])
-        return self.repository.store.get_range(self.name, offset, size)
+        return self.store.get_range(self.name, offset, size)
 
     def _samples(self, index: ShardIndex) -> list[Finding]:
         found = []

@@ -173,7 +173,7 @@ def _sidecars(
     lookups: tuple[Lookup, ...] = ()
     costs: tuple[RowCosts, ...] = ()
     if fields or expressions:
-        reader = BlockReader(table, [repository], [0], [(version.format, version.compression)])
+        reader = BlockReader(table, [repository.store], [0], [(version.format, version.compression)])
         lookups = put_lookups(repository, reader, table, fields)
         costs = put_costs(repository, reader, table, version.schema, expressions)
     about = own.about if own else None
@@ -319,7 +319,7 @@ def _manifest(repository: Repository, manifest_id: str | None) -> Manifest | Non
     if manifest_id is None:
         return None
     try:
-        return read_root(repository, manifest_id)
+        return read_root(repository.store, manifest_id)
     except ShardkitError:
         return None
 

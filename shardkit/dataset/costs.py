@@ -241,7 +241,7 @@ def _terms(
     if not rest:
         return known
     if not blocks:
-        url = reader.repository_of(shard).url
+        url = reader.store_of(shard).url
         raise UsageError(
             f"cost={formula.text!r} is not in the indexes of these {index.format} shards, and nobody has written it "
             f"beside them; run: shardkit rebuild {url} --cost '{formula.canonical}' (it writes no shard)"

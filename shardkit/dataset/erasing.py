@@ -290,7 +290,7 @@ def delete_parity(repository: Repository, report: ErasureReport, live: set[str])
     gone = {parse_object_name(name)[0] for name in report.objects if name not in live}
     records = list(sets_that_hold(store, gone))
     versions = live_versions(repository) if records else []  # what no ref or tag names, nobody repairs
-    named = {name for one in walk_versions(repository, versions) for name, _ in one.names()}
+    named = {name for one in walk_versions(repository.store, versions) for name, _ in one.names()}
     if records:
         _check_others(repository, records, named)
     for record in records:

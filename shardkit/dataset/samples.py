@@ -48,7 +48,7 @@ class Samples:
         parts = self.version.parts
         return BlockReader(
             self.table,
-            [part.repository for part in parts],
+            [part.repository.store for part in parts],
             [part.first_shard for part in parts],
             [(part.manifest.format, part.manifest.compression) for part in parts],
             self._verify,

@@ -55,7 +55,7 @@ class StoreSurvey:
 
     def _load(self, digest: str, name: str) -> None:
         try:
-            self.manifests[digest] = read_root(self.repository, digest)
+            self.manifests[digest] = read_root(self.repository.store, digest)
         except (IntegrityError, FormatError):
             self.unreadable.append(name)
         except NotFoundError:
@@ -215,4 +215,4 @@ def shard_pair(table: ShardTable, shard: int) -> tuple[str, str]:
 
 def version_reader(repository: Repository, manifest: Manifest, table: ShardTable) -> BlockReader:
     """A reader of the shards of a version, or of one of its pages, that trusts SHA-256 alone."""
-    return BlockReader(table, [repository], [0], [(manifest.format, manifest.compression)], "strong")
+    return BlockReader(table, [repository.store], [0], [(manifest.format, manifest.compression)], "strong")

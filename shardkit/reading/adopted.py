@@ -22,7 +22,7 @@ from shardkit.formats.canonical_json import dumps, parse_digest, read_document
 from shardkit.manifest import ADOPTED, MIXED, Manifest, ShardTable
 from shardkit.reading.inventory import version_record_name
 from shardkit.reading.located_store import LocatedStore
-from shardkit.reading.objects import ROOT_NAME, Location, OpenedRoot
+from shardkit.reading.objects import ROOT_NAME, Location
 from shardkit.stores.file_operations import Handle, explained, read_exactly
 from shardkit.stores.store import (
     ObjectStat,
@@ -59,11 +59,11 @@ def resolved(root: str, place: str) -> str:
     return joined if scheme_of(joined) else os.path.normpath(joined)
 
 
-def put_adopted(repository: OpenedRoot, digest: str, place: str, etag: str = "") -> None:
+def put_adopted(root: Store, digest: str, place: str, etag: str = "") -> None:
     """Remember, durably, where an adopted tar lies; a place that was remembered before is replaced.
 
     Args:
-        repository: That adopts it.
+        root: That adopts it.
         digest: ``sha256:<hex>`` of the tar.
         place: Path of the local file, or URL.
         etag: What the tar's store called these bytes when they were hashed; empty where it has no such thing.
@@ -79,10 +79,10 @@ def put_adopted(repository: OpenedRoot, digest: str, place: str, etag: str = "")
         urls = [place]
     else:
         urls = [os.path.abspath(place)]
-        if not scheme_of(repository.url):  # so that root and tars may move together
-            urls.insert(0, os.path.relpath(urls[0], repository.url))
+        if not scheme_of(root.url):  # so that root and tars may move together
+            urls.insert(0, os.path.relpath(urls[0], root.url))
     fields = {"format": _FORMAT, "digest": digest, "urls": urls}
-    put_over(repository.store, location_name(digest), dumps({**fields, "etag": etag} if etag else fields))
+    put_over(root, location_name(digest), dumps({**fields, "etag": etag} if etag else fields))
 
 
 class Tar(NamedTuple):

@@ -23,7 +23,7 @@ from shardkit.formats import Block, ShardIndex, Verify, extension, read_block
 from shardkit.manifest import Selection, ShardTable
 from shardkit.reading.adopted import adopted_place, find_tar
 from shardkit.reading.located_store import LocatedStore
-from shardkit.reading.objects import BlockRequest, OpenedRoot, place_ids
+from shardkit.reading.objects import BlockRequest, place_ids
 from shardkit.stores.file_operations import read_file
 from shardkit.stores.store import Store, object_name, read_object
 
@@ -172,7 +172,7 @@ class BlockReader:
 
     Args:
         table: columns over all shards.
-        repositories: one per part; a dataset that was not merged has one part.
+        stores: of the root of each part; a dataset that was not merged has one part.
         part_first_shard: first shard of each part, ascending.
         formats: (format, compression) of each part.
         verify: "fast" checks XXH3 of each block, "strong" SHA-256.
@@ -181,13 +181,13 @@ class BlockReader:
     def __init__(
         self,
         table: ShardTable,
-        repositories: list[OpenedRoot],
+        stores: list[Store],
         part_first_shard: list[int],
         formats: list[tuple[str, str]],
         verify: Verify = "fast",
     ) -> None:
         self._table = table
-        self._repositories = repositories
+        self.stores = stores
         self._part_first_shard = part_first_shard
         self._formats = formats
         self.verify: Verify = verify
@@ -202,7 +202,7 @@ class BlockReader:
         _readers.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("_table", "_repositories", "_part_first_shard", "_formats", "verify")
+        kept = ("_table", "stores", "_part_first_shard", "_formats", "verify")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -215,13 +215,14 @@ class BlockReader:
 
     @property
     def urls(self) -> list[str]:
-        return [repository.url for repository in self._repositories]
+        return [store.url for store in self.stores]
 
     def _part(self, shard: int) -> int:
         return bisect.bisect_right(self._part_first_shard, shard) - 1
 
-    def repository_of(self, shard: int) -> OpenedRoot:
-        return self._repositories[self._part(shard)]
+    def store_of(self, shard: int) -> Store:
+        """The store of the root that holds a shard."""
+        return self.stores[self._part(shard)]
 
     def shard_name(self, shard: int) -> str:
         """Object name of a shard inside its store."""
@@ -245,7 +246,7 @@ class BlockReader:
                 return found[0]
         digest = "sha256:" + bytes(self._table.index_digest[shard]).hex()
         size = int(self._table.index_size[shard])
-        get = functools.partial(read_object, self.repository_of(shard).store, digest, "index", size)
+        get = functools.partial(read_object, self.store_of(shard), digest, "index", size)
         if self.supply is None or self.located(shard) is None or self.has_file(shard):
             index = ShardIndex.from_bytes(get())
         else:  # every start on every node needs it again
@@ -306,7 +307,7 @@ class BlockReader:
 
     def _where(self, shard: int, block: int) -> str:
         digest = bytes(self._table.digest[shard]).hex()
-        store = self.repository_of(shard).store
+        store = self.store_of(shard)
         place = adopted_place(store, self.shard_name(shard)) or store.url
         return f"shard {shard} ({digest[:12]}…) block {block} in {place}"
 
@@ -326,29 +327,25 @@ class BlockReader:
     def stored_bytes(self) -> int:
         return int(self._table.size.sum())
 
-    @property
-    def stores(self) -> list[Store]:
-        return [repository.store for repository in self._repositories]
-
     def located(self, shard: int) -> LocatedStore | None:
         """The locations that a shard is read from; None where that is one place, and it is local."""
-        store = self.repository_of(shard).store
+        store = self.store_of(shard)
         return None if self._is_near_tar(shard) or not isinstance(store, LocatedStore) else store
 
     def _is_near_tar(self, shard: int) -> bool:
         """Whether a shard is an adopted tar that lies in a local file."""
-        tar = find_tar(self.repository_of(shard).store, self.shard_name(shard))
+        tar = find_tar(self.store_of(shard), self.shard_name(shard))
         return tar is not None and not tar.is_far
 
     def _elsewhere(self, shard: int, error: ShardkitError) -> LocatedStore | None:
         """Where to look for a block that is wrong, or not, in a file; None where there is no other place."""
-        store = self.repository_of(shard).store
+        store = self.store_of(shard)
         if not isinstance(store, LocatedStore):
             return None
         return None if isinstance(error, NotFoundError) and not self._is_near_tar(shard) else store
 
     def has_file(self, shard: int) -> bool:
-        return self.repository_of(shard).store.local_path(self.shard_name(shard)) is not None
+        return self.store_of(shard).local_path(self.shard_name(shard)) is not None
 
     def through(self, supply: BlockFetcher | None) -> BlockReader:
         """A reader of the same blocks whose remote ones come through `supply`, such as a cache."""
@@ -378,7 +375,7 @@ class BlockReader:
                 return found
         store = self.located(shard)
         if store is None:
-            plain = self.repository_of(shard).store
+            plain = self.store_of(shard)
             return memoryview(plain.get_range(self.shard_name(shard), span.offset, span.size))
         request = self.request(shard, block)
         return memoryview(self.supply.read(store, request) if self.supply else store.read_block(request))
@@ -386,7 +383,7 @@ class BlockReader:
     def _path(self, shard: int) -> str | None:
         found = self._paths.get(shard)
         if found is None:
-            path = self.repository_of(shard).store.local_path(self.shard_name(shard))
+            path = self.store_of(shard).local_path(self.shard_name(shard))
             if path is not None:
                 found = self._paths[shard] = os.fspath(path)
         return found

@@ -16,8 +16,7 @@ from shardkit.formats import extension
 from shardkit.formats.canonical_json import dumps, parse_digest, read_document
 from shardkit.manifest import MAX_MANIFEST_BYTES, MIXED, Manifest, PageRef, ShardTable, unpack_page
 from shardkit.reading.located_store import LocatedStore
-from shardkit.reading.objects import OpenedRoot
-from shardkit.stores.store import Descriptor, Store, find_checked, object_name
+from shardkit.stores.store import Descriptor, Store, find_checked, object_name, read_object
 
 _READERS: Final = 8
 
@@ -89,15 +88,13 @@ class Inventory:
         for digest, kind in self.unsized:
             yield object_name(digest, kind), None
 
-    def small(self, repository: OpenedRoot) -> tuple[Descriptor, ...]:
+    def small(self, store: Store) -> tuple[Descriptor, ...]:
         """`rest` and `unsized` with sizes: of good bytes, for the size of damaged ones would name other sets of parity.
 
         Raises:
             NotFoundError, IntegrityError: one is gone or damaged in all locations.
         """
-        sized = (
-            Descriptor(digest, _good_size(repository, digest, kind), kind) for digest, kind in self.unsized
-        )
+        sized = (Descriptor(digest, _good_size(store, digest, kind), kind) for digest, kind in self.unsized)
         return (*self.rest, *sized)
 
 
@@ -115,12 +112,12 @@ def side_objects(manifest: Manifest) -> Iterator[tuple[str, str, int | None]]:
             yield part.digest, "cost", part.size
 
 
-def _good_size(repository: OpenedRoot, digest: str, kind: str) -> int:
+def _good_size(store: Store, digest: str, kind: str) -> int:
     """Bytes of an object; a checksum that the store keeps spares reading it."""
-    stat = repository.store.head(object_name(digest, kind))
+    stat = store.head(object_name(digest, kind))
     if stat is not None and stat.sha256 is not None and f"sha256:{stat.sha256}" == digest:
         return stat.size
-    return len(repository.get_object(digest, kind))
+    return len(read_object(store, digest, kind))
 
 
 def version_record_name(manifest_id: str) -> str:
@@ -204,22 +201,22 @@ def first_good(stores: Sequence[Store], ask: Callable[[Store], _Found | None]) -
     return None
 
 
-def read_root(repository: OpenedRoot, manifest_id: str) -> Manifest:
+def read_root(store: Store, manifest_id: str) -> Manifest:
     """The root of a manifest, verified; its pages are not read.
 
     Raises:
         NotFoundError, IntegrityError, FormatError: it is missing, damaged or not a manifest.
     """
-    return Manifest.from_bytes(repository.get_object(manifest_id, "manifest", max_bytes=MAX_MANIFEST_BYTES))
+    return Manifest.from_bytes(read_object(store, manifest_id, "manifest", max_bytes=MAX_MANIFEST_BYTES))
 
 
 def read_pages(
-    repository: OpenedRoot, manifest: Manifest, *, unreadable: Unreadable | None = None
+    store: Store, manifest: Manifest, *, unreadable: Unreadable | None = None
 ) -> tuple[ShardTable, ...]:
     """The pages of a manifest, verified, in order.
 
     Args:
-        repository: that holds them.
+        store: that holds them.
         manifest: their root.
         unreadable: told of each page that cannot be read, which is left out.
 
@@ -229,7 +226,7 @@ def read_pages(
 
     def read(ref: PageRef) -> ShardTable | ShardkitError:
         try:
-            data = repository.get_object(ref.digest, "page", ref.size)
+            data = read_object(store, ref.digest, "page", ref.size)
             return unpack_page(data, ref, strata=len(manifest.strata))
         except ShardkitError as error:
             return error
@@ -242,29 +239,25 @@ def read_pages(
     for number, (ref, page) in enumerate(zip(manifest.pages, found, strict=True)):
         if isinstance(page, ShardkitError):
             if unreadable is None:
-                told = f"page {number} of manifest {manifest.id} in {repository.url}: {page}"
+                told = f"page {number} of manifest {manifest.id} in {store.url}: {page}"
                 raise type(page)(told) from page
             unreadable(object_name(ref.digest, "page"), ref.digest, page)
     return tuple(page for page in found if isinstance(page, ShardTable))
 
 
-def take_inventory(
-    repository: OpenedRoot, manifest_id: str, *, unreadable: Unreadable | None = None
-) -> Inventory:
+def take_inventory(store: Store, manifest_id: str, *, unreadable: Unreadable | None = None) -> Inventory:
     """Read a manifest and its pages; see `read_root` and `read_pages`."""
-    manifest = read_root(repository, manifest_id)
+    manifest = read_root(store, manifest_id)
     if manifest.parts or MIXED in (manifest.format, manifest.compression):
         if manifest.pages:
             raise IntegrityError(
                 f"manifest {manifest_id} is merged and has pages of its own; do not trust it"
             )
         return Inventory(manifest, ())
-    return Inventory(manifest, read_pages(repository, manifest, unreadable=unreadable))
+    return Inventory(manifest, read_pages(store, manifest, unreadable=unreadable))
 
 
-def walk_versions(
-    repository: OpenedRoot, versions: Iterable[str], *, optional: bool = False
-) -> Iterator[Inventory]:
+def walk_versions(store: Store, versions: Iterable[str], *, optional: bool = False) -> Iterator[Inventory]:
     """Versions, and those of their parts that lie in this root, each once; parts elsewhere are their roots' business.
 
     Raises:
@@ -277,20 +270,20 @@ def walk_versions(
             continue
         seen.add(version)
         try:
-            inventory = take_inventory(repository, version)
+            inventory = take_inventory(store, version)
         except NotFoundError:
             if optional:
                 continue
             raise
         waiting += [
-            part for _, part in inventory.manifest.parts if part not in seen and _is_here(repository, part)
+            part for _, part in inventory.manifest.parts if part not in seen and _is_here(store, part)
         ]
         yield inventory
 
 
-def _is_here(repository: OpenedRoot, part: str) -> bool:
+def _is_here(store: Store, part: str) -> bool:
     """Whether a part lies in this root: its manifest is there, or a copy of the root has it."""
-    name, store = object_name(part, "manifest"), repository.store
+    name = object_name(part, "manifest")
     if store.head(name) is not None:
         return True
     for location in store.locations[1:] if isinstance(store, LocatedStore) else ():

@@ -9,7 +9,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -124,23 +124,6 @@ Depth = Literal["list", "stored", "read"]
 
 DEPTHS: Final[tuple[Depth, ...]] = ("list", "stored", "read")
 """Size alone; the checksum that the store keeps; every byte."""
-
-
-class OpenedRoot(Protocol):
-    """What readers of objects need of a `Repository`."""
-
-    @property
-    def store(self) -> Store: ...
-
-    @property
-    def url(self) -> str: ...
-
-    @property
-    def id(self) -> str: ...
-
-    def get_object(
-        self, digest: str, extension: str, size: int | None = None, *, max_bytes: int = ...
-    ) -> bytes: ...
 
 
 def publish(store: Store, stage: Stage, extension: str) -> Descriptor:

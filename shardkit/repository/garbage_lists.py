@@ -23,7 +23,6 @@ from shardkit.formats.canonical_json import (
     utc_text,
 )
 from shardkit.reading.inventory import walk_versions
-from shardkit.reading.objects import OpenedRoot
 from shardkit.repository.log import LogEntry
 from shardkit.stores.store import Store, parse_object_name
 
@@ -139,7 +138,7 @@ def _read(data: bytes, kind: str, where: str) -> tuple[int, tuple[str, ...]]:
 
 
 def check_not_collected(
-    repository: OpenedRoot,
+    store: Store,
     commits: Iterable[LogEntry],
     opened: LogEntry,
     head: LogEntry,
@@ -149,7 +148,7 @@ def check_not_collected(
     """Refuse a commit that names what is being collected, or what was collected since the writer began.
 
     Args:
-        repository: that commits.
+        store: of the root.
         commits: its log, newest first; walked where collections were begun since.
         opened: the head when the writer opened the root, before anything there could be relied on.
         head: that the commit is to follow.
@@ -169,25 +168,23 @@ def check_not_collected(
     going = set(head.collecting.values())
     if problem is not None:
         raise CommitConflict(
-            f"{repository.url}: garbage was collected while this was prepared, which may be why it failed ({problem}); "
+            f"{store.url}: garbage was collected while this was prepared, which may be why it failed ({problem}); "
             "run the same command again"
         ) from problem
     try:
-        lost = {name for digest in sorted(going) for name in read_list(repository.store, digest)}
-        doubtful = {
-            name for digest in sorted(gone - going) for name in read_list(repository.store, digest)
-        } - lost
-        needed = {name for one in walk_versions(repository, versions) for name, _ in one.names()}
+        lost = {name for digest in sorted(going) for name in read_list(store, digest)}
+        doubtful = {name for digest in sorted(gone - going) for name in read_list(store, digest)} - lost
+        needed = {name for one in walk_versions(store, versions) for name, _ in one.names()}
     except ShardkitError as error:
         raise CommitConflict(
-            f"{repository.url}: garbage was collected meanwhile, and what was cannot be compared ({error}); run the "
+            f"{store.url}: garbage was collected meanwhile, and what was cannot be compared ({error}); run the "
             "same command again"
         ) from error
     names = sorted(lost & needed)
-    names += [name for name in sorted(doubtful & needed) if repository.store.head(name) is None]
+    names += [name for name in sorted(doubtful & needed) if store.head(name) is None]
     if names:
         raise CommitConflict(
-            f"{repository.url}: {len(names)} objects that this commit names, such as {names[0]}, are being collected "
+            f"{store.url}: {len(names)} objects that this commit names, such as {names[0]}, are being collected "
             "as garbage; run the same command again when that is done (a collection that was killed is finished by: "
-            f"shardkit gc {repository.url} --delete)"
+            f"shardkit gc {store.url} --delete)"
         )

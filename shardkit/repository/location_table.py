@@ -39,7 +39,7 @@ from shardkit.formats.canonical_json import (
 )
 from shardkit.ranges import Range
 from shardkit.reading.located_store import Locations, given_locations, locate
-from shardkit.reading.objects import LOCATION_NAME, ROOT_NAME, Location, OpenedRoot, check_location_name
+from shardkit.reading.objects import LOCATION_NAME, ROOT_NAME, Location, check_location_name
 from shardkit.reading.read_path import ReadSettings
 from shardkit.repository.log import (
     IDENTITY_NAME,
@@ -420,8 +420,8 @@ def location_of(record: LocationRecord, *, heal: bool = False, writable: bool = 
     return Location(name=record.name, store=store, domain=record.domain, rank=record.rank, heal=heal)
 
 
-def open_locations(repository: OpenedRoot) -> list[Location]:
-    """All locations of a repository: the one that it was opened at first, then the others in the table's order.
+def open_locations(root: Store, repository_id: str) -> list[Location]:
+    """All locations of a repository: the one where it was opened first, then the others in the table's order.
 
     Locations that cannot be opened on this machine (a client is not installed) are left out.
 
@@ -429,8 +429,8 @@ def open_locations(repository: OpenedRoot) -> list[Location]:
         IntegrityError: the table is damaged.
         StoreError: the root does not answer.
     """
-    store = root_store(repository.store)
-    table = read_table(store, repository.id)
+    store = root_store(root)
+    table = read_table(store, repository_id)
     own = read_mark(store) if table is not None else None
     record = (table.find(own.location) if own else table.root) if table else None
     here = Location(
@@ -557,7 +557,8 @@ def _identity_elsewhere(store: Store) -> Identity | None:
 
 
 def over_all(
-    repository: OpenedRoot,
+    root: Store,
+    repository_id: str,
     given: Locations | None,
     settings: ReadSettings | None,
     *,
@@ -568,11 +569,11 @@ def over_all(
 
     Nothing that is read rests on the table: a damaged one costs a reader the other copies, not the data.
     """
-    store, recorded, name = root_store(repository.store), list[Location](), ROOT_NAME
+    store, recorded, name = root_store(root), list[Location](), ROOT_NAME
     with contextlib.suppress(ShardkitError):
-        table = None if alone else read_table(repository.store, repository.id)
+        table = None if alone else read_table(root, repository_id)
         if table is not None:
-            mark = read_mark(repository.store)
+            mark = read_mark(root)
             recorded = _others(table, mark.location if mark else ROOT_NAME, heal=heal)
             name = own_name(store) if recorded else ROOT_NAME
     others = given_locations(given, heal)

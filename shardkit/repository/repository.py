@@ -239,7 +239,7 @@ class Repository(CommitLog):
             store = locate(store, locations, settings=settings, heal=heal)
         repository = cls._opened(store, read_only=read_only, alone=alone)
         if locations or read_only:
-            located = over_all(repository, locations, settings, heal=heal, alone=alone)
+            located = over_all(repository.store, repository.id, locations, settings, heal=heal, alone=alone)
             repository = repository.with_store(located)
         return repository
 
@@ -400,7 +400,7 @@ class Repository(CommitLog):
     ) -> None:
         opened = self._base or NO_COMMIT  # what was being collected then may have ended since
         if head and (head.collected != opened.collected or head.collecting or opened.collecting):
-            check_not_collected(self, self.newest_commits(), opened, head, manifests, problem)
+            check_not_collected(self.store, self.newest_commits(), opened, head, manifests, problem)
 
     def _check_manifests(self, manifests: Collection[str]) -> None:
         for manifest in sorted(manifests):

@@ -26,7 +26,7 @@ from shardkit.manifest import (
     check_against,
     max_selection_bytes,
 )
-from shardkit.reading.adopted import location_name, resolved, store_of_version, with_adopted_tars
+from shardkit.reading.adopted import location_name, resolved, store_of_version
 from shardkit.reading.inventory import read_pages, read_root
 from shardkit.repository.repository import Repository
 from shardkit.stores.store import Descriptor, find_checked, object_name, put_over, scheme_of
@@ -73,22 +73,17 @@ def load_manifest(repository: Repository, manifest_id: str) -> Version:
         IntegrityError: Bytes are not those that were written.
         FormatError: A root or page contradicts itself or another; the message names it.
     """
-    manifest = read_root(repository, manifest_id)
+    manifest = read_root(repository.store, manifest_id)
     if not manifest.parts:
         return _load_pages(repository, manifest)
     parts: list[tuple[str, Version]] = []
     for name, part_id in manifest.parts:
         holder = find_part(repository, name, part_id)
-        part = read_root(holder, part_id)
+        part = read_root(holder.store, part_id)
         if part.parts:
             raise FormatError(f"manifest {manifest_id}: part {name!r} is merged itself; do not trust it")
         parts.append((name, _load_pages(holder, part)))
     return merged_version(manifest, parts)
-
-
-def with_adopted(repository: Repository, manifest: Manifest) -> Repository:
-    """The repository as a reader of `manifest` needs it: one that finds adopted tars, where the manifest has any."""
-    return repository.with_store(with_adopted_tars(repository.store, manifest))
 
 
 def merged_version(manifest: Manifest, parts: Sequence[tuple[str, Version]]) -> Version:
@@ -111,7 +106,7 @@ def merged_version(manifest: Manifest, parts: Sequence[tuple[str, Version]]) -> 
 
 
 def _load_pages(repository: Repository, manifest: Manifest) -> Version:
-    table = ShardTable.concatenate(read_pages(repository, manifest))
+    table = ShardTable.concatenate(read_pages(repository.store, manifest))
     check_against(manifest, table)
     reader = repository.with_store(store_of_version(repository.store, manifest, table))
     return Version(manifest, table, (Part("", reader, manifest, 0),))

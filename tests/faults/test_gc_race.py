@@ -22,7 +22,8 @@ from shardkit.errors import CommitConflict
 from shardkit.reading.inventory import take_inventory
 from shardkit.repository.garbage_lists import put_list
 from shardkit.repository.location_table import LocationRecord, read_table
-from shardkit.storage import Repository, put_manifest
+from shardkit.repository.versions import put_manifest
+from shardkit.storage import Repository
 from tests.drills import DRILLS
 
 COMMITTERS = 8 if DRILLS else 4
@@ -66,7 +67,7 @@ def dangling(root: Path) -> list[str]:
     repository = Repository.open(root)
     missing = []
     for ref, manifest in repository.refs.items():
-        for name, size in take_inventory(repository, manifest).names():
+        for name, size in take_inventory(repository.store, manifest).names():
             stat = repository.store.head(name)
             if stat is None or (size is not None and stat.size != size):
                 missing.append(f"{ref}: {name}")
@@ -136,7 +137,7 @@ def test_nothing_that_a_ref_needs_is_collected(
     needed = {
         name
         for manifest in repository.refs.values()
-        for name, _ in take_inventory(repository, manifest).names()
+        for name, _ in take_inventory(repository.store, manifest).names()
     }
     assert set(repository.store.list_after("objects/")) == needed
     for ref in repository.refs:
@@ -165,14 +166,14 @@ def test_a_commit_that_relies_on_what_goes_is_refused_and_done_again(tmp_path: P
     """Each moment of a collection at which a writer may come by, one by one."""
     root = tmp_path / "root"
     version = _version(root)
-    manifest = take_inventory(Repository.open(root), version).manifest
+    manifest = take_inventory(Repository.open(root).store, version).manifest
     Repository.open(root).commit({"main": None}, message="drop")
     assert collect(Repository.open(root), delete=True, grace_s=0, history_s=0).deleted == {}
 
     before = Repository.open(root)  # found everything there, and has not committed
     put_manifest(before, manifest, [])
     collector = Repository.open(root)
-    names = sorted(name for name, _ in take_inventory(collector, version).names())
+    names = sorted(name for name, _ in take_inventory(collector.store, version).names())
     identity = begin_collection(collector, lambda head: put_list(collector.store, 0, names))
     assert identity is not None
     with pytest.raises(CommitConflict, match="being collected as garbage"):
@@ -203,7 +204,7 @@ def test_a_killed_collection_is_finished_and_its_objects_are_refused_until_then(
     version = _version(root)
     Repository.open(root).commit({"main": None}, message="drop")
     collector = Repository.open(root)
-    names = sorted(name for name, _ in take_inventory(collector, version).names())
+    names = sorted(name for name, _ in take_inventory(collector.store, version).names())
     from shardkit.errors import UsageError
 
     begin_collection(collector, lambda head: put_list(collector.store, 0, names))

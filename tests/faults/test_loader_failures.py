@@ -24,7 +24,7 @@ import pytest
 import shardkit
 from shardkit.errors import ConfigurationError, RunError
 from shardkit.ledger import read_journal
-from shardkit.storage import BlockReader
+from shardkit.reading.blocks import BlockReader
 
 ROWS, BAD = 120, frozenset({7, 31, 64, 65})
 

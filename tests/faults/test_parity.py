@@ -309,12 +309,13 @@ def test_a_version_is_encoded_once_and_an_append_adds_its_own(tmp_path: Path) ->
     assert more.kept >= 2 * (len(load_manifest(repository, manifest).table) // 4), (
         "full sets stay as they are"
     )
-    names = parity_names(repository, take_inventory(repository, manifest))
+    names = parity_names(repository.store, take_inventory(repository.store, manifest))
     there = {name for name in repository.store.list_after("objects/") if name.endswith(".parity")}
     assert {name for name in names if name.endswith(".parity")} < there
     assert there == {
         name
-        for name in names | parity_names(repository, take_inventory(repository, repository.resolve()))
+        for name in names
+        | parity_names(repository.store, take_inventory(repository.store, repository.resolve()))
         if name.endswith(".parity")
     }
     assert len(list(find_records([repository.store]))) == done.sets + more.encoded

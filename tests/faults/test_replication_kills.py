@@ -159,7 +159,7 @@ def check_after_repeat(folder: Path, scenario: str) -> None:
     needed = {
         name
         for manifest in repository.refs.values()
-        for name, _ in take_inventory(repository, manifest).names()
+        for name, _ in take_inventory(repository.store, manifest).names()
     }
     assert set(repository.store.list_after("objects/")) == needed
     table = read_table(repository.store, repository.id)

@@ -202,7 +202,7 @@ def _marked(kind: str) -> Patch:
 def _marked_by_main(*given: Any) -> set[str]:
     """Only what main needs is alive."""
     main = given[0].resolve("main")
-    return {name for one in inventory.walk_versions(given[0], [main]) for name, _ in one.names()}
+    return {name for one in inventory.walk_versions(given[0].store, [main]) for name, _ in one.names()}
 
 
 def _needs(kind: str) -> Patch:

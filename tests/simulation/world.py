@@ -177,7 +177,7 @@ class World:
             try:
                 found = {
                     name
-                    for inventory in walk_versions(repository, [manifest])
+                    for inventory in walk_versions(repository.store, [manifest])
                     for name, _ in inventory.names()
                 }
             except ShardkitError as error:

@@ -188,7 +188,8 @@ def test_a_copy_knows_that_it_is_one(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "root")
     dataset = shardkit.open(copy)
     assert sorted(int(dataset[i]["value"]) for i in range(200)) == list(range(200))
-    names = [one.name for one in open_locations(Repository.open(copy, read_only=True))]
+    opened = Repository.open(copy, read_only=True)
+    names = [one.name for one in open_locations(opened.store, opened.id)]
     assert names == ["mirror", "root"]
 
 

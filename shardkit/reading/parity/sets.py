@@ -18,7 +18,6 @@ from shardkit.reading.inventory import (
     read_matching,
     read_version_record,
 )
-from shardkit.reading.objects import OpenedRoot
 from shardkit.stores.store import (
     EXTENSIONS,
     MAX_OBJECT_BYTES,
@@ -217,15 +216,13 @@ def sets_of(inventory: Inventory, k: int, small: Iterable[Descriptor] = ()) -> l
     return [found for row in rows for found in form_sets(row, k)]
 
 
-def known_sets(
-    repository: OpenedRoot, inventory: Inventory, k: int, stores: Sequence[Store]
-) -> list[ParitySet]:
+def known_sets(store: Store, inventory: Inventory, k: int, stores: Sequence[Store]) -> list[ParitySet]:
     """All sets of a version, also where an object is lost without whose size one cannot tell how the rest was cut.
 
     Those of the rest are then the ones that documents and headers of parity objects tell of.
     """
     try:
-        return sets_of(inventory, k, inventory.small(repository))
+        return sets_of(inventory, k, inventory.small(store))
     except (NotFoundError, IntegrityError):
         members = {one.digest for one in inventory.rest} | {digest for digest, _ in inventory.unsized}
     told = (record.set for record in find_records(stores))
@@ -243,34 +240,30 @@ def read_record(store: Store, wanted: ParitySet) -> SetRecord | None:
     return read_matching(store, wanted.record_name, SetRecord.from_bytes, lambda found: found.set == wanted)
 
 
-def parity_names(
-    repository: OpenedRoot, inventory: Inventory, *, stores: Sequence[Store] | None = None
-) -> set[str]:
+def parity_names(store: Store, inventory: Inventory, *, stores: Sequence[Store] | None = None) -> set[str]:
     """Names of everything that the parity of a version consists of: documents and parity objects.
 
     What a collector of garbage must keep. Empty for a version without parity. A set that is being encoded is not among
     them until its document is there.
 
     Args:
-        repository: that holds the version.
+        store: that holds the version.
         inventory: of the version.
         stores: where parity objects may lie; given, what is lost or damaged is done without: for repairs.
 
     Raises:
         NotFoundError, IntegrityError, FormatError: the version or a document is damaged: nothing may be collected.
     """
-    version = read_version_record(repository.store, inventory.manifest.id)
+    version = read_version_record(store, inventory.manifest.id)
     if version is None:
         return set()
     found, k = {version.name}, version.members_per_set
     sets = (
-        known_sets(repository, inventory, k, stores)
-        if stores
-        else sets_of(inventory, k, inventory.small(repository))
+        known_sets(store, inventory, k, stores) if stores else sets_of(inventory, k, inventory.small(store))
     )
     for one in sets:
         try:
-            record = read_record(repository.store, one)
+            record = read_record(store, one)
         except (FormatError, IntegrityError):
             if stores is None:
                 raise

@@ -109,7 +109,7 @@ class AdoptWorker:
         index, sizes = Descriptor("", 0, "index"), scanned.index.block_raw_size
         if self.repository is not None:
             index = self.repository.put_object(scanned.index.to_bytes(), "index")
-            put_adopted(self.repository, scanned.digest, place_of(item.file), scanned.etag)
+            put_adopted(self.repository.store, scanned.digest, place_of(item.file), scanned.etag)
         adopted = AdoptedTar(
             number=item.number,
             digest=scanned.digest,
@@ -146,7 +146,7 @@ def finished_tar(job: Job, repository: Repository, item: AdoptTask) -> AdoptedTa
         found = AdoptedTar(runs=runs, **record)
         repository.get_object(found.index_digest, "index", found.index_size)
         # The tar may have been moved since, and is then at another path: what the root remembers is the last one.
-        put_adopted(repository, found.digest, place_of(item.file), found.etag)
+        put_adopted(repository.store, found.digest, place_of(item.file), found.etag)
     except (FormatError, KeyError, TypeError, ValueError, LookupError):
         return None  # of another release, or not durable after all
     return found

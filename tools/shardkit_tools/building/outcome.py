@@ -13,8 +13,8 @@ from shardkit.dataset.version_plan import NewVersion, VersionSettings
 from shardkit.errors import ConfigurationError, StoreFullError, UsageError
 from shardkit.manifest import Manifest
 from shardkit.repository.log import LogEntry
-from shardkit.storage import available_memory
 from shardkit.stores.file_operations import explained
+from shardkit.stores.machine_memory import available_memory
 from shardkit_tools.building.engines import Engine
 from shardkit_tools.console import bytes_text
 from shardkit_tools.importers import Importer, ImportOptions

@@ -44,8 +44,8 @@ from shardkit.formats.values import logical_text
 from shardkit.formats.writing import fit_key, max_key_bytes
 from shardkit.manifest import ADOPTED
 from shardkit.ranges import parse_size
+from shardkit.reading.adopted import adopted_place
 from shardkit.reading.inventory import take_inventory
-from shardkit.storage import adopted_place, with_adopted
 from shardkit.stores.file_operations import explained
 from shardkit_tools import console
 from shardkit_tools.console import bytes_text, count_text
@@ -423,7 +423,7 @@ def _sums(dataset: Dataset) -> Iterator[str]:
     roots = [(dataset.repository, dataset.manifest.id)] if dataset.manifest.parts else []
     roots += [(part.repository, part.manifest.id) for part in dataset.version.parts]
     adopted = _adopted_places(dataset)
-    inventories = (take_inventory(repository, version) for repository, version in roots)
+    inventories = (take_inventory(repository.store, version) for repository, version in roots)
     for name in dict.fromkeys(name for inventory in inventories for name, _ in inventory.names()):
         yield _sum_line(name.rpartition("/")[2].partition(".")[0], adopted.get(name, name))
 
@@ -441,7 +441,7 @@ def _adopted_places(dataset: Dataset) -> dict[str, str]:
         part = dataset.version.part_of(shard)
         if ADOPTED in part.manifest.features:
             name = dataset.reader.shard_name(shard)
-            place = adopted_place(with_adopted(part.repository, part.manifest).store, name)
+            place = adopted_place(part.repository.store, name)
             if place is not None:
                 places[name] = place if "://" in place else os.path.abspath(place)
     return places

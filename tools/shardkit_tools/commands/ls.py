@@ -39,7 +39,7 @@ def list_versions(root: str) -> dict[str, Any]:
     repository = Repository.open(parse_dataset_url(root)[0], read_only=True)
     versions = []
     for version in named_versions(repository.log()):
-        manifest = read_root(repository, version.manifest_id)
+        manifest = read_root(repository.store, version.manifest_id)
         versions.append({
             "name": version.name,
             "kind": "tag" if version.is_tag else "ref",

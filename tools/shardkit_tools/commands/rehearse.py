@@ -172,7 +172,7 @@ def _ask_locations(found: Rehearsal, plan: RunPlan, named: Sequence[str]) -> Non
     again = np.unique(np.concatenate(moved)) if moved else np.empty(0, dtype=np.int64)
     found.read_again = len(again), int(table.size[again].sum())
     try:
-        known = open_locations(dataset.repository)
+        known = open_locations(dataset.repository.store, dataset.repository.id)
     except ShardkitError as error:
         found.notes.append(f"the locations of the dataset cannot be opened: {error}")
         return

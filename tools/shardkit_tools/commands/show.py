@@ -141,7 +141,7 @@ def _splits(repository: Repository, log: list[LogEntry], manifest: Manifest) -> 
     family = {manifest.id, manifest.parent} - {None}
     found = []
     for version in named_versions(log):
-        other = read_root(repository, version.manifest_id)
+        other = read_root(repository.store, version.manifest_id)
         if other.id != manifest.id and (other.parent in family or other.id == manifest.parent):
             found.append({"name": version.name, "id": other.id, "samples": other.selected})
     return found

@@ -173,7 +173,7 @@ def measure_ranges(root: str, *, seconds: float, tell: Callable[[str], None]) ->
     dataset = shardkit.open(root)
     shard = int(np.argmax(dataset.table.size))
     size = int(dataset.table.size[shard])
-    store, name = dataset.reader.repository_of(shard).store, dataset.reader.shard_name(shard)
+    store, name = dataset.reader.store_of(shard), dataset.reader.shard_name(shard)
     singles = [b for b in _SINGLE if b * 4 <= size]
     if len(singles) < 2:
         raise UsageError(
