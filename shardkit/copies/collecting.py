@@ -90,9 +90,6 @@ class Collection:
     finished: int = 0
     unreachable: dict[str, str] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__}
-
 
 def collect(
     repository: Repository,
@@ -193,7 +190,7 @@ class _Collector:
         self._found.fill()
         self._is_listed = True
         self.done.unreachable |= self._found.problems
-        return set().union(*(one.held for one in self._found.all.values()))
+        return set().union(*self._found.held.values())
 
     def collect(self, before: int, still_due: Callable[[], list[str]], now: int) -> None:
         """Announce in the log what is due, and delete it."""
@@ -242,7 +239,7 @@ class _Collector:
         locations = sorted(self._found.stores.values(), key=lambda one: one.name == ROOT_NAME)
         total, gone = len(ordered) * len(locations), 0
         for location in locations:
-            held = self._found.all[location.name].held
+            held = self._found.held[location.name]
             for name in ordered:
                 if time.monotonic() - checked > _CHECK_EVERY_S:
                     head = self._repository.head()

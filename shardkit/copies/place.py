@@ -306,7 +306,7 @@ def surplus(found: Holdings, needed: Mapping[str, Needed]) -> list[tuple[str, st
         (location, name)
         for location in found.stores
         if location != ROOT_NAME
-        for name in sorted(found.all[location].held)
+        for name in sorted(found.held[location])
         if name in needed and location not in needed[name].where
     ]
 
@@ -343,7 +343,7 @@ def drop_surplus(
         except ShardkitError as error:
             done.problems.append(f"{location}: {error}")
             continue
-        found.all[location].held.discard(name)
+        found.held[location].discard(name)
         done.objects += 1
         done.bytes += stat.size if stat else 0
     return done

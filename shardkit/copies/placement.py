@@ -13,8 +13,8 @@ import difflib
 import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -241,10 +241,6 @@ def _minus_log2(u: int) -> int:
 
 _OBJECTS: Final = "objects/"
 _QUESTIONS: Final = 16
-_REPORTED: Final = (
-    *("name", "url", "domain", "state", "problem", "copied", "copied_bytes", "commits"),
-    *("lag", "lag_bytes"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,17 +254,15 @@ class Missing:
 
 @dataclass(slots=True)
 class Holding:
-    """One location: how it answers, what it holds, and what a call did there.
+    """One location: how it answers, what a call did there, and what it lacks.
 
     Attributes:
         name: of the location.
         url: where it is.
         domain: its failure domain.
-        location: as a source and target; None while it does not answer, or is not what it should be.
         state: "ok"; "unreachable"; "unprepared": empty, or not mounted; "foreign": it is something else; "failed"
             where copies could not be put; "new" where nothing was done yet.
         problem: what it said, or "".
-        held: names of the objects that it lists.
         copied: objects that this call copied to it. copied_bytes: their bytes.
         commits: log entries that this call copied to it.
         lag: objects that belong there and are not. lag_bytes: their bytes.
@@ -277,22 +271,13 @@ class Holding:
     name: str
     url: str
     domain: str
-    location: Location | None = None
     state: str = "ok"
     problem: str = ""
-    held: set[str] = field(default_factory=set)
     copied: int = 0
     copied_bytes: int = 0
     commits: int = 0
     lag: int = 0
     lag_bytes: int = 0
-
-    def leave_out(self, state: str, problem: str) -> None:
-        """Neither read nor write there any more."""
-        self.location, self.state, self.problem = None, state, problem
-
-    def to_json(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _REPORTED}
 
 
 class Holdings:
@@ -305,6 +290,8 @@ class Holdings:
     Attributes:
         root: its store.
         all: name → what is known of it.
+        stores: name → location, of those that can be used: the others do not answer, or are not what they should be.
+        held: name → names of the objects that it lists.
         missing: copies that are not there, of all locations, also of those that do not answer.
     """
 
@@ -314,34 +301,39 @@ class Holdings:
             table = read_table(self.root, repository.id)
             records = table.locations if table else (first_root(self.root),)
         self.all = {one.name: Holding(one.name, one.url, one.domain) for one in records}
+        self.stores: dict[str, Location] = {}
+        self.held: dict[str, set[str]] = {name: set() for name in self.all}
         self.missing: list[Missing] = []
         for record in records:
-            self._open(repository, record, self.all[record.name])
+            self._open(repository, record)
 
-    def _open(self, repository: Repository, record: LocationRecord, found: Holding) -> None:
-        if record.name == ROOT_NAME:
-            found.location = Location(name=ROOT_NAME, store=self.root, domain=record.domain, heal=True)
+    def _open(self, repository: Repository, record: LocationRecord) -> None:
+        name = record.name
+        if name == ROOT_NAME:
+            self.stores[name] = Location(name=ROOT_NAME, store=self.root, domain=record.domain, heal=True)
             return
         try:
-            found.location = location_of(record, writable=True)
-            if not is_prepared(found.location.store, record.name, repository.id):
-                refill = f"shardkit place {repository.url} --refill {record.name}"
-                why = f"{record.url} is empty, or its disk is not mounted; to fill it anew: {refill}"
-                found.leave_out("unprepared", why)
+            location = location_of(record, writable=True)
+            if is_prepared(location.store, name, repository.id):
+                self.stores[name] = location
+                return
+            refill = f"shardkit place {repository.url} --refill {name}"
+            why = f"{record.url} is empty, or its disk is not mounted; to fill it anew: {refill}"
+            self._leave_out(name, "unprepared", why)
         except IntegrityError as error:
-            found.leave_out("foreign", str(error))
+            self._leave_out(name, "foreign", str(error))
         except ShardkitError as error:
-            found.leave_out("unreachable", str(error))
+            self._leave_out(name, "unreachable", str(error))
 
-    @property
-    def stores(self) -> dict[str, Location]:
-        """Name → location, of those that can be used."""
-        return {name: one.location for name, one in self.all.items() if one.location is not None}
+    def _leave_out(self, name: str, state: str, problem: str) -> None:
+        """Neither read nor write there any more."""
+        self.stores.pop(name, None)
+        self.all[name].state, self.all[name].problem = state, problem
 
     @property
     def problems(self) -> dict[str, str]:
         """Name → why, of those that cannot be used."""
-        return {name: one.problem for name, one in self.all.items() if one.location is None}
+        return {name: one.problem for name, one in self.all.items() if name not in self.stores}
 
     @property
     def lag_bytes(self) -> int:
@@ -350,7 +342,7 @@ class Holdings:
 
     def sources(self, name: str) -> list[Location]:
         """Who lists an object, the root first."""
-        return [one for one in self.stores.values() if name in self.all[one.name].held]
+        return [one for one in self.stores.values() if name in self.held[one.name]]
 
     def fill(self, names: Collection[str] | None = None) -> None:
         """Find out what each location holds; one that does not answer is left out.
@@ -372,20 +364,19 @@ class Holdings:
             except ShardkitError as error:
                 return error
 
-        stores = self.stores
-        with ThreadPoolExecutor(max(1, len(stores)), thread_name_prefix="shardkit-list") as pool:
-            answers = dict(zip(stores, pool.map(ask, stores.values()), strict=True))
+        with ThreadPoolExecutor(max(1, len(self.stores)), thread_name_prefix="shardkit-list") as pool:
+            answers = dict(zip(self.stores, pool.map(ask, self.stores.values()), strict=True))
         for name, answer in answers.items():
             if not isinstance(answer, ShardkitError):
-                self.all[name].held = answer
+                self.held[name] = answer
             elif name == ROOT_NAME:
                 raise answer
             else:
-                self.all[name].leave_out("unreachable", str(answer))
+                self._leave_out(name, "unreachable", str(answer))
 
     def count_missing(self) -> None:
         """What is missing now; and so what each location lacks."""
-        self.missing = [one for one in self.missing if one.needed.name not in self.all[one.location].held]
+        self.missing = [one for one in self.missing if one.needed.name not in self.held[one.location]]
         for name, found in self.all.items():
             sizes = [one.size for one in self.missing if one.location == name]
             found.lag, found.lag_bytes = len(sizes), sum(sizes)
@@ -411,7 +402,7 @@ def look(
     found.fill(None if listing else list(needed))
     adopting = AdoptedStore(found.root)  # adopted tars lie elsewhere and count as there
     for one in needed.values():
-        lacking = [name for name in one.where if one.name not in found.all[name].held]
+        lacking = [name for name in one.where if one.name not in found.held[name]]
         if ROOT_NAME in lacking and adopting.head(one.name) is not None:
             lacking.remove(ROOT_NAME)
         if lacking:

@@ -267,8 +267,7 @@ class Repairer:
         rank = -1_000 if isinstance(plain, LocalStore) else self.table.root.rank
         own = Location(name=ROOT_NAME, store=plain, domain=self.table.root.domain, rank=rank)
         self.locations = {ROOT_NAME: own, **self.documents.locations}
-        located = LocatedStore(list(self.locations.values()))
-        self._reader = self.repository.with_store(located, read_only=True)
+        self._reader = LocatedStore(list(self.locations.values()))
         self._scanned: dict[str, SetRecord] | None = None
         self.needed: dict[str, Needed] = {}
         self.sets: dict[str, ParitySet] = {}
@@ -306,7 +305,7 @@ class Repairer:
     def _add(self, version: str) -> None:
         while True:
             try:
-                for inventory in walk_versions(self._reader.store, [version]):
+                for inventory in walk_versions(self._reader, [version]):
                     self._add_inventory(inventory)
                 return
             except _DAMAGED as error:
@@ -327,7 +326,7 @@ class Repairer:
             self.locations[ROOT_NAME] = dataclasses.replace(root, store=AdoptedStore(root.store))
         parity: set[str] = set()
         k = None if inventory.manifest.parts else self._members(inventory)
-        for one in known_sets(self._reader.store, inventory, k, self.stores) if k is not None else ():
+        for one in known_sets(self._reader, inventory, k, self.stores) if k is not None else ():
             self.sets.update((member.digest, one) for member in one.members)
             record = self.record(one.members[0].digest)
             if record is not None and record.set == one:
@@ -407,7 +406,7 @@ class Repairer:
         damaged: list[str] = []
         try:
             take_inventory(
-                self._reader.store, version, unreadable=lambda name, _digest, _error: damaged.append(name)
+                self._reader, version, unreadable=lambda name, _digest, _error: damaged.append(name)
             )
         except ShardkitError:
             return object_name(version, "manifest")

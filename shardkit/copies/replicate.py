@@ -6,6 +6,7 @@ And what a commit waits for: the mode of the policy; and how far copies are belo
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -123,7 +124,7 @@ class Replication:
             "lag_before": self.lag_before,
             "lag_after": self.lag_after,
             "objects": self.objects,
-            "locations": [one.to_json() for one in self.locations],
+            "locations": list(map(dataclasses.asdict, self.locations)),
             "lost": self.lost,
             "healed": [one._asdict() for one in self.healed],
             "unchecked": [one._asdict() for one in self.unchecked],
@@ -290,7 +291,7 @@ class _Copying:
                 there.copied += 1
                 there.copied_bytes += outcome
                 self._objects += 1
-                there.held.add(name)
+                self._found.held[one.location].add(name)
 
 
 def mirror(found: Holdings) -> None:

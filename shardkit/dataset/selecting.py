@@ -66,7 +66,9 @@ def select_rows(
     selected = np.array([int(masks[shard].sum()) for shard in range(len(table))], dtype=np.int64)
     if not selected.any():
         raise UsageError("no row is selected; a dataset holds at least one")
-    new_table = table.replace(selected=selected, selection_digest=digests, segment_selected=segment_selected)
+    new_table = dataclasses.replace(
+        table, selected=selected, selection_digest=digests, segment_selected=segment_selected
+    )
     strata = _recounted(manifest, new_table, _pooled_counts(manifest, masks, row_strata))
     new_manifest = dataclasses.replace(
         manifest,

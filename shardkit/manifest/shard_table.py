@@ -6,7 +6,7 @@ A page holds at most 4,096 shards of the table; an append adds new ones.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, NamedTuple, NoReturn
 
@@ -138,14 +138,6 @@ class ShardTable:
         """``sha256:<hex>`` of a shard's selection, None where all rows are selected."""
         return format_digest(self.selection_digest[shard].tobytes()) if self.has_selection[shard] else None
 
-    def slice(self, start: int, stop: int) -> ShardTable:
-        """The shards ``start … stop - 1``, as views."""
-        first, last = self.segment_starts[start], self.segment_starts[stop]
-        columns = {name: getattr(self, name)[start:stop] for name in SHARD_COLUMNS}
-        segments = {name: getattr(self, name)[first:last] for name in SEGMENT_COLUMNS}
-        segments["segment_shard"] = segments["segment_shard"] - np.int32(start)
-        return ShardTable(**columns, **segments)
-
     def take(self, shards: NDArray[np.int64] | Sequence[int]) -> ShardTable:
         """The named shards, in the order given."""
         wanted = np.asarray(shards, dtype=np.int64)
@@ -206,12 +198,6 @@ class ShardTable:
             segment_stratum=_joined([record.segment_stratum for record in held], np.int32),
             segment_rows=_joined([record.segment_rows for record in held], np.int64),
             segment_selected=_joined(selected, np.int64),
-        )
-
-    def replace(self, **columns: NDArray[Any]) -> ShardTable:
-        """A table with some columns exchanged."""
-        return ShardTable(
-            **{item.name: columns.get(item.name, getattr(self, item.name)) for item in fields(self)}
         )
 
 
@@ -385,7 +371,7 @@ def paginate(table: ShardTable) -> list[tuple[PageRef, bytes]]:
     """
     pages = []
     for start in range(0, len(table), SHARDS_PER_PAGE):
-        piece = table.slice(start, min(start + SHARDS_PER_PAGE, len(table)))
+        piece = table.take(range(start, min(start + SHARDS_PER_PAGE, len(table))))
         data = pack_page(piece)
         pages.append((PageRef(sha256_digest(data), len(data), len(piece), int(piece.rows.sum())), data))
     return pages

@@ -33,6 +33,8 @@ _HEDGES_FREE: Final = 4
 _HEDGE_OVER_MEDIAN: Final = 2.0
 _LEAST_HEDGE_S: Final = 0.005
 _JITTER: Final = random.SystemRandom()
+_ANSWERS_KEPT: Final = 128  # their times, of each size
+_ANSWERS_ENOUGH: Final = 16  # for a percentile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,49 +88,48 @@ class ReadRequest(NamedTuple):
     """Only locations of these names, in this order, without those that rest, and once: there are others besides."""
 
 
-class Latencies:
-    """Recent response times, by size of the answer; enough of them give a 95th percentile."""
+class _Known:
+    """What this process knows of a location: how fast it answers, how many requests it takes, and whether it rests.
 
-    _KEPT: Final = 128
-    _ENOUGH: Final = 16
+    How many may be under way grows by answers and halves when the location is overloaded: additive increase,
+    multiplicative decrease (Chiu and Jain 1989), as in TCP, so that many clients of one location find a fair share
+    without knowing of each other. One that only fails rests, and is tried again after pauses that double, at most 64
+    times as long as the first: a circuit breaker (Nygard, *Release It!*).
+    """
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._recent: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=self._KEPT))
-
-    def add(self, num_bytes: int, seconds: float) -> None:
-        with self._lock:
-            self._recent[_size_class(num_bytes)].append(seconds)
+    def __init__(self, location: Location, settings: ReadSettings, read_events: ReadEvents) -> None:
+        self.location = location
+        self.off = False  # switched off by whoever operates the run
+        self._settings, self._read_events = settings, read_events
+        self._changed = threading.Condition()  # of all that follows
+        self._recent: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_ANSWERS_KEPT))
+        self._limit, self._running, self._last_cut = float(settings.first_concurrency), 0, 0.0
+        self._failures = 0  # in a row
+        self._rests = 0  # likewise
+        self._rests_until = 0.0
 
     def quantile(self, num_bytes: int, share: float) -> float | None:
         """Seconds within which a `share` of recent answers of about this size came; None before there are enough."""
-        with self._lock:
+        with self._changed:
             recent = sorted(self._recent[_size_class(num_bytes)])
-        if len(recent) < self._ENOUGH:
+        if len(recent) < _ANSWERS_ENOUGH:
             return None
         return recent[min(len(recent) - 1, int(share * len(recent)))]
 
-
-def _size_class(num_bytes: int) -> int:
-    """64 KiB, 256 KiB, 1 MiB, …: within a class the time to answer is about the same."""
-    return max(0, (max(num_bytes, 1).bit_length() - 15) // 2)
-
-
-class Budget:
-    """How many requests may be under way at once: grows by answers, halves when the location is overloaded.
-
-    Additive increase, multiplicative decrease (Chiu and Jain 1989), as in TCP: many clients of one location find a fair
-    share without knowing of each other.
-    """
-
-    def __init__(self, *, first: int, most: int) -> None:
-        self._changed = threading.Condition()
-        self._limit, self._most = float(first), most
-        self._running = 0
-        self._last_cut = 0.0
+    @property
+    def is_resting(self) -> bool:
+        """Whether it should not be asked now; one caller is let through when a trial is due."""
+        with self._changed:
+            if self._failures < self._settings.trip_after:
+                return False
+            now = time.monotonic()
+            if now < self._rests_until:
+                return True
+            self._rests_until = now + self._pause()  # others wait for the outcome of this trial
+            return False
 
     def acquire(self, timeout_s: float) -> bool:
-        """Take a place; False where none became free in time."""
+        """Take a place among the requests under way; False where none became free in time."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._running < int(self._limit), timeout_s):
                 return False
@@ -140,89 +141,42 @@ class Budget:
             self._running -= 1
             self._changed.notify()
 
-    def succeeded(self) -> None:
-        """An answer came: one more at a time after a whole round of them."""
+    def succeeded(self, num_bytes: int, seconds: float) -> None:
+        """Good bytes came: one request more at a time after a whole round of them."""
         with self._changed:
+            self._recent[_size_class(num_bytes)].append(seconds)
             # an unused allowance says nothing about what the location takes
             if self._running * 2 >= self._limit:
-                self._limit = min(self._most, self._limit + 1 / self._limit)
+                self._limit = min(self._settings.most_concurrency, self._limit + 1 / self._limit)
                 self._changed.notify()
+            was_resting = self._failures >= self._settings.trip_after
+            self._failures = self._rests = 0
+        if was_resting:
+            self._read_events.note("circuit_closed", self.location.name)
 
-    def overloaded(self) -> None:
-        """The location asked for fewer requests, or did not answer in time: halve, once per round of requests."""
+    def failed(self, *, is_overloaded: bool = False) -> None:
+        """No answer, an error, or wrong bytes; overloaded: half as many requests, once per round of them."""
         with self._changed:
             now = time.monotonic()
-            if now - self._last_cut > 0.5:
+            self._failures += 1
+            rests = self._failures == self._settings.trip_after
+            if self._failures >= self._settings.trip_after:
+                self._rests += 1
+                self._rests_until = now + self._pause()
+            if is_overloaded and now - self._last_cut > 0.5:
                 self._limit = max(1.0, self._limit / 2)
                 self._last_cut = now
-
-
-class Breaker:
-    """Stops asking a location that only fails, and tries it again now and then (Nygard, *Release It!*).
-
-    Args:
-        trip_after: Failures in a row that open it.
-        cool_down_s: First pause; doubles with each failed trial, at most 64 times as long.
-        changed: Called with True when it opens, False when it closes.
-    """
-
-    def __init__(self, *, trip_after: int, cool_down_s: float, changed: Callable[[bool], None]) -> None:
-        self._trip_after, self._cool_down_s, self._changed = trip_after, cool_down_s, changed
-        self._lock = threading.Lock()
-        self._failures = 0
-        self._opened = 0  # times in a row
-        self._closed_until_trial = 0.0
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the location should not be asked now; one caller is let through when a trial is due."""
-        with self._lock:
-            if self._failures < self._trip_after:
-                return False
-            now = time.monotonic()
-            if now < self._closed_until_trial:
-                return True
-            self._closed_until_trial = now + self._pause()  # others wait for the outcome of this trial
-            return False
-
-    def succeeded(self) -> None:
-        """Good bytes came."""
-        with self._lock:
-            closed = self._failures >= self._trip_after
-            self._failures = self._opened = 0
-        if closed:
-            self._changed(False)
-
-    def failed(self) -> None:
-        """No answer, an error, or wrong bytes."""
-        with self._lock:
-            self._failures += 1
-            opened = self._failures == self._trip_after
-            if self._failures >= self._trip_after:
-                self._opened += 1
-                self._closed_until_trial = time.monotonic() + self._pause()
-        if opened:
-            self._changed(True)
+        if rests:
+            self._read_events.note("circuit_opened", self.location.name)
 
     def _pause(self) -> float:
-        doublings = min(6, max(0, self._opened - 1))
-        return self._cool_down_s * float(1 << doublings) * _JITTER.uniform(0.75, 1.25)
+        doublings = min(6, max(0, self._rests - 1))
+        return self._settings.cool_down_s * float(1 << doublings) * _JITTER.uniform(0.75, 1.25)
 
 
-class _Known:
-    """What this process knows of a location."""
-
-    def __init__(self, location: Location, settings: ReadSettings, read_events: ReadEvents) -> None:
-        def changed(opened: bool) -> None:
-            read_events.note("circuit_opened" if opened else "circuit_closed", location.name)
-
-        self.location = location
-        self.off = False  # switched off by whoever operates the run
-        self.latencies = Latencies()
-        self.budget = Budget(first=settings.first_concurrency, most=settings.most_concurrency)
-        self.breaker = Breaker(
-            trip_after=settings.trip_after, cool_down_s=settings.cool_down_s, changed=changed
-        )
+def _size_class(num_bytes: int) -> int:
+    """64 KiB, 256 KiB, 1 MiB, …: within a class the time to answer is about the same."""
+    return max(0, (max(num_bytes, 1).bit_length() - 15) // 2)
 
 
 class _Wrong(Exception):
@@ -308,12 +262,12 @@ class ReadPath:
         """Who is asked, in this order; resting locations last, in case all others fail."""
         if request.among is not None:
             named = (self._by_name[name] for name in request.among)
-            return [known for known in named if not known.breaker.is_open]
+            return [known for known in named if not known.is_resting]
 
         def nearness(known: _Known) -> tuple[bool, bool, int, float]:
-            typical = known.latencies.quantile(request.num_bytes, 0.5)
+            typical = known.quantile(request.num_bytes, 0.5)
             is_later = request.root_first and known is not self._known[0]
-            return known.breaker.is_open, is_later, known.location.rank, typical or 0.0
+            return known.is_resting, is_later, known.location.rank, typical or 0.0
 
         able = [known for known in self._known if known.location.holds == "objects" or not request.whole]
         on = [known for known in able if not known.off]
@@ -348,7 +302,7 @@ class ReadPath:
         return self._pool.submit(self._attempt, known, request, deadline)
 
     def _attempt(self, known: _Known, request: ReadRequest, deadline: float) -> Buffer:
-        if not known.budget.acquire(max(0.0, min(deadline - time.monotonic(), self.settings.attempt_s))):
+        if not known.acquire(max(0.0, min(deadline - time.monotonic(), self.settings.attempt_s))):
             raise StoreError(f"{known.location.store.url}: too many requests are under way; try again later")
         begun = time.monotonic()
         try:
@@ -356,23 +310,20 @@ class ReadPath:
             if not request.check(data):
                 raise _Wrong(f"{request.what}: wrong bytes")
         except (_Wrong, IntegrityError):
-            known.breaker.failed()
+            known.failed()
             raise
         except NotFoundError:
             raise
         except StoreError as error:
-            known.breaker.failed()
+            known.failed(is_overloaded=error.errno == errno.EBUSY)
             if error.errno == errno.EBUSY:
-                known.budget.overloaded()
                 self.read_events.note("throttled", known.location.name, what=request.what)
             elif error.errno == errno.ETIMEDOUT:
                 self.read_events.note("timeouts", known.location.name, what=request.what)
             raise
         finally:
-            known.budget.release()
-        known.breaker.succeeded()
-        known.budget.succeeded()
-        known.latencies.add(request.num_bytes, time.monotonic() - begun)
+            known.release()
+        known.succeeded(request.num_bytes, time.monotonic() - begun)
         self.read_events.add_bytes(known.location.name, memoryview(data).nbytes)
         return data
 
@@ -443,8 +394,8 @@ class _Turn:
         return max(0.0, due - now)
 
     def _late_after(self, known: _Known) -> float | None:
-        late = known.latencies.quantile(self._request.num_bytes, 0.95)
-        typical = known.latencies.quantile(self._request.num_bytes, 0.5)
+        late = known.quantile(self._request.num_bytes, 0.95)
+        typical = known.quantile(self._request.num_bytes, 0.5)
         if late is None or typical is None or not self._path.settings.hedge:
             return None
         return max(_LEAST_HEDGE_S, late, _HEDGE_OVER_MEDIAN * typical)
@@ -456,8 +407,7 @@ class _Turn:
         for future, (known, begun) in list(self._running.items()):
             if now - begun >= limit or now >= self._deadline:
                 del self._running[future]
-                known.breaker.failed()
-                known.budget.overloaded()
+                known.failed(is_overloaded=True)
                 self._path.read_events.note("timeouts", known.location.name, what=self._request.what)
                 self._fail(known, StoreError(f"{known.location.store.url}: silent for {now - begun:.1f} s"))
         if self._running and not self._hedged and self._path.may_hedge():

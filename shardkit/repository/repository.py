@@ -255,9 +255,9 @@ class Repository(CommitLog):
                 repository._base = repository.head()
         return repository
 
-    def with_store(self, store: Store, *, read_only: bool = False) -> Repository:
+    def with_store(self, store: Store) -> Repository:
         """The same repository, read through another view of its store."""
-        view = Repository(store, self._identity, read_only=self._read_only or read_only)
+        view = Repository(store, self._identity, read_only=self._read_only)
         view._base = self._base
         return view
 

@@ -71,7 +71,7 @@ PAGES: dict[str, bytes] = {
     "a wrong length": changed(lambda a: a.update(size=a["size"][:3])),
     "a wrong shape": changed(lambda a: a.update(size=a["size"].reshape(2, 2))),
     "segments of another shape": changed(lambda a: a.update(segments=a["segments"].reshape(2, 2))),
-    "one shard fewer everywhere": pack_page(made_up_table(1, 4).slice(0, 3)),
+    "one shard fewer everywhere": pack_page(made_up_table(1, 4).take(range(3))),
     "segments without end": changed(segments_without_end),
     "segments without end, confirmed": changed(
         segments_without_end, {"shards": 4, "segments": 4 * (2**32 - 1)}

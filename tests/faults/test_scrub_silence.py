@@ -9,7 +9,8 @@ import pytest
 
 import shardkit
 from shardkit.errors import StoreError
-from shardkit.storage import Repository
+from shardkit.storage import Store
+from shardkit.stores.store import read_object
 from tests.command_line import call
 
 
@@ -18,15 +19,14 @@ def test_a_version_that_cannot_be_read_now_is_unchecked(
 ) -> None:
     with shardkit.create(tmp_path / "data", {"value": "int64"}) as writer:
         writer.add({"value": 1})
-    read = Repository.get_object
 
-    def silent(self: Repository, digest: str, extension: str, *given: Any, **named: Any) -> bytes:
+    def silent(store: Store, digest: str, extension: str, *given: Any, **named: Any) -> bytes:
         if extension == "manifest":
             raise StoreError("the store does not answer")
-        return read(self, digest, extension, *given, **named)
+        return read_object(store, digest, extension, *given, **named)
 
     assert call("scrub", tmp_path / "data")[0] == 0
-    monkeypatch.setattr(Repository, "get_object", silent)
+    monkeypatch.setattr("shardkit.reading.inventory.read_object", silent)
     code, said = call("scrub", tmp_path / "data")
     assert code == 3, said
     assert "the store does not answer" in said

@@ -66,9 +66,9 @@ def _put_over(self: Any, name: str, data: bytes) -> bool:
     return True
 
 
-def _unchecked_get(self: Any, digest: str, extension: str, size: int | None = None, **_: Any) -> bytes:
+def _unchecked_get(root: Any, digest: str, extension: str, size: int | None = None, **_: Any) -> bytes:
     """An object is taken as it comes."""
-    return bytes(self.store.get(object_name(digest, extension), max_bytes=size or store.MAX_OBJECT_BYTES))
+    return bytes(root.get(object_name(digest, extension), max_bytes=size or store.MAX_OBJECT_BYTES))
 
 
 def _unchecked_copy(name: str, sources: Any, target: Any, **_: Any) -> tuple[str, int]:
@@ -266,7 +266,7 @@ MUTATIONS: Final[dict[str, Patch]] = {
     "any entry counts as ours": _replaced(Repository, "_put", _any_entry_is_ours),
     "put-if-absent puts over": _replaced(object_store.ObjectStore, "put_new", _put_over),
     "what exists after a lost answer is ours": _replaced(object_store.ObjectStore, "_is_mine", _always),
-    "an object's digest is not checked": _replaced(Repository, "get_object", _unchecked_get),
+    "an object's digest is not checked": _replaced(inventory, "read_object", _unchecked_get),
     "a copy is not checked": _both(replicate, repair, "copy_object", _unchecked_copy),
     "blocks are not checked": _blocks_unchecked,
     "surplus goes without a look at what stays": _replaced(place, "drop_surplus", _moved_at_once),

@@ -181,7 +181,7 @@ class TestSupply:
         assert len(shard.ranges) <= 2 * BLOCKS * BLOCK // GRAIN_BYTES
         assert sum(length for _, length in shard.ranges) <= 1.1 * len(shard.data)
         with contextlib.closing(BlockCache(tmp_path / "cache", limit=1 << 30)) as cache:
-            assert all(cache.holds(shard.request(block).sha256) for block in range(BLOCKS))
+            assert all(cache.holds(shard.request(block)) for block in range(BLOCKS))
 
     def test_what_is_not_needed_does_not_come_along(
         self, shard: Shard, store: LocatedStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -228,7 +228,7 @@ class TestSupply:
             with pytest.raises(IntegrityError):
                 supply.read(store, shard.request(2))
             supply.close()
-            assert not cache.holds(shard.request(2).sha256)
+            assert not cache.holds(shard.request(2))
 
     def test_who_waits_for_what_never_begins_reads_it_himself(
         self, shard: Shard, store: LocatedStore

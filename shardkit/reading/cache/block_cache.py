@@ -13,7 +13,8 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final
 
@@ -125,9 +126,17 @@ class BlockCache:
         self.read_events.add_bytes("cache", len(data))
         return data
 
-    def holds(self, sha256: bytes) -> bool:
+    def holds(self, request: BlockRequest) -> bool:
         """Whether a block was there a moment ago."""
-        return sha256 in self._catalogue.entries
+        return request.sha256 in self._catalogue.entries
+
+    def claimed(self, requests: Sequence[BlockRequest]) -> AbstractContextManager[list[bool]]:
+        """Which of some blocks this process is to fetch: all; whoever keeps one waits for others that do."""
+        return contextlib.nullcontext([True] * len(requests))
+
+    def keep(self, request: BlockRequest, data: Buffer) -> Buffer:
+        """Verified bytes, unless they are there."""
+        return self.fetch(request, lambda: data)
 
     def drop(self, sha256: bytes) -> None:
         """Remove a block; nothing where it is not there."""

@@ -153,7 +153,7 @@ class BlockFetcher:
         clock: int = 0,
     ) -> None:
         self._nearby = nearby
-        self._shared = shared if cache is None else None
+        self._kept = shared if cache is None else cache
         self._clock = clock
         self.cache = cache
         self._ahead_bytes = ahead_bytes
@@ -258,8 +258,7 @@ class BlockFetcher:
             found = None if asked or self._nearby is None else self._nearby.read(request)
             return store.read_block(request) if found is None else found
 
-        kept = self.cache or self._shared
-        return fetch() if kept is None else kept.fetch(request, fetch)
+        return fetch() if self._kept is None else self._kept.fetch(request, fetch)
 
     def obtain(self, request: BlockRequest, fetch: Callable[[], Any]) -> Any:
         """The verified bytes: those that are kept near, else what `fetch` gives, which are kept then."""
@@ -329,7 +328,7 @@ class BlockFetcher:
 
         def ask(block: int) -> Wanted | None:
             where = request(block)
-            if where is None or cache.holds(where[1].sha256):
+            if where is None or cache.holds(where[1]):
                 return None
             place = where[1].place
             i = int(np.searchsorted(needed, np.uint64(place)))
@@ -392,15 +391,13 @@ class BlockFetcher:
 
     def _read_group(self, reads: Sequence[tuple[Wanted, Answer[Any]]], gaps: int) -> None:
         """Read blocks of one shard: what the cache holds from there, the others together."""
-        cache, shared = self.cache, self._shared
-        if shared is not None:
-            with shared.claimed([one.request for one, _ in reads]) as mine:
-                claimed = [one for one, is_mine in zip(reads, mine, strict=True) if is_mine]
-                self._read_joined([one for one in claimed if not shared.holds(one[0].request)], gaps)
+        kept = self._kept
+        if kept is None:
+            self._read_missing(reads, gaps)
         else:
-            missing = [one for one in reads if cache is None or not cache.holds(one[0].request.sha256)]
-            others = missing if self._nearby is None else self._read_nearby(self._nearby, missing)
-            self._read_joined(others, gaps)
+            with kept.claimed([one.request for one, _ in reads]) as mine:
+                claimed = [one for one, is_mine in zip(reads, mine, strict=True) if is_mine]
+                self._read_missing([one for one in claimed if not kept.holds(one[0].request)], gaps)
         for one, answer in reads:
             if one.step >= 0 and not answer.done():
                 try:
@@ -408,24 +405,20 @@ class BlockFetcher:
                 except BaseException as error:  # noqa: BLE001 (the reader asks again itself, and then raises)
                     answer.set_exception(error)
 
-    def _read_nearby(
-        self, nearby: NearbyCaches, reads: Sequence[tuple[Wanted, Answer[Any]]]
-    ) -> list[tuple[Wanted, Answer[Any]]]:
-        """What neighbours have, one by one; returns the others."""
+    def _read_missing(self, reads: Sequence[tuple[Wanted, Answer[Any]]], gaps: int) -> None:
+        """What neighbours have, one by one; the others together."""
         others = []
         for one, answer in reads:
-            data = nearby.read(one.request)
+            data = None if self._nearby is None else self._nearby.read(one.request)
             if data is None:
                 others.append((one, answer))
             else:
                 self._keep(one, answer, data)
-        return others
+        self._read_joined(others, gaps)
 
     def _keep(self, one: Wanted, answer: Answer[Any], data: Any) -> None:
-        if self._shared is not None:
-            self._shared.keep(one.request, data)
-        elif self.cache is not None:
-            data = self.cache.fetch(one.request, lambda: data)
+        if self._kept is not None:
+            data = self._kept.keep(one.request, data)
         if not answer.done():
             answer.set_result(None if one.step < 0 else data)
 

@@ -59,7 +59,7 @@ def gc(
             report=lambda gone, total: status.show(f"deleted {gone:,} of {count_text(total, 'object')}"),
         )
     if as_json:
-        console.print_json(done.to_json() | {"abandoned_builds": builds})
+        console.print_json(console.plain(done) | {"abandoned_builds": builds})
     else:
         _print(done, root, delete=delete, grace=grace)
         if builds:
