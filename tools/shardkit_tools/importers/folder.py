@@ -1,4 +1,4 @@
-"""Folders of files: one sample per image, sound, film or other file, with its class and its sidecars.
+"""Folders of files: one sample per image, sound, film, text or other file, with its class and its sidecars.
 
 cats/17.jpg  cats/17.json  dogs/4.jpg …     class per folder → int64 ``label``, names in ``classes``
 train/cats/17.jpg  val/dogs/4.jpg …         split per folder → a ref, then classes as above
@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -19,6 +19,7 @@ import xxhash
 from shardkit.dataset.encoding import Extent
 from shardkit.errors import SourceError
 from shardkit_tools.importers.json_lines import parse_json
+from shardkit_tools.importers.line_ranges import cut_lines, read_lines
 from shardkit_tools.importers.protocol import (
     FileImporter,
     ImportOptions,
@@ -35,10 +36,13 @@ from shardkit_tools.importers.source_files import (
     file_stem,
     file_suffix,
     group_files,
+    is_compressed,
     media_of,
+    open_plain,
     read_file,
 )
 
+_MAX_TEXT_BYTES = 1 << 30
 _MIN_EXTENT_BYTES = 32 << 10  # below it scratch costs less than opening the file once more
 # JPEG, PNG, GIF, WebP, BMP, TIFF, BigTIFF, PNM; AVIF, HEIC, JPEG 2000 and XL in boxes; bare JPEG XL and 2000
 _IMAGE_SIGNATURES = (
@@ -209,6 +213,87 @@ def _sidecar_value(name: str, file: SourceFile, data: bytes) -> object:
         return data.decode()
     except UnicodeDecodeError as error:
         raise SourceError(f"{file.path}: not UTF-8 (byte {error.start}); convert it to UTF-8") from error
+
+
+# ---- Texts: a sample for each file, or for each line of one
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextImporter(FileImporter):
+    """Text files as a source."""
+
+    name: ClassVar[str] = "text"
+    layout: FolderLayout
+
+    def _rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
+        """One sample per file, or per line that is not empty."""
+        for file in task.files:
+            try:
+                for number, key, where, data in self._texts(file, task):
+                    try:
+                        yield SourceSample(self._sample(file, data, where), key, file.name, number)
+                    except SourceError as error:
+                        yield SourceFailure(file.name, number, error)
+            except SourceError as error:
+                if self.options.per == "line":
+                    raise
+                yield SourceFailure(file.name, 0, error)
+
+    def _texts(self, file: SourceFile, task: SourceTask) -> Iterator[tuple[int, str, str, bytes]]:
+        """(number in the file, key, what messages call it, bytes)."""
+        if self.options.per == "file":
+            yield 0, file.name, file.path, _whole_text(file)
+            return
+        for number, line in enumerate(read_lines(file, task.start, task.stop), task.first_row):
+            if line:
+                yield number, f"{file.name}:{number}", f"{file.path} line {number + 1}", line
+
+    def _sample(self, file: SourceFile, data: bytes, where: str) -> dict[str, object]:
+        sample: dict[str, object] = {"text": data}
+        if self.fields["text"].kind == "str":
+            try:
+                sample["text"] = data.decode()
+            except UnicodeDecodeError as error:
+                raise SourceError(
+                    f"{where}: not UTF-8 (byte {error.start} is 0x{data[error.start]:02x}); convert it, "
+                    "leave it out with a glob, or keep the bytes as they are with --schema text=bytes"
+                ) from error
+        if self.labels:
+            sample["label"] = self.layout.label(file.name)
+        return sample
+
+    def _settings(self) -> dict[str, object]:
+        return {"per": self.options.per, **self.layout.describe()}
+
+
+def _whole_text(file: SourceFile) -> bytes:
+    if not is_compressed(file):
+        return read_file(file)
+    with open_plain(file) as stream:
+        data = stream.read(_MAX_TEXT_BYTES)
+    if len(data) == _MAX_TEXT_BYTES:
+        raise SourceError(
+            f"{file.path}: {_MAX_TEXT_BYTES} bytes of text or more; read its lines with --per line"
+        )
+    return data
+
+
+def open_text(source: Source, options: ImportOptions) -> TextImporter:
+    """Text files; folders directly below the source are classes, as for other files.
+
+    Raises:
+        SourceError: files lie both beside and in the class folders.
+    """
+    layout = folder_layout(source, options, [file.name for file in source.files])
+    fields = {"text": "str"} | ({"label": "int64"} if layout.classes else {})
+    return TextImporter(
+        source=source,
+        fields=options.schema(fields, source.given),
+        options=options,
+        labels=layout.classes,
+        layout=layout,
+        cut=cut_lines(source.files) if options.per == "line" else tuple(group_files(source.files)),
+    )
 
 
 # ---- What the folders mean: splits at the first level where they have such names, then classes

@@ -357,7 +357,7 @@ def _unreadable(path: str, error: OSError) -> SourceError:
 
 IMPORTERS = {
     "folder": ("shardkit_tools.importers.folder", "open_folder"),
-    "text": ("shardkit_tools.importers.text", "open_text"),
+    "text": ("shardkit_tools.importers.folder", "open_text"),
     "jsonl": ("shardkit_tools.importers.json_lines", "open_json_lines"),
     "npy": ("shardkit_tools.importers.numpy_arrays", "open_numpy"),
     "npz": ("shardkit_tools.importers.numpy_arrays", "open_archives"),
