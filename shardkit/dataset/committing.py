@@ -467,7 +467,9 @@ def _encoded_together(
 def _num_runs(rows: ShardRows) -> int:
     """At most so many runs of scratch the rows are spread over."""
     part, offset = rows.records.part.astype(np.int64), rows.records.offset
-    return len(np.unique((part << 32) + offset // MIN_RUN_BYTES))
+    # not `np.unique`, whose first call imports as much as numpy's masked arrays
+    runs = np.sort((part << 32) + offset // MIN_RUN_BYTES)
+    return int(np.count_nonzero(np.diff(runs, prepend=-1)))
 
 
 T = TypeVar("T")
