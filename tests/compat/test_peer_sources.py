@@ -21,7 +21,7 @@ import pytest
 from PIL import Image
 
 import shardkit
-from shardkit_tools.building import build
+from shardkit_tools.building.build_run import build
 from shardkit_tools.importers import Importer, ImportOptions, SourceFailure, open_source
 from tests.importer_conformance import check_importer
 

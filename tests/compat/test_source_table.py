@@ -32,7 +32,7 @@ from PIL import Image
 
 import shardkit
 from shardkit.errors import ShardkitError
-from shardkit_tools.building import build
+from shardkit_tools.building.build_run import build
 from shardkit_tools.importers import ImportOptions, open_source
 
 PAGE = Path(__file__).parents[2] / "docs" / "sources.md"

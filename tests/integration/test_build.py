@@ -23,7 +23,8 @@ from shardkit.errors import (
     StoreReadOnlyError,
 )
 from shardkit.storage import Repository
-from shardkit_tools.building import Progress, build_run, engines
+from shardkit_tools.building import build_run, engines
+from shardkit_tools.building.outcome import Progress
 from shardkit_tools.importers import source_files
 
 SETTINGS: dict[str, Any] = {"stratify": "label", "shard_size": "64KiB", "block_size": "8KiB"}

@@ -9,7 +9,7 @@ import pytest
 
 import shardkit
 from shardkit.ranges import parse_size
-from shardkit_tools.building import build
+from shardkit_tools.building.build_run import build
 from shardkit_tools.building.rebuilding import rebuild
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import shardkit
 from shardkit.errors import NotFoundError, ShardkitError, SourceError, UsageError
-from shardkit_tools.building import build
+from shardkit_tools.building.build_run import build
 from shardkit_tools.importers import open_source
 from tests.importer_conformance import check_importer, read_all
 

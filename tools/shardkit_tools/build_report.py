@@ -8,8 +8,7 @@ from typing import Any
 
 from shardkit.manifest import Manifest
 from shardkit_tools import console
-from shardkit_tools.building import BuildResult, Progress
-from shardkit_tools.building.outcome import SpaceNeed
+from shardkit_tools.building.outcome import BuildResult, Progress, SpaceNeed
 from shardkit_tools.console import bytes_text, count_text, duration_text, share_text, short_id
 from shardkit_tools.versions import moved_document, moved_facts
 

@@ -32,7 +32,8 @@ from shardkit_tools.benchmarks.workloads import (
     touch,
     write_rows,
 )
-from shardkit_tools.building import ProgressCallback, build
+from shardkit_tools.building.build_run import build
+from shardkit_tools.building.outcome import ProgressCallback
 from shardkit_tools.installed import installed
 from shardkit_tools.simulation.reading import spread_population
 

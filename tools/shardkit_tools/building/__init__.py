@@ -4,10 +4,3 @@ Two passes: the source is read into scratch, then shards are written from there.
 that a killed build goes on; tasks are idempotent, so an engine may lose or repeat any. The manifest depends on source
 and settings alone.
 """
-
-from __future__ import annotations
-
-from shardkit_tools.building.build_run import build
-from shardkit_tools.building.outcome import BuildResult, PackReport, Progress, ProgressCallback, SkippedRow
-
-__all__ = ["BuildResult", "PackReport", "Progress", "ProgressCallback", "SkippedRow", "build"]

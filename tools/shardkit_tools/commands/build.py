@@ -10,7 +10,7 @@ from shardkit.dataset.expressions import split_names
 from shardkit.errors import UsageError
 from shardkit_tools import console, options
 from shardkit_tools.build_report import document, print_result, progress_text
-from shardkit_tools.building import build as build_dataset
+from shardkit_tools.building.build_run import build as build_dataset
 from shardkit_tools.copies import begin_copies, finish_copies, print_copies
 from shardkit_tools.importers import IMPORTERS, ImportOptions, parse_field_types
 from shardkit_tools.importers.protocol import parse_pairs
