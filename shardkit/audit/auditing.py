@@ -20,7 +20,6 @@ from shardkit.audit.run_record import (
     CheckpointRecord,
     RunRecord,
     damaged_objects,
-    json_object,
     load_run,
 )
 from shardkit.copies.verify import Level, verify
@@ -30,6 +29,7 @@ from shardkit.ledger import MASKED, SUBSTITUTED, setting_differences
 from shardkit.ledger.bindings import CHECKPOINT, CONFIGURATION, DEALT
 from shardkit.ledger.journal import BINDINGS
 from shardkit.ledger.ledger import StepRecords, read_file, step_digest
+from shardkit.telemetry.records import json_object
 
 
 def audit_run(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections import deque
 from collections.abc import Mapping
@@ -30,7 +29,7 @@ from shardkit.ledger.ledger import (
 )
 from shardkit.stores.local import open_store
 from shardkit.stores.store import Store, object_name
-from shardkit.telemetry.records import read_documents
+from shardkit.telemetry.records import json_object, read_documents
 from shardkit.torch.checkpoint_format import (
     checkpoint_names,
     decode_value,
@@ -145,15 +144,6 @@ def _read_settings(run: RunRecord) -> dict[str, Any]:
     if settings is None:
         run.add("violated", "settings", "run.json", "is no JSON object any more")
     return settings or {}
-
-
-def json_object(text: object) -> dict[str, Any] | None:
-    """The object that a text is; None where it is none."""
-    try:
-        value = json.loads(text)  # type: ignore[arg-type]  # what somebody else wrote; TypeError where it is no text
-    except (ValueError, TypeError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
 
 
 # ---- ledger

@@ -73,7 +73,7 @@ class Record:
 
 def parse_record(line: bytes) -> Record | None:
     """A record, or None where the line is not one that this version writes."""
-    found = _parsed(line, MAX_LINE_BYTES)
+    found = json_object(line) if len(line) <= MAX_LINE_BYTES else None
     if found is None or found.get("v") != RECORD_VERSION:
         return None
     given = {"rank": 0} | {name: found[name] for name in _CHECKS if name in found}
@@ -200,18 +200,17 @@ def read_lines(path: Path, tail_bytes: int = _WHOLE) -> list[bytes]:
 
 def read_documents(path: Path, tail_bytes: int = _WHOLE, *, most_bytes: int = _WHOLE) -> list[dict[str, Any]]:
     """The JSON objects among those lines; torn ones, those longer than `most_bytes` and other values are left out."""
-    parsed = (_parsed(line, most_bytes) for line in read_lines(path, tail_bytes))
+    parsed = (json_object(line) for line in read_lines(path, tail_bytes) if len(line) <= most_bytes)
     return [one for one in parsed if one is not None]
 
 
-def _parsed(line: bytes, most_bytes: int) -> dict[str, Any] | None:
-    if len(line) > most_bytes:
-        return None
+def json_object(text: object) -> dict[str, Any] | None:
+    """The JSON object that a text or its bytes are; None where they are none."""
     try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
+        value = json.loads(text)  # type: ignore[arg-type]  # what somebody else wrote; TypeError where it is no text
+    except (ValueError, TypeError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 # ---- The files of a run

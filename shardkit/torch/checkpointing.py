@@ -400,28 +400,26 @@ def rectangles(shape: Sequence[int], low: int, high: int) -> list[tuple[list[int
 
     Checkpoints describe parts of a tensor by boxes; a run of elements is a few of them.
     """
-    if not shape:
-        return [([], [])] if low < high else []
-    row = math.prod(shape[1:])
-    if low >= high or not row:
+    if low >= high:
         return []
-    if len(shape) == 1:
-        return [([low], [high - low])]
-    boxes: list[tuple[list[int], list[int]]] = []
-    first, last = low // row, (high - 1) // row
-    if first == last and (low % row or high % row):
-        return [
-            ([first, *o], [1, *s]) for o, s in rectangles(shape[1:], low - first * row, high - first * row)
-        ]
+    if not shape:
+        return [([], [])]
+    rest = list(shape[1:])
+    row = math.prod(rest)
+
+    def inside(at: int, low: int, high: int) -> list[tuple[list[int], list[int]]]:
+        return [([at, *offsets], [1, *sizes]) for offsets, sizes in rectangles(rest, low, high)]
+
+    first, last = low // row, high // row  # whole rows, but for a part of the first and what follows the last
+    if first == last:
+        return inside(first, low % row, high % row)
+    boxes = []
     if low % row:
-        boxes += [([first, *o], [1, *s]) for o, s in rectangles(shape[1:], low % row, row)]
+        boxes += inside(first, low % row, row)
         first += 1
-    whole = high // row - first
-    if whole > 0:
-        boxes.append(([first, *([0] * (len(shape) - 1))], [whole, *shape[1:]]))
-    if high % row:
-        boxes += [([high // row, *o], [1, *s]) for o, s in rectangles(shape[1:], 0, high % row)]
-    return boxes
+    if first < last:
+        boxes.append(([first] + [0] * len(rest), [last - first, *rest]))
+    return boxes + inside(last, 0, high % row)
 
 
 class FlatSlice(torch.Tensor):

@@ -24,7 +24,7 @@ from shardkit.ledger import bind_configuration, bound_settings, setting_differen
 from shardkit.stores.local import open_store
 from shardkit.stores.store import Store
 from shardkit.telemetry.recorder import EventLog
-from shardkit.telemetry.records import read_documents
+from shardkit.telemetry.records import json_object, read_documents
 
 from .configuration import Configuration, expect
 
@@ -295,13 +295,8 @@ def _run_record(run: Path, **needed: type) -> dict[str, Any] | None:
     path = run / "run.json"
     if not path.exists():
         return None
-    try:
-        found = json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict) or not all(
-        isinstance(found.get(one), kind) for one, kind in needed.items()
-    ):
+    found = json_object(path.read_bytes())
+    if found is None or not all(isinstance(found.get(one), kind) for one, kind in needed.items()):
         raise StateError(
             f"{path} is damaged: it does not say with which {' and '.join(needed)} the run was begun; put it back from"
             " a copy of the run directory, or train in a new one"
