@@ -9,8 +9,8 @@ zero2       1/ranks (*)   1/ranks                1/ranks          fully_shard, g
 zero3       1/ranks       1/ranks                1/ranks          fully_shard, gathered layer by layer
 ==========  ============  =====================  ===============  ========================================
 
-(*) in exact mode zero2 keeps whole parameters and slices of gradients. Exact mode replaces DDP's reduction by
-`ExactSum`. Local steps (SPEC.md §9) are ddp whose replicas meet every H steps.
+(*) in exact mode zero2 keeps whole parameters, as zero1 does, and both only slices of gradients. Exact mode replaces
+DDP's reduction by `ExactSum`. Local steps (SPEC.md §9) are ddp whose replicas meet every H steps.
 """
 
 from __future__ import annotations
@@ -173,8 +173,8 @@ class Replicated(Strategy):
             # without rebalancing it is telemetry, and may not cost: the gradients that come last in a chain of layers
             for parameter in self.parameters if config.parallel.rebalance else self.parameters[:2]:
                 parameter.register_post_accumulate_grad_hook(self._gradients_seen)  # type: ignore[no-untyped-call]
-        self.keeps_whole_gradients = config.parallel.strategy != "zero2"
-        self.cuts = self.layout.owned(self.shard) if sharded else []
+        whole = [(index, 0, length) for index, length in enumerate(self.layout.lengths)]
+        self.cuts = self.layout.owned(self.shard) if sharded else whole
         owned = self._slices() if sharded else self._whole_parameters()
         self.optimizer = LocalOptimizer(owned, config.optimizer, fused=self.exact is None)
 
@@ -207,20 +207,14 @@ class Replicated(Strategy):
 
     def reduce(self) -> float:
         """DDP has reduced in the backward; the exact sum is reduced here. Hands each owned tensor its gradient."""
-        if self.exact is None:
-            norm = super().reduce()
-            if self.compression is None:
-                self.world.bytes_moved += sum(p.nbytes for p in self.parameters)
-        else:
-            norm = self.exact.reduce()
-            for index, parameter in enumerate(self.parameters if self.keeps_whole_gradients else ()):
-                parameter.grad = self.exact.gradient(index, 0, parameter.numel()).view(parameter.shape)
-        # ddp cuts nothing
-        for (index, low, high), owned in zip(self.cuts, self.optimizer.owned, strict=False):
+        norm = super().reduce() if self.exact is None else self.exact.reduce()
+        if self.exact is None and self.compression is None:
+            self.world.bytes_moved += sum(p.nbytes for p in self.parameters)
+        for (index, low, high), owned in zip(self.cuts, self.optimizer.owned, strict=True):
             whole = self.parameters[index].grad
-            if self.exact is not None and not self.keeps_whole_gradients:
-                owned.tensor.grad = self.exact.gradient(index, low, high)
-            elif whole is not None:
+            if self.exact is not None:
+                owned.tensor.grad = self.exact.gradient(index, low, high).view(owned.tensor.shape)
+            elif self.line is not None and whole is not None:
                 owned.tensor.grad = whole.view(-1)[low:high]
         return norm
 
@@ -228,7 +222,7 @@ class Replicated(Strategy):
         return self.exact is not None and self.exact.overflowed
 
     def _gradients(self) -> Iterator[Tensor]:
-        if self.keeps_whole_gradients:
+        if self.exact is None:
             yield from super()._gradients()
         else:
             yield from (o.tensor.grad for o in self.optimizer.owned if o.tensor.grad is not None)
