@@ -47,7 +47,7 @@ def host_allowed(header: str | None, host: str) -> bool:
     return name.removeprefix("[").removesuffix("]").lower() in _LOCAL
 
 
-class PageServer:
+class PageServer(ThreadingHTTPServer):
     """Answers GET and HEAD requests, each connection in a thread of its own.
 
     Args:
@@ -60,6 +60,9 @@ class PageServer:
         StoreError: the port is taken.
     """
 
+    daemon_threads = True
+    request_queue_size = 64
+
     def __init__(
         self,
         host: str,
@@ -69,30 +72,25 @@ class PageServer:
         *,
         most_requests: int = _MOST_REQUESTS,
     ) -> None:
-        settings = {
-            "pages": staticmethod(answer),
-            "bound": host,
-            "added": headers or {},
-            "under_way": threading.BoundedSemaphore(most_requests),
-        }
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        server = type("_PageServer", (_Server,), {"address_family": family})
+        self.host, self.answer, self.headers = host, answer, dict(headers or {})
+        self.under_way = threading.BoundedSemaphore(most_requests)
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._thread: threading.Thread | None = None
         try:
-            self._server = server((host, port), type("_PageHandler", (_Handler,), settings))
+            super().__init__((host, port), _Handler)
         except OSError as error:
             raise StoreError(
                 f"{host}:{port} cannot be listened on: {error.strerror}; name another port"
             ) from error
-        self.port: int = self._server.server_address[1]
-        self._thread: threading.Thread | None = None
+        self.port: int = self.server_address[1]
 
     @property
     def url(self) -> str:
-        return f"http://{self._server.server_address[0]!s}:{self.port}"
+        return f"http://{self.server_address[0]!s}:{self.port}"
 
     def serve(self) -> None:
         """Answer until the process is interrupted, or another thread closes it."""
-        self._server.serve_forever(0.1)
+        self.serve_forever(0.1)
 
     def start(self) -> PageServer:
         """Answer in the background, until it is closed."""
@@ -101,25 +99,17 @@ class PageServer:
         return self
 
     def close(self) -> None:
-        self._server.shutdown()
+        self.shutdown()
         if self._thread is not None:
             self._thread.join()
-        self._server.server_close()
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 64
+        self.server_close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that went away is no error of ours."""
 
 
 class _Handler(BaseHTTPRequestHandler):
-    pages: Callable[[str], Answer]
-    bound: str
-    added: Mapping[str, str]
-    under_way: threading.BoundedSemaphore
+    server: PageServer
     protocol_version = "HTTP/1.1"
     timeout = _IDLE_S
     disable_nagle_algorithm = True  # a body behind its headers would wait for their acknowledgement
@@ -127,16 +117,16 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.request_version == "HTTP/0.9":
             return  # an answer to it has no status
-        if not host_allowed(self.headers.get("Host"), self.bound):
+        if not host_allowed(self.headers.get("Host"), self.server.host):
             self._answer(403, "text/plain", b"this server answers to its own name only\n")
-        elif not self.under_way.acquire(blocking=False):
+        elif not self.server.under_way.acquire(blocking=False):
             self._answer(503, "text/plain", b"too many requests at once\n")
         else:
             try:
                 # `self.path` has leading slashes joined
-                self._answer(*self.pages(self.requestline.split()[1].partition("?")[0]))
+                self._answer(*self.server.answer(self.requestline.split()[1].partition("?")[0]))
             finally:
-                self.under_way.release()
+                self.server.under_way.release()
 
     def do_HEAD(self) -> None:
         self.do_GET()
@@ -154,7 +144,7 @@ class _Handler(BaseHTTPRequestHandler):
             "Content-Length": str(len(body)),
             "X-Content-Type-Options": "nosniff",
         }
-        for name, value in (headers | dict(self.added)).items():
+        for name, value in (headers | self.server.headers).items():
             self.send_header(name, value)
         with contextlib.suppress(OSError):  # whoever asked went away
             self.end_headers()
