@@ -48,15 +48,10 @@ class Rehearsal:
     locations: list[str] = field(default_factory=list)  # that die with them, or were named
     survivors: list[int] = field(default_factory=list)
     moves: dict[int, tuple[int, int]] = field(default_factory=dict)  # lane → (rank now, rank then)
-    lanes_per_rank: tuple[int, int] = (
-        0,
-        0,
-    )  # the most on one rank, before and after: a step takes as much longer
+    lanes_per_rank: tuple[int, int] = (0, 0)  # the most on one, before and after: a step takes as much longer
     steps_repeated: int | None = None  # from the newest checkpoint to now; None where there is no checkpoint
     read_again: tuple[int, int] = (0, 0)  # shards and bytes of the moved lanes in this epoch
-    sources: dict[str, tuple[int, int]] = field(
-        default_factory=dict
-    )  # location → (shards, bytes) of `read_again`
+    sources: dict[str, tuple[int, int]] = field(default_factory=dict)  # location → its part of `read_again`
     asked: tuple[int, int] = (0, 0)  # how many shards the locations were asked for, of how many
     lost: list[str] = field(default_factory=list)  # object names that no other location has
     memory_bytes: int = 0  # blocks in the memory of dead ranks
@@ -154,10 +149,8 @@ def _move_lanes(found: Rehearsal, last: Mapping[int, Record], plan: RunPlan, *, 
     hosts = [last[rank].host for rank in found.survivors]
     nodes = sorted(set(hosts))
     held = np.array([[last[rank].host == node for node in nodes] for rank in owner])
-    placed: dict[str, Any] = (
-        {"nodes": [nodes.index(host) for host in hosts], "local_bytes": held} if near else {}
-    )
-    then = assign(lanes, len(found.survivors), **placed)
+    placed: tuple[Any, Any] = ([nodes.index(host) for host in hosts], held) if near else (None, None)
+    then = assign(lanes, len(found.survivors), nodes=placed[0], local_bytes=placed[1])
     new = [found.survivors[rank] for rank in then.owner]
     found.moves = {lane: (a, b) for lane, (a, b) in enumerate(zip(owner, new, strict=True)) if a != b}
     found.lanes_per_rank = (before, max(map(new.count, found.survivors)))

@@ -148,13 +148,13 @@ def _error(error: float | None) -> str:
 def _rows(result: dict[str, Any], epoch: int) -> dict[str, str]:
     one, lost = result["epochs"][epoch], result["recovery"]
     return {
-        "step": _seconds(one["step_s"]),
-        "stall per epoch": f"{_seconds(one['stall_s'])} ({one['stall_share'] * 100:.1f} %)",
+        "step": duration_text(one["step_s"]),
+        "stall per epoch": f"{duration_text(one['stall_s'])} ({one['stall_share'] * 100:.1f} %)",
         "egress": _bytes(one["egress_bytes"]),
         "requests": count_text(round(one["requests"])),
         "cache hits": f"{one['cache_hit_rate'] * 100:.1f} %",
         "cache per node": _bytes(result["cache_bytes_per_node"]),
-        "time to recover": _seconds(lost["seconds"]),
+        "time to recover": duration_text(lost["seconds"]),
         "dollars per epoch": f"{one['dollars']:,.2f}",
         "  of it requests, egress": f"{one['dollars_requests_and_egress']:,.2f}",
         "joules per epoch": _joules(one["joules"]),
@@ -183,9 +183,9 @@ def _print_scenarios(cluster: Cluster, results: list[dict[str, Any]]) -> None:
     first = results[0]["lanes"]
     moves, lost, again = first["rebalancing"], first["recovery"], first["restart"]
     parts = ", ".join(
-        f"{name} {_seconds(lost[f'{name}_s'])}" for name in ("detect", "restart", "restore", "redo")
+        f"{name} {duration_text(lost[f'{name}_s'])}" for name in ("detect", "restart", "restore", "redo")
     )
-    refilled = f"the cache refills in {_seconds(lost['refill_s'])}"
+    refilled = f"the cache refills in {duration_text(lost['refill_s'])}"
     console.print_heading("What went wrong, and what was done")
     console.print_facts([
         ("slow ranks", (f"{count_text(moves['decisions'], 'decision')}, "
@@ -195,7 +195,7 @@ def _print_scenarios(cluster: Cluster, results: list[dict[str, Any]]) -> None:
         ("restarted", (f"on permuted hosts, one of them new: {_bytes(again['refetched_bytes'])} fetched again, "
                        f"with fixed shares {_bytes(again['fixed_bytes'])}")),
         ("locations silent", first["outages"]),
-        ("stood still", _seconds(first["stood_s"])),
+        ("stood still", duration_text(first["stood_s"])),
     ])  # fmt: skip
 
 
@@ -214,12 +214,6 @@ def _print_sweep(name: str, results: list[dict[str, Any]]) -> None:
     console.print_line()
     errors = ", ".join(_error(one["lanes"]["error"]["egress"]) for one in results)
     console.print_line(f"error of egress: ±{errors}")
-
-
-def _seconds(seconds: float) -> str:
-    if seconds <= 0:
-        return "0 s"
-    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else duration_text(seconds)
 
 
 def _bytes(size: float) -> str:

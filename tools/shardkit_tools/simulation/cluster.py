@@ -24,12 +24,9 @@ def parse_rate(value: object) -> float:
     """Bytes per second: ``"6GB/s"``, ``"100Gbit/s"``; 0 and ``"unlimited"`` give inf."""
     if value in ("0", "unlimited"):
         return float("inf")
-    if isinstance(value, str):
-        bits = _BITS.fullmatch(value)
-        if bits is not None:
-            return float(bits[1]) * _THOUSANDS[bits[2]] / 8
-        if not value.endswith("/s"):
-            raise ConfigurationError(f'{value!r}: a rate is expected, such as "6GB/s" or "100Gbit/s"')
+    if isinstance(value, str) and (bits := _BITS.fullmatch(value)) is not None:
+        return float(bits[1]) * _THOUSANDS[bits[2]] / 8
+    if isinstance(value, str) and value.endswith("/s"):
         return float(parse_size(value.removesuffix("/s")))
     if _is_number(value):
         return _MANY.check("bytes per second", value, float) or float("inf")
