@@ -327,10 +327,7 @@ def _notes(now: Result, recorded: Result) -> list[str]:
         f"{name} {here}, recorded on {there}" for name, here, there in machines if there not in (None, here)
     ]
     notes = ["another machine: " + "; ".join(differ)] if differ else []
-    for label, name in (("packages", "versions"), ("peers", "peer_versions")):
-        mine, theirs = now.facts.get(name) or {}, recorded.facts.get(name) or {}
-        both = sorted(mine.keys() & theirs.keys())
-        changed = [f"{one} {mine[one]}, then {theirs[one]}" for one in both if mine[one] != theirs[one]]
-        if changed:
-            notes.append(f"other {label}: " + "; ".join(changed))
-    return notes
+    mine, theirs = now.facts.get("versions") or {}, recorded.facts.get("versions") or {}
+    both = sorted(mine.keys() & theirs.keys())
+    changed = [f"{one} {mine[one]}, then {theirs[one]}" for one in both if mine[one] != theirs[one]]
+    return notes + (["other packages: " + "; ".join(changed)] if changed else [])

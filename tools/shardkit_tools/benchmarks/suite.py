@@ -33,7 +33,6 @@ from shardkit_tools.benchmarks.workloads import (
     write_rows,
 )
 from shardkit_tools.building.build_run import build
-from shardkit_tools.building.outcome import ProgressCallback
 from shardkit_tools.installed import installed
 from shardkit_tools.simulation.reading import spread_population
 
@@ -122,13 +121,11 @@ def write_limit(path: Path, size: int) -> Round:
         path.unlink(missing_ok=True)
 
 
-def build_round(
-    source: Path, size: int, root: Path, form: str, jobs: int, progress: ProgressCallback | None = None
-) -> Round:
+def build_round(source: Path, size: int, root: Path, form: str, jobs: int) -> Round:
     """Build a root and remove it again; bytes of the source are the amount."""
     os.sync()
     try:
-        return timed(size, lambda: build(str(source), root, format=form, jobs=jobs, progress=progress))
+        return timed(size, lambda: build(str(source), root, format=form, jobs=jobs))
     finally:
         shutil.rmtree(root, ignore_errors=True)
 

@@ -60,14 +60,6 @@ Form = Literal["parquet", "jsonl", "webdataset", "hf"]
 _SUFFIXES: dict[Form, str] = {"parquet": ".parquet", "jsonl": ".jsonl", "webdataset": ".tar", "hf": ".arrow"}
 
 
-class Exported(NamedTuple):
-    """What was written."""
-
-    samples: int
-    files: int
-    nbytes: int
-
-
 class _Run(NamedTuple):
     """Samples of one verified block, and their keys."""
 
@@ -78,7 +70,7 @@ class _Run(NamedTuple):
 
 def export_samples(
     dataset: Dataset, form: Form, target: Path, *, schema: Schema, file_bytes: int, replace: bool = False
-) -> Exported:
+) -> tuple[int, int]:
     """Write all samples of a version or view to a folder of files, or to one file where `target` has its suffix.
 
     Args:
@@ -88,6 +80,9 @@ def export_samples(
         schema: the fields that are written.
         file_bytes: after so many a new file is begun.
         replace: what an earlier export left at `target` makes room.
+
+    Returns:
+        How many files were written, and their bytes.
 
     Raises:
         SchemaError, SampleError: the form cannot hold a field or a value; names another that can.
@@ -116,7 +111,7 @@ def export_samples(
                 shutil.rmtree(left)
             else:
                 left.unlink(missing_ok=True)
-    return Exported(len(dataset), len(names), nbytes)
+    return len(names), nbytes
 
 
 def _check_target(target: Path, form: Form, *, replace: bool, is_file: bool) -> None:
@@ -409,12 +404,11 @@ def _export_samples(
         for name in names:
             view.schema.position(name)  # refuses what there is not
         schema = Schema({name: view.schema[name] for name in names})
-    written = export_samples(
+    files, nbytes = export_samples(
         view, form, out, schema=schema, file_bytes=parse_size(file_size), replace=replace
     )
     console.print_line(
-        f"{out}: {count_text(written.samples, 'sample')} in {count_text(written.files, 'file')}, "
-        f"{bytes_text(written.nbytes)}"
+        f"{out}: {count_text(len(view), 'sample')} in {count_text(files, 'file')}, {bytes_text(nbytes)}"
     )
 
 
