@@ -13,9 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, BinaryIO, Final
 
-from shardkit.errors import StoreError
 from shardkit.ranges import parse_duration
 from shardkit.telemetry import RunTelemetry, read_events, read_run
 from shardkit.telemetry.diagnosis import Interval, byte_counters, intervals, step_seconds, total
@@ -106,7 +105,7 @@ def collect(run: Path, since_s: float, *, stacks_wait_s: float = 0.0) -> dict[st
     return dict(sorted(files.items()))
 
 
-def write(archive: Mapping[str, bytes], sink: io.BufferedIOBase, folder: str, when: int) -> None:
+def write(archive: Mapping[str, bytes], sink: BinaryIO, folder: str, when: int) -> None:
     """The archive as .tar.gz; the same content gives the same bytes."""
     with (
         gzip.GzipFile(filename="", mode="wb", fileobj=sink, mtime=when) as packed,
@@ -327,11 +326,8 @@ def report(
     now = int(time.time())
     folder = f"{path.absolute().name}-report-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}"
     target = Path(output or f"{folder}.tar.gz")
-    try:
-        descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise StoreError(f"{target} cannot be written: {error.strerror}; name another --output") from error
-    with open(descriptor, "wb") as sink:
+    with console.new_file(target) as sink:
+        os.fchmod(sink.fileno(), 0o600)
         write(archive, sink, folder, now)
     size = target.stat().st_size
     if as_json:

@@ -111,7 +111,8 @@ class BlockMap:
         per_shard = np.bincount(shard, rows, population.num_shards)
         stored = population.shard_bytes if population.shard_bytes is not None else per_shard
         each = stored / np.maximum(per_shard, 1)
-        return cls(_sums(rows), _sums(-(-rows // size)), size, each[shard], shard)
+        samples, blocks = (np.concatenate(([0], np.cumsum(counts))) for counts in (rows, -(-rows // size)))
+        return cls(samples, blocks, size, each[shard], shard)
 
     @property
     def num_blocks(self) -> int:
@@ -139,12 +140,6 @@ class BlockMap:
         left = self.first_sample[segment + 1] - self.first_sample[segment] - before
         rows = np.minimum(left, self.block_rows[segment])
         return np.maximum(1, (rows * self.row_bytes[segment])).astype(np.int64), self.shard[segment]
-
-
-def _sums(values: Int64s) -> Int64s:
-    sums = np.zeros(len(values) + 1, dtype=np.int64)
-    np.cumsum(values, out=sums[1:])
-    return sums
 
 
 @dataclass(frozen=True, eq=False)
