@@ -19,7 +19,6 @@ not: that the gradient of those samples was computed; the trainer's exact mode m
 
 from __future__ import annotations
 
-import contextlib
 import json
 from pathlib import Path
 
@@ -47,9 +46,7 @@ def train(run: str, *, seed: int = 0, crash_at: int | None = None) -> None:
     plan = dataset.plan(global_batch=16, lanes=4, seed=seed)
     for first, last, world in ((0, crash_at or STEPS, 2), (crash_at or STEPS, STEPS, 1)):
         for rank in range(world):
-            with contextlib.closing(
-                dataset.loader(plan, rank=rank, world=world, run=run, tensors=False)
-            ) as loader:
+            with dataset.loader(plan, rank=rank, world=world, run=run, tensors=False) as loader:
                 loader.seek(first)
                 for step, _batch in zip(range(first, last), loader, strict=False):
                     assert step < STEPS

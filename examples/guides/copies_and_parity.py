@@ -16,7 +16,6 @@ Readers do not wait for any of it: a block that does not verify is read from the
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 from pathlib import Path
 
@@ -36,7 +35,7 @@ def read_all() -> dict[str, int]:
     dataset = sk.open("data/cats")
     plan = dataset.plan(global_batch=8, lanes=4, seed=0)
     numbers = set()
-    with contextlib.closing(dataset.loader(plan, tensors=False)) as loader:
+    with dataset.loader(plan, tensors=False) as loader:
         for batch in loader:
             assert (batch["x"] == batch["x"][:, :1]).all()
             numbers |= set(batch["x"][:, 0].tolist())
@@ -54,15 +53,8 @@ def main() -> None:
         make_dataset()
         Path("rack-2").mkdir()
         shardkit(
-            "place",
-            "data/cats",
-            "--location",
-            "mirror=rack-2/cats,domain=rack-2",
-            "--copies",
-            2,
-            "--parity",
-            "8+2",
-        )
+            "place", "data/cats", "--location", "mirror=rack-2/cats,domain=rack-2", "--copies", 2, "--parity", "8+2"
+        )  # fmt: skip
         shardkit("replicate", "data/cats")
         shardkit("scrub", "data/cats", "--level", "read")
 
@@ -81,13 +73,10 @@ def main() -> None:
         shutil.rmtree("rack-2/cats")
         for shard in shards_of("data/cats")[:2]:
             shard.unlink()
-        shardkit(
-            "repair", "data/cats", "--level", "list", expect=3
-        )  # healed, but the mirror could not be looked at
+        # Healed, but the mirror could not be looked at; an empty disk is filled only when somebody says so.
+        shardkit("repair", "data/cats", "--level", "list", expect=3)
         read_all()
-        shardkit(
-            "place", "data/cats", "--refill", "mirror"
-        )  # an empty disk is filled only when somebody says so
+        shardkit("place", "data/cats", "--refill", "mirror")
         shardkit("replicate", "data/cats")
         shardkit("verify", "data/cats")
 

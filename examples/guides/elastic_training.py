@@ -77,10 +77,8 @@ def play(
         with contextlib.ExitStack() as stack:
             ranks = [
                 stack.enter_context(
-                    contextlib.closing(
-                        dataset.loader(
-                            plan, rank=r, world=world, by_cell=True, uneven=True, tensors=False, run=run
-                        )
+                    dataset.loader(
+                        plan, rank=r, world=world, by_cell=True, uneven=True, tensors=False, run=run
                     )
                 )
                 for r in range(world)

@@ -65,8 +65,9 @@ def main() -> None:
         print("classes:", ", ".join(dataset.classes))
         plan = dataset.plan(global_batch=24, lanes=4, seed=0)
         decode = {"image": images.random_resized_crop(SIZE, scale=(0.5, 1.0))}
-        loader = dataset.loader(plan, decode=decode, cache="cache", cache_size="100MiB", tensors=False)
-        stack.enter_context(contextlib.closing(loader))
+        loader = stack.enter_context(
+            dataset.loader(plan, decode=decode, cache="cache", cache_size="100MiB", tensors=False)
+        )
         seen = []
         for epoch in (0, 1):
             for batch in loader:

@@ -15,7 +15,6 @@ How loops change, and what has no counterpart: docs/coming_from.md.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import struct
@@ -75,7 +74,7 @@ def first_epoch(root: str, name: str) -> tuple[list[bytes], float]:
     plan = dataset.plan(global_batch=12, lanes=4, seed=0, remainder="short")
     payloads: list[bytes] = []
     labels: list[int] = []
-    with contextlib.closing(dataset.loader(plan, tensors=False, uneven=True)) as loader:
+    with dataset.loader(plan, tensors=False, uneven=True) as loader:
         for batch in loader:
             payloads += [bytes(data) for data in batch[name]]
             labels.append(len(set(batch["label" if "label" in batch else "cls"].tolist())))

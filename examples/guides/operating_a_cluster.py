@@ -15,7 +15,6 @@ Who starts ranks again is the scheduler's business: examples/deployment has Kube
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -37,9 +36,7 @@ def train(steps: int) -> None:
     dataset = sk.open("data/cats")
     plan = dataset.plan(global_batch=24, lanes=4, seed=0)
     for rank in range(2):
-        with contextlib.closing(
-            dataset.loader(plan, rank=rank, world=2, run="runs/cats", tensors=False)
-        ) as loader:
+        with dataset.loader(plan, rank=rank, world=2, run="runs/cats", tensors=False) as loader:
             for step, _batch in enumerate(loader, 1):
                 if step == steps:
                     break

@@ -95,8 +95,7 @@ def main() -> None:
             stages=[(0, {"web*": 3, "code*": 1}), (40, {"web*": 1, "code*": 1})], epoch_steps=60,
         )  # fmt: skip
         print("strata:", dict(dataset.strata), "· plan", plan.digest[:12])
-        loader = dataset.loader(plan, tensors=False)
-        stack.enter_context(contextlib.closing(loader))
+        loader = stack.enter_context(dataset.loader(plan, tensors=False))
         web_rows = dataset.strata[next(name for name in dataset.strata if name.startswith("web"))]
         shares: dict[bool, list[float]] = {False: [], True: []}
         for batch in loader:
