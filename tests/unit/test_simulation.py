@@ -20,7 +20,6 @@ from shardkit_tools.simulation.cluster import (
     parse_rate,
 )
 from shardkit_tools.simulation.faults import Draws, Moves, arrivals, recovery, restart
-from shardkit_tools.simulation.full_shuffle import least_recently_used
 from shardkit_tools.simulation.reading import (
     BlockMap,
     choose_sample,
@@ -31,7 +30,7 @@ from shardkit_tools.simulation.reading import (
     synthetic_population,
     through_cache,
 )
-from shardkit_tools.simulation.run import costs, prepare, simulate_lanes
+from shardkit_tools.simulation.run import costs, least_recently_used, prepare, simulate_lanes
 from shardkit_tools.simulation.timing import (
     RankLoads,
     exposed_seconds,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
@@ -15,7 +15,7 @@ from shardkit_tools.console import bytes_text, count_text, duration_text
 from shardkit_tools.options import argument, option
 from shardkit_tools.simulation.cluster import Cluster, changed, load_cluster
 from shardkit_tools.simulation.reading import Prepared
-from shardkit_tools.simulation.run import DEFAULT_BUDGET, prepare, simulate_lanes, simulate_shuffle
+from shardkit_tools.simulation.run import DEFAULT_BUDGET, Unit, prepare, simulate_lanes, simulate_shuffle
 
 _OURS, _USUAL = "lanes + plan-aware cache", "full shuffle + LRU"
 
@@ -36,11 +36,12 @@ def simulate(
         bool, option("--compare/--no-compare", "Simulate a full shuffle with LRU caches beside it.")
     ] = True,
     unit: Annotated[
-        str, typer.Option(help="What the full shuffle reads and caches: sample or block.")
+        Unit, typer.Option(help="What the full shuffle reads and caches: sample or block.")
     ] = "sample",
     seed: Annotated[int | None, typer.Option(help="Of the plan and of what goes wrong.")] = None,
     budget: Annotated[
-        int, typer.Option(help="Rows an epoch that are drawn exactly; more takes longer and errs less.")
+        int,
+        typer.Option(min=1, help="Rows an epoch that are drawn exactly; more takes longer and errs less."),
     ] = DEFAULT_BUDGET,
     plot: Annotated[Path | None, typer.Option(help="Draw egress, stall, step time and dollars.")] = None,
     as_json: options.JsonFlag = False,
@@ -56,10 +57,6 @@ def simulate(
     given = [f"data.{name}={value}" for name, value in data.items() if value]
     given += [f"seed={seed}"] if seed is not None else []
     described = changed(load_cluster(cluster), given)
-    if unit not in ("sample", "block"):
-        raise ConfigurationError(f"--unit is {unit!r}: sample or block is expected")
-    if budget < 1:
-        raise ConfigurationError(f"--budget is {budget}: at least 1 is expected")
     wanted = [*(what_if or []), *(changes or [])]
     if wanted and not what_if:
         raise ConfigurationError(f"{wanted[0]!r}: changes follow --what-if")
@@ -91,10 +88,9 @@ def _scenarios(described: Cluster, wanted: list[str], sweep: str) -> list[tuple[
     return scenarios
 
 
-def _run(scenarios: list[tuple[str, Cluster]], budget: int, unit: str | None) -> list[dict[str, Any]]:
+def _run(scenarios: list[tuple[str, Cluster]], budget: int, unit: Unit | None) -> list[dict[str, Any]]:
     made: dict[tuple[Any, ...], Prepared] = {}
     results = []
-    reads: Literal["sample", "block"] = "block" if unit == "block" else "sample"
     with console.long_work() as status:
         for label, cluster in scenarios:
 
@@ -109,7 +105,7 @@ def _run(scenarios: list[tuple[str, Cluster]], budget: int, unit: str | None) ->
             one: dict[str, Any] = {"label": label}
             one["lanes"] = simulate_lanes(cluster, made[key], budget=budget, tell=tell)
             if unit is not None:
-                one["shuffle"] = simulate_shuffle(cluster, made[key], unit=reads, budget=budget, tell=tell)
+                one["shuffle"] = simulate_shuffle(cluster, made[key], unit=unit, budget=budget, tell=tell)
             results.append(one)
     return results
 

@@ -23,11 +23,8 @@ from shardkit.loader.schedule import most_steps, plan_group
 from shardkit.plan import Plan, Population, assign
 from shardkit.reading.cache.eviction import FurthestFirst
 from shardkit_tools.simulation.cluster import Cluster, Data
-from shardkit_tools.simulation.timing import RankLoads
+from shardkit_tools.simulation.timing import Bools, Floats, Int64s, RankLoads
 
-Int64s = NDArray[np.int64]
-Bools = NDArray[np.bool_]
-Floats = NDArray[np.float64]
 Tell = Callable[[str], None]
 """Called with a line on what is being computed."""
 
