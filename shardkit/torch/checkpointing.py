@@ -12,9 +12,10 @@ import math
 import os
 import struct
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -326,7 +327,12 @@ class CheckpointReader(_OneCheckpoint, StorageReader):
         return future
 
     def _read_items(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        store, opened = as_store(self.location), _Objects(as_store(self.location))
+        store = as_store(self.location)
+
+        @lru_cache(maxsize=4)  # packed tensors come in runs
+        def opened(digest: str, size: int) -> bytes:
+            return get_verified(store, digest, "tensor", size)
+
         for item in plan.items:
             stored = self._metadata.storage_data[item.storage_index]
             if item.type == LoadItemType.BYTE_IO:
@@ -336,7 +342,7 @@ class CheckpointReader(_OneCheckpoint, StorageReader):
                 buffer.seek(0)
                 planner.load_bytes(item, buffer)
             else:
-                source = self._chunk(item, b"".join(opened.read(extent) for extent in stored), store)
+                source = self._chunk(item, b"".join(_cut(extent, opened) for extent in stored), store)
                 target = planner.resolve_tensor(item).detach()
                 target.copy_(source)
                 planner.commit_tensor(item, target)
@@ -373,23 +379,12 @@ def _tensor_entry(
     return entry, [(offsets, extents) for offsets, _, extents in tensor["chunks"]]
 
 
-class _Objects:
-    """Verified objects of one load; the last few are kept because packed tensors come in runs."""
-
-    def __init__(self, store: Store, kept: int = 4):
-        self._store, self._kept = store, kept
-        self._opened: dict[str, bytes] = {}
-
-    def read(self, extent: Extent) -> bytes:
-        """The bytes of one extent."""
-        digest, size, offset, length = extent
-        if not (isinstance(size, int) and 0 <= offset <= offset + length <= size <= PIECE_BYTES):
-            raise FormatError(f"checkpoint extent {extent!r} lies outside its object")
-        if digest not in self._opened:
-            if len(self._opened) >= self._kept:
-                self._opened.pop(next(iter(self._opened)))
-            self._opened[digest] = get_verified(self._store, digest, "tensor", size)
-        return self._opened[digest][offset : offset + length]
+def _cut(extent: Extent, opened: Callable[[str, int], bytes]) -> bytes:
+    """The bytes of one extent; ``opened`` gives a verified object."""
+    digest, size, offset, length = extent
+    if not (isinstance(size, int) and 0 <= offset <= offset + length <= size <= PIECE_BYTES):
+        raise FormatError(f"checkpoint extent {extent!r} lies outside its object")
+    return opened(digest, size)[offset : offset + length]
 
 
 # ---- slices of flattened tensors: what sharded optimizers keep (the trainer's SPEC.md §3)
