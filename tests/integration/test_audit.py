@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -245,8 +246,8 @@ def test_a_ledger_forged_throughout_contradicts_checkpoints_and_plan(home: Path,
     plan = dataset.plan(**SETTINGS)
     for name in ("ledger", "journal"):
         shutil.rmtree(run / name)
-    with Journal(run / "journal", manifest=dataset.manifest.id, plan=plan.digest, rank=0, world=1, lanes=LANES,
-                 meta={"history": plan.history(), "dataset": [str(home / "data")]}) as journal:  # fmt: skip
+    with closing(Journal(run / "journal", manifest=dataset.manifest.id, plan=plan.digest, rank=0, world=1, lanes=LANES,
+                 meta={"history": plan.history(), "dataset": [str(home / "data")]})) as journal:  # fmt: skip
         for step in range(STEPS):
             cells = plan.step(step) if step != 12 else plan.step(13)
             record_cells(journal, step, list(enumerate(cells)))
@@ -357,8 +358,8 @@ def test_substitutions_are_listed_with_their_reasons(home: Path, tmp_path: Path)
     root, run = str(home / "data"), tmp_path / "run"
     dataset = shardkit.open(root)
     plan = dataset.plan(**SETTINGS)
-    with Journal(run / "journal", manifest=dataset.manifest.id, plan=plan.digest, rank=0, world=1, lanes=LANES,
-                 meta={"history": plan.history(), "dataset": [root]}) as journal:  # fmt: skip
+    with closing(Journal(run / "journal", manifest=dataset.manifest.id, plan=plan.digest, rank=0, world=1, lanes=LANES,
+                 meta={"history": plan.history(), "dataset": [root]})) as journal:  # fmt: skip
         for step in range(5):
             cells = plan.step(step).copy()
             if step == 3:
@@ -388,8 +389,8 @@ def test_only_explained_deviations_end_with_0(home: Path, tmp_path: Path) -> Non
     root, run = str(home / "data"), tmp_path / "run"
     dataset = shardkit.open(root)
     plan = dataset.plan(**SETTINGS)
-    with Journal(run / "journal", manifest=dataset.manifest.id, plan=plan.digest, rank=0, world=1, lanes=LANES,
-                 meta={"history": plan.history(), "dataset": [root]}) as journal:  # fmt: skip
+    with closing(Journal(run / "journal", manifest=dataset.manifest.id, plan=plan.digest, rank=0, world=1, lanes=LANES,
+                 meta={"history": plan.history(), "dataset": [root]})) as journal:  # fmt: skip
         cells = plan.step(0).copy()
         journal.event(
             0, "substituted", lane=0, slot=0, sample=int(cells[0, 0]), by=7, field="value", reason="torn"
@@ -762,8 +763,10 @@ def journal_says(run: Path, dataset: shardkit.Dataset, plan: Any, step: int, *, 
     """One more step in the journal of a rank 0, with another first sample than the plan's."""
     cells = plan.step(step).copy()
     cells[0, 0] = changed
-    with Journal(run / "journal", manifest=dataset.manifest.id, plan=plan.digest, rank=0, world=1, lanes=plan.lanes,
-                 meta={"history": plan.history(), "dataset": [dataset.repository.url]}) as journal:  # fmt: skip
+    meta = {"history": plan.history(), "dataset": [dataset.repository.url]}
+    journal = Journal(run / "journal", manifest=dataset.manifest.id, plan=plan.digest, rank=0, world=1,
+                      lanes=plan.lanes, meta=meta)  # fmt: skip
+    with closing(journal):
         record_cells(journal, step, [(lane, cell[cell >= 0]) for lane, cell in enumerate(cells)])
 
 

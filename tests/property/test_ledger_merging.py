@@ -6,6 +6,7 @@ import hashlib
 import os
 import shutil
 import struct
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -278,7 +279,9 @@ def test_a_ledger_without_its_state_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_journal_that_does_not_say_how_its_plan_was_made_is_merged_too(tmp_path: Path) -> None:
-    with Journal(tmp_path / "journal", manifest=MANIFEST, plan=PLAN, rank=0, world=1, lanes=LANES) as journal:
+    with closing(
+        Journal(tmp_path / "journal", manifest=MANIFEST, plan=PLAN, rank=0, world=1, lanes=LANES)
+    ) as journal:
         for step in range(3):
             record_cells(journal, step, [(lane, cell(step, lane)) for lane in range(LANES)])
     assert ledger_head(tmp_path)["steps"]["root"] == expected_root(3)

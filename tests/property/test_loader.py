@@ -24,6 +24,7 @@ from shardkit.errors import (
     UsageError,
 )
 from shardkit.ledger import read_journal
+from shardkit.ledger.journal import JournalFile
 from shardkit.loader import Batch
 
 ROWS = 1003
@@ -258,7 +259,9 @@ def test_the_journal_holds_what_was_handed_out(dataset: shardkit.Dataset, tmp_pa
             break
     loader.close()
     (path,) = (tmp_path / "journal").iterdir()
-    records = list(read_journal(path, manifest=dataset.manifest.id, plan=plan.digest))
+    header, records = JournalFile(path).header, list(read_journal(path))
+    assert header is not None
+    assert (header.manifest, header.plan) == (dataset.manifest.id, plan.digest)
     assert [(r.step, r.lane) for r in records] == [(s, lane) for s in range(7) for lane in range(5)]
     assert all(r.digest == plan.cell_digest(r.step, r.lane) for r in records)
 
