@@ -6,6 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -121,38 +122,30 @@ def costs_of(dataset: Samples, text: str) -> Costs:
     return Costs(formula.canonical, codes)
 
 
+@dataclass(eq=False)
 class CostCodes:
-    """Codes by sample number, loaded where they are asked for and kept while there is room. Safe for many threads.
+    """Codes by sample number, loaded where they are asked for and kept while there is room. Safe for many threads."""
 
-    Args:
-        rows: where samples lie.
-        starts: int64[shards + 1], rows before each shard, selected or not.
-        first: int64[units + 1], rows before each unit that is loaded as a whole.
-        load: uint8[rows] of a unit.
-    """
+    rows: RowMap  # where samples lie
+    starts: NDArray[np.int64]  # (shards + 1,), rows before each shard, selected or not
+    first: NDArray[np.int64]  # (units + 1,), rows before each unit that is loaded as a whole
+    load: Callable[[int], NDArray[np.uint8]]  # (rows,) of a unit
 
-    def __init__(
-        self,
-        rows: RowMap,
-        starts: NDArray[np.int64],
-        first: NDArray[np.int64],
-        load: Callable[[int], NDArray[np.uint8]],
-    ) -> None:
-        self._rows, self._starts, self._first, self._load = rows, starts, first, load
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._kept: OrderedDict[int, NDArray[np.uint8]] = OrderedDict()
         self._bytes = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return CostCodes, (self._rows, self._starts, self._first, self._load)  # another process loads its own
+        return CostCodes, (self.rows, self.starts, self.first, self.load)  # another process loads its own
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
     def __getitem__(self, samples: NDArray[np.int64], /) -> NDArray[np.uint8]:
-        places = self._rows.locate(samples)
-        at = self._starts[places.shard] + places.row
-        unit = np.searchsorted(self._first, at, side="right") - 1
+        places = self.rows.locate(samples)
+        at = self.starts[places.shard] + places.row
+        unit = np.searchsorted(self.first, at, side="right") - 1
         out, order = np.empty(len(at), dtype=np.uint8), np.argsort(unit, kind="stable")
         wanted, begin = np.unique(unit[order], return_index=True)
         groups = np.split(order, begin[1:])
@@ -160,7 +153,7 @@ class CostCodes:
         for some in range(0, len(groups), _READERS):
             chosen = wanted[some : some + _READERS].tolist()
             for number, codes, mine in zip(chosen, self._units(chosen), groups[some:], strict=False):
-                out[mine] = codes[at[mine] - self._first[number]]
+                out[mine] = codes[at[mine] - self.first[number]]
         return out
 
     def _units(self, numbers: list[int]) -> list[NDArray[np.uint8]]:
@@ -171,9 +164,9 @@ class CostCodes:
         missing = [number for number in numbers if number not in found]
         if len(missing) > 1:
             with ThreadPoolExecutor(len(missing), thread_name_prefix="shardkit-costs") as pool:
-                found |= zip(missing, pool.map(self._load, missing), strict=True)
+                found |= zip(missing, pool.map(self.load, missing), strict=True)
         else:
-            found |= {number: self._load(number) for number in missing}
+            found |= {number: self.load(number) for number in missing}
         with self._lock:
             for number in missing:
                 if number not in self._kept:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -119,43 +119,34 @@ class EncodedRow(NamedTuple):
     raw_bytes: int  # bytes of the row in a shard before compression
 
 
+@dataclass(eq=False)
 class RowEncoder:
     """Encodes samples for one dataset; threads may share it.
-
-    Args:
-        schema: of the samples.
-        format: of the shards; it limits the length of keys and gives the size of a row.
-        stratify: fields (str, int or bool scalars), or `CLASS_AXIS`.
-        classes: names of the values of ``label``.
-        split_by: a field whose equal values stay in one split; None: rows are split by themselves.
-        split_folders: first folder in the name of a row's source → its split.
 
     Raises:
         ConfigurationError: a field to stratify or split by does not exist or is of another type.
     """
 
-    def __init__(
-        self,
-        schema: Schema,
-        format: str,
-        *,
-        stratify: Sequence[str] = (),
-        classes: Sequence[str] = (),
-        split_by: str | None = None,
-        split_folders: Mapping[str, str] | None = None,
-    ) -> None:
-        self.schema = schema
-        self._format = format
-        self.classes = tuple(classes)
-        self.axes = tuple(stratify)
+    schema: Schema
+    format: str  # of the shards; it limits the length of keys and gives the size of a row
+    _: KW_ONLY
+    stratify: Sequence[str] = ()  # fields (str, int or bool scalars), or `CLASS_AXIS`
+    classes: Sequence[str] = ()  # names of the values of `label`
+    split_by: str | None = (
+        None  # a field whose equal values stay in one split; None: rows are split by themselves
+    )
+    split_folders: Mapping[str, str] | None = None  # first folder in the name of a row's source → its split
+
+    def __post_init__(self) -> None:
+        self.classes, self.axes = tuple(self.classes), tuple(self.stratify)
+        self.split_axes = () if self.split_by is None else (self.split_by,)
         self._fields_of_axes = [(axis, _field_of(axis)) for axis in self.axes]
-        self._split_by = split_by
-        self._split_folders = {folder: split_value(name) for folder, name in (split_folders or {}).items()}
+        folders = self.split_folders or {}
+        self._split_folders = {folder: split_value(name) for folder, name in folders.items()}
         self._sizes: dict[tuple[int, ...], int] = {}
-        self.split_axes = () if split_by is None else (split_by,)
-        self._key_limit = max_key_bytes(schema, format)
-        for name in dict.fromkeys([*stratify, *([split_by] if split_by else [])]):
-            _check_field(schema, name, self.classes)
+        self._key_limit = max_key_bytes(self.schema, self.format)
+        for name in dict.fromkeys([*self.axes, *self.split_axes]):
+            _check_field(self.schema, name, self.classes)
         if len(set(self.axes)) != len(self.axes):
             raise ConfigurationError(f"stratify names a field twice: {', '.join(self.axes)}; name each once")
 
@@ -208,9 +199,7 @@ class RowEncoder:
     def _split(self, sample: Mapping[str, object], source: tuple[str, int] | None, where: str) -> int | None:
         if self._split_folders and source is not None:
             return self._split_folders[source[0].partition("/")[0]]
-        return (
-            split_value(self.text(self._split_by, sample[self._split_by], where)) if self._split_by else None
-        )
+        return split_value(self.text(self.split_by, sample[self.split_by], where)) if self.split_by else None
 
     def _payloads(self, sample: Mapping[str, object], where: str) -> tuple[bytes | Extent, ...]:
         extents = {
@@ -231,7 +220,7 @@ class RowEncoder:
         if found is None:
             if len(self._sizes) >= _MAX_SIZES:
                 self._sizes.clear()
-            found = self._sizes[sizes] = raw_row_bytes(self._format, self.schema, sizes)
+            found = self._sizes[sizes] = raw_row_bytes(self.format, self.schema, sizes)
         return found
 
     def _fit(self, key: object, where: str) -> str:

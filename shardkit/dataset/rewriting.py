@@ -210,26 +210,23 @@ class _Loss:
     selected: NDArray[np.bool_]  # which of them it had selected
 
 
+@dataclass(eq=False)
 class Rewriter:
     """Makes the shards and manifests that replace those of a plan; everything it puts is named by its content.
 
     So whatever was done before a kill is found again, and made again at worst.
-
-    Args:
-        repository: that rows are erased from.
-        plan: which rows.
-        shards: replacements known from an earlier attempt, whose originals may be gone.
     """
 
-    def __init__(self, repository: Repository, plan: ErasurePlan, shards: Mapping[str, NewShard]) -> None:
-        self.repository = repository
-        self._plan = plan
-        self.shards = dict(shards)
-        self.empty_strata: set[str] = set()
+    repository: Repository  # that rows are erased from
+    plan: ErasurePlan  # which rows
+    shards: dict[
+        str, NewShard
+    ]  # those known from an earlier attempt, whose originals may be gone, and the new ones
+    empty_strata: set[str] = field(default_factory=set)
 
     def lost_rows(self, table: ShardTable, shard: int) -> tuple[int, ...]:
         """Rows of a shard that go, ascending."""
-        return self._plan.shards.get(shard_pair(table, shard), ())
+        return self.plan.shards.get(shard_pair(table, shard), ())
 
     def touches(self, table: ShardTable) -> NDArray[np.bool_]:
         """(shards,) which shards of a table lose rows."""

@@ -14,7 +14,7 @@ import os
 import struct
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -210,36 +210,25 @@ class RunBuffer:
             self.data = np.empty(max(size, self._size), np.uint8)
 
 
+@dataclass(eq=False)
 class RowSpool:
     """Takes encoded rows, keeps their columns, and writes their records in sorted runs.
 
     Not safe for threads: the caller locks.
-
-    Args:
-        folder: where the scratch file is made when memory does not suffice; "": count only, keep nothing.
-        name: of the scratch file.
-        seed: of the shuffle, None where rows keep the order of adding.
-        run_bytes: bytes of records held in memory before a run is written; by default 64 MiB.
-        always_file: write even a single run to the file.
-        marks: names of further numbers that come with every row.
-        buffer: that no other spool uses at the same time; by default one of its own, of ``run_bytes``.
     """
 
-    def __init__(
-        self,
-        folder: str,
-        name: str,
-        *,
-        seed: int | None,
-        run_bytes: int | None = None,
-        always_file: bool = False,
-        marks: Sequence[str] = (),
-        buffer: RunBuffer | None = None,
-    ) -> None:
-        self._folder = folder
-        self._name = name
-        self._seed = seed
-        self._always_file = always_file
+    folder: str  # where the scratch file is made when memory does not suffice; "": count only, keep nothing
+    name: str  # of the scratch file
+    _: KW_ONLY
+    seed: int | None  # of the shuffle, None where rows keep the order of adding
+    run_bytes: int | None = None  # of records held in memory before a run is written; None: 64 MiB
+    always_file: bool = False  # write even a single run to the file
+    marks: Sequence[str] = ()  # names of further numbers that come with every row
+    buffer: RunBuffer | None = (
+        None  # that no other spool uses at the same time, instead of `run_bytes` of its own
+    )
+
+    def __post_init__(self) -> None:
         self._strata: dict[tuple[str, ...], int] = {}
         self._columns = {
             **{name: array("Q") for name in ("identity_high", "identity_low", "split", "check")},
@@ -247,8 +236,8 @@ class RowSpool:
             "stratum": array("i"),
             "generated": array("B"),
         }
-        self._marks = {name: array("Q") for name in marks}
-        self._buffer = buffer or RunBuffer(RUN_BYTES if run_bytes is None else run_bytes)
+        self._marks = {name: array("Q") for name in self.marks}
+        self._buffer = self.buffer or RunBuffer(RUN_BYTES if self.run_bytes is None else self.run_bytes)
         self._view = self._buffer.data.data
         self._run_rows = 0
         self._run_size = 0
@@ -262,7 +251,7 @@ class RowSpool:
     def append(self, row: EncodedRow, identity: tuple[int, int], marks: Sequence[int] = ()) -> None:
         """Take a row; ``identity`` stands in for `EncodedRow.identity` where that is None."""
         columns = self._columns
-        if self._folder:
+        if self.folder:
             self._put(*_pack_record(row))
         columns["identity_high"].append(identity[0])
         columns["identity_low"].append(identity[1])
@@ -275,7 +264,7 @@ class RowSpool:
 
     def append_rows(self, rows: EncodedRows) -> None:
         """Take rows that were encoded together; the same as taking one after the other."""
-        if not self._folder:
+        if not self.folder:
             self._note(rows, 0, len(rows))
             return
         heads = _pack_heads(rows)
@@ -335,14 +324,14 @@ class RowSpool:
 
     def finish(self) -> tuple[Rows, Parts | None]:
         """The columns and where the records are; None where nothing was kept."""
-        if self._folder and (self._always_file or self._file is not None):
+        if self.folder and (self.always_file or self._file is not None):
             self._write_run()
-        elif self._folder:
+        elif self.folder:
             self._place_run(0, np.arange(self._run_rows))
             self._part = MemoryPart(self._view[: self._run_size])
         if self._file is not None:
             self._file.close()
-            self._part = PartFiles(self._folder, [self._name])
+            self._part = PartFiles(self.folder, [self.name])
             self._file = None
         return self.columns(), self._part
 
@@ -352,7 +341,7 @@ class RowSpool:
         found: dict[str, NDArray[Any]] = {
             name: np.array(column, dtypes[column.typecode]) for name, column in self._columns.items()
         }
-        if not self._folder:  # counted only
+        if not self.folder:  # counted only
             found |= {name: np.zeros(len(self), found[name].dtype) for name in ("offset", "length", "check")}
         return Rows(
             identity=np.stack([found["identity_high"], found["identity_low"]], axis=1),
@@ -371,14 +360,14 @@ class RowSpool:
         if self._part is not None:
             self._part.close()
             self._part = None
-        if self._folder:
-            remove_scratch(self._folder, self._name)
+        if self.folder:
+            remove_scratch(self.folder, self.name)
 
     def _make_room(self, size: int) -> None:
         """Room for a record of ``size`` bytes; the run is written where there is none."""
         if self._broken:
             raise StoreError(
-                f"scratch file {self._folder}/{self._name}: an earlier write failed, so rows are missing; start again"
+                f"scratch file {self.folder}/{self.name}: an earlier write failed, so rows are missing; start again"
             )
         if self._run_size + size <= len(self._view):
             return
@@ -390,11 +379,11 @@ class RowSpool:
     def _order(self) -> NDArray[np.int64]:
         """The rows of the run in the order of writing."""
         count = self._run_rows
-        if self._seed is None or not count:
+        if self.seed is None or not count:
             return np.arange(count)
         high = np.frombuffer(self._columns["identity_high"], dtype=np.uint64)[-count:]
         low = np.frombuffer(self._columns["identity_low"], dtype=np.uint64)[-count:]
-        return np.argsort(order_keys(np.stack([high, low], axis=1), self._seed), kind="stable")
+        return np.argsort(order_keys(np.stack([high, low], axis=1), self.seed), kind="stable")
 
     def _place_run(self, start: int, order: NDArray[np.int64]) -> NDArray[np.int64]:
         """Note the offsets of the run's rows when they are written in this order; returns their lengths."""
@@ -407,7 +396,7 @@ class RowSpool:
     def _write_run(self) -> None:
         self._broken = True
         if self._file is None:
-            self._file = ScratchFile(self._folder, self._name)
+            self._file = ScratchFile(self.folder, self.name)
         order = self._order()
         lengths = self._place_run(self._file.size, order)
         for piece in self._pieces(order, lengths):
@@ -417,7 +406,7 @@ class RowSpool:
 
     def _pieces(self, order: NDArray[np.int64], lengths: NDArray[np.int64]) -> Iterator[memoryview | bytes]:
         """The records in this order, some MiB at a time."""
-        if self._seed is None:
+        if self.seed is None:
             yield self._view[: self._run_size]
             return
         if len(lengths) and int(lengths.min()) == int(lengths.max()):  # into memory that is touched once

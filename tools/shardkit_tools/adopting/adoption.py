@@ -239,25 +239,20 @@ def adopt(
     return adopting.result(found, manifest, moved)
 
 
+@dataclass
 class _Adopting:
     """One adoption."""
 
-    def __init__(
-        self,
-        files: Sequence[SourceFile],
-        schema: Schema,
-        axes: tuple[str, ...],
-        block_bytes: int,
-        engine: Engine,
-        progress: ProgressCallback | None,
-    ) -> None:
-        self._tasks = [AdoptTask(number, file) for number, file in enumerate(files)]
-        self._schema = schema
-        self._axes = axes
-        self._block_bytes = block_bytes
-        self._engine = engine
-        self._meter = ProgressMeter(progress)
-        self._started = time.monotonic()
+    files: Sequence[SourceFile]
+    schema: Schema
+    axes: tuple[str, ...]
+    block_bytes: int
+    engine: Engine
+    progress: ProgressCallback | None
+
+    def __post_init__(self) -> None:
+        self._tasks = [AdoptTask(number, file) for number, file in enumerate(self.files)]
+        self._meter, self._started = ProgressMeter(self.progress), time.monotonic()
         self._reused = self._read_bytes = 0
 
     def read(self, repository: Repository | None = None, job: Job | None = None) -> list[AdoptedTar]:
@@ -278,8 +273,8 @@ class _Adopting:
             done_bytes=done,
             reused=len(found),
         )
-        make = functools.partial(AdoptWorker, repository, folder, self._schema, self._axes, self._block_bytes)
-        with self._engine as engine:
+        make = functools.partial(AdoptWorker, repository, folder, self.schema, self.axes, self.block_bytes)
+        with self.engine as engine:
             here = len(todo) < 2 or is_small(engine, self._read_bytes)
             for tar in engine.run(make, todo, self._meter.add, here=here):
                 found[tar.number] = tar
@@ -303,12 +298,12 @@ class _Adopting:
         table = ShardTable.from_records(tar.record(numbers) for tar in found)
         manifest, pages = compose(
             table,
-            schema=self._schema,
+            schema=self.schema,
             format="tar",
             compression="none",
-            axes=self._axes,
+            axes=self.axes,
             strata=list(strata),
-            build={"source": {"importer": "adopt"}, "block_size": self._block_bytes},
+            build={"source": {"importer": "adopt"}, "block_size": self.block_bytes},
             features=(ADOPTED,),
         )
         check_against(manifest, table)
@@ -322,7 +317,7 @@ class _Adopting:
         for tar in found:
             for labels, rows in tar.runs:
                 counts[labels] += rows
-        kinds = [self._schema[axis] for axis in self._axes]
+        kinds = [self.schema[axis] for axis in self.axes]
         by_number = [kind.is_whole and kind.dtype != "bool" for kind in kinds]
 
         def order(labels: tuple[str, ...]) -> tuple[object, ...]:
@@ -337,9 +332,9 @@ class _Adopting:
         recipe = {
             "adopt": 1,
             "tars": [place_of(task.file) for task in self._tasks],
-            "schema": self._schema.to_json(),
-            "axes": list(self._axes),
-            "block_size": self._block_bytes,
+            "schema": self.schema.to_json(),
+            "axes": list(self.axes),
+            "block_size": self.block_bytes,
             "root": os.path.abspath(root) if "://" not in os.fspath(root) else os.fspath(root),
         }
         return hashlib.sha256(canonical_json.dumps(recipe)).hexdigest()
@@ -351,12 +346,12 @@ class _Adopting:
             manifest=manifest,
             commit=moved.entry,
             moved=moved.refs,
-            schema=self._schema,
+            schema=self.schema,
             tars=len(found),
             rows=sum(tar.rows for tar in found),
             stored_bytes=sum(tar.size for tar in found),
             strata={Stratum(labels, 0, 0).name: rows for labels, rows in strata.items()},
-            promises=broken_promises(self._axes, len(strata), largest, self._block_bytes),
+            promises=broken_promises(self.axes, len(strata), largest, self.block_bytes),
             reused=self._reused,
             read_bytes=self._read_bytes,
             seconds=time.monotonic() - self._started,

@@ -214,24 +214,19 @@ def scan_tar(
             report(-scan.rows, -scan.position)
 
 
+@dataclass
 class _Scan:
-    def __init__(
-        self,
-        file: SourceFile,
-        schema: Schema,
-        axes: Sequence[str],
-        block_bytes: int,
-        block_rows: int | None,
-        report: Report,
-    ) -> None:
-        self._file = file
-        self._schema = schema
-        self._axes = tuple(axes)
-        self._block_bytes = block_bytes
-        self._report = report
-        self.block_rows = block_rows  # None: as many as the first `block_bytes` hold, once these are read
-        self.rows = 0
-        self.position = 0
+    """One pass over a tar; see `scan_tar`."""
+
+    file: SourceFile
+    schema: Schema
+    axes: Sequence[str]
+    block_bytes: int
+    block_rows: int | None  # None: as many as the first `block_bytes` hold, once these are read
+    report: Report
+
+    def __post_init__(self) -> None:
+        self.rows = self.position = 0
         self._sha256 = hashlib.sha256()
         self._is_payload: dict[str, bool] = {}
         self._keys: list[str] = []
@@ -244,26 +239,26 @@ class _Scan:
         self._fields: list[list[tuple[int, int]]] = []
 
     def run(self) -> ScannedTar:
-        before = stat_tar(self._file)
-        with open_file(self._file) as file:
-            self._stream = _HeldStream(file, self._file.path, self._report)
+        before = stat_tar(self.file)
+        with open_file(self.file) as file:
+            self._stream = _HeldStream(file, self.file.path, self.report)
             try:
                 end = self._read_rows()
             finally:
                 self.position = self._stream.position
-        if stat_tar(self._file) != before or self._stream.position != before.size:
+        if stat_tar(self.file) != before or self._stream.position != before.size:
             raise SourceError(
-                f"{self._file.path}: it was changed while it was read; adopt what nobody writes to"
+                f"{self.file.path}: it was changed while it was read; adopt what nobody writes to"
             )
         if not self.rows:
-            raise SourceError(f"{self._file.path}: the tar holds no samples; leave it out")
+            raise SourceError(f"{self.file.path}: the tar holds no samples; leave it out")
         self._cut(end)
         tail = self._stream.take(self._stream.position - end)
         self._sha256.update(tail)
         digest = self._sha256.hexdigest()
         if before.sha256 not in (None, digest):
             raise SourceError(
-                f"{self._file.path}: its store says that it has sha256:{before.sha256}, and the bytes that came have "
+                f"{self.file.path}: its store says that it has sha256:{before.sha256}, and the bytes that came have "
                 f"sha256:{digest}; try again, then look at the store"
             )
         self._check_runs()
@@ -274,17 +269,17 @@ class _Scan:
     def _read_rows(self) -> int:
         """Read to the end; where the last sample ends."""
         end = 0
-        for sample in tar_samples(self._members(), self._file.path):
+        for sample in tar_samples(self._members(), self.file.path):
             members = [member for _, member in sample.members.values()]
             row = self._row(sample, members[0].start)
             end = members[-1].end
-            if self.block_rows is None and row.start >= self._block_bytes:
+            if self.block_rows is None and row.start >= self.block_bytes:
                 self.block_rows = max(1, self.rows)  # a function of the tar alone
             self._place(row)
         return end
 
     def _members(self) -> Iterator[Member]:
-        for member in read_members(self._stream, self._file.path, one_name=True):
+        for member in read_members(self._stream, self.file.path, one_name=True):
             self._stream.met_member()
             yield member
 
@@ -292,12 +287,12 @@ class _Scan:
         fields: dict[str, tuple[int, int]] = {}
         labels = {}
         for name, (extension, member) in sample.members.items():
-            where = f"{self._file.path} member {member.name!r}"
-            kind = self._schema.get(name)
+            where = f"{self.file.path} member {member.name!r}"
+            kind = self.schema.get(name)
             if kind is None:
                 raise SourceError(
                     f"{where}: has the field {name!r}, which the first samples do not have; every sample must have "
-                    f"the fields {', '.join(self._schema)}: remove it, or add it to all"
+                    f"the fields {', '.join(self.schema)}: remove it, or add it to all"
                 )
             skipped, size, is_payload = _locate(kind, extension.rpartition(".")[2], member.data, where)
             if self._is_payload.setdefault(name, is_payload) != is_payload:
@@ -305,24 +300,24 @@ class _Scan:
                     f"{where}: the field {name!r} is .npy in some samples only; {BUILD_INSTEAD}"
                 )
             fields[name] = (member.offset + skipped, size)
-            if name in self._axes:
+            if name in self.axes:
                 labels[name] = _label(kind, member.data[skipped : skipped + size], is_payload, where)
-        check_fields(fields, self._schema, f"{self._file.path} sample {sample.key!r}")
+        check_fields(fields, self.schema, f"{self.file.path} sample {sample.key!r}")
         self._keys.append(sample.key)
-        return _TarRow(sample.key, start, fields, tuple(labels[axis] for axis in self._axes))
+        return _TarRow(sample.key, start, fields, tuple(labels[axis] for axis in self.axes))
 
     def _place(self, row: _TarRow) -> None:
         is_new_run = not self._runs or self._runs[-1][0] != row.labels
         if self._block and (is_new_run or len(self._block) == self.block_rows):
             self._cut(row.start)
-        if len(self._block) > 1 and row.start - self._block_start > _LARGEST * self._block_bytes:
+        if len(self._block) > 1 and row.start - self._block_start > _LARGEST * self.block_bytes:
             raise _TooUneven
         if is_new_run:
             self._runs.append((row.labels, 0))
         self._runs[-1] = (row.labels, self._runs[-1][1] + 1)
         self._block.append(row)
         self.rows += 1
-        self._report(1, 0)
+        self.report(1, 0)
 
     # Blocks
 
@@ -334,7 +329,7 @@ class _Scan:
         self._digests.append((xxh3(data), hashlib.sha256(data).digest()))
         self._sizes.append(size)
         fields = [
-            [(row.fields[name][0] - self._block_start, row.fields[name][1]) for name in self._schema]
+            [(row.fields[name][0] - self._block_start, row.fields[name][1]) for name in self.schema]
             for row in self._block
         ]
         self._check_values(data, fields)
@@ -346,8 +341,8 @@ class _Scan:
     def _check_values(self, data: bytes, fields: list[list[tuple[int, int]]]) -> None:
         """Every value decodes: by the very code that will read it."""
         raw = np.frombuffer(data, np.uint8)
-        table = np.array(fields, np.int64).reshape(len(fields), len(self._schema), 2)
-        for place, (name, kind) in enumerate(self._schema.items()):
+        table = np.array(fields, np.int64).reshape(len(fields), len(self.schema), 2)
+        for place, (name, kind) in enumerate(self.schema.items()):
             rows = range(0)
             try:
                 self._check_column(raw, table[:, place], kind, name)
@@ -358,7 +353,7 @@ class _Scan:
                     self._check_column(raw, table[row : row + 1, place], kind, name)
                 except FormatError as error:
                     raise SourceError(
-                        f"{self._file.path} sample {self._block[row].key!r}: {error}; mend it, or keep its bytes with "
+                        f"{self.file.path} sample {self._block[row].key!r}: {error}; mend it, or keep its bytes with "
                         f"--schema {name}=bytes"
                     ) from None
 
@@ -376,7 +371,7 @@ class _Scan:
     def _check_runs(self) -> None:
         if len(self._runs) > 1 and len(self._runs) * _MIN_RUN_ROWS > self.rows:
             raise SourceError(
-                f"{self._file.path}: {len(self._runs)} runs of one {'/'.join(self._axes)} in {self.rows} samples; "
+                f"{self.file.path}: {len(self._runs)} runs of one {'/'.join(self.axes)} in {self.rows} samples; "
                 f"adopted tars can be balanced only where runs have {_MIN_RUN_ROWS} samples and more: adopt without "
                 f"--stratify, or {BUILD_INSTEAD}"
             )
@@ -385,7 +380,7 @@ class _Scan:
         keys = [fit_key(original) for original in self._keys]
         rewritten = [row for row, key in enumerate(keys) if key != self._keys[row]]
         sizes = np.array(self._sizes, np.uint64)
-        table = np.array(self._fields, np.uint64).reshape(self.rows, len(self._schema), 2)
+        table = np.array(self._fields, np.uint64).reshape(self.rows, len(self.schema), 2)
         changed: dict[str, Any] = {}
         if rewritten:
             changed = {
@@ -395,7 +390,7 @@ class _Scan:
         return ShardIndex(
             format="tar",
             compression="none",
-            schema=self._schema,
+            schema=self.schema,
             rows=self.rows,
             block_rows=self.block_rows or self.rows,
             shard_size=self.position,
@@ -413,7 +408,7 @@ class _Scan:
             key_texts=Texts.pack(keys),
             field_offset=table[:, :, 0].copy(),
             field_size=table[:, :, 1].copy(),
-            field_is_payload=np.array([self._is_payload[name] for name in self._schema], np.uint8),
+            field_is_payload=np.array([self._is_payload[name] for name in self.schema], np.uint8),
             **changed,
         )
 

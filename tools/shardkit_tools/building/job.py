@@ -78,11 +78,8 @@ class StoreFolder:
         self.prefix = prefix
         self._path: str | None = None
 
-    def __getstate__(self) -> tuple[Store, str, None]:
-        return self._store, self.prefix, None  # another machine has another folder
-
-    def __setstate__(self, state: tuple[Store, str, None]) -> None:
-        self._store, self.prefix, self._path = state
+    def __reduce__(self) -> tuple[type[StoreFolder], tuple[Store, str]]:
+        return StoreFolder, (self._store, self.prefix)  # another machine has another folder
 
     @property
     def path(self) -> str:

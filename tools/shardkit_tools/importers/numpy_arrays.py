@@ -69,43 +69,34 @@ def array_type(dtype: np.dtype[np.generic], shape: Sequence[int]) -> str:
     return f"{name}[{','.join(map(str, shape))}]" if shape else name
 
 
+@dataclass
 class Rows:
-    """The rows of an array, in order.
+    """The rows of an array, in order."""
 
-    Args:
-        header: of the array.
-        where: what messages call it.
-        read: gives the next so many bytes of its data, fewer at their end.
-        whole: the array, where it need not be read.
-        at: the row that is taken first.
-    """
+    header: ArrayHeader
+    where: str  # what messages call it
+    read: Callable[[int], bytes]  # gives the next so many bytes of its data, fewer at their end
+    whole: NDArray[np.generic] | None = None  # the array, where it need not be read
+    at: int = 0  # the row that is taken next
 
-    def __init__(
-        self,
-        header: ArrayHeader,
-        where: str,
-        read: Callable[[int], bytes],
-        whole: NDArray[np.generic] | None = None,
-        at: int = 0,
-    ) -> None:
-        self._header, self._where, self._read_some = header, where, read
-        self._whole, self._at = whole, at
-        if header.columns_first and whole is None:
-            data = self._read(header.row_bytes * header.shape[0])
-            self._whole = np.frombuffer(data, header.dtype).reshape(header.shape, order="F")
+    def __post_init__(self) -> None:
+        head = self.header
+        if head.columns_first and self.whole is None:
+            data = self._read(head.row_bytes * head.shape[0])
+            self.whole = np.frombuffer(data, head.dtype).reshape(head.shape, order="F")
 
     def take(self, count: int) -> NDArray[np.generic]:
         """So many more, as an array of their own."""
-        if self._whole is not None:  # a row lies scattered over the array
-            self._at += count
-            return np.array(self._whole[self._at - count : self._at], order="C")
-        data = self._read(count * self._header.row_bytes)
-        return np.frombuffer(data, self._header.dtype).reshape(count, *self._header.shape[1:])
+        if self.whole is not None:  # a row lies scattered over the array
+            self.at += count
+            return np.array(self.whole[self.at - count : self.at], order="C")
+        data = self._read(count * self.header.row_bytes)
+        return np.frombuffer(data, self.header.dtype).reshape(count, *self.header.shape[1:])
 
     def _read(self, length: int) -> bytes:
-        data = self._read_some(length)
+        data = self.read(length)
         if len(data) != length:
-            raise SourceError(f"{self._where}: ends inside of its rows; write it again")
+            raise SourceError(f"{self.where}: ends inside of its rows; write it again")
         return data
 
 

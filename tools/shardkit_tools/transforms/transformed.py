@@ -5,7 +5,8 @@ from __future__ import annotations
 import datetime as dt
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,47 +27,39 @@ _SAMPLES_LOOKED_AT = 64
 _ROWS_LOOKED_AT = 10_000
 
 
+@dataclass(eq=False)
 class TransformedImporter:
     """`Importer` of what the transforms make of another one's samples.
-
-    Args:
-        importer: of the source.
-        function: applied first, or None.
-        tokenizer: then applied to the text, or None.
-        text_field: which field is text, where that is not clear.
-        output_types: field → type of the samples that come out, where the inferred one will not do.
-        skip: infer types from the samples that can be made, and leave out the others.
 
     Raises:
         ConfigurationError, SchemaError: the samples cannot be transformed so.
         SourceError, SampleError: the first samples cannot be made.
     """
 
-    def __init__(
-        self,
-        importer: Importer,
-        function: AppliedFunction | None = None,
-        tokenizer: TextTokenizer | None = None,
-        *,
-        text_field: str | None = None,
-        output_types: Mapping[str, str] | None = None,
-        skip: bool = False,
-    ) -> None:
-        self._importer = importer
-        self._function = function
-        self._tokenizer = tokenizer
-        given = dict(output_types or {})
+    importer: Importer  # of the source
+    function: AppliedFunction | None = None  # applied first
+    tokenizer: TextTokenizer | None = None  # then applied to the text
+    _: KW_ONLY
+    text_field: str | None = None  # which field is text, where that is not clear
+    output_types: Mapping[str, str] | None = (
+        None  # of the samples that come out, where the inferred will not do
+    )
+    skip: bool = False  # infer types from the samples that can be made, and leave out the others
+
+    def __post_init__(self) -> None:
+        importer, function, tokenizer = self.importer, self.function, self.tokenizer
+        given = dict(self.output_types or {})
         tokens = given.pop(TOKENS, None) if tokenizer else None
         schema = importer.schema
         if function is not None:
-            first = itertools.islice(self._first_samples(skip), _SAMPLES_LOOKED_AT)
-            schema = types_of(first, importer.schema, given, skip=skip)
+            first = itertools.islice(self._first_samples(), _SAMPLES_LOOKED_AT)
+            schema = types_of(first, importer.schema, given, skip=self.skip)
         elif given:
             raise SchemaError(
                 f"--output-schema names {', '.join(given)}, which nothing makes; types of the source are given "
                 "with --schema"
             )
-        self._text = find_text_field(schema, text_field) if tokenizer else ""
+        self._text = find_text_field(schema, self.text_field) if tokenizer else ""
         if tokenizer is not None:
             kind = tokens or f"{tokenizer.dtype}[*]" + "?" * schema[self._text].optional
             schema = Schema.parse(
@@ -85,24 +78,24 @@ class TransformedImporter:
     def classes(self) -> tuple[str, ...]:
         """See `Importer`; none where the label is gone."""
         label = self._schema.get("label")
-        return self._importer.classes if label is not None and str(label) == "int64" else ()
+        return self.importer.classes if label is not None and str(label) == "int64" else ()
 
     def files(self) -> Sequence[SourceFile]:
-        return self._importer.files()
+        return self.importer.files()
 
     def tasks(self) -> Sequence[SourceTask]:
-        return self._importer.tasks()
+        return self.importer.tasks()
 
     def describe(self) -> dict[str, object]:
-        return self._importer.describe()
+        return self.importer.describe()
 
     def transforms(self) -> dict[str, object]:
         """What the recipe says of the transforms, beside the source."""
         said: dict[str, object] = {}
-        if self._function is not None:
-            said["apply"] = self._function.describe()
-        if self._tokenizer is not None:
-            said["tokenizer"] = self._tokenizer.describe(self._text)
+        if self.function is not None:
+            said["apply"] = self.function.describe()
+        if self.tokenizer is not None:
+            said["tokenizer"] = self.tokenizer.describe(self._text)
         return said
 
     def read(self, task: SourceTask) -> Iterator[SourceSample | SourceFailure]:
@@ -122,68 +115,65 @@ class TransformedImporter:
 
     def _rows(self, task: SourceTask) -> Iterator[tuple[SourceSample | SourceFailure, _Where]]:
         paths = {file.name: file.path for file in task.files}
-        is_seen = self._function is not None
-        gaps = dict.fromkeys(name for name, kind in self._importer.schema.items() if kind.optional or is_seen)
-        for found in self._importer.read(task):
+        is_seen = self.function is not None
+        gaps = dict.fromkeys(name for name, kind in self.importer.schema.items() if kind.optional or is_seen)
+        for found in self.importer.read(task):
             if gaps and isinstance(found, SourceSample):  # a function sees None, and no field come and go
                 found = replace(found, sample={**gaps, **found.sample})
             yield found, _Where(found, paths)
 
     def _apply(self, sample: Mapping[str, object], where: _Where) -> Iterator[Mapping[str, object]]:
-        if self._function is None:
+        if self.function is None:
             return iter((sample,))
-        return self._function(sample, where)
+        return self.function(sample, where)
 
     def _tokenise(self, sample: Mapping[str, object], where: _Where) -> Mapping[str, object]:
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             return sample
         if self._text not in sample:
             return sample  # the schema says what is missing
         made = dict(sample)
         text = made.pop(self._text)
         has_none = text is None and self._schema[TOKENS].optional
-        made[TOKENS] = None if has_none else self._tokenizer.encode(text, where)
+        made[TOKENS] = None if has_none else self.tokenizer.encode(text, where)
         return made
 
-    def _first_samples(self, skip: bool) -> Iterator[tuple[str, Mapping[str, object]]]:
+    def _first_samples(self) -> Iterator[tuple[str, Mapping[str, object]]]:
         """Samples to learn the types from, out of rows enough to find some where most are filtered out."""
         looked_at = 0
         made = 0
-        for task in self._importer.tasks():
+        for task in self.importer.tasks():
             try:
                 for found, where in self._rows(task):
-                    for sample in self._first_of(found, where, skip):
+                    for sample in self._first_of(found, where):
                         yield str(where), sample
                         made += 1
                     looked_at += 1
                     if made and looked_at >= _ROWS_LOOKED_AT:
                         return
             except SourceError:
-                if not skip:
+                if not self.skip:
                     raise
 
-    def _first_of(
-        self, found: SourceSample | SourceFailure, where: _Where, skip: bool
-    ) -> list[Mapping[str, object]]:
+    def _first_of(self, found: SourceSample | SourceFailure, where: _Where) -> list[Mapping[str, object]]:
         try:
             if isinstance(found, SourceFailure):
                 raise found.error
             return list(self._apply(found.sample, where))
         except (SampleError, SourceError):
-            if not skip:
+            if not self.skip:
                 raise
             return []
 
 
-class _Where:
-    """A row by file and number; the text is made only when a message needs it."""
+class _Where(NamedTuple):
+    """A row, whose name is made only when a message needs it."""
 
-    def __init__(self, found: SourceSample | SourceFailure, paths: Mapping[str, str]) -> None:
-        self._found = found
-        self._paths = paths
+    found: SourceSample | SourceFailure
+    paths: Mapping[str, str]
 
     def __str__(self) -> str:
-        return row_name(self._found, self._paths)
+        return row_name(*self)
 
 
 # ---- Field types of what a function returns, from the first samples that it makes
