@@ -16,7 +16,6 @@ import pytest
 
 import shardkit
 from shardkit.reading.cache.block_cache import BlockCache
-from shardkit_tools.benchmarks.results import Ratio, Result
 from shardkit_tools.main import COMMANDS, run
 
 README = Path(__file__).parents[2] / "README.md"
@@ -200,10 +199,12 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path | str]:
         journal.chmod(0o644)
         journal.write_bytes(bytes(byte ^ 255 for byte in journal.read_bytes()))
     for name, median in (("figures", 0.5), ("slower", 0.2)):
-        ratio = Ratio(
-            "read tokens", "shardkit", "the limit", "limit", "wall", median, median, median, 5, {"rows": 9}
-        )
-        (home / name).write_text(json.dumps(Result({"cpus": 2}, (ratio,), {}).to_json()))
+        ratio = {
+            "contest": "read tokens", "of": "shardkit", "to": "the limit", "kind": "limit", "clock": "wall",
+            "median": median, "lowest": median, "highest": median, "rounds": 5, "conditions": {"rows": 9},
+        }  # fmt: skip
+        result = {"shardkit_bench": 1, "facts": {"cpus": 2}, "ratios": [ratio], "failures": {}, "rates": {}}
+        (home / name).write_text(json.dumps(result))
     (home / "file").write_text("a file\n")
     BlockCache(home / "cache", limit=2**26).close()
     return {"home": home, "config": config, **{path.name: path for path in home.iterdir()}}

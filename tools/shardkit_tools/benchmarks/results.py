@@ -19,9 +19,9 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from shardkit.errors import FormatError, NotFoundError, ShardkitError
 from shardkit.exit_codes import ExitCode
@@ -119,11 +119,10 @@ def timed(amount: float, work: Callable[[], object]) -> Round:
     return Round(amount, time.perf_counter() - begun, spent() - cpu)
 
 
-# ---- Results
+# ---- Results: documents, as `shardkit bench --out` writes them
 
 
-@dataclass(frozen=True, slots=True)
-class Ratio:
+class Ratio(TypedDict):
     """shardkit's rate over another one."""
 
     contest: str  # such as "read tokens"
@@ -135,45 +134,21 @@ class Ratio:
     lowest: float
     highest: float
     rounds: int
-    conditions: Mapping[str, int] = field(default_factory=dict)  # equal where two results are compared
-
-    @property
-    def key(self) -> tuple[str, str, str, str]:
-        """What the same ratio has in every result."""
-        return (self.contest, self.of, self.to, self.clock)
-
-    @property
-    def name(self) -> str:
-        return f"{self.contest}: {self.of} / {self.to}" + (", by CPU" if self.clock == "cpu" else "")
+    conditions: dict[str, int]  # equal where two results are compared
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
+class Result(TypedDict):
     """All that one run of the benchmarks found."""
 
-    facts: Mapping[str, Any]  # of the machine, and the settings
-    ratios: Sequence[Ratio]  # in the order of measuring
-    failures: Mapping[str, str] = field(
-        default_factory=dict
-    )  # "contest" or "contest: entry" → why no figures
-    rates: Mapping[str, Mapping[str, Sequence[Round]]] = field(default_factory=dict)
-    """Contest → entry → rounds, for inspection; never compared."""
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "shardkit_bench": FORMAT,
-            "facts": dict(self.facts),
-            "ratios": [asdict(ratio) for ratio in self.ratios],
-            "failures": dict(self.failures),
-            "rates": {
-                contest: {name: [list(astuple(one)) for one in rounds] for name, rounds in entries.items()}
-                for contest, entries in self.rates.items()
-            },
-        }
+    shardkit_bench: int  # FORMAT
+    facts: dict[str, Any]  # of the machine, and the settings
+    ratios: list[Ratio]  # in the order of measuring
+    failures: dict[str, str]  # "contest" or "contest: entry" → why it has no figures
+    rates: dict[str, dict[str, list[list[float]]]]  # contest → entry → rounds, for inspection; never compared
 
 
 def load_result(path: str | Path) -> Result:
-    """Read a result.
+    """Read a result, without its rates.
 
     Raises:
         NotFoundError: there is no such file.
@@ -185,7 +160,8 @@ def load_result(path: str | Path) -> Result:
         version = document["shardkit_bench"]
         if version == FORMAT:
             failures = {str(name): str(text) for name, text in document["failures"].items()}
-            return Result(dict(document["facts"]), tuple(map(_ratio_of, document["ratios"])), failures)
+            return Result(shardkit_bench=FORMAT, facts=dict(document["facts"]),
+                          ratios=[*map(_checked, document["ratios"])], failures=failures, rates={})  # fmt: skip
     except OSError as error:
         raise NotFoundError(
             f"{path}: {error.strerror}; record a result with: shardkit bench --out {path}"
@@ -200,6 +176,19 @@ def load_result(path: str | Path) -> Result:
     )
 
 
+_NUMBERS = {"median": float, "lowest": float, "highest": float, "rounds": int}
+
+
+def _checked(entry: Mapping[str, Any]) -> Ratio:
+    names = ("contest", "of", "to", "kind", "clock", *_NUMBERS)
+    conditions = {str(name): int(value) for name, value in entry["conditions"].items()}
+    ratio: Any = {name: _NUMBERS.get(name, str)(entry[name]) for name in names} | {"conditions": conditions}
+    is_range = 0 < ratio["lowest"] <= ratio["median"] <= ratio["highest"] < float("inf")
+    if not is_range or ratio["kind"] not in ("limit", "peer") or ratio["clock"] not in ("wall", "cpu"):
+        raise ValueError(f"the ratio {dict(entry)!r} is not one")
+    return ratio  # type: ignore[no-any-return]
+
+
 def ratios_of(held: Held) -> list[Ratio]:
     """Every entry of shardkit over every limit and peer, by both clocks, round by round."""
     found = []
@@ -210,20 +199,11 @@ def ratios_of(held: Held) -> list[Ratio]:
         rates = [(mine.rate(clock), theirs.rate(clock))
                  for mine, theirs in zip(held.rounds[of], held.rounds[to], strict=True)]  # fmt: skip
         if values := [mine / theirs for mine, theirs in rates if mine and theirs]:
-            found.append(Ratio(held.name, of, to, held.kinds[to], clock, statistics.median(values), min(values),
-                               max(values), len(values), held.conditions))  # fmt: skip
+            found.append(Ratio(
+                contest=held.name, of=of, to=to, kind=held.kinds[to], clock=clock, median=statistics.median(values),
+                lowest=min(values), highest=max(values), rounds=len(values), conditions=dict(held.conditions),
+            ))  # fmt: skip
     return found
-
-
-def _ratio_of(entry: Mapping[str, Any]) -> Ratio:
-    median, lowest, highest = (float(entry[name]) for name in ("median", "lowest", "highest"))
-    kind, clock = entry["kind"], entry["clock"]
-    is_range = 0 < lowest <= median <= highest < float("inf")
-    if not is_range or kind not in ("limit", "peer") or clock not in ("wall", "cpu"):
-        raise ValueError(f"the ratio {dict(entry)!r} is not one")
-    conditions = {str(name): int(value) for name, value in entry["conditions"].items()}
-    return Ratio(str(entry["contest"]), str(entry["of"]), str(entry["to"]), kind, clock, median, lowest, highest,
-                 int(entry["rounds"]), conditions)  # fmt: skip
 
 
 LEAST_MARGIN = 0.05
@@ -234,83 +214,87 @@ LEAST_ROUNDS = 3
 """With fewer no range is known."""
 
 Verdict = Literal["worse", "same", "better", "too noisy", "other conditions", "failed", "not measured", "new"]
-_COMPARED = ("worse", "same", "better")
+_COMPARED = {"worse", "same", "better"}
 _MACHINE = ("machine", "processor", "cpus", "system")
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(TypedDict):
     """A ratio then and now."""
 
     recorded: Ratio | None  # None where it is missing, as `now`
     now: Ratio | None
     margin: float  # the noise that is allowed for; 0.1 is 10 %
     verdict: Verdict  # or why there is none
-    reason: str = ""  # for people
-
-    @property
-    def name(self) -> str:
-        ratio = self.recorded or self.now
-        assert ratio is not None, "a finding is of a ratio"
-        return ratio.name
-
-    @property
-    def change(self) -> float | None:
-        """Relative: −0.2 is a fifth less."""
-        if self.recorded is None or self.now is None:
-            return None
-        return self.now.median / self.recorded.median - 1
+    reason: str  # for people
+    name: str
+    change: float | None  # relative: −0.2 is a fifth less
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """What came of it: findings in the order of the recorded result, then new ones; and remarks."""
+class Comparison(TypedDict):
+    """What came of it."""
 
-    findings: Sequence[Finding]
-    notes: Sequence[str]
-
-    def of(self, *verdicts: str) -> list[Finding]:
-        """Findings with one of these verdicts."""
-        return [finding for finding in self.findings if finding.verdict in verdicts]
-
-    @property
-    def exit_code(self) -> ExitCode:
-        """NO: something is worse; UNCHECKED: nothing could be compared, or what was to be measured failed."""
-        if self.of("worse"):
-            return ExitCode.NO
-        return ExitCode.UNCHECKED if self.of("failed") or not self.of(*_COMPARED) else ExitCode.DONE
+    exit_code: (
+        ExitCode  # NO: something is worse; UNCHECKED: nothing could be compared, or a measurement failed
+    )
+    notes: list[str]
+    findings: list[Finding]  # in the order of the recorded result, then new ones
 
 
 def compare(now: Result, recorded: Result) -> Comparison:
     """Hold a result against a recorded one; pure."""
-    fresh = {ratio.key: ratio for ratio in now.ratios}
-    findings = [_finding(then, fresh.pop(then.key, None), now.failures) for then in recorded.ratios]
-    findings += [Finding(None, ratio, LEAST_MARGIN, "new") for ratio in fresh.values()]
-    return Comparison(tuple(findings), tuple(_notes(now, recorded)))
+    fresh = {_name(ratio): ratio for ratio in now["ratios"]}
+    findings = [_finding(then, fresh.pop(_name(then), None), now["failures"]) for then in recorded["ratios"]]
+    findings += [
+        Finding(
+            recorded=None, now=ratio, margin=LEAST_MARGIN, verdict="new", reason="", name=name, change=None
+        )
+        for name, ratio in fresh.items()
+    ]
+    verdicts = {finding["verdict"] for finding in findings}
+    if "worse" in verdicts:
+        code = ExitCode.NO
+    else:
+        code = ExitCode.UNCHECKED if "failed" in verdicts or not verdicts & _COMPARED else ExitCode.DONE
+    return Comparison(exit_code=code, notes=_notes(now, recorded), findings=findings)
+
+
+def _name(ratio: Ratio) -> str:
+    """What the same ratio has in every result."""
+    return f"{ratio['contest']}: {ratio['of']} / {ratio['to']}" + (
+        ", by CPU" if ratio["clock"] == "cpu" else ""
+    )
 
 
 def _finding(then: Ratio, now: Ratio | None, failures: Mapping[str, str]) -> Finding:
-    margin = max(LEAST_MARGIN, (then.highest - then.lowest) / then.median)
-    verdict: Verdict = "same"
-    reason = ""
+    margin = max(LEAST_MARGIN, (then["highest"] - then["lowest"]) / then["median"])
+    verdict, reason = _verdict(then, now, margin, failures)
+    return Finding(
+        recorded=then, now=now, margin=margin, verdict=verdict, reason=reason, name=_name(then),
+        change=None if now is None else now["median"] / then["median"] - 1,
+    )  # fmt: skip
+
+
+def _verdict(
+    then: Ratio, now: Ratio | None, margin: float, failures: Mapping[str, str]
+) -> tuple[Verdict, str]:
     if now is None:
-        verdict = "not measured"
-        for what in (then.contest, f"{then.contest}: {then.of}", f"{then.contest}: {then.to}"):
+        contest = then["contest"]
+        for what in (contest, f"{contest}: {then['of']}", f"{contest}: {then['to']}"):
             if what in failures:
-                verdict, reason = "failed", f"{what}: {failures[what]}"
-                break
-    elif now.conditions != then.conditions:
-        verdict, reason = "other conditions", _difference(now.conditions, then.conditions)
-    elif then.rounds < LEAST_ROUNDS:
-        verdict = "too noisy"
-        reason = f"recorded with {then.rounds} rounds, {LEAST_ROUNDS} at least show what noise there is; record again"
-    elif margin >= MOST_MARGIN:
-        verdict, reason = "too noisy", "its recorded rounds lie too far apart; record again"
-    elif now.median < then.median * (1 - margin) and now.highest < then.lowest:
-        verdict = "worse"
-    elif now.median > then.median * (1 + margin) and now.lowest > then.highest:
-        verdict = "better"
-    return Finding(then, now, margin, verdict, reason)
+                return "failed", f"{what}: {failures[what]}"
+        return "not measured", ""
+    if now["conditions"] != then["conditions"]:
+        return "other conditions", _difference(now["conditions"], then["conditions"])
+    if then["rounds"] < LEAST_ROUNDS:
+        said = f"recorded with {then['rounds']} rounds, {LEAST_ROUNDS} at least show what noise there is"
+        return "too noisy", f"{said}; record again"
+    if margin >= MOST_MARGIN:
+        return "too noisy", "its recorded rounds lie too far apart; record again"
+    if now["median"] < then["median"] * (1 - margin) and now["highest"] < then["lowest"]:
+        return "worse", ""
+    if now["median"] > then["median"] * (1 + margin) and now["lowest"] > then["highest"]:
+        return "better", ""
+    return "same", ""
 
 
 def _difference(now: Mapping[str, int], then: Mapping[str, int]) -> str:
@@ -322,12 +306,14 @@ def _difference(now: Mapping[str, int], then: Mapping[str, int]) -> str:
 
 
 def _notes(now: Result, recorded: Result) -> list[str]:
-    machines = [(name, now.facts.get(name), recorded.facts.get(name)) for name in _MACHINE]
+    here, there = now["facts"], recorded["facts"]
     differ = [
-        f"{name} {here}, recorded on {there}" for name, here, there in machines if there not in (None, here)
+        f"{name} {here.get(name)}, recorded on {there[name]}"
+        for name in _MACHINE
+        if there.get(name) not in (None, here.get(name))
     ]
-    notes = ["another machine: " + "; ".join(differ)] if differ else []
-    mine, theirs = now.facts.get("versions") or {}, recorded.facts.get("versions") or {}
+    mine, theirs = here.get("versions") or {}, there.get("versions") or {}
     both = sorted(mine.keys() & theirs.keys())
     changed = [f"{one} {mine[one]}, then {theirs[one]}" for one in both if mine[one] != theirs[one]]
-    return notes + (["other packages: " + "; ".join(changed)] if changed else [])
+    told = {"another machine": differ, "other packages": changed}
+    return [f"{what}: {'; '.join(found)}" for what, found in told.items() if found]

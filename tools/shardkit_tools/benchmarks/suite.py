@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ import shardkit
 from shardkit.errors import ShardkitError, UsageError
 from shardkit.plan import Population, make_plan
 from shardkit_tools.benchmarks.reducing import reduce_contest
-from shardkit_tools.benchmarks.results import Contest, Entry, Ratio, Result, Round, hold, ratios_of, timed
+from shardkit_tools.benchmarks.results import FORMAT, Contest, Entry, Result, Round, hold, ratios_of, timed
 from shardkit_tools.benchmarks.workloads import (
     LIMIT_NAMES,
     WORKLOADS,
@@ -222,10 +223,10 @@ def measure(
     Raises:
         UsageError: the folder cannot be used.
     """
-    load = os.getloadavg()[0]
-    ratios: list[Ratio] = []
-    failures: dict[str, str] = {}
-    rates: dict[str, Any] = {}
+    found = Result(shardkit_bench=FORMAT, facts={
+        **machine_facts(), "parts": list(parts), "scale": scale, "repeats": repeats,
+        "load_before": round(os.getloadavg()[0], 1),
+    }, ratios=[], failures={}, rates={})  # fmt: skip
     with _scratch(scratch) as folder:
         for name, making in _contests(parts, scale):
             told(f"{name}: making data")
@@ -233,20 +234,15 @@ def measure(
                 with tempfile.TemporaryDirectory(dir=folder) as place, making(Path(place)) as contest:
                     held = hold(contest, repeats, told)
             except (ShardkitError, OSError) as error:
-                failures[name] = str(error)
-            else:
-                ratios += ratios_of(held)
-                rates[held.name] = dict(held.rounds)
-                failures |= {f"{held.name}: {entry}": text for entry, text in held.failures.items()}
-    facts: dict[str, Any] = {
-        **machine_facts(),
-        "parts": list(parts),
-        "scale": scale,
-        "repeats": repeats,
-        "load_before": round(load, 1),
-        "load_after": round(os.getloadavg()[0], 1),
-    }
-    return Result(facts, tuple(ratios), failures, rates)
+                found["failures"][name] = str(error)
+                continue
+            found["ratios"] += ratios_of(held)
+            found["rates"][held.name] = {
+                entry: [list(astuple(one)) for one in rounds] for entry, rounds in held.rounds.items()
+            }
+            found["failures"] |= {f"{held.name}: {entry}": text for entry, text in held.failures.items()}
+    found["facts"]["load_after"] = round(os.getloadavg()[0], 1)
+    return found
 
 
 Making = Callable[[Path], AbstractContextManager[Contest]]

@@ -6,7 +6,7 @@ import json
 import math
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -14,7 +14,7 @@ from shardkit.errors import FormatError, NotFoundError, UsageError
 from shardkit.exit_codes import ExitCode
 from shardkit.stores.file_operations import explained
 from shardkit_tools import console, options
-from shardkit_tools.benchmarks.results import Comparison, Ratio, Result, compare, load_result
+from shardkit_tools.benchmarks.results import Comparison, Result, compare, load_result
 from shardkit_tools.benchmarks.suite import PARTS, SCALE, measure
 from shardkit_tools.options import option
 
@@ -59,29 +59,20 @@ def bench(
     result = given or _measured(only, recorded, scale, repeats, scratch)
     if out is not None:
         with explained(f"write {out}", writing=True):
-            out.write_text(json.dumps(result.to_json(), indent=1) + "\n", encoding="utf-8")
+            out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if recorded is None:
-        code = ExitCode.DONE if result.ratios else ExitCode.FAILED
-        console.present(as_json, result.to_json, lambda: _print_result(result), code)
+        code = ExitCode.DONE if result["ratios"] else ExitCode.FAILED
+        console.present(as_json, lambda: result, lambda: _print_result(result), code)
         return
     found = compare(result, recorded)
-    document = {
-        "exit_code": found.exit_code,
-        "notes": found.notes,
-        "findings": [console.plain(one) | {"name": one.name, "change": one.change} for one in found.findings],
-    }
-    console.present(
-        as_json,
-        lambda: result.to_json() | {"comparison": document},
-        lambda: _print_comparison(found),
-        found.exit_code,
-    )
+    document = {**result, "comparison": found}
+    console.present(as_json, lambda: document, lambda: _print_comparison(found), found["exit_code"])
 
 
 def _measured(
     only: str, recorded: Result | None, scale: float | None, repeats: int | None, scratch: str | None
 ) -> Result:
-    facts = recorded.facts if recorded is not None else {}
+    facts = recorded["facts"] if recorded is not None else {}
     named = [name.strip() for name in only.split(",")] if only else facts.get("parts", ())
     for name in named:
         if only and name not in PARTS:
@@ -100,42 +91,34 @@ _WORSE_FIRST = ("worse", "better", "same", "failed", "other conditions", "too no
 
 def _print_result(result: Result) -> None:
     """Figures are shardkit's rate over the other's in the same round: 1 is as fast, larger is better."""
-    console.print_document(
-        {
-            "ratios": [_row(ratio) for ratio in result.ratios],
-            "could_not_be_measured": {name: _last_line(reason) for name, reason in result.failures.items()},
-            "facts": result.facts,
-        },
-        most=None,
-    )
+    ratios = [
+        {name: value for name, value in one.items() if name != "conditions"} for one in result["ratios"]
+    ]
+    failures = {name: _last_line(reason) for name, reason in result["failures"].items()}
+    page = {"ratios": ratios, "could_not_be_measured": failures, "facts": result["facts"]}
+    console.print_document(page, most=None)
 
 
 def _print_comparison(comparison: Comparison) -> None:
-    findings = sorted(comparison.findings, key=lambda one: _WORSE_FIRST.index(one.verdict))
+    findings = sorted(comparison["findings"], key=lambda one: _WORSE_FIRST.index(one["verdict"]))
     rows = [
         {
-            "verdict": one.verdict,
-            "ratio": one.name,
-            "recorded": None if one.recorded is None else one.recorded.median,
-            "now": None if one.now is None else one.now.median,
-            "change_share": one.change,
-            "noise_share": one.margin,
-            "reason": _last_line(one.reason),
+            "verdict": one["verdict"],
+            "ratio": one["name"],
+            "recorded": one["recorded"] and one["recorded"]["median"],
+            "now": one["now"] and one["now"]["median"],
+            "change_share": one["change"],
+            "noise_share": one["margin"],
+            "reason": _last_line(one["reason"]),
         }
         for one in findings
     ]
-    counts = Counter[str](one.verdict for one in findings)
-    console.print_document({"notes": comparison.notes, "findings": rows}, most=None)
+    console.print_document({"notes": comparison["notes"], "findings": rows}, most=None)
     console.print_line()
-    unchecked = "could not compare: " if comparison.exit_code == ExitCode.UNCHECKED else ""
-    console.print_line(
-        unchecked + ", ".join(f"{counts[verdict]} {verdict}" for verdict in _WORSE_FIRST if counts[verdict])
-    )
-
-
-def _row(ratio: Ratio) -> dict[str, Any]:
-    names = ("contest", "of", "to", "kind", "clock", "median", "lowest", "highest", "rounds")
-    return {name: getattr(ratio, name) for name in names}
+    counts = Counter[str](one["verdict"] for one in findings)
+    said = ", ".join(f"{counts[verdict]} {verdict}" for verdict in _WORSE_FIRST if counts[verdict])
+    unchecked = "could not compare: " if comparison["exit_code"] == ExitCode.UNCHECKED else ""
+    console.print_line(unchecked + said)
 
 
 def _last_line(text: str) -> str:
