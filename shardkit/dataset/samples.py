@@ -162,12 +162,26 @@ class Samples:
             SchemaError: no such field.
             IntegrityError: from the reader, at the block that is damaged.
         """
-        return stream_table(
-            self.reader,
-            self.rows,
-            self.schema,
-            fields,
-            _COUNT_OF_BATCH.check("iter_arrow: batch_rows", batch_rows),
+        return self._stream(fields, _COUNT_OF_BATCH.check("iter_arrow: batch_rows", batch_rows))
+
+    def _stream(self, fields: Sequence[str] | None, batch_rows: int | None) -> Any:
+        """A ``pyarrow.RecordBatchReader`` over all samples; a batch for each block where `batch_rows` is None."""
+        if isinstance(fields, str):
+            raise UsageError(f"fields={fields!r}: expected a list of field names, such as [{fields!r}]")
+        schema = self.schema
+        if fields is not None:
+            for name in fields:
+                schema.position(name)
+            schema = Schema({name: schema[name] for name in fields})
+        import pyarrow as pa  # slow to import, and only tables need it
+
+        from shardkit.formats.arrow_writing import arrow_schema, record_batch
+
+        arrow = arrow_schema(schema, keys=False, packed=False)
+        runs = read_runs(self.reader, self.rows, all_numbers(len(self)), list(schema.stored))
+        batches = (record_batch(block, rows, schema, arrow) for block, rows in runs)
+        return pa.RecordBatchReader.from_batches(
+            arrow, batches if batch_rows is None else _cut(batches, batch_rows)
         )
 
     def __arrow_c_stream__(self, requested_schema: object = None) -> object:
@@ -176,7 +190,7 @@ class Samples:
 
     def to_arrow(self, fields: Sequence[str] | None = None) -> Any:
         """All samples as a ``pyarrow.Table``, in memory; a chunk for each block. See `iter_arrow`."""
-        return stream_table(self.reader, self.rows, self.schema, fields, None).read_all()
+        return self._stream(fields, None).read_all()
 
     def to_pandas(self, fields: Sequence[str] | None = None) -> Any:
         """All samples as a ``pandas.DataFrame``; see `iter_arrow`.
@@ -315,40 +329,6 @@ def read_runs(
             if block is None or number != last:
                 last, block = number, reader.read(*row_map.shard_of_block(number), keys=False, fields=fields)
             yield block, where.row_in_block[first:end]
-
-
-def stream_table(
-    reader: BlockReader, row_map: RowMap, schema: Schema, fields: Sequence[str] | None, batch_rows: int | None
-) -> Any:
-    """A ``pyarrow.RecordBatchReader`` over all samples.
-
-    Args:
-        reader: of the version's blocks.
-        row_map: where its samples lie.
-        schema: of the version.
-        fields: those wanted, in this order; all where None.
-        batch_rows: rows of each batch but the last; None: a batch for each block.
-
-    Raises:
-        SchemaError: there is no such field.
-    """
-    if isinstance(fields, str):
-        raise UsageError(f"fields={fields!r}: expected a list of field names, such as [{fields!r}]")
-    if fields is not None:
-        wanted = list(fields)
-        for name in wanted:
-            schema.position(name)
-        schema = Schema({name: schema[name] for name in wanted})
-    import pyarrow as pa  # slow to import, and only tables need it
-
-    from shardkit.formats.arrow_writing import arrow_schema, record_batch
-
-    arrow = arrow_schema(schema, keys=False, packed=False)
-    runs = read_runs(reader, row_map, all_numbers(len(row_map)), list(schema.stored))
-    batches = (record_batch(block, rows, schema, arrow) for block, rows in runs)
-    return pa.RecordBatchReader.from_batches(
-        arrow, batches if batch_rows is None else _cut(batches, batch_rows)
-    )
 
 
 def _cut(batches: Iterable[Any], size: int) -> Iterator[Any]:

@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 
 import shardkit
 from shardkit.dataset import lookups
-from shardkit.dataset.deriving import merge_datasets, relabel
+from shardkit.dataset.deriving import merge_datasets
 from shardkit.dataset.lookups import Entries, find_samples, hash_values, parse_lookup
 from shardkit.dataset.selecting import put_selected
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, UsageError
 from shardkit.formats import Schema
 from shardkit.storage import Repository
+from shardkit_tools.building.rebuilding import label_again
 
 SCHEMA = {"url": "str", "n": "int64", "blob": "bytes", "meta": "json"}
 
@@ -104,8 +105,7 @@ def test_of_parts_and_of_versions_that_get_them_later(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="--lookup url"):
         found(two, "url", ["http://h/1"])
     assert found(two, "key", ["a/1"]) == by_hand(two, "key", ["a/1"]), "keys need no look-up"
-    repository = Repository.open(tmp_path / "b")
-    repository.commit({"main": relabel(repository, two, lookup="url").id}, message="url")
+    label_again(tmp_path / "b", lookup="url", message="url")
     two = shardkit.open(tmp_path / "b")
     assert two.manifest.pages == make(tmp_path / "c", range(30), 4).manifest.pages, "no shard is written"
     merge_datasets({"x": tmp_path / "a", "y": tmp_path / "b"}, tmp_path / "m")

@@ -23,7 +23,7 @@ from shardkit.repository.log import LogEntry
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import put_manifest
 from shardkit.stores.store import Descriptor
-from shardkit_tools.adopting.scanning import find_tars, place_of, scan_tar, stat_tar
+from shardkit_tools.adopting.scanning import TarScan, find_tars, place_of, stat_tar
 from shardkit_tools.building.engines import Engine, Report, is_small, open_engine
 from shardkit_tools.building.job import NO_FOLDER, Job, JobFolder, clear_temporaries, open_job
 from shardkit_tools.building.outcome import ProgressCallback, ProgressMeter
@@ -105,7 +105,7 @@ class AdoptWorker:
             SourceError: the tar cannot be adopted.
             StoreError: the root or the scratch disk fails.
         """
-        scanned = scan_tar(item.file, self.schema, self.axes, self.block_bytes, report)
+        scanned = TarScan(item.file, self.schema, self.axes, self.block_bytes, report).run()
         index, sizes = Descriptor("", 0, "index"), scanned.index.block_raw_size
         if self.repository is not None:
             index = self.repository.put_object(scanned.index.to_bytes(), "index")

@@ -12,7 +12,7 @@ import os
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -189,41 +189,16 @@ class _HeldStream:
         self._gap = 0
 
 
-def scan_tar(
-    file: SourceFile, schema: Schema, axes: Sequence[str], block_bytes: int, report: Report
-) -> ScannedTar:
-    """Read an uncompressed tar once and describe it.
-
-    Args:
-        file: the tar.
-        schema: of every sample.
-        axes: fields by whose values rows are told apart.
-        block_bytes: target size of a block.
-        report: called with (rows, bytes) that were read.
-
-    Raises:
-        SourceError: the tar is damaged, hostile, ambiguous, or holds samples of another schema.
-    """
-    block_rows: int | None = None
-    while True:
-        scan = _Scan(file, schema, axes, block_bytes, block_rows, report)
-        try:
-            return scan.run()
-        except _TooUneven:
-            block_rows = max(1, (scan.block_rows or 1) // 8)
-            report(-scan.rows, -scan.position)
-
-
 @dataclass
-class _Scan:
-    """One pass over a tar; see `scan_tar`."""
+class TarScan:
+    """One pass over an uncompressed tar."""
 
     file: SourceFile
-    schema: Schema
-    axes: Sequence[str]
-    block_bytes: int
-    block_rows: int | None  # None: as many as the first `block_bytes` hold, once these are read
-    report: Report
+    schema: Schema  # of every sample
+    axes: Sequence[str]  # fields by whose values rows are told apart
+    block_bytes: int  # target size of a block
+    report: Report  # called with (rows, bytes) that were read
+    block_rows: int | None = None  # None: as many as the first `block_bytes` hold, once these are read
 
     def __post_init__(self) -> None:
         self.rows = self.position = 0
@@ -239,6 +214,18 @@ class _Scan:
         self._fields: list[list[tuple[int, int]]] = []
 
     def run(self) -> ScannedTar:
+        """Read the tar and describe it; once more, for smaller blocks, where a block becomes far too large.
+
+        Raises:
+            SourceError: the tar is damaged, hostile, ambiguous, or holds samples of another schema.
+        """
+        try:
+            return self._read()
+        except _TooUneven:
+            self.report(-self.rows, -self.position)
+            return replace(self, block_rows=max(1, (self.block_rows or 1) // 8)).run()
+
+    def _read(self) -> ScannedTar:
         before = stat_tar(self.file)
         with open_file(self.file) as file:
             self._stream = _HeldStream(file, self.file.path, self.report)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,15 +13,17 @@ import numpy as np
 
 import shardkit
 from shardkit.dataset import Dataset
-from shardkit.dataset.about import About, about_of
+from shardkit.dataset.about import About, about_of, check_strata, given_about
 from shardkit.dataset.committing import move_refs
-from shardkit.dataset.deriving import relabel
+from shardkit.dataset.costs import covers, parse_costs, put_costs
 from shardkit.dataset.encoding import CLASS_AXIS
+from shardkit.dataset.lookups import parse_lookup, put_lookups
 from shardkit.errors import UsageError
 from shardkit.formats import Schema
 from shardkit.manifest import MIXED, Manifest
 from shardkit.repository.log import LogEntry, parse_dataset_url
 from shardkit.repository.repository import DEFAULT_REF, Repository
+from shardkit.repository.versions import put_manifest
 from shardkit.stores.local import open_store
 from shardkit.stores.store import object_name
 from shardkit_tools.building.build_run import build
@@ -66,25 +69,62 @@ def rebuild(
 
 
 def label_again(
-    url: str | os.PathLike[str], *, ref: str | None = None, message: str = "", author: str = "", **labels: Any
+    url: str | os.PathLike[str],
+    *,
+    about: About | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    lookup: str | Sequence[str] | None = None,
+    cost: str | Sequence[str] | None = None,
+    ref: str | None = None,
+    message: str = "",
+    author: str = "",
 ) -> tuple[Manifest, LogEntry | None]:
-    """Give a version other look-ups, costs or another about, over the same shards.
+    """Give a version other look-ups, costs or another about, over the same shards; what is not given stays.
 
     Args:
         url: ``ROOT[@REF]``.
+        about: see `shardkit.create`.
+        lookup: fields; sidecars that are there are taken over, others made by reading the shards back.
+        cost: expressions; costs that are there are taken over, others made from indexes or shards.
         ref: that is moved; by default the one that was named.
         message: of the commit.
         author: of the commit.
-        labels: see `relabel`; None: what the version has now.
+
+    Raises:
+        UsageError: the dataset is merged, a field cannot be looked up, or an expression is no cost.
+        ConfigurationError: the about speaks of strata that are not there.
     """
     root, named = parse_dataset_url(url)
     dataset = shardkit.open(url)
-    repository = Repository.open(root)
-    manifest = relabel(repository, dataset, **labels)
-    wanted = ref or _ref(root, named)
-    expected = {wanted: dataset.manifest.id} if repository.refs.get(wanted) == dataset.manifest.id else None
-    said = message or f"look-ups, costs and about of {dataset.manifest.id}"
-    return manifest, move_refs(repository, {wanted: manifest.id}, expected, message=said, author=author).entry
+    repository, manifest = Repository.open(root), dataset.manifest
+    if manifest.parts:
+        raise UsageError(
+            "a merged dataset takes look-ups, costs and about from its parts; change those, then merge again"
+        )
+    new = manifest
+    if (said := given_about(about)) is not None:
+        check_strata(said, {stratum.name for stratum in manifest.strata if not stratum.pooled})
+        new = dataclasses.replace(new, about=repository.put_object(said.to_bytes(), "about").digest)
+    if lookup is not None:
+        fields = parse_lookup(lookup, manifest.schema) if lookup else ()
+        held = {found.field: found for found in manifest.lookups}
+        missing = [field for field in fields if field not in held]
+        made = put_lookups(repository, dataset.reader, dataset.table, missing)
+        held |= {found.field: found for found in made}
+        new = dataclasses.replace(new, lookups=tuple(held[field] for field in fields))
+    if cost is not None:
+        texts = parse_costs(cost, manifest.schema) if cost else ()
+        known = {found.expression: found for found in manifest.costs if covers(found, dataset.table.rows)}
+        wanted = [text for text in texts if text not in known]
+        costs = put_costs(repository, dataset.reader, dataset.table, manifest.schema, wanted)
+        known |= {found.expression: found for found in costs}
+        new = dataclasses.replace(new, costs=tuple(known[text] for text in texts))
+    if new != manifest:
+        new = dataclasses.replace(new, parent=manifest.id)
+        put_manifest(repository, new, [])
+    moving = ref or _ref(root, named)
+    expected = {moving: manifest.id} if repository.refs.get(moving) == manifest.id else None
+    said_of = message or f"look-ups, costs and about of {manifest.id}"
+    return new, move_refs(repository, {moving: new.id}, expected, message=said_of, author=author).entry
 
 
 def _settings(dataset: Dataset, changes: Mapping[str, Any]) -> dict[str, Any]:
