@@ -41,7 +41,7 @@ def store(latency_s: float, stream: float, rates: dict[tuple[int, int], float]) 
 
 
 def values(*arguments: object) -> dict[str, int]:
-    return {one.name: one.value for one in propose(*arguments)}  # type: ignore[arg-type]
+    return {name: one.value for name, one in propose(*arguments).items()}  # type: ignore[arg-type]
 
 
 def test_a_line_through_points() -> None:
@@ -100,18 +100,18 @@ def test_how_often_to_sum_gradients() -> None:
 
 def test_every_proposal_says_why() -> None:
     far = store(0.05, 100e6, {(MIB, 4): 65e6, (MIB, 16): 260e6})
-    for one in propose(MACHINE, far, {1000: 1.0, 2000: 2.0}, NEEDS):
+    for one in propose(MACHINE, far, {1000: 1.0, 2000: 2.0}, NEEDS).values():
         assert any(c.isdigit() for c in one.why) or one.why == "accumulation is enough"
         assert "\n" not in one.why
 
 
 # Files
 
-PROPOSED = [
-    Proposal("block_size", 1 << 20, True, ""),
-    Proposal("window_blocks", 8, False, ""),
-    Proposal("sync_every", 4, False, ""),
-]
+PROPOSED = {
+    "block_size": Proposal(1 << 20, ""),
+    "window_blocks": Proposal(8, ""),
+    "sync_every": Proposal(4, ""),
+}
 TEXT = """# my run
 [data]  # what
 dataset = "data/cats"
@@ -136,7 +136,9 @@ def test_comments_and_order_stay() -> None:
 
 
 def test_a_key_is_put_into_its_section() -> None:
-    changed, _ = merged("[data]\ndataset = 'x'\n\n# next\n[model]\nwidth = 1\n", PROPOSED[1:2], "x")
+    changed, _ = merged(
+        "[data]\ndataset = 'x'\n\n# next\n[model]\nwidth = 1\n", {"window_blocks": Proposal(8, "")}, "x"
+    )
     assert changed.startswith("[data]\nwindow_blocks = 8\ndataset = 'x'\n\n# next\n[model]\n")
 
 

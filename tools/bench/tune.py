@@ -51,7 +51,7 @@ def epoch(loader: Any, field: str) -> tuple[int, float, float]:
 
 def proposed(machine: Machine, dataset: shardkit.Dataset, lanes: int) -> Point:
     needs = Needs(int(dataset.table.size.sum()), lanes, 1, 1, 0.02, 1)
-    found = {one.name: one.value for one in propose(machine, None, None, needs)}
+    found = {name: one.value for name, one in propose(machine, None, None, needs).items()}
     return found["block_size"], found["window_blocks"]
 
 

@@ -7,7 +7,7 @@ import re
 import tempfile
 import time
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,9 +19,10 @@ from shardkit_tools import console, options
 from shardkit_tools.console import bytes_text
 from shardkit_tools.options import argument, option
 from shardkit_tools.tuning.measuring import measure_machine, measure_ranges, measure_reducing
-from shardkit_tools.tuning.proposing import Machine, Needs, Proposal, Ranges, propose
+from shardkit_tools.tuning.proposing import Needs, Proposal, Ranges, propose
 
 _TRAINER = {"window_blocks": ("data", "window_blocks"), "sync_every": ("parallel", "sync_every")}
+_BYTES = ("block_size", "shard_size", "read_ahead", "memory")  # other settings are counts
 _BEGIN, _END = "# shardkit tune: for builds and loaders", "# shardkit tune: end"
 _NOTED = {
     "memory": "ds.loader(…, memory={})",
@@ -31,7 +32,7 @@ _NOTED = {
 _NOTES = re.compile(rf"\n*^{_BEGIN}$.*?^{_END}$", re.MULTILINE | re.DOTALL)
 
 
-def write_settings(path: Path, proposals: Sequence[Proposal]) -> list[str]:
+def write_settings(path: Path, proposals: Mapping[str, Proposal]) -> list[str]:
     """Write proposals into a file, new or not; what was set, as ``section.name = value``.
 
     Raises:
@@ -50,17 +51,16 @@ def write_settings(path: Path, proposals: Sequence[Proposal]) -> list[str]:
     return said
 
 
-def merged(text: str, proposals: Sequence[Proposal], where: str) -> tuple[str, list[str]]:
+def merged(text: str, proposals: Mapping[str, Proposal], where: str) -> tuple[str, list[str]]:
     """The text with the proposals in it, and what was set. Applying twice gives the same text."""
     _check(text, where)
-    values = {one.name: one for one in proposals}
     said = []
     text = _NOTES.sub("", text)
     for name, (section, key) in _TRAINER.items():
-        if name in values:
-            text = _with(text, section, key, values[name].value)
-            said.append(f"{section}.{key} = {values[name].value}")
-    if notes := _notes(values):
+        if name in proposals:
+            text = _with(text, section, key, proposals[name].value)
+            said.append(f"{section}.{key} = {proposals[name].value}")
+    if notes := _notes(proposals):
         text = "\n".join([text.rstrip(), "", _BEGIN, *notes, _END, ""])
     _check(text, where)
     return text, said
@@ -147,32 +147,7 @@ def tune(
     if apply is not None:
         written = write_settings(apply, proposals)
     seconds = time.perf_counter() - begun
-    document = _document(machine, ranges, reducing, proposals, seconds)
-    rates = {name: rate for name, rate in vars(machine).items() if isinstance(rate, float)}
-    page = document | {
-        "not_measured": missing,
-        "machine": {name: f"{bytes_text(round(rate))}/s" for name, rate in rates.items()},
-        "proposals": {
-            one.name: {"value": bytes_text(one.value) if one.is_bytes else one.value, "why": one.why}
-            for one in proposals
-        },
-        "written": written,
-    }
-    console.present(as_json, lambda: document, lambda: console.print_document(page))
-
-
-def _document(
-    machine: Machine,
-    ranges: Ranges | None,
-    reducing: Mapping[int, float] | None,
-    proposals: list[Proposal],
-    seconds: float,
-) -> dict[str, Any]:
-    document: dict[str, Any] = {
-        "seconds": seconds,
-        "machine": machine,
-        "proposals": {one.name: {"value": one.value, "why": one.why} for one in proposals},
-    }
+    document: dict[str, Any] = {"seconds": seconds, "machine": machine, "proposals": proposals}
     if ranges is not None:
         document["ranges"] = {
             "is_local": ranges.is_local,
@@ -183,4 +158,14 @@ def _document(
         }
     if reducing is not None:
         document["all_reduce_s"] = reducing
-    return document
+    rates = {name: rate for name, rate in vars(machine).items() if isinstance(rate, float)}
+    page = document | {
+        "not_measured": missing,
+        "machine": {name: f"{bytes_text(round(rate))}/s" for name, rate in rates.items()},
+        "proposals": {
+            name: {"value": bytes_text(one.value) if name in _BYTES else one.value, "why": one.why}
+            for name, one in proposals.items()
+        },
+        "written": written,
+    }
+    console.present(as_json, lambda: document, lambda: console.print_document(page))

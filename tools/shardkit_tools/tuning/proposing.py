@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -58,20 +59,17 @@ class Needs:
     gradient_bytes: int  # summed in each step
 
 
-@dataclass(frozen=True)
-class Proposal:
-    """A setting."""
+class Proposal(NamedTuple):
+    """What a setting should be."""
 
-    name: str  # stable
     value: int  # bytes, or a count
-    is_bytes: bool  # how to show it
     why: str  # the measurement behind it, one line
 
 
 def propose(
     machine: Machine, ranges: Ranges | None, reducing: Mapping[int, float] | None, needs: Needs
-) -> list[Proposal]:
-    """All settings that the measurements speak of, in the order in which they rest on each other.
+) -> dict[str, Proposal]:
+    """All settings that the measurements speak of by their names, in the order in which they rest on each other.
 
     Args:
         machine: what it does.
@@ -79,25 +77,23 @@ def propose(
         reducing: what an all-reduce takes, if it was measured: bytes → seconds, two sizes or more.
         needs: what is to be trained.
     """
-    found = [block := _block(machine, ranges)]
-    found.append(_shard(block.value, needs))
+    block = _block(machine, ranges)
     remote = ranges if ranges is not None and not ranges.is_local else None
     most_memory = machine.memory_bytes // 8 // max(1, needs.ranks)
-    found.append(window := _window(machine, remote, block.value, needs, most_memory))
+    window = _window(machine, remote, block.value, needs, most_memory)
+    found = {"block_size": block, "shard_size": _shard(block.value, needs), "window_blocks": window}
     ahead = 0
     if remote is not None:
-        found.append(concurrency := _concurrency(remote))
+        found["concurrency"] = concurrency = _concurrency(remote)
         rate = _rate(remote, block.value, concurrency.value)
         ahead = int(2 * remote.latency_s * rate)
         why = f"twice what arrives in {remote.latency_s * 1e3:.1f} ms, the latency, at {rate / 1e6:,.0f} MB/s"
-        found.append(Proposal("read_ahead", ahead, True, why))
+        found["read_ahead"] = Proposal(ahead, why)
     opened = needs.lanes * window.value * block.value
     memory = int(min(most_memory, max(4 * ahead, 2 * opened, 256 * MIB)))
     why = f"open windows of a rank are {opened / MIB:,.0f} MiB; a rank may have {most_memory / MIB:,.0f} MiB"
-    found.append(Proposal("memory", memory, True, why))
-    if reducing is not None:
-        found += _reduction(reducing, needs)
-    return found
+    found["memory"] = Proposal(memory, why)
+    return found if reducing is None else found | _reduction(reducing, needs)
 
 
 def _rate(ranges: Ranges, block: int, concurrency: int) -> float:
@@ -110,7 +106,7 @@ def _concurrency(ranges: Ranges) -> Proposal:
         by_count[count] = max(by_count.get(count, 0.0), rate)
     least = min(count for count, rate in by_count.items() if rate >= 0.9 * ranges.best)
     seen = ", ".join(f"{count}: {rate / 1e6:,.0f}" for count, rate in sorted(by_count.items()))
-    return Proposal("concurrency", least, False, f"MB/s by requests at a time: {seen}")
+    return Proposal(least, f"MB/s by requests at a time: {seen}")
 
 
 def _block(machine: Machine, ranges: Ranges | None) -> Proposal:
@@ -120,18 +116,18 @@ def _block(machine: Machine, ranges: Ranges | None) -> Proposal:
         fit = [b for b in sizes if count * b / (ranges.latency_s + b / ranges.stream) >= 0.8 * ranges.best]
         each = f"{ranges.latency_s * 1e3:.1f} ms + {ranges.stream / 1e6:,.0f} MB/s each"
         why = f"{count} requests of {each} reach 0.8 of the {ranges.best / 1e6:,.0f} MB/s seen"
-        return Proposal("block_size", (fit or sizes[-1:])[0], True, why)
+        return Proposal((fit or sizes[-1:])[0], why)
     seek = max(0.0, machine.random_bytes / machine.random - machine.random_bytes / machine.sequential)
     fit = [b for b in sizes if seek <= 0.1 * (b / machine.sequential + b / machine.xxh3)]
     why = f"a seek of {seek * 1e6:,.0f} µs is a tenth of reading it at {machine.sequential / 1e6:,.0f} MB/s, or less"
-    return Proposal("block_size", max(256 * KIB, (fit or sizes[-1:])[0]), True, why)
+    return Proposal(max(256 * KIB, (fit or sizes[-1:])[0]), why)
 
 
 def _shard(block: int, needs: Needs) -> Proposal:
     wanted = power_below(needs.dataset_bytes / (80 * needs.nodes))
     size = int(min(256 * MIB, max(wanted, 64 * block)))
     why = f"80 shards a node of {needs.dataset_bytes / 1e9:,.1f} GB; at least 64 blocks, at most 256 MiB"
-    return Proposal("shard_size", size, True, why)
+    return Proposal(size, why)
 
 
 def _window(machine: Machine, remote: Ranges | None, block: int, needs: Needs, most_memory: int) -> Proposal:
@@ -143,10 +139,10 @@ def _window(machine: Machine, remote: Ranges | None, block: int, needs: Needs, m
         why = (f"gathers from {window / MIB:,.0f} MiB run at {machine.gather[window] / 1e9:.1f} GB/s, at most "
                f"{best / 1e9:.1f}")  # fmt: skip
     count = power_below(window / (needs.lanes * block))
-    return Proposal("window_blocks", int(min(64, max(4, count))), False, f"{why}; {needs.lanes} lanes a rank")
+    return Proposal(int(min(64, max(4, count))), f"{why}; {needs.lanes} lanes a rank")
 
 
-def _reduction(reducing: Mapping[int, float], needs: Needs) -> list[Proposal]:
+def _reduction(reducing: Mapping[int, float], needs: Needs) -> dict[str, Proposal]:
     start, per_byte = fit_line(reducing)
     takes = max(0.0, start) + max(0.0, per_byte) * needs.gradient_bytes
     gradient = f"{needs.gradient_bytes / 1e6:,.0f} MB"
@@ -158,10 +154,10 @@ def _reduction(reducing: Mapping[int, float], needs: Needs) -> list[Proposal]:
     while takes > 0.1 * every * cells * needs.cell_s and every < 1024:
         every *= 2
     enough = "accumulation is enough" if every == 1 else f"{said}: {cells} cells are not enough"
-    return [
-        Proposal("accumulation", cells, False, f"{said}: a tenth of {cells} cells"),
-        Proposal("sync_every", every, False, enough),
-    ]
+    return {
+        "accumulation": Proposal(cells, f"{said}: a tenth of {cells} cells"),
+        "sync_every": Proposal(every, enough),
+    }
 
 
 def fit_line(points: Mapping[int, float]) -> tuple[float, float]:
