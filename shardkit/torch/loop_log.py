@@ -16,7 +16,6 @@ import struct
 import tempfile
 import threading
 import weakref
-from bisect import bisect_right
 from dataclasses import dataclass, field
 from multiprocessing import reduction
 from typing import Any, NamedTuple
@@ -77,10 +76,7 @@ class LoopLog:
         self._next, self._moves = step, 0  # the next loop's, as far as the log was read
         self._loops: dict[tuple[int, int], _Record] = {}  # the latest of each group of workers
         self._begun = 0  # loops of this very process
-        self._tickets: dict[int, int] = {}  # the last one, by the thread that starts processes
-        self._starts: dict[
-            int, list[tuple[int, int, int]]
-        ] = {}  # by thread: first ticket, start and moves from it on
+        self._starts: dict[int, list[tuple[int, int]]] = {}  # by thread: start and moves of each ticket
         self._ticket = 0, 0  # (thread, ticket) with which this process was started
         self._read = 0
         self._open(_nameless())
@@ -95,9 +91,7 @@ class LoopLog:
         with self._lock:
             self._give_ticket()
             kept = {name: value for name, value in self.__dict__.items() if name != "_lock"}
-            thread = threading.get_ident()
-            ticket = thread, self._tickets[thread]
-            return kept | {"_ticket": ticket, "_begun": 0, "_file": reduction.DupFd(self._file)}
+            return kept | {"_ticket": self._last_ticket(), "_begun": 0, "_file": reduction.DupFd(self._file)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ |= state
@@ -139,9 +133,7 @@ class LoopLog:
             thread, ticket = self._ticket[0], self._ticket[1] - worker
             number, self._begun = self._begun, self._begun + 1
             if number == 0:
-                starts = self._starts[thread]
-                _, *start = starts[bisect_right(starts, ticket, key=lambda one: one[0]) - 1]
-                return Loop(thread, ticket, 0, *start)
+                return Loop(thread, ticket, 0, *self._starts[thread][ticket])
             self._append(_BEGUN, Loop(thread, ticket, number))  # the first worker to say so decides
             self._catch_up()
             return self._loops[thread, ticket].loop
@@ -219,15 +211,14 @@ class LoopLog:
 
     def _give_ticket(self) -> None:
         self._settle()
-        thread = threading.get_ident()
-        ticket = self._tickets[thread] = self._tickets.get(thread, 0) + 1
-        starts = self._starts.setdefault(thread, [])
-        if not starts or starts[-1][1:] != (self._next, self._moves):
-            starts.append((ticket, self._next, self._moves))
+        self._starts.setdefault(threading.get_ident(), []).append((self._next, self._moves))
+
+    def _last_ticket(self) -> tuple[int, int]:
+        thread = threading.get_ident()  # the one that forked goes on in the child, and keeps its number
+        return thread, len(self._starts[thread]) - 1
 
     def _take_ticket(self) -> None:
-        thread = threading.get_ident()  # the one that forked goes on in the child, and keeps its number
-        self._ticket, self._begun = (thread, self._tickets[thread]), 0
+        self._ticket, self._begun = self._last_ticket(), 0
 
 
 _logs: weakref.WeakValueDictionary[str, LoopLog] = weakref.WeakValueDictionary()

@@ -396,16 +396,12 @@ class Lead:
         over = "the run has just ended" if self._finished or self.failed else ""
         # a group that forms would wait for ranks that have seen a newer one
         if over or (self._stands and self._store.check(["lanes"])):
-            for number, news in self._requests[:1]:
+            ready = all(self._store.check([f"ready/{name}"]) for name in self._joining)
+            if self._requests:
+                number, news = self._requests.pop(0)
                 act = self._join if news.pop("kind") == "join" else self._leave
                 self._store.set(f"answer/{number}", over or act(**news))
-            if self._requests:
-                self._requests.pop(0)
-            elif (
-                self._joining
-                and not over
-                and all(self._store.check([f"ready/{name}"]) for name in self._joining)
-            ):
+            elif self._joining and ready and not over:
                 self._members, self._joining = self._members + self._joining, []
                 self._announce()
 
