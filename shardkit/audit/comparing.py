@@ -78,14 +78,12 @@ def _main_plan(record: RunRecord, plans: dict[int, RunPlan]) -> RunPlan | None:
 
 
 def _compare_digests(a: RunRecord, b: RunRecord, first: int, last: int, result: Comparison) -> None:
-    count = max(0, last - first)
-    parts = [
-        one.branch[first - int(one.branch[0]["step"]) :][:count]["digest"] if count else None
-        for one in (a, b)
-    ]
-    if parts[0] is None or parts[1] is None:
+    if last <= first:
         return
-    unequal = np.flatnonzero((parts[0] != parts[1]).any(axis=1))
+    left, right = (
+        one.branch["digest"][first - int(one.branch[0]["step"]) :][: last - first] for one in (a, b)
+    )
+    unequal = np.flatnonzero((left != right).any(axis=1))
     if len(unequal):
         result.diverges = first + int(unequal[0])
         at = (result.diverges, result.diverges + 1)

@@ -135,7 +135,8 @@ def _places(record: RunRecord, event: dict[str, Any]) -> Iterator[str | dict[str
 
 def _make_plan(record: RunRecord, event: dict[str, Any], dataset: Dataset) -> RunPlan | None:
     population = population_of(dataset.manifest, dataset.table)
-    number, expected = int(event["number"]), str(event["plan"])
+    history: Sequence[Mapping[str, Any]] = event.get("history") or ()
+    expected = str(event["plan"])
     subject = f"plan {expected[:12]}…"
     candidates: list[tuple[str, Plan]] = []
 
@@ -148,12 +149,11 @@ def _make_plan(record: RunRecord, event: dict[str, Any], dataset: Dataset) -> Ru
 
     costs_found = partial(costs_of, dataset)
     try:
-        if event.get("history"):
-            candidates.append(("the ledger's settings", made_again(event["history"], rows_of, costs_found)))
+        first, last = (history[0], history[-1]) if history else ({"settings": {}},) * 2
+        if history:
+            candidates.append(("the ledger's settings", made_again(history, rows_of, costs_found)))
         if record.settings.get("configuration"):
-            history = event.get("history") or [{"settings": {}}]
-            configured = _configured_plan(record, dataset, expected, history[0]["settings"])
-            candidates.append(("run.json", configured))
+            candidates.append(("run.json", _configured_plan(record, dataset, expected, first["settings"])))
     except ShardkitError as error:
         record.add("unknown", "plan", subject, f"cannot be made again: {error}")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -167,21 +167,18 @@ def _make_plan(record: RunRecord, event: dict[str, Any], dataset: Dataset) -> Ru
             "releases deal it otherwise; audit this run with 0.1",
         )  # fmt: skip
         return None
-    chosen = next((plan for _, plan in candidates if plan.digest == expected), None)
     for source, plan in candidates:
         if plan.digest != expected:
-            history = event.get("history") or [{"settings": {}}]
-            differing = _differences(history[-1]["settings"], plan)
+            differing = _differences(last["settings"], plan)
             record.add(
                 "violated", "plan", subject,
                 f"{source} make the plan {plan.digest[:12]}…, which is another than the run followed"
                 + (f": {differing}" if differing else "; were data.stages changed?"),
             )  # fmt: skip
-    if chosen is None:
-        if not candidates:
-            record.add("unknown", "plan", subject, "its settings are not recorded")
-        return None
-    return RunPlan(number, dataset, chosen)
+    if not candidates:
+        record.add("unknown", "plan", subject, "its settings are not recorded")
+    chosen = next((plan for _, plan in candidates if plan.digest == expected), None)
+    return None if chosen is None else RunPlan(int(event["number"]), dataset, chosen)
 
 
 def made_again(
