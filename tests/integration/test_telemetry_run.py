@@ -184,7 +184,7 @@ def test_the_report_explains_and_holds_no_credential(
     assert archive.stat().st_mode & 0o077 == 0, "for its owner only"
     again = shardkit_command("report", copy, "-o", archive)
     assert again.returncode == 1
-    assert "name another --output" in again.stderr
+    assert "name a new file" in again.stderr
 
 
 def content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
