@@ -62,7 +62,7 @@ class RepositoryModel(RuleBasedStateMachine):
         if staged:
             with self.repository.stage_object("manifest") as stage:
                 stage.write(data)
-                descriptor = stage.finish()
+                descriptor = self.repository.publish(stage, "manifest")
         else:
             descriptor = self.repository.put_object(data, "manifest")
         assert (descriptor.digest, descriptor.size) == (sha256_digest(data), len(data))
