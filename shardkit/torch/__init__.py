@@ -47,22 +47,21 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CheckpointReader": "checkpointing",
-    "CheckpointWriter": "checkpointing",
-    "FlatSlice": "checkpointing",
-    "PlanDataset": "datasets",
-    "checkpoint_names": "checkpoint_format",
-    "copy_checkpoint": "checkpoint_format",
-    "dataset": "datasets",
-    "export_safetensors": "checkpointing",
-    "prune_checkpoints": "checkpoint_format",
-    "read_checkpoint_manifest": "checkpoint_format",
+    "checkpoint_format": (
+        "checkpoint_names",
+        "copy_checkpoint",
+        "prune_checkpoints",
+        "read_checkpoint_manifest",
+    ),
+    "checkpointing": ("CheckpointReader", "CheckpointWriter", "FlatSlice", "export_safetensors"),
+    "datasets": ("PlanDataset", "dataset"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{home}"), name)
     raise AttributeError(f"module 'shardkit.torch' has no attribute {name!r}")
 
 

@@ -9,6 +9,7 @@ import tarfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -277,7 +278,8 @@ def test_telemetry_costs_less_than_a_hundredth_of_a_short_step(tmp_path: Path) -
     loader = dataset.loader(dataset.plan(global_batch=16, lanes=4), run=tmp_path / "run", tensors=False)
     for _ in loader:
         pass
-    meter = StageMeter(100, lambda: "compute")
+    world: Any = SimpleNamespace(stage="compute")
+    meter = StageMeter(100, world)
     taken = dict.fromkeys(("data", "prepare", "exchange", "compute", "reduce", "update"), 0.001)
     loader.telemetry.add_source("trainer", meter.numbers)
     recorder = Recorder(loader.telemetry, tmp_path / "other", TelemetrySettings(interval_s=1000))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -91,7 +93,8 @@ def test_what_is_no_time(text: str) -> None:
 
 def test_waiting_inside_of_the_computation_is_not_own_work() -> None:
     """DDP's last backward waits for the buckets of others: computed_s tells what was this rank's."""
-    meter = StageMeter(10, lambda: "compute")
+    world: Any = SimpleNamespace(stage="compute")
+    meter = StageMeter(10, world)
     for loss, moved_bytes in ((2.5, 7.0), (math.nan, 9.0)):
         meter.seconds |= {"prepare": 0.1, "compute": 1.0, "reduce": 0.2}
         meter.step(computed_s=0.4, cells=3, loss=loss, moved_bytes=moved_bytes)
@@ -108,7 +111,8 @@ def test_waiting_inside_of_the_computation_is_not_own_work() -> None:
 
 
 def test_an_evaluation_counts_while_it_goes_on() -> None:
-    meter = StageMeter(10, lambda: "step")
+    world: Any = SimpleNamespace(stage="step")
+    meter = StageMeter(10, world)
     with meter.between_steps("evaluation"):
         time.sleep(0.01)
         assert meter.table() == [["evaluation"]]

@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,8 @@ def parts(dataset: Any, folder: Path) -> tuple[float, float, float]:
     loader = dataset.loader(plan, run=folder / "run", tensors=False)
     for _ in loader:
         pass
-    meter = StageMeter(100, lambda: "compute")
+    world: Any = SimpleNamespace(stage="compute")
+    meter = StageMeter(100, world)
     taken = dict.fromkeys(("data", "prepare", "exchange", "compute", "reduce", "update"), 0.001)
 
     def step() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from shardkit.errors import MissingDependency
 from shardkit.telemetry.records import append_document, read_documents
 
 from .configuration import LogConfig
+from .distributed import World
 from .run_directory import RunDirectory
 from .tasks import Task
 
@@ -200,20 +201,27 @@ _STAGES = ("data", "prepare", "exchange", "compute", "reduce", "update", "checkp
 
 
 class StageMeter:
-    """Times the stages of this rank's steps and adds them up; ``place`` gives the stage that the rank has entered.
+    """Times the stages of this rank's steps and adds them up.
+
+    Args:
+        steps: of the run.
+        world: told of the stages in which other ranks may wait for this one.
 
     Attributes:
         seconds: of each stage of the step that is being taken.
     """
 
-    def __init__(self, steps: int, place: Callable[[], str]) -> None:
+    def __init__(self, steps: int, world: World) -> None:
         self.seconds: dict[str, float] = {}
-        self._place, self._between, self._since = place, "", 0.0
+        self._world, self._between, self._since = world, "", 0.0
         self._seconds = dict.fromkeys(_STAGES, 0.0)
         self._numbers = {"steps": 0.0, "cells": 0.0, "steps_in_all": float(steps)}
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
+    def stage(self, name: str, of_step: int | None = None) -> Iterator[None]:
+        """Something of a step; others are told of it where ``of_step`` says of which."""
+        if of_step is not None:
+            self._world.report(of_step, name)
         started = time.perf_counter()
         try:
             yield
@@ -261,4 +269,4 @@ class StageMeter:
         return found
 
     def table(self) -> list[list[str]]:
-        return [[self._between or self._place()]]
+        return [[self._between or self._world.stage]]

@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -134,21 +132,21 @@ class Stepper:
         Raises:
             RunError: the gradient is not finite once too often.
         """
-        stage, meter = partial(self._stage, step), self._meter
+        meter = self._meter
         with meter.stage("prepare"):
             inputs = self._prepare(cells)
-        with stage("exchange"):
+        with meter.stage("exchange", step):
             mine = (sum(i.valid for i in inputs), sum(i.samples for i in inputs), len(inputs))
             rows = self._world.gather_integers((*mine, int(self._stop.is_set()), self._world.change()))
         targets, samples, _, stop, _ = (sum(column) for column in zip(*rows, strict=True))
         change = max(row[-1] for row in rows)
-        with stage("compute"):
+        with meter.stage("compute", step):
             started = time.perf_counter()
             passes = self._strategy.passes(inputs, [row[2] for row in rows], self.cell_size)
             divisor = self._strategy.divisor(mine[0], targets)
             results = self._compute(passes, divisor, None if stop or change else meanwhile)
             self.computed_s = meter.seconds["prepare"] + self._strategy.computed_at() - started
-        with stage("reduce"):
+        with meter.stage("reduce", step):
             norm = self._strategy.reduce() / self.loss_scale
             results[2] += int(not math.isfinite(norm))
             loss, right, bad = self._world.all_reduce(results).tolist()
@@ -161,13 +159,6 @@ class Stepper:
             self._update(step, norm, rate, finite=not bad)
         mean = math.nan if bad or not targets else loss / 2**LOSS_BITS / targets
         return StepResult(mean, right, targets, samples, norm, rate, bool(stop), change)
-
-    @contextmanager
-    def _stage(self, step: int, name: str) -> Iterator[None]:
-        """Something that other ranks wait for: it is told which stage this rank has entered."""
-        self._world.report(step, name)
-        with self._meter.stage(name):
-            yield
 
     def _prepare(self, cells: list[Any]) -> list[Inputs]:
         seed = self._config.run.seed

@@ -184,7 +184,7 @@ class _Run:
             self.reporter.say("settings differ from the start before: " + ", ".join(map(str, changes)))
         wanted = lead and config.log.profile_steps
         self.profile = self.parts.enter_context(profiler(config.log, directory)) if wanted else None
-        self.meter = StageMeter(self.steps, lambda: world.stage)
+        self.meter = StageMeter(self.steps, world)
         self.stepper = Stepper(config, strategy, self.stop, self.meter, directory.event)
         self.checkpointer = Checkpointer(directory.store, world, config, self._tell)
         self._take_over(strategy)
@@ -290,8 +290,7 @@ class _Run:
             if self.step == self.stage_end:
                 self._open_loader()
             started = time.perf_counter()
-            self.world.report(self.step, "data")
-            with self.meter.stage("data"):
+            with self.meter.stage("data", self.step):
                 cells = self.cells.take()
             result = self.stepper.take(self.step, self.steps, cells, self.cells.ask)
             self.step += 1  # taken: whatever fails from here on must not take it again
