@@ -289,22 +289,23 @@ class Loader:
             self.live.pipeline = loop.steps.pipeline
 
     def _hand_out(self, loop: Loop) -> Batch:
+        live, rebalancer = self.live, self._rebalancer
         self._came_back(loop)
-        if self._rebalancer is not None:
-            self.live.lanes = self._rebalancer.lanes_at(loop.left[0])
-            self._read_with(loop, self.lanes)
+        if rebalancer is not None:
+            live.lanes = rebalancer.lanes_at(loop.left[0])
+            self._read_with(loop, live.lanes)
         one = loop.steps.take()
         if one is None:  # another thread has closed the pipeline
             loop.ended_by = loop.ended_by or "the loader was closed"
             return next(loop)
-        if self._rebalancer is not None:
-            self._rebalancer.handed_out(sum(map(bool, one.lane_counts)), loop.steps.counts.last_wait_s)
-        loop.left = loop.left[1:]
-        self._record(one, last=not loop.left)
-        if not loop.left:
+        if rebalancer is not None:
+            rebalancer.handed_out(int(np.count_nonzero(one.lane_counts)), loop.steps.counts.last_wait_s)
+        left = loop.left = loop.left[1:]
+        self._record(one, last=not left)
+        if not left:
             self._end_epoch(loop)
-        self.live.handed_out = one.step + 1
-        self.live.cells += len(self.lanes)
+        live.handed_out = one.step + 1
+        live.cells += len(live.lanes)
         self._with_trainer = loop.steps.counts
         self._handed_at, self._computed_s = time.perf_counter(), -1.0
         return self._handed(one)
@@ -317,11 +318,13 @@ class Loader:
 
     def _record(self, one: StepBatches, *, last: bool) -> None:
         """Journal a step that is about to be handed out."""
-        resources = self.resources
+        resources = self.live.resources
         assert resources is not None, "a step came from there"
         journal, remote = resources.journal, resources.remote
+        if journal is None and remote is None and not one.replaced:
+            return
         if journal is not None:
-            journal.record_step(one.step, self.lanes, one.lane_counts, one.samples)
+            journal.record_step(one.step, self.lanes, one.lane_counts.tolist(), one.samples)
         for facts in one.replaced:
             self._record_replaced(facts, journal)
         if remote is not None:

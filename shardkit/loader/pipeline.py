@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, cycle, pairwise
+from itertools import accumulate, cycle, pairwise
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -67,7 +67,7 @@ class LoaderCounts:
 class _GatheredStep(NamedTuple):
     step: int
     rows: int
-    lane_counts: list[int]
+    lane_counts: Int64s
     parts: Sequence[tuple[int, dict[str, Any], Mapping[str, NDArray[np.bool_]], Int64s, Int64s]]
     """(lane, fields, valid, samples, slots) of each batch to be; lane -1: of all."""
 
@@ -78,7 +78,7 @@ class _BegunStep(NamedTuple):
     step: int
     rows: int
     parts: list[tuple[int, BegunRows]]  # (lane, rows)
-    lane_counts: list[int]
+    lane_counts: Int64s
 
 
 class StepBatches(NamedTuple):
@@ -87,7 +87,7 @@ class StepBatches(NamedTuple):
     step: int
     batches: list[Batch]  # one, or one per lane
     samples: Int64s  # (n,) all samples of the step, lane after lane
-    lane_counts: list[int]
+    lane_counts: Int64s
     replaced: list[dict[str, Any]]  # rows that were substituted or masked, as the journal records them
 
 
@@ -351,9 +351,9 @@ class Pipeline:
     def _gather(self, needed: GroupBlocks, rows: RowAddresses, steps: range) -> list[_GatheredStep]:
         started = time.perf_counter()
         group, split, by_cell = needed.group, self._setup.missing.split, self._setup.config.by_cell
-        lane_counts = group.lane_counts[steps.start : steps.stop].tolist()
+        lane_counts = group.lane_counts[steps.start : steps.stop]
         borders: list[int] = group.borders[steps.start : steps.stop + 1].tolist()
-        ends = list(accumulate(chain.from_iterable(lane_counts), initial=borders[0])) if by_cell else borders
+        ends = list(accumulate(lane_counts.ravel().tolist(), initial=borders[0])) if by_cell else borders
         lanes = self._lanes if by_cell else [-1]
         parts = [
             # copies: a batch that is kept keeps no other step of its group
@@ -373,7 +373,11 @@ class Pipeline:
         """A step of which nothing but rows as they are stored is wanted."""
         step, rows, lane_counts, parts = gathered
         weight = self._weight(step, rows)
-        return _together(step, [self._batch(step, weight, *part) for part in parts], lane_counts, [])
+        batches = [
+            Batch(fields, step=step, lane=lane, samples=samples, slots=slots, weight=weight, valid=valid)
+            for lane, fields, valid, samples, slots in parts
+        ]
+        return self._step_of(step, batches, lane_counts, [])
 
     def _finish(self, begun: _BegunStep) -> StepBatches:
         """The step as it goes to the trainer; steps are finished in the order in which they were begun."""
@@ -383,8 +387,13 @@ class Pipeline:
             started = time.perf_counter()
             fields, samples = work.finish(part)
             self._counts.transform_s += time.perf_counter() - started
-            batches.append(self._batch(begun.step, weight, lane, fields, part.valid, samples, part.slots))
-        return _together(begun.step, batches, begun.lane_counts, work.take_replaced())
+            batches.append(
+                Batch(
+                    fields, step=begun.step, lane=lane, samples=samples, slots=part.slots, weight=weight,
+                    valid=part.valid,
+                )
+            )  # fmt: skip
+        return self._step_of(begun.step, batches, begun.lane_counts, work.take_replaced())
 
     def _weight(self, step: int, rows: int) -> float:
         plan, world = self._setup.plan, self._setup.topology.world
@@ -395,22 +404,17 @@ class Pipeline:
             everyone = int((plan.step(step) >= 0).sum())
         return rows * world / everyone
 
-    def _batch(
-        self, step: int, weight: float, lane: int, fields: dict[str, Any], valid: Mapping[str, NDArray[np.bool_]],
-        samples: Int64s, slots: Int64s,
-    ) -> Batch:  # fmt: skip
-        batch = Batch(fields, step=step, lane=lane, samples=samples, slots=slots, weight=weight, valid=valid)
-        return to_tensors(batch, pin=self._pin) if self._setup.tensors else batch
-
-
-def _together(
-    step: int, batches: list[Batch], lane_counts: list[int], replaced: list[dict[str, Any]]
-) -> StepBatches:
-    if len(batches) == 1:
-        samples = batches[0].samples
-    else:
-        samples = np.concatenate([batch.samples for batch in batches]) if batches else _NO_SAMPLES
-    return StepBatches(step, batches, samples, lane_counts, replaced)
+    def _step_of(
+        self, step: int, batches: list[Batch], lane_counts: Int64s, replaced: list[dict[str, Any]]
+    ) -> StepBatches:
+        if self._setup.tensors:
+            for batch in batches:
+                to_tensors(batch, pin=self._pin)
+        if len(batches) == 1:
+            samples = batches[0].samples
+        else:
+            samples = np.concatenate([batch.samples for batch in batches]) if batches else _NO_SAMPLES
+        return StepBatches(step, batches, samples, lane_counts, replaced)
 
 
 class _Background(Generic[T]):
