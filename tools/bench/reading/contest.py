@@ -12,7 +12,7 @@ from typing import Any
 
 from bench.reading.page_cache import drop, warm
 from bench.reading.processes import PEERS, SHARES_DATA, THREADS_ONLY, Job, Reader, build_data
-from shardkit_tools.benchmarks.workloads import LIMIT_NAMES, Workload
+from shardkit_tools.benchmarks.workloads import Workload
 
 __all__ = ["Entrant", "first_batches", "measure", "take_turns"]
 
@@ -91,7 +91,7 @@ def _entrants(
 
     every = frozenset() if workers else frozenset({"read", "delivered", "cold", "first"})
     limits = {
-        "limit": f"limit: {LIMIT_NAMES[workload.name]}",
+        "limit": f"limit: {workload.limit}",
         "private_blocks": "limit: private blocks, hashed",
     }
     for name in wanted:

@@ -26,7 +26,6 @@ from shardkit.plan import Population, make_plan
 from shardkit_tools.benchmarks.reducing import reduce_contest
 from shardkit_tools.benchmarks.results import FORMAT, Contest, Entry, Result, Round, hold, ratios_of, timed
 from shardkit_tools.benchmarks.workloads import (
-    LIMIT_NAMES,
     WORKLOADS,
     Workload,
     open_limit,
@@ -56,7 +55,7 @@ def read_contest(workload: Workload, scale: float, scratch: Path) -> Iterator[Co
             f"read {workload.name}",
             {"rows": rows, "batch": workload.batch},
             [
-                Entry(LIMIT_NAMES[workload.name], "limit", lambda: _epoch(rows, limit(next(epochs)))),
+                Entry(workload.limit, "limit", lambda: _epoch(rows, limit(next(epochs)))),
                 Entry("shardkit", "shardkit", lambda: _epoch(rows, (b[workload.field] for b in loader))),
             ],
         )

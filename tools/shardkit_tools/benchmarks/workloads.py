@@ -6,6 +6,7 @@ memory. All of it runs in the peers' environment too: numpy, and nothing of shar
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sysconfig
@@ -34,6 +35,8 @@ class Workload:
     dtype: str  # "" for bytes, "str" for text
     label: bool
     compressed: bool
+    limit: str  # what tables call its limit
+    make: Callable[[int, np.random.Generator], Any]  # values of so many samples
 
     def rows(self, scale: float) -> int:
         """Samples at this share of the stated ones: whole batches, at least 20."""
@@ -41,10 +44,9 @@ class Workload:
 
     def samples(self, scale: float) -> Iterator[dict[str, Any]]:
         """One dict per sample; arrays are rows of a fresh chunk."""
-        make = _VALUES[self.name]
         for first in range(0, self.rows(scale), CHUNK):
             rng = np.random.default_rng(first)
-            values = make(min(CHUNK, self.rows(scale) - first), rng)
+            values = self.make(min(CHUNK, self.rows(scale) - first), rng)
             for offset, value in enumerate(values):
                 sample: dict[str, Any] = {self.field: value}
                 if self.label:
@@ -64,34 +66,33 @@ def _blobs(count: int, rng: np.random.Generator) -> Any:
     return [rng.bytes(int(size)) for size in sizes]
 
 
-_words: list[str] = []
+@functools.cache
+def _words() -> list[str]:
+    """English-like text that every machine has."""
+    source = "".join(p.read_text(encoding="utf-8", errors="replace")
+                     for p in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("[a-d]*.py")))  # fmt: skip
+    return re.findall(r"\S+\s*", source)
 
 
 def _texts(count: int, rng: np.random.Generator) -> Any:
-    if not _words:  # English-like text that every machine has
-        source = "".join(p.read_text(encoding="utf-8", errors="replace")
-                         for p in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("[a-d]*.py")))  # fmt: skip
-        _words.extend(re.findall(r"\S+\s*", source))
-    starts = rng.integers(0, len(_words) - 600, count)
-    return ["".join(_words[start : start + 600])[:TEXT_BYTES] for start in starts.tolist()]
+    starts = rng.integers(0, len(_words()) - 600, count)
+    return ["".join(_words()[start : start + 600])[:TEXT_BYTES] for start in starts.tolist()]
 
 
-_VALUES: dict[str, Callable[[int, np.random.Generator], Any]] = {
-    "tokens": lambda count, rng: rng.integers(0, 50_000, (count, 2048), dtype=np.int32),
-    "small": lambda count, rng: rng.integers(0, 256, (count, 3072), dtype=np.uint8),
-    "blobs": _blobs,
-    "text": _texts,
-}
-
+_TAKE = "numpy.take from a map"
 WORKLOADS = {
     w.name: w
     for w in (
-        Workload("tokens", 200_000, 64, "tokens", (2048,), "int32", label=False, compressed=False),
-        Workload("small", 500_000, 256, "image", (3072,), "uint8", label=True, compressed=False),
-        Workload("blobs", 20_000, 64, "blob", (), "", label=True, compressed=False),
-        Workload("text", 500_000, 64, "text", (), "str", label=False, compressed=True),
+        Workload("tokens", 200_000, 64, "tokens", (2048,), "int32", label=False, compressed=False, limit=_TAKE,
+                 make=lambda count, rng: rng.integers(0, 50_000, (count, 2048), dtype=np.int32)),
+        Workload("small", 500_000, 256, "image", (3072,), "uint8", label=True, compressed=False, limit=_TAKE,
+                 make=lambda count, rng: rng.integers(0, 256, (count, 3072), dtype=np.uint8)),
+        Workload("blobs", 20_000, 64, "blob", (), "", label=True, compressed=False, limit="map + XXH3 + new bytes",
+                 make=_blobs),
+        Workload("text", 500_000, 64, "text", (), "str", label=False, compressed=True, limit="zstd on all threads",
+                 make=_texts),
     )
-}
+}  # fmt: skip
 
 
 def touch(value: Any) -> int:
@@ -108,14 +109,6 @@ def touch(value: Any) -> int:
     value.reshape(len(value), -1)[:, 0].sum()
     return len(value)
 
-
-LIMIT_NAMES = {
-    "tokens": "numpy.take from a map",
-    "small": "numpy.take from a map",
-    "blobs": "map + XXH3 + new bytes",
-    "text": "zstd on all threads",
-}
-"""Workload → what tables call its limit."""
 
 _FRAME_BYTES = 256 << 10
 _TASK_FRAMES = 8
