@@ -48,13 +48,11 @@ def main() -> None:
 
         dataset = sk.open("data")
         plan = dataset.plan(global_batch=256, lanes=32, cost=COST)
-        loader = dataset.loader(plan, rank=0, world=8, tensors=False)
-        for batch in loader:
-            values, offsets = batch["boundaries"]
-            documents = len(values) - len(offsets) + 1
-            print(f"step {batch.step}: {len(batch['tokens'])} rows of {documents} documents on rank 0 of 8")
-            break
-        loader.close()
+        with dataset.loader(plan, rank=0, world=8, tensors=False) as loader:
+            batch = next(iter(loader))
+        values, offsets = batch["boundaries"]
+        documents = len(values) - len(offsets) + 1
+        print(f"step {batch.step}: {len(batch['tokens'])} rows of {documents} documents on rank 0 of 8")
 
 
 if __name__ == "__main__":

@@ -43,14 +43,10 @@ def main() -> None:
         shardkit("plan", "data", "--global-batch", 128, "--lanes", 16, "--cost", cost)
 
         dataset = sk.open("data")
-        loader = dataset.loader(
-            dataset.plan(global_batch=128, lanes=16, cost=cost), rank=0, world=4, tensors=False
-        )
-        for batch in loader:
-            if batch.step == 3:
-                break
-            print(f"step {batch.step}: {batch['patches'].sum()} patches on rank 0 of 4")
-        loader.close()
+        plan = dataset.plan(global_batch=128, lanes=16, cost=cost)
+        with dataset.loader(plan, rank=0, world=4, tensors=False) as loader:
+            for _, batch in zip(range(3), loader, strict=False):
+                print(f"step {batch.step}: {batch['patches'].sum()} patches on rank 0 of 4")
 
 
 if __name__ == "__main__":
