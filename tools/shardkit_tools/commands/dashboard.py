@@ -66,11 +66,12 @@ def dashboard_server(run: Path, token: str, port: int = 0) -> PageServer:
     check_run(run)
     folder = importlib.resources.files("shardkit_tools.observing").joinpath("page")
     files = {name: (200, kind, folder.joinpath(file).read_bytes()) for name, (file, kind) in _FILES.items()}
-    apply, lock = redactor(), threading.Lock()
+    redacted, lock = redactor(), threading.Lock()
 
     @functools.lru_cache(maxsize=1)
     def document(_: int) -> bytes:
-        return json.dumps(redact_document(page_document(view_run(run)), apply)).encode()
+        shown = redact_document(page_document(view_run(run)), lambda text: clean(redacted(text)))
+        return json.dumps(shown).encode()
 
     def latest() -> Answer:
         with lock:  # it is read once in a while however many look
@@ -92,12 +93,12 @@ def dashboard_server(run: Path, token: str, port: int = 0) -> PageServer:
 
 
 def page_document(document: Mapping[str, Any]) -> dict[str, Any]:
-    """What the page is sent: bounded, every text on one line and printable."""
+    """What the page is sent: bounded."""
     ranks, lanes = document["ranks"], document["lane_owners"]
     telling = sorted(ranks, key=lambda row: -row["busy_step_s"])[:_RANKS]
     heaviest = sorted(document["lane_loads"], key=lambda row: -row[2])[:_LANES]
     series = document["series"]
-    shown = {
+    return {
         **document,
         "ranks": sorted(telling, key=lambda row: int(row["rank"])),
         "hidden_ranks": len(ranks) - len(telling),
@@ -113,7 +114,6 @@ def page_document(document: Mapping[str, Any]) -> dict[str, Any]:
             for one in document["events"]
         ],
     }
-    return _cleaned(shown)  # type: ignore[no-any-return]
 
 
 def _few_lines(by_rank: Mapping[str, list[float | None]]) -> dict[str, list[float | None]]:
@@ -127,16 +127,6 @@ def _few_lines(by_rank: Mapping[str, list[float | None]]) -> dict[str, list[floa
         name: [column[place(len(column))] if column else None for column in columns]
         for name, place in (("most", lambda n: n - 1), ("median", lambda n: n // 2), ("least", lambda _: 0))
     }
-
-
-def _cleaned(value: Any) -> Any:
-    if isinstance(value, str):
-        return clean(value)
-    if isinstance(value, Mapping):
-        return {clean(str(name)): _cleaned(one) for name, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_cleaned(one) for one in value]
-    return value
 
 
 def dashboard(
