@@ -17,7 +17,7 @@ from typing import Annotated, Any, BinaryIO, Final
 
 from shardkit.ranges import parse_duration
 from shardkit.telemetry import RunTelemetry, read_events, read_run
-from shardkit.telemetry.diagnosis import Interval, byte_counters, intervals, step_seconds, total
+from shardkit.telemetry.diagnosis import Interval, byte_counters, intervals, is_silent, step_seconds, total
 from shardkit.telemetry.recorder import request_stacks
 from shardkit.telemetry.records import Record, check_run, read_lines, record_path, telemetry_directory
 from shardkit.telemetry.redaction import redact_document, redactor
@@ -120,7 +120,7 @@ def write(archive: Mapping[str, bytes], sink: BinaryIO, folder: str, when: int) 
 def _ask_for_stacks(run: Path, wait_s: float) -> float:
     """Ask live ranks for their stacks; returns when that was, 0 where none is alive."""
     lasts = [one[-1] for one in read_run(run, tail_bytes=64 << 10).series.values()]
-    alive = [one for one in lasts if one.state != "ended" and time.time() - one.time < 5 * one.interval_s + 5]
+    alive = [one for one in lasts if one.state != "ended" and not is_silent(one, time.time())]
     if not wait_s or not alive:
         return 0.0
     try:
