@@ -53,7 +53,7 @@ def _steps(count: int, fails: bool = False) -> Iterator[StepBatches]:
         fields = {"x": torch.full((2,), number), "samples": torch.from_numpy(samples)}
         batch = Batch(fields, step=number, lane=-1, samples=samples, slots=samples, weight=1.0)
         batch["samples"] = fields["samples"]
-        yield StepBatches(number, [batch], samples, [2], [])
+        yield StepBatches(number, [batch], samples, np.array([2]), [])
     if fails:
         raise ValueError("the fourth")
 
