@@ -6,7 +6,6 @@ from typing import Any
 
 import shardkit
 from shardkit.errors import ConfigurationError
-from shardkit_tools.benchmarks.suite import write_dataset as build
 
 __all__ = ["build", "open_reader"]
 
@@ -40,6 +39,13 @@ class _Reader:
         import shardkit.torch
 
         return DataLoader(shardkit.torch.dataset(self.ds, self.plan), batch_size=None, num_workers=count)
+
+
+def build(workload: Any, scale: float, directory: str) -> None:
+    """Write the dataset; nothing of what that imports is imported by whoever reads."""
+    from shardkit_tools.benchmarks.suite import write_dataset
+
+    write_dataset(workload, scale, directory)
 
 
 def open_reader(
