@@ -93,10 +93,7 @@ class World:
     def gather_slices(self, whole: Tensor, mine: Tensor) -> None:
         """Fill ``whole`` (size · n) with every rank's n elements."""
         self.bytes_moved += whole.numel() * whole.element_size()
-        if self.size == 1:
-            whole.copy_(mine)
-        else:
-            all_gather_single(whole, mine)
+        all_gather_single(whole, mine)
 
     def report(self, step: int, stage: str) -> None:
         """Heartbeat: which stage of which step this rank has entered."""

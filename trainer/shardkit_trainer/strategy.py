@@ -115,12 +115,11 @@ class LocalOptimizer:
         adam, settings = config.name == "adamw", dict[str, Any](lr=config.lr, foreach=False)
         momentum = ("momentum_buffer",) if config.beta1 else ()
         self.moment_names = ("exp_avg", "exp_avg_sq") if adam else momentum
-        self._optimizer: torch.optim.Optimizer | None = None
-        if not owned:
-            return  # fewer elements than ranks: this one owns nothing
         decaying = {"params": [o.tensor for o in owned if o.decays], "weight_decay": config.weight_decay}
         others = {"params": [o.tensor for o in owned if not o.decays], "weight_decay": 0.0}
         groups = [group for group in (decaying, others) if group["params"]]
+        groups = groups or [{"params": [torch.empty(0)]}]  # fewer elements than ranks: this one owns nothing
+        self._optimizer: torch.optim.Optimizer
         if adam:
             settings |= {"betas": (config.beta1, config.beta2), "eps": config.epsilon, "fused": fused}
             self._optimizer = torch.optim.AdamW(groups, **settings)
@@ -135,23 +134,21 @@ class LocalOptimizer:
     def step(self, rate: float) -> None:
         """One update; gradients are in ``.grad`` of the owned tensors."""
         self.updates += 1
-        if self._optimizer is not None:
-            for group in self._optimizer.param_groups:
-                group["lr"] = rate
-            self._optimizer.step()
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.step()
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
         """{parameter name: {moment: tensor like the owned one}}: the tensors themselves, to be saved or loaded into."""
-        state: Any = self._optimizer.state if self._optimizer is not None else {}
+        state = self._optimizer.state
         return {o.name: {moment: state[o.tensor][moment] for moment in self.moment_names} for o in self.owned}
 
     def resume(self, updates: int) -> None:
         """Continue after ``updates`` updates (Adam's bias correction counts them)."""
         self.updates = updates
-        if self._optimizer is not None:
-            for state in self._optimizer.state.values():
-                if "step" in state:
-                    state["step"].fill_(float(updates))
+        for state in self._optimizer.state.values():
+            if "step" in state:
+                state["step"].fill_(float(updates))
 
 
 def check_floating(parameters: Iterable[tuple[str, Tensor]]) -> None:
