@@ -26,11 +26,10 @@ class CommandPage(TyperCommand):
             if one.param_type_name == "option":
                 panel = getattr(one, "rich_help_panel", None) or "Options"
                 panels.setdefault(panel, []).append((_option_name(one), _help(one)))
-        names = " ".join(name for name, _ in arguments)
         ordered = sorted(panels.items(), key=lambda panel: panel[0] == "Options")
         _write(
             formatter,
-            f"{ctx.command_path} {names} [OPTIONS]",
+            " ".join([ctx.command_path, *(name for name, _ in arguments), "[OPTIONS]"]),
             self.help,
             [("Arguments", arguments), *ordered],
         )
