@@ -151,10 +151,6 @@ class RunDirectory:
                 f" this run has manifest {manifest}, plan {plan}; use another run.directory or the old settings"
             )
 
-    def invite(self, job: bytes) -> None:
-        """Write job.json, by which others find the ranks that train here."""
-        self.store.replace(JOB, job)
-
     def event(self, kind: str, **details: object) -> None:
         """Append an event; nothing where this rank does not lead."""
         self._events.record(kind, **details)

@@ -36,7 +36,7 @@ from .configuration import Configuration
 from .distributed import World, is_collective_failure, join_world, leave_world
 from .recovery import Kept, Progress, carry_over, check_layout
 from .reporting import Cost, Efficiency, Reporter, StageMeter, profiler
-from .run_directory import Change, RunDirectory, check_changes, record_changes
+from .run_directory import JOB, Change, RunDirectory, check_changes, record_changes
 from .steps import Regroup, Stepper, StepResult, evaluate
 from .strategies import make_strategy
 from .strategy import Strategy
@@ -171,7 +171,7 @@ class _Run:
             directory.begin(config.to_json(), data.manifest, data.plans[0].digest, data.parts)
             record_changes(directory, config, changes)
             if (membership := world.membership) is not None:
-                directory.invite(membership.store.get("job"))
+                directory.store.replace(JOB, membership.store.get("job"))  # by which others find these ranks
                 membership.store.set("lanes", str(min(plan.lanes for plan in data.plans)))
         self.steps = data.steps
         self.task: Task = make_task(config.model, data.dataset, config.run.seed)
