@@ -100,9 +100,6 @@ class NotFoundError(ShardkitError, LookupError):
 
     kind = "not-found"
 
-    def __str__(self) -> str:
-        return Exception.__str__(self)
-
 
 class IntegrityError(ShardkitError):
     """Bytes that are not the bytes that were written: size or digest differ."""
