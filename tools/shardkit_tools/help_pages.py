@@ -19,13 +19,15 @@ class CommandPage(TyperCommand):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the page; called by typer for ``--help``."""
         arguments = [
-            (_argument_name(one), _help(one)) for one in self.params if one.param_type_name == "argument"
+            (_argument_name(one), getattr(one, "help", None) or "")
+            for one in self.params
+            if one.param_type_name == "argument"
         ]
         panels: dict[str, list[tuple[str, str]]] = {}
         for one in self.get_params(ctx):
-            if one.param_type_name == "option":
-                panel = getattr(one, "rich_help_panel", None) or "Options"
-                panels.setdefault(panel, []).append((_option_name(one), _help(one)))
+            record = one.get_help_record(ctx) if one.param_type_name == "option" else None
+            if record is not None:
+                panels.setdefault(getattr(one, "rich_help_panel", None) or "Options", []).append(record)
         ordered = sorted(panels.items(), key=lambda panel: panel[0] == "Options")
         _write(
             formatter,
@@ -82,21 +84,3 @@ def _write(
 def _argument_name(argument: Any) -> str:
     name = argument.metavar or (argument.name or "").upper()
     return name if argument.required or name.startswith("[") else f"[{name}]"
-
-
-def _option_name(option: Any) -> str:
-    names = ", ".join(sorted([*option.opts], key=len))
-    if option.secondary_opts:
-        return f"{names} / {', '.join(option.secondary_opts)}"
-    if option.is_flag or option.name == "help":
-        return names
-    return f"{names} {option.metavar or ('N' if isinstance(option.default, int) else 'TEXT')}"
-
-
-def _help(param: Any) -> str:
-    text = str(getattr(param, "help", None) or "")
-    default = param.default
-    is_told = isinstance(default, (str, int)) and not isinstance(default, bool) and default != ""
-    if param.param_type_name == "option" and is_told and "default:" not in text:
-        text = f"{text} (default: {default})"
-    return text
