@@ -25,7 +25,7 @@ from shardkit.repository.versions import put_manifest
 from shardkit.stores.store import Descriptor
 from shardkit_tools.adopting.scanning import TarScan, find_tars, place_of, stat_tar
 from shardkit_tools.building.engines import Engine, Report, is_small, open_engine
-from shardkit_tools.building.job import NO_FOLDER, Job, JobFolder, clear_temporaries, open_job
+from shardkit_tools.building.job import NO_FOLDER, Job, JobFolder, clear_temporaries
 from shardkit_tools.building.outcome import ProgressCallback, ProgressMeter
 from shardkit_tools.importers.protocol import ImportOptions, Source, SourceFile
 from shardkit_tools.importers.webdataset import open_webdataset
@@ -229,7 +229,7 @@ def adopt(
         return adopting.result(adopting.read(), None, NOT_MOVED)
     repository = Repository.create(root)
     expected = standing_refs(repository, [ref], schema, replace=replace)
-    job = open_job(repository, scratch, adopting.digest(root), is_remote=doing.is_remote)
+    job = Job(repository, scratch, adopting.digest(root), is_remote=doing.is_remote)
     with job.held():
         found = adopting.read(repository, job)
         manifest = adopting.make(repository, found)

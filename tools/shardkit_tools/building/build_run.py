@@ -50,7 +50,7 @@ from shardkit.repository.repository import Repository
 from shardkit.stores.file_operations import explained
 from shardkit.stores.local import LocalStore
 from shardkit_tools.building.engines import Engine, is_small, open_engine
-from shardkit_tools.building.job import NO_FOLDER, Job, JobFolder, clear_temporaries, open_job
+from shardkit_tools.building.job import NO_FOLDER, Job, JobFolder, clear_temporaries
 from shardkit_tools.building.outcome import (
     BuildResult,
     BuildSettings,
@@ -182,7 +182,7 @@ class BuildRun:
         repository = open_or_make(self._root)
         to = self._begin(repository)
         parent = scratch_folder(repository, self._settings.scratch)
-        job = open_job(repository, self._settings.scratch, self._digest(), is_remote=self._engine.is_remote)
+        job = Job(repository, self._settings.scratch, self._digest(), is_remote=self._engine.is_remote)
         with job.held(), self._engine:
             result = self._build(to, parent, job)
         clear_temporaries(repository)

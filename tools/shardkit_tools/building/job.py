@@ -18,6 +18,8 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,32 +67,24 @@ NO_FOLDER = LocalFolder("")
 """Keeps nothing: for a dry run."""
 
 
+@dataclass(frozen=True)
 class StoreFolder:
-    """Objects of the root below a prefix; parts are written on the worker's own disk and put when they are whole.
+    """Objects of the root below a prefix; parts are written on the worker's own disk and put when they are whole."""
 
-    Args:
-        store: of the root.
-        prefix: of the build, ending in "/".
-    """
-
-    def __init__(self, store: Store, prefix: str) -> None:
-        self._store = store
-        self.prefix = prefix
-        self._path: str | None = None
+    store: Store  # of the root
+    prefix: str  # of the build, ending in "/"
 
     def __reduce__(self) -> tuple[type[StoreFolder], tuple[Store, str]]:
-        return StoreFolder, (self._store, self.prefix)  # another machine has another folder
+        return StoreFolder, (self.store, self.prefix)  # another machine has another folder
 
-    @property
+    @cached_property
     def path(self) -> str:
         """A private folder of this machine, made and cleaned of what dead workers left at the first use."""
-        if self._path is None:
-            path = os.path.join(private_folder(self._store.url), _OWN_FOLDER)
-            with explained(f"make {path}", writing=True):
-                os.makedirs(path, exist_ok=True)
-                _sweep(path)
-            self._path = path
-        return self._path
+        path = os.path.join(private_folder(self.store.url), _OWN_FOLDER)
+        with explained(f"make {path}", writing=True):
+            os.makedirs(path, exist_ok=True)
+            _sweep(path)
+        return path
 
     def new_part(self, kind: str) -> str:
         return temporary_name(kind)  # it says whose it is, so that what a killed worker leaves can be told
@@ -101,7 +95,7 @@ class StoreFolder:
             with (
                 explained(f"read {path}"),
                 open(path, "rb") as file,
-                self._store.stage("part") as stage,
+                self.store.stage("part") as stage,
             ):
                 while piece := file.read(_PIECE_BYTES):
                     stage.write(piece)
@@ -112,26 +106,26 @@ class StoreFolder:
                 os.unlink(path)
 
     def parts(self, names: Sequence[str]) -> _StoreParts:
-        return _StoreParts(self._store, [self.prefix + name for name in names])
+        return _StoreParts(self.store, [self.prefix + name for name in names])
 
     def put_record(self, name: str, data: bytes) -> None:
-        self._store.replace(self.prefix + name, pack_record(data))
+        self.store.replace(self.prefix + name, pack_record(data))
 
     def read(self, name: str) -> bytes | None:
-        if self._store.head(self.prefix + name) is None:
+        if self.store.head(self.prefix + name) is None:
             return None
-        return unpack_record(self._store.get(self.prefix + name, max_bytes=_MAX_RECORD_BYTES))
+        return unpack_record(self.store.get(self.prefix + name, max_bytes=_MAX_RECORD_BYTES))
 
     def names(self) -> list[str]:
-        listed = (name.removeprefix(self.prefix) for name in self._store.list_after(self.prefix))
+        listed = (name.removeprefix(self.prefix) for name in self.store.list_after(self.prefix))
         return [name for name in listed if name != _BEGUN]
 
     def size_of(self, name: str) -> int | None:
-        found = self._store.head(self.prefix + name)
+        found = self.store.head(self.prefix + name)
         return None if found is None else found.size
 
     def remove(self, name: str) -> None:
-        self._store.delete(self.prefix + name)
+        self.store.delete(self.prefix + name)
 
 
 class _StoreParts(NamedTuple):
@@ -161,43 +155,42 @@ JobFolder = LocalFolder | StoreFolder
 class Job:
     """The work of one recipe; held by one build at a time.
 
-    A folder of this machine holds the lock; the files are in it, or objects of the root: the lock keeps a second build
-    of this machine away.
+    A folder of this machine holds the lock. The files are in it, or objects of the root where workers have no folder in
+    common: then the lock keeps a second build of this machine away.
 
     Args:
-        parent: where folders of jobs are.
+        repository: that is built into.
+        scratch: folder that the user named; all workers see it then.
         digest: of the recipe and the source, hex: the same work is found again, other work never.
-        store: of the root, where the files are its objects.
+        is_remote: whether workers may be on other machines.
 
     Raises:
         RunError: another process works on the same build.
         StoreError: the folder cannot be made, or the root cannot be written.
+        UsageError: ``scratch`` does not exist.
     """
 
-    def __init__(self, parent: str, digest: str, store: Store | None = None) -> None:
-        self.path = f"{parent}/build-{digest[:32]}"
-        self._store = store
-        self._prefix = f"{_SCRATCH}/build-{digest[:32]}/"
-        self.folder: JobFolder = LocalFolder(self.path) if store is None else StoreFolder(store, self._prefix)
-        self.place = self.path if store is None else f"{store.url}/{self._prefix[:-1]}"
+    def __init__(
+        self, repository: Repository, scratch: str | os.PathLike[str] | None, digest: str, *, is_remote: bool
+    ) -> None:
+        name, store = f"build-{digest[:32]}", root_store(repository.store)
+        self.path = f"{scratch_folder(repository, scratch)}/{name}"
+        self.is_local = not is_remote or scratch is not None or isinstance(store, LocalStore)
+        remote = StoreFolder(store, f"{_SCRATCH}/{name}/")
+        self.folder: JobFolder = LocalFolder(self.path) if self.is_local else remote
         self.may_have_lost_pages = False  # an object is durable once it is put
         with explained(f"make the scratch directory {self.path}", writing=True):
             os.makedirs(self.path, exist_ok=True)
             self._lock = self._take_lock()
         try:
-            if store is None:  # a boot record that is torn is of a machine that went down, too
+            if self.is_local:  # a boot record that is torn is of a machine that went down, too
                 self.may_have_lost_pages = self.folder.read("boot") != _boot_id()
             else:
                 begun = {"begun": dt.datetime.now(dt.UTC).isoformat(timespec="seconds")}
-                store.replace(self._prefix + _BEGUN, canonical_json.dumps(begun))
+                store.replace(remote.prefix + _BEGUN, canonical_json.dumps(begun))
         except BaseException:
             self.release()
             raise
-
-    @property
-    def is_local(self) -> bool:
-        """Whether the files are in a folder."""
-        return self._store is None
 
     def _take_lock(self) -> Handle:
         root = active().open_root(self.path)
@@ -232,11 +225,18 @@ class Job:
             yield
         except KeyboardInterrupt:
             self.release()
+            folder = self.folder
+            place = (
+                f"{folder.store.url}/{folder.prefix[:-1]}" if isinstance(folder, StoreFolder) else self.path
+            )
             raise KeyboardInterrupt(
-                f"interrupted; finished work is kept in {self.place}: run the same command again to go on"
+                f"interrupted; finished work is kept in {place}: run the same command again to go on"
             ) from None
         except BaseException:
-            self.release_or_discard()
+            if self._has_work():
+                self.release()
+            else:  # leave nothing behind
+                self.discard()
             raise
         self.discard()
 
@@ -244,16 +244,9 @@ class Job:
         """Remove everything: the build is committed, or its work is worthless."""
         self.release()
         shutil.rmtree(self.path, ignore_errors=True)
-        if self._store is not None:
+        if isinstance(self.folder, StoreFolder):
             with contextlib.suppress(StoreError):  # without the right to delete `gc` is left to do it
-                remove_job(self._store, self._prefix)
-
-    def release_or_discard(self) -> None:
-        """After an error: keep finished work, but leave nothing behind where there is none."""
-        if self._has_work():
-            self.release()
-        else:
-            self.discard()
+                remove_job(self.folder.store, self.folder.prefix)
 
     def _has_work(self) -> bool:
         try:
@@ -268,27 +261,6 @@ class Job:
         if self._lock.fd >= 0:
             active().close(self._lock)
             self._lock = Handle(-1, self._lock.path)
-
-
-def open_job(
-    repository: Repository, scratch: str | os.PathLike[str] | None, digest: str, *, is_remote: bool
-) -> Job:
-    """The job of a build: a folder, or objects of the root where workers have no folder in common.
-
-    Args:
-        repository: that is built into.
-        scratch: folder that the user named; all workers see it then.
-        digest: see `Job`.
-        is_remote: whether workers may be on other machines.
-
-    Raises:
-        RunError, StoreError: see `Job`.
-        UsageError: ``scratch`` does not exist.
-    """
-    parent = scratch_folder(repository, scratch)
-    store = root_store(repository.store)
-    in_store = is_remote and scratch is None and not isinstance(store, LocalStore)
-    return Job(parent, digest, store if in_store else None)
 
 
 def abandoned_jobs(store: Store, older_than_s: float) -> list[str]:
