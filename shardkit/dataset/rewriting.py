@@ -24,7 +24,7 @@ from shardkit.dataset.costs import covers, read_piece, write_piece
 from shardkit.dataset.lookups import Entries
 from shardkit.dataset.store_survey import StoreSurvey, shard_pair, version_reader
 from shardkit.errors import FormatError, NotFoundError
-from shardkit.formats import Row, ShardIndex, block_starts, canonical_json, sha256_digest
+from shardkit.formats import Row, block_starts, canonical_json, sha256_digest
 from shardkit.manifest import (
     CostPiece,
     Lookup,
@@ -305,17 +305,12 @@ class Rewriter:
         starts = np.cumsum(segment_rows) - segment_rows
         new_rows = np.add.reduceat(keep.astype(np.int64), starts)
 
-        @functools.cache  # read when it is needed: after a kill it may be gone, and not needed any more
-        def index() -> ShardIndex:
-            size = int(page.index_size[shard])
-            return ShardIndex.from_bytes(
-                self.repository.get_object(page.index_digest_text(shard), "index", size)
-            )
-
+        reader = version_reader(self.repository, manifest, page)
         pooled = any(stratum.in_pool for stratum in manifest.strata)
-        own = index().row_stratum if pooled else None
+        # The index is read when it is needed: after a kill it may be gone, and not needed any more.
+        own = reader.index(shard).row_stratum if pooled else None
         losses.append(_Loss(None if own is None else own[~keep], mask[~keep]))
-        new = self._shard(manifest, page, shard, index, keep, new_rows)
+        new = self._shard(manifest, page, shard, reader, keep, new_rows)
         if not new.digest:
             return None
         new_selected = np.add.reduceat((keep & mask).astype(np.int64), starts)
@@ -334,7 +329,7 @@ class Rewriter:
         manifest: Manifest,
         page: ShardTable,
         shard: int,
-        index: Callable[[], ShardIndex],
+        reader: BlockReader,
         keep: NDArray[np.bool_],
         segment_rows: NDArray[np.int64],
     ) -> NewShard:
@@ -348,7 +343,7 @@ class Rewriter:
         if key not in self.shards and not keep.any():
             self.shards[key] = NewShard("", 0, "", 0, 0, 0)
         if key not in self.shards:
-            rows = _kept_rows(version_reader(self.repository, manifest, page), shard, index(), keep)
+            rows = _kept_rows(reader, shard, keep)
             borders = block_starts([n for n in segment_rows.tolist() if n], block_rows).tolist()
             made = publish_shard(
                 self.repository,
@@ -417,7 +412,8 @@ class Rewriter:
         return CostPiece(placed.digest, placed.size, left, len(codes))
 
 
-def _kept_rows(reader: BlockReader, shard: int, index: ShardIndex, keep: NDArray[np.bool_]) -> Iterator[Row]:
+def _kept_rows(reader: BlockReader, shard: int, keep: NDArray[np.bool_]) -> Iterator[Row]:
+    index = reader.index(shard)
     for number in range(index.blocks):
         first = int(index.block_start[number])
         if not keep[first : int(index.block_start[number + 1])].any():

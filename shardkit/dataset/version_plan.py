@@ -339,26 +339,22 @@ def load_base(repository: Repository, ref: str, new: NewVersion) -> Base:
     manifest = version.manifest
     if manifest.parts:
         raise UsageError(f"{ref} is merged from other datasets; append to one of its parts, then merge again")
-    for what, found, given in (
-        ("schema", manifest.schema.to_json(), new.schema.to_json()),
-        ("format", manifest.format, new.format),
-        ("compression", manifest.compression, new.compression),
-        ("stratify", list(manifest.axes), list(new.axes)),
-        ("classes", list(manifest.classes), list(new.classes)),
+    kind = "append rows of the same kind, or build a dataset of their own"
+    first = "leave them out, or rebuild it with others first"
+    lookups = [lookup.field for lookup in manifest.lookups]
+    costs = [one.expression for one in manifest.costs]
+    for what, found, given, advice in (
+        ("schema", manifest.schema.to_json(), new.schema.to_json(), kind),
+        ("format", manifest.format, new.format, kind),
+        ("compression", manifest.compression, new.compression, kind),
+        ("stratify", list(manifest.axes), list(new.axes), kind),
+        ("classes", list(manifest.classes), list(new.classes), kind),
+        ("lookup", lookups, list(new.lookups) or lookups, first),
+        ("cost", costs, list(new.costs) or costs, first),
     ):
         if found != given:
             raise UsageError(
-                f"cannot append to {ref}: its {what} is {found}, that of the new rows {given}; append rows of the "
-                "same kind, or build a dataset of their own"
-            )
-    for what, wanted, held in (
-        ("lookups of", new.lookups, tuple(lookup.field for lookup in manifest.lookups)),
-        ("costs", new.costs, tuple(one.expression for one in manifest.costs)),
-    ):
-        if wanted and wanted != held:
-            raise UsageError(
-                f"cannot append to {ref} with {what} {', '.join(wanted)}: it has {', '.join(held) or 'none'}; leave "
-                "them out, or rebuild it with others first"
+                f"cannot append to {ref}: its {what} is {found}, that of the new rows {given}; {advice}"
             )
     keys = []
     row_strata = {}
