@@ -96,9 +96,8 @@ def print_heading(text: str) -> None:
 def print_facts(facts: Iterable[tuple[str, object]], indent: int = 0) -> None:
     """Print names and values, one pair a line; those without a value (None) are left out."""
     shown = [(clean(name), _cell(value)) for name, value in facts if value is not None]
-    width = max((len(name) for name, _ in shown), default=0)
     if not is_terminal():
-        sys.stdout.writelines(f"{' ' * indent}{name:<{width}}  {value}\n" for name, value in shown)
+        _print_plain(("", ""), shown, indent)
     elif shown:
         from rich.padding import Padding
         from rich.table import Table
@@ -221,22 +220,20 @@ def value_text(name: str, value: object) -> str:
     return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
 
 
-def _print_plain(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
-    widths = [max(map(_width, cells)) for cells in zip(*lines, strict=True)]
+def _print_plain(columns: Sequence[str], lines: Sequence[Sequence[str]], indent: int = 0) -> None:
+    from rich.cells import cell_len
+
+    widths = [max(map(cell_len, cells)) for cells in zip(*lines, strict=True)]
     for line in lines:
         cells = []
         for column, cell, width in zip(columns, line, widths, strict=True):
-            room = " " * (width - _width(cell))
+            room = " " * (width - cell_len(cell))
             cells.append(room + cell if column.startswith(">") else cell + room)
-        sys.stdout.write("  ".join(cells).rstrip() + "\n")
+        sys.stdout.write(" " * indent + "  ".join(cells).rstrip() + "\n")
 
 
 def _cell(value: object, between: str = "\n") -> str:
     return between.join(map(_cell, value)) if isinstance(value, list) else clean(str(value))
-
-
-def _width(text: str) -> int:
-    return sum(2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in text)
 
 
 def print_more(left_out: int, where: str = " (--json lists all)") -> None:
