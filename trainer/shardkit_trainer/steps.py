@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -97,32 +97,25 @@ class StepResult:
     change: int
 
 
+@dataclass
 class Stepper:
-    """Takes steps of one model on one rank.
+    """Takes steps of one model on one rank."""
 
-    Attributes:
-        loss_scale: factor on the loss in half precision; lowered where gradients overflow.
-        skipped: the latest steps in a row whose gradient was not finite.
-        cell_size: samples of a full cell of the plan that is in force.
-        computed_s: what this rank computed in the last step, without waiting for others.
-    """
+    _config: Configuration
+    _strategy: Strategy
+    _stop: threading.Event
+    _meter: StageMeter
+    _event: Callable[..., None]
+    cell_size: int = 1  # samples of a full cell of the plan that is in force
+    skipped: int = 0  # the latest steps in a row whose gradient was not finite
+    loss_scale: float = 1.0  # factor on the loss in half precision; lowered where gradients overflow
+    bytes_held: dict[str, int] = field(default_factory=dict)  # in the last step
+    computed_s: float = 0.0  # what this rank computed in the last step, without waiting for others
 
-    def __init__(
-        self,
-        config: Configuration,
-        strategy: Strategy,
-        stop: threading.Event,
-        meter: StageMeter,
-        event: Callable[..., None],
-    ):
-        self._meter = meter
-        self._config, self._strategy, self._stop, self._event = config, strategy, stop, event
-        self._world = strategy.world
-        self.cell_size = 1
-        self.skipped = 0
-        self.loss_scale = 2.0**16 if config.parallel.precision == "fp16" else 1.0
-        self.bytes_held: dict[str, int] = {}
-        self.computed_s = 0.0
+    def __post_init__(self) -> None:
+        self._world = self._strategy.world
+        if self._config.parallel.precision == "fp16":
+            self.loss_scale = 2.0**16
 
     def take(self, step: int, steps: int, cells: list[Any], meanwhile: Callable[[], None]) -> StepResult:
         """Train on the cells of ``step`` of ``steps``; collective.
