@@ -7,7 +7,7 @@ import hashlib
 import tomllib
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -108,35 +108,31 @@ def _leaves(document: Mapping[str, Any], prefix: str = "") -> list[tuple[str, An
     return found
 
 
+@dataclass
 class Control:
     """A hook of a rank's recorder: one `stat` per record while nothing changes.
 
     Each rank heeds the file by itself, one after the other: rank r begins r mod 8 records after it saw the change. What
     the file no longer says goes back to what it was at the start. Values that a guard took back are not tried again
     until the file changes.
-
-    Args:
-        run: directory.
-        rank: of this process.
-        knobs: by name, such as ``loader.memory``.
-        record_event: appends an event to the run.
     """
 
-    def __init__(
-        self, run: Path, rank: int, knobs: Mapping[str, Knob], record_event: Callable[..., None]
-    ) -> None:
-        self._path, self._rank = run / "control.toml", rank
-        self._knobs, self._record_event = knobs, record_event
-        self._initial: dict[str, Any] = {}  # of knobs that were ever changed
-        self._targets: dict[str, Any] = {}
-        self._before: dict[str, Any] = {}  # targets before the present change: what a guard goes back to
-        self._seen: tuple[int, int, int] | None = None
-        self._digest, self._wait = "", 0
-        self._guard_s, self._guard_until = 0.0, 0.0
-        self._rate_before = 0.0
-        self._recent: deque[Record] = deque(maxlen=_RECENT)
-        self._settled = True
-        self._changes = 0
+    _run: Path  # directory
+    _rank: int  # of this process
+    _knobs: Mapping[str, Knob]  # by name, such as ``loader.memory``
+    _record_event: Callable[..., None]  # appends an event to the run
+    _initial: dict[str, Any] = field(default_factory=dict)  # of knobs that were ever changed
+    _targets: dict[str, Any] = field(default_factory=dict)
+    _before: dict[str, Any] = field(default_factory=dict)  # targets that a guard goes back to
+    _seen: tuple[int, int, int] | None = None
+    _digest: str = ""
+    _wait: int = 0
+    _guard_s: float = 0.0
+    _guard_until: float = 0.0
+    _rate_before: float = 0.0
+    _recent: deque[Record] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    _settled: bool = True
+    _changes: int = 0
 
     def numbers(self) -> dict[str, float]:
         """For `Telemetry.add_source`."""
@@ -158,8 +154,9 @@ class Control:
             self._judge()
 
     def _look(self) -> None:
+        path = self._run / "control.toml"
         try:
-            stat = self._path.stat()
+            stat = path.stat()
             now = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
         except OSError:
             now = None
@@ -167,7 +164,7 @@ class Control:
             return
         self._seen, data = now, b""
         if now is not None:
-            with open(self._path, "rb") as file:
+            with open(path, "rb") as file:
                 data = file.read(_MAX_BYTES + 1)
         digest = hashlib.sha256(data).hexdigest()[:16]
         if digest != self._digest:

@@ -11,7 +11,7 @@ import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -284,19 +284,15 @@ _OWN_RECORDS: Final = 400
 _MOST_TOLD: Final = 8  # of one kind at a time: a switch that fails stalls a thousand ranks
 
 
+@dataclass
 class AnomalyWatch:
-    """A hook of rank 0's recorder.
+    """A hook of rank 0's recorder."""
 
-    Args:
-        run: directory, where the other ranks' records are.
-        record_event: appends an event to the run.
-    """
-
-    def __init__(self, run: Path, record_event: Callable[..., None]) -> None:
-        self._run, self._record_event = run, record_event
-        self._own: deque[Record] = deque(maxlen=_OWN_RECORDS)
-        self._open: dict[tuple[str, int], float] = {}  # (kind, rank) → since when
-        self._next_look = 0.0
+    _run: Path  # directory, where the other ranks' records are
+    _record_event: Callable[..., None]  # appends an event to the run
+    _own: deque[Record] = field(default_factory=lambda: deque(maxlen=_OWN_RECORDS))
+    _open: dict[tuple[str, int], float] = field(default_factory=dict)  # (kind, rank) → since when
+    _next_look: float = 0.0
 
     def __call__(self, record: Record) -> None:
         """Keep the record; look, if it is time to."""
@@ -384,21 +380,19 @@ _LANES: Final = 64
 _EXPECTED: Final = 1 << 16
 
 
+@dataclass
 class BlockTimes:
-    """Loads by shard and by lane, and the slowest of them. About 1 µs per block; safe from many threads.
+    """Loads by shard and by lane, and the slowest of them. About 1 µs per block; safe from many threads."""
 
-    Args:
-        name: gives the text that a person finds a shard by.
-        is_local: whether a shard is a local file.
-    """
-
-    def __init__(self, name: Callable[[int], str], is_local: Callable[[int], bool]) -> None:
-        self._name, self._is_local = name, is_local
-        self._lock = threading.Lock()
-        self._shards: dict[int, list[int]] = {}  # shard → [loads, bytes]
-        self._slowest: list[tuple[float, float, int, int]] = []  # heap of (seconds, when, shard, block)
-        self._lanes: dict[int, list[float]] = {}  # lane → [loads, seconds, bytes]
-        self._expected: dict[int, int] = {}  # block of the dataset → lane that needs it first
+    _name: Callable[[int], str]  # the text that a person finds a shard by
+    _is_local: Callable[[int], bool]  # whether a shard is a local file
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _shards: dict[int, list[int]] = field(default_factory=dict)  # shard → [loads, bytes]
+    _slowest: list[tuple[float, float, int, int]] = field(
+        default_factory=list
+    )  # heap: seconds, when, shard, block
+    _lanes: dict[int, list[float]] = field(default_factory=dict)  # lane → [loads, seconds, bytes]
+    _expected: dict[int, int] = field(default_factory=dict)  # block of the dataset → lane that needs it first
 
     def expect(self, blocks: Iterable[int], lanes: Iterable[int]) -> None:
         """Which lane needs which block of the dataset first; call it before they are loaded."""

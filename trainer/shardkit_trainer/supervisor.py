@@ -206,28 +206,26 @@ class Membership:
 # ---- in the parents of the ranks
 
 
+@dataclass
 class Supervisor:
-    """The ranks that one command has started.
+    """The ranks that one command has started."""
 
-    Args:
-        script: arguments of python for a rank.
-        store: of the job.
-        address: of the store, as the ranks reach it.
-        interface: that ranks reach each other by; empty: as gloo finds it.
-        lead: in the first supervisor of the job.
-    """
+    _script: Sequence[str]  # arguments of python for a rank
+    _config: Configuration
+    _store: Store  # of the job
+    _restarts: int  # how many more ranks are started in the place of those that are killed
+    _address: str  # of the store, as the ranks reach it
+    _interface: str  # that ranks reach each other by; empty: as gloo finds it
+    _lead: Lead | None = None  # in the first supervisor of the job
+    _children: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    _places: dict[str, int] = field(default_factory=dict)  # LOCAL_RANK of each child
+    _stopping_since: float | None = None
+    _finished: bool = False
+    _beaten: float = 0.0
+    _code: int = 0
 
-    def __init__(self, script: Sequence[str], config: Configuration, store: Store, restarts: int, address: str,
-                 interface: str, lead: Lead | None = None):  # fmt: skip
-        self._script, self._config, self._store, self._restarts = script, config, store, restarts
-        self._environment = {ADDRESS: address, **({INTERFACE: interface} if interface else {})}
-        self._lead, self._host = lead, f"{os.getpid()}-{time.time_ns():x}"
-        self._children: dict[str, subprocess.Popen[bytes]] = {}
-        self._places: dict[str, int] = {}  # LOCAL_RANK of each child
-        self._stopping_since: float | None = None
-        self._finished = False
-        self._beaten = 0.0
-        self._code = 0
+    def __post_init__(self) -> None:
+        self._host = f"{os.getpid()}-{time.time_ns():x}"
         # its end tells the children that nobody looks after them any more: only this process holds the other one
         self._lifeline, self._held = os.pipe()
 
@@ -281,9 +279,10 @@ class Supervisor:
 
     def _start(self, name: str) -> None:
         self._places[name] = min({*range(len(self._places) + 1)} - {*self._places.values()})
-        told = {NAME: name, LIFELINE: str(self._lifeline), "LOCAL_RANK": str(self._places[name])}
+        told = {ADDRESS: self._address, **({INTERFACE: self._interface} if self._interface else {})}
+        told |= {NAME: name, LIFELINE: str(self._lifeline), "LOCAL_RANK": str(self._places[name])}
         command = [sys.executable, *self._script]
-        environment = {**os.environ, **self._environment, **told}
+        environment = {**os.environ, **told}
         self._children[name] = subprocess.Popen(command, env=environment, pass_fds=[self._lifeline])
 
     def _beat(self) -> None:
