@@ -115,22 +115,6 @@ class About:
 _HEAD: Final = ("name", "description", "version", "homepage")
 
 
-def read_about(path: Path) -> About:
-    """Read ``about.toml``.
-
-    Raises:
-        SourceError: it cannot be read, or is not TOML.
-        ConfigurationError: see `parse_about`.
-    """
-    try:
-        document = tomllib.loads(path.read_bytes().decode("utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise SourceError(
-            f'{path}: cannot be read as TOML ({error}); give a file such as: licence = "CC-BY-4.0"'
-        ) from error
-    return parse_about(document, str(path))
-
-
 def parse_about(document: Mapping[str, Any], where: str = "about") -> About:
     """What a parsed ``about.toml`` says.
 
@@ -166,11 +150,20 @@ def given_about(about: About | Mapping[str, Any] | str | os.PathLike[str] | None
     """An about as callers give it: a file, or what one would say.
 
     Raises:
-        SourceError, ConfigurationError: see `read_about`, `parse_about`.
+        SourceError: the file cannot be read, or is not TOML.
+        ConfigurationError: see `parse_about`.
     """
     if about is None or isinstance(about, About):
         return about
-    return parse_about(about) if isinstance(about, Mapping) else read_about(Path(about))
+    if isinstance(about, Mapping):
+        return parse_about(about)
+    try:
+        document = tomllib.loads(Path(about).read_bytes().decode("utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise SourceError(
+            f'{about}: cannot be read as TOML ({error}); give a file such as: licence = "CC-BY-4.0"'
+        ) from error
+    return parse_about(document, str(about))
 
 
 def check_strata(about: About, strata: Collection[str]) -> None:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Executor, Future
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -312,21 +312,11 @@ class _Lineage:
 # ---- Keys
 
 
-def check_key(key: object, limit: int) -> None:
-    """Refuse a key that a shard cannot hold.
-
-    Raises:
-        SampleError: other characters than ``[A-Za-z0-9_-]``, empty, or longer than `limit`.
-    """
-    if not isinstance(key, str) or not _KEY.match(key) or len(key) > limit:
-        raise SampleError(f"key {key!r:.120}: expected 1 to {limit} of A-Z a-z 0-9 _ -; use fit_key")
-
-
 def check_keys(keys: Sequence[str], limit: int) -> None:
-    """`check_key` of many keys, at once where they are all good.
+    """Refuse keys that a shard cannot hold.
 
     Raises:
-        SampleError: the first key that a shard cannot hold.
+        SampleError: of the first with other characters than ``[A-Za-z0-9_-]``, empty, or longer than `limit`.
     """
     try:
         joined = ",".join(keys)
@@ -336,8 +326,9 @@ def check_keys(keys: Sequence[str], limit: int) -> None:
     is_good = joined.count(",") == len(keys) - 1 and _KEYS.fullmatch(joined) is not None
     if is_good and max(map(len, keys)) <= min(limit, MAX_KEY_BYTES):
         return
-    for key in keys:
-        check_key(key, limit)
+    for key in cast("Sequence[object]", keys):  # of callers without types
+        if not isinstance(key, str) or not _KEY.match(key) or len(key) > limit:
+            raise SampleError(f"key {key!r:.120}: expected 1 to {limit} of A-Z a-z 0-9 _ -; use fit_key")
 
 
 def fit_key(original: str, limit: int = MAX_KEY_BYTES) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import shardkit
-from shardkit.dataset.about import About, Terms, about_of, parse_about, read_about
+from shardkit.dataset.about import About, Terms, about_of, given_about, parse_about
 from shardkit.dataset.croissant import croissant_document
 from shardkit.dataset.deriving import merge_datasets
 from shardkit.errors import ConfigurationError, FormatError, SourceError
@@ -49,7 +49,8 @@ def about_file(tmp_path: Path, text: str = TEXT) -> Path:
 
 
 def test_strata_take_what_they_leave_open_from_the_whole(tmp_path: Path) -> None:
-    about = read_about(about_file(tmp_path))
+    about = given_about(about_file(tmp_path))
+    assert about is not None
     whole = Terms("CC-BY-4.0", "https://example.org/crawl", "data@example.org")
     assert about.of_stratum("en") == whole
     assert about.of_stratum("fr") == Terms("MIT", "https://example.org/crawl", "data@example.org")
@@ -80,7 +81,7 @@ def test_what_is_misspelt_is_refused(document: dict[str, Any], match: str) -> No
 
 def test_a_file_that_is_no_toml_is_named(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"about\.toml"):
-        read_about(about_file(tmp_path, "licence = "))
+        given_about(about_file(tmp_path, "licence = "))
     with pytest.raises(FormatError):
         About.from_bytes(b"{}")
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shardkit.errors import SampleError
 from shardkit.formats import Texts
-from shardkit.formats.writing import check_key, check_keys
+from shardkit.formats.writing import check_keys
 
 GOOD = st.from_regex(r"[A-Za-z0-9_-]{1,80}", fullmatch=True)
 ANY = GOOD | st.text(max_size=100) | st.sampled_from(["", "a,b", ",", "a\n", "x" * 80, "x" * 81, "é"])
@@ -19,7 +19,7 @@ def test_many_keys_are_refused_where_one_of_them_is(keys: list[str], limit: int)
     wrong = None
     for key in keys:
         try:
-            check_key(key, limit)
+            check_keys([key], limit)
         except SampleError as error:
             wrong = str(error)
             break

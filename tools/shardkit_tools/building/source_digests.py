@@ -56,31 +56,23 @@ class SourceDigests:
         self._waiting.shutdown(wait=True, cancel_futures=True)
 
     def beside(self, work: Callable[[], T]) -> Callable[[], T]:
-        """Begin work that waits for `results`, in a thread unless they are there; what is returned waits for it."""
+        """Begin work that waits for `of_all`, in a thread unless they are there; what is returned waits for it."""
         return self._waiting.submit(work).result if self._found else work
 
     def check(self) -> None:
-        """Do not go on where one has failed already; raises as `results` does."""
+        """Do not go on where one has failed already; raises as `of_all` does."""
         for one in self._found:
             if one.done():
                 one.result()
-
-    def results(self) -> list[SourceDigest]:
-        """Wait for all of them, in the order of the files.
-
-        Raises:
-            SourceError: a file cannot be read, or has changed since it was listed.
-            StoreError: a digest cannot be kept.
-        """
-        return [one.result() for one in self._found]
 
     def of_all(self, files: Iterable[SourceFile], known: Iterable[SourceDigest]) -> tuple[SourceDigest, ...]:
         """Digests of all files, sorted by name: those that tasks made, these, and the rest.
 
         Raises:
-            SourceError, StoreError: see `results`.
+            SourceError: a file cannot be read, or has changed since it was listed.
+            StoreError: a digest cannot be kept.
         """
-        by_name = {file.name: file for file in (*known, *self.results())}
+        by_name = {file.name: file for file in (*known, *(one.result() for one in self._found))}
         for file in files:
             if file.name not in by_name:  # a file that no task begins with, such as a list of classes
                 by_name[file.name] = digest_file(file)
