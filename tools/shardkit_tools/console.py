@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -43,14 +44,16 @@ def print_json(document: object) -> None:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it: dataclasses and named tuples are objects of their fields."""
+    """A value as JSON has it: dataclasses and named tuples are objects of their fields, what is infinite is null."""
     if dataclasses.is_dataclass(value):
         value = {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
     elif isinstance(value, tuple) and hasattr(value, "_asdict"):
         value = value._asdict()
     if isinstance(value, Mapping):
         return {str(name): plain(one) for name, one in value.items()}
-    return [plain(one) for one in value] if isinstance(value, (list, tuple)) else value
+    if isinstance(value, (list, tuple)):
+        return [plain(one) for one in value]
+    return None if value == math.inf else value
 
 
 def present(

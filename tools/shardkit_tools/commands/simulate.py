@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -66,7 +65,7 @@ def simulate(
         axis = name or ("epoch" if len(results) == 1 else "scenario")
         _draw(results, f"{axis}: {described.name}", plot)
     if as_json:
-        console.print_json({"cluster": _plain(described), "scenarios": results})
+        console.print_json({"cluster": described, "scenarios": results})
         return
     _print_head(described, results[0], unit)
     if sweep:
@@ -108,15 +107,6 @@ def _run(scenarios: list[tuple[str, Cluster]], budget: int, unit: Unit | None) -
                 one["shuffle"] = simulate_shuffle(cluster, made[key], unit=unit, budget=budget, tell=tell)
             results.append(one)
     return results
-
-
-def _plain(cluster: Cluster) -> dict[str, Any]:
-    """For JSON, which has no infinity."""
-    document = dataclasses.asdict(cluster)
-    for section in document.values():
-        if isinstance(section, dict):
-            section |= {name: None for name, value in section.items() if value == float("inf")}
-    return document
 
 
 def _print_head(cluster: Cluster, first: dict[str, Any], unit: str) -> None:
