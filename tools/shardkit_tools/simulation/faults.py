@@ -114,7 +114,7 @@ def restart(cluster: Cluster, lanes: int, cached_bytes: float) -> dict[str, floa
 
 
 class Stops:
-    """Called after every step; see `timing.Interruptions`.
+    """What stops everybody: failed nodes, silent locations.
 
     Args:
         cluster: the cluster.
@@ -134,7 +134,7 @@ class Stops:
         self.failures = self.outages = 0
 
     def __call__(self, step: int, now: float, step_s: float) -> float:
-        """Seconds that everybody stands still after a step.
+        """Seconds that everybody stands still after a step that ends ``now``; steps take ``step_s`` on average.
 
         Raises:
             ConfigurationError: nodes fail faster than the run recovers, so that it would never end.

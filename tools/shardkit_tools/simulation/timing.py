@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardkit_tools.simulation.cluster import Cluster
-from shardkit_tools.simulation.faults import Moves
+from shardkit_tools.simulation.faults import Moves, Stops
 
 Floats = NDArray[np.float64]
 Int64s = NDArray[np.int64]
@@ -118,10 +118,6 @@ def _crew(size: float) -> tuple[list[float], float]:
     return [float("-inf")] * whole, whole / size
 
 
-Interruptions = Callable[[int, float, float], float]
-"""(step, now, mean seconds of a step so far) → seconds that the whole run stands still."""
-
-
 @dataclass(frozen=True, eq=False)
 class Times:
     """Seconds."""
@@ -141,7 +137,7 @@ def time_steps(
     steps: int,
     moves: Moves,
     *,
-    stops: Interruptions | None = None,
+    stops: Stops | None = None,
 ) -> Times:
     """Walk the steps.
 
