@@ -206,7 +206,7 @@ class _Collector:
 
         identity = begin_collection(self._repository, put)
         if identity is not None and self._sweep(identity, names):
-            end_collection(self._repository, identity)
+            rename_collection(self._repository, identity, None)
             mirror(self._found)
             for name, one in self._found.all.items():
                 if one.state == "failed":
@@ -220,10 +220,10 @@ class _Collector:
             if clock() - seconds_of(begun) < take_over_s:
                 _refuse_second(repository, begun)
             names = read_list(self.store, digest)
-            taken, since = take_over_collection(repository, identity), time.monotonic()
-            if taken is not None and self._sweep(taken, names):
+            taken, since = uuid.uuid4().hex, time.monotonic()
+            if rename_collection(repository, identity, taken) and self._sweep(taken, names):
                 time.sleep(max(0.0, settle_s - (time.monotonic() - since)))
-                end_collection(repository, taken)
+                rename_collection(repository, taken, None)
             self.done.finished += 1
 
     def _sweep(self, identity: str, names: Iterable[str]) -> bool:
@@ -285,30 +285,17 @@ def begin_collection(repository: Repository, put_list: Callable[[LogEntry | None
     return identity if repository.append(change, repository.head(), "garbage: deleting") else None
 
 
-def take_over_collection(repository: Repository, identity: str) -> str | None:
-    """Go on with a collection that its collector cannot end: from now on it is another one's, by another id.
+def rename_collection(repository: Repository, old: str, new: str | None) -> bool:
+    """Give a collection that is under way another id: it is taken over from a collector that cannot end it.
+
+    None ends it: everything on its list was deleted, and nobody deletes any more of it.
 
     Returns:
-        The new id; None where the collection has ended meanwhile.
+        Whether it was under way.
 
     Raises:
         CommitUnknown, StoreError: it may be called again.
     """
-    taken = uuid.uuid4().hex
-    return taken if _rename(repository, identity, taken, "garbage: taken over") else None
-
-
-def end_collection(repository: Repository, identity: str) -> None:
-    """Note that everything on the list of a collection was deleted and that nobody deletes any more of it.
-
-    Raises:
-        CommitUnknown, StoreError: it may be called again.
-    """
-    _rename(repository, identity, None, "garbage: deleted")
-
-
-def _rename(repository: Repository, old: str, new: str | None, message: str) -> LogEntry | None:
-    """Give a collection that is under way another id, or none: it is over."""
 
     def change(head: LogEntry | None) -> Mapping[str, Any] | None:
         collecting = dict((head or NO_COMMIT).collecting)
@@ -317,7 +304,8 @@ def _rename(repository: Repository, old: str, new: str | None, message: str) -> 
             return None
         return {"collecting": {**collecting, **({new: digest} if new else {})}}
 
-    return repository.append(change, repository.head(), message)
+    message = "garbage: taken over" if new else "garbage: deleted"
+    return repository.append(change, repository.head(), message) is not None
 
 
 def _refuse_second(repository: Repository, begun: str) -> NoReturn:

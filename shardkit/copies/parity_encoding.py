@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from shardkit.errors import (
@@ -72,17 +71,16 @@ def encode_sets(
     put_over(root, VersionRecord(manifest_id, k).name, VersionRecord(manifest_id, k).to_bytes())
     chosen = sets_of(inventory, k, inventory.small(repository.store))
     done = Encoding(sets=len(chosen))
-    with ThreadPoolExecutor(min(16, k + 2), thread_name_prefix="shardkit-parity") as pool:
-        for one in chosen:
-            if _is_encoded(root, one):
-                done.kept += 1
-            else:
-                try:
-                    encode_set(root, one, sources, pool=pool, pace=pace)
-                except IntegrityError as error:
-                    done.failed[one.id] = str(error)
-                else:
-                    done.encoded += 1
+    for one in chosen:
+        if _is_encoded(root, one):
+            done.kept += 1
+            continue
+        try:
+            encode_set(root, one, sources, pace=pace)
+        except IntegrityError as error:
+            done.failed[one.id] = str(error)
+        else:
+            done.encoded += 1
     return done
 
 

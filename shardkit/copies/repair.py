@@ -389,16 +389,9 @@ class Repairer:
         position = record.position(parse_object_name(name)[0])
         assert position is not None
         objects = [record.object_at(i) for i in range(record.set.k + 2)]
-        with ThreadPoolExecutor(8, thread_name_prefix="shardkit-parity") as pool:
-            made = restore(
-                record.set,
-                objects,
-                {position: target},
-                self.stores,
-                pool=pool,
-                pace=self._pace.take,
-                without=without,
-            )
+        made = restore(
+            record.set, objects, {position: target}, self.stores, pace=self._pace.take, without=without
+        )
         return made[position].size
 
     def _first_damaged(self, version: str) -> str | None:
@@ -608,11 +601,10 @@ class Repairer:
             if was == "wrong":
                 root.delete(one.record_name)  # it tells nothing
             if not any(member.name in lost for member in one.members):
-                with ThreadPoolExecutor(8, thread_name_prefix="shardkit-parity") as pool:
-                    try:
-                        encode_set(root, one, self.stores, pool=pool, pace=self._pace.take)
-                    except ShardkitError as error:
-                        why = f"it has no parity: {error}"
-                        done.unchecked.append(Unchecked(ROOT_NAME, one.record_name, why))
-                    else:
-                        done.encoded += 1
+                try:
+                    encode_set(root, one, self.stores, pace=self._pace.take)
+                except ShardkitError as error:
+                    why = f"it has no parity: {error}"
+                    done.unchecked.append(Unchecked(ROOT_NAME, one.record_name, why))
+                else:
+                    done.encoded += 1

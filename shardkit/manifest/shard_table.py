@@ -481,6 +481,9 @@ def compose(
     return manifest, [data for _, data in pages]
 
 
+_TOTALS: Final = ("shards", "rows", "selected", "raw_bytes", "stored_bytes")
+
+
 def merge(parts: Sequence[tuple[str, Manifest]], *, build: Mapping[str, Any] | None = None) -> Manifest:
     """A manifest over the shards of others, without copying a byte.
 
@@ -514,11 +517,7 @@ def merge(parts: Sequence[tuple[str, Manifest]], *, build: Mapping[str, Any] | N
             for name, manifest in parts
             for s in manifest.strata
         ),
-        shards=sum(manifest.shards for manifest in manifests),
-        rows=sum(manifest.rows for manifest in manifests),
-        selected=sum(manifest.selected for manifest in manifests),
-        raw_bytes=sum(manifest.raw_bytes for manifest in manifests),
-        stored_bytes=sum(manifest.stored_bytes for manifest in manifests),
+        **{total: sum(getattr(manifest, total) for manifest in manifests) for total in _TOTALS},
         pages=(),
         classes=manifests[0].classes if len({manifest.classes for manifest in manifests}) == 1 else (),
         build=dict(build or {}),

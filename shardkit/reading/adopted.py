@@ -39,7 +39,7 @@ from shardkit.stores.waiting import RetryPolicy
 
 if TYPE_CHECKING:
     from shardkit.stores.remote.addresses import Address
-    from shardkit.stores.remote.foreign import ForeignStore
+    from shardkit.stores.remote.object_store import ForeignStore
 
 _FORMAT: Final = "shardkit-adopted/1"
 _KEYS: Final = ("digest", "urls")
@@ -73,7 +73,7 @@ def put_adopted(root: Store, digest: str, place: str, etag: str = "") -> None:
         StoreError: The root cannot be written.
     """
     if scheme_of(place):
-        from shardkit.stores.remote.foreign import split_url
+        from shardkit.stores.remote.addresses import split_url
 
         split_url(place)
         urls = [place]
@@ -362,7 +362,8 @@ class AdoptedStore(StoreAround):
                 os.close(file)
 
     def _foreign(self, url: str) -> tuple[ForeignStore, str]:
-        from shardkit.stores.remote.foreign import ForeignStore, split_url
+        from shardkit.stores.remote.addresses import split_url
+        from shardkit.stores.remote.object_store import ForeignStore
 
         address, key = split_url(url)
         found = self._stores.get(address)

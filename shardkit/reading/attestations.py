@@ -5,7 +5,7 @@ it, and a copy that one calls bad is checked again. A reader writes one document
 run directory where it has no right to write the root; checks of many copies write one for many results. `Healer` does
 what follows from a bad copy that a reader met.
 
-`ReadEvents` is what one process met: counted always, the latest kept, each handed to whoever listens.
+`ReadEvents` is what one process met: counted always, and handed to whoever listens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import queue
 import re
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
@@ -229,7 +229,6 @@ COUNTED: Final = (
 )
 """Names of the counters; all are there from the beginning, so that a zero can be told from a misspelling."""
 
-_KEPT: Final = 1_000
 _SILENT: Final = frozenset(
     {"requests", "cache_hits", "cache_misses", "cache_fills", "cache_evictions", "coalesced"}
 )
@@ -259,33 +258,21 @@ class ReadEvents:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
-        self._events: deque[ReadEvent] = deque(maxlen=_KEPT)
 
     def note(self, kind: str, location: str = "", **details: object) -> None:
-        """Count, and record unless it is an everyday event."""
+        """Count, and tell whoever listens unless it is an everyday event."""
         assert kind in COUNTED, kind
-        event = None
         with self._lock:
             self._counts[kind] += 1
-            if kind not in _SILENT:
-                event = ReadEvent(time.time(), kind, location, details)
-                self._events.append(event)
-        if event is not None and self.sink is not None:
-            try:
-                self.sink(event)
-            except Exception:  # noqa: BLE001 (a listener's fault is not the reader's)
-                return
+        if kind not in _SILENT and self.sink is not None:
+            # a listener's fault is not the reader's
+            with contextlib.suppress(Exception):
+                self.sink(ReadEvent(time.time(), kind, location, details))
 
     def add_bytes(self, source: str, num_bytes: int) -> None:
         """Verified bytes that came from a source: a location's name, or "cache"."""
         with self._lock:
             self._bytes[source] += num_bytes
-
-    @property
-    def events(self) -> list[ReadEvent]:
-        """The latest events, oldest first."""
-        with self._lock:
-            return list(self._events)
 
     def stats(self) -> dict[str, int]:
         """All counters by name, and ``bytes_from_<source>``."""

@@ -574,8 +574,8 @@ def over_all(
         table = None if alone else read_table(root, repository_id)
         if table is not None:
             mark = read_mark(root)
-            recorded = _others(table, mark.location if mark else ROOT_NAME, heal=heal)
-            name = own_name(store) if recorded else ROOT_NAME
+            name = mark.location if mark else ROOT_NAME
+            recorded = _others(table, name, heal=heal)
     others = given_locations(given, heal)
     taken = {name, store.url}.union(*((one.name, one.store.url) for one in others))
     others += [one for one in recorded if one.name not in taken and one.store.url not in taken]

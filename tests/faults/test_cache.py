@@ -25,6 +25,7 @@ import pytest
 
 from shardkit.errors import IntegrityError, NotFoundError, StoreError, UsageError
 from shardkit.formats.canonical_json import xxh3
+from shardkit.reading.attestations import ReadEvent
 from shardkit.reading.cache.block_cache import BlockCache, filesystem_of, is_network
 from shardkit.reading.cache.eviction import NEVER, Future, choose_victims
 from shardkit.reading.cache.serving import CacheServer
@@ -472,6 +473,8 @@ class TestServing:
             ]
             asked = [[0], [1], [1, 0], [2], [3], []]
             store = LocatedStore([Location(name="a", store=source)], settings=ReadSettings(deadline_s=10))
+            events: list[ReadEvent] = []
+            store.listen(events=events.append)
             nearby = NearbyCaches(urls, lambda request: asked[request.block], store.read_events)
             own = BlockCache(tmp_path / "own", limit=8 * MIB)
             fetcher = BlockFetcher(own, nearby=nearby)
@@ -488,7 +491,7 @@ class TestServing:
         lying.close()
         stats, size = store.read_events.stats(), len(blocks[0][1])
         assert (stats["bytes_from_neighbour-0"], stats["bytes_from_a"]) == (2 * size, 5 * size)
-        lost = {event.location for event in store.read_events.events if event.kind == "circuit_opened"}
+        lost = {event.location for event in events if event.kind == "circuit_opened"}
         assert lost == {"neighbour-1", "neighbour-2", "neighbour-3"}
         assert stats["remote_mismatches"] == 2, "wrong bytes are asked for once more, then not again"
 

@@ -15,7 +15,7 @@ import pytest
 
 import shardkit
 from shardkit.copies import collecting
-from shardkit.copies.collecting import begin_collection, collect, end_collection
+from shardkit.copies.collecting import begin_collection, collect, rename_collection
 from shardkit.copies.place import Change, place
 from shardkit.copies.placement import find_needed
 from shardkit.errors import CommitConflict
@@ -187,7 +187,7 @@ def test_a_commit_that_relies_on_what_goes_is_refused_and_done_again(tmp_path: P
     with pytest.raises(CommitConflict):
         during.commit({"main": version}, message="relies on it")
     collector.store.delete(names[0])
-    end_collection(collector, identity)
+    rename_collection(collector, identity, None)
     for name in names:
         if name.endswith(".manifest"):
             collector.store.put_new(name, data[name])
@@ -274,7 +274,7 @@ def test_one_that_begins_while_another_deletes_is_refused_by_the_log(
     with pytest.raises(UsageError, match="is under way since"):
         collect(Repository.open(root), delete=True, grace_s=0, history_s=0)
     assert sorted(first.store.list_after("objects/")) == names, "the one that came second deleted nothing"
-    end_collection(first, str(begun[0]))
+    rename_collection(first, str(begun[0]), None)
 
 
 def test_a_collector_that_lives_stops_when_it_is_taken_over(

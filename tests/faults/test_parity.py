@@ -10,8 +10,7 @@ import pickle
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,12 +114,6 @@ def put(store: MemoryStore | LocalStore, data: bytes, extension: str = "tar") ->
     return found
 
 
-@contextlib.contextmanager
-def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(4) as made:
-        yield made
-
-
 SIZES = {
     "uneven": [3_000_017, 2_999_999, 1, 1_048_576, 1_048_577, 700_000, 65_536, 2_097_152],
     "empty tail": [2_200_000, 1_500_000, 900_000, 0],
@@ -137,24 +130,23 @@ def test_any_two_of_a_set_are_made_again(kind: str) -> None:
     store = MemoryStore()
     rng = np.random.default_rng(len(sizes))
     one = ParitySet(tuple(put(store, rng.bytes(size)) for size in sizes))
-    with pool() as threads:
-        record = encode_set(store, one, [store], pool=threads)
-        whole = dict(store.objects)
-        objects = [record.object_at(i) for i in range(one.k + 2)]
-        patterns = [lost for n in (1, 2) for lost in itertools.combinations(range(one.k + 2), n)]
-        if one.k == 8:
-            assert len(patterns) == 10 + 45
-        for lost in patterns:
-            for i in lost:
-                store.delete(objects[i].name)
-            made = restore(one, objects, dict.fromkeys(lost, store), [store], pool=threads)
-            assert made == {i: objects[i] for i in lost}
-            assert store.objects == whole
-        for i in (0, 1, 2)[: one.k + 2]:
+    record = encode_set(store, one, [store])
+    whole = dict(store.objects)
+    objects = [record.object_at(i) for i in range(one.k + 2)]
+    patterns = [lost for n in (1, 2) for lost in itertools.combinations(range(one.k + 2), n)]
+    if one.k == 8:
+        assert len(patterns) == 10 + 45
+    for lost in patterns:
+        for i in lost:
             store.delete(objects[i].name)
-        if one.k + 2 > 2:
-            with pytest.raises(IntegrityError, match="are needed"):
-                restore(one, objects, dict.fromkeys((0, 1, 2), store), [store], pool=threads)
+        made = restore(one, objects, dict.fromkeys(lost, store), [store])
+        assert made == {i: objects[i] for i in lost}
+        assert store.objects == whole
+    for i in (0, 1, 2)[: one.k + 2]:
+        store.delete(objects[i].name)
+    if one.k + 2 > 2:
+        with pytest.raises(IntegrityError, match="are needed"):
+            restore(one, objects, dict.fromkeys((0, 1, 2), store), [store])
 
 
 def test_parity_is_what_the_specification_says() -> None:
@@ -162,8 +154,7 @@ def test_parity_is_what_the_specification_says() -> None:
     store = MemoryStore()
     contents = [b"first member", b"second", b""]
     one = ParitySet(tuple(put(store, data) for data in contents))
-    with pool() as threads:
-        record = encode_set(store, one, [store], pool=threads)
+    record = encode_set(store, one, [store])
     for row, expected in enumerate(slow_parity(contents)):
         members = [[f"sha256:{hashlib.sha256(data).hexdigest()}", "tar", len(data)] for data in contents]
         document = dumps(
@@ -180,22 +171,21 @@ def test_a_bad_source_is_done_without() -> None:
     store = MemoryStore()
     rng = np.random.default_rng(3)
     one = ParitySet(tuple(put(store, rng.bytes(50_000 + i)) for i in range(5)))
-    with pool() as threads:
-        record = encode_set(store, one, [store], pool=threads)
-        objects = [record.object_at(i) for i in range(7)]
-        truth = dict(store.objects)
-        rotten = bytearray(store.objects[objects[2].name])
-        rotten[777] ^= 4
-        store.objects[objects[2].name] = bytes(rotten)
-        store.delete(objects[0].name)
-        restore(one, objects, {0: store}, [store], pool=threads)
-        assert store.objects[objects[0].name] == truth[objects[0].name]
-        store.objects[objects[5].name] += b"longer"
-        store.delete(objects[0].name)
-        before = dict(store.objects)
-        with pytest.raises(IntegrityError):
-            restore(one, objects, {0: store}, [store], pool=threads)
-        assert store.objects == before, "nothing was published"
+    record = encode_set(store, one, [store])
+    objects = [record.object_at(i) for i in range(7)]
+    truth = dict(store.objects)
+    rotten = bytearray(store.objects[objects[2].name])
+    rotten[777] ^= 4
+    store.objects[objects[2].name] = bytes(rotten)
+    store.delete(objects[0].name)
+    restore(one, objects, {0: store}, [store])
+    assert store.objects[objects[0].name] == truth[objects[0].name]
+    store.objects[objects[5].name] += b"longer"
+    store.delete(objects[0].name)
+    before = dict(store.objects)
+    with pytest.raises(IntegrityError):
+        restore(one, objects, {0: store}, [store])
+    assert store.objects == before, "nothing was published"
 
 
 def test_a_rotten_member_is_not_encoded() -> None:
@@ -207,10 +197,9 @@ def test_a_rotten_member_is_not_encoded() -> None:
     for data in contents:
         put(bad, data)
     bad.objects[one.members[1].name] = contents[0]
-    with pool() as threads:
-        with pytest.raises(IntegrityError):
-            encode_set(bad, one, [bad], pool=threads)
-        assert not [name for name in bad.objects if "parity" in name]
+    with pytest.raises(IntegrityError):
+        encode_set(bad, one, [bad])
+    assert not [name for name in bad.objects if "parity" in name]
 
 
 class Counting:
@@ -232,20 +221,18 @@ class TestRanges:
     """A degraded read of one block."""
 
     @pytest.fixture(autouse=True)
-    def _sets(self) -> Iterator[None]:
+    def _sets(self) -> None:
         self.store = MemoryStore()
         rng = np.random.default_rng(5)
         self.one = ParitySet(tuple(put(self.store, rng.bytes(100_000 - 9_000 * i)) for i in range(8)))
-        with pool() as self.threads:
-            self.record = encode_set(self.store, self.one, [self.store], pool=self.threads)
-            self.read = Counting(self.store)
-            yield
+        self.record = encode_set(self.store, self.one, [self.store])
+        self.read = Counting(self.store)
 
     def rebuild(self, position: int, offset: int, length: int) -> bytes | None:
         truth = self.store.objects[self.one.members[position].name][offset : offset + length]
         self.read.requests.clear()
         digest = hashlib.sha256(truth).digest()
-        found = rebuild_range(self.record, position, offset, length, digest, self.read, self.threads)
+        found = rebuild_range(self.record, position, offset, length, digest, self.read)
         assert found in (None, truth)
         return found
 
@@ -545,12 +532,11 @@ for number in range(4):
         stage.publish(found.name)
         members.append(found)
 before = peak_kib()
-with ThreadPoolExecutor(4) as pool:
-    record = encode_set(store, ParitySet(tuple(members)), [store], pool=pool)
-    objects = [record.object_at(i) for i in range(6)]
-    store.delete(objects[0].name)
-    store.delete(objects[3].name)
-    restore(record.set, objects, {0: store, 3: store}, [store], pool=pool)
+record = encode_set(store, ParitySet(tuple(members)), [store])
+objects = [record.object_at(i) for i in range(6)]
+store.delete(objects[0].name)
+store.delete(objects[3].name)
+restore(record.set, objects, {0: store, 3: store}, [store])
 print(peak_kib() - before)
 """
 

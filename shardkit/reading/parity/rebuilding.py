@@ -30,6 +30,11 @@ MAX_RANGE_BYTES: Final = 2**30
 _PIECE_BYTES: Final = 2**20
 
 
+def _threads(reads: int) -> ThreadPoolExecutor:
+    """For so many reads at the same time."""
+    return ThreadPoolExecutor(min(16, max(1, reads)), thread_name_prefix="shardkit-parity")
+
+
 def _solve(
     one: ParitySet, pieces: Mapping[int, Bytes], length: int, wanted: Collection[int]
 ) -> Mapping[int, Bytes]:
@@ -100,8 +105,7 @@ class ParityReads:
         position = None if record is None else record.set.position(digest)
         if record is None or position is None:
             return None
-        with ThreadPoolExecutor(min(16, record.set.k + 1), thread_name_prefix="shardkit-parity") as pool:
-            return rebuild_range(record, position, offset, length, sha256, self._read, pool)
+        return rebuild_range(record, position, offset, length, sha256, self._read)
 
     def _read(self, name: str, offset: int, length: int) -> bytes:
         """A range, from the first store that has it."""
@@ -140,7 +144,6 @@ def rebuild_range(
     length: int,
     sha256: bytes,
     read: ReadRange,
-    pool: ThreadPoolExecutor,
 ) -> bytes | None:
     """Part of a member, from the same part of k others.
 
@@ -151,7 +154,6 @@ def rebuild_range(
         length: Of the part.
         sha256: 32 bytes, which the part must have: what the others give is trusted as far as this.
         read: Reads a range of an object, from wherever it lies.
-        pool: For reads at the same time.
 
     Returns:
         The bytes, verified; None where too much is lost.
@@ -173,7 +175,8 @@ def rebuild_range(
         return data if hashlib.sha256(data).digest() == sha256 else None
 
     others = [i for i in range(one.k + 1) if i != position]
-    list(pool.map(fetch, others))
+    with _threads(len(others)) as pool:
+        list(pool.map(fetch, others))
     found = attempt()
     failed = [i for i in others if i not in pieces]
     if found is not None or len(failed) > 1:
@@ -233,7 +236,6 @@ def restore(
     targets: Mapping[int, Store],
     stores: Sequence[Store],
     *,
-    pool: ThreadPoolExecutor,
     pace: Callable[[int], None] | None = None,
     without: Collection[tuple[int | None, str]] = (),
 ) -> dict[int, Descriptor]:
@@ -244,7 +246,6 @@ def restore(
         objects: k + 2: members, P, Q; None for a parity object whose digest is not known yet.
         targets: Position → where what is made is put.
         stores: Where the others may lie, nearest first.
-        pool: For reads at the same time.
         pace: Called with the bytes that were read, before they are used; may sleep, and raise to end it.
         without: (position, URL of a store) of copies that are known to be bad.
 
@@ -271,7 +272,7 @@ def restore(
                 f"parity set {one.id}: {len(sources)} good objects are left of {one.k + 2}, {one.k} are needed"
             )
         try:
-            return _make(one, objects, sources, targets, pool, pace)
+            return _make(one, objects, sources, targets, pace)
         except _BadSource as bad:
             position, url = bad.args
             excluded.add((position, url))
@@ -302,13 +303,13 @@ def _make(
     objects: Sequence[Descriptor | None],
     sources: Sequence[_Source],
     targets: Mapping[int, Store],
-    pool: ThreadPoolExecutor,
     pace: Callable[[int], None] | None,
 ) -> dict[int, Descriptor]:
     """One attempt, from these sources; published once everything is verified."""
     kinds = {i: "parity" if i >= one.k else one.members[i].extension for i in sorted(targets)}
     sizes = {i: one.length if i >= one.k else one.members[i].size for i in targets}
     with contextlib.ExitStack() as staging:
+        pool = staging.enter_context(_threads(len(sources)))
         stages: dict[int, Stage] = {}
         for i, kind in kinds.items():
             stages[i] = staging.enter_context(targets[i].stage(kind))
@@ -344,7 +345,6 @@ def encode_set(
     one: ParitySet,
     stores: Sequence[Store],
     *,
-    pool: ThreadPoolExecutor,
     pace: Callable[[int], None] | None = None,
 ) -> SetRecord:
     """P and Q of one set, then its document.
@@ -354,7 +354,7 @@ def encode_set(
         StoreError: The root cannot be written.
     """
     objects: list[Descriptor | None] = [*one.members, None, None]
-    made = restore(one, objects, {one.k: root, one.k + 1: root}, stores, pool=pool, pace=pace)
+    made = restore(one, objects, {one.k: root, one.k + 1: root}, stores, pace=pace)
     record = SetRecord(one, (made[one.k].digest, made[one.k + 1].digest))
     put_over(root, one.record_name, record.to_bytes())
     return record

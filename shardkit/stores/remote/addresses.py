@@ -21,6 +21,9 @@ OBJECT_SCHEMES: Final = {
 """Schemes of object stores → the store's kind."""
 
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^\x00-\x20]*)")
+_OBJECT_URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/]*)/?(.*)", re.DOTALL)
+_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f]")
+_LONGEST: Final = 4_000
 _PREFIX: Final = re.compile(r"[A-Za-z0-9_=+,.@-]+(?:/[A-Za-z0-9_=+,.@-]+)*")
 
 
@@ -70,3 +73,40 @@ def parse_address(url: str) -> Address:
                 f"{url!r}: expected a prefix of [A-Za-z0-9_=+,.@-] between slashes; choose another"
             )
     return Address(scheme, f"{user}{at}{host}", path)
+
+
+def split_url(url: str) -> tuple[Address, str]:
+    """The place of an object of somebody else, and its key there; what is behind ``://`` is taken as it is written.
+
+    Returns:
+        For an object store the bucket and the whole key; for anything else the folder and the file's name.
+
+    Raises:
+        UsageError: Not such a URL, or it holds a credential.
+    """
+    match = _OBJECT_URL.fullmatch(url)
+    if match is None or "::" in url:
+        raise UsageError(
+            "URL of an object: expected scheme://bucket/key, one scheme and no control characters"
+        )
+    scheme, host, key = match.groups()
+    address = parse_address(f"{scheme}://{host}/")
+    if address.scheme in OBJECT_SCHEMES.values():
+        check_key(address.url, key)
+        return address, key
+    address = parse_address(url)  # refuses a query, which is where signatures are
+    folder, _, name = key.rpartition("/")
+    check_key(address.url, name)
+    return Address(address.scheme, address.host, folder), name
+
+
+def check_key(where: str, key: str) -> None:
+    """Refuse what is no key of an object of somebody else; UsageError."""
+    if not key or len(key) > _LONGEST or _CONTROL.search(key):
+        raise UsageError(
+            f"{where}: key {key[:200]!r}, expected 1 to {_LONGEST} characters and no control characters"
+        )
+    if {"", ".", ".."} & set(key.split("/")):
+        raise UsageError(
+            f"{where}: key {key[:200]!r} has an empty part, '.' or '..'; give the object another name"
+        )

@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple, NoReturn, Self, TypeVar
 
 from shardkit.errors import IntegrityError, NotFoundError, StoreError, StoreReadOnlyError, UsageError
 from shardkit.stores.file_operations import explained
-from shardkit.stores.remote.addresses import OBJECT_SCHEMES, Address
+from shardkit.stores.remote.addresses import OBJECT_SCHEMES, Address, check_key
 from shardkit.stores.remote.clients import Buffer, Client, Failure, Found, open_client
 from shardkit.stores.store import (
     MAX_OBJECT_BYTES,
@@ -368,6 +368,28 @@ class ObjectStore(DirectStore):
             raise UsageError(
                 f"{name}: {size} bytes, a bucket takes {MAX_OBJECT_BYTES} in one piece; use smaller samples"
             )
+
+
+class ForeignStore(ObjectStore):
+    """Objects of somebody else, listed, looked at and read: adopted tars, and sources of builds.
+
+    A whole bucket, or a folder behind another URL. Its objects have whatever names their owner gave them, but none with
+    empty parts, ``.`` or ``..``.
+    """
+
+    def _check_name(self, name: str) -> None:
+        check_key(self.url, name)
+
+    def list_keys(self, prefix: str) -> Iterator[tuple[str, ObjectStat]]:
+        """Keys below the folder `prefix` (empty, or ending in ``/``), in byte order.
+
+        Raises:
+            StoreError: The store does not answer.
+        """
+        # boto3 lists every key there is; obstore stops at one that has an empty part
+        for found in self._list(prefix, "", self._attesting):
+            if not found.name.endswith("/"):  # the marker of a folder
+                yield found.name, ObjectStat(found.size, None, found.etag)
 
 
 @functools.cache

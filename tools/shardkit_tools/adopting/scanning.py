@@ -22,7 +22,7 @@ from shardkit.errors import FormatError, IntegrityError, NotFoundError, SourceEr
 from shardkit.formats import FieldType, Schema, ShardIndex, Texts, fit_key, xxh3
 from shardkit.formats.reading import tar_column
 from shardkit.formats.schema import decode_json
-from shardkit.stores.remote.foreign import split_url
+from shardkit.stores.remote.addresses import split_url
 from shardkit.stores.store import ObjectStat
 from shardkit_tools.building.source_digests import check_unchanged
 from shardkit_tools.importers.numpy_arrays import read_header

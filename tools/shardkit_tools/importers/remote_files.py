@@ -15,8 +15,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, BinaryIO, cast
 
 from shardkit.errors import MissingDependency, NotFoundError, SourceError, StoreError, UsageError
-from shardkit.stores.remote.addresses import OBJECT_SCHEMES, Address, parse_address
-from shardkit.stores.remote.foreign import ForeignStore, split_url
+from shardkit.stores.remote.addresses import OBJECT_SCHEMES, Address, parse_address, split_url
+from shardkit.stores.remote.object_store import ForeignStore
 from shardkit.stores.store import ObjectStat
 from shardkit.telemetry.redaction import redact
 from shardkit_tools.importers.protocol import SourceFile
