@@ -60,7 +60,6 @@ from shardkit.stores.local import LocalStore, open_store
 from shardkit.stores.store import Store, object_name, parse_object_name, put_over, root_store
 from shardkit.stores.waiting import RateLimiter
 
-_JOBS: Final = 4
 _DAMAGED: Final = (NotFoundError, IntegrityError, FormatError)
 
 Report = Callable[[str, int, int], None]
@@ -78,6 +77,25 @@ class CopyCheck(NamedTuple):
 
 CheckAll = Callable[[Sequence[CopyCheck]], Iterator[CheckResult]]
 """Checks many copies and yields what was found, in their order: by threads, or by other machines."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckSettings:
+    """How copies are checked.
+
+    Attributes:
+        locations: where further copies lie, beside those of the root's table.
+        pace: how fast, and when.
+        jobs: copies checked at once.
+        check_all: checks copies in place of threads here.
+        report: told of progress.
+    """
+
+    locations: Sequence[LocationRecord] = ()
+    pace: RateLimiter = field(default_factory=RateLimiter)
+    jobs: int = 4
+    check_all: CheckAll | None = None
+    report: Report | None = None
 
 
 class Placed(NamedTuple):
@@ -133,11 +151,7 @@ def repair(
     *,
     level: str = "read",
     from_runs: Sequence[str] = (),
-    locations: Sequence[LocationRecord] = (),
-    pace: RateLimiter | None = None,
-    jobs: int = _JOBS,
-    check_all: CheckAll | None = None,
-    report: Report | None = None,
+    settings: CheckSettings | None = None,
 ) -> Repair:
     """Make good what is bad. May be interrupted and called again at any time.
 
@@ -146,11 +160,7 @@ def repair(
         level: how deep every copy is checked: "list", "stored" or "read"; "attested": only those that somebody
             found bad.
         from_runs: run directories with attestations of readers that have no right to write the root.
-        locations: where further copies lie, beside those of the root's table.
-        pace: how fast, and when.
-        jobs: copies checked at once.
-        check_all: checks copies in place of threads here.
-        report: told of progress.
+        settings: how copies are checked.
 
     Raises:
         NotFoundError: there is no repository, or no such run directory.
@@ -159,7 +169,7 @@ def repair(
     """
     if level != "attested" and level not in DEPTHS:
         raise UsageError(f"level {level!r}: expected attested, {', '.join(DEPTHS)}")
-    with Repairer(url, "repair", level, locations, pace, jobs, check_all, report) as work:
+    with Repairer(url, "repair", level, settings) as work:
         looks = read_attestations([work.root, *map(_run_store, from_runs)])
         bad = list(work.check_attested(looks))
         if level != "attested":
@@ -171,9 +181,7 @@ def repair(
     return work.done
 
 
-def repair_listed(
-    url: str, *, level: Depth, pace: RateLimiter, jobs: int = _JOBS, check_all: CheckAll | None = None
-) -> Repair:
+def repair_listed(url: str, *, level: Depth, settings: CheckSettings) -> Repair:
     """Make good what the root lacks and what is wrong anywhere; copies that are not there are left to `replicate`.
 
     Nothing is recorded: whoever replicates need not have the right to write attestations. `level` is that of shards
@@ -181,7 +189,7 @@ def repair_listed(
     """
     if level not in DEPTHS:
         raise UsageError(f"level {level!r}: expected {', '.join(DEPTHS)}")
-    with Repairer(url, None, level, (), pace, jobs, check_all) as work:
+    with Repairer(url, None, level, settings) as work:
         bad = work.check_copies(
             list(work.placed()), lambda one: level if one.name.endswith(_LARGE) else "read"
         )
@@ -220,8 +228,10 @@ class Repairer:
     Opening it repairs the root's documents and metadata, without which the rest cannot be known.
 
     Args:
-        url: see `repair`, as are the others.
+        url: of the root.
         by: who attests what is found; None: nobody does.
+        level: how deep every copy is checked.
+        settings: how.
         heal: False: nothing is repaired.
 
     Attributes:
@@ -245,16 +255,13 @@ class Repairer:
         url: str,
         by: str | None,
         level: str,
-        locations: Sequence[LocationRecord],
-        pace: RateLimiter | None,
-        jobs: int,
-        check_all: CheckAll | None,
-        report: Report | None = None,
+        settings: CheckSettings | None = None,
         *,
         heal: bool = True,
     ) -> None:
-        self._pace, self._check_all, self._report, self._heal = pace or RateLimiter(), check_all, report, heal
-        self.documents = check_documents(open_store(url), locations)
+        how = settings or CheckSettings()
+        self._pace, self._check_all, self._report, self._heal = how.pace, how.check_all, how.report, heal
+        self.documents = check_documents(open_store(url), how.locations)
         healed = self.documents.heal_root() if heal else []
         self.repository = Repository.open(url)
         self.absent = self.documents.absent
@@ -277,7 +284,7 @@ class Repairer:
         for version in self.done.versions:
             self._add(version)
         self.records = Records(None if by is None else self.root, by or "")
-        self._pool = ThreadPoolExecutor(jobs, thread_name_prefix="shardkit-check")
+        self._pool = ThreadPoolExecutor(how.jobs, thread_name_prefix="shardkit-check")
 
     def __enter__(self) -> Repairer:
         return self

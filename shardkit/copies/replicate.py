@@ -26,7 +26,7 @@ from shardkit.copies.placement import (
     live_versions,
     look,
 )
-from shardkit.copies.repair import CheckAll, repair_listed
+from shardkit.copies.repair import CheckSettings, repair_listed
 from shardkit.errors import (
     FormatError,
     IntegrityError,
@@ -136,11 +136,9 @@ def replicate(
     repository: Repository,
     *,
     level: Depth = "stored",
-    pace: RateLimiter | None = None,
+    settings: CheckSettings | None = None,
     dry_run: bool = False,
-    jobs: int = _JOBS,
     copy_all: CopyAll | None = None,
-    check_all: CheckAll | None = None,
     report: Report | None = None,
     versions: Iterable[str] | None = None,
 ) -> Replication:
@@ -152,12 +150,10 @@ def replicate(
     Args:
         repository: opened for writing.
         level: how deep copies of shards and parity that are listed are checked; see `repair`. Metadata is read.
-        pace: how fast, and when.
+        settings: how they are checked; as many objects are copied at once, as fast, within the same hours.
         dry_run: only list what is missing.
-        jobs: objects under way at once.
         copy_all: copies objects in place of threads here.
-        check_all: checks copies in place of threads here.
-        report: progress.
+        report: progress of copying.
         versions: manifest ids; by default all that refs and tags name.
 
     Raises:
@@ -165,10 +161,8 @@ def replicate(
         StoreError: the root does not answer.
         KeyboardInterrupt: the pace was stopped.
     """
-    pace = pace or RateLimiter()
-    fixed = None
-    if not dry_run:
-        fixed = repair_listed(repository.url, level=level, pace=pace, jobs=jobs, check_all=check_all)
+    settings = settings or CheckSettings()
+    fixed = None if dry_run else repair_listed(repository.url, level=level, settings=settings)
     table = read_table(root_store(repository.store), repository.id)
     if table is None:
         raise NotFoundError(
@@ -182,13 +176,13 @@ def replicate(
     chosen = fixed.versions if versions is None else list(versions)
     problem = ""
     try:
-        encode_parity(repository, table, chosen, pace)
+        encode_parity(repository, table, chosen, settings.pace)
     except (StoreFullError, StoreReadOnlyError):
         raise
     except StoreError as error:  # some sets have none: what is lost stops nothing else
         problem = str(error)
     found = look(repository, table, _needed(repository, table, chosen))
-    done = copy_missing(found, pace, jobs, report, copy_all)
+    done = copy_missing(found, settings.pace, settings.jobs, report, copy_all)
     done.healed, done.unchecked = fixed.healed, fixed.unchecked
     done.lag_before += sum(one.num_bytes for one in fixed.healed if one.was == "missing")
     done.lost = sorted({*done.lost, *(one.name for one in fixed.lost)})

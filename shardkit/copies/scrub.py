@@ -8,16 +8,13 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from shardkit.copies.documents import BadCopy, Unchecked
-from shardkit.copies.repair import CheckAll, Placed, Repair, Repairer, Report
+from shardkit.copies.repair import CheckSettings, Placed, Repair, Repairer
 from shardkit.errors import UsageError
 from shardkit.exit_codes import ExitCode
 from shardkit.formats.canonical_json import utc_text
 from shardkit.reading.attestations import Attestation, read_attestations
 from shardkit.reading.objects import CheckResult, Depth
-from shardkit.repository.location_table import LocationRecord
-from shardkit.stores.waiting import RateLimiter
 
-_JOBS: Final = 4
 _AHEAD: Final = 4  # checks under way per job: few, so that the end of the time is the end
 
 
@@ -106,11 +103,7 @@ def scrub(
     time_box_s: float | None = None,
     only: Sequence[str] = (),
     heal: bool = False,
-    locations: Sequence[LocationRecord] = (),
-    pace: RateLimiter | None = None,
-    jobs: int = _JOBS,
-    check_all: CheckAll | None = None,
-    report: Report | None = None,
+    settings: CheckSettings | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Scrub:
     """Check copies that are due, longest waiting first; results go to ``attest/``, as they come.
@@ -124,11 +117,7 @@ def scrub(
         time_box_s: stop after so long; None: check all that is due.
         only: names of locations; all by default.
         heal: repair what is bad, at once.
-        locations: see `repair`.
-        pace: likewise.
-        jobs: likewise.
-        check_all: likewise.
-        report: likewise.
+        settings: how copies are checked.
         clock: seconds.
 
     Raises:
@@ -136,8 +125,8 @@ def scrub(
         UsageError: no location of a name in `only`.
         StoreError: the root does not answer, or cannot be written.
     """
-    started = clock()
-    with Repairer(url, "scrub", depth, locations, pace, jobs, check_all, report, heal=heal) as work:
+    started, settings = clock(), settings or CheckSettings()
+    with Repairer(url, "scrub", depth, settings, heal=heal) as work:
         fixed = work.done
         unknown = sorted(set(only) - work.locations.keys() - work.absent.keys())
         if unknown:
@@ -154,14 +143,14 @@ def scrub(
         bad: list[BadCopy] = []
         number = 0
         while number < len(due) and (until is None or clock() < until):
-            group = [one.copy for one in due[number : number + jobs * _AHEAD]]
+            group = [one.copy for one in due[number : number + settings.jobs * _AHEAD]]
             for copy, result in work.check_each(group, lambda _: depth):
                 number += 1
                 bad += _count(
                     done.locations[copy.location], work.note(copy.location, copy.name, result), result
                 )
-                if report is not None:
-                    report("checked", number, len(due))
+                if settings.report is not None:
+                    settings.report("checked", number, len(due))
         done.remaining = len(due) - number
         for one in due[number:]:
             done.locations[one.copy.location].waits_since(one.last)

@@ -19,7 +19,7 @@ import pytest
 
 import shardkit
 from shardkit.copies.parity_encoding import encode_sets
-from shardkit.copies.repair import repair
+from shardkit.copies.repair import CheckSettings, repair
 from shardkit.copies.scrub import scrub
 from shardkit.copies.verify import verify
 from shardkit.dataset.removing import erase
@@ -336,7 +336,11 @@ class TestScrub:
         while True:
             calls += 1
             done = scrub(
-                str(tmp_path), older_than_s=3_600, time_box_s=2.5, jobs=2, clock=lambda: float(next(ticks))
+                str(tmp_path),
+                older_than_s=3_600,
+                time_box_s=2.5,
+                settings=CheckSettings(jobs=2),
+                clock=lambda: float(next(ticks)),
             )
             seen += done.locations["root"].checked
             if not done.remaining:
@@ -366,7 +370,7 @@ class TestScrub:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(LocalStore, "head", noted)
-            scrub(str(tmp_path), jobs=1)
+            scrub(str(tmp_path), settings=CheckSettings(jobs=1))
         when = {name: row[3] for name, row in zip(names, results, strict=True)}
         looked = list(dict.fromkeys(reversed([name for name in order if name in when])))[::-1]
         assert [when[name] for name in looked] == sorted(when.values())
@@ -495,7 +499,7 @@ def test_levels_and_names_are_checked(tmp_path: Path) -> None:
     with pytest.raises(UsageError):
         repair(str(tmp_path), level="deep")
     record = LocationRecord.parse(f"copy={tmp_path / 'nothing'}")
-    assert repair(str(tmp_path), locations=[record]).exit_code == 3
+    assert repair(str(tmp_path), settings=CheckSettings(locations=[record])).exit_code == 3
 
 
 def test_erasing_takes_the_parity_along(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import shardkit
 from shardkit.copies.collecting import collect
 from shardkit.copies.place import Change, place
 from shardkit.copies.placement import find_needed, live_versions, look
+from shardkit.copies.repair import CheckSettings
 from shardkit.copies.replicate import replicate
 from shardkit.errors import ShardkitError
 from shardkit.reading.inventory import take_inventory
@@ -38,6 +39,7 @@ from shardkit.copies.collecting import collect
 from shardkit.stores.file_operations import substituted
 from shardkit.repository.location_table import LocationRecord
 from shardkit.copies.place import Change, place
+from shardkit.copies.repair import CheckSettings
 from shardkit.copies.replicate import replicate
 from tests.faults.killed_operations import KilledOperations, run_in_child
 
@@ -47,7 +49,7 @@ def build(root, folder):
             writer.add({"value": 500 + number})
 
 def copy(root, folder):
-    replicate(Repository.open(root), jobs=2)
+    replicate(Repository.open(root), settings=CheckSettings(jobs=2))
 
 def move(root, folder):
     change = Change(locations=(LocationRecord.parse(f"c={folder}/c"),), empty=("a",))
@@ -229,7 +231,7 @@ def _calls(folder: Path, work: str) -> int:
 def _work(folder: Path, work: str) -> None:
     repository = Repository.open(folder / "root")
     if work == "replicate":
-        done = replicate(repository, jobs=1)
+        done = replicate(repository, settings=CheckSettings(jobs=1))
         if done.exit_code:
             raise OSError(done.locations[-1].problem)
     else:

@@ -11,7 +11,7 @@ from typing import Any, Self
 import pytest
 
 import shardkit
-from shardkit.copies.repair import repair
+from shardkit.copies.repair import CheckSettings, repair
 from shardkit.copies.replicate import replicate
 from shardkit.copies.scrub import scrub
 from shardkit.errors import ConfigurationError
@@ -75,14 +75,14 @@ def damage(folder: Path, count: int) -> set[str]:
 def test_scrub_and_repair_find_what_threads_find(root: Path) -> None:
     wanted = damage(root.parent / "rack" / "cats", 3)
     with Elsewhere() as engine:
-        found = scrub(str(root), depth="read", check_all=spread_checks(engine))
+        found = scrub(str(root), depth="read", settings=CheckSettings(check_all=spread_checks(engine)))
         plain = scrub(str(root), depth="read")
         assert {n: sorted(one.bad.items()) for n, one in found.locations.items()} == {
             n: sorted(one.bad.items()) for n, one in plain.locations.items()
         }
         assert set(found.locations["mirror"].bad) == wanted
         assert found.locations["root"].checked == found.locations["mirror"].checked > 64  # more than one task
-        healed = repair(str(root), level="read", check_all=spread_checks(engine))
+        healed = repair(str(root), level="read", settings=CheckSettings(check_all=spread_checks(engine)))
     assert {one.name for one in healed.healed} == wanted
     assert scrub(str(root), depth="read").exit_code == 0
 
@@ -115,7 +115,9 @@ def test_a_location_that_a_node_does_not_see_is_not_called_empty(root: Path) -> 
                 mirror.with_name("away").rename(mirror)
 
     with NotMounted() as engine:
-        found = scrub(str(root), depth="read", jobs=64, check_all=spread_checks(engine))
+        found = scrub(
+            str(root), depth="read", settings=CheckSettings(jobs=64, check_all=spread_checks(engine))
+        )
     assert found.exit_code == 3
     assert not found.locations["mirror"].bad
     assert {one.location for one in found.unchecked} == {"mirror"}

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from shardkit.copies.parity_encoding import encode_parity
 from shardkit.copies.place import Change, place
 from shardkit.copies.placement import live_versions, unknown_strata
-from shardkit.copies.repair import CheckAll, CopyCheck
+from shardkit.copies.repair import CheckAll, CheckSettings, CopyCheck
 from shardkit.copies.replicate import CopyAll, CopyTask, Replication, copy_task, replicate
 from shardkit.errors import ConfigurationError, ShardkitError, StoreError, UsageError
 from shardkit.exit_codes import ExitCode
@@ -162,6 +162,7 @@ class Work:
 
     def __init__(self, bandwidth: str | None, between: str | None) -> None:
         self._status = console.StatusLine()
+        self.engine: Engine | None = None  # where threads of this process do not do it
         self._began = self._told = time.monotonic()
         self.pace = RateLimiter(
             parse_bandwidth(bandwidth) if bandwidth else None,
@@ -181,6 +182,12 @@ class Work:
     def tell(self, what: str, done: int, total: int) -> None:
         """Progress of looking at copies, likewise."""
         self._say(f"{what} {done:,} of {count_text(total, 'copy', 'copies')}")
+
+    def checks(self, jobs: int, location: Sequence[str] | None = None) -> CheckSettings:
+        """How copies are checked, those in further places too."""
+        more = tuple(map(LocationRecord.parse, location or ()))
+        check_all = spread_checks(self.engine)
+        return CheckSettings(locations=more, pace=self.pace, jobs=jobs, check_all=check_all, report=self.tell)
 
     def clear(self) -> None:
         self._status.clear()
@@ -311,8 +318,8 @@ def spread_copies(engine: Engine | None) -> CopyAll | None:
 @contextlib.contextmanager
 def copying(
     engine: EngineName, address: str | None, jobs: int | None, bandwidth: str | None, between: str | None
-) -> Iterator[tuple[Work, Engine | None]]:
-    """Work on copies that can be seen and interrupted, and the engine for it; None where threads of this process do it.
+) -> Iterator[Work]:
+    """Work on copies that can be seen and interrupted, by an engine or by threads of this process.
 
     Raises:
         ConfigurationError: a rate or hours were given, which hold for the threads of one process; or an address
@@ -320,7 +327,6 @@ def copying(
         KeyboardInterrupt: after Ctrl-C, and says how to go on.
     """
     with running(bandwidth, between) as work, contextlib.ExitStack() as stack:
-        opened = None
         if engine == "local":
             if address is not None:
                 open_engine("local", None, address)  # says what is wrong with it
@@ -330,5 +336,5 @@ def copying(
                 "use --engine local"
             )
         else:
-            opened = stack.enter_context(open_engine(engine, jobs, address))
-        yield work, opened
+            work.engine = stack.enter_context(open_engine(engine, jobs, address))
+        yield work

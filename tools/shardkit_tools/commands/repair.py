@@ -8,11 +8,10 @@ from shardkit.copies.documents import Lost, Unchecked
 from shardkit.copies.repair import Repair
 from shardkit.copies.repair import repair as repair_root
 from shardkit.copies.scrub import Scrub
-from shardkit.repository.location_table import LocationRecord
 from shardkit.repository.log import parse_dataset_url
 from shardkit_tools import console, options
 from shardkit_tools.console import bytes_text, count_text, short_ids
-from shardkit_tools.copies import copying, spread_checks
+from shardkit_tools.copies import copying
 from shardkit_tools.options import option
 
 _SHOWN = 20
@@ -52,17 +51,13 @@ def repair(
 
     Example: shardkit repair data/cats --from-run runs/7
     """
-    more = [LocationRecord.parse(text) for text in location or ()]
-    with copying(engine, address, jobs, bandwidth, between) as (work, spread):
+    wanted = level or ("attested" if from_run else "read")
+    with copying(engine, address, jobs, bandwidth, between) as work:
         done = repair_root(
             parse_dataset_url(root)[0],
-            level=level or ("attested" if from_run else "read"),
+            level=wanted,
             from_runs=tuple(from_run or ()),
-            locations=more,
-            pace=work.pace,
-            jobs=jobs,
-            check_all=spread_checks(spread),
-            report=work.tell,
+            settings=work.checks(jobs, location),
         )
     console.present(as_json, lambda: checked_document(done), lambda: _print(done), done.exit_code)
 

@@ -10,7 +10,7 @@ from shardkit.repository.log import parse_dataset_url
 from shardkit.repository.repository import Repository
 from shardkit_tools import console, options
 from shardkit_tools.commands.repair import print_unchecked
-from shardkit_tools.copies import copying, print_lag, print_locations, spread_checks, spread_copies
+from shardkit_tools.copies import copying, print_lag, print_locations, spread_copies
 from shardkit_tools.options import option
 
 
@@ -44,15 +44,13 @@ def replicate(
     Example: shardkit replicate data/cats --bandwidth 200MB/s --between 22:00-06:00
     """
     repository = Repository.open(parse_dataset_url(root)[0])
-    with copying(engine, address, jobs, bandwidth, between) as (work, spread):
+    with copying(engine, address, jobs, bandwidth, between) as work:
         done = replicate_root(
             repository,
-            pace=work.pace,
             dry_run=dry_run,
             level=level,
-            jobs=jobs,
-            copy_all=spread_copies(spread),
-            check_all=spread_checks(spread),
+            settings=work.checks(jobs),
+            copy_all=spread_copies(work.engine),
             report=work.report,
         )
     console.present(as_json, done.to_json, lambda: _print(done, root, dry_run=dry_run), done.exit_code)

@@ -8,12 +8,11 @@ from shardkit.copies.scrub import Scrub
 from shardkit.copies.scrub import scrub as scrub_root
 from shardkit.exit_codes import ExitCode
 from shardkit.ranges import parse_duration
-from shardkit.repository.location_table import LocationRecord
 from shardkit.repository.log import parse_dataset_url
 from shardkit_tools import console, options
 from shardkit_tools.commands.repair import checked_document, print_repair, print_unchecked
 from shardkit_tools.console import bytes_text, count_text
-from shardkit_tools.copies import copying, spread_checks
+from shardkit_tools.copies import copying
 from shardkit_tools.options import option
 
 _SHOWN = 20
@@ -57,8 +56,7 @@ def scrub(
     """
     older = None if older_than is None else int(parse_duration(older_than, "--older-than"))
     box = None if time_box is None else parse_duration(time_box, "--time-box")
-    more = [LocationRecord.parse(text) for text in location or ()]
-    with copying(engine, address, jobs, bandwidth, between) as (work, spread):
+    with copying(engine, address, jobs, bandwidth, between) as work:
         done = scrub_root(
             parse_dataset_url(root)[0],
             depth=level,
@@ -66,11 +64,7 @@ def scrub(
             time_box_s=box,
             only=tuple(only or ()),
             heal=heal,
-            locations=more,
-            pace=work.pace,
-            jobs=jobs,
-            check_all=spread_checks(spread),
-            report=work.tell,
+            settings=work.checks(jobs, location),
         )
     console.present(as_json, lambda: _document(done), lambda: _print(done, root), done.exit_code)
 
