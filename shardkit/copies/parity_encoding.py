@@ -14,7 +14,13 @@ from shardkit.errors import (
     UsageError,
 )
 from shardkit.reading.adopted import with_adopted_tars
-from shardkit.reading.inventory import MAX_MEMBERS, VersionRecord, take_inventory, walk_versions
+from shardkit.reading.inventory import (
+    MAX_MEMBERS,
+    take_inventory,
+    version_record,
+    version_record_name,
+    walk_versions,
+)
 from shardkit.reading.objects import check_object
 from shardkit.reading.parity.rebuilding import encode_set
 from shardkit.reading.parity.sets import ParitySet, read_record, sets_of
@@ -68,7 +74,7 @@ def encode_sets(
     root = repository.store
     adopting = with_adopted_tars(root, inventory.manifest)  # tars that lie outside are members as well
     sources = [adopting, *_copies(repository)]
-    put_over(root, VersionRecord(manifest_id, k).name, VersionRecord(manifest_id, k).to_bytes())
+    put_over(root, version_record_name(manifest_id), version_record(manifest_id, k))
     chosen = sets_of(inventory, k, inventory.small(repository.store))
     done = Encoding(sets=len(chosen))
     for one in chosen:

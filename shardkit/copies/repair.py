@@ -29,10 +29,10 @@ from shardkit.reading.adopted import AdoptedStore
 from shardkit.reading.attestations import Attestation, Records, read_attestations
 from shardkit.reading.inventory import (
     Inventory,
-    VersionRecord,
     first_good,
-    read_version_record,
+    read_members,
     take_inventory,
+    version_record,
     version_record_name,
     walk_versions,
 )
@@ -369,11 +369,10 @@ class Repairer:
         """
         version, root = inventory.manifest.id, self.root
         name = version_record_name(version)
-        ask = functools.partial(read_version_record, manifest_id=version)
+        ask = functools.partial(read_members, manifest_id=version)
         if (good := first_good([root], ask)) is not None:
-            return good.members_per_set
-        good = first_good(self.stores[1:], ask)
-        k = None if good is None else good.members_per_set
+            return good
+        k = first_good(self.stores[1:], ask)
         if k is None:
             is_there = root.head(name) is not None
             if not is_there and next(iter(root.list_after("parity/sets/")), None) is None:
@@ -386,7 +385,7 @@ class Repairer:
             if k is None and is_there and self._heal:
                 root.delete(name)
         if k is not None and self._heal:
-            put_over(root, name, VersionRecord(version, k).to_bytes())
+            put_over(root, name, version_record(version, k))
         return k
 
     def restore(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final
 
 from shardkit.copies.documents import BadCopy, Unchecked
 from shardkit.copies.repair import CheckSettings, Placed, Repair, Repairer
@@ -16,15 +16,6 @@ from shardkit.reading.attestations import Attestation, read_attestations
 from shardkit.reading.objects import CheckResult, Depth
 
 _AHEAD: Final = 4  # checks under way per job: few, so that the end of the time is the end
-
-
-class _Due(NamedTuple):
-    """A copy to check."""
-
-    last: str
-    """When it was last checked; "" for never, which comes first."""
-    name: str
-    copy: Placed
 
 
 @dataclass
@@ -143,7 +134,7 @@ def scrub(
         bad: list[BadCopy] = []
         number = 0
         while number < len(due) and (until is None or clock() < until):
-            group = [one.copy for one in due[number : number + settings.jobs * _AHEAD]]
+            group = [copy for _, copy in due[number : number + settings.jobs * _AHEAD]]
             for copy, result in work.check_each(group, lambda _: depth):
                 number += 1
                 bad += _count(
@@ -152,8 +143,8 @@ def scrub(
                 if settings.report is not None:
                     settings.report("checked", number, len(due))
         done.remaining = len(due) - number
-        for one in due[number:]:
-            done.locations[one.copy.location].waits_since(one.last)
+        for last, copy in due[number:]:
+            done.locations[copy.location].waits_since(last)
         if heal:
             done.repair, done.unchecked = fixed, [*fixed.unchecked]
             work.repair_copies(bad)
@@ -169,10 +160,10 @@ def _due(
     only: Sequence[str],
     older_than_s: int | None,
     done: Scrub,
-) -> list[_Due]:
-    """Copies to check, in order."""
+) -> list[tuple[str, Placed]]:
+    """(when it was last checked, copy) of those to check, in order; "", for never, comes first."""
     border = "9" if older_than_s is None else utc_text(time.time() - older_than_s)
-    due: list[_Due] = []
+    due: list[tuple[str, Placed]] = []
     for one in work.placed():
         if only and one.location not in only:
             continue
@@ -180,13 +171,13 @@ def _due(
         there.copies += 1
         look = looks.get(one.location, {}).get(one.name)
         if look is None or look.is_bad:  # what was bad is checked again first
-            due.append(_Due("", one.name, one))
+            due.append(("", one))
         elif look.time <= border:
-            due.append(_Due(look.time, one.name, one))
+            due.append((look.time, one))
         else:
             there.not_due += 1
             there.waits_since(look.time)
-    return sorted(due)
+    return sorted(due, key=lambda one: (one[0], one[1].name, one[1].location))
 
 
 def _count(there: ScrubbedLocation, bad: list[BadCopy], result: CheckResult) -> list[BadCopy]:

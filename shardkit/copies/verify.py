@@ -44,7 +44,7 @@ from shardkit.repository.location_table import own_name, read_table
 from shardkit.repository.log import (
     IDENTITY_NAME,
     LOG,
-    MAX_ENTRY_BYTES,
+    MAX_IDENTITY_BYTES,
     LogEntry,
     check_succession,
     parse_dataset_url,
@@ -212,16 +212,20 @@ class _Verifier:
         for number in range(1, (numbers[-1] if numbers else 0) + 1):
             name = LOG.name(number)
             try:
-                data = store.get(name, max_bytes=MAX_ENTRY_BYTES)
-                newest_now = LogEntry.from_bytes(data, name)
-                _check_place(store, newest_now, number, repository.id, earlier)
+                entry, data = LOG.read(store, number, repository.id)
+                if earlier is not None:
+                    check_succession(*earlier, entry, name)
+                if number == 1 and entry.previous != sha256_digest(
+                    store.get(IDENTITY_NAME, max_bytes=MAX_IDENTITY_BYTES)
+                ):
+                    raise IntegrityError(f"it follows another {IDENTITY_NAME}")
             except ShardkitError as error:
                 finding = _failed(name, f"log entry {number}", error)
                 self.findings.append(dataclasses.replace(finding, action=_RESTORE_LOG))
                 earlier = None
                 continue
             self.entries += 1
-            newest, earlier = newest_now, (newest_now, data)
+            newest, earlier = entry, (entry, data)
         names = {**newest.tags, **newest.refs} if newest else {}
         if ref is None:
             self.versions = dict(sorted(names.items()))
@@ -284,17 +288,6 @@ class _Verifier:
                 digest = table.selection_digest_text(shard) or ""
                 rows = int(table.rows[shard])
                 self.failed(object_name(digest, "selection"), digest, error, rows=rows)
-
-
-def _check_place(
-    store: Store, entry: LogEntry, number: int, repository: str, earlier: tuple[LogEntry, bytes] | None
-) -> None:
-    if entry.n != number or entry.repository != repository:
-        raise IntegrityError(f"it is entry {entry.n} of repository {entry.repository}")
-    if earlier is not None:
-        check_succession(*earlier, entry, LOG.name(number))
-    if number == 1 and entry.previous != sha256_digest(store.get(IDENTITY_NAME, max_bytes=MAX_ENTRY_BYTES)):
-        raise IntegrityError(f"it follows another {IDENTITY_NAME}")
 
 
 def _choose(shards: list[_Shard], share: Fraction, seed: str) -> list[_Shard]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
 
@@ -133,44 +133,30 @@ _PARITY_VERSION: Final = "shardkit-parity-version/1"
 _Found = TypeVar("_Found")
 
 
-class VersionRecord(NamedTuple):
-    """What ``parity/versions/<hex>.json`` says: how a version was cut into sets."""
-
-    manifest: str
-    members_per_set: int
-
-    @property
-    def name(self) -> str:
-        return version_record_name(self.manifest)
-
-    def to_bytes(self) -> bytes:
-        return dumps(
-            {"format": _PARITY_VERSION, "manifest": self.manifest, "members_per_set": self.members_per_set}
-        )
-
-    @classmethod
-    def from_bytes(cls, data: bytes, where: str) -> VersionRecord:
-        """Read a document.
-
-        Raises:
-            FormatError: Not one that shardkit writes.
-        """
-        fields = read_document(
-            data, where, _PARITY_VERSION, ("manifest", "members_per_set"), MAX_RECORD_BYTES
-        )
-        return cls(
-            fields.digest("manifest"), fields.integer("members_per_set", minimum=1, maximum=MAX_MEMBERS)
-        )
+def version_record(manifest_id: str, members: int) -> bytes:
+    """The document that says into sets of how many members a version was cut."""
+    return dumps({"format": _PARITY_VERSION, "manifest": manifest_id, "members_per_set": members})
 
 
-def read_version_record(store: Store, manifest_id: str) -> VersionRecord | None:
-    """How a version was cut into sets; None where it has no parity.
+def parse_version_record(data: bytes, where: str) -> tuple[str, int]:
+    """(manifest id, members of a set) of such a document.
 
     Raises:
-        FormatError: it is damaged, or of another version.
+        FormatError: Not one that shardkit writes.
+    """
+    fields = read_document(data, where, _PARITY_VERSION, ("manifest", "members_per_set"), MAX_RECORD_BYTES)
+    return fields.digest("manifest"), fields.integer("members_per_set", minimum=1, maximum=MAX_MEMBERS)
+
+
+def read_members(store: Store, manifest_id: str) -> int | None:
+    """Members of a set of a version; None where it has no parity.
+
+    Raises:
+        FormatError: the document is damaged, or of another version.
     """
     name = version_record_name(manifest_id)
-    return read_matching(store, name, VersionRecord.from_bytes, lambda found: found.manifest == manifest_id)
+    found = read_matching(store, name, parse_version_record, lambda found: found[0] == manifest_id)
+    return None if found is None else found[1]
 
 
 def read_matching(

@@ -179,10 +179,6 @@ def _size_class(num_bytes: int) -> int:
     return max(0, (max(num_bytes, 1).bit_length() - 15) // 2)
 
 
-class _Wrong(Exception):
-    """Bytes came that are not the right ones."""
-
-
 class ReadPath:
     """Reads over several locations, for one process; threads may share it.
 
@@ -308,8 +304,8 @@ class ReadPath:
         try:
             data = request.read(known.location)
             if not request.check(data):
-                raise _Wrong(f"{request.what}: wrong bytes")
-        except (_Wrong, IntegrityError):
+                raise IntegrityError(f"{request.what}: wrong bytes")
+        except IntegrityError:
             known.failed()
             raise
         except NotFoundError:
@@ -423,7 +419,7 @@ class _Turn:
         name = known.location.name
         try:
             data = future.result()
-        except (_Wrong, IntegrityError) as error:
+        except IntegrityError as error:
             self._path.read_events.note("mismatches", name, what=self._request.what)
             if name not in self._refetched:
                 self._refetched.add(name)

@@ -21,7 +21,7 @@ from shardkit.formats.canonical_json import dumps, sealed
 from shardkit.manifest import Manifest
 from shardkit.reading.adopted import location_name, read_tar_place
 from shardkit.reading.attestations import Attestation, read_attestations
-from shardkit.reading.inventory import VersionRecord
+from shardkit.reading.inventory import parse_version_record
 from shardkit.reading.parity.sets import SetRecord
 from shardkit.repository.garbage_lists import list_seen, put_list, put_seen, read_list
 from shardkit.repository.location_table import CopyMark, LocationTable
@@ -197,7 +197,7 @@ def _kinds(base: Path) -> dict[str, tuple[bytes, Parse]]:
         ),
         "parity version": (
             _found(base, "root/parity/versions/*.json"),
-            lambda data: VersionRecord.from_bytes(data, "here"),
+            lambda data: parse_version_record(data, "here"),
         ),
         "manifest": (_found(base, "root/objects/sha256/*/*.manifest"), Manifest.from_bytes),
         "part": (part.to_bytes(), lambda data: PartLocation.from_bytes(data, "here")),

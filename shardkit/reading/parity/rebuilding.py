@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, StoreError
 from shardkit.manifest import Manifest, ShardTable
-from shardkit.reading.inventory import Inventory, first_good, read_version_record
+from shardkit.reading.inventory import Inventory, first_good, read_members
 from shardkit.reading.objects import BlockRequest
 from shardkit.reading.parity.galois import recover
 from shardkit.reading.parity.sets import ParitySet, SetRecord, read_record, sets_of
@@ -120,11 +120,8 @@ class ParityReads:
     def _record(self, digest: str) -> SetRecord | None:
         """The document of the set of an object, from the first store that has it."""
         if not self._sets:  # what could not be read just now is asked for again
-            version = first_good(
-                self._stores, functools.partial(read_version_record, manifest_id=self._manifest.id)
-            )
-            inventory = Inventory(self._manifest, (self._table,))
-            sets = [] if version is None else sets_of(inventory, version.members_per_set)
+            k = first_good(self._stores, functools.partial(read_members, manifest_id=self._manifest.id))
+            sets = [] if k is None else sets_of(Inventory(self._manifest, (self._table,)), k)
             self._sets = {member.digest: one for one in sets for member in one.members}
         one = self._sets.get(digest)
         if one is None:

@@ -16,7 +16,8 @@ from shardkit.reading.inventory import (
     MAX_RECORD_BYTES,
     Inventory,
     read_matching,
-    read_version_record,
+    read_members,
+    version_record_name,
 )
 from shardkit.stores.store import (
     EXTENSIONS,
@@ -254,10 +255,10 @@ def parity_names(store: Store, inventory: Inventory, *, stores: Sequence[Store] 
     Raises:
         NotFoundError, IntegrityError, FormatError: the version or a document is damaged: nothing may be collected.
     """
-    version = read_version_record(store, inventory.manifest.id)
-    if version is None:
+    k = read_members(store, inventory.manifest.id)
+    if k is None:
         return set()
-    found, k = {version.name}, version.members_per_set
+    found = {version_record_name(inventory.manifest.id)}
     sets = (
         known_sets(store, inventory, k, stores) if stores else sets_of(inventory, k, inventory.small(store))
     )
