@@ -18,18 +18,18 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final, NamedTuple, NoReturn, Self, TypeVar
 
-from shardkit.errors import IntegrityError, NotFoundError, StoreError, StoreReadOnlyError, UsageError
+from shardkit.errors import IntegrityError, NotFoundError, StoreError, StoreReadOnlyError
 from shardkit.stores.file_operations import explained
 from shardkit.stores.remote.addresses import OBJECT_SCHEMES, Address, check_key
 from shardkit.stores.remote.clients import Buffer, Client, Failure, Found, open_client
 from shardkit.stores.store import (
-    MAX_OBJECT_BYTES,
     DirectStore,
     ObjectStat,
     Stage,
     Store,
     check_name,
     check_prefix,
+    check_size,
     is_name,
 )
 from shardkit.stores.waiting import WAITS, RetryPolicy, Wait, pauses
@@ -172,8 +172,12 @@ class ObjectStore(DirectStore):
         """`get_range` without the copy: whatever the client has the bytes in."""
         self._check_name(name)
         self._check_range(name, offset, length)
-        if length == 0:
-            return self._empty_range(name, offset)
+        if length == 0:  # no request asks for nothing
+            stat = self.head(name)
+            if stat is None:
+                self._refuse(name, "read", Failure("absent", ""))
+            self._check_range(name, offset, length, stat.size)
+            return b""
         data = self._try(name, "read", lambda client: client.get_range(name, offset, length))
         self._check_length(name, memoryview(data).nbytes, length)
         return data
@@ -354,20 +358,9 @@ class ObjectStore(DirectStore):
         error.errno = _ERRNO.get(failure.kind, errno.EINVAL)
         raise error
 
-    def _empty_range(self, name: str, offset: int) -> bytes:
-        stat = self.head(name)
-        if stat is None:
-            self._refuse(name, "read", Failure("absent", ""))
-        if offset > stat.size:
-            self._refuse(name, "read", Failure("range", ""))
-        return b""
-
     def _check_put(self, name: str, size: int) -> None:
         self._check_writable(name)
-        if size > MAX_OBJECT_BYTES:
-            raise UsageError(
-                f"{name}: {size} bytes, a bucket takes {MAX_OBJECT_BYTES} in one piece; use smaller samples"
-            )
+        check_size(size)
 
 
 class ForeignStore(ObjectStore):
