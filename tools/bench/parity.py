@@ -14,7 +14,6 @@ import platform
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -80,7 +79,7 @@ def arithmetic() -> list[tuple[str, str]]:
 
 def objects(size: int) -> list[tuple[str, str]]:
     """Whole objects through local stores, with every digest checked: CPU time of all threads."""
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(K) as pool:
+    with tempfile.TemporaryDirectory() as folder:
         store = LocalStore(folder)
         rng = np.random.default_rng(2)
         members = []
@@ -91,13 +90,13 @@ def objects(size: int) -> list[tuple[str, str]]:
             members.append(found)
         one = ParitySet(tuple(members))
         begun, wall = time.process_time(), time.perf_counter()
-        record = encode_set(store, one, [store], pool=pool)
+        record = encode_set(store, one, [store])
         encode_s, encode_wall = time.process_time() - begun, time.perf_counter() - wall
         names = [record.object_at(i) for i in range(K + 2)]
         for i in (1, 6):
             store.delete(names[i].name)
         begun, wall = time.process_time(), time.perf_counter()
-        restore(one, names, {1: store, 6: store}, [store], pool=pool)
+        restore(one, names, {1: store, 6: store}, [store])
         repair_s, repair_wall = time.process_time() - begun, time.perf_counter() - wall
         block = store.get_range(names[3].name, size // 2, PIECE)
         store.delete(names[3].name)
@@ -110,7 +109,7 @@ def objects(size: int) -> list[tuple[str, str]]:
 
         begun = time.process_time()
         digest = hashlib.sha256(block).digest()
-        assert rebuild_range(record, 3, size // 2, PIECE, digest, read, pool) == block
+        assert rebuild_range(record, 3, size // 2, PIECE, digest, read) == block
         block_s = time.process_time() - begun
     total = K * size / 2**20
     encoding = f"{total / encode_s:,.0f} ({total / encode_wall:,.0f} by the clock)"
