@@ -28,6 +28,8 @@ class Faults(NamedTuple):
 
     no_answer: float = 0.01
     """The request was not carried out, or it was and the answer is lost: half of them each."""
+    unanswered_put: float = 0.04
+    """The same of puts of new names, which decide races."""
     throttled: float = 0.01
     refused: float = 0.002
     torn_answer: float = 0.003
@@ -119,7 +121,8 @@ class BucketClient:
                 raise Failure("exists", "HTTP 412")
             self._bucket.put(name, held, write_id, self._scheduler.now)
 
-        self._change(f"put {self._bucket.name}/{name}", carry_out)
+        no_answer = None if write_id is None else self._faults.unanswered_put
+        self._change(f"put {self._bucket.name}/{name}", carry_out, no_answer)
         if write_id is not None and self._scheduler.happens(self._faults.duplicate):
             self._late.append(carry_out)
 
@@ -152,15 +155,16 @@ class BucketClient:
 
     # ---- requests
 
-    def _change(self, what: str, carry_out: Callable[[], None]) -> None:
-        self._begin(what)
-        if self._scheduler.happens(self._faults.no_answer / 2):
+    def _change(self, what: str, carry_out: Callable[[], None], no_answer: float | None = None) -> None:
+        no_answer = self._faults.no_answer if no_answer is None else no_answer
+        self._begin(what, no_answer)
+        if self._scheduler.happens(no_answer / 2):
             carry_out()
             self._scheduler.trace.append("    carried out, the answer is lost")
             raise Failure("no-answer", "timed out")
         carry_out()
 
-    def _begin(self, what: str) -> None:
+    def _begin(self, what: str, no_answer: float | None = None) -> None:
         self._scheduler.request(what)
         if self._late and self._scheduler.happens(0.3):
             late = self._late.pop()
@@ -173,7 +177,7 @@ class BucketClient:
             self._scheduler.now += 1.0
             raise Failure("no-answer", "no connection")
         kinds: tuple[tuple[float, Kind], ...] = (
-            (self._faults.no_answer / 2, "no-answer"),
+            ((self._faults.no_answer if no_answer is None else no_answer) / 2, "no-answer"),
             (self._faults.throttled, "throttled"),
             (self._faults.refused, "refused"),
         )

@@ -297,28 +297,29 @@ MUTATIONS: Final[dict[str, Patch]] = {
 """What is taken out → how."""
 
 FOUND_BY: Final[dict[str, int]] = {
-    "a lost answer counts as a commit": 7,
-    "put-if-absent puts over": 48,
+    "a lost answer counts as a commit": 23,
+    "any entry counts as ours": 531,
+    "put-if-absent puts over": 101,
     "a copy is not checked": 9,
-    "blocks are not checked": 34,
+    "blocks are not checked": 2,
     "only main is alive": 7,
-    "selections are garbage": 9,
-    "indexes are garbage": 3,
-    "erasing deletes before it commits": 2,
-    "files are not synced": 2,
-    "a file's name is not synced": 22,
-    "a folder's name is not synced": 6,
+    "selections are garbage": 7,
+    "indexes are garbage": 5,
+    "erasing deletes before it commits": 3,
+    "files are not synced": 6,
+    "a file's name is not synced": 38,
+    "a folder's name is not synced": 38,
     "a version is committed before its indexes are there": 1,
-    "the last commit wins": 2,
+    "the last commit wins": 3,
     "marking ignores tags": 9,
-    "repair believes what is there": 34,
-    "a killed erasure is forgotten": 7,
-    "tags may be moved": 19,
-    "replication forgets pages": 7,
-    "repair passes over indexes": 9,
-    "what exists after a lost answer is ours": 3057,
+    "repair believes what is there": 9,
+    "a killed erasure is forgotten": 3,
+    "tags may be moved": 189,
+    "replication forgets pages": 5,
+    "repair passes over indexes": 22,
+    "what exists after a lost answer is ours": 168,
 }
-"""Mutation → the first seed that finds it."""
+"""Mutation → a seed that finds it."""
 
 
 @contextlib.contextmanager
