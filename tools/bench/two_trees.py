@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("other", type=Path, help="another checkout")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--scale", type=float, default=1.0, help="of the sources")
-    parser.add_argument("--only", help="jobs whose names hold this, after the builds")
+    parser.add_argument("--only", help="jobs whose names hold this, after the builds and the mirror")
     parser.add_argument("--out", type=Path, help="where the figures go, without an extension")
     options = parser.parse_args()
     trees = {"this": HERE, "other": options.other.resolve()}
@@ -132,7 +132,8 @@ def main() -> None:
         make_sources(source, options.scale)
         plans = {name: list(jobs(source, Path(folder, name))) for name in trees}
         for number, job in enumerate(plans["this"]):
-            if options.only and options.only not in job.name and "build" not in job.name:
+            always = "build" in job.name or "mirror" in job.name
+            if options.only and options.only not in job.name and not always:
                 continue
             figures = found.setdefault(job.name, {name: [] for name in trees})
             for _ in range(1 if "mirror" in job.name else options.repeats):
