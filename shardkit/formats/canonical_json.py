@@ -328,7 +328,9 @@ def seconds_of(text: str) -> int:
     Raises:
         FormatError: there is no such moment.
     """
+    import calendar  # here, for `strptime` brings it, and few ask
+
     try:
-        return int(dt.datetime.strptime(text, _TIME_FORM).replace(tzinfo=dt.UTC).timestamp())
+        return calendar.timegm(time.strptime(text, _TIME_FORM))
     except ValueError:
         raise FormatError(f"{text[:40]!r} is no moment; do not trust whoever wrote it") from None

@@ -13,6 +13,7 @@ import dataclasses
 import os
 import stat
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 from urllib.parse import unquote
@@ -135,6 +136,7 @@ def read_tar_place(store: Store, digest: str) -> Tar | None:
 
 
 _SHARDS: Final = ("objects/", ".tar")
+_THREADS: Final = 16
 _ASKED: Final = (
     64  # shards by which to tell where the tars of a version lie: those of one adoption mostly lie together
 )
@@ -249,12 +251,16 @@ class AdoptedStore(StoreAround):
 
     def any_far(self, names: Iterable[str]) -> bool:
         """Whether any of these shards is known to be a tar behind a URL."""
-        for name in names:
+
+        def is_far(name: str) -> bool:
             with contextlib.suppress(ShardkitError):
                 tar = self.tar(name)
-                if tar is not None and tar.is_far:
-                    return True
-        return False
+                return tar is not None and tar.is_far
+            return False
+
+        # at the same time: a dataset is opened meanwhile, and its root may be a bucket
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardkit-places") as pool:
+            return any(pool.map(is_far, names))
 
     def rewritten(self, name: str) -> str | None:
         """Why an adopted tar may be another than the one that was hashed, by its ETag; None where nothing says so."""
