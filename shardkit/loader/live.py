@@ -116,32 +116,27 @@ class Steps:
 
     def peek(self) -> StepBatches | None:
         """The next step; None where there is none, or where the pipeline was closed."""
+        if self._error is not None:
+            raise self._error
         if self._next is None:
-            self._next = self._wait()
+            started = time.perf_counter()
+            try:
+                self._next = next(self._steps, None)
+            except BaseException as error:
+                self._error = error if isinstance(error, Exception) else _interrupted(error)
+                raise
+            self._waited_s = time.perf_counter() - started
         return self._next
 
     def take(self) -> StepBatches | None:
         """The next step, which is the trainer's from now on."""
-        one, self._next = self._next or self._wait(), None
+        one, self._next = self.peek(), None
         if one is not None:
-            counts, waited = self.counts, self._waited_s
-            counts.last_wait_s = waited
-            counts.consumer_wait_s += waited
-            counts.steps += 1
-            counts.samples += len(one.samples)
+            self.counts.last_wait_s = self._waited_s
+            self.counts.consumer_wait_s += self._waited_s
+            self.counts.steps += 1
+            self.counts.samples += len(one.samples)
         return one
-
-    def _wait(self) -> StepBatches | None:
-        if self._error is not None:
-            raise self._error
-        started = time.perf_counter()
-        try:
-            found = next(self._steps, None)
-        except BaseException as error:
-            self._error = error if isinstance(error, Exception) else _interrupted(error)
-            raise
-        self._waited_s = time.perf_counter() - started
-        return found
 
 
 class Loop(Iterator[Batch]):

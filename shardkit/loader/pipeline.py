@@ -373,11 +373,7 @@ class Pipeline:
         """A step of which nothing but rows as they are stored is wanted."""
         step, rows, lane_counts, parts = gathered
         weight = self._weight(step, rows)
-        batches = [
-            Batch(fields, step=step, lane=lane, samples=samples, slots=slots, weight=weight, valid=valid)
-            for lane, fields, valid, samples, slots in parts
-        ]
-        return self._step_of(step, batches, lane_counts, [])
+        return _together(step, [self._batch(step, weight, *part) for part in parts], lane_counts, [])
 
     def _finish(self, begun: _BegunStep) -> StepBatches:
         """The step as it goes to the trainer; steps are finished in the order in which they were begun."""
@@ -387,13 +383,8 @@ class Pipeline:
             started = time.perf_counter()
             fields, samples = work.finish(part)
             self._counts.transform_s += time.perf_counter() - started
-            batches.append(
-                Batch(
-                    fields, step=begun.step, lane=lane, samples=samples, slots=part.slots, weight=weight,
-                    valid=part.valid,
-                )
-            )  # fmt: skip
-        return self._step_of(begun.step, batches, begun.lane_counts, work.take_replaced())
+            batches.append(self._batch(begun.step, weight, lane, fields, part.valid, samples, part.slots))
+        return _together(begun.step, batches, begun.lane_counts, work.take_replaced())
 
     def _weight(self, step: int, rows: int) -> float:
         plan, world = self._setup.plan, self._setup.topology.world
@@ -404,17 +395,22 @@ class Pipeline:
             everyone = int((plan.step(step) >= 0).sum())
         return rows * world / everyone
 
-    def _step_of(
-        self, step: int, batches: list[Batch], lane_counts: Int64s, replaced: list[dict[str, Any]]
-    ) -> StepBatches:
-        if self._setup.tensors:
-            for batch in batches:
-                to_tensors(batch, pin=self._pin)
-        if len(batches) == 1:
-            samples = batches[0].samples
-        else:
-            samples = np.concatenate([batch.samples for batch in batches]) if batches else _NO_SAMPLES
-        return StepBatches(step, batches, samples, lane_counts, replaced)
+    def _batch(
+        self, step: int, weight: float, lane: int, fields: dict[str, Any], valid: Mapping[str, NDArray[np.bool_]],
+        samples: Int64s, slots: Int64s,
+    ) -> Batch:  # fmt: skip
+        batch = Batch(fields, step=step, lane=lane, samples=samples, slots=slots, weight=weight, valid=valid)
+        return to_tensors(batch, pin=self._pin) if self._setup.tensors else batch
+
+
+def _together(
+    step: int, batches: list[Batch], lane_counts: Int64s, replaced: list[dict[str, Any]]
+) -> StepBatches:
+    if len(batches) == 1:
+        samples = batches[0].samples
+    else:
+        samples = np.concatenate([batch.samples for batch in batches]) if batches else _NO_SAMPLES
+    return StepBatches(step, batches, samples, lane_counts, replaced)
 
 
 class _Background(Generic[T]):

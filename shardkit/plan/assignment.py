@@ -294,22 +294,26 @@ class RankTelemetry(NamedTuple):
     @property
     def cell_s(self) -> float:
         """Seconds per cell: medians, so that single hiccups count for nothing."""
-        from statistics import median  # with what it imports it takes longer than a plan
-
-        return median(self.compute_s) + (median(self.wait_s) if self.wait_s else 0.0)
+        return _median(self.compute_s) + (_median(self.wait_s) if self.wait_s else 0.0)
 
     @property
     def doubt(self) -> float:
         """Standard error of `cell_s` as a share of it, from the median deviation: what noise alone may explain."""
-        from statistics import median
-
         error = 0.0
         for values in (self.compute_s, self.wait_s):
             if values:
-                middle = median(values)
+                middle = _median(values)
                 # 1.4826: deviation to sigma of a normal law; 1.2533: error of a median beside that of a mean
-                error += (1.4826 * 1.2533 * median(abs(v - middle) for v in values) / len(values) ** 0.5) ** 2
+                error += (
+                    1.4826 * 1.2533 * _median([abs(v - middle) for v in values]) / len(values) ** 0.5
+                ) ** 2
         return error**0.5 / self.cell_s if self.cell_s else 0.0
+
+
+def _median(values: Sequence[float]) -> float:
+    from statistics import median  # with what it imports it takes longer than a plan
+
+    return median(values)
 
 
 class Decision(NamedTuple):

@@ -121,7 +121,7 @@ class BucketClient:
                 raise Failure("exists", "HTTP 412")
             self._bucket.put(name, held, write_id, self._scheduler.now)
 
-        no_answer = None if write_id is None else self._faults.unanswered_put
+        no_answer = self._faults.no_answer if write_id is None else self._faults.unanswered_put
         self._change(f"put {self._bucket.name}/{name}", carry_out, no_answer)
         if write_id is not None and self._scheduler.happens(self._faults.duplicate):
             self._late.append(carry_out)
@@ -151,12 +151,12 @@ class BucketClient:
 
     def delete(self, name: str) -> None:
         """See `Client.delete`."""
-        self._change(f"delete {self._bucket.name}/{name}", lambda: self._bucket.delete(name))
+        what = f"delete {self._bucket.name}/{name}"
+        self._change(what, lambda: self._bucket.delete(name), self._faults.no_answer)
 
     # ---- requests
 
-    def _change(self, what: str, carry_out: Callable[[], None], no_answer: float | None = None) -> None:
-        no_answer = self._faults.no_answer if no_answer is None else no_answer
+    def _change(self, what: str, carry_out: Callable[[], None], no_answer: float) -> None:
         self._begin(what, no_answer)
         if self._scheduler.happens(no_answer / 2):
             carry_out()
