@@ -35,7 +35,7 @@ __all__ = ["LoaderCounts", "Pipeline", "StepBatches"]
 T = TypeVar("T")
 Int64s = NDArray[np.int64]
 
-_GROUPS_AHEAD = 1  # beside the one that is gathered and the one that is planned
+_GROUPS_AHEAD = 4  # beside the one that is gathered and the one that is planned
 # A step of at most this size is gathered in the trainer's own `next`: to hand it over would cost as much as it saves.
 _INLINE_BYTES = 8 << 20
 _TOGETHER_BYTES, _LENT_BYTES, _TOGETHER_STEPS = 4 << 20, 1 << 20, 8

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
+import sys
 import threading
 import weakref
 from collections import deque
@@ -325,6 +327,52 @@ def test_who_waits_for_a_block_is_told_that_the_loop_is_stopped() -> None:
     assert [*work(window, [[2], [1]])] == [{2}, {1}]
     assert window.counts.block_loads == 3, "what had begun, and what was asked for since"
     window.close()
+
+
+def test_steps_end_while_other_blocks_are_admitted() -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    class Slow(Blocks):
+        def jobs(self, blocks: Any, addresses: Any, own: Any) -> Any:
+            if 9 in blocks:
+                begun.set()
+                assert go.wait(60), "steps wait for it"
+            return super().jobs(blocks, addresses, own)
+
+    window = window_of(Slow(), budget=4, threads=1)
+    window.begin_loop()
+    one = admitted(window, [[0], [1], [2], [3]])
+    one.wait(3, 1, 60, lambda waited: None)
+    groups: list[GroupBlocks] = []
+    other = threading.Thread(target=lambda: groups.append(admitted(window, [[9]])))
+    other.start()
+    assert begun.wait(60)
+    rows = _Facts(one.which)
+    for step in range(4):
+        assert one.wait(step, 1, 60, lambda waited: None) == range(step, step + 1)
+        assert one.take(range(step, step + 1), [step, step + 1], rows) == [{"blocks": {step}}]
+    go.set()
+    other.join()
+    assert groups[0].wait(0, 1, 60, lambda waited: None) == range(1)
+    assert groups[0].take(range(1), [0, 1], _Facts(groups[0].which)) == [{"blocks": {9}}]
+    assert window.nbytes <= 4, "one of them has left"
+    window.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux only")
+def test_threads_that_load_go_behind_those_of_the_program() -> None:
+    seen: list[int] = []
+
+    def load(block: int) -> GatherColumns:
+        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return LoadedBlock(block)
+
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    window = window_of(Blocks(load), budget=4, threads=2)
+    assert [*work(window, [[0], [1]])] == [{0}, {1}]
+    window.close()
+    assert min(seen) > own or own == 19
+    assert os.getpriority(os.PRIO_PROCESS, 0) == own, "the program stays as it is"
 
 
 def test_a_loaded_block_takes_what_it_is_and_not_what_it_could_have_been() -> None:

@@ -30,7 +30,7 @@ Tell = Callable[[str], None]
 
 _SHARD_BYTES = 256 << 20
 _ROW_BYTES = 100_000
-_GROUPS_AHEAD = 2  # that are planned beside the one whose steps are worked, as in `loader.pipeline`
+_GROUPS_AHEAD = 5  # that are planned beside the one whose steps are worked, as in `loader.pipeline`
 _JOINED = 16  # blocks among which reading ahead finds those that lie end to end (`reading.cache`)
 _LANE_ROWS = 100_000  # what opening a lane's hand for an epoch costs, in rows drawn
 
@@ -201,13 +201,15 @@ def rank_needs(
             break
         most //= 2
     starts = group_starts(steps, most).tolist()
+    groups = [(begin + first, begin + last) for begin in range(0, epochs * steps, steps)
+              for first, last in itertools.pairwise(starts)]  # fmt: skip
     parts = []
-    for begin in range(0, epochs * steps, steps):  # an epoch's groups are planned when it begins
-        for number, (first, last) in enumerate(itertools.pairwise(starts)):
-            group = plan_group(plan, blocks.locate, own, range(begin + first, begin + last))
-            planned = begin + starts[max(0, number - _GROUPS_AHEAD)]
-            ends = (group.first + begin + first, group.last + begin + first)
-            parts.append((*ends, group.blocks, np.full(len(group.blocks), planned)))
+    for number, (first, last) in enumerate(groups):
+        group = plan_group(plan, blocks.locate, own, range(first, last))
+        planned = groups[max(0, number - _GROUPS_AHEAD)][0]
+        parts.append(
+            (group.first + first, group.last + first, group.blocks, np.full(len(group.blocks), planned))
+        )
     return Needs(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
