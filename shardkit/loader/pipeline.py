@@ -117,6 +117,7 @@ class Pipeline:
         self._allocate = allocate
         self._rows_per_step = max(1, setup.plan.cell_size * len(lanes))
         self._bytes_per_step = self._rows_per_step * setup.sources.row_bytes(setup.fields)
+        self._most_steps = most_steps(self._rows_per_step, self._bytes_per_step)
         self._pin = setup.tensors and setup.config.device is None and may_pin()
         self._work = resources.row_work(allocate)
         self._prefetch = self._steps_ahead(prefetch)
@@ -132,7 +133,7 @@ class Pipeline:
         self._ended: float | None = None
         self._current: StepGroup | None = None  # the group that is gathered or waited for
         self._loop = resources.window.begin_loop()
-        self._groups = self._behind("plan", self._planned(epochs), _GROUPS_AHEAD, "plan")
+        self._groups = self._behind("plan", self._planned(epochs), 1, "plan")
         self._ahead: _Background[StepBatches] | None = None
         if self._prefetch:
             self._ahead = self._behind("assembly", self._steps(), self._prefetch, "assemble")
@@ -238,7 +239,6 @@ class Pipeline:
 
         These are loaded while the steps are worked: as early as there is room, in the order of first need.
         """
-        most = most_steps(self._rows_per_step, self._bytes_per_step)
         size = 1  # the first batch waits for one step
         for left in epochs:
             self._resources.window.begin_epoch()
@@ -246,7 +246,7 @@ class Pipeline:
                 started = time.perf_counter()
                 planned: StepGroup | None = self._plan(left[:size])
                 self._counts.plan_s += time.perf_counter() - started
-                left, size = left[size:], min(most, 4 * size)
+                left, size = left[size:], min(self._most_steps, 4 * size)
                 while planned is not None and not self._stopping.is_set():
                     started = time.perf_counter()
                     admitted, planned = self._admit(planned)
@@ -337,8 +337,14 @@ class Pipeline:
     def _gathered(self) -> Iterator[list[_GatheredStep]]:
         """Steps in order, some at a time, as soon as their blocks are there."""
         setup, stall_s = self._setup, self._setup.config.stall_s
+        short = (
+            self._most_steps
+        )  # while groups still grow, planning far ahead would hold up the first batches
         for needed in self._groups:
             self._current = group = needed.group
+            short -= len(group.numbers)
+            if short <= 0 and self._groups.depth < _GROUPS_AHEAD:
+                self._groups.depth = _GROUPS_AHEAD
             rows = RowAddresses(setup.sources.schema, setup.fields, needed.which, group.row, self._allocate)
             offset = 0
             while offset < len(group.numbers):
