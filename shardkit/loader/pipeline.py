@@ -337,9 +337,7 @@ class Pipeline:
     def _gathered(self) -> Iterator[list[_GatheredStep]]:
         """Steps in order, some at a time, as soon as their blocks are there."""
         setup, stall_s = self._setup, self._setup.config.stall_s
-        short = (
-            self._most_steps
-        )  # while groups still grow, planning far ahead would hold up the first batches
+        short = self._most_steps  # first batches would wait for planning far ahead
         for needed in self._groups:
             self._current = group = needed.group
             short -= len(group.numbers)
