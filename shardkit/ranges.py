@@ -39,11 +39,7 @@ class Range:
         return f"{'0, or ' if self.zero else ''}{what} {start} {end}"
 
     def check(self, name: str, value: object, kind: type[Any] = int) -> Any:
-        """``value`` as a number of ``kind``.
-
-        Raises:
-            ConfigurationError: no such number, or outside; names setting, value and range.
-        """
+        """``value`` as a number of ``kind``."""
         number = _plain_number(value, kind)
         if number is None:
             raise ConfigurationError(
@@ -87,9 +83,6 @@ def parse_size(size: int | str) -> int:
     """Bytes of a size such as ``"256MiB"`` or ``"2GB"``; integers pass through.
 
     KB, MB … are powers of ten, KiB, MiB … (and K, M …) powers of two.
-
-    Raises:
-        ConfigurationError: not a size.
     """
     if not isinstance(size, str):
         return int(Range(0, 2**63 - 1).check("size in bytes", size))
@@ -118,15 +111,7 @@ _DURATION = re.compile(r"\s*([0-9]{1,12}(?:\.[0-9]{1,12})?)\s*([a-zµ]*)\s*")
 
 
 def parse_duration(time: object, what: str = "duration") -> float:
-    """Seconds of a time such as ``"30d"``, ``"12h"``, ``"90min"`` or ``"30ms"``; a bare number is seconds.
-
-    Args:
-        time: a number, or a number and one of us, ms, s, m or min, h, d, w.
-        what: how messages name it.
-
-    Raises:
-        ConfigurationError: it is none.
-    """
+    """Seconds of a time such as ``"30d"``, ``"12h"``, ``"90min"`` or ``"30ms"``; a bare number is seconds."""
     if not isinstance(time, str):
         return float(Range(0, 1e30).check(f"{what} in seconds", time, float))
     match = _DURATION.fullmatch(time)

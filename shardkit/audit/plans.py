@@ -85,11 +85,7 @@ def find_plans(record: RunRecord, dataset: str | None = None) -> dict[int, RunPl
 
 
 def open_recorded(record: RunRecord, event: dict[str, Any], dataset: str | None = None) -> Dataset:
-    """The dataset of a recorded plan, at the manifest that the ledger names.
-
-    Raises:
-        ShardkitError: it is not there, is damaged, or is another.
-    """
+    """The dataset of a recorded plan, at the manifest that the ledger names."""
     manifest = str(event["manifest"])
     refused: ShardkitError | None = None
     for place in [dataset] if dataset is not None else _places(record, event):
@@ -186,17 +182,7 @@ def made_again(
     population_of: Callable[[str], Population],
     costs_of: Callable[[str], Costs],
 ) -> Plan:
-    """The plan that the ledger recorded (`plan.history()`), made again.
-
-    Args:
-        history: the first plan's settings, then each amendment.
-        population_of: the rows of a manifest, by its id.
-        costs_of: what they cost, by the plan's ``cost``.
-
-    Raises:
-        PlanError: settings that this version does not know.
-        ShardkitError: a manifest that the plan was over is not to be had.
-    """
+    """The plan that the ledger recorded (`plan.history()`), made again."""
     first, *rest = history
     population, settings = population_of(first["manifest"]), Settings.from_canonical(first["settings"])
     plan = plan_of(settings, population, None if settings.cost is None else costs_of(settings.cost))
@@ -319,18 +305,7 @@ def cell_digests(cells: NDArray[np.int64]) -> tuple[bytes, NDArray[np.int64]]:
 def replay(
     plan: Plan, first: int, last: int, *, jobs: int = 1, coverage: list[Coverage] | None = None
 ) -> Iterator[ReplayedSteps]:
-    """Steps [first, last) of the plan, some at a time, in order.
-
-    Args:
-        plan: which.
-        first: step over the whole run.
-        last: the step behind the last.
-        jobs: processes.
-        coverage: gets one entry per epoch, where the plan has epochs.
-
-    Raises:
-        RunError: a process died.
-    """
+    """Steps [first, last) of the plan, some at a time, in order."""
     counted = coverage is not None and _has_epochs(plan) and plan.population.rows <= MAX_COVERAGE_ROWS
     with ExitStack() as stack:
         if counted:

@@ -106,23 +106,6 @@ def collect(
 
     Safe whatever else happens, whatever clocks say, and however often it is killed (SPEC.md, "Garbage"); the grace only
     spares builds under way the work of putting objects again, and readers of dropped versions a surprise.
-
-    Args:
-        repository: opened for writing.
-        delete: False only looks.
-        grace_s: seconds between being seen unreferenced and being deleted.
-        history_s: versions that a ref or tag named within so many seconds are kept.
-        take_over_s: collections that were begun so long ago and are not ended are taken for killed.
-        settle_s: seconds that a collection taken over goes on for at least, so that its collector, should it live,
-            finds out before anybody relies on what it deletes; 0 where it is known to be dead.
-        clock: seconds since 1970.
-        report: progress.
-
-    Raises:
-        UsageError: a collection is under way, or an erasure was begun and is not finished.
-        NotFoundError, IntegrityError, FormatError: a version cannot be read, so it is not known what it needs:
-            nothing is deleted.
-        StoreError: the root does not answer.
     """
     work = _Collector(repository, report)
     done, store = work.done, work.store
@@ -264,16 +247,8 @@ class _Collector:
 def begin_collection(repository: Repository, put_list: Callable[[LogEntry | None], str | None]) -> str | None:
     """Announce in the log what is going to be deleted: from then on no commit may name any of it.
 
-    Args:
-        repository: open for writing.
-        put_list: for a head, puts the list of objects that nothing names there, and gives its digest; None where there
-            are none. Asked again when another commit came first.
-
     Returns:
         Id of the collection; None where there is nothing to collect.
-
-    Raises:
-        CommitUnknown, StoreError: it is not known, or known not, to have begun.
     """
     identity = uuid.uuid4().hex
 
@@ -292,9 +267,6 @@ def rename_collection(repository: Repository, old: str, new: str | None) -> bool
 
     Returns:
         Whether it was under way.
-
-    Raises:
-        CommitUnknown, StoreError: it may be called again.
     """
 
     def change(head: LogEntry | None) -> Mapping[str, Any] | None:
@@ -341,12 +313,7 @@ def _bytes(store: Store, names: Iterable[str]) -> int:
 
 
 def versions_of(log: Iterable[LogEntry], since: float) -> tuple[set[str], set[str]]:
-    """Versions that refs and tags name now, and those that they named at some time since `since`.
-
-    Args:
-        log: newest first.
-        since: seconds since 1970; an entry before counts if it still was the newest then.
-    """
+    """Versions that refs and tags name now, and those that they named at some time since `since`."""
     now: set[str] | None = None
     recent: set[str] = set()
     for entry in log:
@@ -359,11 +326,7 @@ def versions_of(log: Iterable[LogEntry], since: float) -> tuple[set[str], set[st
 
 
 def mark_live(repository: Repository, log: Iterable[LogEntry], since: float) -> set[str]:
-    """Names of all objects that refs, tags and the history since `since` need, and builds under way have put.
-
-    Raises:
-        NotFoundError, IntegrityError, FormatError: a version cannot be read: nothing may be collected.
-    """
+    """Names of all objects that refs, tags and the history since `since` need, and builds under way have put."""
     now, past = versions_of(log, since)
     # Versions of the past may be gone; what is left of them is no reason to stop.
     return _mark(repository, now) | _mark(repository, past, optional=True) | objects_of_builds(repository)

@@ -147,19 +147,11 @@ class Documents:
         return [BadCopy(one.location, one.name, one.was) for one in self.puts if not one.is_lag]
 
     def heal_root(self) -> list[Healed]:
-        """Put right what the root has wrong.
-
-        Raises:
-            StoreError: it cannot be written.
-        """
+        """Put right what the root has wrong."""
         return [healed for one in self._taken(is_root=True) for healed in _put(one)]
 
     def heal_copies(self, *, is_lag_left: bool = False) -> list[Healed]:
-        """Put right what copies have wrong, and bring them what they lack; what cannot be written is `unchecked`.
-
-        Args:
-            is_lag_left: leave to somebody else what a copy lacks because it is behind.
-        """
+        """Put right what copies have wrong, and bring them what they lack; what cannot be written is `unchecked`."""
         done: list[Healed] = []
         for one in self._taken(is_root=False):
             if is_lag_left and one.is_lag:
@@ -187,11 +179,7 @@ def _put(one: _Put) -> Iterator[Healed]:
 
 
 def check_documents(root: Store, more: Sequence[LocationRecord]) -> Documents:
-    """Check the documents of a root and of its copies; nothing is written.
-
-    Raises:
-        StoreError: the root does not answer.
-    """
+    """Check the documents of a root and of its copies; nothing is written."""
     found = Documents()
     repository = _repository_id(root)
     if not repository or root.head(COPY_NAME) is not None:
@@ -263,12 +251,7 @@ def _held(location: str, store: Store, row: _Row, repository: str) -> _Held:
 
 
 def _chosen(places: Sequence[_Held], *, may_grow: bool = False) -> dict[int, _Document]:
-    """Number → the good document: it names its predecessor, and the root's successor names it.
-
-    Args:
-        places: the root's first.
-        may_grow: whether the row may go on in a copy: nobody commits to one, so the root has lost what it lacks.
-    """
+    """Number → the good document: it names its predecessor, and the root's successor names it."""
     root = places[0]
     own = max((n for place in places if place.location == root.location for n in place.listed), default=0)
     last = max((n for place in places for n in place.listed), default=0) if may_grow else own
@@ -314,14 +297,7 @@ def _compare(places: Sequence[_Held], chosen: dict[int, _Document], found: Docum
 
 
 def _is_ours(store: Store, repository: str, root: Store, *, is_marked: bool = False) -> tuple[bool, str]:
-    """Whether a place holds this repository, else why not: a disk that is not mounted looks like an empty folder.
-
-    Args:
-        store: of the place.
-        repository: id.
-        root: for the message.
-        is_marked: it bears the mark of a copy, so that an identity that is damaged or gone is put there again.
-    """
+    """Whether a place holds this repository, else why not: a disk that is not mounted looks like an empty folder."""
     try:
         if identity_in(store).id == repository:
             return True, ""
@@ -391,12 +367,7 @@ def _identities(
 
 
 def mirror_log(root: Store, copy: Store) -> int:
-    """Copy the entries that a copy lacks; how many.
-
-    Raises:
-        IntegrityError: the copy has an entry that the root has not, or another one of the same number.
-        StoreError: one of the two failed.
-    """
+    """Copy the entries that a copy lacks; how many."""
     entries = list(root.list_after(LOG.prefix))
     held = set(copy.list_after(LOG.prefix))
     foreign = sorted(held - set(entries))
@@ -422,9 +393,6 @@ def mirror_documents(root: Store, copy: Store) -> list[tuple[str, str]]:
 
     Returns:
         (name, "missing" or "wrong") of each.
-
-    Raises:
-        StoreError: one of the two failed.
     """
     done: list[tuple[str, str]] = []
     for folder in _MIRRORED:

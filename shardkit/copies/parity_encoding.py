@@ -54,18 +54,7 @@ def encode_sets(
     k: int = 8,
     pace: Callable[[int], None] | None = None,
 ) -> Encoding:
-    """Give a version parity. What is there already is kept, so a killed call is finished by the next.
-
-    Args:
-        repository: The root, open for writing.
-        manifest_id: Of a version that lies in it and was not merged.
-        k: Members of a set; 2 parity objects each.
-        pace: Called with numbers of bytes read; may sleep, and raise to end the call.
-
-    Raises:
-        UsageError: The version was merged, or k is out of range.
-        StoreError: The root or a target cannot be written.
-    """
+    """Give a version parity. What is there already is kept, so a killed call is finished by the next."""
     if not 1 <= k <= MAX_MEMBERS:
         raise UsageError(f"k={k}: a parity set has 1 to {MAX_MEMBERS} members")
     inventory = take_inventory(repository.store, manifest_id)
@@ -114,11 +103,6 @@ def encode_parity(
     """Encode what is not encoded yet of some versions; how many sets were.
 
     A merged version has no sets of its own, its parts have; those of parts in other roots are their roots' business.
-
-    Raises:
-        StoreError: the root failed; or, once all that can be encoded is, sets are left without parity: a member is
-            lost or did not come.
-        KeyboardInterrupt: the pace was stopped.
     """
     if table.policy.parity is None:
         return 0

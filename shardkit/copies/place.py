@@ -117,12 +117,7 @@ class Placing:
 def changed_table(
     repository: Repository, base: LocationTable | None, change: Change
 ) -> tuple[Policy, tuple[LocationRecord, ...]]:
-    """Policy and locations after a change; nothing is written.
-
-    Raises:
-        UsageError: it names a location that there is not.
-        ConfigurationError: the policy could not be met.
-    """
+    """Policy and locations after a change; nothing is written."""
     root = base.root if base else first_root(root_store(repository.store))
     records = {one.name: one for one in (base.locations if base else (root,))}
     for name in (*change.empty, *change.forget, *change.refill):
@@ -159,22 +154,6 @@ def place(
 
     A killed call changes nothing that matters: copies that were made stay and are found again; the table is committed
     only when all copies are there that it asks for; deleting goes on with the next call.
-
-    Args:
-        repository: opened for writing.
-        change: what is wanted; an empty one only deletes what is due.
-        pace: how fast, and when.
-        dry_run: only look.
-        grace_s: surplus copies are deleted when the table is so old.
-        message: why.
-        author: who.
-        report: progress of copying.
-        clock: seconds since 1970.
-
-    Raises:
-        UsageError, ConfigurationError: a change that cannot be carried out.
-        CommitConflict: somebody else changed the locations meanwhile.
-        StoreError: copies that the new table asks for could not be made; the old one holds.
     """
     pace = pace or RateLimiter()
     base = read_table(root_store(repository.store), repository.id)
@@ -235,11 +214,7 @@ def _check_strata(repository: Repository, base: LocationTable | None, policy: Po
 
 
 def undo(repository: Repository, **options: Any) -> Placing:
-    """Put locations and policy back to what they were before the newest table; what was deleted is copied again.
-
-    Raises:
-        UsageError: there is nothing to undo.
-    """
+    """Put locations and policy back to what they were before the newest table; what was deleted is copied again."""
     tables = read_tables(root_store(repository.store), repository.id)
     if len(tables) < 2:
         raise UsageError(f"{repository.url}: there is no earlier placement to go back to")
@@ -322,9 +297,6 @@ def drop_surplus(
 
     "Good" is what the store's own checksum says, freshly asked, or a read of every byte. A listing proves nothing, nor
     does an old attestation.
-
-    Raises:
-        KeyboardInterrupt: the pace was stopped.
     """
     done = Drops()
     domains = {one.name: one.domain for one in table.locations}
@@ -360,17 +332,6 @@ def promote(
     """Make a copy the root: commits go there from now on, and `replicate` brings it what it lacks.
 
     What was committed after the log was last copied is lost with the old root. May be killed and called again.
-
-    Args:
-        url: of the copy.
-        copies: of the new policy, where the old one needs more failure domains than are left.
-        message: why.
-        author: who.
-
-    Raises:
-        UsageError: it is no copy, or the root answers.
-        ConfigurationError: the policy cannot be met without the old root; give fewer copies.
-        StoreError: the copy cannot be written.
     """
     store = open_store(url)
     mark = read_mark(store)

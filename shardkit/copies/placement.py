@@ -80,17 +80,7 @@ def find_needed(
     *,
     stores: Sequence[Store] | None = None,
 ) -> dict[str, Needed]:
-    """Name → what is needed, of some versions, their parts in this root, and their parity.
-
-    Args:
-        repository: that holds them.
-        table: locations and policy.
-        versions: manifest ids.
-        stores: see `parity_names`.
-
-    Raises:
-        NotFoundError, IntegrityError, FormatError: a manifest or page is gone or damaged everywhere.
-    """
+    """Name → what is needed, of some versions, their parts in this root, and their parity."""
     found: dict[str, Needed] = {}
     for inventory in walk_versions(repository.store, versions):
         parity = parity_names(repository.store, inventory, stores=stores)
@@ -122,9 +112,6 @@ def unknown_strata(repository: Repository, names: Iterable[str]) -> dict[str, st
     """Names of critical strata that no version, nor part of one in this root, has → which there are, for a message.
 
     Empty while there is no version.
-
-    Raises:
-        NotFoundError, IntegrityError, FormatError: a manifest or page is gone or damaged everywhere.
     """
     wanted, versions = list(names), live_versions(repository)
     if not wanted or not versions:
@@ -189,9 +176,6 @@ def placement(
     Returns:
         As many as the policy asks for, in distinct failure domains; fewer where there are fewer domains. All of them
         for metadata.
-
-    Raises:
-        ConfigurationError: there is no location.
     """
     if not locations:
         raise ConfigurationError("no location to place objects in; name the root first")
@@ -345,14 +329,7 @@ class Holdings:
         return [one for one in self.stores.values() if name in self.held[one.name]]
 
     def fill(self, names: Collection[str] | None = None) -> None:
-        """Find out what each location holds; one that does not answer is left out.
-
-        Args:
-            names: of the objects that are asked for, one by one; None lists all.
-
-        Raises:
-            StoreError: the root does not answer.
-        """
+        """Find out what each location holds; one that does not answer is left out."""
 
         def ask(location: Location) -> set[str] | ShardkitError:
             try:
@@ -388,15 +365,6 @@ def look(
     """List all locations and compare: the one place that tells how far copies are below the policy.
 
     What a location does not answer counts as missing there: a policy is met by copies that are known of.
-
-    Args:
-        repository: opened in any way.
-        table: what belongs where.
-        needed: the objects that are looked for.
-        listing: False asks for each object by name: for a few objects in a large root.
-
-    Raises:
-        StoreError: the root does not answer.
     """
     found = Holdings(repository, table.locations)
     found.fill(None if listing else list(needed))

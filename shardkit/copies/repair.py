@@ -153,20 +153,7 @@ def repair(
     from_runs: Sequence[str] = (),
     settings: CheckSettings | None = None,
 ) -> Repair:
-    """Make good what is bad. May be interrupted and called again at any time.
-
-    Args:
-        url: of the root.
-        level: how deep every copy is checked: "list", "stored" or "read"; "attested": only those that somebody
-            found bad.
-        from_runs: run directories with attestations of readers that have no right to write the root.
-        settings: how copies are checked.
-
-    Raises:
-        NotFoundError: there is no repository, or no such run directory.
-        UsageError: an unknown level.
-        StoreError: the root does not answer, or cannot be written.
-    """
+    """Make good what is bad. May be interrupted and called again at any time."""
     if level != "attested" and level not in DEPTHS:
         raise UsageError(f"level {level!r}: expected attested, {', '.join(DEPTHS)}")
     with Repairer(url, "repair", level, settings) as work:

@@ -146,20 +146,6 @@ def replicate(
 
     Each copy is verified by its digest while it is made, and has its name only then; so this may be killed at any
     moment and called again.
-
-    Args:
-        repository: opened for writing.
-        level: how deep copies of shards and parity that are listed are checked; see `repair`. Metadata is read.
-        settings: how they are checked; as many objects are copied at once, as fast, within the same hours.
-        dry_run: only list what is missing.
-        copy_all: copies objects in place of threads here.
-        report: progress of copying.
-        versions: manifest ids; by default all that refs and tags name.
-
-    Raises:
-        NotFoundError: the root has no locations.
-        StoreError: the root does not answer.
-        KeyboardInterrupt: the pace was stopped.
     """
     settings = settings or CheckSettings()
     fixed = None if dry_run else repair_listed(repository.url, level=level, settings=settings)
@@ -312,9 +298,6 @@ def copies_of_commit(
 
     Sync: all that the policy asks for, parity included. Hybrid: those of metadata and of shards with critical strata.
     Async: none beside the root's.
-
-    Raises:
-        StoreError: a copy could not be made; nothing was committed.
     """
     mode = table.policy.mode
     if mode == "async":

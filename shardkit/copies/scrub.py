@@ -100,21 +100,6 @@ def scrub(
     """Check copies that are due, longest waiting first; results go to ``attest/``, as they come.
 
     May be interrupted at any time: the next call begins with what this one did not reach.
-
-    Args:
-        url: of the root.
-        depth: "stored": by the store's own checksums where it keeps some, else by reading; "read": by reading.
-        older_than_s: what was checked less long ago is not due; None: everything is due.
-        time_box_s: stop after so long; None: check all that is due.
-        only: names of locations; all by default.
-        heal: repair what is bad, at once.
-        settings: how copies are checked.
-        clock: seconds.
-
-    Raises:
-        NotFoundError: there is no repository.
-        UsageError: no location of a name in `only`.
-        StoreError: the root does not answer, or cannot be written.
     """
     started, settings = clock(), settings or CheckSettings()
     with Repairer(url, "scrub", depth, settings, heal=heal) as work:

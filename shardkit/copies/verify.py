@@ -134,20 +134,7 @@ def verify(
     jobs: int | None = None,
     report: Callable[[int, int], None] | None = None,
 ) -> Verification:
-    """Verify a dataset where it lies. Nothing is written.
-
-    Args:
-        url: ``ROOT`` for all refs and tags, ``ROOT@REF`` for one version.
-        level: how deep; see above.
-        sample: which share of the shards is checked, above 0, at most 1; all metadata always is.
-        seed: of the sample; by default a new one each time, so that repeated samples see different shards.
-        jobs: how many shards are read at once; by default one per processor.
-        report: called with (shards done, shards in all).
-
-    Raises:
-        NotFoundError: there is no repository, or no such version.
-        UsageError: an unknown level, or a share out of range.
-    """
+    """Verify a dataset where it lies. Nothing is written."""
     share = Fraction(str(sample))
     if level not in LEVELS or not 0 < share <= 1:
         raise UsageError(

@@ -92,11 +92,7 @@ class About:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> About:
-        """Read an object whose digest has been checked.
-
-        Raises:
-            FormatError: not what `to_bytes` writes.
-        """
+        """Read an object whose digest has been checked."""
         document = read_document(data, "about", _FORMAT, (*_HEAD, "terms", "strata"), MAX_ABOUT_BYTES)
         strata: list[tuple[str, Terms]] = []
         for item in document.items("strata", maximum=_MAX_STRATA):
@@ -116,17 +112,7 @@ _HEAD: Final = ("name", "description", "version", "homepage")
 
 
 def parse_about(document: Mapping[str, Any], where: str = "about") -> About:
-    """What a parsed ``about.toml`` says.
-
-    Args:
-        document: name, description, version, homepage, licence, source, contact, citation, note; and a table
-            ``stratum`` of tables with the last five.
-        where: how messages name it.
-
-    Raises:
-        ConfigurationError: an unknown key (the nearest known one is named), a value that is no text, or a URL with a
-            credential in it.
-    """
+    """What a parsed ``about.toml`` says."""
     given = _checked(document, (*_HEAD, *_TERMS, "stratum"), where)
     strata = given.pop("stratum", {})
     if not isinstance(strata, Mapping):
@@ -147,12 +133,7 @@ def parse_about(document: Mapping[str, Any], where: str = "about") -> About:
 
 
 def given_about(about: About | Mapping[str, Any] | str | os.PathLike[str] | None) -> About | None:
-    """An about as callers give it: a file, or what one would say.
-
-    Raises:
-        SourceError: the file cannot be read, or is not TOML.
-        ConfigurationError: see `parse_about`.
-    """
+    """An about as callers give it: a file, or what one would say."""
     if about is None or isinstance(about, About):
         return about
     if isinstance(about, Mapping):
@@ -167,11 +148,7 @@ def given_about(about: About | Mapping[str, Any] | str | os.PathLike[str] | None
 
 
 def check_strata(about: About, strata: Collection[str]) -> None:
-    """Refuse terms of strata that the dataset does not have: a misspelt name would leave its samples unlicensed.
-
-    Raises:
-        ConfigurationError: names the nearest stratum.
-    """
+    """Refuse terms of strata that the dataset does not have: a misspelt name would leave its samples unlicensed."""
     for pattern, _ in about.strata:
         if pattern not in strata and not any(fnmatchcase(name, pattern) for name in strata):
             near = difflib.get_close_matches(pattern, list(strata), n=1)
@@ -293,11 +270,7 @@ def joined_sources(one: SourcesObject, other: SourcesObject) -> SourcesObject:
 
 
 def unpack_sources(data: bytes) -> SourcesObject:
-    """Read an object whose digest has been checked.
-
-    Raises:
-        FormatError: the bytes are not those of `pack_sources`.
-    """
+    """Read an object whose digest has been checked."""
     unpacked = unpack_columns(data, _KIND)
     arrays, meta = unpacked.arrays, unpacked.meta
     if set(arrays) != {"name_data", "name_offset", "size", "sha256"} or set(meta) != {"files", "skipped"}:

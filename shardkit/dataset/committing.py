@@ -66,12 +66,7 @@ class Destination:
         message: str = "",
         author: str = "",
     ) -> Destination:
-        """Note where the refs stand; for an append, load what it is appended to.
-
-        Raises:
-            NotFoundError: there is no ref to append to.
-            UsageError: a ref names samples of another schema, or a base of another kind.
-        """
+        """Note where the refs stand; for an append, load what it is appended to."""
         base = load_base(repository, ref, version) if append else None
         expected = (
             base.expected
@@ -92,14 +87,7 @@ class MadeVersion:
 
 
 def write_version(to: Destination, version: NewVersion, columns: Sequence[Rows], parts: Parts) -> Manifest:
-    """Lay rows out, write their shards and commit them, in one process.
-
-    Raises:
-        UsageError: there are no rows.
-        SampleError: two rows have the same key.
-        StoreError: the root or the scratch disk failed; nothing was committed.
-        CommitConflict: another commit moved the ref meanwhile.
-    """
+    """Lay rows out, write their shards and commit them, in one process."""
     rows = join_parts(columns)
     if not len(rows):
         raise UsageError("no sample was added; a dataset holds at least one")
@@ -112,11 +100,7 @@ def write_version(to: Destination, version: NewVersion, columns: Sequence[Rows],
 
 
 def make_manifest(repository: Repository, plan: VersionPlan, shards: Sequence[ShardRecord]) -> MadeVersion:
-    """Put the pages and manifests of a version whose shards are published, their strata by their numbers in `Rows`.
-
-    Raises:
-        StoreError: the store failed; no ref was moved.
-    """
+    """Put the pages and manifests of a version whose shards are published, their strata by their numbers in `Rows`."""
     base = plan.base
     numbered = (one._replace(segment_stratum=plan.of_stratum[one.segment_stratum]) for one in shards)
     table = ShardTable.from_records(numbered)
@@ -131,11 +115,7 @@ def make_manifest(repository: Repository, plan: VersionPlan, shards: Sequence[Sh
 
 
 def commit_version(to: Destination, made: MadeVersion) -> Moved:
-    """Move the ref, and one ref per split, to a version.
-
-    Raises:
-        CommitConflict, CommitUnknown, StoreError: see `move_refs`.
-    """
+    """Move the ref, and one ref per split, to a version."""
     wanted = {name: manifest.id for name, manifest in made.splits.items()} | {to.ref: made.manifest.id}
     said = to.message or f"{made.manifest.rows} rows"
     return move_refs(to.repository, wanted, to.expected, message=said, author=to.author)
@@ -232,17 +212,7 @@ NOT_MOVED = Moved(None, {})
 def standing_refs(
     repository: Repository, refs: Iterable[str], schema: Schema | None = None, *, replace: bool = False
 ) -> Standing | None:
-    """Where refs stand before a version is made that they are going to name: what `move_refs` expects.
-
-    Args:
-        repository: that holds them.
-        refs: their names.
-        schema: of the version; None: any may be replaced.
-        replace: whatever they name may be replaced, what comes meanwhile included: nothing is expected.
-
-    Raises:
-        UsageError: a ref names samples of another schema.
-    """
+    """Where refs stand before a version is made that they are going to name: what `move_refs` expects."""
     if replace:
         return None
     now = repository.refs
@@ -259,19 +229,7 @@ def standing_refs(
 def move_refs(
     repository: Repository, wanted: Mapping[str, str], expected: Standing | None, *, message: str, author: str
 ) -> Moved:
-    """Move refs to the versions that they are to name, all or nothing.
-
-    Args:
-        repository: that holds the versions.
-        wanted: ref → manifest id.
-        expected: where they must stand, unless they are there already; None: wherever they stand now.
-        message: of the commit.
-        author: of the commit.
-
-    Raises:
-        CommitConflict: a ref was moved meanwhile; says to what, and how this version can be named all the same.
-        CommitUnknown, StoreError: see `Repository.commit`.
-    """
+    """Move refs to the versions that they are to name, all or nothing."""
     now = repository.refs
     if wanted.items() <= now.items():
         return NOT_MOVED
@@ -352,10 +310,6 @@ def write_shard(
     """Write and publish one shard and its index; what is published already is left as it is.
 
     `gather_bytes` of scratch are in memory at a time; `on_block` is told (rows, payload bytes) after a few blocks.
-
-    Raises:
-        StoreError: the store or the scratch disk fails; nothing torn is published.
-        IntegrityError: a scratch record changed.
     """
 
     def blocks() -> Iterator[RowBlock]:
@@ -393,9 +347,6 @@ def publish_shard(
 
     A block is hashed and written by other threads while the next one is read and encoded, unless there is so little to
     come that threads would not pay (`is_small`).
-
-    Raises:
-        StoreError: the store fails; nothing torn is published.
     """
     kind = extension(format, compression)
     with (
@@ -507,11 +458,7 @@ class WriteBehind:
         self.hashing: Executor | None = None if is_small else ThreadPoolExecutor(1, "hash")
 
     def write(self, data: bytes | memoryview, /) -> None:
-        """Take bytes.
-
-        Raises:
-            StoreError: an earlier piece could not be written.
-        """
+        """Take bytes."""
         if self._writing is None:
             self._put([data])
             return
@@ -535,11 +482,7 @@ class WriteBehind:
         return self.hashing.submit(work).result
 
     def flush(self) -> None:
-        """Wait until everything is with the sink.
-
-        Raises:
-            StoreError: a piece could not be written.
-        """
+        """Wait until everything is with the sink."""
         if self._writing is not None and self._taken:
             self._hand_over(self._writing)
         while self._unwritten:

@@ -34,11 +34,7 @@ _READERS: Final = 8
 
 
 def parse_costs(text: str | Sequence[str], schema: Schema) -> tuple[str, ...]:
-    """Expressions, without spaces, sorted, each once.
-
-    Raises:
-        UsageError: one is no cost of such samples.
-    """
+    """Expressions, without spaces, sorted, each once."""
     texts = [text] if isinstance(text, str) else list(text)
     return tuple(sorted({CostFormula(one, schema).canonical for one in texts}))
 
@@ -49,9 +45,6 @@ def put_costs(
     """Make the costs of the rows of a table durable, for a manifest to name.
 
     Sizes and lengths of tar shards come from their indexes; for all else the blocks are read, each verified.
-
-    Raises:
-        UsageError: a row's cost is 2**32 or more, or a field has values below zero.
     """
     made = []
     for text in expressions:
@@ -71,11 +64,7 @@ def write_piece(expression: str, shards: int, codes: NDArray[np.uint8]) -> bytes
 
 
 def read_piece(repository: Repository, expression: str, piece: CostPiece) -> NDArray[np.uint8]:
-    """(rows,) uint8 of a piece, verified.
-
-    Raises:
-        NotFoundError, IntegrityError, FormatError: it is gone, damaged, or of something else.
-    """
+    """(rows,) uint8 of a piece, verified."""
     data = repository.get_object(piece.digest, _KIND, piece.size)
     columns = unpack_columns(data, _KIND, max_raw_bytes=piece.rows)
     codes = columns.arrays.get("code")
@@ -106,9 +95,6 @@ def costs_of(dataset: Samples, text: str) -> Costs:
 
     Read when it is asked for: pieces of `put_costs` where the version has them, else the indexes of the shards, if
     those have all that the expression needs.
-
-    Raises:
-        UsageError: not such an expression, no such field, a cost of 2**32 or more, or costs that nobody has put.
     """
     formula = CostFormula(text, dataset.schema)
     starts = np.concatenate(([0], np.cumsum(dataset.table.rows)))
@@ -189,11 +175,7 @@ def _of_indexes(reader: BlockReader, formula: CostFormula, shard: int) -> NDArra
 
 
 def _pieces(dataset: Samples, expression: str) -> list[tuple[Repository, CostPiece]]:
-    """Those of all parts and where each lies; none where a part lacks them.
-
-    Raises:
-        UsageError: they do not cover the rows: something that does not know costs has changed the version.
-    """
+    """Those of all parts and where each lies; none where a part lacks them."""
     found: list[tuple[Repository, CostPiece]] = []
     for part in dataset.version.parts:
         costs = next((one for one in part.manifest.costs if one.expression == expression), None)

@@ -408,11 +408,7 @@ def population_of(manifest: Manifest, table: ShardTable) -> Population:
 
 
 def check_plan(plan: object, manifest_id: str) -> None:
-    """Refuse what is no plan of this version.
-
-    Raises:
-        UsageError: no plan at all, such as the size of a batch, or that of another version.
-    """
+    """Refuse what is no plan of this version."""
     if not isinstance(plan, Plan):
         batch = plan if isinstance(plan, int) and not isinstance(plan, bool) and plan > 0 else 512
         raise UsageError(

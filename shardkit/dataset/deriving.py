@@ -26,21 +26,8 @@ def merge_datasets(
     Merging the same parts again moves nothing but what the root remembers of where they lie: that is how a
     part that has moved is found again.
 
-    Args:
-        parts: name → ``ROOT[@REF]``; the name becomes the first axis of the strata.
-        root: made if it is not there; may be one that holds parts.
-        ref: that is moved to the merged version.
-        message: of the commit.
-        author: of the commit.
-
     Returns:
         The manifest, and what the commit did.
-
-    Raises:
-        NotFoundError: a part is not there.
-        SchemaError: the parts have different schemas.
-        UsageError: a part is merged itself, or a name is no name.
-        StoreError, CommitConflict: the root refused.
     """
     if not parts:
         raise UsageError("merge: no parts; name at least one dataset")

@@ -82,11 +82,7 @@ class ExtentColumn:
 
 
 def file_state(path: str) -> int:
-    """A number that is another one after any write to a file, also by somebody who sets its times back.
-
-    Raises:
-        SourceError: the file is gone.
-    """
+    """A number that is another one after any write to a file, also by somebody who sets its times back."""
     try:
         found = os.stat(path)
     except OSError as error:
@@ -158,17 +154,7 @@ class RowEncoder:
         *,
         where: str,
     ) -> EncodedRow:
-        """Encode one sample.
-
-        Args:
-            sample: field → value; of a bytes field also an `Extent`.
-            key: any text that is unique in the dataset, or None.
-            source: (name, row) where it comes from, or None.
-            where: what to call the sample in messages.
-
-        Raises:
-            SampleError: names the sample, the field and the value that do not fit.
-        """
+        """Encode one sample."""
         payloads = self._payloads(sample, where)
         fitted = None if key is None else self._fit(key, where)
         raw_bytes = self.raw_bytes(
@@ -232,17 +218,7 @@ class RowEncoder:
         return fitted
 
     def text(self, axis: str, value: Any, where: str, *, is_stored: bool = False) -> str:
-        """The value of a field as the name of a stratum.
-
-        Args:
-            axis: a field of those by which rows are stratified or split.
-            value: that encodes.
-            where: what to call the sample in messages.
-            is_stored: the value of a date, time or decimal is the number that stands for it.
-
-        Raises:
-            SampleError: there is no such class, or the text is empty or too long.
-        """
+        """The value of a field as the name of a stratum."""
         if axis == CLASS_AXIS:
             number = int(value)
             if not 0 <= number < len(self.classes):
@@ -360,13 +336,6 @@ def encode_columns(
     encoder: RowEncoder, columns: Mapping[str, NDArray[Any] | ExtentColumn], source_name: str, first_row: int
 ) -> EncodedRows | None:
     """Encode samples that are rows of arrays.
-
-    Args:
-        encoder: of the dataset.
-        columns: stored column → array (n, *shape of the field), or where such rows are in the source; not of a field by
-            which rows are stratified or split.
-        source_name: where they come from.
-        first_row: of the first of them, there.
 
     Returns:
         None where they have to be encoded one by one.

@@ -52,12 +52,7 @@ def plan_erasure(
     reason: str,
     author: str,
 ) -> ErasurePlan:
-    """Find every copy of some rows, and what cannot be reached from here; nothing is written.
-
-    Raises:
-        UsageError: too many rows for one call, or no sample of the version would be left.
-        IntegrityError: a row that is to be found elsewhere too cannot be read.
-    """
+    """Find every copy of some rows, and what cannot be reached from here; nothing is written."""
     samples = sum(map(len, rows.values()))
     if samples > _MAX_ROWS:
         raise UsageError(f"{samples} samples are to be erased; give at most {_MAX_ROWS} at a time")
@@ -74,12 +69,7 @@ def plan_erasure(
 
 
 def erase_rows(repository: Repository, plan: ErasurePlan) -> ErasureReport:
-    """Carry out a plan, from wherever an earlier attempt was killed.
-
-    Raises:
-        CommitConflict: others commit to the same refs again and again.
-        CommitUnknown, StoreError: the store failed; the same call goes on later.
-    """
+    """Carry out a plan, from wherever an earlier attempt was killed."""
     journal = Journal(repository, plan)
     told = journal.report()
     if told is not None:
@@ -272,16 +262,7 @@ _MOST_LOST = 2  # that a set gives back
 
 
 def delete_parity(repository: Repository, report: ErasureReport, live: set[str]) -> None:
-    """Delete the parity of every set that holds what is erased: it gives its members back (parity SPEC.md §6).
-
-    Args:
-        repository: open for writing.
-        report: names of what is deleted; gets those of the parity.
-        live: names of all objects that some version needs.
-
-    Raises:
-        IntegrityError: an object that a ref or tag needs is good nowhere, and this parity can still make it again.
-    """
+    """Delete the parity of every set that holds what is erased: it gives its members back (parity SPEC.md §6)."""
     store = repository.store
     if next(iter(store.list_after("parity/sets/")), None) is None and not any(
         name.endswith(".parity") for name in store.list_after("objects/")
@@ -326,17 +307,7 @@ def _check_others(repository: Repository, records: Sequence[SetRecord], named: s
 def delete_from_copies(
     repository: Repository, names: Sequence[str], live: set[str], not_reached: list[str]
 ) -> None:
-    """Delete objects from every location of a root.
-
-    Args:
-        repository: open for writing.
-        names: of objects that are deleted in the root.
-        live: names of those that some version needs.
-        not_reached: gets a note for what lies in a location and is named by nothing.
-
-    Raises:
-        StoreError: a location does not answer; the erasure goes on with the next call.
-    """
+    """Delete objects from every location of a root."""
     root = root_store(repository.store)
     table = read_table(root, repository.id)
     if table is None:

@@ -32,11 +32,7 @@ _QUOTED = re.compile(r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|(`(?:[^`]|``)+`)"
 
 
 def parse_expression(text: str) -> ast.expr:
-    """The tree of an expression; names in backticks, such as ``First Name``, are names in it as others are.
-
-    Raises:
-        SyntaxError, ValueError, TypeError, RecursionError, MemoryError: as `ast.parse`.
-    """
+    """The tree of an expression; names in backticks, such as ``First Name``, are names in it as others are."""
     word = "_quoted"
     while word in text:
         word += "_"
@@ -62,11 +58,7 @@ def without_spaces(text: str) -> str:
 
 
 def split_names(text: str) -> list[str]:
-    """The names of ``a,b,"c, d"``: one with a comma in it stands in quotes, as in CSV.
-
-    Raises:
-        UsageError: quotes that do not close.
-    """
+    """The names of ``a,b,"c, d"``: one with a comma in it stands in quotes, as in CSV."""
     import csv  # slow to import, and rarely needed
 
     try:
@@ -324,11 +316,7 @@ class CostFormula:
             raise UsageError(f"cost={text!r} names no field; {_WRITE}")
 
     def __call__(self, terms: Mapping[Term, NDArray[np.int64]]) -> NDArray[np.int64]:
-        """(n,) int64 of (n,) `terms`; at least 1.
-
-        Raises:
-            UsageError: a cost may be 2**32 or more.
-        """
+        """(n,) int64 of (n,) `terms`; at least 1."""
         largest = self._value(self._tree, {term: int(column.max()) for term, column in terms.items()})
         if largest >= COST_LIMIT:
             raise self._too_large(largest)

@@ -95,18 +95,7 @@ def order_keys(identity: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:
 def lay_out(
     table: RowTable, strata: int, settings: LayoutSettings, pooling: NDArray[np.int8] | None = None
 ) -> Layout:
-    """Deal the rows of ``table`` to shards, evenly by stratum, and cut the shards into segments and blocks.
-
-    Args:
-        table: one entry per row, in ordinal order.
-        strata: how many strata there are; those without rows count too.
-        settings: see `LayoutSettings`.
-        pooling: int8[strata], 1 and -1 for strata that must, or must not, be pooled: those of a version that is
-            appended to.
-
-    Raises:
-        UsageError: too many strata, or a row that no shard can hold.
-    """
+    """Deal the rows of ``table`` to shards, evenly by stratum, and cut the shards into segments and blocks."""
     if strata > MAX_STRATA:
         raise UsageError(
             f"{strata} strata are more than the {MAX_STRATA} that a manifest holds; "
@@ -285,12 +274,7 @@ class Split:
 def parse_split(
     shares: Mapping[str, float | str | Fraction], by: str | None = None, *, ref: str = "main"
 ) -> Split:
-    """A split from ``{"train": 0.9, "val": 0.1}``; a float means the decimal that it prints as.
-
-    Raises:
-        ConfigurationError: no splits, a name that cannot be a ref, a share that is not in (0, 1], or
-            more than 1 in all.
-    """
+    """A split from ``{"train": 0.9, "val": 0.1}``; a float means the decimal that it prints as."""
     if not shares:
         raise ConfigurationError("split is empty; give names and shares such as train=0.9,val=0.1")
     exact: dict[str, Fraction] = {}
@@ -311,11 +295,7 @@ def parse_split(
 
 
 def folder_split(names: Iterable[str], *, ref: str = "main") -> Split:
-    """A split whose rows come with the names of their splits.
-
-    Raises:
-        ConfigurationError: a name cannot be a ref.
-    """
+    """A split whose rows come with the names of their splits."""
     listed = tuple(names)
     _check_names(listed, ref)
     return Split(listed, (), folders=True)
@@ -339,12 +319,6 @@ def split_of(
     split: Split, identity: NDArray[np.uint64], group: NDArray[np.uint64] | None
 ) -> NDArray[np.int16]:
     """The split of each row.
-
-    Args:
-        split: names and shares.
-        identity: uint64[n, 2], see `RowTable`.
-        group: uint64[n], hash of the value of ``split.by`` or of the folder's split; None: every row by its own
-            identity.
 
     Returns:
         int16[n], index into ``split.names``, -1 where the shares leave the row over.

@@ -82,16 +82,7 @@ class Entries:
 
     @classmethod
     def from_bytes(cls, data: bytes, field: str, rows: NDArray[np.int64]) -> Entries:
-        """Read an object whose digest has been checked.
-
-        Args:
-            data: the object.
-            field: that it must be of.
-            rows: (shards,) rows of the shards that it covers.
-
-        Raises:
-            FormatError: not what `to_bytes` writes, or not of these shards.
-        """
+        """Read an object whose digest has been checked."""
         columns = unpack_columns(data, _KIND)
         arrays = columns.arrays
         count = len(arrays.get("high", ()))
@@ -129,25 +120,13 @@ def parse_lookup(text: str | Sequence[str], schema: Schema) -> tuple[str, ...]:
     """The fields of ``"key,url,image:sha256"``, sorted.
 
     ``:sha256`` says that the field will be asked for by the SHA-256 of its bytes; the sidecar is the same.
-
-    Raises:
-        UsageError: a field that is not there, or one that nobody could ask for.
     """
     names = split_names(text) if isinstance(text, str) else list(text)
     return tuple(sorted({_asked(name, schema)[0] for name in names}))
 
 
 def hash_values(schema: Schema, asked: str, texts: Sequence[str]) -> tuple[str, Hashes]:
-    """The field and the hashes of values as people write them.
-
-    Args:
-        schema: of the samples.
-        asked: ``key``, a field, or ``field:sha256``.
-        texts: values; of a ``:sha256`` field the digests in hex, as ``sha256sum`` prints them.
-
-    Raises:
-        UsageError: no such field, or a text that is no value of it.
-    """
+    """The field and the hashes of values as people write them."""
     field, by_digest = _asked(asked, schema)
     if by_digest:
         digests = [_digest(field, text) for text in texts]
@@ -194,18 +173,7 @@ def put_lookups(
 
 
 def find_samples(dataset: Dataset, field: str, wanted: Hashes, *, scan: bool = False) -> Matches:
-    """The samples of a version whose field has one of the hashes.
-
-    Args:
-        dataset: the version; samples that it does not hold are not found, though its shards may.
-        field: ``key``, or a field.
-        wanted: of `hash_values`.
-        scan: read all shards where there is no lookup of the field. (Keys are always looked up in the indexes then.)
-
-    Raises:
-        NotFoundError: there is no lookup of the field.
-        IntegrityError, FormatError: a lookup is damaged.
-    """
+    """The samples of a version whose field has one of the hashes."""
     queries, shards, rows = [], [], []
     for first, entries in _entries(dataset, field, scan=scan):
         query, entry = entries.search(wanted)

@@ -160,11 +160,7 @@ class WrittenPart:
 
 
 def check_part_name(name: str) -> str:
-    """The name, if it can be one.
-
-    Raises:
-        UsageError: it cannot.
-    """
+    """The name, if it can be one."""
     if _NAME.fullmatch(name) is None:
         raise UsageError(f"part {name!r}: expected 1 to 100 letters, digits, '_' and '-', such as part-00017")
     return name
@@ -191,11 +187,7 @@ class PartFolder(ScratchFolder):
         return sorted(name.removesuffix(_RECORD) for name in self.names() if name.endswith(_RECORD))
 
     def publish(self, name: str, spooled: str, settings: Mapping[str, Any], columns: Rows) -> None:
-        """Make a part of a closed scratch file in this folder; it takes the place of one of the same name.
-
-        Raises:
-            StoreFullError, StoreError: the disk does not take it; the part is then as it was.
-        """
+        """Make a part of a closed scratch file in this folder; it takes the place of one of the same name."""
         before = self._file_of(name)
         rows = f"{name}.{secrets.token_hex(8)}.rows"
         with self.opened(f"write {self.path}", writing=True) as folder:
@@ -217,12 +209,7 @@ class PartFolder(ScratchFolder):
             self.remove(before)
 
     def load(self, name: str) -> WrittenPart:
-        """A part.
-
-        Raises:
-            NotFoundError: there is none of this name.
-            IntegrityError: its record is damaged.
-        """
+        """A part."""
         data = self.read(check_part_name(name) + _RECORD)
         if data is None:
             there = self.whole()
@@ -280,11 +267,7 @@ class PartFolder(ScratchFolder):
 
 
 def part_folder(repository: Repository, scratch: str | os.PathLike[str] | None) -> PartFolder:
-    """Where the parts of a root are until they are committed.
-
-    Raises:
-        UsageError: the root is not a local folder, and no folder that its writers share was given.
-    """
+    """Where the parts of a root are until they are committed."""
     if scratch is None and not isinstance(repository.store, LocalStore):
         raise UsageError(
             f"parts of {repository.store.url} need a folder that all writers share; give it as scratch=, here and to "

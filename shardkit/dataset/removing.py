@@ -43,21 +43,7 @@ def remove(
     reason: str,
     author: str = "",
 ) -> Removal:
-    """Commit versions without some samples; their bytes stay, and so do tags and the old versions.
-
-    Args:
-        url: ``ROOT``: samples of ``main`` are removed from every ref that holds them, splits and selections too;
-            ``ROOT@REF``: samples of that ref, from that ref alone.
-        rows: sample numbers.
-        keys: of samples, instead of numbers.
-        reason: for the log.
-        author: for the log.
-
-    Raises:
-        NotFoundError: a sample does not exist.
-        UsageError: the version is merged, or a ref would be left without a sample.
-        CommitConflict: a ref was moved meanwhile.
-    """
+    """Commit versions without some samples; their bytes stay, and so do tags and the old versions."""
     root, ref = parse_dataset_url(url)
     _check_reason(reason)
     repository = Repository.open(root)
@@ -108,18 +94,6 @@ def erase(
     """Erase samples of a version from every version of the root: refs, splits, selections, history; withdraw its tags.
 
     May be killed at any moment: the same call, or `resume_erasures`, goes on.
-
-    Args:
-        url: ``ROOT`` or ``ROOT@REF``: which version's samples are meant.
-        rows: sample numbers.
-        keys: of samples, instead of numbers.
-        reason: for the log.
-        author: for the log.
-
-    Raises:
-        NotFoundError: a sample does not exist.
-        UsageError: the version is merged (erase from its parts), or no sample would be left.
-        CommitConflict, CommitUnknown, StoreError: what was begun goes on with the next call.
     """
     root, _ = parse_dataset_url(url)
     _check_reason(reason)

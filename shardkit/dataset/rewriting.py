@@ -74,11 +74,7 @@ class ErasurePlan:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> ErasurePlan:
-        """Read a plan.
-
-        Raises:
-            FormatError: not one that this version writes.
-        """
+        """Read a plan."""
         value = _loads(data)
         try:
             shards = {(str(a), str(b)): tuple(int(row) for row in rows) for a, b, rows in value["shards"]}

@@ -77,11 +77,6 @@ class Samples:
         """A sample as a dict of Python values and fresh arrays; of a slice, list or array of numbers a list of them.
 
         Negative numbers count from the end. ``select(rows=…)`` gives a dataset instead, with nothing read.
-
-        Raises:
-            UsageError: neither a sample number nor several; says what to do.
-            NotFoundError: no such sample. (An IndexError for loops would hide a wrong number.)
-            IntegrityError: a block is damaged.
         """
         if is_one(sample):
             shard, block, inside, _ = self._locate_one(sample)
@@ -95,11 +90,7 @@ class Samples:
                 yield dict(block.sample(row))
 
     def __contains__(self, wanted: object) -> NoReturn:
-        """Refused: a number, a key and a sample could all be meant, and two of them would read everything.
-
-        Raises:
-            UsageError: always; says how to ask.
-        """
+        """Refused: a number, a key and a sample could all be meant, and two of them would read everything."""
         raise UsageError(
             f"{wanted!r:.60} in ds: say what is meant: `0 <= number < len(ds)` for a sample number, "
             "`shardkit find ROOT --field key=KEY` for a key, ds.select(where=…) for the value of a field"
@@ -110,11 +101,7 @@ class Samples:
         return self[: _COUNT.check("head: n", n)]
 
     def sample(self, n: int, seed: int = 0) -> list[dict[str, Any]]:
-        """`n` different samples in random order: the same ones for the same version and seed, on every machine.
-
-        Raises:
-            UsageError: there are fewer than `n`.
-        """
+        """`n` different samples in random order: the same ones for the same version and seed, on every machine."""
         if _COUNT.check("sample: n", n) > len(self):
             raise UsageError(
                 f"ds.sample({n}): this dataset has {len(self)} samples; ask for at most that many"
@@ -153,14 +140,6 @@ class Samples:
         """All samples as a ``pyarrow.RecordBatchReader``; blocks are read and verified as it is asked for more.
 
         Fixed shapes are nested fixed-size lists, ragged fields large lists, json its text. No column is nullable.
-
-        Args:
-            batch_rows: rows of each batch; the last one may have fewer.
-            fields: only these, in this order; others need not even be decompressed.
-
-        Raises:
-            SchemaError: no such field.
-            IntegrityError: from the reader, at the block that is damaged.
         """
         return self._stream(fields, _COUNT_OF_BATCH.check("iter_arrow: batch_rows", batch_rows))
 
@@ -193,20 +172,12 @@ class Samples:
         return self._stream(fields, None).read_all()
 
     def to_pandas(self, fields: Sequence[str] | None = None) -> Any:
-        """All samples as a ``pandas.DataFrame``; see `iter_arrow`.
-
-        Raises:
-            MissingDependency: pandas is not installed.
-        """
+        """All samples as a ``pandas.DataFrame``; see `iter_arrow`."""
         table_library("pandas", "to_pandas")
         return self.to_arrow(fields).to_pandas()
 
     def to_polars(self, fields: Sequence[str] | None = None) -> Any:
-        """All samples as a ``polars.DataFrame``; see `iter_arrow`.
-
-        Raises:
-            MissingDependency: polars is not installed.
-        """
+        """All samples as a ``polars.DataFrame``; see `iter_arrow`."""
         return table_library("polars", "to_polars").from_arrow(self.to_arrow(fields))
 
 
@@ -218,17 +189,7 @@ def is_one(wanted: object) -> bool:
 
 
 def number_of(wanted: object, count: int, call: str) -> int:
-    """One sample number, 0 to `count` - 1; negative ones count from the end.
-
-    Args:
-        wanted: what the caller gave: anything with ``__index__`` but a bool.
-        count: samples of the dataset.
-        call: how the caller gave it, with … in its place: for messages.
-
-    Raises:
-        UsageError: no whole number.
-        NotFoundError: no such sample.
-    """
+    """One sample number, 0 to `count` - 1; negative ones count from the end."""
     if isinstance(wanted, bool):
         raise _refusal(wanted, count, call)
     try:
@@ -241,17 +202,7 @@ def number_of(wanted: object, count: int, call: str) -> int:
 
 
 def numbers_of(wanted: Any, count: int, call: str) -> NDArray[np.int64]:
-    """Several sample numbers in the caller's order, (n,) int64; see `number_of`.
-
-    Args:
-        wanted: a slice, a range, a list or an array of whole numbers.
-        count: see `number_of`.
-        call: see there.
-
-    Raises:
-        UsageError: something else.
-        NotFoundError: one of them does not exist. Slices are cut at the ends, as those of lists.
-    """
+    """Several sample numbers in the caller's order, (n,) int64; see `number_of`."""
     if isinstance(wanted, slice):
         try:
             return np.arange(*wanted.indices(count), dtype=np.int64)
@@ -310,14 +261,7 @@ def read_runs(
     numbers: Iterable[NDArray[np.int64]],
     fields: Sequence[str] | None = None,
 ) -> Iterator[tuple[Block, NDArray[np.int64]]]:
-    """The samples of `numbers` as (verified block, rows in it), each block read once.
-
-    Args:
-        reader: of the version's blocks.
-        row_map: where its samples lie.
-        numbers: ascending sample numbers, over all arrays; they may repeat.
-        fields: those that the blocks will be asked for; all where None.
-    """
+    """The samples of `numbers` as (verified block, rows in it), each block read once."""
     last, block = -1, None
     for some in numbers:
         where = row_map.locate(some)
@@ -357,11 +301,7 @@ def _joined(batches: list[Any]) -> Any:
 
 
 def table_library(name: str, call: str) -> Any:
-    """A library that makes tables of Arrow's.
-
-    Raises:
-        MissingDependency: it is not installed; says how to get it.
-    """
+    """A library that makes tables of Arrow's."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

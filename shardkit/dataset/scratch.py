@@ -91,11 +91,7 @@ class Rows(RowTable):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> tuple[Rows, dict[str, object]]:
-        """What `to_bytes` was given.
-
-        Raises:
-            FormatError: the bytes are not of `to_bytes`.
-        """
+        """What `to_bytes` was given."""
         columns = unpack_columns(data, _KIND)
         arrays = columns.arrays
         rows = cls(
@@ -449,11 +445,7 @@ class ScratchFile:
             active().try_lock(self._file)
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append all of ``data``.
-
-        Raises:
-            StoreFullError, StoreError: the scratch disk does not take it; names the file.
-        """
+        """Append all of ``data``."""
         with explained(f"write scratch file {self.folder}/{self.name}", writing=True):
             write_all(self._file, memoryview(data).cast("B"))
         self.size += len(data)
@@ -499,11 +491,7 @@ def _pack_heads(rows: EncodedRows) -> NDArray[np.uint8]:
 
 
 def scratch_folder(repository: Repository, scratch: str | os.PathLike[str] | None) -> str:
-    """Where scratch files of a build go.
-
-    Raises:
-        UsageError: the store has no directory for them, or the one given does not exist.
-    """
+    """Where scratch files of a build go."""
     if scratch is not None:
         folder = os.fspath(scratch)
         if not os.path.isdir(folder):

@@ -70,11 +70,7 @@ class Parts(Protocol):
     """Where the records of spools are, by the number of the spool."""
 
     def read_into(self, number: int, offset: int, buffer: memoryview) -> None:
-        """Fill the buffer from a part; where the part ends before, the rest of it is zero.
-
-        Raises:
-            StoreError: the part cannot be read.
-        """
+        """Fill the buffer from a part; where the part ends before, the rest of it is zero."""
 
     def close(self) -> None:
         """Let go of files."""
@@ -153,11 +149,7 @@ class ScratchFolder:
         return PartFiles(self.path, names)
 
     def put_record(self, name: str, data: bytes, *, is_durable: bool = False) -> None:
-        """Make a record appear, whole or not at all; where it is to last, so must what is in the folder by now.
-
-        Raises:
-            StoreFullError, StoreError: there is no room, or the disk fails; nothing has changed.
-        """
+        """Make a record appear, whole or not at all; where it is to last, so must what is in the folder by now."""
         temporary = f"{name}.{os.getpid()}-{secrets.token_hex(4)}.new"
         with self.opened(f"write {self.path}/{name}", writing=True) as folder:
             try:
@@ -237,12 +229,7 @@ class ScratchReader:
         self._extents = extents or ExtentReader({})
 
     def read(self, records: Records, ordinal: NDArray[np.int64]) -> HeldRecords:
-        """Records in the order asked for; what was read before is overwritten.
-
-        Raises:
-            IntegrityError: a record is not what was written.
-            StoreError: a part cannot be read.
-        """
+        """Records in the order asked for; what was read before is overwritten."""
         ranges = list(_read_ranges(records))
         total = sum(size for _, _, size, _ in ranges)
         if len(self._buffer) < total:
@@ -284,17 +271,7 @@ class ExtentReader:
         held: tuple[NDArray[np.uint8], NDArray[np.int64]],
         words: NDArray[np.uint64],
     ) -> NDArray[np.uint8]:
-        """The payloads of a field, one behind the other; the next call uses the memory again.
-
-        Args:
-            place: of the field.
-            part: of each row.
-            held: records, and where in them the payload, or its extent, begins.
-            words: size of each payload, marked where it is in the source.
-
-        Raises:
-            SourceError: see `read`.
-        """
+        """The payloads of a field, one behind the other; the next call uses the memory again."""
         is_extent = (words & np.uint64(IN_SOURCE)) != 0
         watched = (words[is_extent] & np.uint64(WATCHED)) != 0
         size = (words & np.uint64(SIZE)).astype(np.int64)
@@ -321,19 +298,7 @@ class ExtentReader:
         size: NDArray[np.int64],
         view: memoryview,
     ) -> None:
-        """Fill a buffer with payloads.
-
-        Args:
-            part: of each row.
-            packed: uint64 (n, 3), the extents as scratch has them.
-            watched: of which rows the files are watched; the others are verified.
-            begin: of each payload in ``view``.
-            size: of each payload.
-            view: the buffer.
-
-        Raises:
-            SourceError: a file cannot be read, or does not hold any more what it held when its row was noted.
-        """
+        """Fill a buffer with payloads."""
         opened, files, preadv, hashed = self._open, self._files, os.preadv, xxhash.xxh3_64_intdigest
         for number, (file, offset, check), is_watched, start, wanted in zip(
             part.tolist(), packed.tolist(), watched.tolist(), begin.tolist(), size.tolist(), strict=True

@@ -36,18 +36,8 @@ def select_rows(
 ) -> tuple[Manifest, ShardTable, dict[int, Selection]]:
     """The version of a dataset that holds the rows of ``masks``; nothing is written (`put_selected` does).
 
-    Args:
-        manifest: of the dataset that rows are taken from; it becomes the parent.
-        table: its shards.
-        masks: bool[rows] for every shard.
-        row_strata: by which rows of pooled strata are counted; not asked where there are none.
-        build: what to note in the manifest beside the parent's build settings.
-
     Returns:
         Its manifest, its table, and the selections of those shards of which only some rows are selected.
-
-    Raises:
-        UsageError: a mask is missing or of another length, or no row is selected.
     """
     for shard, rows in enumerate(table.rows.tolist()):
         if shard not in masks or masks[shard].shape != (rows,):

@@ -62,11 +62,7 @@ class StoreSurvey:
             self.names.discard(name)  # deleted since it was listed
 
     def pages(self, manifest: Manifest) -> list[ShardTable]:
-        """The pages of a manifest as tables.
-
-        Raises:
-            NotFoundError, IntegrityError, FormatError: one is gone or damaged.
-        """
+        """The pages of a manifest as tables."""
         return [self._page(ref, len(manifest.strata)) for ref in manifest.pages]
 
     def table(self, manifest: Manifest) -> ShardTable:
@@ -84,11 +80,7 @@ class StoreSurvey:
         return (name for name, _ in Inventory(manifest, tuple(self.pages(manifest))).names())
 
     def live(self, without: set[str]) -> set[str]:
-        """Names that some manifest needs which is not in ``without`` (ids).
-
-        Raises:
-            IntegrityError: a version that a ref or tag names is good nowhere: what it needs is not known.
-        """
+        """Names that some manifest needs which is not in ``without`` (ids)."""
         for identity in sorted(self._named - without - self.manifests.keys()):
             self._refuse(identity, "its manifest is good nowhere")
         needed: set[str] = set()

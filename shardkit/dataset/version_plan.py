@@ -136,15 +136,7 @@ class VersionSettings:
         folders: Mapping[str, str] = _NONE,
         recipe: Mapping[str, Any] = _NONE,
     ) -> NewVersion:
-        """What is to be made.
-
-        Args:
-            schema: of its rows.
-            classes: names of the values of ``label``.
-            ref: that names all rows; no split may have its name.
-            folders: folder of the source → split, where the source has splits.
-            recipe: more settings that decide the bytes.
-        """
+        """What is to be made."""
         return NewVersion(
             schema=schema,
             format=self.format,
@@ -229,19 +221,7 @@ class VersionPlan:
 def plan_version(
     version: NewVersion, rows: Rows, base: Base | None, reader: ScratchReader | None
 ) -> VersionPlan:
-    """Check the rows against each other and those of the base, and lay them out.
-
-    Args:
-        version: what is to be made.
-        rows: that are to be written.
-        base: what it is appended to, or None.
-        reader: of their records, for messages; None where rows were counted only, and have no names.
-
-    Raises:
-        SampleError: two rows have the same key.
-        ConfigurationError: strata, splits or ``about`` do not fit the rows.
-        UsageError: a row that no shard can hold, or too many strata.
-    """
+    """Check the rows against each other and those of the base, and lay them out."""
     before = base.manifest.strata if base else ()
     _check_unique_keys(rows, base, reader)
     if version.about is not None:
@@ -281,11 +261,7 @@ def _number_strata(
 
 
 def _split_rows(version: NewVersion, rows: Rows, *, allow_empty: bool) -> NDArray[np.int16] | None:
-    """int16[n], the split of each row in ordinal order; None without a split.
-
-    Raises:
-        ConfigurationError: a split would hold no row (unless `allow_empty`: what is appended may be few).
-    """
+    """int16[n], the split of each row in ordinal order; None without a split."""
     split = version.split
     if split is None:
         return None
@@ -330,10 +306,6 @@ def load_base(repository: Repository, ref: str, new: NewVersion) -> Base:
     """Load what a new version is appended to, and check that it is of the same kind.
 
     Every index is read, for the keys: about 100 bytes per row.
-
-    Raises:
-        NotFoundError: there is no such ref.
-        UsageError: schema, format, compression, axes of strata, class names, splits, look-ups or costs differ.
     """
     version = load_manifest(repository, repository.resolve(ref))
     manifest = version.manifest
@@ -392,11 +364,7 @@ def _splits(repository: Repository, version: Version, split: Split | None) -> di
 
 
 def _check_unique_keys(rows: Rows, base: Base | None, reader: ScratchReader | None) -> None:
-    """Refuse a key, given or generated, that two rows share, or a row and the version that is appended to.
-
-    Raises:
-        SampleError: names the key and both rows.
-    """
+    """Refuse a key, given or generated, that two rows share, or a row and the version that is appended to."""
     identity = rows.identity
     first_ordinal, before = (base.first_ordinal, len(base.keys)) if base else (0, 0)
     if rows.generated.all() and not before:

@@ -97,11 +97,7 @@ class MetadataTable:
 
 
 def read_batch_header(message: memoryview) -> BatchHeader:
-    """Header of the encapsulated record batch message at the start of `message`, which may be longer.
-
-    Raises:
-        FormatError: no record batch of metadata version 5, or lengths that leave the message.
-    """
+    """Header of the encapsulated record batch message at the start of `message`, which may be longer."""
     header = read_batch_head(message)
     if header.message_bytes > len(message):
         raise FormatError(f"arrow message: {header.message_bytes} bytes in a message of {len(message)}")
@@ -109,11 +105,7 @@ def read_batch_header(message: memoryview) -> BatchHeader:
 
 
 def read_batch_head(message: memoryview) -> BatchHeader:
-    """The same of a message that may be cut off in its body: nothing of that is read.
-
-    Raises:
-        FormatError: no record batch of metadata version 5, or metadata that leave the message.
-    """
+    """The same of a message that may be cut off in its body: nothing of that is read."""
     length = int.from_bytes(message[4:8], "little")
     if len(message) < 8 or message[:4] != CONTINUATION or length % 8 or not 8 <= length <= len(message) - 8:
         raise FormatError(f"arrow message: prefix {bytes(message[:8]).hex()} of {len(message)} bytes")
@@ -178,9 +170,6 @@ def compressed_buffer(header: BatchHeader, message: memoryview, number: int) -> 
     """Of a buffer of a compressed message that is not empty: the bytes that it declares, and what lies behind that.
 
     None where those behind it are not compressed.
-
-    Raises:
-        FormatError: there is no room for what it declares, or that is no size.
     """
     offset, length = header.buffers[number]
     start = header.body_offset + offset
@@ -191,11 +180,7 @@ def compressed_buffer(header: BatchHeader, message: memoryview, number: int) -> 
 
 
 def file_head_size(data: memoryview) -> int:
-    """Bytes of magic and schema message at the start of an Arrow IPC file.
-
-    Raises:
-        FormatError: it does not begin like one.
-    """
+    """Bytes of magic and schema message at the start of an Arrow IPC file."""
     length = int.from_bytes(data[12:16], "little")
     if (
         len(data) < 16

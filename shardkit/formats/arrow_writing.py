@@ -209,11 +209,7 @@ def _joined(payloads: PayloadColumn) -> Any:
 def arrow_array(
     kind: FieldType, payloads: PayloadColumn, name: str, presence: PayloadColumn | None = None
 ) -> Any:
-    """One field of many rows, from its payloads joined once; shares the memory of those that lie together.
-
-    Raises:
-        SampleError: a text is not UTF-8.
-    """
+    """One field of many rows, from its payloads joined once; shares the memory of those that lie together."""
     validity = _Validity.of(presence)
     if kind.is_opaque:
         array = _variable_array(arrow_type(kind), payloads, validity)
@@ -298,17 +294,7 @@ def _decimal_array(
 
 
 def record_batch(block: Block, rows: NDArray[np.int64], schema: Schema, arrow: Any) -> Any:
-    """Some rows of a block, without their keys.
-
-    Args:
-        block: verified; in memory that nobody writes to, for columns may be views of it.
-        rows: (n,) int64, ascending, n ≥ 1.
-        schema: the fields that are wanted, all of them fields of the block.
-        arrow: `arrow_schema` of them, not packed.
-
-    Raises:
-        FormatError: a text of the block is not UTF-8, or a member is not what its type calls for.
-    """
+    """Some rows of a block, without their keys."""
     run = slice(int(rows[0]), int(rows[-1]) + 1)
     which = (
         run if run.stop - run.start == len(rows) else rows

@@ -71,12 +71,7 @@ class Block:
         self._columns: dict[str, Column] = {}
 
     def column(self, name: str) -> Column:
-        """All rows of one field, or of another column of `Schema.stored`.
-
-        Raises:
-            SchemaError: there is no such field.
-            FormatError: the stored members are not what shardkit writes for the field's type.
-        """
+        """All rows of one field, or of another column of `Schema.stored`."""
         column = self._columns.get(name)
         if column is None:
             self.schema.stored.position(name)
@@ -98,22 +93,14 @@ class Block:
         return tuple([self.column(name).payload(row) for name in self.schema.stored])
 
     def sample(self, row: int) -> dict[str, object]:
-        """One sample as values of its own (`Schema.decode`).
-
-        Raises:
-            FormatError: a payload does not decode.
-        """
+        """One sample as values of its own (`Schema.decode`)."""
         return self.schema.decode(self.payloads(row))
 
 
 def check_text(
     data: NDArray[np.uint8], starts: NDArray[np.int64], ends: NDArray[np.int64], name: str
 ) -> None:
-    """Refuse rows that are not UTF-8, each by itself.
-
-    Raises:
-        FormatError: names the first bad row.
-    """
+    """Refuse rows that are not UTF-8, each by itself."""
     if _is_text(data, starts, ends):
         return
     view = data.data
@@ -202,11 +189,7 @@ class RowBlock:
 
     @classmethod
     def of(cls, rows: Sequence[Row], num_fields: int) -> RowBlock:
-        """The same rows, field by field.
-
-        Raises:
-            SampleError: a row has another number of payloads.
-        """
+        """The same rows, field by field."""
         for row in rows:
             if len(row.payloads) != num_fields:
                 raise SampleError(f"key {row.key!r}: {len(row.payloads)} payloads for {num_fields} fields")

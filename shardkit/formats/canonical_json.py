@@ -64,13 +64,7 @@ _LIMIT = 2**63
 
 
 def dumps(value: object) -> bytes:
-    """The canonical bytes of `value`.
-
-    Raises:
-        UsageError: `value` holds something other than str, int (magnitude below 2**63), bool, None, list,
-        tuple and
-            dict with str keys, or nests deeper than `MAX_DEPTH`.
-    """
+    """The canonical bytes of `value`."""
     _check(value, 0)
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     try:
@@ -80,13 +74,7 @@ def dumps(value: object) -> bytes:
 
 
 def loads(data: bytes | bytearray | memoryview, max_bytes: int) -> Any:
-    """Parse canonical JSON; anything that `dumps` would not have written is refused.
-
-    Raises:
-        FormatError: longer than `max_bytes`, no JSON, not canonical (order, spaces, escapes, duplicate keys),
-        a float,
-            an integer out of range, or nested too deep.
-    """
+    """Parse canonical JSON; anything that `dumps` would not have written is refused."""
     if len(data) > max_bytes:
         raise FormatError(f"canonical JSON: {len(data)} bytes, expected at most {max_bytes}")
     raw = bytes(data)
@@ -227,11 +215,7 @@ class Fields:
         return value
 
     def features(self, known: Collection[str]) -> tuple[str, ...]:
-        """The field ``features``: what a reader must know to read the rest.
-
-        Raises:
-            FormatError: A feature is not in `known`: an older shardkit must not guess.
-        """
+        """The field ``features``: what a reader must know to read the rest."""
         features = self.texts("features", maximum=100, longest=100)
         unknown = next((feature for feature in features if feature not in known), None)
         if unknown is not None:
@@ -245,19 +229,7 @@ class Fields:
 def read_document(
     data: bytes, where: str, kind: str, keys: Collection[str], max_bytes: int, optional: Collection[str] = ()
 ) -> Fields:
-    """Parse canonical JSON and check its ``format`` field before anything else.
-
-    Args:
-        data: The document; parsed only if it is at most `max_bytes` long.
-        where: How messages name it.
-        kind: What the field ``format`` must hold, such as ``"shardkit-log/1"``.
-        keys: All keys beside ``format``.
-        max_bytes: Longest document accepted.
-        optional: Keys that may be absent.
-
-    Raises:
-        FormatError: Not canonical JSON, of another format or version, or with other keys.
-    """
+    """Parse canonical JSON and check its ``format`` field before anything else."""
     try:
         value = loads(data, max_bytes)
     except FormatError as error:
@@ -286,12 +258,7 @@ def sealed(body: Mapping[str, object]) -> bytes:
 def unseal(
     data: bytes, where: str, kind: str, keys: Collection[str], max_bytes: int, optional: Collection[str] = ()
 ) -> Fields:
-    """The fields of a sealed document; its digest is checked before any of it is parsed.
-
-    Raises:
-        IntegrityError: the bytes are not those that were written.
-        FormatError: they are, and are no document that this version reads.
-    """
+    """The fields of a sealed document; its digest is checked before any of it is parsed."""
     if len(data) > max_bytes:
         raise FormatError(f"{where}: {len(data)} bytes, expected at most {max_bytes}; do not trust it")
     found = ""
@@ -307,11 +274,7 @@ def unseal(
 
 
 def check_spelling(data: bytes, again: bytes, fields: Fields) -> None:
-    """Whether a document is, byte for byte, what its content is written as: one content has one digest.
-
-    Raises:
-        FormatError: it is not.
-    """
+    """Whether a document is, byte for byte, what its content is written as: one content has one digest."""
     if again != data:
         fields.refuse("is not spelled as its content is written")
 
@@ -323,11 +286,7 @@ def utc_text(seconds: float | None = None) -> str:
 
 
 def seconds_of(text: str) -> int:
-    """Seconds since 1970 of what `utc_text` gave.
-
-    Raises:
-        FormatError: there is no such moment.
-    """
+    """Seconds since 1970 of what `utc_text` gave."""
     import calendar  # here, for `strptime` brings it, and few ask
 
     try:

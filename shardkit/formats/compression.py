@@ -63,11 +63,7 @@ def extension(format: str, compression: str) -> str:
 
 
 def decompress_frame(frame: bytes | memoryview, raw_bytes: int, what: str) -> bytes:
-    """The `raw_bytes` bytes of exactly one zstd frame; nothing is allocated before its header agrees.
-
-    Raises:
-        FormatError: another size, no or several frames, a dictionary, an outsized window, or a broken frame.
-    """
+    """The `raw_bytes` bytes of exactly one zstd frame; nothing is allocated before its header agrees."""
     try:
         header = read_header(frame)
         # The declared size is what gets allocated.
@@ -121,11 +117,7 @@ class FrameHeader(NamedTuple):
 
 
 def read_header(frame: bytes | memoryview) -> FrameHeader:
-    """The header of a frame.
-
-    Raises:
-        ZstdError: it is none of zstd's, or cut short.
-    """
+    """The header of a frame."""
     head = bytes(frame[:18])
     if len(head) < 6 or head[:4] != _MAGIC or head[4] & 8:
         raise ZstdError("no zstd frame begins here")
@@ -161,12 +153,7 @@ def compress_frame(raw: bytes | bytearray | memoryview, level: int) -> bytes:
 
 
 def decompress(frame: bytes | memoryview) -> bytes:
-    """What exactly one frame holds, of the size that it declares: check that first.
-
-    Raises:
-        ZstdError: it is broken, or is followed by something.
-        MemoryError: there is not enough.
-    """
+    """What exactly one frame holds, of the size that it declares: check that first."""
     if _is_package:
         if (decompressor := getattr(_own, "decompressor", None)) is None:
             decompressor = _own.decompressor = _library.ZstdDecompressor()

@@ -169,11 +169,7 @@ class ShardIndex:
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> ShardIndex:
-        """Read an index whose digest has been checked.
-
-        Raises:
-            FormatError: anything that `to_bytes` would not have written.
-        """
+        """Read an index whose digest has been checked."""
         unpacked = unpack_columns(data, KIND)
         meta, arrays = unpacked.meta, dict(unpacked.arrays)
         if set(meta) != _META or meta["version"] != VERSION:

@@ -162,21 +162,7 @@ def tar_column(
     *,
     is_payload: bool = False,
 ) -> Column:
-    """One field of a raw block from the members that hold it; views of `data` where the layout allows.
-
-    Args:
-        data: The raw block, uint8.
-        starts: Where each row's member content begins in it; inside it with its size (`ShardIndex` has
-            checked).
-        sizes: Bytes of each member.
-        kind: The field's type.
-        name: The field's name, for messages.
-        is_payload: `starts` and `sizes` are those of the canonical payload itself, whatever stands before it
-            (adopted tars, whose headers were read once).
-
-    Raises:
-        FormatError: a member is not what shardkit writes for `kind`.
-    """
+    """One field of a raw block from the members that hold it; views of `data` where the layout allows."""
     if kind.is_opaque:
         if kind.kind == "str":
             check_text(data, starts, starts + sizes, name)

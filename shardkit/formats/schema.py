@@ -69,9 +69,6 @@ class FieldType:
 
         ``*`` is a dimension of any size in each row. With ``?`` behind it, a row may have no value. Whole numbers may
         mean a ``date``, ``time[us]``, ``timestamp[us]``, ``timestamp[us, UTC]``, ``duration[ms]`` or ``decimal[9,2]``.
-
-        Raises:
-            SchemaError: `text` is none of the types of shardkit, or its size is out of range.
         """
         match = _TYPE.match(_LIST.sub(r"\1[*]", text)) if isinstance(text, str) else None
         name, dimensions, mark = match.groups() if match else ("", None, "")
@@ -164,11 +161,7 @@ class Schema(Mapping[str, FieldType]):
 
     @classmethod
     def parse(cls, fields: Mapping[str, object] | Schema) -> Schema:
-        """A schema from ``{"image": "bytes", "label": "int64"}``.
-
-        Raises:
-            SchemaError: a name or a type cannot be written (names the field).
-        """
+        """A schema from ``{"image": "bytes", "label": "int64"}``."""
         if isinstance(fields, Schema):
             return fields
         if not isinstance(fields, Mapping):
@@ -187,11 +180,7 @@ class Schema(Mapping[str, FieldType]):
 
     @classmethod
     def from_json(cls, value: object) -> Schema:
-        """The schema that `to_json` wrote.
-
-        Raises:
-            FormatError: `value` is no such list.
-        """
+        """The schema that `to_json` wrote."""
         if not isinstance(value, list) or len(value) > MAX_FIELDS:
             raise FormatError(f"schema: expected a list of at most {MAX_FIELDS} [name, type] pairs")
         fields: dict[str, str] = {}
@@ -213,14 +202,6 @@ class Schema(Mapping[str, FieldType]):
 
         bytes as they are, str as UTF-8, json as canonical compact JSON, numbers as little-endian C-order
         bytes.
-
-        Args:
-            sample: Field name to value: numbers, numpy arrays, lists, or anything with ``__array__``. An optional
-                field may be missing or None.
-            where: What to call the sample in messages, such as ``data.jsonl row 17``.
-
-        Raises:
-            SampleError: a field is missing, unknown, or its value does not fit its type without loss.
         """
         if len(sample) != len(self._fields) or any(name not in sample for name in self._fields):
             self._refuse_fields(sample, where)
@@ -246,11 +227,7 @@ class Schema(Mapping[str, FieldType]):
             raise SampleError(f"{where}: fields {' and '.join(parts)}; the schema has {', '.join(self)}")
 
     def decode(self, payloads: Sequence[bytes | memoryview]) -> dict[str, object]:
-        """Values of canonical payloads: Python scalars, str, bytes, parsed JSON, fresh writable arrays.
-
-        Raises:
-            FormatError: a payload is not what `encode` writes for its type.
-        """
+        """Values of canonical payloads: Python scalars, str, bytes, parsed JSON, fresh writable arrays."""
         if len(payloads) != len(self.stored):
             raise FormatError(f"a sample of {len(payloads)} payloads, expected {len(self.stored)}")
         payload_of = dict(zip(self.stored, payloads, strict=True))
@@ -290,11 +267,7 @@ class Schema(Mapping[str, FieldType]):
         )
 
     def position(self, name: str) -> int:
-        """Place of field `name` in schema order.
-
-        Raises:
-            SchemaError: there is no such field.
-        """
+        """Place of field `name` in schema order."""
         try:
             return self._positions[name]
         except KeyError:
@@ -349,11 +322,7 @@ class _Unfit(Exception):
 
 
 def encode_value(kind: FieldType, value: object, where: str, name: str) -> bytes:
-    """Canonical payload of `value` for a field of type `kind`.
-
-    Raises:
-        SampleError: the value does not fit the type without loss; names `where`, field and value.
-    """
+    """Canonical payload of `value` for a field of type `kind`."""
     try:
         if value is None and kind.kind != "json":
             raise _Unfit(f"there is no value; a field that may have none is of type {kind}?")
@@ -403,11 +372,7 @@ def _listed(value: object, kind: FieldType) -> Sequence[object]:
 
 
 def decode_payload(kind: FieldType, payload: bytes | memoryview, name: str) -> object:
-    """Value of a canonical payload; arrays are fresh and writable.
-
-    Raises:
-        FormatError: the payload is not what `encode_value` writes.
-    """
+    """Value of a canonical payload; arrays are fresh and writable."""
     if kind.kind == "json":
         return decode_json(payload, name)
     try:
@@ -437,11 +402,7 @@ def _decode(kind: FieldType, payload: bytes | memoryview) -> object:
 
 
 def decode_json(payload: bytes | memoryview, name: str) -> object:
-    """The value of a json payload.
-
-    Raises:
-        FormatError: no JSON, NaN or Infinity, a number too long, or nested too deep.
-    """
+    """The value of a json payload."""
     try:
         return json.loads(str(payload, "utf-8"), parse_constant=_refuse_constant)
     except RecursionError:

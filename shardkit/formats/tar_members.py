@@ -70,11 +70,7 @@ def padded(size: int) -> int:
 
 
 def member_header(name: bytes, size: int) -> bytes:
-    """The 512-byte header of a regular file: mode 0644, owner 0, time 0.
-
-    Raises:
-        SampleError: the name is longer than 100 bytes or the size above 8 GiB - 1.
-    """
+    """The 512-byte header of a regular file: mode 0644, owner 0, time 0."""
     if len(name) > 100 or not 0 <= size <= MAX_MEMBER_SIZE:
         raise SampleError(
             f"tar member {name.decode(errors='replace')!r} of {size} bytes: name above 100 bytes or too big"
@@ -85,12 +81,7 @@ def member_header(name: bytes, size: int) -> bytes:
 
 
 def member_headers(names: NDArray[np.uint8], sizes: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """`member_header` of many members whose names are equally long: uint8 (members, 512).
-
-    Args:
-        names: uint8 (members, bytes), at most 100 bytes.
-        sizes: of the members, at most `MAX_MEMBER_SIZE`.
-    """
+    """`member_header` of many members whose names are equally long: uint8 (members, 512)."""
     count, length = names.shape
     headers = np.empty((count, BLOCK), np.uint8)
     headers[:] = np.frombuffer(member_header(b"-" * length, 0), np.uint8)

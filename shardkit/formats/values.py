@@ -85,15 +85,7 @@ class Logical:
         )
 
     def number(self, value: Any) -> int:
-        """The number that stands for a value.
-
-        Args:
-            value: Of Python's datetime and decimal, of NumPy, of pandas, in ISO 8601, or the number itself; a decimal
-                of a whole number is that number.
-
-        Raises:
-            ValueError: it is of another type, or not exact in the unit; says why.
-        """
+        """The number that stands for a value."""
         if hasattr(value, "to_numpy") and not isinstance(value, np.generic):
             value = value.to_numpy()  # of pandas, whose nanoseconds Python's types do not have
         if isinstance(value, str):
@@ -118,9 +110,6 @@ class Logical:
 
         NumPy's datetime64 and timedelta64 where the unit is ns (a time's only where it has them), and where Python's
         types do not reach.
-
-        Raises:
-            ValueError: the number stands for nothing, such as the 25th hour of a day.
         """
         if self.kind == "decimal":
             return decimal.Decimal(number).scaleb(-self.places, _EXACT)
@@ -293,11 +282,7 @@ def array_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
 
 
 def pack_array(array: NDArray[Any], sizes: Sequence[int]) -> bytes:
-    """The .npy file of a little-endian array.
-
-    Raises:
-        ValueError: see `_check_shape`.
-    """
+    """The .npy file of a little-endian array."""
     _check_shape(array.shape, sizes)
     return array_header(array.dtype, array.shape) + array.tobytes()
 
@@ -305,17 +290,7 @@ def pack_array(array: NDArray[Any], sizes: Sequence[int]) -> bytes:
 def array_place(
     head: bytes, size: int, dtype: np.dtype[Any], sizes: Sequence[int]
 ) -> tuple[tuple[int, ...], int]:
-    """Shape of the array of `pack_array`, and where its items begin.
-
-    Args:
-        head: the first `HEAD_BYTES` of the payload, or all of it.
-        size: of the payload, in bytes.
-        dtype: of the items, little-endian.
-        sizes: of each dimension; 0 where it is free.
-
-    Raises:
-        ValueError: the bytes are not those of such an array.
-    """
+    """Shape of the array of `pack_array`, and where its items begin."""
     found = _SHAPE.search(head)
     texts = found[1].rstrip(b",").split(b", ") if found else []
     if len(texts) != len(sizes) or any(not text.isdigit() or len(text) > 13 for text in texts):
@@ -332,11 +307,7 @@ def array_place(
 
 
 def _check_shape(shape: Sequence[int], sizes: Sequence[int]) -> None:
-    """Refuse a shape that is not of the type, or would cost a reader more memory than the value has bytes.
-
-    Raises:
-        ValueError: it is; says why.
-    """
+    """Refuse a shape that is not of the type, or would cost a reader more memory than the value has bytes."""
     if any(n != fixed for n, fixed in zip(shape, sizes, strict=True) if fixed):
         raise ValueError(f"its shape is {tuple(shape)}")
     lists = prod(max(n, 1) for n in shape[: max(place for place, size in enumerate(sizes) if not size)])
@@ -364,11 +335,7 @@ def pack_list(items: Sequence[bytes]) -> bytes:
 
 
 def unpack_list(payload: bytes | memoryview) -> list[bytes]:
-    """The items of `pack_list`.
-
-    Raises:
-        ValueError: the sizes are not those of the bytes that are there.
-    """
+    """The items of `pack_list`."""
     count = int.from_bytes(payload[:8], "little")
     if len(payload) < 8 or count > len(payload) // 8 - 1:
         raise ValueError(f"{len(payload)} bytes cannot hold the sizes of {count} items")

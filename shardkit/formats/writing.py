@@ -144,12 +144,7 @@ class ShardWriter:
         self._write(head)
 
     def write_block(self, rows: Sequence[Row] | RowBlock) -> None:
-        """Write one block of 1 to `block_rows` rows, or those of which the rows are.
-
-        Raises:
-            SampleError: a key is invalid or already in the shard, payloads do not fit the schema, or a sample
-            is above 5 GiB. UsageError: no rows or too many, or the writer has finished or failed.
-        """
+        """Write one block of 1 to `block_rows` rows, or those of which the rows are."""
         if not self._usable:
             raise UsageError("this shard writer has finished or failed; open another")
         borders = rows.borders if isinstance(rows, RowBlock) else [0, len(rows)]
@@ -176,11 +171,7 @@ class ShardWriter:
         self._usable = True
 
     def finish(self) -> ShardIndex:
-        """Write what follows the last block and return the shard's index.
-
-        Raises:
-            UsageError: the writer has finished or failed already.
-        """
+        """Write what follows the last block and return the shard's index."""
         if not self._usable:
             raise UsageError("this shard writer has finished or failed; open another")
         self._usable = False
@@ -313,11 +304,7 @@ class _Lineage:
 
 
 def check_keys(keys: Sequence[str], limit: int) -> None:
-    """Refuse keys that a shard cannot hold.
-
-    Raises:
-        SampleError: of the first with other characters than ``[A-Za-z0-9_-]``, empty, or longer than `limit`.
-    """
+    """Refuse keys that a shard cannot hold."""
     try:
         joined = ",".join(keys)
     except TypeError:

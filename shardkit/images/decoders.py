@@ -55,11 +55,7 @@ class PictureDecoder:
         return np.dtype(np.uint8 if self.normalise is None else np.float32)
 
     def __call__(self, payload: bytes, *, place: Place, out: NDArray[Any]) -> None:
-        """Decode into `out`, of `shape` and `dtype`, all of which is written.
-
-        Raises:
-            FormatError: the bytes are no picture, or have more pixels than are allowed.
-        """
+        """Decode into `out`, of `shape` and `dtype`, all of which is written."""
         reader = PictureReader(payload, self.decoder, self.max_pixels)
         view = self.frame(reader.height, reader.width, place)
         pixels = reader.pixels(shrink=view.shrink, bottom=view.top + view.height)
@@ -217,15 +213,7 @@ def _find_resizer() -> str:
 def _resize_view(
     pixels: NDArray[np.uint8], view: View, size: tuple[int, int], resizer: str, shrunk: int
 ) -> NDArray[np.uint8]:
-    """What is seen of a picture: (*size, 3) uint8, of any strides, the caller's own.
-
-    Args:
-        pixels: (height, width, 3) of the whole picture.
-        view: in pixels of the picture as stored.
-        size: (height, width) of what is cut out.
-        resizer: as `_find_resizer` names it.
-        shrunk: by how much `pixels` are smaller than the picture.
-    """
+    """What is seen of a picture: (*size, 3) uint8, of any strides, the caller's own."""
     left, top, wide, high = (edge // shrunk for edge in view[:4])
     resize = _by_torch if resizer == "torch" else _by_pillow
     return resize(pixels[top : top + high, left : left + wide], view, size)

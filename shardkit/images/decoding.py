@@ -34,11 +34,7 @@ _scratch = threading.local()
 
 
 def decode_picture(payload: bytes, mode: Mode = "RGB") -> NDArray[np.uint8]:
-    """The whole picture: (height, width, 3) uint8, or (height, width) for "L".
-
-    Raises:
-        FormatError: the bytes are no picture, are cut short, or have more than `MAX_PIXELS` pixels.
-    """
+    """The whole picture: (height, width, 3) uint8, or (height, width) for "L"."""
     return PictureReader(payload).pixels(mode, own=True)
 
 
@@ -73,16 +69,6 @@ class PictureReader:
         """(⌈height / shrink⌉, ⌈width / shrink⌉, 3) uint8, without the 3 for "L".
 
         EXIF is not looked at, transparency is dropped, CMYK and 16 bits are converted: all as Pillow does it.
-
-        Args:
-            mode: of the pixels.
-            shrink: 1, 2, 4 or 8: a JPEG's cosine transform gives the smaller picture at once. Other formats are
-                decoded in full where it is not 1; look at the width.
-            bottom: rows of the stored picture that are needed, 0 for all: a JPEG's others may be left out.
-            own: the array is the caller's; else it is good until this thread decodes the next picture.
-
-        Raises:
-            FormatError: the bytes are cut short, or damaged where Pillow minds.
         """
         if self._image is None:
             decoded = self._by_turbo(mode, shrink, bottom or self.height, own)
@@ -138,11 +124,7 @@ def _of_height(payload: bytes, rows: int) -> bytes | None:
 
 
 def find_decoder() -> str:
-    """What decodes JPEGs here: "simplejpeg", or "pillow" without it.
-
-    Raises:
-        MissingDependency: there is no Pillow.
-    """
+    """What decodes JPEGs here: "simplejpeg", or "pillow" without it."""
     if importlib.util.find_spec("PIL") is None:
         raise MissingDependency('decoding pictures needs Pillow; run: pip install "shardkit[images]"')
     return "pillow" if importlib.util.find_spec("simplejpeg") is None else "simplejpeg"

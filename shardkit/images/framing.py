@@ -134,11 +134,7 @@ class WholePicture:
 
 
 def pair_of(size: int | tuple[int, int]) -> tuple[int, int]:
-    """(height, width) in pixels.
-
-    Raises:
-        ConfigurationError: not 1 to 16,384 each.
-    """
+    """(height, width) in pixels."""
     high, wide = (size, size) if isinstance(size, int) else size
     if not (1 <= high <= 16_384 and 1 <= wide <= 16_384):
         raise ConfigurationError(f"size={size!r}: pixels or (height, width) are expected, 1 to 16384 each")

@@ -152,14 +152,7 @@ def recorded_plan(run: str | os.PathLike[str], digest: str) -> dict[str, Any] | 
 def configured_plans(
     make: Callable[..., Plan], data: Mapping[str, Any], recorded: Mapping[str, Any]
 ) -> list[Plan]:
-    """What the data section of a configuration asks for: the plan that a run begins with, then each stage's.
-
-    Args:
-        make: `Dataset.plan` of the run's dataset.
-        data: the section, as run.json has it.
-        recorded: `recorded_plan` of the first plan, empty before there is one. What nobody chose is as it was then:
-            today's defaults may be others.
-    """
+    """What the data section of a configuration asks for: the plan that a run begins with, then each stage's."""
     chosen = {name: data.get(name) for name in ("lanes", "weights", "window_blocks", "cost", "balance")}
     settings = {name: recorded[name] for name in ("lanes", "window_blocks") if recorded.get(name)}
     settings |= {name: value for name, value in chosen.items() if value}

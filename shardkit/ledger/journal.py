@@ -293,11 +293,7 @@ class JournalFile:
             )
 
     def entries(self) -> Iterator[Entry]:
-        """The whole entries; what a kill tore is counted in `torn_bytes`.
-
-        Raises:
-            FormatError: an entry is damaged, dropped or out of its place; says at which byte.
-        """
+        """The whole entries; what a kill tore is counted in `torn_bytes`."""
         if self.header is None:
             return
         data = memoryview(self._data)

@@ -388,11 +388,7 @@ def encode_record(step: int, rows: int, plan: int, digest: bytes, check: int) ->
 
 
 def parse_records(data: bytes) -> StepRecords:
-    """The whole records of a step file, unchecked; a torn last one is left out.
-
-    Raises:
-        FormatError: not a step file of this version.
-    """
+    """The whole records of a step file, unchecked; a torn last one is left out."""
     if data[: len(STEPS_MAGIC)] != STEPS_MAGIC[: len(data)]:
         raise FormatError("ledger/steps is not a step file of this version; do not trust it")
     count = max(0, len(data) - len(STEPS_MAGIC)) // RECORD_BYTES
@@ -420,11 +416,7 @@ def encode_line(document: dict[str, Any], check: int) -> tuple[bytes, int]:
 
 
 def parse_lines(data: bytes, name: str) -> Iterator[tuple[dict[str, Any], int]]:
-    """(document, checksum) of each line; a torn last line is left out.
-
-    Raises:
-        FormatError: a line is damaged, dropped or out of its place.
-    """
+    """(document, checksum) of each line; a torn last line is left out."""
     check = 0
     for number, line in enumerate(data.split(b"\n")[:-1], 1):
         body = line[17:]
@@ -491,11 +483,7 @@ class LedgerState:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> LedgerState:
-        """Read it back.
-
-        Raises:
-            IntegrityError: damaged.
-        """
+        """Read it back."""
         try:
             document = loads(data.rstrip(b"\n"), _MAX_STATE)
             body = dict(document["state"])

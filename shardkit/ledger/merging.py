@@ -95,11 +95,7 @@ class PartialStep:
         self.cells, self.rows, self.missing = bytearray(16 * self.lanes), [-1] * self.lanes, self.lanes
 
     def put(self, entry: Entry, rank: int) -> list[Conflict]:
-        """Add the cells of a journal entry.
-
-        Raises:
-            FormatError: it names a lane that the plan does not have.
-        """
+        """Add the cells of a journal entry."""
         packed, packed_rows, digests = entry.cells()
         lanes, rows = unpack_numbers(packed), unpack_numbers(packed_rows)
         if not lanes:

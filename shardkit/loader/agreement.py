@@ -57,11 +57,7 @@ class Exchange:
         self.store.set(self._prefix + key, value)
 
     def get(self, key: str, other: int) -> bytes:
-        """What rank `other` says.
-
-        Raises:
-            RunError: it does not.
-        """
+        """What rank `other` says."""
         try:
             self.store.wait([self._prefix + key], timedelta(seconds=self._patience_s))
         except Exception as error:  # the stores of torch raise plain RuntimeErrors of several kinds
@@ -76,19 +72,7 @@ class Exchange:
 def agree(
     exchange: Exchange, mine: Mapping[str, Any], *, lanes: int, shared: bool
 ) -> Sequence[Mapping[str, Any]]:
-    """Exchange and compare; returns what all ranks said on every rank, or raises on every rank.
-
-    Args:
-        exchange: of all ranks.
-        mine: plain values that must be equal on all ranks, but for "lanes", the own ones, and "chosen", whether
-            somebody chose them.
-        lanes: of the plan; together the ranks must hold each once.
-        shared: ranks with equal lanes are allowed (they share a data-parallel coordinate).
-
-    Raises:
-        StateError: ranks differ; names rank and difference.
-        RunError: a rank did not come.
-    """
+    """Exchange and compare; returns what all ranks said on every rank, or raises on every rank."""
     exchange.put(str(exchange.rank), dumps(dict(mine)))
     found = [loads(exchange.get(str(other), other), _MAX_BYTES) for other in range(exchange.world)]
     check_agreement(found, lanes=lanes, shared=shared)
@@ -96,11 +80,7 @@ def agree(
 
 
 def check_agreement(found: Sequence[Mapping[str, Any]], *, lanes: int, shared: bool) -> None:
-    """Compare what the ranks said, rank by rank.
-
-    Raises:
-        StateError: two ranks differ in what must be equal, or lanes are held twice or by no rank.
-    """
+    """Compare what the ranks said, rank by rank."""
     first = found[0]
     for rank, other in enumerate(found):
         differing = [name for name in sorted(first.keys() | other.keys())

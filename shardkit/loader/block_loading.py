@@ -343,12 +343,7 @@ class BlockLoading:
         return jobs
 
     def read(self, block: int) -> tuple[GatherColumns, int, int]:
-        """A block by way of Python, verified and in memory of its own; its bytes, and those that it takes.
-
-        Raises:
-            IntegrityError: it is not what was written, and there is no other place to read it from.
-            StoreError: a store does not answer.
-        """
+        """A block by way of Python, verified and in memory of its own; its bytes, and those that it takes."""
         shard, inside = self._sources.rows.shard_of_block(block)
         started = time.perf_counter()
         try:
@@ -501,11 +496,7 @@ class BlockMemory:
             self._shrink(0)
 
     def take(self, size: int) -> NDArray[np.uint8]:
-        """`size` bytes; their content is that of whatever they held before.
-
-        Raises:
-            MemoryError: there are none.
-        """
+        """`size` bytes; their content is that of whatever they held before."""
         return np.asarray(self.lend(size))
 
     def lend(self, size: int, *, touched: bool = True) -> Loan:

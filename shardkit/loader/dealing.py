@@ -42,10 +42,6 @@ def deal(
 
     The leader prefers what the run's ledger recorded for the same ranks on the same nodes, then what has most bytes at
     hand; it records what it dealt before any rank hears of it. `address` is where neighbours read this node's cache.
-
-    Raises:
-        RunError: a rank did not come.
-        IntegrityError: the ledger was cut or damaged.
     """
     node = platform.node()
     if config.cache is not None:  # ranks of one machine that cache in different places are different nodes

@@ -67,11 +67,7 @@ class CudaStream:
 
 
 def find_device(asked: Any) -> Any:
-    """The torch.device that is meant, an index included.
-
-    Raises:
-        ConfigurationError: neither "cpu" nor a CUDA device that is there.
-    """
+    """The torch.device that is meant, an index included."""
     import torch
 
     device: Any

@@ -142,18 +142,10 @@ class RowAddresses:
     def take(self, facts: Int64s, borders: Sequence[int], copier: Any = block_rows) -> list[dict[str, Any]]:
         """Rows `borders[i]` … `borders[i + 1] - 1` for each i, in buffers of their own.
 
-        Args:
-            facts: (slots, 1 + 4 · fields) of blocks that are there, and stay as they are until this returns.
-            borders: ascending.
-            copier: has `gather_rows`: the module, or a `block_rows.Loads` whose idle threads help.
-
         Returns:
             Per field a fresh array (n, *shape), a list (bytes, str, json, lists), or for ragged fields (values,
             offsets): all rows end to end and (n + 1,) int64 borders. Arrays of varying shape are (values, offsets,
             shapes), the shapes (n, dimensions) int64.
-
-        Raises:
-            FormatError: a row number is past the end of its block, or a number is none of the field's type.
         """
         found: dict[str, list[Any]] = {}
         if self._fixed:

@@ -158,11 +158,7 @@ class Loop(Iterator[Batch]):
         self.ended_by: str | None = None  # what ended it before its last step
 
     def __next__(self) -> Batch:
-        """The next batch.
-
-        Raises:
-            UsageError: the loader has begun another loop, or was moved or closed, before the last step of this one.
-        """
+        """The next batch."""
         if not self.left:
             self._finish(self)
             raise StopIteration
@@ -333,11 +329,7 @@ def check_state(state: Mapping[str, Any], plan: Plan, manifest: str) -> int:
 
 
 def check_geometry(plan: Plan, step: int) -> None:
-    """Refuse to begin at a step that an amendment left to a plan with other cells or rows.
-
-    Raises:
-        StateError: says with which plan these steps are read.
-    """
+    """Refuse to begin at a step that an amendment left to a plan with other cells or rows."""
     found = plan
     while found.parent is not None and step < found.from_step:
         until, found = found.from_step, found.parent

@@ -510,11 +510,7 @@ class Loader:
         return self.live.of_loop() | moves
 
     def __reduce__(self) -> NoReturn:
-        """Threads and files do not travel.
-
-        Raises:
-            UsageError: always; says what to send instead.
-        """
+        """Threads and files do not travel."""
         raise UsageError(
             "a loader stays in its process (a forked child may go on with it); to another one send the dataset, the "
             "plan and loader.state_dict(), make the loader there and load the state"

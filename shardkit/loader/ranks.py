@@ -85,11 +85,7 @@ def find_topology(
 
 
 def check_chosen(lanes: int, chosen: Sequence[int]) -> list[int]:
-    """Lanes that a caller names, ascending.
-
-    Raises:
-        ConfigurationError: one is named twice, or does not exist.
-    """
+    """Lanes that a caller names, ascending."""
     own = sorted(chosen)
     if len(set(own)) != len(own) or (own and not 0 <= own[0] <= own[-1] < lanes):
         raise ConfigurationError(f"lanes={list(chosen)}: distinct numbers from 0 to {lanes - 1} are expected")
@@ -97,11 +93,7 @@ def check_chosen(lanes: int, chosen: Sequence[int]) -> list[int]:
 
 
 def check_shares(plan: Plan, world: int, *, uneven: bool) -> None:
-    """Whether so many ranks can share the lanes; equally, unless `uneven`.
-
-    Raises:
-        ConfigurationError: they cannot; says which numbers can.
-    """
+    """Whether so many ranks can share the lanes; equally, unless `uneven`."""
     lanes = plan.lanes
     if world > lanes:
         raise ConfigurationError(
@@ -151,11 +143,7 @@ class Dealt:
 
 
 def fixed_shares(plan: Plan, world: int, given: object = None) -> Dealt:
-    """Lanes without asking anybody: an Assignment that was given, else fixed shares.
-
-    Raises:
-        ConfigurationError: the one that was given is of other lanes or ranks.
-    """
+    """Lanes without asking anybody: an Assignment that was given, else fixed shares."""
     if not isinstance(given, Assignment):
         return Dealt(assign(plan.lanes, world))
     if (len(given.owner), given.ranks) != (plan.lanes, world):

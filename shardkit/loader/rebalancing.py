@@ -117,22 +117,14 @@ class Rebalancer:
         return list(self._current.lanes_of(self._rank))
 
     def lanes_ahead(self, step: int) -> list[int]:
-        """The own lanes at a step that is handed out next, or begins the next loop; changes nothing.
-
-        Raises:
-            RunError: as `lanes_at`.
-        """
+        """The own lanes at a step that is handed out next, or begins the next loop; changes nothing."""
         if step != self._next:
             return list(self._dealt.lanes_of(self._rank))
         moved = self._decided(step)
         return self.lanes_now() if moved is None else list(moved.lanes_of(self._rank))
 
     def lanes_at(self, step: int) -> list[int]:
-        """The own lanes at a step that is about to be handed out; called for every step, in order.
-
-        Raises:
-            RunError: the leader has not come so far in time.
-        """
+        """The own lanes at a step that is about to be handed out; called for every step, in order."""
         every = self._settings.every
         moved = self._decided(step)
         if moved is not None:
@@ -256,9 +248,6 @@ def make_rebalancer(
     """A rebalancer on the given store, or on the process group's; None where there is nothing to move.
 
     Processes make their loaders in the same order, as for the comparison at the start.
-
-    Raises:
-        ConfigurationError: several ranks and no store.
     """
     world = dealt.assignment.ranks
     if settings is None or world == 1:

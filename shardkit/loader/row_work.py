@@ -108,11 +108,7 @@ class RowWork:
         slots: NDArray[np.int64],
         step_rows: int,
     ) -> BegunRows:
-        """Give the rows of a batch to the workers, in pieces of which the whole step makes `parts`.
-
-        Raises:
-            RunError: there are none any more.
-        """
+        """Give the rows of a batch to the workers, in pieces of which the whole step makes `parts`."""
         function = self._function
         if function is None:
             return BegunRows(fields, {}, step, samples, slots, [])
@@ -129,11 +125,7 @@ class RowWork:
         return BegunRows(fields, columns, step, samples, slots, pieces, into)
 
     def finish(self, begun: BegunRows) -> tuple[dict[str, Any], NDArray[np.int64]]:
-        """The batch after decoding and transforms, and the samples it now holds.
-
-        Raises:
-            RunError: a transform failed, or a row did not decode and `on_error` is "raise"; names the sample.
-        """
+        """The batch after decoding and transforms, and the samples it now holds."""
         fields, samples, step = begun.fields, begun.samples, begun.step
         self.at = (step, int(samples[0]) if len(samples) else -1)
         valid = np.ones(len(samples), dtype=np.bool_)

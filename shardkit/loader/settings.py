@@ -174,11 +174,7 @@ class LoaderSetup:
         return max(_LEAST, int(blocks * size * (1 + _AHEAD)))
 
     def memory_bound(self, lanes: int) -> int:
-        """Bytes that the blocks of one process may take; `config.memory` is that of a rank, shared by its workers.
-
-        Raises:
-            ConfigurationError: less than the windows need.
-        """
+        """Bytes that the blocks of one process may take; `config.memory` is that of a rank, shared by its workers."""
         config, plan, sources = self.config, self.plan, self.sources
         needed = self.memory_needed(lanes)
         if config.memory is None:

@@ -51,16 +51,7 @@ class ServedCache:
 
 
 def find_address(share: bool | str, store: Any) -> tuple[str, int]:
-    """Where to listen: as told, else by the interface through which this machine reaches the process group's store.
-
-    Args:
-        share: HOST:PORT, or True.
-        store: of torch.
-
-    Raises:
-        UsageError: not HOST:PORT.
-        ConfigurationError: the store is at no host, and MASTER_ADDR names none.
-    """
+    """Where to listen: as told, else by the interface through which this machine reaches the process group's store."""
     if isinstance(share, str):
         return parse_listen(share)
     while not hasattr(store, "host") and hasattr(store, "underlying_store"):
@@ -89,11 +80,6 @@ def holders_of(
     told: Sequence[Mapping[str, Any]], workers: Sequence[Collection[str]]
 ) -> tuple[dict[str, str], list[list[int]]]:
     """Whom to ask for the blocks of each lane.
-
-    Args:
-        told: of each rank its "node", the "lanes" that its node has bytes of, how many "bytes", and "cache", the
-            address where neighbours read them, "" where there is none.
-        workers: of each lane, the nodes that work it.
 
     Returns:
         node → address, of those that have one; and lane → their numbers in that order, the first to ask first.

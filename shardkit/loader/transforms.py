@@ -95,12 +95,7 @@ DECODERS: Mapping[str, Decoder] = {
 
 
 def find_decoders(decode: Mapping[str, str | Decoder], schema: Schema) -> dict[str, Decoder]:
-    """Decoders by field.
-
-    Raises:
-        ConfigurationError: an unknown name, or a field that is not bytes (json: str too).
-        MissingDependency: images need Pillow.
-    """
+    """Decoders by field."""
     found: dict[str, Decoder] = {}
     for name, wanted in decode.items():
         if name not in schema:

@@ -187,11 +187,7 @@ class Manifest:
         return sha256_digest(self.to_bytes())
 
     def to_bytes(self) -> bytes:
-        """Canonical JSON: one content, one text.
-
-        Raises:
-            UsageError: The build settings hold something other than JSON of strings and integers.
-        """
+        """Canonical JSON: one content, one text."""
         # What is not used is not written: manifests from before these fields keep their ids.
         optional: dict[str, object] = {} if self.about is None else {"about": self.about}
         if self.lookups:
@@ -214,11 +210,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Manifest:
-        """Read bytes whose digest has been checked.
-
-        Raises:
-            FormatError: Not a manifest that this version writes, or one that contradicts itself.
-        """
+        """Read bytes whose digest has been checked."""
         where = f"manifest {sha256_digest(data)}"
         fields = read_document(data, where, _FORMAT, _KEYS, MAX_MANIFEST_BYTES, _OPTIONAL_KEYS)
         try:
@@ -327,11 +319,7 @@ def _refuse_urls(value: object, where: str) -> None:
 
 
 def _check_totals(manifest: Manifest) -> None:
-    """Compare the totals of a root with its pages and strata.
-
-    Raises:
-        FormatError: They contradict each other, or a stratum or part appears twice.
-    """
+    """Compare the totals of a root with its pages and strata."""
     if not 0 <= manifest.selected <= manifest.rows:
         _refuse(f"{manifest.selected} of {manifest.rows} rows are selected")
     _check_strata(manifest)
@@ -410,11 +398,7 @@ def _costs_to_json(costs: Sequence[RowCosts]) -> dict[str, list[list[object]]]:
 
 
 def _costs_from_json(value: object) -> tuple[RowCosts, ...]:
-    """Read it again; sorted by expression.
-
-    Raises:
-        FormatError: it is not of that form.
-    """
+    """Read it again; sorted by expression."""
     if not isinstance(value, Mapping) or not 0 < len(value) <= _MAX_COSTS:
         raise FormatError(f"build setting {_COSTS!r}: expected an object of 1 to {_MAX_COSTS} expressions")
     return tuple(RowCosts(name, _cost_pieces(name, value[name])) for name in sorted(value))

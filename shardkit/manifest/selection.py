@@ -70,11 +70,7 @@ class Selection:
         return int(self._before[-1])
 
     def rank(self, rows: ArrayLike) -> NDArray[np.int64]:
-        """How many selected rows lie before each of `rows` (0 … rows, any order and shape).
-
-        Raises:
-            UsageError: A row is outside the shard.
-        """
+        """How many selected rows lie before each of `rows` (0 … rows, any order and shape)."""
         numbers = np.asarray(rows, dtype=np.int64)
         if numbers.size and (int(numbers.min()) < 0 or int(numbers.max()) > self.rows):
             raise UsageError(f"row {int(numbers.min())} … {int(numbers.max())}: expected 0 … {self.rows}")
@@ -84,11 +80,7 @@ class Selection:
         return np.asarray(self._before[word] + np.bitwise_count(below), dtype=np.int64)
 
     def select(self, ordinals: ArrayLike) -> NDArray[np.int64]:
-        """The row of each selected ordinal (0 … count - 1, any order and shape): the inverse of `rank`.
-
-        Raises:
-            UsageError: An ordinal is outside the selection.
-        """
+        """The row of each selected ordinal (0 … count - 1, any order and shape): the inverse of `rank`."""
         numbers = np.asarray(ordinals, dtype=np.int64)
         if numbers.size and (int(numbers.min()) < 0 or int(numbers.max()) >= self.count):
             raise UsageError(
@@ -113,15 +105,7 @@ class Selection:
 
     @classmethod
     def from_bytes(cls, data: bytes, rows: int) -> Selection:
-        """Read an object whose digest has been checked.
-
-        Args:
-            data: The object.
-            rows: Rows of the shard it belongs to, as the page says: nothing larger is allocated.
-
-        Raises:
-            FormatError: Not what `to_bytes` writes, or not of this shard.
-        """
+        """Read an object whose digest has been checked."""
         where = f"selection {sha256_digest(data)}"
         try:
             columns = unpack_columns(data, _KIND, max_raw_bytes=-(-rows // 8))

@@ -154,13 +154,7 @@ class ShardTable:
     def concatenate(
         cls, tables: Sequence[ShardTable], *, stratum_offsets: Sequence[int] | None = None
     ) -> ShardTable:
-        """Tables one after the other.
-
-        Args:
-            tables: In the order of the shards.
-            stratum_offsets: Added to the stratum numbers of each table: for parts that bring their own
-                strata.
-        """
+        """Tables one after the other."""
         if not tables:
             return cls.from_records([])
         if len(tables) == 1 and stratum_offsets is None:
@@ -234,11 +228,7 @@ _LEAST: Final = {
 
 
 def _check_table(table: ShardTable) -> None:
-    """Check shapes, ranges and sums.
-
-    Raises:
-        FormatError: The first contradiction found, with the number of the shard where there is one.
-    """
+    """Check shapes, ranges and sums."""
     shards, segments = len(table.rows), len(table.segment_rows)
     shapes = {name: (shards, 32) if kind is np.uint8 else (shards,) for name, kind in SHARD_COLUMNS.items()}
     for name, shape in (shapes | dict.fromkeys(SEGMENT_COLUMNS, (segments,))).items():

@@ -375,11 +375,7 @@ class Change:
 
 
 def amended(leg: Leg, change: Change) -> Leg:
-    """The leg that follows ``leg``.
-
-    Raises:
-        PlanError: the change cannot start where it should.
-    """
+    """The leg that follows ``leg``."""
     settings = replace(
         leg.settings,
         global_batch=change.global_batch or leg.settings.global_batch,

@@ -390,14 +390,6 @@ def rebalance(
     `quotas`; the lanes that move go to ranks of nodes that hold their bytes. Nothing is done while a decision is under
     way or fresh, for a gain that noise could explain, or soon after a decision had to be undone.
 
-    Args:
-        step: the step that the run is at.
-        telemetry: of every rank, since the last change took effect.
-        start: owners before the first decision.
-        journal: all decisions so far.
-        local_bytes: (lanes, nodes) bytes of each lane that lie on each node.
-        rules: when to act.
-
     Returns:
         The next decision, to be journaled before it is published; None to leave things as they are.
     """

@@ -123,14 +123,7 @@ class Balance:
         hand: NDArray[np.int64],
         first: NDArray[np.int64],
     ) -> NDArray[np.int64]:
-        """Windows in another order: whole cells of nearly equal cost, then what is less than a cell.
-
-        Args:
-            samples: int64[sum(sizes)], rows of each window in its keyed order, which decides between equals.
-            sizes: int64[n], rows of each window.
-            hand: int64[n], whose each window is.
-            first: int64[n], number of its first draw in the hand.
-        """
+        """Windows in another order: whole cells of nearly equal cost, then what is less than a cell."""
         out, starts, codes = samples.copy(), np.cumsum(sizes) - sizes, self.codes[samples]
         per_cell = self.sizes[hand]
         alike = np.stack((sizes, per_cell), axis=1)[sizes >= per_cell]

@@ -133,11 +133,6 @@ class Deal:
     ) -> Counts:
         """D: samples of groups <= g drawn by ``lane`` before each step.
 
-        Args:
-            steps: int64[n], 0 <= step <= S.
-            lane: one lane, or int64[n] lanes, one for each entry of ``steps``.
-            chosen: int64[k], the groups g that are asked for; all of them by default.
-
         Returns:
             (n, k) int64; the column of the last group is ``steps * B / L``.
         """
@@ -209,11 +204,6 @@ def chunk_steps(global_batch: int, lanes: int, most: int) -> int:
 def assemble(draws: NDArray[np.int64], counts: NDArray[np.int64], size: int) -> NDArray[np.int64]:
     """Deal draws over steps.
 
-    Args:
-        draws: int64[sum(counts)], lane after lane, group after group, each group's in drawing order.
-        counts: int64[lanes, steps, groups], how many of each group every step of a lane takes.
-        size: m, slots of a cell.
-
     Returns:
         int64[lanes, steps, m]: the step's draws, group after group; -1 in the slots that are left.
     """
@@ -226,13 +216,7 @@ def assemble(draws: NDArray[np.int64], counts: NDArray[np.int64], size: int) -> 
 
 
 def permute_cells(cells: NDArray[np.int64], keys: NDArray[np.uint64], filled: int) -> NDArray[np.int64]:
-    """Permute the first ``filled`` slots of each cell under its key.
-
-    Args:
-        cells: int64[steps, m].
-        keys: uint64[steps].
-        filled: slots that hold a sample; the others hold -1 and stay last.
-    """
+    """Permute the first ``filled`` slots of each cell under its key."""
     ranks = order_rows(keys, filled)
     if filled == cells.shape[1]:
         return np.take_along_axis(cells, ranks, axis=1)

@@ -36,11 +36,7 @@ class Bucket(NamedTuple):
 def find_buckets(
     group_by: Mapping[str, int], strata: Sequence[str]
 ) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """Resolve globs over strata to buckets: (longest, strata) of each, the longest first.
-
-    Raises:
-        PlanError: a stratum is in no bucket or a length is no positive integer.
-    """
+    """Resolve globs over strata to buckets: (longest, strata) of each, the longest first."""
     for pattern, longest in group_by.items():
         if type(longest) is not int or longest < 1:
             raise PlanError(f"plan: group_by {pattern!r} is {longest!r}, expected its greatest length, >= 1")
@@ -125,11 +121,7 @@ class BucketGrid:
 
 
 def rows_per_sequence(sequence: int, row_tokens: int | None) -> int:
-    """Rows that are joined.
-
-    Raises:
-        PlanError: rows of unknown or other length.
-    """
+    """Rows that are joined."""
     if row_tokens is None or row_tokens < 1:
         raise PlanError(f"plan: sequence is {sequence}, but rows have no fixed length; expected row_tokens")
     if sequence < row_tokens or sequence % row_tokens:

@@ -63,14 +63,7 @@ def _grid_shards(grid: NaturalGrid | WeightedGrid, lane: int, epoch: int) -> Num
 
 
 def node_reads(plan: Plan, nodes: int, shards: Sequence[Numbers] | None = None, epoch: int = 0) -> NodeReads:
-    """Shards and bytes of each of ``nodes`` nodes.
-
-    Args:
-        plan: the plan.
-        nodes: 1 to L.
-        shards: `lane_shards` of all lanes, where they are known already.
-        epoch: which epoch.
-    """
+    """Shards and bytes of each of ``nodes`` nodes."""
     each = [lane_shards(plan, lane, epoch) for lane in range(plan.lanes)] if shards is None else shards
     owners = assign(plan.lanes, nodes, nodes=range(nodes))
     sets = [

@@ -85,10 +85,6 @@ def order_rows(keys: NDArray[np.uint64], n: int) -> NDArray[np.int64]:
 def grouped_order(keys: NDArray[np.uint64], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
     """`order` within each of many groups, as one array.
 
-    Args:
-        keys: uint64[g], one per group.
-        sizes: int64[g], elements per group.
-
     Returns:
         int64[sum(sizes)]: for each group in turn, its permutation of range(size), plus the group's start.
     """

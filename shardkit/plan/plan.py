@@ -440,11 +440,7 @@ def make_plan(
 
 
 def plan_of(settings: Settings, population: Population, cost: Costs | None = None) -> Plan:
-    """The plan of resolved settings; ``cost`` where they have one.
-
-    Raises:
-        PlanError: the settings do not fit the population, or the epoch has no full step.
-    """
+    """The plan of resolved settings; ``cost`` where they have one."""
     if not population.rows:
         raise PlanError("plan: the dataset has no selected row")
     for _, weights in settings.stages:

@@ -265,15 +265,7 @@ class BaseOrder:
         hi: NDArray[np.int64],
         hand: NDArray[np.int64] | None = None,
     ) -> Pieces:
-        """What base ranges [lo, hi) of groups hold.
-
-        Args:
-            group: int64[n], whose base order each range is of.
-            lo: int64[n], first position of each.
-            hi: int64[n], the position behind the last.
-            hand: int64[n], what each range belongs to, in place of its group in what comes back; the ranges of one
-                must not overlap.
-        """
+        """What base ranges [lo, hi) of groups hold."""
         keep = hi > lo
         hand = (group if hand is None else hand)[keep]
         group, lo, hi = group[keep], lo[keep], hi[keep]

@@ -24,13 +24,7 @@ Numbers = NDArray[np.int64]
 
 
 def describe_plan(plan: Plan, *, nodes: Sequence[int] = (1, 2, 4, 8), steps: int = 256) -> dict[str, object]:
-    """Everything `shardkit plan` tells, as plain values.
-
-    Args:
-        plan: the plan.
-        nodes: node counts to tell locality for; those above L are left out.
-        steps: steps that balance and mixing are measured over, spread over the epoch.
-    """
+    """Everything `shardkit plan` tells, as plain values."""
     shards = [lane_shards(plan, lane) for lane in range(plan.lanes)]
     mine, full = mixing(plan, steps)
     rows = stratum_rows(plan.population)
@@ -265,11 +259,6 @@ def predicted_waits(plan: Plan, costs: Costs, worlds: Sequence[int]) -> list[dic
 
     Looks at up to 128 steps over the epoch. Where the time of a step is that of its dearest rank, the mean skew is how
     much longer steps take than if all ranks cost the same.
-
-    Args:
-        plan: with costs.
-        costs: of the samples.
-        worlds: numbers of ranks, at most as many as lanes.
 
     Returns:
         Per world ``ranks``, and ``plain`` and ``plan``: the mean of the dearest rank over the mean one, and their 95th

@@ -83,11 +83,7 @@ class Settings:
 
     @classmethod
     def from_canonical(cls, values: Mapping[str, object]) -> Settings:
-        """The settings that `canonical` wrote, read back from JSON.
-
-        Raises:
-            PlanError: some of them are not known here, or out of range.
-        """
+        """The settings that `canonical` wrote, read back from JSON."""
         given = {name: _tuples(value) for name, value in values.items() if value not in (None, [], {})}
         if unknown := given.keys() - cls.__dataclass_fields__.keys():
             names = ", ".join(sorted(unknown))
@@ -191,11 +187,7 @@ def _blocks_of(population: Population, lanes: int, size: int, least: int, most: 
 
 
 def check_rows(rows: int, settings: Settings) -> None:
-    """Refuse a plan without a step.
-
-    Raises:
-        PlanError: no row, or no full step where the remainder is dropped.
-    """
+    """Refuse a plan without a step."""
     if not rows:
         raise PlanError("plan: the dataset has no selected row")
     if settings.remainder == "drop" and rows < settings.global_batch:
@@ -220,11 +212,7 @@ def _at_least(name: str, value: object, least: int) -> None:
 
 
 def check_range(name: str, value: object, allowed: Range, kind: type[int] | type[float] = int) -> None:
-    """A number of a plan.
-
-    Raises:
-        PlanError: it is none, or outside.
-    """
+    """A number of a plan."""
     try:
         allowed.check(name, value, kind)
     except ConfigurationError as error:
@@ -252,17 +240,7 @@ MAX_WEIGHT = 2**30
 def resolve_weights(
     weights: WeightsLike | None, strata: Sequence[str], rows: Sequence[int]
 ) -> tuple[int, ...]:
-    """One weight per stratum.
-
-    Args:
-        weights: glob over stratum names to integer weight of *each* stratum that it matches; of several globs the
-            last that matches counts; 1 where none matches, 0 leaves a stratum out. None: weights like the rows.
-        strata: names.
-        rows: selected rows; strata without rows weigh nothing.
-
-    Raises:
-        PlanError: a glob matches nothing, a weight is no integer >= 0, all weigh nothing, or they are too large.
-    """
+    """One weight per stratum."""
     if weights is None:
         masses = [int(r) for r in rows]
     else:

@@ -163,11 +163,6 @@ def whole_turn(groups: Sequence[StageGroup], batch: int, target: int) -> tuple[i
     Every phase of a turn is dealt alike, so that after each whole turn all lanes have had the same. That takes whole
     numbers per phase: the shortest exact phase where it is short enough, else the nearest whole numbers (largest
     remainder), which are then the plan's weights.
-
-    Args:
-        groups: the groups of a stage.
-        batch: B.
-        target: steps that a phase should not exceed by much, for locality.
     """
     total = sum(g.mass for g in groups)
     exact = lcm(*(total // gcd(total, batch * g.mass) for g in groups))
@@ -229,11 +224,6 @@ class Stage:
 
     def slots(self, steps: Numbers, lane: int, group: int) -> tuple[Numbers, Numbers]:
         """A lane's draws of a group, numbered over all lanes in slot order.
-
-        Args:
-            steps: int64[n], consecutive steps.
-            lane: the lane.
-            group: the group.
 
         Returns:
             (counts int64[n], numbers int64[sum(counts)]): of each step, and the number of each draw.

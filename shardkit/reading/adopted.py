@@ -61,18 +61,7 @@ def resolved(root: str, place: str) -> str:
 
 
 def put_adopted(root: Store, digest: str, place: str, etag: str = "") -> None:
-    """Remember, durably, where an adopted tar lies; a place that was remembered before is replaced.
-
-    Args:
-        root: That adopts it.
-        digest: ``sha256:<hex>`` of the tar.
-        place: Path of the local file, or URL.
-        etag: What the tar's store called these bytes when they were hashed; empty where it has no such thing.
-
-    Raises:
-        UsageError: The URL holds a credential.
-        StoreError: The root cannot be written.
-    """
+    """Remember, durably, where an adopted tar lies; a place that was remembered before is replaced."""
     if scheme_of(place):
         from shardkit.stores.remote.addresses import split_url
 
@@ -118,12 +107,7 @@ class Tar(NamedTuple):
 
 
 def read_tar_place(store: Store, digest: str) -> Tar | None:
-    """What a root remembers of an adopted tar; None where it remembers nothing.
-
-    Raises:
-        FormatError: The document is damaged.
-        StoreError: The root does not answer.
-    """
+    """What a root remembers of an adopted tar; None where it remembers nothing."""
 
     def parse(data: bytes, where: str) -> Tar:
         fields = read_document(data, where, _FORMAT, _KEYS, _MAX_BYTES, ("etag",))
@@ -234,11 +218,7 @@ class AdoptedStore(StoreAround):
     # Adopted tars
 
     def tar(self, name: str) -> Tar | None:
-        """The adopted tar of a name; None for what is in the root, or unknown.
-
-        Raises:
-            FormatError, StoreError: What the root remembers of it cannot be read.
-        """
+        """The adopted tar of a name; None for what is in the root, or unknown."""
         if not (name.startswith(_SHARDS[0]) and name.endswith(_SHARDS[1])):
             return None
         if name in self._tars:

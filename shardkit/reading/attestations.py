@@ -74,11 +74,7 @@ class Attestation:
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Attestation:
-        """Read the document of one.
-
-        Raises:
-            FormatError: It is none.
-        """
+        """Read the document of one."""
         names = [one.name for one in dataclasses.fields(cls)]
         fields = read_document(data, where, _ONE, names, _MAX_ONE_BYTES)
         return cls(
@@ -114,11 +110,7 @@ class Records:
         self._written_at = time.monotonic()
 
     def add(self, location: str, name: str, result: str, level: str) -> None:
-        """Note what was found of an object just now.
-
-        Raises:
-            StoreError: the root cannot be written.
-        """
+        """Note what was found of an object just now."""
         if self._store is None:
             return
         waiting = self._waiting.setdefault((location, level), [])
@@ -127,11 +119,7 @@ class Records:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is waiting, durably.
-
-        Raises:
-            StoreError: the root cannot be written.
-        """
+        """Write what is waiting, durably."""
         for (location, level), results in sorted(self._waiting.items()):
             assert self._store is not None
             fields = {"format": _MANY, "location": location, "level": level, "by": self._by}
@@ -144,9 +132,6 @@ def read_attestations(stores: Iterable[Store]) -> dict[str, dict[str, Attestatio
     """Location → object name → the latest attestation, from all documents of some roots and run directories.
 
     Documents that are damaged, or of something else, are passed over.
-
-    Raises:
-        StoreError: a store does not answer.
     """
     latest: dict[str, dict[str, Attestation]] = {}
     for one in (one for store in stores for one in _read(store)):

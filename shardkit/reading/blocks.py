@@ -93,11 +93,7 @@ class RowMap:
         return shard, block - self._first_blocks[shard]
 
     def locate(self, samples: Int64s) -> RowPlaces:
-        """Where `samples` ((n,) int64, any order) lie.
-
-        Raises:
-            NotFoundError: a sample number is outside the dataset.
-        """
+        """Where `samples` ((n,) int64, any order) lie."""
         samples = np.asarray(samples, dtype=np.int64)
         if samples.size and (int(samples.min()) < 0 or int(samples.max()) >= len(self)):
             bad = int(samples.min()) if int(samples.min()) < 0 else int(samples.max())
@@ -234,11 +230,7 @@ class BlockReader:
         return int(self.index(shard).block_raw_size[block])
 
     def index(self, shard: int) -> ShardIndex:
-        """The verified index of a shard.
-
-        Raises:
-            IntegrityError: its bytes are not those that the manifest names.
-        """
+        """The verified index of a shard."""
         with self._lock:
             found = self._indexes.get(shard)
             if found is not None:
@@ -271,21 +263,7 @@ class BlockReader:
         fields: Sequence[str] | None = None,
         memory: TakeMemory = _fresh,
     ) -> Block:
-        """One verified block, in memory that nobody else writes to.
-
-        Args:
-            shard: its number.
-            block: counts inside of `shard`.
-            verify: how, if not as this reader does.
-            keys: as in `formats.read_block`.
-            fields: as there.
-            memory: where the bytes of a local file go: gives so many bytes that nobody else writes to.
-
-        Raises:
-            IntegrityError: the bytes are not those that were written; names shard, block and store.
-            FormatError: the digest is right but the content is not what shardkit writes.
-            StoreError: the store does not answer or the object is gone.
-        """
+        """One verified block, in memory that nobody else writes to."""
         index, verify = self.index(shard), verify or self.verify
 
         def parsed(stored: memoryview, verify: Verify) -> Block:

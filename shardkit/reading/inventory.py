@@ -89,11 +89,7 @@ class Inventory:
             yield object_name(digest, kind), None
 
     def small(self, store: Store) -> tuple[Descriptor, ...]:
-        """`rest` and `unsized` with sizes: of good bytes, for the size of damaged ones would name other sets of parity.
-
-        Raises:
-            NotFoundError, IntegrityError: one is gone or damaged in all locations.
-        """
+        """`rest` and `unsized` with sizes: of good bytes, for the size of damaged ones would name other sets of parity."""
         sized = (Descriptor(digest, _good_size(store, digest, kind), kind) for digest, kind in self.unsized)
         return (*self.rest, *sized)
 
@@ -139,21 +135,13 @@ def version_record(manifest_id: str, members: int) -> bytes:
 
 
 def parse_version_record(data: bytes, where: str) -> tuple[str, int]:
-    """(manifest id, members of a set) of such a document.
-
-    Raises:
-        FormatError: Not one that shardkit writes.
-    """
+    """(manifest id, members of a set) of such a document."""
     fields = read_document(data, where, _PARITY_VERSION, ("manifest", "members_per_set"), MAX_RECORD_BYTES)
     return fields.digest("manifest"), fields.integer("members_per_set", minimum=1, maximum=MAX_MEMBERS)
 
 
 def read_members(store: Store, manifest_id: str) -> int | None:
-    """Members of a set of a version; None where it has no parity.
-
-    Raises:
-        FormatError: the document is damaged, or of another version.
-    """
+    """Members of a set of a version; None where it has no parity."""
     name = version_record_name(manifest_id)
     found = read_matching(store, name, parse_version_record, lambda found: found[0] == manifest_id)
     return None if found is None else found[1]
@@ -162,11 +150,7 @@ def read_members(store: Store, manifest_id: str) -> int | None:
 def read_matching(
     store: Store, name: str, parse: Callable[[bytes, str], _Found], is_wanted: Callable[[_Found], bool]
 ) -> _Found | None:
-    """What a document of parity says; None where there is none.
-
-    Raises:
-        FormatError: it is damaged, or not the one that is wanted.
-    """
+    """What a document of parity says; None where there is none."""
 
     def checked(data: bytes, where: str) -> _Found:
         found = parse(data, where)
@@ -188,27 +172,14 @@ def first_good(stores: Sequence[Store], ask: Callable[[Store], _Found | None]) -
 
 
 def read_root(store: Store, manifest_id: str) -> Manifest:
-    """The root of a manifest, verified; its pages are not read.
-
-    Raises:
-        NotFoundError, IntegrityError, FormatError: it is missing, damaged or not a manifest.
-    """
+    """The root of a manifest, verified; its pages are not read."""
     return Manifest.from_bytes(read_object(store, manifest_id, "manifest", max_bytes=MAX_MANIFEST_BYTES))
 
 
 def read_pages(
     store: Store, manifest: Manifest, *, unreadable: Unreadable | None = None
 ) -> tuple[ShardTable, ...]:
-    """The pages of a manifest, verified, in order.
-
-    Args:
-        store: that holds them.
-        manifest: their root.
-        unreadable: told of each page that cannot be read, which is left out.
-
-    Raises:
-        NotFoundError, IntegrityError, FormatError: without `unreadable`, one is gone or damaged.
-    """
+    """The pages of a manifest, verified, in order."""
 
     def read(ref: PageRef) -> ShardTable | ShardkitError:
         try:
@@ -244,11 +215,7 @@ def take_inventory(store: Store, manifest_id: str, *, unreadable: Unreadable | N
 
 
 def walk_versions(store: Store, versions: Iterable[str], *, optional: bool = False) -> Iterator[Inventory]:
-    """Versions, and those of their parts that lie in this root, each once; parts elsewhere are their roots' business.
-
-    Raises:
-        NotFoundError, IntegrityError, FormatError: a manifest or page is gone or damaged.
-    """
+    """Versions, and those of their parts that lie in this root, each once; parts elsewhere are their roots' business."""
     waiting, seen = sorted(versions), set[str]()
     while waiting:
         version = waiting.pop()

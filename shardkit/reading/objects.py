@@ -65,11 +65,7 @@ class Location:
 
 
 def check_location_name(name: str) -> None:
-    """Refuse what is no name of a location.
-
-    Raises:
-        ConfigurationError: it is none.
-    """
+    """Refuse what is no name of a location."""
     if LOCATION_NAME.fullmatch(name) is None:
         raise ConfigurationError(
             f"location name {name[:60]!r}: expected at most 40 of [a-z0-9_-], starting with a letter or digit"
@@ -97,10 +93,6 @@ class BlockRequest(NamedTuple):
 
 def place_ids(shard_digests: NDArray[np.uint8], blocks: NDArray[np.int64]) -> NDArray[np.uint64]:
     """Numbers that tell blocks apart without their digests.
-
-    Args:
-        shard_digests: (n, 32), SHA-256 of the shards.
-        blocks: (n,), block in the shard.
 
     Returns:
         (n,) uint64; 64 bits of a digest, moved on by the block, so that two blocks share one by bad luck only.
@@ -170,17 +162,7 @@ def check_object(
     *,
     may_read: bool = True,
 ) -> CheckResult:
-    """Check an object.
-
-    Args:
-        store: where.
-        name: of the object.
-        size: bytes, None where that is not known.
-        depth: "list": it is there and has its size; "stored": and the checksum that the store keeps is that of the
-            name, or, where the store keeps none, every byte is read; "read": every byte is read in any case.
-        pace: called with the number of bytes before they are read; may sleep.
-        may_read: False: at "stored", an object of which the store keeps no checksum is "unreadable".
-    """
+    """Check an object."""
     digest, _ = parse_object_name(name)
     there = "the object" if size is None else f"{size} bytes"
     try:
@@ -223,21 +205,8 @@ def copy_object(
 ) -> tuple[str, int]:
     """Make good bytes of an object durable in a location.
 
-    Args:
-        name: of the object.
-        sources: asked in this order.
-        target: open for writing; what lies there under the name is kept if it is good, replaced if not.
-        replace: what lies there was read and is wrong: replaced whatever checksum the store keeps of it.
-        pace: called with the number of bytes before they are read; may sleep.
-        moved: told of bytes as they go.
-        bad_copy: told of (source, name, "wrong" or "missing").
-
     Returns:
         (name of the source that was good, bytes of the object).
-
-    Raises:
-        IntegrityError: no source has good bytes.
-        StoreError: no source answered, or the target failed.
     """
     digest, extension = parse_object_name(name)
     bad: dict[str, str] = {}

@@ -217,13 +217,7 @@ class ReadPath:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def fetch(self, request: ReadRequest) -> Buffer:
-        """The right bytes.
-
-        Raises:
-            IntegrityError: Every location that answered has wrong bytes.
-            NotFoundError: No location has the object.
-            StoreError: No location gave good bytes before the deadline; says what each answered.
-        """
+        """The right bytes."""
         with self._lock:
             self._reads += 1
         started = time.monotonic()

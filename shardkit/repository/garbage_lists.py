@@ -88,14 +88,7 @@ def read_list(store: Store, digest: str) -> tuple[str, ...]:
 
 
 def forget_lists(store: Store, now: int, keep_s: int, keep: Iterable[str]) -> None:
-    """Delete lists of collections that ended long ago; no list is read whose age is known (SPEC.md, "Old lists").
-
-    Args:
-        store: of the root.
-        now: seconds since 1970.
-        keep_s: seconds for which a list is kept at least.
-        keep: digests of lists that are kept in any case.
-    """
+    """Delete lists of collections that ended long ago; no list is read whose age is known (SPEC.md, "Old lists")."""
     kept = {_list_name(digest) for digest in keep}
     lists = {name for name in store.list_after(_LISTS) if _LIST.fullmatch(name)}
     last_day = utc_text(now - keep_s)[:10]
@@ -145,19 +138,7 @@ def check_not_collected(
     versions: Collection[str],
     problem: ShardkitError | None = None,
 ) -> None:
-    """Refuse a commit that names what is being collected, or what was collected since the writer began.
-
-    Args:
-        store: of the root.
-        commits: its log, newest first; walked where collections were begun since.
-        opened: the head when the writer opened the root, before anything there could be relied on.
-        head: that the commit is to follow.
-        versions: manifest ids that it names.
-        problem: what the writer met that may come from that.
-
-    Raises:
-        CommitConflict: it does; the same work done again puts what is missing.
-    """
+    """Refuse a commit that names what is being collected, or what was collected since the writer began."""
     if not versions:
         return
     gone = set(opened.collecting.values())

@@ -103,11 +103,7 @@ class LocationRecord:
 
     @classmethod
     def parse(cls, text: str) -> LocationRecord:
-        """Read ``NAME=URL[,domain=…][,rank=…][,weight=…]``.
-
-        Raises:
-            ConfigurationError, UsageError: it is not of that form, or the URL holds a credential.
-        """
+        """Read ``NAME=URL[,domain=…][,rank=…][,weight=…]``."""
         name, equals, rest = text.partition("=")
         url, *options = rest.split(",")
         if not equals or not url:
@@ -196,12 +192,7 @@ class LocationTable(Numbered):
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> LocationTable:
-        """Read and check.
-
-        Raises:
-            FormatError, ConfigurationError: not a table that this version writes.
-            IntegrityError: the digest inside does not match.
-        """
+        """Read and check."""
         fields = unseal(data, where, _FORMAT, _KEYS, _MAX_BYTES)
         table = cls(
             **read_numbered(fields, first_has_previous=False),
@@ -229,25 +220,13 @@ def read_table(store: Store, repository_id: str | None) -> LocationTable | None:
 
     Finds the highest number by asking for names, not by a listing: the folder may hold many other documents, and a
     root without a table costs one question.
-
-    Args:
-        store: of the root.
-        repository_id: its id; None takes the table's own word for it.
-
-    Raises:
-        IntegrityError: it is damaged, or of another repository.
-        StoreError: the store does not answer.
     """
     number = _newest(store)
     return None if number == 0 else _read(store, number, repository_id)
 
 
 def read_tables(store: Store, repository_id: str) -> list[LocationTable]:
-    """All tables that there ever were, newest first, with their chain verified.
-
-    Raises:
-        IntegrityError: one is damaged or missing.
-    """
+    """All tables that there ever were, newest first, with their chain verified."""
     found: list[LocationTable] = []
     for number in range(_newest(store), 0, -1):
         table = _read(store, number, repository_id)
@@ -270,23 +249,7 @@ def commit_table(
     message: str,
     author: str = "",
 ) -> LocationTable:
-    """Make `policy` and `locations` hold from now on.
-
-    Args:
-        store: of the root.
-        repository_id: its id.
-        base: the table that this one changes, as `read_table` gave it; given back where it says the same.
-        policy: the new policy.
-        locations: all of them, the root first.
-        message: why.
-        author: who.
-
-    Raises:
-        ConfigurationError: a name or place twice, or fewer failure domains than copies.
-        CommitConflict: somebody else committed a table since `base` was read.
-        CommitUnknown: the store failed and does not say whether it landed.
-        StoreError: the store refused; nothing was changed.
-    """
+    """Make `policy` and `locations` hold from now on."""
     if base is not None and base.policy == policy and base.locations == tuple(locations):
         return base
     table = dataclasses.replace(
@@ -406,16 +369,7 @@ class CopyMark(NamedTuple):
 
 
 def location_of(record: LocationRecord, *, heal: bool = False, writable: bool = False) -> Location:
-    """A recorded location as one that can be read; nothing is asked of it yet.
-
-    Args:
-        record: see there.
-        heal: whether readers may put good bytes over bad ones there.
-        writable: whether anything may be put there.
-
-    Raises:
-        MissingDependency: a package is not installed that its kind of URL needs.
-    """
+    """A recorded location as one that can be read; nothing is asked of it yet."""
     store = open_store(record.url, read_only=not (heal or writable))
     return Location(name=record.name, store=store, domain=record.domain, rank=record.rank, heal=heal)
 
@@ -424,10 +378,6 @@ def open_locations(root: Store, repository_id: str) -> list[Location]:
     """All locations of a repository: the one where it was opened first, then the others in the table's order.
 
     Locations that cannot be opened on this machine (a client is not installed) are left out.
-
-    Raises:
-        IntegrityError: the table is damaged.
-        StoreError: the root does not answer.
     """
     store = root_store(root)
     table = read_table(store, repository_id)
@@ -465,12 +415,7 @@ def own_name(store: Store) -> str:
 
 
 def is_prepared(store: Store, name: str, repository_id: str) -> bool:
-    """Whether a store is the copy that it should be: not another one, not a folder over which a disk was not mounted.
-
-    Raises:
-        IntegrityError: it is a copy of something else.
-        StoreError: it does not answer.
-    """
+    """Whether a store is the copy that it should be: not another one, not a folder over which a disk was not mounted."""
     mark = read_mark(store)
     if mark is None:
         return False
@@ -483,12 +428,7 @@ def is_prepared(store: Store, name: str, repository_id: str) -> bool:
 
 
 def prepare_copy(root: Store, copy: Store, name: str, repository_id: str) -> None:
-    """Make a store a copy of a root: the same identity, and the mark that says which copy it is.
-
-    Raises:
-        UsageError: it is the root itself, a root of its own, or another copy.
-        StoreError: it cannot be written.
-    """
+    """Make a store a copy of a root: the same identity, and the mark that says which copy it is."""
     identity = root.get(IDENTITY_NAME, max_bytes=MAX_IDENTITY_BYTES)
     try:
         found: bytes | None = copy.get(IDENTITY_NAME, max_bytes=MAX_IDENTITY_BYTES)
@@ -507,11 +447,7 @@ def prepare_copy(root: Store, copy: Store, name: str, repository_id: str) -> Non
 
 
 def refuse_copy(store: Store, identity: Identity) -> None:
-    """Commits go to the root: two logs of one repository could never be joined again.
-
-    Raises:
-        StoreReadOnlyError: the store is a copy.
-    """
+    """Commits go to the root: two logs of one repository could never be joined again."""
     mark = read_mark(root_store(store))
     if mark is not None:
         table = read_table(store, identity.id)
@@ -521,16 +457,7 @@ def refuse_copy(store: Store, identity: Identity) -> None:
 
 
 def read_identity(store: Store, *, alone: bool = False) -> Identity:
-    """``shardkit.json``; where the root's is damaged or gone, that of a location that the root remembers.
-
-    Args:
-        store: of the root.
-        alone: ask the root only: to find out what it has itself.
-
-    Raises:
-        NotFoundError: there is none.
-        FormatError, IntegrityError: it is damaged, or of a newer version.
-    """
+    """``shardkit.json``; where the root's is damaged or gone, that of a location that the root remembers."""
     try:
         return identity_in(store)
     except (NotFoundError, IntegrityError) as error:

@@ -121,16 +121,7 @@ class Row(Generic[Document_co]):
         return int(digits) if is_ours else None
 
     def read(self, store: Store, number: int, repository: str | None) -> tuple[Document_co, bytes]:
-        """A document and its bytes, read as `read_checked` does.
-
-        Args:
-            store: of the root.
-            number: which.
-            repository: whose it must be; None takes its own word for it.
-
-        Raises:
-            NotFoundError, IntegrityError, FormatError, StoreError: see `read_checked`.
-        """
+        """A document and its bytes, read as `read_checked` does."""
 
         def parse(data: bytes, where: str) -> tuple[Document_co, bytes]:
             found = self.parse(data, where)
@@ -148,16 +139,6 @@ class Row(Generic[Document_co]):
 
         After an error it is read back and compared, never guessed at: each holds random bits that no other has. Ours
         is put again: that it exists then also says that it is durable.
-
-        Args:
-            store: of the root.
-            document: to be put.
-            what: how messages name the change.
-            then: what messages say is to be done once the store or disk was looked at.
-
-        Raises:
-            CommitUnknown: the store failed and does not say whether it landed.
-            StoreError: the store refused; nothing was changed.
         """
         name, data = self.name(document.n), document.to_bytes()
         failure: StoreError | None = None
@@ -227,12 +208,7 @@ class LogEntry(Numbered):
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> LogEntry:
-        """Read and check one entry.
-
-        Raises:
-            FormatError: Not a log entry that this version reads.
-            IntegrityError: The digest inside does not match.
-        """
+        """Read and check one entry."""
         fields = unseal(data, where, _FORMAT, _KEYS, MAX_ENTRY_BYTES, _OPTIONAL)
         entry = cls(
             **read_numbered(fields, first_has_previous=True),
@@ -299,12 +275,7 @@ class Identity(NamedTuple):
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Identity:
-        """Read and check.
-
-        Raises:
-            FormatError: Not an identity that this version reads.
-            IntegrityError: The digest inside does not match.
-        """
+        """Read and check."""
         fields = unseal(
             data,
             f"{IDENTITY_NAME} of {where}",
@@ -328,11 +299,7 @@ def identity_in(store: Store) -> Identity:
 
 
 def first_identity(store: Store, features: tuple[str, ...]) -> Identity:
-    """The identity to put where there may be none: a new one, or that of the log that lies there without one.
-
-    Raises:
-        IntegrityError: there is a log that does not say whose it is; a new identity would never fit it.
-    """
+    """The identity to put where there may be none: a new one, or that of the log that lies there without one."""
     if store.head(LOG.name(1)) is None:
         return Identity.new(features)
     with contextlib.suppress(ShardkitError):
@@ -362,11 +329,7 @@ def identity_named_by(first: LogEntry) -> Identity | None:
 
 
 def check_ref_name(name: str) -> None:
-    """Refuse what cannot be written as ``root@name``.
-
-    Raises:
-        UsageError: Not a name for a ref or tag.
-    """
+    """Refuse what cannot be written as ``root@name``."""
     if _REF.fullmatch(name) is None:
         raise UsageError(
             f"ref or tag {name[:200]!r}: expected 1 to 100 of [A-Za-z0-9._-], starting with a letter or digit; use "
@@ -375,12 +338,7 @@ def check_ref_name(name: str) -> None:
 
 
 def check_succession(earlier: LogEntry, earlier_bytes: bytes, later: LogEntry, where: str) -> None:
-    """Whether `later` may follow `earlier`.
-
-    Raises:
-        IntegrityError: The chain is broken: an entry was changed, replaced or removed, or a tag was moved, or removed
-            without a record of it.
-    """
+    """Whether `later` may follow `earlier`."""
     found = sha256_digest(earlier_bytes)
     if later.previous != found or later.n != earlier.n + 1:
         raise IntegrityError(
@@ -431,11 +389,7 @@ class CommitLog:
         return None if number == 0 else self._entry(number)[0]
 
     def log(self) -> list[LogEntry]:
-        """All commits, newest first, with the whole chain verified down to ``shardkit.json``.
-
-        Raises:
-            IntegrityError: An entry is missing or damaged, or the chain is broken.
-        """
+        """All commits, newest first, with the whole chain verified down to ``shardkit.json``."""
         entries = list(self.newest_commits())
         if entries and entries[-1].previous != self._origin:
             raise IntegrityError(
@@ -445,11 +399,7 @@ class CommitLog:
         return entries
 
     def newest_commits(self) -> Iterator[LogEntry]:
-        """Commits one by one, newest first, the chain verified as far as it is walked.
-
-        Raises:
-            IntegrityError: See `log`.
-        """
+        """Commits one by one, newest first, the chain verified as far as it is walked."""
         later: LogEntry | None = None
         for number in range(self._last_number(), 0, -1):
             entry, data = self._entry(number)

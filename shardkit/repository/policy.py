@@ -119,18 +119,7 @@ class Policy:
         mode: str | None = None,
         max_scrub_age: str | None = None,
     ) -> Policy:
-        """This policy with what a command line says; None leaves a setting as it is.
-
-        Args:
-            copies: see `Policy`.
-            critical: ``stratum=copies`` each; ``[]`` for none.
-            parity: ``8+2``, or ``none``.
-            mode: see `Policy`.
-            max_scrub_age: such as ``30d``.
-
-        Raises:
-            ConfigurationError: a value out of range.
-        """
+        """This policy with what a command line says; None leaves a setting as it is."""
         new: dict[str, Any] = {"copies": copies, "mode": mode}
         if critical is not None:
             new["critical"] = tuple(map(_parse_critical, critical))

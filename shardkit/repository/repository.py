@@ -94,16 +94,7 @@ class Changes:
         return {manifest for manifest in (*self.refs.values(), *self.tags.values()) if manifest is not None}
 
     def apply(self, base: LogEntry | None, head: LogEntry | None) -> dict[str, dict[str, str]]:
-        """The tables of refs, tags and withdrawn tags after this commit.
-
-        Args:
-            base: The head when the commit began.
-            head: The head now: the commit is rebased onto it where it touches other refs.
-
-        Raises:
-            CommitConflict: A ref is not where it was expected, or was moved since `base`; or a tag exists, or is to go
-                and names something else, or the name is that of a withdrawn one.
-        """
+        """The tables of refs, tags and withdrawn tags after this commit."""
         head = head or NO_COMMIT
         refs, tags, gone = dict(head.refs), dict(head.tags), self._withdrawn(head)
         self._set_refs(refs, (base or NO_COMMIT).refs)
@@ -181,16 +172,6 @@ class Repository(CommitLog):
         """Make a root into a repository, or open the one that is there.
 
         A new root that is no local directory is tried out first: see `shardkit.stores.remote.object_store.probe`.
-
-        Args:
-            url: See `open_store`.
-            exist_ok: Open what is there.
-            single_writer: The caller promises that no two writers ever use the root at once; needed on stores that
-                do not keep put-if-absent.
-
-        Raises:
-            UsageError: There is one, and not `exist_ok`.
-            StoreError: The root cannot be written, or must not be shared by several writers.
         """
         store = open_store(url)
         created = False
@@ -219,21 +200,7 @@ class Repository(CommitLog):
         heal: bool = False,
         alone: bool = False,
     ) -> Repository:
-        """Open what `create` made.
-
-        Args:
-            url: Of the root.
-            read_only: Refuse every change.
-            locations: Where further copies of its objects lie, beside those that the root remembers; reads go over
-                all of them.
-            settings: Of reads over a network.
-            heal: Put good bytes over bad copies that reads meet, wherever that is allowed.
-            alone: Leave out the locations that the root remembers: to find out what the root itself has.
-
-        Raises:
-            NotFoundError: There is no repository at `url`.
-            FormatError, IntegrityError: ``shardkit.json`` is damaged or of a newer version.
-        """
+        """Open what `create` made."""
         store = open_store(url, read_only=read_only and not heal)
         if locations:
             store = locate(store, locations, settings=settings, heal=heal)
@@ -318,12 +285,7 @@ class Repository(CommitLog):
         return dict((self.head() or NO_COMMIT).tags)
 
     def resolve(self, ref: str | None = None) -> str:
-        """The manifest id that a ref, a tag or a digest names; ``main`` for None.
-
-        Raises:
-            NotFoundError: Nothing of that name.
-            UsageError: Not a name at all.
-        """
+        """The manifest id that a ref, a tag or a digest names; ``main`` for None."""
         name = DEFAULT_REF if ref is None else ref
         if DIGEST.fullmatch(name) is not None:
             return name
@@ -355,22 +317,6 @@ class Repository(CommitLog):
 
         All objects that the manifests name must have been put before: what `put_object` has returned is
         durable. Commits of other processes that touch other refs are rebased over.
-
-        Args:
-            set_refs: Ref → manifest id, None to drop the ref.
-            set_tags: Tag → manifest id; a tag that exists can only be given the id that it has.
-            message: Why.
-            author: Who, as they want to be named.
-            expected: Ref → manifest id (None: no such ref) that must hold when the commit lands, unless the ref stands
-                where it is to go already.
-            withdraw: Tag → the manifest id that it names: the tag is removed, its name never used again, and the log
-                keeps record of it. For versions that were erased, and nothing else.
-
-        Raises:
-            CommitConflict: A ref was moved meanwhile or is not as expected, or a tag exists.
-            CommitUnknown: It could not be found out whether the commit landed; `find_commit` tells later.
-            NotFoundError: A manifest is not in the repository.
-            StoreError: The store refused; nothing was committed.
         """
         self._check_writable()
         changes = Changes(set_refs or {}, set_tags or {}, expected or {}, withdraw or {})
@@ -413,13 +359,6 @@ class Repository(CommitLog):
         self, change: Change, head: LogEntry | None, message: str, author: str = ""
     ) -> LogEntry | None:
         """Append one entry after the newest.
-
-        Args:
-            change: Asked for every head that the entry could follow, so that a commit is rebased over those that come
-                first; raises CommitConflict where that cannot be.
-            head: The head as the caller knows it.
-            message: Why.
-            author: Who.
 
         Returns:
             The entry, durably in the log; None where `change` says that there is nothing to do.

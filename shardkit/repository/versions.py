@@ -56,12 +56,7 @@ class Version:
         return self.parts[int(np.searchsorted(firsts, shard, side="right")) - 1]
 
     def load_selection(self, shard: int) -> Selection:
-        """The selection of a shard that has one, verified against its digest and the shard's segments.
-
-        Raises:
-            IntegrityError: Its bytes are not those that the page names.
-            FormatError: It selects other numbers of rows than the page says, or the shard has none.
-        """
+        """The selection of a shard that has one, verified against its digest and the shard's segments."""
         return load_shard_selection(self.part_of(shard).repository, self.table, shard)
 
 
@@ -87,11 +82,7 @@ def load_manifest(repository: Repository, manifest_id: str) -> Version:
 
 
 def merged_version(manifest: Manifest, parts: Sequence[tuple[str, Version]]) -> Version:
-    """The version that consists of others, which were not merged themselves.
-
-    Raises:
-        FormatError: The manifest says something else of them.
-    """
+    """The version that consists of others, which were not merged themselves."""
     held: list[Part] = []
     offsets: list[int] = []
     first_shard = first_stratum = 0
@@ -113,13 +104,7 @@ def _load_pages(repository: Repository, manifest: Manifest) -> Version:
 
 
 def put_manifest(repository: Repository, manifest: Manifest, pages: Sequence[bytes]) -> Descriptor:
-    """Put the pages, then the root, durably; `Repository.commit` may then name it.
-
-    Args:
-        repository: Where to.
-        manifest: The root.
-        pages: Bytes of all its pages that are not in the repository yet, in any order.
-    """
+    """Put the pages, then the root, durably; `Repository.commit` may then name it."""
     for data in pages:
         repository.put_object(data, "page")
     return repository.put_object(manifest.to_bytes(), "manifest")
@@ -190,12 +175,7 @@ class PartLocation(NamedTuple):
 def put_location(
     repository: Repository, name: str, manifest_id: str, holder: Repository
 ) -> PartLocation | None:
-    """Remember that a part lies in another repository; nothing is written where it lies in this one.
-
-    Raises:
-        UsageError: the place holds a credential.
-        StoreError: the root cannot be written.
-    """
+    """Remember that a part lies in another repository; nothing is written where it lies in this one."""
     if holder.url == repository.url:
         return None
     if _CREDENTIAL.match(holder.url):
@@ -210,11 +190,7 @@ def put_location(
 
 
 def find_part(repository: Repository, name: str, manifest_id: str) -> Repository:
-    """The repository that holds a part of a merged dataset: this one, or the one that the root remembers.
-
-    Raises:
-        NotFoundError: it is not where it was; the message names all places that were tried.
-    """
+    """The repository that holds a part of a merged dataset: this one, or the one that the root remembers."""
     if repository.store.head(object_name(manifest_id, "manifest")) is not None:
         return repository
     place_name = location_name(manifest_id)

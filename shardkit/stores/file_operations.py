@@ -226,13 +226,7 @@ _NO_LINKS: Final = (
 
 
 def store_error(error: OSError, doing: str, *, writing: bool) -> StoreError:
-    """The `StoreError` that says what an `OSError` means.
-
-    Args:
-        error: As the kernel reported it.
-        doing: What was tried, with names: ``"write log/…1.json in /data/cats"``.
-        writing: Whether it was a change: a missing permission then means a read-only store.
-    """
+    """The `StoreError` that says what an `OSError` means."""
     number = error.errno or 0
     if number in _FULL:
         return StoreFullError(f"cannot {doing}: {_FULL[number]}")
@@ -248,13 +242,7 @@ def store_error(error: OSError, doing: str, *, writing: bool) -> StoreError:
 
 
 def read_file(path: str, file_size: int, offset: int, into: memoryview) -> None:
-    """Fill `into` from `offset` of a file, which is open for this read alone: what is read is what lies there now.
-
-    Raises:
-        NotFoundError: the file is gone.
-        IntegrityError: it has another size, or ends before.
-        StoreError: it cannot be opened or read.
-    """
+    """Fill `into` from `offset` of a file, which is open for this read alone: what is read is what lies there now."""
     operations = active()
     try:
         file = operations.open_path(path)
@@ -361,11 +349,7 @@ class Directories:
 
 
 def exists(folder: Handle, name: str) -> bool:
-    """Whether a regular file has this name.
-
-    Raises:
-        StoreError: Something else has it.
-    """
+    """Whether a regular file has this name."""
     try:
         found = active().stat(folder, name)
     except FileNotFoundError:

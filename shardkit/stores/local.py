@@ -216,11 +216,7 @@ def temporary_name(suffix: str = "") -> str:
 
 
 def private_folder(url: str) -> str:
-    """A local folder for scratch files of work on a remote root: the same one each time, nobody else's.
-
-    Raises:
-        StoreError: Its place is taken by something that another user could write to.
-    """
+    """A local folder for scratch files of work on a remote root: the same one each time, nobody else's."""
     import tempfile  # slow to import, and rarely needed
 
     parent = os.path.join(tempfile.gettempdir(), f"shardkit-{os.getuid()}")
@@ -312,12 +308,7 @@ class LocalStage(Stage):
         return active().write(self._file, data)
 
     def sync(self) -> None:
-        """Make durable what was written so far; another thread may write meanwhile.
-
-        Raises:
-            StoreError: the disk does not take it. An error is reported once only, so that it must not be passed over:
-                a later sync might find nothing left to complain about.
-        """
+        """Make durable what was written so far; another thread may write meanwhile."""
         with explained(f"write {self._file.path}", writing=True):
             active().fsync(self._file)
 

@@ -81,12 +81,7 @@ class Stage(abc.ABC):
         return self._hash.hexdigest()
 
     def write(self, data: bytes | bytearray | memoryview, /) -> int:
-        """Append all of `data`; returns its length. After an error the stage can only be dropped.
-
-        Raises:
-            UsageError: it is more than any store takes in one piece.
-            StoreError: it cannot be written.
-        """
+        """Append all of `data`; returns its length. After an error the stage can only be dropped."""
         rest = memoryview(data).cast("B")
         length = len(rest)
         check_size(self._size + length)
@@ -258,9 +253,6 @@ def check_name(name: str) -> tuple[str, ...]:
 
     Names are plain: ASCII letters, digits, ``. _ -`` and ``/`` between components; no component starts with a
     dot or a dash, so neither ``..`` nor an option of some tool can be spelled.
-
-    Raises:
-        UsageError: The name is not one that every store takes.
     """
     if len(name) > _MAX_NAME or _NAME.fullmatch(name) is None or name.startswith(_PRIVATE) or name == "tmp":
         raise UsageError(
@@ -362,19 +354,7 @@ def check_size(size: int) -> None:
 def read_object(
     store: Store, digest: str, extension: str, size: int | None = None, *, max_bytes: int = MAX_OBJECT_BYTES
 ) -> bytes:
-    """The bytes of an object, verified.
-
-    Args:
-        store: where.
-        digest: ``sha256:<hex>``.
-        extension: one of `EXTENSIONS`.
-        size: bytes it must have, compared before anything is read; give it wherever it is known.
-        max_bytes: the most that is read where the size is not known.
-
-    Raises:
-        NotFoundError: the object is not there.
-        IntegrityError: its size or SHA-256 is another.
-    """
+    """The bytes of an object, verified."""
     name = object_name(digest, extension)
     if size is not None and not 0 <= size <= MAX_OBJECT_BYTES:
         raise UsageError(f"{name}: size {size}, expected 0 to {MAX_OBJECT_BYTES}")
@@ -406,21 +386,7 @@ def asked_twice(ask: Callable[[], _Result]) -> _Result:
 def read_checked(
     store: Store, name: str, parse: Parse[_Result], *, max_bytes: int, is_optional: bool = False
 ) -> _Result:
-    """What has no digest in its name, as `parse` understands it: the identity, the log, tables, documents of parity.
-
-    Args:
-        store: where; one that reads over several locations asks the others too.
-        name: of the document.
-        parse: see there; where it raises, another answer is asked for.
-        max_bytes: longest document accepted.
-        is_optional: the root's "not there" is an answer; without it, a document that the root lacks is lost, and
-            looked for in the other locations.
-
-    Raises:
-        NotFoundError: no location has it.
-        IntegrityError, FormatError: those that answered have something else under its name.
-        StoreError: nothing good came in time.
-    """
+    """What has no digest in its name, as `parse` understands it: the identity, the log, tables, documents of parity."""
     if isinstance(store, StoreAround):
         return store.read_checked(name, parse, max_bytes=max_bytes, is_optional=is_optional)
     return asked_twice(lambda: parse(store.get(name, max_bytes=max_bytes), f"{name} in {store.url}"))

@@ -185,11 +185,7 @@ _LONGEST_WAIT_S: Final = 30.0
 
 
 def parse_bandwidth(text: str) -> int:
-    """Bytes per second of ``200MB/s``.
-
-    Raises:
-        ConfigurationError: it is none, or less than 1 KiB/s.
-    """
+    """Bytes per second of ``200MB/s``."""
     try:
         found = parse_size(text.strip().removesuffix("/s").removesuffix("ps"))
     except ConfigurationError:
@@ -213,11 +209,7 @@ class Hours:
 
     @classmethod
     def parse(cls, text: str) -> Hours:
-        """Read ``22:00-06:00``.
-
-        Raises:
-            ConfigurationError: it is not of that form.
-        """
+        """Read ``22:00-06:00``."""
         match = _HOURS.fullmatch(text.strip())
         numbers = [int(part) for part in match.groups()] if match else []
         if not match or numbers[0] > 24 or numbers[2] > 24 or max(numbers[1], numbers[3]) > 59:
@@ -272,11 +264,7 @@ class RateLimiter:
         self._stop.set()
 
     def take(self, num_bytes: int) -> None:
-        """Wait until `num_bytes` more may be moved.
-
-        Raises:
-            KeyboardInterrupt: stopped.
-        """
+        """Wait until `num_bytes` more may be moved."""
         while self._hours is not None and (left := self._hours.wait_s(*self._now())):
             if self._waiting is not None:
                 self._waiting(left)

@@ -59,11 +59,7 @@ class Change:
 
 
 def parse_control(text: str, knobs: Mapping[str, Knob]) -> Change:
-    """Read a control file.
-
-    Raises:
-        ConfigurationError: names the key, what was expected, and the nearest known one.
-    """
+    """Read a control file."""
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

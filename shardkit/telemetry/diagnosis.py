@@ -201,9 +201,6 @@ def _data_shares(found: Sequence[Interval]) -> dict[str, float]:
 def cost_skew(newest: Iterable[Record]) -> dict[str, float] | None:
     """The dearest rank's cost over the mean rank's, in the steps that all ranks tell of; None where there are none.
 
-    Args:
-        newest: the newest record of each rank; those of further workers are left out.
-
     Returns:
         ``steps``: how many; ``plan`` and ``plain``: the mean over them, as the plan is and as it were without costs;
         ``plan_p95`` and ``plain_p95``: the 95th percentiles.

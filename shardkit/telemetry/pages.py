@@ -24,11 +24,7 @@ _MOST_REQUESTS: Final = 64
 
 
 def parse_listen(text: str) -> tuple[str, int]:
-    """Host and port of ``127.0.0.1:9400``; an address must be named, so that no one serves the world by accident.
-
-    Raises:
-        ConfigurationError: it is something else.
-    """
+    """Host and port of ``127.0.0.1:9400``; an address must be named, so that no one serves the world by accident."""
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:

@@ -260,11 +260,7 @@ class EventLog:
         self._rank: dict[str, object] = {} if rank is None else {"rank": rank}
 
     def record(self, kind: str, **details: object) -> None:
-        """Append one event.
-
-        Raises:
-            StoreError: the run directory cannot be written.
-        """
+        """Append one event."""
         if self._directory is None:
             return
         event = {"time": round(time.time(), 3), "event": kind, **self._rank, **details}
@@ -402,15 +398,7 @@ class BlockTimes:
             self._expected.update(zip(blocks, lanes, strict=True))
 
     def note(self, shard: int, block: int, seconds: float, num_bytes: int, number: int = -1) -> None:
-        """A block of a shard has been loaded, verified and decompressed.
-
-        Args:
-            shard: its number.
-            block: in the shard.
-            seconds: that it took.
-            num_bytes: stored.
-            number: of the block in the dataset, as in `expect`.
-        """
+        """A block of a shard has been loaded, verified and decompressed."""
         with self._lock:
             lane = self._expected.pop(number, None)
             if lane is not None:

@@ -161,9 +161,6 @@ def append_line(path: Path, line: bytes) -> int:
 
     Returns:
         Bytes of the file afterwards.
-
-    Raises:
-        OSError: it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -228,11 +225,7 @@ def record_path(run: Path, rank: int, worker: int = 0) -> Path:
 
 
 def check_run(run: Path) -> Path:
-    """The directory of a run.
-
-    Raises:
-        NotFoundError: nothing there looks like a run.
-    """
+    """The directory of a run."""
     known = ("telemetry", "events.jsonl", "run.json", "journal", "ledger")
     if not any((run / name).exists() for name in known):
         what = "is no run directory" if run.is_dir() else "does not exist"

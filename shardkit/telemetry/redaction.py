@@ -38,12 +38,7 @@ _LEAST_VALUE: Final = 6
 
 
 def redactor(environment: Mapping[str, str] | None = None) -> Callable[[str], str]:
-    """A function that redacts texts.
-
-    Args:
-        environment: values of its variables whose names sound like secrets are taken out wherever they stand; this
-            process's by default.
-    """
+    """A function that redacts texts."""
     environment = os.environ if environment is None else environment
     values = sorted(
         (value for name, value in environment.items() if _NAME.fullmatch(name) and len(value) >= _LEAST_VALUE),

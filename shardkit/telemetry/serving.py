@@ -51,15 +51,7 @@ def run_metrics(telemetry: RunTelemetry, now: float, host: str | None = None) ->
 
 
 def serve_health(run: Path, listen: str) -> PageServer:
-    """/healthz and /metrics of one node of a run, from its files.
-
-    Args:
-        run: directory.
-        listen: ``host:port``; port 0 takes a free one.
-
-    Raises:
-        StoreError: the port is taken.
-    """
+    """/healthz and /metrics of one node of a run, from its files."""
     pages = {"/healthz": health, "/metrics": run_metrics}
 
     def answer(path: str) -> Answer:
@@ -159,15 +151,7 @@ def metric_names() -> set[str]:
 
 
 def exposition(records: Iterable[Record], anomalies: Mapping[str, int]) -> bytes:
-    """The text format of Prometheus.
-
-    Args:
-        records: the newest one of each rank and worker.
-        anomalies: kind → how many are found now.
-
-    Raises:
-        MissingDependency: prometheus-client is not installed.
-    """
+    """The text format of Prometheus."""
     try:
         from prometheus_client import CollectorRegistry, generate_latest
     except ImportError as error:

@@ -28,11 +28,7 @@ def as_store(location: Store | str | os.PathLike[str]) -> Store:
 
 
 def ref_name(name: str) -> str:
-    """Where the ref of checkpoint ``name`` lies; a name cannot leave ``checkpoints/``.
-
-    Raises:
-        ConfigurationError: the name has characters that a ref may not have.
-    """
+    """Where the ref of checkpoint ``name`` lies; a name cannot leave ``checkpoints/``."""
     if not NAME.fullmatch(name):
         raise ConfigurationError(
             f"checkpoint name {name!r}: expected {NAME.pattern}, such as step-000000000100"
@@ -49,11 +45,7 @@ def checkpoint_names(location: Store | str | os.PathLike[str]) -> list[str]:
 
 
 def get_verified(store: Store, digest_hex: str, extension: str, size: int) -> bytes:
-    """One object, its size and SHA-256 checked before anybody parses it.
-
-    Raises:
-        IntegrityError: the object is missing, or its bytes are not the bytes that were written.
-    """
+    """One object, its size and SHA-256 checked before anybody parses it."""
     name = object_name(f"sha256:{digest_hex}", extension)
     advice = "load an older checkpoint, or copy the object from a replica of the run directory"
     try:
@@ -96,12 +88,7 @@ def read_checkpoint_manifest(
 
 
 def read_ref(store: Store, name: str) -> dict[str, Any]:
-    """What the ref of a checkpoint says, its own digest checked: ``checkpoint`` (of the manifest), ``size``, ``name``.
-
-    Raises:
-        NotFoundError: there is no such checkpoint.
-        IntegrityError: the ref is damaged.
-    """
+    """What the ref of a checkpoint says, its own digest checked: ``checkpoint`` (of the manifest), ``size``, ``name``."""
     where = f"checkpoint ref {ref_name(name)} in {store.url}"
     try:
         body = _dictionary(loads(store.get(ref_name(name), max_bytes=REF_BYTES), max_bytes=REF_BYTES))
@@ -116,12 +103,7 @@ def read_ref(store: Store, name: str) -> dict[str, Any]:
 
 
 def read_manifest_of(store: Store, ref: Mapping[str, Any]) -> dict[str, Any]:
-    """The verified manifest that a ref names.
-
-    Raises:
-        IntegrityError: it is missing or damaged.
-        FormatError: it is of another format.
-    """
+    """The verified manifest that a ref names."""
     digest, size = parse_digest(ref["checkpoint"]), int(ref["size"])
     manifest = _dictionary(loads(get_verified(store, digest, "checkpoint", size), max_bytes=size))
     found = manifest.get("format"), manifest.get("version")
@@ -150,11 +132,7 @@ def _dictionary(value: object) -> dict[str, Any]:
 
 
 def encode_value(value: object, where: str) -> object:
-    """Plain Python data as canonical JSON (floats by their hexadecimal text); never a pickle.
-
-    Raises:
-        ConfigurationError: the value is not made of None, bool, int, float, str, list, tuple and dict.
-    """
+    """Plain Python data as canonical JSON (floats by their hexadecimal text); never a pickle."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):

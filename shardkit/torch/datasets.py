@@ -209,11 +209,7 @@ class _Part(Iterator[Any]):
         self._loop, self._left, self._batches, self._data = loop, steps, batches, data
 
     def __next__(self) -> Any:
-        """The next batch.
-
-        Raises:
-            UsageError: this process has begun another loop over the dataset.
-        """
+        """The next batch."""
         if self._left and not self._data.is_latest(self._loop):
             raise UsageError(
                 f"this loop ended before step {self._left[0]}: another loop over this dataset has begun. A dataset has "

@@ -62,14 +62,7 @@ def present(
     page: Callable[[], None] | None = None,
     exit_code: int = ExitCode.DONE,
 ) -> None:
-    """Print a result for machines or for people; then the command ends, if it has another exit code than 0.
-
-    Args:
-        as_json: for machines.
-        document: what they get.
-        page: prints the same for people; by default as `print_document` does.
-        exit_code: of the command.
-    """
+    """Print a result for machines or for people; then the command ends, if it has another exit code than 0."""
     if as_json:
         print_json(document())
     elif page is None:
@@ -115,12 +108,7 @@ def print_facts(facts: Iterable[tuple[str, object]], indent: int = 0) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table; a column whose heading starts with `>` is set to the right, one with `*` may be wrapped.
-
-    Args:
-        columns: headings.
-        rows: as many cells each as there are columns; a list is a cell of several lines.
-    """
+    """Print a table; a column whose heading starts with `>` is set to the right, one with `*` may be wrapped."""
     headings = [clean(column.lstrip(">*")) for column in columns]
     if not is_terminal():
         _print_plain(columns, [headings, *([_cell(cell, ", ") for cell in row] for row in rows)])
@@ -147,11 +135,6 @@ def print_document(document: object, most: int | None = 20, more: str = " (--jso
 
     Names tell units: ``bytes`` in them means sizes, ``_s`` or ``seconds`` at their end times, ``share`` shares. What is
     empty is left out. Records, in a list or by name, are a table.
-
-    Args:
-        document: of facts, and of documents and records with headings; see `plain`.
-        most: rows of a table that are printed; None for all.
-        more: where the others are.
     """
     shown = {name: value for name, value in plain(document).items() if value not in (None, "", [], {})}
     parts = {name: value for name, value in shown.items() if _is_nested(value) or _is_long(value)}
@@ -254,11 +237,7 @@ def print_list(lines: Iterable[str], most: int) -> None:
 
 
 def pyplot(command: str) -> Any:
-    """`matplotlib.pyplot`, for pictures in files.
-
-    Raises:
-        MissingDependency: it is not installed.
-    """
+    """`matplotlib.pyplot`, for pictures in files."""
     try:
         import matplotlib as mpl
 
@@ -272,11 +251,7 @@ def pyplot(command: str) -> Any:
 
 
 def new_file(path: Path) -> BinaryIO:
-    """A file that is made, open for writing.
-
-    Raises:
-        StoreError: it is there already, or cannot be made.
-    """
+    """A file that is made, open for writing."""
     try:
         return path.open("xb")
     except OSError as error:

@@ -42,19 +42,7 @@ def begin_copies(
     single_writer: bool = False,
     dry_run: bool = False,
 ) -> None:
-    """Record what a command line says of copies, before anything is built; nothing where it says nothing.
-
-    Args:
-        root: of the dataset.
-        location: further places.
-        wanted: see `Policy.changed`; None leaves a part as it is.
-        single_writer: nobody else writes this root.
-        dry_run: check only.
-
-    Raises:
-        ConfigurationError, UsageError: it cannot be carried out.
-        StoreError: a location cannot be written.
-    """
+    """Record what a command line says of copies, before anything is built; nothing where it says nothing."""
     if location is None and all(one is None for one in wanted.values()):
         return
     locations = tuple(LocationRecord.parse(text) for text in location or ())
@@ -72,11 +60,7 @@ def begin_copies(
 
 
 def finish_copies(root: str) -> int | None:
-    """After a commit: encode parity where it was not waited for; the bytes below policy, None without locations.
-
-    Raises:
-        StoreError: the root does not answer.
-    """
+    """After a commit: encode parity where it was not waited for; the bytes below policy, None without locations."""
     repository = Repository.open(root)
     table = read_table(repository.store, repository.id)
     if table is None:
@@ -205,11 +189,7 @@ class Work:
 
 @contextlib.contextmanager
 def running(bandwidth: str | None = None, between: str | None = None) -> Iterator[Work]:
-    """Work that can be seen and interrupted.
-
-    Raises:
-        KeyboardInterrupt: after Ctrl-C, and says how to go on.
-    """
+    """Work that can be seen and interrupted."""
     work = Work(bandwidth, between)
     try:
         yield work
@@ -319,13 +299,7 @@ def spread_copies(engine: Engine | None) -> CopyAll | None:
 def copying(
     engine: EngineName, address: str | None, jobs: int | None, bandwidth: str | None, between: str | None
 ) -> Iterator[Work]:
-    """Work on copies that can be seen and interrupted, by an engine or by threads of this process.
-
-    Raises:
-        ConfigurationError: a rate or hours were given, which hold for the threads of one process; or an address
-            without Ray.
-        KeyboardInterrupt: after Ctrl-C, and says how to go on.
-    """
+    """Work on copies that can be seen and interrupted, by an engine or by threads of this process."""
     with running(bandwidth, between) as work, contextlib.ExitStack() as stack:
         if engine == "local":
             if address is not None:

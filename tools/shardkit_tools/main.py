@@ -69,11 +69,7 @@ class _Program(GroupPage):
 
 
 def make_app(only: str | None = None) -> typer.Typer:
-    """The command line as a typer app.
-
-    Args:
-        only: load this command alone, so that a quick one does not wait for the imports of a slow one; "" loads none.
-    """
+    """The command line as a typer app."""
     app = typer.Typer(
         name="shardkit",
         help=_INTRODUCTION,

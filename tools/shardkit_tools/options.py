@@ -130,11 +130,6 @@ BetweenOption = Annotated[
 
 
 def settings_for(function: Callable[..., object], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a command that a function takes under the same name.
-
-    Args:
-        function: with one parameter for each setting.
-        given: every option of the command by its name.
-    """
+    """The options of a command that a function takes under the same name."""
     wanted = inspect.signature(function).parameters
     return {name: value for name, value in given.items() if name in wanted}

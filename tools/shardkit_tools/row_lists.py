@@ -12,11 +12,7 @@ from shardkit.errors import NotFoundError, SourceError
 
 
 def read_lines(path: Path, *, may_be_empty: bool = False) -> list[str]:
-    """The lines of a UTF-8 file without their ends; empty ones are left out.
-
-    Raises:
-        SourceError: it cannot be read, or holds no line although it must.
-    """
+    """The lines of a UTF-8 file without their ends; empty ones are left out."""
     try:
         lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
@@ -29,11 +25,7 @@ def read_lines(path: Path, *, may_be_empty: bool = False) -> list[str]:
 
 
 def read_numbers(path: Path, count: int, *, may_be_empty: bool = False) -> NDArray[np.int64]:
-    """Sample numbers below ``count``, ascending, each once.
-
-    Raises:
-        SourceError: a line is no such number.
-    """
+    """Sample numbers below ``count``, ascending, each once."""
     numbers = set()
     for text in " ".join(read_lines(path, may_be_empty=may_be_empty)).split():
         if not text.isascii() or not text.isdecimal() or int(text) >= count:
@@ -43,11 +35,7 @@ def read_numbers(path: Path, count: int, *, may_be_empty: bool = False) -> NDArr
 
 
 def sample_number(dataset: Dataset, text: str) -> int:
-    """The number of a sample that is named by its number or its key.
-
-    Raises:
-        NotFoundError: no sample has the key.
-    """
+    """The number of a sample that is named by its number or its key."""
     from shardkit.audit import resolve_samples
 
     if text.isdecimal():

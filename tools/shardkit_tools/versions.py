@@ -28,11 +28,7 @@ def parse_url(url: str) -> tuple[str, str]:
 
 
 def named_versions(log: Sequence[LogEntry]) -> list[NamedVersion]:
-    """Refs (``main`` first), then tags, as they stand.
-
-    Args:
-        log: newest first, as `Repository.log` gives it.
-    """
+    """Refs (``main`` first), then tags, as they stand."""
     if not log:
         return []
     versions = []

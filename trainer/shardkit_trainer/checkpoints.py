@@ -107,11 +107,7 @@ class Checkpointer:
         self.written_bytes = 0
 
     def save(self, step: int, strategy: Strategy, meta: Mapping[str, object], *, wait: bool = False) -> None:
-        """Save the state after ``step`` steps; collective.
-
-        Raises:
-            RunError: this save, or the one before in the background, failed.
-        """
+        """Save the state after ``step`` steps; collective."""
         self.wait()
         self.last_saved_step = step
         if self._exists(step):
@@ -140,11 +136,7 @@ class Checkpointer:
         return bool(self._world.gather_integers([int(found)])[0][0])
 
     def abandon(self, patience_s: float) -> None:
-        """After the process group was destroyed: a save in the background ends, published or not; it may not go on.
-
-        Raises:
-            RunError: it does not end.
-        """
+        """After the process group was destroyed: a save in the background ends, published or not; it may not go on."""
         self._group = None  # a save that runs has the last reference, and its sockets close with that
         gc.collect()
         if self._thread is not None:
@@ -154,12 +146,7 @@ class Checkpointer:
         self._thread, self._error = None, None
 
     def wait(self) -> None:
-        """Until the save in the background is published.
-
-        Raises:
-            RunError: it failed; earlier checkpoints are as they were.
-            RuntimeError: as gloo raises it, where it failed because a rank is gone.
-        """
+        """Until the save in the background is published."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -219,16 +206,8 @@ class Checkpointer:
         A damaged one is reported and the one before it is taken: training is a function of the step, so nothing but
         time is lost.
 
-        Args:
-            strategy: to load into.
-            last: the newest step that may be taken.
-
         Returns:
             The checkpoint's meta, None where there is no checkpoint.
-
-        Raises:
-            IntegrityError: there are checkpoints, and all of them are damaged.
-            ShardkitError, RunError: the checkpoint is whole and does not fit this model.
         """
         failures: list[str] = []
         for name, place in self._agree_on_places():

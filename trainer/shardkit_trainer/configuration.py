@@ -25,11 +25,7 @@ from shardkit.telemetry.pages import parse_listen
 
 
 def expect(*rules: tuple[bool, str]) -> None:
-    """Check (holds, message) rules.
-
-    Raises:
-        ConfigurationError: with the message of the first that does not hold.
-    """
+    """Check (holds, message) rules."""
     for holds, message in rules:
         if not holds:
             raise ConfigurationError(message)
@@ -52,11 +48,7 @@ class Section:
 
 
 def one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
-    """``value``, if it is one of those.
-
-    Raises:
-        ConfigurationError: it is not; names the nearest.
-    """
+    """``value``, if it is one of those."""
     if value not in allowed:
         near = difflib.get_close_matches(value, allowed, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""

@@ -80,14 +80,7 @@ def covers(boxes: Collection[Box], shape: Sequence[int]) -> bool:
 def hand_out(
     world: World, sources: Mapping[int, Sequence[Box]], own: Mapping[Box, Tensor], target: State
 ) -> None:
-    """Copy every box from the rank that has it into every ``target`` that needs it; collective.
-
-    Args:
-        world: the ranks.
-        sources: the boxes that each rank gives, the same on every rank.
-        own: what this rank holds.
-        target: what it shall hold; all of it is given by somebody.
-    """
+    """Copy every box from the rank that has it into every ``target`` that needs it; collective."""
     wanted: dict[str, list[tuple[Box, Tensor]]] = defaultdict(list)
     for box, memory in boxes_of(target).items():
         wanted[box.key].append((box, memory))
@@ -190,11 +183,6 @@ def carry_over(world: World, kept: Kept | None, strategy: Strategy) -> Carried:
 
     A reduction may finish on some ranks and fail on others, so survivors can be one step apart: the largest step of
     which every box is left is taken. Boxes are known by where they lie in a tensor, never by the rank that had them.
-
-    Args:
-        world: the new ranks.
-        kept: of the ranks before; None where this process is new.
-        strategy: the one to fill.
     """
     own, shapes = ({}, {}) if kept is None else (kept.boxes, kept.shapes)
     mine = {"progress": asdict(kept.progress) if kept else None, "boxes": list(own), "shapes": shapes}
@@ -240,9 +228,6 @@ def check_layout(world: World, strategy: Strategy) -> None:
 
     What the ranks hold of a tensor must be the whole of it, every box in equally many ranks, and each rank must stand
     where its sharding believes it to stand: else two ranks would train the same shard, and a third one nobody.
-
-    Raises:
-        RunError: on every rank.
     """
     state = strategy.state()
     told = world.exchange({"trouble": strategy.misplaced(), "boxes": list(boxes_of(state))})

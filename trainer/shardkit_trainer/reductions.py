@@ -231,11 +231,7 @@ class Compression:
         return {**lines, **{f"factor.{name}": factor for name, factor in self._factors.items()}}
 
     def loading_state(self, saved: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Tensors to load into, from a checkpoint of any number of ranks or of another reduction.
-
-        Args:
-            saved: the manifest's tensors; those that it lacks start from zero.
-        """
+        """Tensors to load into, from a checkpoint of any number of ranks or of another reduction."""
         target: dict[str, Tensor] = {}
         for name in self._lines:
             if f"reduction.{name}" in saved:

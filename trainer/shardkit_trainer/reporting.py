@@ -45,13 +45,7 @@ class Cost:
         self._bytes_seen = 0
 
     def step(self, samples: int, bytes_moved: int, ranks: int) -> dict[str, float]:
-        """Add what was spent since the last call; returns the step's own share of it.
-
-        Args:
-            samples: of the step, over all ranks.
-            bytes_moved: by one rank since its process group was formed.
-            ranks: that were paid for.
-        """
+        """Add what was spent since the last call; returns the step's own share of it."""
         now = time.monotonic()
         seconds, self.since = (now - self.since) * ranks, now
         moved = (bytes_moved - self._bytes_seen) * ranks
@@ -229,15 +223,7 @@ class StageMeter:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 
     def step(self, *, computed_s: float, cells: int, loss: float, moved_bytes: float) -> dict[str, float]:
-        """One step is over; returns its seconds.
-
-        Args:
-            computed_s: what this rank prepared and computed by itself; the rest of the computation was spent
-                waiting for other ranks and counts as reduction.
-            cells: that this rank worked.
-            loss: of the step.
-            moved_bytes: between ranks, since this process began.
-        """
+        """One step is over; returns its seconds."""
         seconds, taken, self.seconds = self._seconds, self.seconds, {}
         for name, value in taken.items():
             seconds[name] = seconds.get(name, 0.0) + value

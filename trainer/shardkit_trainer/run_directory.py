@@ -46,13 +46,7 @@ def last_event(run: Path) -> str:
 
 
 def running_job(run: Path) -> dict[str, Any]:
-    """job.json of a run.
-
-    Raises:
-        NotFoundError: this is no run directory.
-        RunError: there are no ranks that can be joined, and why.
-        StateError: it is damaged.
-    """
+    """job.json of a run."""
     if not (run / "run.json").exists():
         raise NotFoundError(
             f"{run}: no run directory here; its machines share it, so name it as this one sees it"
@@ -114,26 +108,11 @@ class RunDirectory:
         raise RunError(f"run directory {self.path}: process {holder} is training in it; {advice}")
 
     def manifest_of_run(self) -> dict[str, Any] | None:
-        """run.json, None before the first start.
-
-        Raises:
-            StateError: it is damaged.
-        """
+        """run.json, None before the first start."""
         return _run_record(self.path, manifest=str, plan=str)
 
     def begin(self, settings: Mapping[str, Any], manifest: str, plan: str, parts: Mapping[str, str]) -> None:
-        """Write run.json at the first start; check later ones against it.
-
-        Args:
-            settings: the resolved configuration.
-            manifest: of the dataset.
-            plan: digest, before any stage changes it.
-            parts: where several datasets are one: the URL of each, at its version.
-
-        Raises:
-            StateError: the directory belongs to another dataset version or plan.
-            IntegrityError: run.json is gone.
-        """
+        """Write run.json at the first start; check later ones against it."""
         known = self.manifest_of_run()
         if known is None:
             record: dict[str, Any] = {
@@ -195,15 +174,7 @@ class Change:
 
 
 def check_changes(config: Configuration, allowed: Collection[str] = ()) -> list[Change]:
-    """What differs from the settings that the run of this directory went on with last.
-
-    Args:
-        config: of this start.
-        allowed: keys that may change although the data or the model change with them.
-
-    Raises:
-        ConfigurationError: another key than those changes the data or the model; a key of ``allowed`` is unknown.
-    """
+    """What differs from the settings that the run of this directory went on with last."""
     now = _as_stored(config)
     guarded = {f"{section}.{key}" for section, values in now.items() for key in values} - _free(config)
     for key in allowed:
@@ -235,11 +206,7 @@ def setting_changes(
 
 
 def record_changes(directory: RunDirectory, config: Configuration, changes: Sequence[Change]) -> None:
-    """Bind run.json and the settings of this start in the run's ledger, before it consumes anything.
-
-    Raises:
-        IntegrityError: run.json is not the one that the ledger records.
-    """
+    """Bind run.json and the settings of this start in the run's ledger, before it consumes anything."""
     settings = config.to_json()
     if changes:
         directory.event("configuration", changed=[one.key for one in changes], configuration=settings)
@@ -283,11 +250,7 @@ def _known_settings(run: Path) -> dict[str, Any] | None:
 
 
 def _run_record(run: Path, **needed: type) -> dict[str, Any] | None:
-    """run.json; None where there is none.
-
-    Raises:
-        StateError: it is damaged: it does not have what is needed.
-    """
+    """run.json; None where there is none."""
     path = run / "run.json"
     if not path.exists():
         return None

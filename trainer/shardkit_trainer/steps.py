@@ -121,9 +121,6 @@ class Stepper:
         """Train on the cells of ``step`` of ``steps``; collective.
 
         ``meanwhile`` is called before the first backward, unless this is the last step of this group.
-
-        Raises:
-            RunError: the gradient is not finite once too often.
         """
         meter = self._meter
         with meter.stage("prepare"):

@@ -152,11 +152,7 @@ class LocalOptimizer:
 
 
 def check_floating(parameters: Iterable[tuple[str, Tensor]]) -> None:
-    """Refuse parameters that the flat layout cannot hold.
-
-    Raises:
-        ConfigurationError: a trainable parameter is not float32.
-    """
+    """Refuse parameters that the flat layout cannot hold."""
     for name, parameter in parameters:
         advice = "expected float32 (parallel.precision lowers the computation)"
         expect((parameter.dtype == torch.float32, f"parameter {name} is {parameter.dtype}; {advice}"))
@@ -203,13 +199,7 @@ class Strategy:
     # --- one step ----------------------------------------------------------------------------------------------------
 
     def passes(self, cells: Sequence[Inputs], cells_of_ranks: Sequence[int], cell_size: int) -> list[Inputs]:
-        """Cells joined into forward passes of at most ``pass_samples`` samples (one cell each in exact mode).
-
-        Args:
-            cells: of this rank.
-            cells_of_ranks: how many cells each rank has in this step; they may differ.
-            cell_size: samples of a full cell in the plan, so that all ranks join equally many.
-        """
+        """Cells joined into forward passes of at most ``pass_samples`` samples (one cell each in exact mode)."""
         per_pass = 1
         if self.config.parallel.exact == "off":
             per_pass = max(1, self.config.parallel.pass_samples // cell_size)
@@ -355,11 +345,7 @@ class Strategy:
 
 
 def synchronise_norms(task: Task, config: Configuration, world: World, cells: int) -> None:
-    """Batch statistics over all ranks, by torch's SyncBatchNorm: else results would depend on who has which lanes.
-
-    Raises:
-        ConfigurationError: a model with BatchNorm where that cannot be had.
-    """
+    """Batch statistics over all ranks, by torch's SyncBatchNorm: else results would depend on who has which lanes."""
     if not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in task.model.modules()):  # noqa: SLF001
         return
     parallel = config.parallel

@@ -65,11 +65,7 @@ class Left(Exception):
 
 
 def connect(address: str, timeout_s: float) -> Store:
-    """The store at host:port.
-
-    Raises:
-        RunError: nobody answers.
-    """
+    """The store at host:port."""
     host, _, port = address.rpartition(":")
     timeout = timedelta(seconds=timeout_s)
     try:
@@ -123,11 +119,7 @@ def tell(store: Store, news: dict[str, Any]) -> int:
 
 
 def ask(store: Store, news: dict[str, Any], meanwhile: Callable[[], None]) -> None:
-    """Tell the first supervisor something, and wait for its answer.
-
-    Raises:
-        RunError: it refuses, and says why.
-    """
+    """Tell the first supervisor something, and wait for its answer."""
     number = tell(store, news)
     while not store.check([f"answer/{number}"]):
         meanwhile()
@@ -155,11 +147,7 @@ class Membership:
         return cls(store, os.environ[NAME], patience_s)
 
     def newest(self) -> int:
-        """The newest generation.
-
-        Raises:
-            RunError: the supervisor does not answer.
-        """
+        """The newest generation."""
         try:
             return int(self.store.get("generation"))
         except dist.DistError as error:
@@ -181,12 +169,7 @@ class Membership:
         self.store.set(f"accused/{generation}", " ".join(members[rank] for rank in ranks))
 
     def wait_after(self, after: int) -> tuple[int, int, int]:
-        """(generation, rank, size) of the first newer generation that this process is a member of.
-
-        Raises:
-            Left: it was asked to leave.
-            RunError: none comes in time.
-        """
+        """(generation, rank, size) of the first newer generation that this process is a member of."""
         deadline = time.monotonic() + self.patience_s
         while time.monotonic() < deadline:
             generation = self.newest()
@@ -230,11 +213,7 @@ class Supervisor:
         self._lifeline, self._held = os.pipe()
 
     def run(self, nproc: int) -> int:
-        """Until the ranks of this machine have ended, in the first supervisor those of all; returns the exit code.
-
-        Raises:
-            RunError: the job does not take so many ranks.
-        """
+        """Until the ranks of this machine have ended, in the first supervisor those of all; returns the exit code."""
         names = [self._new_name() for _ in range(nproc)]
         lead = self._lead
         with on_stop_signals(lambda _number, _frame: self._stop()):

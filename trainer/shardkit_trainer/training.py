@@ -66,16 +66,7 @@ class Summary:
 
 
 def train(config: Configuration, *, allow_changes: Collection[str] = ()) -> Summary:
-    """Run or resume ``config`` on this rank, until it is finished or a signal asks it to stop.
-
-    Args:
-        config: of the run.
-        allow_changes: keys that may differ from the start before although the data or the model change with them.
-
-    Raises:
-        RunError: a rank died or froze (named), or the gradients stay non-finite.
-        ShardkitError: what data, checkpoints or configuration raise.
-    """
+    """Run or resume ``config`` on this rank, until it is finished or a signal asks it to stop."""
     stop = threading.Event()
 
     def ask(number: int, _frame: object) -> None:

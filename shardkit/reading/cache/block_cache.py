@@ -377,11 +377,7 @@ _NETWORK_FUSE: Final = re.compile(
 
 
 def check_local(path: str) -> None:
-    """Refuse a cache directory on a network file system.
-
-    Raises:
-        UsageError: It is one; says what to do.
-    """
+    """Refuse a cache directory on a network file system."""
     kind = filesystem_of(path)
     if kind is not None and is_network(kind):
         raise UsageError(
@@ -399,12 +395,7 @@ def is_network(kind: str) -> bool:
 
 
 def filesystem_of(path: str, mounts: str | None = None) -> str | None:
-    """Kind of the file system that holds `path` or will: "ext4", "nfs4", "fuse.sshfs"; None where nobody tells.
-
-    Args:
-        path: Need not exist.
-        mounts: The text of ``/proc/self/mountinfo`` (proc(5)), read where it is None.
-    """
+    """Kind of the file system that holds `path` or will: "ext4", "nfs4", "fuse.sshfs"; None where nobody tells."""
     if mounts is None:
         mounts = ""
         with contextlib.suppress(OSError):

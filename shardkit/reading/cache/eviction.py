@@ -98,15 +98,6 @@ def choose_victims(
     Whatever is needed furthest from now goes first, the new block included (Belady 1966, with bypass); of equal ones
     what was added first. Room is made for `SLACK` of the limit at a time.
 
-    Args:
-        sizes: (n,) bytes of the entries.
-        distances: (n,) time until each is needed next, inf for never.
-        added: (n,) when each was added.
-        held: Bytes of all entries.
-        limit: Bytes that may be held.
-        new_size: Bytes of the new block.
-        new_distance: Until it is needed again, after its use now.
-
     Returns:
         Their indices; all of them where they do not suffice.
     """
@@ -232,12 +223,7 @@ class Lease:
         self._step = step
 
     def publish(self, future: Future, clock: int) -> None:
-        """From now on this is what is needed.
-
-        Args:
-            future: Uses by step.
-            clock: Processes with the same number count the same steps, as ranks of one run do.
-        """
+        """From now on this is what is needed."""
         with self._lock:
             self._future, self.clock = future, clock
             self._write(table=True)
@@ -260,12 +246,7 @@ class Lease:
             self.pace_s = (now - self._started[1]) / (step - self._started[0])
 
     def seconds_until(self, places: UInt64s, *, after: int = 0) -> Float64s:
-        """Estimated seconds until this process needs each block, inf where it does not.
-
-        Args:
-            places: (k,) blocks.
-            after: Uses within so many steps from now do not count.
-        """
+        """Estimated seconds until this process needs each block, inf where it does not."""
         future = self._future
         if future is None:
             return np.full(len(places), np.inf)

@@ -103,13 +103,7 @@ def join(wanted: Sequence[Wanted], *, spare: int) -> list[list[Wanted]]:
 def neighbours(
     wanted: Sequence[Wanted], beside: Callable[[int], range], may_come: Callable[[int], Wanted | None]
 ) -> list[Wanted]:
-    """Blocks around the wanted ones, within the same aligned stretch of `GRAIN_BYTES` of the shard.
-
-    Args:
-        wanted: What is fetched in any case.
-        beside: Block → the blocks of its shard.
-        may_come: Block → itself, as it is asked for; None where it is not needed later, or is there already.
-    """
+    """Blocks around the wanted ones, within the same aligned stretch of `GRAIN_BYTES` of the shard."""
     taken = {one.block for one in wanted}
     found: list[Wanted] = []
     for one in wanted:
@@ -198,18 +192,7 @@ class BlockFetcher:
         horizon: int,
         beside: Beside | None = None,
     ) -> None:
-        """Read ahead from `step` on, and tell the cache what is needed until `horizon`.
-
-        Args:
-            uses: What the plan needs when.
-            request: Dataset-wide block → where it is; None for blocks that need not be read.
-            places: Dataset-wide blocks → `place_ids`.
-            step: The first step.
-            horizon: The last step that counts for the cache, exclusive. Nothing is read further ahead than from
-                `step` to there.
-            beside: Given where the cache has room for all that this machine needs: small requests are then filled
-                up with blocks of the same shard that are needed later.
-        """
+        """Read ahead from `step` on, and tell the cache what is needed until `horizon`."""
         with self._changed:
             self._turn += 1
             self._step = step

@@ -33,14 +33,7 @@ _TABLES: dict[int, NDArray[np.uint16]] = {}
 
 
 def sums(pieces: Sequence[Bytes | None], p: Bytes | None, q: Bytes | None) -> None:
-    """P and Q over the members that are there.
-
-    Args:
-        pieces: One (n,) uint8 per member, in order, at most as long as the results; what a piece lacks at its end, and
-            a member that is None, counts as zeros.
-        p: (N,) uint8, written; None where it is not wanted.
-        q: Likewise.
-    """
+    """P and Q over the members that are there."""
     length = len(p) if p is not None else len(q) if q is not None else 0
     mask = np.empty(min(_ROW, length), dtype=np.bool_)
     for start in range(0, length, _ROW):
@@ -85,18 +78,8 @@ def recover(
 ) -> Mapping[int, Bytes]:
     """What is missing of a set, all pieces of it from the same place.
 
-    Args:
-        pieces: One (n,) uint8 per member, n ≤ `length`; None for a lost one.
-        p: (length,) uint8, None where lost.
-        q: Likewise.
-        length: Bytes of the pieces that are made again.
-        wanted: Positions, k for P and k + 1 for Q; by default all that are lost; members are always made.
-
     Returns:
         Position → (length,) uint8, for each lost member, and for P and Q where they were lost and are wanted.
-
-    Raises:
-        UsageError: More than two are lost.
     """
     count = len(pieces)
     lost = [i for i, piece in enumerate(pieces) if piece is None]

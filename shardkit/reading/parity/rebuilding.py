@@ -144,14 +144,6 @@ def rebuild_range(
 ) -> bytes | None:
     """Part of a member, from the same part of k others.
 
-    Args:
-        record: Of the set.
-        position: Of the member that is lost.
-        offset: Of the part, in the member.
-        length: Of the part.
-        sha256: 32 bytes, which the part must have: what the others give is trusted as far as this.
-        read: Reads a range of an object, from wherever it lies.
-
     Returns:
         The bytes, verified; None where too much is lost.
     """
@@ -238,21 +230,8 @@ def restore(
 ) -> dict[int, Descriptor]:
     """Make objects of a set from k others, wherever those lie; a source that turns out bad is done without.
 
-    Args:
-        one: The set.
-        objects: k + 2: members, P, Q; None for a parity object whose digest is not known yet.
-        targets: Position → where what is made is put.
-        stores: Where the others may lie, nearest first.
-        pace: Called with the bytes that were read, before they are used; may sleep, and raise to end it.
-        without: (position, URL of a store) of copies that are known to be bad.
-
     Returns:
         Position → what was made, verified and published.
-
-    Raises:
-        IntegrityError: Fewer than k others are left, or what was made has not the digest that it should have. Nothing
-            was published.
-        StoreError: A target cannot be written. Nothing torn has a final name.
     """
     excluded: set[tuple[int | None, str]] = set(without)
     # The digests of what is made prove the sources as well: they are hashed only where those are not known, or wrong.
@@ -344,12 +323,7 @@ def encode_set(
     *,
     pace: Callable[[int], None] | None = None,
 ) -> SetRecord:
-    """P and Q of one set, then its document.
-
-    Raises:
-        IntegrityError: A member is in none of the stores.
-        StoreError: The root cannot be written.
-    """
+    """P and Q of one set, then its document."""
     objects: list[Descriptor | None] = [*one.members, None, None]
     made = restore(one, objects, {one.k: root, one.k + 1: root}, stores, pace=pace)
     record = SetRecord(one, (made[one.k].digest, made[one.k + 1].digest))

@@ -121,11 +121,7 @@ class SetRecord:
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> SetRecord:
-        """Read a document.
-
-        Raises:
-            FormatError: Not one that shardkit writes.
-        """
+        """Read a document."""
         fields = read_document(data, where, _SET, ("code", "members", "parity"), MAX_RECORD_BYTES)
         if fields.text("code", maximum=100) != _CODE:
             fields.refuse("has another code")
@@ -152,16 +148,7 @@ def form_sets(row: Iterable[Descriptor], k: int) -> Iterator[ParitySet]:
 
 
 def parse_header(data: bytes, object_bytes: int, where: str) -> tuple[ParitySet, int]:
-    """The set and the row of a parity object.
-
-    Args:
-        data: The first bytes of the object; `MAX_HEADER_BYTES` of it, or all, are enough.
-        object_bytes: Size of the whole object.
-        where: How messages name it.
-
-    Raises:
-        FormatError: Not a header that shardkit writes, or one of an object of another size.
-    """
+    """The set and the row of a parity object."""
     if len(data) < _PREFIX.size:
         raise FormatError(f"{where}: {len(data)} bytes are no parity object; do not trust it")
     magic, version, length = _PREFIX.unpack_from(data)
@@ -206,13 +193,7 @@ VERSIONS: Final = "parity/versions/"
 
 
 def sets_of(inventory: Inventory, k: int, small: Iterable[Descriptor] = ()) -> list[ParitySet]:
-    """All sets of a version (SPEC.md §2).
-
-    Args:
-        inventory: of the version.
-        k: members of a full set.
-        small: `Inventory.small`; without them, the sets of shards and indexes.
-    """
+    """All sets of a version (SPEC.md §2)."""
     rows = (inventory.shards, inventory.indexes, sorted(small, key=lambda member: member.digest))
     return [found for row in rows for found in form_sets(row, k)]
 
@@ -233,11 +214,7 @@ def known_sets(store: Store, inventory: Inventory, k: int, stores: Sequence[Stor
 
 
 def read_record(store: Store, wanted: ParitySet) -> SetRecord | None:
-    """The document of a set; None where there is none.
-
-    Raises:
-        FormatError: it is damaged, or of another set.
-    """
+    """The document of a set; None where there is none."""
     return read_matching(store, wanted.record_name, SetRecord.from_bytes, lambda found: found.set == wanted)
 
 
@@ -246,14 +223,6 @@ def parity_names(store: Store, inventory: Inventory, *, stores: Sequence[Store] 
 
     What a collector of garbage must keep. Empty for a version without parity. A set that is being encoded is not among
     them until its document is there.
-
-    Args:
-        store: that holds the version.
-        inventory: of the version.
-        stores: where parity objects may lie; given, what is lost or damaged is done without: for repairs.
-
-    Raises:
-        NotFoundError, IntegrityError, FormatError: the version or a document is damaged: nothing may be collected.
     """
     k = read_members(store, inventory.manifest.id)
     if k is None:

@@ -49,9 +49,6 @@ def parse_address(url: str) -> Address:
 
     A URL is printed, logged and pickled; passwords and signatures belong into the environment or into the
     client's own configuration.
-
-    Raises:
-        UsageError: Not a URL, no bucket, or a password, query or fragment in it.
     """
     match = _URL.fullmatch(url)
     if match is None:
@@ -80,9 +77,6 @@ def split_url(url: str) -> tuple[Address, str]:
 
     Returns:
         For an object store the bucket and the whole key; for anything else the folder and the file's name.
-
-    Raises:
-        UsageError: Not such a URL, or it holds a credential.
     """
     match = _OBJECT_URL.fullmatch(url)
     if match is None or "::" in url:

@@ -220,17 +220,7 @@ def substituted(opener: Callable[[Address], Client]) -> Iterator[None]:
 
 
 def open_client(address: Address, retry: RetryPolicy, *, checksums: bool = False) -> Client:
-    """A client for this process.
-
-    Args:
-        address: of the root.
-        retry: how long a request may take.
-        checksums: one that reads the checksums that S3 stores, which obstore cannot.
-
-    Raises:
-        MissingDependency: The packages are not installed.
-        StoreError: The process was forked after obstore was used, and the store is not S3.
-    """
+    """A client for this process."""
     global _obstore_process
     if _substitute is not None:
         return _substitute(address)

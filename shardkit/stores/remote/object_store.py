@@ -374,11 +374,7 @@ class ForeignStore(ObjectStore):
         check_key(self.url, name)
 
     def list_keys(self, prefix: str) -> Iterator[tuple[str, ObjectStat]]:
-        """Keys below the folder `prefix` (empty, or ending in ``/``), in byte order.
-
-        Raises:
-            StoreError: The store does not answer.
-        """
+        """Keys below the folder `prefix` (empty, or ending in ``/``), in byte order."""
         # boto3 lists every key there is; obstore stops at one that has an empty part
         for found in self._list(prefix, "", self._attesting):
             if not found.name.endswith("/"):  # the marker of a folder
@@ -447,11 +443,7 @@ def probe(store: Store, *, writers: int = WRITERS, rounds: int = ROUNDS) -> Prob
 
 
 def check_writers(store: Store) -> None:
-    """Refuse a store that several writers must not share.
-
-    Raises:
-        StoreError: Its put-if-absent admitted more than one winner.
-    """
+    """Refuse a store that several writers must not share."""
     if isinstance(store, ObjectStore) and not store.is_conditional:  # a race might be won by luck
         flaw = "fsspec looks first and writes then"
     else:

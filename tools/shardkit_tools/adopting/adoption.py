@@ -99,12 +99,7 @@ class AdoptWorker:
         """Nothing is kept open."""
 
     def work(self, item: AdoptTask, report: Report) -> AdoptedTar:
-        """Read a tar, put its index and its place, and leave a record of it.
-
-        Raises:
-            SourceError: the tar cannot be adopted.
-            StoreError: the root or the scratch disk fails.
-        """
+        """Read a tar, put its index and its place, and leave a record of it."""
         scanned = TarScan(item.file, self.schema, self.axes, self.block_bytes, report).run()
         index, sizes = Descriptor("", 0, "index"), scanned.index.block_raw_size
         if self.repository is not None:
@@ -192,32 +187,6 @@ def adopt(
 
     The manifest depends on the tars' bytes, their order and the settings alone. After a kill, Ctrl-C or an error the
     same call goes on where it stood. Adopting tars that have moved tells the root their new places.
-
-    Args:
-        tars: files, folders, globs and URLs; the samples come in this order, within a folder or glob by name.
-        root: where the dataset is or is to be; only indexes, manifest and places are written to it.
-        field_types: field → type that replaces the inferred one.
-        stratify: field or fields by which runs of rows are told apart; runs must have 8 rows and more.
-        block_size: bytes that a block aims at; by default those of the version that `ref` names, else 256 KiB.
-        ref: the ref that is moved.
-        replace: see `shardkit_tools.build`.
-        message: of the commit.
-        author: of the commit.
-        jobs: processes; with more than 1 a script that calls this needs ``if __name__ == "__main__":``. None for one
-            per processor, of the cluster where there is one.
-        engine: ``"local"``, ``"ray"``, or an `Engine` of your own.
-        address: of a running Ray cluster; without it ``"ray"`` starts one here.
-        scratch: directory for the journal; by default inside ``root``.
-        dry_run: read and check everything, write nothing.
-        progress: called with a `Progress` a few times a second.
-
-    Raises:
-        NotFoundError: there is no such tar.
-        SourceError: a tar is damaged, hostile, ambiguous, compressed, or of another schema; names tar and member.
-        UsageError: a setting, or a URL with a credential in it.
-        StoreError, CommitConflict: the root refused.
-        RunError: a process died, or another one is at work on the same tars.
-        KeyboardInterrupt: on Ctrl-C; its text says how to go on.
     """
     doing = open_engine(engine, jobs, address)
     files = find_tars(tars)

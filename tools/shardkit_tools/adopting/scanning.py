@@ -46,11 +46,7 @@ _PACKED_NAMES = (".gz", ".tgz", ".zst", ".bz2", ".xz", ".lz4")
 
 
 def stat_tar(file: SourceFile) -> ObjectStat:
-    """A tar as it is now; of a local one the size alone is known.
-
-    Raises:
-        SourceError: it is gone, or its store does not answer; or a local one was written to since it was listed.
-    """
+    """A tar as it is now; of a local one the size alone is known."""
     if is_url(file.path):
         return stat_file(file)
     check_unchanged(file)
@@ -63,13 +59,7 @@ def place_of(file: SourceFile) -> str:
 
 
 def find_tars(tars: Sequence[str | os.PathLike[str]]) -> list[SourceFile]:
-    """All tars that paths, globs and URLs name, in this order.
-
-    Raises:
-        NotFoundError: there is none.
-        SourceError: one is compressed, or cannot be read.
-        UsageError: one is named twice, or by a URL that cannot be recorded.
-    """
+    """All tars that paths, globs and URLs name, in this order."""
     files: list[SourceFile] = []
     seen: set[str] = set()
     for given in tars:
@@ -214,11 +204,7 @@ class TarScan:
         self._fields: list[list[tuple[int, int]]] = []
 
     def run(self) -> ScannedTar:
-        """Read the tar and describe it; once more, for smaller blocks, where a block becomes far too large.
-
-        Raises:
-            SourceError: the tar is damaged, hostile, ambiguous, or holds samples of another schema.
-        """
+        """Read the tar and describe it; once more, for smaller blocks, where a block becomes far too large."""
         try:
             return self._read()
         except _TooUneven:

@@ -47,16 +47,7 @@ _MATRICES = 4
 
 @contextlib.contextmanager
 def reduce_contest(elements: int, scratch: Path, *, ranks: int = 2) -> Iterator[Contest]:
-    """A contest of reductions of ``elements`` float32 numbers; its ranks run while the context lasts.
-
-    Args:
-        elements: of the gradient.
-        scratch: a new folder, where the ranks meet.
-        ranks: processes.
-
-    Raises:
-        MissingDependency: torch is not installed.
-    """
+    """A contest of reductions of ``elements`` float32 numbers; its ranks run while the context lasts."""
     if importlib.util.find_spec("torch") is None:
         raise MissingDependency('the reduce benchmark needs torch; run: pip install "shardkit[train]"')
     count = max(5, _ROUND_ELEMENTS // elements)

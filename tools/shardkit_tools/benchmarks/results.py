@@ -81,11 +81,6 @@ def hold(contest: Contest, repeats: int, told: Callable[[str], None]) -> Held:
     """Let everybody run ``repeats`` times in turn, after a round that does not count.
 
     The first round loads code and fills caches: what it measures is the machine's past.
-
-    Args:
-        contest: who takes part.
-        repeats: rounds that count.
-        told: called with what is going on.
     """
     rounds: dict[str, list[Round]] = {entry.name: [] for entry in contest.entries}
     failures = dict(contest.failures)
@@ -148,12 +143,7 @@ class Result(TypedDict):
 
 
 def load_result(path: str | Path) -> Result:
-    """Read a result, without its rates.
-
-    Raises:
-        NotFoundError: there is no such file.
-        FormatError: it is not a result.
-    """
+    """Read a result, without its rates."""
     try:
         with open(path, "rb") as stream:
             document = json.loads(stream.read(_MAX_BYTES))

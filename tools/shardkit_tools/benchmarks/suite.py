@@ -39,13 +39,7 @@ from shardkit_tools.simulation.reading import spread_population
 
 @contextlib.contextmanager
 def read_contest(workload: Workload, scale: float, scratch: Path) -> Iterator[Contest]:
-    """A contest over one workload; the loader is open while the context lasts.
-
-    Args:
-        workload: what is read.
-        scale: share of its stated rows.
-        scratch: the data lie below it; the caller removes it.
-    """
+    """A contest over one workload; the loader is open while the context lasts."""
     write_rows(workload, scale, str(scratch / "rows"))
     write_dataset(workload, scale, scratch / "shardkit")
     rows, limit, epochs = workload.rows(scale), open_limit(workload, str(scratch / "rows")), itertools.count()
@@ -132,12 +126,7 @@ def build_round(source: Path, size: int, root: Path, form: str, jobs: int) -> Ro
 
 @contextlib.contextmanager
 def build_contest(scale: float, scratch: Path) -> Iterator[Contest]:
-    """Token rows of 8 KiB into arrow and tar shards, one process.
-
-    Args:
-        scale: share of 1.6 GB.
-        scratch: on the disk to be measured.
-    """
+    """Token rows of 8 KiB into arrow and tar shards, one process."""
     source = scratch / "tokens.npy"
     size = make_tokens(source, max(16, int(_FULL_MEGABYTES * scale)))
 
@@ -174,9 +163,6 @@ def plan_contest(scale: float, _scratch: Path) -> Iterator[Contest]:
     """A rank (1 lane of 64) resumes at 90 % of an epoch.
 
     The limit is one uniform permutation of all rows, which a loader with a full shuffle makes at every start.
-
-    Args:
-        scale: share of 10⁷ rows.
     """
     rows = max(100_000, int(_ROWS * scale))
     shards = max(20, rows // _SHARD_ROWS)
@@ -210,18 +196,7 @@ def measure(
     scratch: str | None = None,
     told: Told = lambda text: None,
 ) -> Result:
-    """Run benchmarks.
-
-    Args:
-        parts: of `PARTS`.
-        scale: share of the stated sizes (200,000 token rows, 1.6 GB to build, 10⁷ rows to plan).
-        repeats: rounds of each.
-        scratch: folder on the disk to be measured; by default that of temporary files.
-        told: called with what is going on.
-
-    Raises:
-        UsageError: the folder cannot be used.
-    """
+    """Run benchmarks."""
     found = Result(shardkit_bench=FORMAT, facts={
         **machine_facts(), "parts": list(parts), "scale": scale, "repeats": repeats,
         "load_before": round(os.getloadavg()[0], 1),

@@ -149,11 +149,7 @@ class BuildRun:
         return sum(map(self._importer.bytes_in_place, self._tasks))
 
     def count(self) -> BuildResult:
-        """The dry run: everything but writing.
-
-        Raises:
-            SourceError, SampleError, ConfigurationError: as `build` would.
-        """
+        """The dry run: everything but writing."""
         base = None
         with contextlib.ExitStack() as missing:
             if not self._settings.append:
@@ -172,12 +168,7 @@ class BuildRun:
         return dataclasses.replace(result, space=needs)
 
     def build(self) -> BuildResult:
-        """Both passes and the commit.
-
-        Raises:
-            ShardkitError: see `shardkit_tools.build`.
-            KeyboardInterrupt: with a text that says how to go on.
-        """
+        """Both passes and the commit."""
         open_or_make = Repository.open if self._settings.append else Repository.create
         repository = open_or_make(self._root)
         to = self._begin(repository)
@@ -234,14 +225,7 @@ class BuildRun:
     def _read(
         self, folder: JobFolder, found: dict[int, TaskRows], *, in_place: int, digested: Collection[str]
     ) -> tuple[list[TaskFacts], list[Rows]]:
-        """Pass 1: every task that is not in ``found`` yet; facts and columns of all, in source order.
-
-        Args:
-            folder: of the job.
-            found: tasks that were read before; taken out of it.
-            in_place: bytes that stay in the source instead of going to scratch; 0 for none.
-            digested: names of the files whose digests others make.
-        """
+        """Pass 1: every task that is not in ``found`` yet; facts and columns of all, in source order."""
         todo = [
             ReadTask(number, task, not any(file.name in digested for file in task.files))
             for number, task in enumerate(self._tasks)

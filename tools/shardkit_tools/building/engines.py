@@ -69,32 +69,11 @@ class Engine(Protocol):
     def run(
         self, make: Callable[[], Worker], items: Iterable[Any], report: Report, *, here: bool = False
     ) -> Iterator[Any]:
-        """Work off all items and yield the results as they come, in no particular order.
-
-        Args:
-            make: makes the worker, once per process; picklable (a class, or a `functools.partial` of one).
-            items: picklable, drawn only when somebody is free; ``str(item)`` names one in messages.
-            report: takes what workers report.
-            here: the work is too small to be handed out: do it in this process.
-
-        Raises:
-            ShardkitError: of the first item that failed.
-            RunError: a process died, or failed with an error that is not shardkit's own.
-        """
+        """Work off all items and yield the results as they come, in no particular order."""
 
 
 def open_engine(engine: str | Engine, jobs: int | None, address: str | None = None) -> Engine:
-    """The engine of a name.
-
-    Args:
-        engine: one of `ENGINES`, or an engine of your own.
-        jobs: tasks at a time; None for one per processor.
-        address: of a running Ray cluster.
-
-    Raises:
-        ConfigurationError: there is no such engine, or a setting is not for it.
-        MissingDependency: its package is not installed.
-    """
+    """The engine of a name."""
     if jobs is not None and jobs < 1:
         raise ConfigurationError(f"jobs is {jobs}; expected at least 1")
     if address is not None and engine != "ray":
@@ -127,13 +106,7 @@ def told_error(item: Any, error: BaseException) -> ShardkitError:
 
 
 def is_small(engine: Engine, size: int, *, is_light: bool = False) -> bool:
-    """Whether so many bytes are done sooner in this process than when others are started for them.
-
-    Args:
-        engine: that would hand them out.
-        size: of the work.
-        is_light: it is copied and hashed, and little else.
-    """
+    """Whether so many bytes are done sooner in this process than when others are started for them."""
     if not is_light or not isinstance(engine, LocalEngine):
         return size < SMALL_BYTES
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -49,11 +49,7 @@ class LocalFolder(ScratchFolder):
         return f"{kind}-{os.getpid()}-{secrets.token_hex(8)}" if self.path else ""
 
     def keep(self, part: str) -> int:
-        """Take over a part that was written whole; its size in bytes.
-
-        Raises:
-            StoreError: it cannot be kept; it is gone then.
-        """
+        """Take over a part that was written whole; its size in bytes."""
         return os.stat(f"{self.path}/{part}").st_size if part else 0
 
     def size_of(self, name: str) -> int | None:
@@ -135,12 +131,7 @@ class _StoreParts(NamedTuple):
     names: Sequence[str]
 
     def read_into(self, number: int, offset: int, buffer: memoryview) -> None:
-        """See `Parts`.
-
-        Raises:
-            StoreError: the store fails, or the part is gone: another build of the same has ended meanwhile.
-            IntegrityError: the part is shorter.
-        """
+        """See `Parts`."""
         if len(buffer):
             buffer[:] = self.store.get_range(self.names[number], offset, len(buffer))
 
@@ -216,11 +207,7 @@ class Job:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """For the time of one build: finished work outlives whatever interrupts it, and goes once it is committed.
-
-        Raises:
-            KeyboardInterrupt: as it came, with a text that says how to go on.
-        """
+        """For the time of one build: finished work outlives whatever interrupts it, and goes once it is committed."""
         try:
             yield
         except KeyboardInterrupt:
@@ -275,11 +262,7 @@ def abandoned_jobs(store: Store, older_than_s: float) -> list[str]:
 
 
 def remove_job(store: Store, prefix: str) -> None:
-    """Delete all objects of a build; what says when it was begun goes last, so that a kill on the way is told of.
-
-    Raises:
-        StoreError: the store fails, or there is no right to delete.
-    """
+    """Delete all objects of a build; what says when it was begun goes last, so that a kill on the way is told of."""
     names = list(store.list_after(prefix))
     for name in sorted(names, key=lambda name: name == prefix + _BEGUN):
         store.delete(name)

@@ -263,9 +263,6 @@ def space_needs(
     """What the folders of a build need, and have; None for a folder that is none of this machine.
 
     Shards that are compressed count for nothing: nobody knows how well they will be.
-
-    Raises:
-        StoreError: a folder cannot be looked at.
     """
     needs = []
     shard_bytes = raw_bytes if version.compression == "none" else 0
@@ -281,11 +278,7 @@ def space_needs(
 
 
 def check_space(needs: Sequence[SpaceNeed]) -> None:
-    """Refuse to begin what cannot end; folders on one file system share its room.
-
-    Raises:
-        StoreFullError: names the folder, what is needed there and what is free.
-    """
+    """Refuse to begin what cannot end; folders on one file system share its room."""
     for need in needs:
         together = [other for other in needs if other.device == need.device]
         total = sum(other.need_bytes for other in together)

@@ -48,11 +48,7 @@ class PackSettings:
 
     @classmethod
     def of(cls, documents: Schema, field: str, length: int, axes: Sequence[str], format: str) -> PackSettings:
-        """The settings for a dataset; ``field`` is ragged.
-
-        Raises:
-            ConfigurationError: no such length, or a name is taken.
-        """
+        """The settings for a dataset; ``field`` is ragged."""
         if not 1 <= length < 2**31:
             raise ConfigurationError(f"--pack {field}={length}: expected a length from 1 to {2**31 - 1}")
         kept = ["label" if axis == CLASS_AXIS else axis for axis in axes]
@@ -96,12 +92,7 @@ class Documents:
 
 
 def cut_documents(rows: Rows, split: NDArray[np.int16] | None) -> Iterator[Documents]:
-    """Documents in items of at most `_GROUP_BYTES` (or one document), by stratum and split, then in source order.
-
-    Args:
-        rows: all documents.
-        split: int16[n], the split of each where documents of different splits must not share a row.
-    """
+    """Documents in items of at most `_GROUP_BYTES` (or one document), by stratum and split, then in source order."""
     kinds: list[NDArray[np.integer]] = [rows.stratum] if split is None else [split, rows.stratum]
     order = np.lexsort(kinds)  # stable: source order within
     is_first = np.zeros(len(order), dtype=np.bool_)
@@ -157,12 +148,7 @@ class PackWorker:
         self._parts.close()
 
     def work(self, item: Documents, report: Report) -> TaskRows:
-        """Pack documents; in a job directory, leave a record of the rows there.
-
-        Raises:
-            StoreError: the scratch disk fails.
-            IntegrityError: a scratch record changed.
-        """
+        """Pack documents; in a job directory, leave a record of the rows there."""
         part = self.folder.new_part("packed")
         spool = RowSpool(
             self.folder.path, part, seed=self.seed, run_bytes=self.run_bytes, always_file=bool(part)
@@ -266,10 +252,6 @@ class Packing:
 
 def pack(lengths: NDArray[np.int64], capacity: int) -> Packing:
     """Pack documents; a function of the lengths alone.
-
-    Args:
-        lengths: int64[n] items of each document; empty ones are in no row.
-        capacity: items of a row, at least 1.
 
     Returns:
         Rows in the order of their first piece; every item is in exactly one of them.

@@ -75,11 +75,7 @@ class RowMarks:
 
     @classmethod
     def of(cls, schema: Schema, *, unique: str | None, packed: str | None) -> RowMarks:
-        """The marks for these fields.
-
-        Raises:
-            ConfigurationError: there is no such field, or it is not ragged.
-        """
+        """The marks for these fields."""
         for option, name in (("--unique", unique), ("--pack", packed)):
             if name is not None and name not in schema:
                 raise ConfigurationError(
@@ -119,11 +115,7 @@ class RowMarks:
 
 
 def first_of_equals(marks: Mapping[str, NDArray[np.uint64]]) -> NDArray[np.int64]:
-    """Places of the rows whose value no row before them has, rising.
-
-    Args:
-        marks: of the rows in source order; sorting takes another 8 bytes a row.
-    """
+    """Places of the rows whose value no row before them has, rising."""
     high, low = marks[_HIGH], marks[_LOW]
     order = np.lexsort((low, high))  # stable: of equal values the first in the source comes first
     is_new = np.ones(len(order), dtype=np.bool_)
@@ -176,11 +168,7 @@ class TaskRows:
 
     @classmethod
     def from_bytes(cls, number: int, data: bytes) -> TaskRows:
-        """What `to_bytes` made.
-
-        Raises:
-            FormatError, KeyError, TypeError, ValueError: the record is of another version.
-        """
+        """What `to_bytes` made."""
         columns, found = Rows.from_bytes(data)
         meta: Any = found
         facts = TaskFacts(
@@ -221,12 +209,7 @@ class ReadWorker:
         """Nothing is held between tasks."""
 
     def work(self, item: ReadTask, report: Report) -> TaskRows:
-        """Read a task; in a job directory, leave its record there.
-
-        Raises:
-            SourceError, SampleError: a row cannot be read, or does not fit the schema.
-            StoreError: the scratch disk fails.
-        """
+        """Read a task; in a job directory, leave its record there."""
         try:
             return self._work(item, report, in_place=self.in_place)
         except _HasToBeLookedAt:
@@ -458,13 +441,7 @@ class WriteWorker:
         self._extents.close()
 
     def work(self, item: ShardRows, report: Report) -> tuple[int, ShardRecord]:
-        """Write a shard and leave a record of it; its number, and how the manifest lists it.
-
-        Raises:
-            StoreError: the store or the scratch disk fails.
-            IntegrityError: a scratch record changed.
-            SourceError: the source did.
-        """
+        """Write a shard and leave a record of it; its number, and how the manifest lists it."""
         written = write_shard(self.repository, self._reader, item, self.version, on_block=report)
         record = {
             "fingerprint": item.fingerprint(),
@@ -515,11 +492,7 @@ def _shard_record_name(item: ShardRows) -> str:
 
 
 def check_watched(parts: Sequence[TaskFacts], tasks: Sequence[SourceTask]) -> None:
-    """Files from which rows were read without being verified are what they were when the rows were noted.
-
-    Raises:
-        SourceError: one is not.
-    """
+    """Files from which rows were read without being verified are what they were when the rows were noted."""
     now: dict[str, int] = {}
     for part in parts:
         files = tasks[part.number].files if part.states else ()

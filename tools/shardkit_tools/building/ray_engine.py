@@ -64,11 +64,7 @@ class RayEngine:
         self._output = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        """Join the cluster, or start one.
-
-        Raises:
-            ConfigurationError: there is no cluster at that address.
-        """
+        """Join the cluster, or start one."""
         if not self._ray.is_initialized():
             self._start()
         return self
@@ -117,12 +113,7 @@ class RayEngine:
     def run(
         self, make: Callable[[], Worker], items: Iterable[Any], report: Report, *, here: bool = False
     ) -> Iterator[Any]:
-        """See `Engine`; what a task reports is told when it is done, so that one that runs again counts once.
-
-        Raises:
-            ShardkitError: of the first item that failed.
-            RunError: a task lost its worker again and again.
-        """
+        """See `Engine`; what a task reports is told when it is done, so that one that runs again counts once."""
         if here:
             yield from run_here(make, items, report)
             return

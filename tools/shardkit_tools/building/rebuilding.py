@@ -45,17 +45,6 @@ def rebuild(
 
     Samples, keys and sources stay to the last byte; rows that the version does not select are left out. Killable and
     resumable as a build is.
-
-    Args:
-        url: ``ROOT[@REF]``.
-        to: another root; by default the same.
-        ref: that is moved; by default the one that was named; ``main`` in another root.
-        message: of the commit.
-        settings: further fields of `BuildSettings`; None leaves one as it is. Splits are not taken over, and of a
-            merged dataset the axis ``part`` goes; an empty list or text takes strata, look-ups and about away.
-
-    Raises:
-        UsageError: a digest or tag was named and no ref was given.
     """
     root, named = parse_dataset_url(url)
     dataset = shardkit.open(url)
@@ -78,21 +67,7 @@ def label_again(
     message: str = "",
     author: str = "",
 ) -> tuple[Manifest, LogEntry | None]:
-    """Give a version other look-ups, costs or another about, over the same shards; what is not given stays.
-
-    Args:
-        url: ``ROOT[@REF]``.
-        about: see `shardkit.create`.
-        lookup: fields; sidecars that are there are taken over, others made by reading the shards back.
-        cost: expressions; costs that are there are taken over, others made from indexes or shards.
-        ref: that is moved; by default the one that was named.
-        message: of the commit.
-        author: of the commit.
-
-    Raises:
-        UsageError: the dataset is merged, a field cannot be looked up, or an expression is no cost.
-        ConfigurationError: the about speaks of strata that are not there.
-    """
+    """Give a version other look-ups, costs or another about, over the same shards; what is not given stays."""
     root, named = parse_dataset_url(url)
     dataset = shardkit.open(url)
     repository, manifest = Repository.open(root), dataset.manifest
@@ -201,11 +176,7 @@ class DatasetImporter:
 
 
 def open_dataset_source(root: str, dataset: Dataset) -> DatasetImporter:
-    """A version as a source.
-
-    Raises:
-        UsageError: its root is not on a local disk.
-    """
+    """A version as a source."""
     identity = dataset.manifest.id
     path = open_store(root, read_only=True).local_path(object_name(identity, "manifest"))
     if path is None:

@@ -66,12 +66,7 @@ class SourceDigests:
                 one.result()
 
     def of_all(self, files: Iterable[SourceFile], known: Iterable[SourceDigest]) -> tuple[SourceDigest, ...]:
-        """Digests of all files, sorted by name: those that tasks made, these, and the rest.
-
-        Raises:
-            SourceError: a file cannot be read, or has changed since it was listed.
-            StoreError: a digest cannot be kept.
-        """
+        """Digests of all files, sorted by name: those that tasks made, these, and the rest."""
         by_name = {file.name: file for file in (*known, *(one.result() for one in self._found))}
         for file in files:
             if file.name not in by_name:  # a file that no task begins with, such as a list of classes
@@ -119,11 +114,7 @@ class TaskDigests:
             self._submit()
 
     def results(self) -> tuple[SourceDigest, ...]:
-        """In the order of the files; one that never came is read.
-
-        Raises:
-            SourceError: a file cannot be read, or has changed.
-        """
+        """In the order of the files; one that never came is read."""
         if self._read is not None:
             return tuple(self._read.result())
         self._submit()
@@ -154,14 +145,7 @@ def digest_record(file: SourceFile) -> str:
 def digested_beside(
     importer: Importer, tasks: Sequence[SourceTask], known: Collection[str], *, is_cached: bool
 ) -> list[SourceFile]:
-    """The files that no task makes the digest of, because it would have to wait for that.
-
-    Args:
-        importer: of the source.
-        tasks: all of it.
-        known: names of files whose digests are there.
-        is_cached: reading a file twice costs nothing.
-    """
+    """The files that no task makes the digest of, because it would have to wait for that."""
     files = shared_files(tasks)
     reads_whole = isinstance(importer, FileImporter) and importer.reads_whole_files
     if is_cached and not reads_whole:
@@ -179,11 +163,7 @@ def shared_files(tasks: Iterable[SourceTask]) -> list[SourceFile]:
 
 
 def digest_file(file: SourceFile, stopped: threading.Event | None = None) -> SourceDigest:
-    """Read a source file for its digest, until it is ``stopped``: nobody wants the digest any more.
-
-    Raises:
-        SourceError: it cannot be read, or has changed, or was stopped.
-    """
+    """Read a source file for its digest, until it is ``stopped``: nobody wants the digest any more."""
     digest = hashlib.sha256()
     size = 0
     buffer = memoryview(bytearray(min(_PIECE_BYTES, max(1, file.size))))
@@ -199,11 +179,7 @@ def digest_file(file: SourceFile, stopped: threading.Event | None = None) -> Sou
 
 
 def check_unchanged(file: SourceFile) -> None:
-    """Rows and digest must be of the same bytes.
-
-    Raises:
-        SourceError: the file has another size or modification time than when it was listed.
-    """
+    """Rows and digest must be of the same bytes."""
     if not file.stamp.isdigit():
         return  # not a modification time: only the importer can tell
     try:

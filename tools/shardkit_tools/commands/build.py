@@ -181,11 +181,7 @@ def _pack(text: str | None) -> dict[str, int] | None:
 
 
 def split_shares(text: str | None) -> dict[str, float | str] | None:
-    """The shares of ``train=0.9,val=0.1``.
-
-    Raises:
-        UsageError: it is not of that form.
-    """
+    """The shares of ``train=0.9,val=0.1``."""
     if text is None:
         return None
     shares: dict[str, float | str] = {}

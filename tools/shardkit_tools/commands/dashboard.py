@@ -52,17 +52,7 @@ _FRESH_S: Final = 0.5
 
 
 def dashboard_server(run: Path, token: str, port: int = 0) -> PageServer:
-    """The server of a run's page.
-
-    Args:
-        run: directory.
-        token: first part of every path.
-        port: where to listen; 0 takes a free one.
-
-    Raises:
-        NotFoundError: there is no run.
-        StoreError: the port is taken.
-    """
+    """The server of a run's page."""
     check_run(run)
     folder = importlib.resources.files("shardkit_tools.observing").joinpath("page")
     files = {name: (200, kind, folder.joinpath(file).read_bytes()) for name, (file, kind) in _FILES.items()}

@@ -220,12 +220,7 @@ _PIECE = 2048  # characters
 
 
 def write_stdlib_lines(path: Path, limit_bytes: int) -> int:
-    """Write ``{"text": …, "package": …}`` lines to `path`; gives their number.
-
-    Args:
-        path: is replaced.
-        limit_bytes: stops taking files, in an order that mixes packages, once so much text is in it.
-    """
+    """Write ``{"text": …, "package": …}`` lines to `path`; gives their number."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [one for one in sorted(root.rglob("*.py")) if not _LEFT_OUT & {*one.relative_to(root).parts}]
     rows = written = 0
@@ -264,13 +259,7 @@ class Narration:
         self.console.print(Text(text, style=style))
 
     def command(self, *arguments: str, expect: Sequence[int] = (0,), show: int | None = None) -> None:
-        """Run `shardkit ARGUMENTS…` as a process of its own and print what it prints.
-
-        Args:
-            arguments: as typed.
-            expect: exit codes that belong to the story.
-            show: print only so many lines; all of them by default.
-        """
+        """Run `shardkit ARGUMENTS…` as a process of its own and print what it prints."""
         process = self.start(*arguments)
         output, _ = process.communicate()
         self.quote(output, show)

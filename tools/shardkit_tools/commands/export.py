@@ -73,21 +73,8 @@ def export_samples(
 ) -> tuple[int, int]:
     """Write all samples of a version or view to a folder of files, or to one file where `target` has its suffix.
 
-    Args:
-        dataset: whose samples are written, all of them.
-        form: of the files.
-        target: is made, whole or not at all.
-        schema: the fields that are written.
-        file_bytes: after so many a new file is begun.
-        replace: what an earlier export left at `target` makes room.
-
     Returns:
         How many files were written, and their bytes.
-
-    Raises:
-        SchemaError, SampleError: the form cannot hold a field or a value; names another that can.
-        StoreError: `target` is there, or cannot be written.
-        IntegrityError: a block is damaged.
     """
     _check_fields(form, schema)
     is_file = target.suffix == _SUFFIXES[form] and form != "hf"

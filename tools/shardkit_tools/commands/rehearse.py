@@ -66,18 +66,7 @@ class Rehearsal:
 def rehearse_loss(
     run: Path, *, nodes: Sequence[str], ranks: Sequence[int] = (), locations: Sequence[str] = ()
 ) -> Rehearsal:
-    """Lose nodes, ranks or locations, on paper.
-
-    Args:
-        run: directory.
-        nodes: host names, as `shardkit top` shows them.
-        ranks: single ranks.
-        locations: names of locations; those whose failure domain is a dead node die with it.
-
-    Raises:
-        UsageError: there is no such node, rank or location; names those that there are.
-        StateError: the run says too little of itself.
-    """
+    """Lose nodes, ranks or locations, on paper."""
     check_run(run)
     last = {rank: records[-1] for rank, records in read_run(run, tail_bytes=64 << 10).ranks.items()}
     if not last:

@@ -56,25 +56,12 @@ Credentials, and what looks like one, are replaced by [redacted]. No sample data
 
 
 def parse_since(text: str) -> float:
-    """Seconds of ``2h``, ``30min``, ``1d``; infinity for ``all``.
-
-    Raises:
-        ConfigurationError: it is something else.
-    """
+    """Seconds of ``2h``, ``30min``, ``1d``; infinity for ``all``."""
     return float("inf") if text == "all" else parse_duration(text, "--since (a time, or all)")
 
 
 def collect(run: Path, since_s: float, *, stacks_wait_s: float = 0.0) -> dict[str, bytes]:
-    """What goes into the archive, redacted: path in it → bytes.
-
-    Args:
-        run: directory.
-        since_s: so long before its newest record or event.
-        stacks_wait_s: ask live ranks for their stacks, and wait at most so long for them.
-
-    Raises:
-        NotFoundError: there is no run.
-    """
+    """What goes into the archive, redacted: path in it → bytes."""
     check_run(run)
     asked = _ask_for_stacks(run, stacks_wait_s)
     every_event = read_events(run)
@@ -228,11 +215,6 @@ def outage_cost(
     telemetry: RunTelemetry, *, price_per_hour: float = 0.0, watts: float = 0.0
 ) -> dict[str, Any]:
     """What was lost in the time that the records cover.
-
-    Args:
-        telemetry: records since some moment.
-        price_per_hour: of one rank, in dollars.
-        watts: of one rank.
 
     Returns:
         `lost_s` of the run, `lost_spans` [{"from", "to", "lost_s", "steps"}], `down_s`, `repeated_steps`,

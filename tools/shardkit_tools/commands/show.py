@@ -295,16 +295,7 @@ _FILES_SHOWN = 20
 
 
 def show_lineage(dataset: Dataset, sample: str | None, *, as_json: bool) -> None:
-    """Print how a version came to be, and where one of its samples comes from.
-
-    Args:
-        dataset: the version.
-        sample: number or key of a sample; None for the version alone.
-        as_json: one JSON document instead.
-
-    Raises:
-        NotFoundError: there is no such sample.
-    """
+    """Print how a version came to be, and where one of its samples comes from."""
     from shardkit.audit import sample_lineage, version_lineage
 
     number = None if sample is None else sample_number(dataset, sample)

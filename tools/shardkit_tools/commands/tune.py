@@ -33,11 +33,7 @@ _NOTES = re.compile(rf"\n*^{_BEGIN}$.*?^{_END}$", re.MULTILINE | re.DOTALL)
 
 
 def write_settings(path: Path, proposals: Mapping[str, Proposal]) -> list[str]:
-    """Write proposals into a file, new or not; what was set, as ``section.name = value``.
-
-    Raises:
-        ConfigurationError: the file is no TOML, or cannot be written.
-    """
+    """Write proposals into a file, new or not; what was set, as ``section.name = value``."""
     try:
         text = path.read_text("utf-8") if path.exists() else ""
         changed, said = merged(text, proposals, str(path))

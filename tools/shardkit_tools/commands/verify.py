@@ -59,11 +59,7 @@ def verify(
 
 
 def parse_share(text: str) -> Fraction:
-    """A share such as 5% or 0.05.
-
-    Raises:
-        UsageError: it is none.
-    """
+    """A share such as 5% or 0.05."""
     try:
         share = Fraction(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except (ValueError, ZeroDivisionError):

@@ -46,19 +46,7 @@ def table_schema(
     null_columns: Callable[[Any, Collection[str]], Collection[str]],
     features: Mapping[str, Any] | None = None,
 ) -> tuple[Schema, tuple[str, ...]]:
-    """The fields of tables, and the names of their classes.
-
-    Args:
-        source: its files; gets a note for each field that could be an array.
-        options: of the user, whose types replace the inferred ones.
-        schemas: the pyarrow schema of each file.
-        null_columns: (flat schema, columns) → those of the columns of which some rows have no value.
-        features: what Hugging Face ``datasets`` says of the columns; by default what the files have of it.
-
-    Raises:
-        SourceError: a file has other columns than the first, two columns share a name, or one has a type that no field
-            has, and the user gave none.
-    """
+    """The fields of tables, and the names of their classes."""
     for file, schema in zip(source.files, schemas, strict=True):
         _check_same_fields(schemas[0], schema, source.files[0].name, file.path)
     described = [_described_features(schema) if features is None else features for schema in schemas]

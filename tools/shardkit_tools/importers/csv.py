@@ -79,11 +79,7 @@ class CsvImporter(FileImporter):
 
 
 def open_csv(source: Source, options: ImportOptions) -> CsvImporter:
-    """Read the headers and first rows of tables.
-
-    Raises:
-        SourceError: a file has no header, another header than the first, or rows of another width.
-    """
+    """Read the headers and first rows of tables."""
     check_suffixes(source, ("csv", "tsv"), "a CSV file")
     encoding = _encoding(source.files[0], options)
     first = _header(source.files[0], encoding)

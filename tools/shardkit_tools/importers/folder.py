@@ -126,12 +126,7 @@ class FolderImporter(FileImporter):
 
 
 def open_folder(source: Source, options: ImportOptions) -> FolderImporter:
-    """Recognise the samples of a folder.
-
-    Raises:
-        SourceError: kinds of files are mixed, a sidecar has no sample or a sample no sidecar, two samples share a
-            stem, or files lie both beside and in the class folders; names the files.
-    """
+    """Recognise the samples of a folder."""
     by_stem: dict[str, list[SourceFile]] = {}
     media: dict[str, SourceFile] = {}
     for file in source.files:
@@ -279,11 +274,7 @@ def _whole_text(file: SourceFile) -> bytes:
 
 
 def open_text(source: Source, options: ImportOptions) -> TextImporter:
-    """Text files; folders directly below the source are classes, as for other files.
-
-    Raises:
-        SourceError: files lie both beside and in the class folders.
-    """
+    """Text files; folders directly below the source are classes, as for other files."""
     layout = folder_layout(source, options, [file.name for file in source.files])
     fields = {"text": "str"} | ({"label": "int64"} if layout.classes else {})
     return TextImporter(
@@ -326,16 +317,7 @@ class FolderLayout:
 
 
 def folder_layout(source: Source, options: ImportOptions, samples: Sequence[str]) -> FolderLayout:
-    """Recognise splits and classes.
-
-    Args:
-        source: the files.
-        options: what the user said about them.
-        samples: names of the files that are samples, sidecars left out.
-
-    Raises:
-        SourceError: some files lie in folders and some beside them, or it cannot be told what the first folders are.
-    """
+    """Recognise splits and classes."""
     splits = _splits(source, options)
     depths = {file.name: len(_folders(file.name, splits)) for file in source.files}
     loose = [file for file in source.files if not depths[file.name]]

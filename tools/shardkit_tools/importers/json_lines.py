@@ -49,13 +49,6 @@ def parse_json(data: bytes, where: str) -> object:
 
     A key that is given twice is refused: parsers keep the first or the last, and a value would be lost in
     silence.
-
-    Args:
-        data: the bytes of one JSON value.
-        where: file and row, for messages.
-
-    Raises:
-        SourceError: the bytes are not UTF-8 or not one JSON value.
     """
     try:
         return _DECODER.decode(data.decode("utf-8-sig"))
@@ -66,11 +59,7 @@ def parse_json(data: bytes, where: str) -> object:
 
 
 def read_array(file: SourceFile) -> Iterator[object]:
-    """The items of a file that holds one JSON array, one of them in memory at a time.
-
-    Raises:
-        SourceError: the file is not UTF-8 or not one JSON array, or an item is longer than 256 Mi characters.
-    """
+    """The items of a file that holds one JSON array, one of them in memory at a time."""
     with open_plain(file) as stream, io.TextIOWrapper(stream, encoding="utf-8-sig") as text:
         array, number = _Array(text), 0
         try:
@@ -196,11 +185,7 @@ class JsonLinesImporter(FileImporter):
 
 
 def open_json_lines(source: Source, options: ImportOptions) -> JsonLinesImporter:
-    """Infer the schema of files of JSON lines.
-
-    Raises:
-        SourceError: a line is not an object, or a field's values have no common type.
-    """
+    """Infer the schema of files of JSON lines."""
     check_suffixes(source, ("jsonl", "ndjson", "json"), "a file of JSON lines")
     arrays = frozenset(file.name for file in source.files if _is_array(file))
     first = _First(source, options, arrays)
@@ -418,17 +403,8 @@ def infer_types(
 ) -> dict[str, str]:
     """Field types that hold every row.
 
-    Args:
-        rows: (where, row) in source order; fields stand in the order in which rows bring them.
-        given: field → type for fields that the user has typed; these take any value here.
-        skip: leave out rows that do not fit those before them; they fail again when they are read.
-        unchecked: a field without a common type is `MIXED`, and no error; rows are left out first.
-
     Returns:
         field → type text; optional where a row lacks the field, or has null there; json where it is null in every row.
-
-    Raises:
-        SourceError: a field's values have no common type.
     """
     seen: dict[str, _Seen] = {}
     mixed: set[str] | None = set() if unchecked and not skip else None
@@ -475,11 +451,7 @@ def _concluded(known: _Seen | None, name: str, *, unchecked: bool) -> str:
 def check_row(
     row: Mapping[str, object], types: Mapping[str, str], given: Mapping[str, str], where: str
 ) -> None:
-    """Check a row that the inference did not see.
-
-    Raises:
-        SourceError: the row has other fields, or a value that its field's inferred type does not hold.
-    """
+    """Check a row that the inference did not see."""
     if row.keys() != types.keys():
         _check_fields(row, types, where)
     for name, value in row.items():

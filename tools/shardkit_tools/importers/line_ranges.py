@@ -19,16 +19,7 @@ def cut_lines(
     *,
     is_plain: Callable[[bytes], bool] = lambda piece: True,
 ) -> tuple[SourceTask, ...]:
-    """Tasks in source order: large files are cut at line ends and read once to count their lines, small ones grouped.
-
-    Args:
-        files: of the source.
-        whole: names of those that are not cut.
-        is_plain: whether a piece, with the byte before it, may be cut; none are cut of a file that has others.
-
-    Raises:
-        SourceError: a file cannot be read.
-    """
+    """Tasks in source order: large files are cut at line ends and read once to count their lines, small ones grouped."""
     tasks: list[SourceTask] = []
     small: list[SourceFile] = []
     for file in files:
@@ -46,11 +37,7 @@ def cut_lines(
 
 
 def read_lines(file: SourceFile, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
-    """The lines of a file without their ends, or of a range of it that starts and stops at line ends.
-
-    Raises:
-        SourceError: the file cannot be read, or a line is longer than 1 GiB.
-    """
+    """The lines of a file without their ends, or of a range of it that starts and stops at line ends."""
     with open_plain(file) as stream:
         if start:
             stream.seek(start)

@@ -83,12 +83,7 @@ class MdsImporter(FileImporter):
 
 
 def open_mds(source: Source, options: ImportOptions) -> MdsImporter:
-    """Read the index of an MDS folder.
-
-    Raises:
-        SourceError: the index or a shard is missing or damaged, shards differ in their columns, or a column
-        is pickled.
-    """
+    """Read the index of an MDS folder."""
     by_name = {file.name: file for file in source.files}
     if _INDEX not in by_name:
         inside = sorted(os.path.dirname(name) for name in by_name if os.path.basename(name) == _INDEX)
@@ -291,11 +286,7 @@ def _field_type(encoding: str, example: bytes, where: str) -> str:
 
 
 def _value_of(encoding: str, data: bytes, where: str) -> object:
-    """The value of one field.
-
-    Raises:
-        SourceError: the bytes are not what the encoding writes.
-    """
+    """The value of one field."""
     name, _, settings = encoding.partition(":")
     if name == "json":
         return parse_json(data, where)

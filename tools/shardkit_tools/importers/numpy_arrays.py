@@ -208,9 +208,6 @@ def open_numpy(source: Source, options: ImportOptions) -> NumpyImporter:
     """Read the headers of a source of ``.npy`` files.
 
     A single file gives the field ``value``; several give one field per file, named after it.
-
-    Raises:
-        SourceError: a file is damaged, holds objects, or has another number of rows than the others.
     """
     check_suffixes(source, ("npy",), "a NumPy array")
     single = len(source.files) == 1
@@ -251,11 +248,7 @@ def _open_array(field: str, file: SourceFile) -> ArrayFile:
 
 
 def check_rows(rows: Mapping[str, int], what: str) -> None:
-    """Arrays are the fields of one sample: where → how many rows are the same everywhere, and not none.
-
-    Raises:
-        SourceError: names the first array that has another number than the one before all, or none.
-    """
+    """Arrays are the fields of one sample: where → how many rows are the same everywhere, and not none."""
     (first, expected), *others = rows.items()
     for where, count in others:
         if count != expected:
@@ -268,11 +261,7 @@ def check_rows(rows: Mapping[str, int], what: str) -> None:
 
 
 def read_header(stream: IO[bytes], where: str, size: int, *, has_rows: bool = True) -> ArrayHeader:
-    """The header of an array of so many bytes; the stream is then at its data.
-
-    Raises:
-        SourceError: begins with `where`: it is damaged, or cannot be stored.
-    """
+    """The header of an array of so many bytes; the stream is then at its data."""
     start = stream.tell()
     try:
         version = npy_format.read_magic(stream)
@@ -335,12 +324,7 @@ class ArchiveImporter(FileImporter):
 
 
 def open_archives(source: Source, options: ImportOptions) -> ArchiveImporter:
-    """Read the headers of a source of ``.npz`` files.
-
-    Raises:
-        SourceError: a file is damaged, holds objects or something else than arrays; its arrays differ in their numbers
-            of rows; or files differ in their arrays.
-    """
+    """Read the headers of a source of ``.npz`` files."""
     check_suffixes(source, ("npz",), "a NumPy archive")
     archives = []
     names: dict[str, str] = {}

@@ -192,11 +192,7 @@ def parse_field_types(pairs: Iterable[str], option: str = "--schema") -> dict[st
 
 
 def parse_pairs(texts: Iterable[str], option: str, expected: str) -> dict[str, str]:
-    """What stands before and behind the last equals sign of each text.
-
-    Raises:
-        UsageError: one of them is empty.
-    """
+    """What stands before and behind the last equals sign of each text."""
     pairs = {}
     for text in texts:
         name, _, value = text.rpartition("=")

@@ -42,14 +42,7 @@ _STAMPS = (
 
 
 def list_url(url: str) -> tuple[list[SourceFile], bool]:
-    """The files below a URL, in no particular order, and whether the URL named one file.
-
-    Raises:
-        UsageError: the URL holds a credential.
-        MissingDependency: the package for its protocol is not installed.
-        NotFoundError: nothing is there.
-        SourceError: the listing fails.
-    """
+    """The files below a URL, in no particular order, and whether the URL named one file."""
     _check_harmless(url)
     if _is_bucket(url):
         return _list_bucket(url)
@@ -78,11 +71,7 @@ def list_url(url: str) -> tuple[list[SourceFile], bool]:
 
 
 def open_url(file: SourceFile) -> BinaryIO:
-    """Open a file, buffered and seekable; errors name it.
-
-    Raises:
-        SourceError: it cannot be opened, or its size is no longer the listed one.
-    """
+    """Open a file, buffered and seekable; errors name it."""
     read: Callable[[int, int], bytes]
     if _is_bucket(file.path):
         size = stat_file(file).size
@@ -220,11 +209,7 @@ def _is_bucket(url: str) -> bool:
 
 
 def foreign_store(address: Address) -> ForeignStore:
-    """What reads a bucket or folder of somebody else; kept, since a client takes a tenth of a second to be made.
-
-    Raises:
-        MissingDependency: a package is not installed that this kind of URL needs.
-    """
+    """What reads a bucket or folder of somebody else; kept, since a client takes a tenth of a second to be made."""
     settings = hash(tuple(sorted(one for one in os.environ.items() if one[0].startswith(_SETTINGS))))
     return _kept(address, settings)
 
@@ -262,11 +247,7 @@ def _list_bucket(url: str) -> tuple[list[SourceFile], bool]:
 
 
 def stat_file(file: SourceFile) -> ObjectStat:
-    """What the store says of a file now.
-
-    Raises:
-        SourceError: it does not answer, or the file is gone.
-    """
+    """What the store says of a file now."""
     try:
         address, key = split_url(file.path)
         found = foreign_store(address).head(key)

@@ -57,11 +57,7 @@ def file_suffix(name: str) -> str:
 
 
 def check_suffixes(source: Source, suffixes: Iterable[str], what: str) -> None:
-    """Check that every file has one of the suffixes.
-
-    Raises:
-        SourceError: names the first other file.
-    """
+    """Check that every file has one of the suffixes."""
     wanted = frozenset(suffixes)
     for file in source.files:
         if file_suffix(file.name) not in wanted:
@@ -83,17 +79,7 @@ def file_stem(name: str) -> str:
 
 
 def list_source(source: str, *, skip: bool = False) -> Source:
-    """List a source.
-
-    Args:
-        source: a file, a folder (searched to any depth; names that start with a dot are left out), a glob, or any of
-            them as a URL.
-        skip: leave empty folders out.
-
-    Raises:
-        NotFoundError: nothing is there.
-        SourceError: a folder without files, a link that leads out of the folder, or something that is not a file.
-    """
+    """List a source."""
     if is_url(source):
         from shardkit_tools.importers.remote_files import list_url
 
@@ -113,11 +99,7 @@ def list_source(source: str, *, skip: bool = False) -> Source:
 
 
 def open_file(file: SourceFile) -> BinaryIO:
-    """Open a file for reading, buffered and seekable.
-
-    Raises:
-        SourceError: it cannot be read, or its size is no longer the listed one.
-    """
+    """Open a file for reading, buffered and seekable."""
     if is_url(file.path):
         from shardkit_tools.importers.remote_files import open_url
 
@@ -179,11 +161,7 @@ def open_plain(file: SourceFile) -> BinaryIO:
 
 
 def open_packed(packed: BinaryIO, kind: str, path: str) -> BinaryIO:
-    """What a stream holds that is compressed as ``zst``, ``xz``, ``bz2`` or ``gz`` says; not seekable.
-
-    Raises:
-        SourceError: from the reader, where it cannot be decompressed; names the path.
-    """
+    """What a stream holds that is compressed as ``zst``, ``xz``, ``bz2`` or ``gz`` says; not seekable."""
     reader: gzip.GzipFile | _Frames
     if kind == "zst":
         reader = _Frames(packed, new_decompressor)

@@ -56,12 +56,7 @@ class TableImporter(FileImporter):
 
 
 def _cut(files: Sequence[SourceFile], pieces: Sequence[Sequence[tuple[int, int]]]) -> tuple[SourceTask, ...]:
-    """Runs of pieces of about 64 MiB; a file whose pieces are not known is one task.
-
-    Args:
-        files: of the source.
-        pieces: (rows, bytes) of each file's row groups or record batches.
-    """
+    """Runs of pieces of about 64 MiB; a file whose pieces are not known is one task."""
     tasks = []
     for file, sizes in zip(files, pieces, strict=True):
         start = first_row = rows = size = 0
@@ -87,11 +82,7 @@ class ParquetImporter(TableImporter):
 
 
 def open_parquet(source: Source, options: ImportOptions) -> ParquetImporter:
-    """Read the footers of Parquet files.
-
-    Raises:
-        SourceError: a file is damaged, or has other columns than the first.
-    """
+    """Read the footers of Parquet files."""
     check_suffixes(source, ("parquet", "pq"), "a Parquet file")
     footers = []
     for file in source.files:
@@ -208,11 +199,7 @@ class SavedDataset(ArrowImporter):
 
 
 def open_arrow(source: Source, options: ImportOptions) -> ArrowImporter:
-    """Read the schemas of Arrow files.
-
-    Raises:
-        SourceError: a file is damaged, or has other columns than the first.
-    """
+    """Read the schemas of Arrow files."""
     return _opened(ArrowImporter, source, options, None)
 
 
@@ -236,11 +223,7 @@ def _opened(
 
 
 def open_huggingface(source: Source, options: ImportOptions) -> ArrowImporter:
-    """Read the description and the schemas of a saved dataset.
-
-    Raises:
-        SourceError: a file is missing or damaged, or the folder holds several splits.
-    """
+    """Read the description and the schemas of a saved dataset."""
     by_name = {file.name: file for file in source.files}
     if _SPLITS in by_name:
         splits = _document(by_name[_SPLITS]).get("splits")

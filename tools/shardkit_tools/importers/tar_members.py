@@ -84,15 +84,7 @@ class TarSample:
 
 
 def field_of(extension: str, where: str) -> str:
-    """The field that a member becomes.
-
-    Args:
-        extension: what follows the first dot of the member's last name part, in lower case.
-        where: tar and member, for messages.
-
-    Raises:
-        SourceError: the member is of a kind that is not read.
-    """
+    """The field that a member becomes."""
     *parts, suffix = extension.split(".")
     if suffix in _PICKLED:
         raise SourceError(
@@ -110,12 +102,7 @@ def field_of(extension: str, where: str) -> str:
 
 
 def tar_samples(members: Iterable[Member], path: str) -> Iterator[TarSample]:
-    """The samples of a tar; hidden files and the resource forks that macOS adds belong to none.
-
-    Raises:
-        SourceError: a member has no extension or is of a kind that is not read, two have the same field, or a key comes
-            back.
-    """
+    """The samples of a tar; hidden files and the resource forks that macOS adds belong to none."""
     keys: set[str] = set()
     fields: dict[str, str] = {}  # extension → field
     sample: TarSample | None = None
@@ -153,16 +140,7 @@ def tar_samples(members: Iterable[Member], path: str) -> Iterator[TarSample]:
 
 
 def read_members(stream: BinaryIO | Stream, where: str, *, one_name: bool = False) -> Iterator[Member]:
-    """Read a tar from its first byte to its end.
-
-    Args:
-        stream: the uncompressed tar; only `read` is called.
-        where: the tar's path, for messages.
-        one_name: refuse a member whose extension header gives it another name than its own header, not a longer one.
-
-    Raises:
-        SourceError: the tar is cut short, damaged, or holds what this reader refuses; names the member.
-    """
+    """Read a tar from its first byte to its end."""
     return _Reader(stream, where, one_name=one_name).members()
 
 

@@ -76,11 +76,7 @@ class WebDatasetImporter(FileImporter):
 
 
 def open_webdataset(source: Source, options: ImportOptions) -> WebDatasetImporter:
-    """Infer the schema of tars from their first samples.
-
-    Raises:
-        SourceError: a tar is damaged, or a member is refused.
-    """
+    """Infer the schema of tars from their first samples."""
     check_suffixes(source, ("tar", "tgz"), "a tar")
     samples = (
         (f"{file.path} sample {found.key!r}", found.members)
@@ -133,11 +129,7 @@ def _samples(file: SourceFile) -> Iterator[TarSample]:
 def check_fields(
     members: Mapping[str, object], types: Mapping[str, object], where: str, optional: Collection[str] = ()
 ) -> None:
-    """Refuse a sample that has other fields than those before it, or lacks one that is not optional.
-
-    Raises:
-        SourceError: names the first field.
-    """
+    """Refuse a sample that has other fields than those before it, or lacks one that is not optional."""
     if members.keys() == types.keys():
         return
     missing = [name for name in types if name not in members and name not in optional]
@@ -173,11 +165,7 @@ _INTEGERS = frozenset(["cls", "cls2", "index", "count", "id", "inx"])
 
 
 def field_type_of(extension: str, data: bytes, where: str) -> str:
-    """The field type of one member.
-
-    Raises:
-        SourceError: the member is not what its extension says.
-    """
+    """The field type of one member."""
     suffix = extension.rpartition(".")[2]
     if suffix in _INTEGERS:
         return "int64"
@@ -201,18 +189,7 @@ def common_array(known: str, found: str) -> str | None:
 
 
 def value_of(extension: str, kind: str, data: bytes, where: str) -> object:
-    """The value of one member.
-
-    Args:
-        extension: as for `field_of`.
-        kind: the field's type; `bytes` leaves any member as it is.
-        data: the member's bytes.
-        where: tar and member, for messages.
-
-    Raises:
-        SourceError: the member is not what its extension says; the field's type is checked later, by the
-        schema.
-    """
+    """The value of one member."""
     suffix = extension.rpartition(".")[2]
     if kind == "bytes":
         return data

@@ -20,11 +20,7 @@ _LONGEST: Final = 60
 
 
 def view_run(run: Path) -> dict[str, Any]:
-    """The summary of a run as it is now, with its name, its last loss and what run.json says.
-
-    Raises:
-        NotFoundError: there is no run.
-    """
+    """The summary of a run as it is now, with its name, its last loss and what run.json says."""
     check_run(run)
     settings = run_settings(run)
     software = settings.get("software")

@@ -193,12 +193,7 @@ _SECTIONS = ("nodes", "store", "reduce", "work", "faults", "data")
 
 
 def load_cluster(path: Path) -> Cluster:
-    """A description from a TOML file.
-
-    Raises:
-        NotFoundError: there is no such file.
-        ConfigurationError: it is no TOML, or has unknown names or impossible values; names them.
-    """
+    """A description from a TOML file."""
     try:
         document = tomllib.loads(path.read_text("utf-8"))
     except FileNotFoundError:

@@ -59,12 +59,6 @@ def recovery(
 ) -> dict[str, float]:
     """What a failed node costs.
 
-    Args:
-        cluster: the cluster.
-        step_s: seconds of a step.
-        cached_bytes: that a node's cache holds.
-        steps_lost: since the last checkpoint; half of the interval by default.
-
     Returns:
         ``seconds`` until the run is where it was, and its parts ``detect_s``, ``restart_s``, ``restore_s``, ``redo_s``;
         ``refill_bytes`` that the new node reads again into its cache, beside the training, in ``refill_s``.
@@ -90,11 +84,6 @@ def recovery(
 
 def restart(cluster: Cluster, lanes: int, cached_bytes: float) -> dict[str, float]:
     """What the nodes fetch again after a restart on permuted hosts of which one is new.
-
-    Args:
-        cluster: the cluster.
-        lanes: L.
-        cached_bytes: that a node's cache holds, as much of each of its lanes.
 
     Returns:
         ``refetched_bytes`` where lanes go to the nodes that have their bytes (`assign`), ``fixed_bytes`` where ranks
@@ -134,11 +123,7 @@ class Stops:
         self.failures = self.outages = 0
 
     def __call__(self, step: int, now: float, step_s: float) -> float:
-        """Seconds that everybody stands still after a step that ends ``now``; steps take ``step_s`` on average.
-
-        Raises:
-            ConfigurationError: nodes fail faster than the run recovers, so that it would never end.
-        """
+        """Seconds that everybody stands still after a step that ends ``now``; steps take ``step_s`` on average."""
         stopped = 0.0
         while self._next_failure <= now + stopped:
             lost = step % self._cluster.faults.checkpoint_steps

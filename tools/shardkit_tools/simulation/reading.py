@@ -46,11 +46,7 @@ def open_population(data: Data) -> Population:
 
 
 def synthetic_population(data: Data) -> Population:
-    """Rows spread evenly over the shards, strata of sizes 1, 1/2, 1/3 … of the first.
-
-    Raises:
-        ConfigurationError: fewer rows than shards or strata.
-    """
+    """Rows spread evenly over the shards, strata of sizes 1, 1/2, 1/3 … of the first."""
     total = data.bytes or data.rows * _ROW_BYTES
     shards = data.shards or max(1, -(-total // _SHARD_BYTES))
     if data.rows < shards or data.rows < data.strata:
@@ -178,16 +174,7 @@ def group_starts(steps: int, most: int) -> Int64s:
 def rank_needs(
     plan: Plan, blocks: BlockMap, lanes: Sequence[int], *, epochs: int, memory: int, share: float = 1.0
 ) -> Needs:
-    """What a rank needs in the first epochs.
-
-    Args:
-        plan: of the dataset.
-        blocks: of the same dataset.
-        lanes: the sampled ones, ascending.
-        epochs: how many.
-        memory: bytes that these lanes have for blocks.
-        share: of the rank's lanes.
-    """
+    """What a rank needs in the first epochs."""
     steps, own = plan.loop_steps, list(lanes)
     rows = max(1, round(plan.cell_size * len(own) / share))
     row_bytes = max(1, int(blocks.row_bytes.mean())) if len(blocks.row_bytes) else 1
@@ -217,10 +204,6 @@ def through_memory(needs: Needs, room: int) -> tuple[Bools, Int64s]:
     """Which needs are loads, and after which step memory has room for each: the rule of the loader's `BlockWindow`.
 
     What was needed last the longest ago makes room, once its last planned step is over.
-
-    Args:
-        needs: of one rank.
-        room: blocks that memory holds.
     """
     held: dict[int, int] = {}  # block → last planned step that needs it
     by_last: list[tuple[int, int]] = []  # (that step, block); a heap, with entries that are superseded
@@ -245,14 +228,7 @@ def through_memory(needs: Needs, room: int) -> tuple[Bools, Int64s]:
 
 
 def next_uses(step: Int64s, block: Int64s, use_step: Int64s, use_block: Int64s) -> Floats:
-    """For each load (step, block) the step of the first later use of its block; inf for never.
-
-    Args:
-        step: of the loads.
-        block: of the loads.
-        use_step: of all uses, in any order, those of the loads among them.
-        use_block: of the uses.
-    """
+    """For each load (step, block) the step of the first later use of its block; inf for never."""
     span = int(use_step.max(initial=0)) + 1
     keys = np.append(np.sort(use_block * span + use_step), -1)
     later = keys[np.searchsorted(keys[:-1], block * span + step, side="right")]
@@ -280,10 +256,6 @@ def count_requests(block: Int64s, shard: NDArray[np.integer]) -> Bools:
     """Which reads of one rank are requests of their own, in the order in which they are read ahead.
 
     Of each `_JOINED` blocks those that follow each other in a shard are one request.
-
-    Args:
-        block: (n,) that are read from the store, dataset-wide.
-        shard: (n,) of each.
     """
     own = np.ones(len(block), dtype=bool)
     place = np.arange(len(block))
@@ -315,14 +287,7 @@ class Sample(NamedTuple):
 
 
 def choose_sample(cluster: Cluster, lanes: int, rows: int, budget: int) -> Sample:
-    """As many nodes as the budget of rows allows, else some ranks of two, else some lanes of those.
-
-    Args:
-        cluster: the cluster.
-        lanes: L.
-        rows: of an epoch.
-        budget: rows drawn in an epoch.
-    """
+    """As many nodes as the budget of rows allows, else some ranks of two, else some lanes of those."""
     all_nodes, all_ranks = cluster.nodes.nodes, cluster.nodes.ranks
     affordable = max(1, budget // (rows // lanes + _LANE_ROWS))
     per_node, per_rank = lanes / all_nodes, lanes / cluster.world
@@ -407,12 +372,7 @@ def _read_node(
 
 
 def standard_error(parts: Floats, share: float) -> float | None:
-    """Two standard errors of a total, relative, from equal parts of it; None where there is but one.
-
-    Args:
-        parts: (n,) what each unit of the sample gave.
-        share: of all units that were sampled.
-    """
+    """Two standard errors of a total, relative, from equal parts of it; None where there is but one."""
     mean = float(parts.mean()) if len(parts) else 0.0
     if share >= 1 or not mean:
         return 0.0

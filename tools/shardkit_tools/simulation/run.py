@@ -37,12 +37,7 @@ _MONTH_S = 30 * 86400.0
 
 
 def prepare(cluster: Cluster) -> Prepared:
-    """The population and the plan.
-
-    Raises:
-        ConfigurationError: fewer lanes than ranks.
-        PlanError: batch and lanes do not fit.
-    """
+    """The population and the plan."""
     work = cluster.work
     population = open_population(cluster.data)
     if not work.lanes and work.global_batch < cluster.world:
@@ -73,15 +68,7 @@ def simulate_lanes(
     slow: Mapping[int, float] | None = None,
     tell: Tell = lambda _: None,
 ) -> dict[str, Any]:
-    """Our lanes, and a cache that knows the plan.
-
-    Args:
-        cluster: the description.
-        prepared: see `prepare`.
-        budget: rows an epoch that are drawn.
-        slow: ranks that are slow all the time, with their factor.
-        tell: gets a line on what is being done.
-    """
+    """Our lanes, and a cache that knows the plan."""
     check_world(prepared.plan, cluster)
     plan = prepared.plan
     sample = choose_sample(cluster, plan.lanes, prepared.population.rows, budget)
@@ -191,12 +178,6 @@ def shuffled_reads(cluster: Cluster, prepared: Prepared, *, unit: Unit, budget: 
     """Follow a sample of items through the caches of all nodes: what they read, and what a rank loads in each step.
 
     The error is two standard errors of the misses: each read hits or misses for itself.
-
-    Args:
-        cluster: the cluster.
-        prepared: the dataset.
-        unit: what is read and cached: single samples, or the blocks that hold them.
-        budget: samples that are followed in each epoch.
     """
     blocks = prepared.blocks
     seed = cluster.work.seed
@@ -324,16 +305,7 @@ def costs(
     egress_bytes: float,
     stored_bytes: float,
 ) -> dict[str, float]:
-    """What some time costs: ``dollars``, those of them for requests and egress, ``joules`` of the nodes.
-
-    Args:
-        cluster: the cluster, with its prices.
-        seconds: how long.
-        computing_s: of it, a rank's mean time of computation.
-        requests: to the store.
-        egress_bytes: out of the store.
-        stored_bytes: of the dataset, once.
-    """
+    """What some time costs: ``dollars``, those of them for requests and egress, ``joules`` of the nodes."""
     nodes, store = cluster.nodes, cluster.store
     busy = min(1.0, computing_s / seconds) if seconds else 0.0
     watts = nodes.power_idle + (nodes.power_busy - nodes.power_idle) * busy

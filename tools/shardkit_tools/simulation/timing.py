@@ -139,15 +139,7 @@ def time_steps(
     *,
     stops: Stops | None = None,
 ) -> Times:
-    """Walk the steps.
-
-    Args:
-        cluster: the cluster.
-        loads: of the sampled ranks.
-        steps: of all epochs.
-        moves: slow ranks and lanes of the whole world.
-        stops: what stops everybody.
-    """
+    """Walk the steps."""
     ranks, which = [BlockFetching(cluster, one) for one in loads], np.array([one.rank for one in loads])
     reduce_s = reduce_seconds(cluster)
     step_s, stall_s, compute_s = np.zeros(steps), np.zeros(steps), np.zeros(steps)
@@ -191,16 +183,7 @@ def tree_seconds(ranks: int, num_bytes: float, bandwidth: float, latency: float)
 def hierarchical_seconds(
     nodes: int, ranks: int, num_bytes: float, *, inner: float, outer: float, latency: float
 ) -> float:
-    """Reduce-scatter inside a node, rings over nodes for each part, all-gather inside.
-
-    Args:
-        nodes: of the world.
-        ranks: of a node.
-        num_bytes: that are summed.
-        inner: bytes/s between ranks of a node.
-        outer: bytes/s of a node to others; its ranks share them.
-        latency: of a message.
-    """
+    """Reduce-scatter inside a node, rings over nodes for each part, all-gather inside."""
     inside = ring_seconds(ranks, num_bytes, inner, latency)
     return inside + ring_seconds(nodes, num_bytes / ranks, outer / ranks, latency)
 

@@ -49,15 +49,7 @@ class AppliedFunction:
 
     @classmethod
     def find(cls, function: str | Callable[..., Any]) -> AppliedFunction:
-        """The function that a user names, or gives.
-
-        Args:
-            function: ``package.module:function``, importable from the working directory; or a function of a
-                module (no lambda, none inside another).
-
-        Raises:
-            ConfigurationError: it cannot be imported, or not by name.
-        """
+        """The function that a user names, or gives."""
         name = function if isinstance(function, str) else _name_of(function)
         found, source = _load(name)
         if not isinstance(function, str) and found is not function:
@@ -72,16 +64,7 @@ class AppliedFunction:
         return {"function": self.name, "sha256": self.digest}
 
     def __call__(self, sample: Mapping[str, object], where: object) -> Iterator[Mapping[str, object]]:
-        """The samples that it makes of one.
-
-        Args:
-            sample: field → value; the function gets a dict of its own.
-            where: its text names file and row, for messages.
-
-        Raises:
-            SampleError: it raised, or returned something else; names ``where`` and the function.
-            RunError: its code is not that of the recipe.
-        """
+        """The samples that it makes of one."""
         function = _checked(self.name, self.digest)
         try:
             result = function(dict(sample))
@@ -200,11 +183,7 @@ _MAX_FILE_BYTES = 512 * 2**20
 
 
 def find_text_field(schema: Schema, named: str | None = None) -> str:
-    """The field to tokenise: the one named, else ``text``, else the only one of type str.
-
-    Raises:
-        ConfigurationError: there is none, or more than one; or ``tokens`` is taken.
-    """
+    """The field to tokenise: the one named, else ``text``, else the only one of type str."""
     texts = [name for name, kind in schema.items() if kind.kind == "str"]
     if named is not None and named not in texts:
         raise ConfigurationError(
@@ -235,12 +214,7 @@ class TextTokenizer:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> TextTokenizer:
-        """Read a ``tokenizer.json``.
-
-        Raises:
-            NotFoundError, ConfigurationError: there is no such file, or it is not one of `tokenizers`.
-            MissingDependency: `tokenizers` is not installed.
-        """
+        """Read a ``tokenizer.json``."""
         path = os.path.abspath(path)
         digest = hashlib.sha256(_read(path)).hexdigest()
         tokenizer = _tokenizer(path, digest)
@@ -252,12 +226,7 @@ class TextTokenizer:
         return {"sha256": self.digest, "field": field}
 
     def encode(self, text: object, where: object) -> NDArray[np.integer]:
-        """The tokens of a text, in the dtype of the tokenizer.
-
-        Raises:
-            SampleError: not a text, or the tokenizer refuses it; names ``where``.
-            RunError: the file is not the one of the recipe any more.
-        """
+        """The tokens of a text, in the dtype of the tokenizer."""
         if not isinstance(text, str):
             raise SampleError(f"{where}: {type(text).__name__} is no text to tokenise; give a str")
         try:

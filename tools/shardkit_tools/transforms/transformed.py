@@ -196,18 +196,7 @@ def types_of(
     *,
     skip: bool = False,
 ) -> Schema:
-    """The schema that holds these samples.
-
-    Args:
-        samples: (where, sample); the first one fixes the fields and their order.
-        source: fields that keep their type where they can.
-        given: field → type that the user says.
-        skip: values that do not fit those before them count for nothing; they are left out when they are read.
-
-    Raises:
-        SchemaError: values of a field have no common type; names both rows. Or ``given`` has other fields.
-        SourceError: there are no samples.
-    """
+    """The schema that holds these samples."""
     rows = list(samples)
     if not rows:
         raise SourceError("no sample is left after --apply; change the function or the source")

@@ -42,16 +42,7 @@ def rate_of(work: Callable[[], int], seconds: float) -> float:
 
 
 def measure_machine(folder: Path, *, seconds: float, tell: Tell) -> Machine:
-    """Disk, memory and checksums.
-
-    Args:
-        folder: on the disk that is measured; a file is made in it and removed.
-        seconds: for each question.
-        tell: gets a line on what is being done.
-
-    Raises:
-        StoreError: the disk is full or cannot be written.
-    """
+    """Disk, memory and checksums."""
     tell("disk")
     sequential, random = _disk(folder, seconds)
     tell("memory")
@@ -133,11 +124,7 @@ def _read_at_random(number: int, pool: ThreadPoolExecutor) -> int:
 
 
 def measure_reducing(*, ranks: int, tell: Tell) -> dict[int, float]:
-    """What an all-reduce between processes of this machine takes: bytes → seconds.
-
-    Raises:
-        MissingDependency: torch is not installed.
-    """
+    """What an all-reduce between processes of this machine takes: bytes → seconds."""
     from shardkit_tools.benchmarks.reducing import reduce_contest
 
     found: dict[int, float] = {}
@@ -159,17 +146,7 @@ _LEAST = 3
 
 
 def measure_ranges(root: str, *, seconds: float, tell: Callable[[str], None]) -> tuple[Ranges, int]:
-    """Ranges of the largest shard of a root's version, and the bytes of all its samples.
-
-    Args:
-        root: ROOT[@REF].
-        seconds: for each of some ten questions.
-        tell: gets a line on what is being done.
-
-    Raises:
-        UsageError: no shard is large enough to tell anything.
-        StoreError: the store does not answer.
-    """
+    """Ranges of the largest shard of a root's version, and the bytes of all its samples."""
     dataset = shardkit.open(root)
     shard = int(np.argmax(dataset.table.size))
     size = int(dataset.table.size[shard])

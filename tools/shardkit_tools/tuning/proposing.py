@@ -69,14 +69,7 @@ class Proposal(NamedTuple):
 def propose(
     machine: Machine, ranges: Ranges | None, reducing: Mapping[int, float] | None, needs: Needs
 ) -> dict[str, Proposal]:
-    """All settings that the measurements speak of by their names, in the order in which they rest on each other.
-
-    Args:
-        machine: what it does.
-        ranges: what a store does, if one was measured.
-        reducing: what an all-reduce takes, if it was measured: bytes → seconds, two sizes or more.
-        needs: what is to be trained.
-    """
+    """All settings that the measurements speak of by their names, in the order in which they rest on each other."""
     block = _block(machine, ranges)
     remote = ranges if ranges is not None and not ranges.is_local else None
     most_memory = machine.memory_bytes // 8 // max(1, needs.ranks)
