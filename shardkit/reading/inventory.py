@@ -89,7 +89,7 @@ class Inventory:
             yield object_name(digest, kind), None
 
     def small(self, store: Store) -> tuple[Descriptor, ...]:
-        """`rest` and `unsized` with sizes: of good bytes, for the size of damaged ones would name other sets of parity."""
+        """Return `rest` and `unsized` with the sizes of good copies: a damaged one's would name another set."""
         sized = (Descriptor(digest, _good_size(store, digest, kind), kind) for digest, kind in self.unsized)
         return (*self.rest, *sized)
 
@@ -215,7 +215,7 @@ def take_inventory(store: Store, manifest_id: str, *, unreadable: Unreadable | N
 
 
 def walk_versions(store: Store, versions: Iterable[str], *, optional: bool = False) -> Iterator[Inventory]:
-    """Versions, and those of their parts that lie in this root, each once; parts elsewhere are their roots' business."""
+    """Yield versions, and their parts that are stored in this root, each once."""
     waiting, seen = sorted(versions), set[str]()
     while waiting:
         version = waiting.pop()

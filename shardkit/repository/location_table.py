@@ -415,7 +415,7 @@ def own_name(store: Store) -> str:
 
 
 def is_prepared(store: Store, name: str, repository_id: str) -> bool:
-    """Whether a store is the copy that it should be: not another one, not a folder over which a disk was not mounted."""
+    """Return True if a store is the expected copy, and not another one or an empty mount point."""
     mark = read_mark(store)
     if mark is None:
         return False

@@ -88,7 +88,7 @@ def read_checkpoint_manifest(
 
 
 def read_ref(store: Store, name: str) -> dict[str, Any]:
-    """What the ref of a checkpoint says, its own digest checked: ``checkpoint`` (of the manifest), ``size``, ``name``."""
+    """Return a checkpoint's ref after checking its digest: ``checkpoint`` (the manifest), ``size``, ``name``."""
     where = f"checkpoint ref {ref_name(name)} in {store.url}"
     try:
         body = _dictionary(loads(store.get(ref_name(name), max_bytes=REF_BYTES), max_bytes=REF_BYTES))

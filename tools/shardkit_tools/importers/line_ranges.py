@@ -19,7 +19,7 @@ def cut_lines(
     *,
     is_plain: Callable[[bytes], bool] = lambda piece: True,
 ) -> tuple[SourceTask, ...]:
-    """Tasks in source order: large files are cut at line ends and read once to count their lines, small ones grouped."""
+    """Return tasks in source order: large files are split at line ends, small ones are grouped."""
     tasks: list[SourceTask] = []
     small: list[SourceFile] = []
     for file in files:
