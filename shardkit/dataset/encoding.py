@@ -1,15 +1,7 @@
-"""From samples to encoded rows, one by one or as columns of many: payloads, identity, stratum, split, size.
-
-A payload may stay where the source has it: scratch holds where that is, an *extent*, and the shard is read from there.
-An extent is a run of bytes of a source file that is the canonical payload of a field as it stands. It is verified by
-the XXH3-64 of its bytes, where they were read before; otherwise its file is watched: what the file system says of it
-must be the same before its first row was noted and after its last was written.
-"""
+"""From samples to encoded rows, one by one or as columns of many: payloads, identity, stratum, split, size."""
 
 from __future__ import annotations
 
-import os
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
@@ -19,7 +11,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from shardkit.dataset.layout import MAX_SHARD_BYTES, split_value
-from shardkit.errors import ConfigurationError, SampleError, SourceError
+from shardkit.errors import ConfigurationError, SampleError
 from shardkit.formats import Schema, fit_key, max_key_bytes, raw_row_bytes
 from shardkit.formats.values import logical_text
 
@@ -33,81 +25,13 @@ _MAX_STRATUM_TEXT = 200
 _MAX_SIZES = 4096
 
 
-_PACKED = struct.Struct("<QQQ")
-EXTENT_BYTES = _PACKED.size
-"""Of an extent in a scratch record: file, offset, XXH3-64 of the bytes or state of the file; each of 8 bytes."""
-
-IN_SOURCE = 1 << 63
-"""Marks the size of a payload that is not in the record: an extent stands there instead."""
-
-WATCHED = 1 << 62
-"""Marks the size of an extent that has the state of its file in the place of a hash of its bytes."""
-
-SIZE = WATCHED - 1
-"""Takes the marks off a size: what is left is the number of bytes."""
-
-
-class Extent(NamedTuple):
-    """A payload in a source file."""
-
-    file: int  # place of the file among those of the task
-    offset: int  # of the payload, in bytes
-    size: int
-    check: int  # XXH3-64 of it
-
-    def packed(self) -> bytes:
-        """As it stands in a scratch record."""
-        return _PACKED.pack(self.file, self.offset, self.check)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ExtentColumn:
-    """The payloads of one field of many rows, equally long, in one source file."""
-
-    file: int  # as in `Extent`
-    offset: NDArray[np.int64]  # (n,)
-    size: int  # of each of them
-    state: int  # of the file, see `file_state`
-
-    def __len__(self) -> int:
-        return len(self.offset)
-
-    def packed(self) -> NDArray[np.uint8]:
-        """As they stand in scratch records: uint8 (n, `EXTENT_BYTES`)."""
-        words = np.empty((len(self), 3), "<u8")
-        words[:, 0] = self.file
-        words[:, 1] = self.offset
-        words[:, 2] = self.state
-        return words.view(np.uint8)
-
-
-def file_state(path: str) -> int:
-    """A number that is another one after any write to a file, also by somebody who sets its times back."""
-    try:
-        found = os.stat(path)
-    except OSError as error:
-        raise SourceError(
-            f"{path}: cannot be read ({error.strerror}); put it back, then run the build again"
-        ) from error
-    text = f"{found.st_ino} {found.st_size} {found.st_mtime_ns} {found.st_ctime_ns}"
-    return xxhash.xxh3_64_intdigest(text.encode())
-
-
-def changed_source(path: str) -> SourceError:
-    """What to raise where a file is not what it was."""
-    return SourceError(
-        f"{path}: changed while the build was at work; build from a source that nobody writes to"
-    )
-
-
 class EncodedRow(NamedTuple):
     """A row on its way to scratch."""
 
     key: str | None  # as it will stand in the shard, None where it is generated from the row's ordinal
     original_key: str | None  # the caller's key where it had to be made to fit
     source: tuple[str, int] | None  # (source name, row in it) where known
-    # canonical bytes per stored column, in their order; or where they are
-    payloads: tuple[bytes | Extent, ...]
+    payloads: tuple[bytes, ...]  # canonical bytes per stored column, in their order
     # 128-bit hash of the key, else of the source, as (high, low); None where there is neither
     identity: tuple[int, int] | None
     stratum: tuple[str, ...]  # texts of the values by which the dataset is stratified
@@ -155,11 +79,9 @@ class RowEncoder:
         where: str,
     ) -> EncodedRow:
         """Encode one sample."""
-        payloads = self._payloads(sample, where)
+        payloads = self.schema.encode(sample, where=where)
         fitted = None if key is None else self._fit(key, where)
-        raw_bytes = self.raw_bytes(
-            tuple([payload.size if isinstance(payload, Extent) else len(payload) for payload in payloads])
-        )
+        raw_bytes = self.raw_bytes(tuple(map(len, payloads)))
         if raw_bytes > MAX_SHARD_BYTES:
             raise SampleError(
                 f"{where}: takes {raw_bytes} bytes, more than the {MAX_SHARD_BYTES} that a shard can hold "
@@ -186,19 +108,6 @@ class RowEncoder:
         if self._split_folders and source is not None:
             return self._split_folders[source[0].partition("/")[0]]
         return split_value(self.text(self.split_by, sample[self.split_by], where)) if self.split_by else None
-
-    def _payloads(self, sample: Mapping[str, object], where: str) -> tuple[bytes | Extent, ...]:
-        extents = {
-            name: value
-            for name, value in sample.items()
-            if isinstance(value, Extent) and name in self.schema and self.schema[name].kind == "bytes"
-        }
-        if not extents:
-            return self.schema.encode(sample, where=where)
-        without = self.schema.encode({**sample, **dict.fromkeys(extents, b"")}, where=where)
-        return tuple(
-            [extents.get(name, held) for name, held in zip(self.schema.stored, without, strict=True)]
-        )
 
     def raw_bytes(self, sizes: tuple[int, ...]) -> int:
         """`raw_row_bytes`, remembered: rows of one dataset have few different sizes, or only one."""
@@ -317,9 +226,7 @@ def _check_field(schema: Schema, name: str, classes: tuple[str, ...]) -> None:
 class EncodedRows:
     """Rows on their way to scratch; like as many `EncodedRow` without keys."""
 
-    # one per stored column, in order: uint8 (n, bytes), canonical payloads, or packed extents
-    columns: tuple[NDArray[np.uint8], ...]
-    sizes: tuple[int, ...]  # of each field's payloads, as the header of a record has them
+    columns: tuple[NDArray[np.uint8], ...]  # canonical payloads per stored column, in order: uint8 (n, bytes)
     source_name: str  # of all rows
     source_row: NDArray[np.int64]  # (n,)
     identity: NDArray[np.uint64]  # (n, 2)
@@ -333,7 +240,7 @@ class EncodedRows:
 
 
 def encode_columns(
-    encoder: RowEncoder, columns: Mapping[str, NDArray[Any] | ExtentColumn], source_name: str, first_row: int
+    encoder: RowEncoder, columns: Mapping[str, NDArray[Any]], source_name: str, first_row: int
 ) -> EncodedRows | None:
     """Encode samples that are rows of arrays.
 
@@ -345,19 +252,11 @@ def encode_columns(
         return None
     rows = len(next(iter(columns.values())))
     payloads = []
-    sizes = []
     for name, kind in schema.items():
         column = columns[name]
-        if isinstance(column, ExtentColumn):
-            if column.size != kind.item_bytes or len(column) != rows:
-                return None
-            payloads.append(column.packed())
-            sizes.append(column.size | IN_SOURCE | WATCHED)
-            continue
         if kind.item_bytes is None or column.dtype != kind.numpy_dtype or column.shape != (rows, *kind.shape):
             return None
         payloads.append(np.ascontiguousarray(column).view(np.uint8).reshape(rows, kind.item_bytes))
-        sizes.append(kind.item_bytes)
     raw_bytes = encoder.raw_bytes(tuple(kind.item_bytes or 0 for kind in schema.values()))
     texts = [_texts_of(encoder, axis, columns) for axis in (*encoder.axes, *encoder.split_axes)]
     if not rows or raw_bytes > MAX_SHARD_BYTES or any(found is None for found in texts):
@@ -370,7 +269,6 @@ def encode_columns(
     source_row = np.arange(first_row, first_row + rows, dtype=np.int64)
     return EncodedRows(
         columns=tuple(payloads),
-        sizes=tuple(sizes),
         source_name=source_name,
         source_row=source_row,
         identity=_identities(source_name, source_row),
@@ -382,13 +280,10 @@ def encode_columns(
 
 
 def _texts_of(
-    encoder: RowEncoder, axis: str, columns: Mapping[str, NDArray[Any] | ExtentColumn]
+    encoder: RowEncoder, axis: str, columns: Mapping[str, NDArray[Any]]
 ) -> tuple[list[str], NDArray[np.int64]] | None:
     """The different values of a field as texts, and which of them each row has; None for a wrong label."""
-    column = columns[_field_of(axis)]
-    if isinstance(column, ExtentColumn):
-        return None
-    values, place = np.unique(column, return_inverse=True)
+    values, place = np.unique(columns[_field_of(axis)], return_inverse=True)
     try:
         return [encoder.text(axis, value, "", is_stored=True) for value in values.tolist()], place
     except SampleError:

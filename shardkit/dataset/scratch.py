@@ -21,7 +21,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from shardkit.dataset.encoding import IN_SOURCE, EncodedRow, EncodedRows, Extent
+from shardkit.dataset.encoding import EncodedRow, EncodedRows
 from shardkit.dataset.layout import RowTable, order_keys
 from shardkit.dataset.scratch_reading import (
     NO_ROW,
@@ -460,30 +460,23 @@ def remove_scratch(folder: str, name: str) -> None:
         active().unlink(opened, name)
 
 
-def _pack_record(row: EncodedRow) -> tuple[bytes, list[bytes]]:
+def _pack_record(row: EncodedRow) -> tuple[bytes, tuple[bytes, ...]]:
     """A row's record: everything before the payloads, and the payloads."""
     key = b"" if row.key is None else row.key.encode("ascii")
     original = b"" if row.original_key is None else row.original_key.encode("utf-8", "surrogatepass")
     name, number = row.source or ("", NO_ROW)
     source = name.encode("utf-8")
-    sizes = []
-    payloads = []
-    for payload in row.payloads:
-        if isinstance(payload, Extent):
-            sizes.append(payload.size | IN_SOURCE)
-            payloads.append(payload.packed())
-        else:
-            sizes.append(len(payload))
-            payloads.append(payload)
-    header = record_header(len(payloads)).pack(len(key), len(original), len(source), number, *sizes)
-    return b"".join((header, key, original, source)), payloads
+    sizes = map(len, row.payloads)
+    header = record_header(len(row.payloads)).pack(len(key), len(original), len(source), number, *sizes)
+    return b"".join((header, key, original, source)), row.payloads
 
 
 def _pack_heads(rows: EncodedRows) -> NDArray[np.uint8]:
     """What stands before the payloads of each row: uint8 (rows, bytes)."""
     source = rows.source_name.encode("utf-8")
     header = record_header(len(rows.columns))
-    head = header.pack(0, 0, len(source), 0, *rows.sizes) + source
+    sizes = [column.shape[1] for column in rows.columns]
+    head = header.pack(0, 0, len(source), 0, *sizes) + source
     heads = np.empty((len(rows), len(head)), np.uint8)
     heads[:] = np.frombuffer(head, np.uint8)
     heads[:, _ROW_AT : _ROW_AT + 8] = rows.source_row.astype("<i8").view(np.uint8).reshape(-1, 8)

@@ -1,7 +1,6 @@
 """Scratch read back: parts by number, and their records as blocks of rows, field by field, verified.
 
-A record is a header (lengths and the row in the source), key, original key, source name, and the payloads; or, of a
-payload that is read from the source later, where it is (an extent, see `encoding.py`).
+A record is a header (lengths and the row in the source), key, original key, source name, and the payloads.
 """
 
 from __future__ import annotations
@@ -11,10 +10,9 @@ import functools
 import itertools
 import os
 import secrets
-import stat
 import struct
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,17 +20,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from shardkit.dataset.encoding import (
-    EXTENT_BYTES,
-    IN_SOURCE,
-    SIZE,
-    WATCHED,
-    changed_source,
-    generated_key,
-    generated_keys,
-)
-from shardkit.errors import IntegrityError, SourceError
-from shardkit.formats import JoinedPayloads, RowBlock, Schema
+from shardkit.dataset.encoding import generated_key, generated_keys
+from shardkit.errors import IntegrityError
+from shardkit.formats import RowBlock, Schema
 from shardkit.stores.file_operations import Directories, Handle, active, explained, read_exactly, write_all
 
 _CHECK_BYTES = 8  # of the XXH3-64 in front of a record of finished work
@@ -222,11 +212,10 @@ def record_header(num_fields: int) -> struct.Struct:
 class ScratchReader:
     """Reads records of many rows into one buffer that it keeps; one per thread."""
 
-    def __init__(self, parts: Parts, schema: Schema, extents: ExtentReader | None = None) -> None:
+    def __init__(self, parts: Parts, schema: Schema) -> None:
         self._parts = parts
         self._schema = schema
         self._buffer = np.empty(0, np.uint8)
-        self._extents = extents or ExtentReader({})
 
     def read(self, records: Records, ordinal: NDArray[np.int64]) -> HeldRecords:
         """Records in the order asked for; what was read before is overwritten."""
@@ -249,106 +238,7 @@ class ScratchReader:
                 f"scratch record of row {ordinal[changed[0]]} changed between being written and being read; "
                 "the scratch disk or memory is faulty: use another --scratch, then run it again"
             )
-        return HeldRecords(self._buffer[:at], begin, records.part, ordinal, self._schema, self._extents)
-
-
-class ExtentReader:
-    """Reads payloads from source files, of which only so many are open at a time.
-
-    Args:
-        files: part of scratch → paths of its task's files.
-    """
-
-    def __init__(self, files: Mapping[int, Sequence[str]]) -> None:
-        self._files = files
-        self._open: dict[str, int] = {}
-        self._buffers: dict[int, NDArray[np.uint8]] = {}  # one per field, used for block after block
-
-    def column(
-        self,
-        place: int,
-        part: NDArray[np.int32],
-        held: tuple[NDArray[np.uint8], NDArray[np.int64]],
-        words: NDArray[np.uint64],
-    ) -> NDArray[np.uint8]:
-        """The payloads of a field, one behind the other; the next call uses the memory again."""
-        is_extent = (words & np.uint64(IN_SOURCE)) != 0
-        watched = (words[is_extent] & np.uint64(WATCHED)) != 0
-        size = (words & np.uint64(SIZE)).astype(np.int64)
-        stop = np.cumsum(size)
-        total = int(stop[-1])
-        buffer = self._buffers.get(place)
-        if buffer is None or len(buffer) < total:
-            self._buffers.pop(place, None)  # lets go of the old one first
-            buffer = self._buffers[place] = np.empty(total, np.uint8)
-        begin = stop - size
-        data, at = held
-        packed = _runs(data, at[is_extent], EXTENT_BYTES).view("<u8")
-        self.read(part[is_extent], packed, watched, begin[is_extent], size[is_extent], buffer.data)
-        for row in np.flatnonzero(~is_extent).tolist():  # of an earlier run, which had spooled them
-            buffer[begin[row] : stop[row]] = data[at[row] : at[row] + size[row]]
-        return buffer[:total]
-
-    def read(
-        self,
-        part: NDArray[np.int32],
-        packed: NDArray[np.uint64],
-        watched: NDArray[np.bool_],
-        begin: NDArray[np.int64],
-        size: NDArray[np.int64],
-        view: memoryview,
-    ) -> None:
-        """Fill a buffer with payloads."""
-        opened, files, preadv, hashed = self._open, self._files, os.preadv, xxhash.xxh3_64_intdigest
-        for number, (file, offset, check), is_watched, start, wanted in zip(
-            part.tolist(), packed.tolist(), watched.tolist(), begin.tolist(), size.tolist(), strict=True
-        ):
-            path = files[number][file]
-            descriptor = opened.get(path)
-            if descriptor is None:
-                descriptor = self._opened(path)
-            payload = view[start : start + wanted]
-            try:
-                found = preadv(descriptor, (payload,), offset)
-                if found != wanted:
-                    found = _read_on(descriptor, payload, found, offset)
-            except OSError as error:
-                raise SourceError(
-                    f"{path}: cannot be read ({error.strerror}); run the build again"
-                ) from error
-            if found != wanted or not (is_watched or hashed(payload) == check):
-                raise changed_source(path)
-
-    def close(self) -> None:
-        for descriptor in self._open.values():
-            os.close(descriptor)
-        self._open.clear()
-
-    def _opened(self, path: str) -> int:
-        if len(self._open) >= _MAX_OPEN:
-            self.close()
-        try:
-            # O_NONBLOCK: a name that has become a pipe since it was listed must not hang the build
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError as error:
-            raise SourceError(
-                f"{path}: cannot be read ({error.strerror}); put it back, then run the build again"
-            ) from error
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            os.close(descriptor)
-            raise SourceError(f"{path}: no file any more; put it back, then run the build again")
-        self._open[path] = descriptor
-        return descriptor
-
-
-def _read_on(descriptor: int, payload: memoryview, found: int, offset: int) -> int:
-    """The bytes that there are: a read may end early, at the latest after 2 GiB."""
-    while 0 < found < len(payload):
-        more = os.preadv(descriptor, (payload[found:],), offset + found)
-        if not more:
-            break
-        found += more
-    return found
+        return HeldRecords(self._buffer[:at], begin, ordinal, self._schema)
 
 
 class HeldRecords:
@@ -358,10 +248,8 @@ class HeldRecords:
         self,
         data: NDArray[np.uint8],
         begin: NDArray[np.int64],
-        part: NDArray[np.int32],
         ordinal: NDArray[np.int64],
         schema: Schema,
-        extents: ExtentReader,
     ) -> None:
         header = record_header(len(schema))
         layout = np.dtype(
@@ -376,19 +264,14 @@ class HeldRecords:
         assert layout.itemsize == header.size, "numpy reads what struct has packed"
         self._data = data
         self._view = data.data
-        self._part = part
         self._ordinal = ordinal
-        self._extents = extents
         self._schema = schema
         self._header = _runs(data, begin, header.size).view(layout)[:, 0]
         self._texts = begin + header.size  # key, original key and source name
-        self._words = self._header["size"]
-        self._is_extent = (self._words & np.uint64(IN_SOURCE)) != 0
-        self._size = (self._words & np.uint64(SIZE)).astype(np.int64)
-        sizes = np.where(self._is_extent, EXTENT_BYTES, self._size)
+        self._size = self._header["size"].astype(np.int64)
         before = self._texts + self._header["key"] + self._header["original"] + self._header["source"]
-        # (rows, fields): where each payload, or its extent, begins
-        self._start = before[:, None] + np.cumsum(sizes, axis=1) - sizes
+        # (rows, fields): where each payload begins
+        self._start = before[:, None] + np.cumsum(self._size, axis=1) - self._size
 
     def block(
         self,
@@ -425,18 +308,11 @@ class HeldRecords:
         np.cumsum(self._size.sum(axis=1), out=found[1:])
         return found
 
-    def _column(
-        self, place: int, start: int, stop: int
-    ) -> NDArray[np.uint8] | list[memoryview] | JoinedPayloads:
+    def _column(self, place: int, start: int, stop: int) -> NDArray[np.uint8] | list[memoryview]:
         begin, size = self._start[start:stop, place], self._size[start:stop, place]
         fixed = list(self._schema.values())[place].item_bytes
-        is_fixed = fixed is not None and bool((size == fixed).all())
-        if self._is_extent[start:stop, place].any():
-            words = self._words[start:stop, place]
-            found = self._extents.column(place, self._part[start:stop], (self._data, begin), words)
-            return found.reshape(stop - start, -1) if is_fixed else JoinedPayloads(found, size)
-        if is_fixed:
-            return _runs(self._data, begin, fixed or 0)
+        if fixed is not None and bool((size == fixed).all()):
+            return _runs(self._data, begin, fixed)
         view = self._view
         return [view[first:last] for first, last in zip(begin.tolist(), (begin + size).tolist(), strict=True)]
 

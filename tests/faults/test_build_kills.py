@@ -23,7 +23,6 @@ from shardkit.storage import Repository, parse_object_name
 from shardkit.stores.file_operations import substituted
 from shardkit_tools.building import build_run, engines
 from shardkit_tools.building.job import LocalFolder
-from shardkit_tools.importers import folder as folder_importer
 from shardkit_tools.importers import source_files
 from tests.drills import drill_count
 from tests.faults.faulty_operations import FaultyOperations
@@ -36,12 +35,11 @@ import json, os, signal, sys
 import shardkit_tools
 from shardkit.stores.file_operations import FileOperations, substituted
 from shardkit_tools.building import build_run, engines
-from shardkit_tools.importers import folder, source_files
+from shardkit_tools.importers import source_files
 
 SETTINGS = {"stratify": "label", "shard_size": "64KiB", "block_size": "8KiB"}
 engines.SMALL_BYTES = 0
 source_files._TASK_BYTES = 15_000
-folder._MIN_EXTENT_BYTES = int(os.environ.get("MIN_EXTENT_BYTES", "1000000"))
 
 class Dying(FileOperations):
     def __init__(self, at):
@@ -146,16 +144,8 @@ def script(tmp_path: Path) -> str:
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.drill
-@pytest.mark.parametrize("least", [1_000_000, 500], ids=["scratch", "in place"])
-def test_killed_at_chosen_operations_and_resumed(
-    tmp_path: Path, script: str, monkeypatch: pytest.MonkeyPatch, least: int
-) -> None:
-    """SIGKILL at the n-th change of a file, twice per root, then the rest: one id. Deterministic.
-
-    Payloads go through scratch, or most of them stay in the source.
-    """
-    monkeypatch.setenv("MIN_EXTENT_BYTES", str(least))
-    monkeypatch.setattr(folder_importer, "_MIN_EXTENT_BYTES", least)
+def test_killed_at_chosen_operations_and_resumed(tmp_path: Path, script: str) -> None:
+    """SIGKILL at the n-th change of a file, twice per root, then the rest: one id. Deterministic."""
     source = folder(tmp_path / "source")
     counting = FaultyOperations(errno.EIO)
     with substituted(counting):

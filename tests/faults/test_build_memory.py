@@ -25,7 +25,6 @@ SOURCE_BYTES = (768 << 20) if DRILLS else 3 * HEADROOM
 BUILDER = """
 import resource, sys, threading
 import shardkit_tools
-from shardkit_tools.building import build_run
 
 def held():
     with open("/proc/self/status") as stream:
@@ -33,7 +32,6 @@ def held():
 
 threading.stack_size(2**20)  # the limit counts what a stack may take, 8 MiB by default, not what it does
 source, tiny, root, headroom, by = sys.argv[1:]
-build_run.fits_page_cache = lambda files: False  # as of a source that is larger than the machine's memory
 shardkit_tools.build(tiny, root + "-tiny", jobs=1, format=by)  # what it imports is not counted
 limit = held() + int(headroom)
 resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))

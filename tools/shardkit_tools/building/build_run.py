@@ -58,7 +58,6 @@ from shardkit_tools.building.outcome import (
     ProgressMeter,
     SkippedRow,
     check_space,
-    fits_page_cache,
     least_bytes,
     space_needs,
 )
@@ -71,16 +70,15 @@ from shardkit_tools.building.passes import (
     TaskFacts,
     TaskRows,
     WriteWorker,
-    check_watched,
     finished_rows,
     finished_shard,
     finished_tasks,
     first_of_equals,
 )
-from shardkit_tools.building.source_digests import SourceDigests, digested_beside
+from shardkit_tools.building.source_digests import SourceDigests, shared_files
 from shardkit_tools.importers import ImportOptions
 from shardkit_tools.importers.folder import FolderLayout, split_notes
-from shardkit_tools.importers.protocol import FileImporter, Importer
+from shardkit_tools.importers.protocol import Importer
 from shardkit_tools.importers.source_files import find_source
 from shardkit_tools.transforms import AppliedFunction, TextTokenizer, TransformedImporter
 
@@ -137,16 +135,8 @@ class BuildRun:
         self._tasks = list(importer.tasks())
         self._source_bytes = sum(task.size for task in self._tasks)
         self._started = time.monotonic()
-        self._is_cached = not engine.is_remote and fits_page_cache(importer.files())
-        self._in_place = self._bytes_in_place()
         layout_settings = self._version.settings
         self._seed = layout_settings.seed if layout_settings.shuffle else None
-
-    def _bytes_in_place(self) -> int:
-        """Bytes of the source that pass 2 reads from there instead of from scratch."""
-        if not self._is_cached or self._marks.names or not isinstance(self._importer, FileImporter):
-            return 0
-        return sum(map(self._importer.bytes_in_place, self._tasks))
 
     def count(self) -> BuildResult:
         """The dry run: everything but writing."""
@@ -157,14 +147,13 @@ class BuildRun:
             base = self._begin(Repository.open(self._root, read_only=True)).base
         with self._engine:
             every = {file.name for file in self._importer.files()}  # nobody asks for digests
-            found, columns = self._read(NO_FOLDER, {}, in_place=0, digested=every)
+            found, columns = self._read(NO_FOLDER, {}, digested=every)
             laid = self._lay_out(found, columns, base, None)
         result = self._result(found, laid)
         root = None if "://" in self._root else self._root
         # Remote roots: in a folder of this machine, which is only made when it is needed.
         scratch = self._settings.scratch or root or tempfile.gettempdir()
-        scratch_bytes = max(0, result.raw_bytes - self._in_place)
-        needs = space_needs(self._version, os.fspath(scratch), scratch_bytes, root, result.raw_bytes)
+        needs = space_needs(self._version, os.fspath(scratch), result.raw_bytes, root, result.raw_bytes)
         return dataclasses.replace(result, space=needs)
 
     def build(self) -> BuildResult:
@@ -197,11 +186,11 @@ class BuildRun:
         reused = len(read)
         self._check_space(to.repository, parent, job, read)
         known = {file.name for rows in read.values() for file in rows.facts.files}
-        beside = digested_beside(self._importer, self._tasks, known, is_cached=self._is_cached)
+        beside = [file for file in shared_files(self._tasks) if file.name not in known]
         threads = self._settings.jobs or os.cpu_count() or 1
         with SourceDigests(beside, job, threads) as digests:
             digested = {file.name for file in beside}
-            found, columns = self._read(job.folder, read, in_place=self._in_place, digested=digested)
+            found, columns = self._read(job.folder, read, digested=digested)
             digests.check()
             base = to.base
             sources = self._sources(found, digests) if base is not None else None
@@ -223,7 +212,7 @@ class BuildRun:
     # ---- The passes: work lists for the engine, results in the order of the source or of the shards
 
     def _read(
-        self, folder: JobFolder, found: dict[int, TaskRows], *, in_place: int, digested: Collection[str]
+        self, folder: JobFolder, found: dict[int, TaskRows], *, digested: Collection[str]
     ) -> tuple[list[TaskFacts], list[Rows]]:
         """Pass 1: every task that is not in ``found`` yet; facts and columns of all, in source order."""
         todo = [
@@ -238,7 +227,7 @@ class BuildRun:
             done_rows=sum(len(rows.columns) for rows in found.values()),
             done_bytes=total - left,
             reused=len(found),
-            scratch_bytes=total - in_place if folder is not NO_FOLDER else 0,
+            scratch_bytes=total if folder is not NO_FOLDER else 0,
         )
         make = functools.partial(
             ReadWorker,
@@ -249,9 +238,8 @@ class BuildRun:
             skip=self._settings.skips,
             run_bytes=sized_run(total, self._version.settings.shard_size),
             marks=self._marks,
-            in_place=in_place > 0,
         )
-        here = is_small(self._engine, left, is_light=in_place > total // 2)
+        here = is_small(self._engine, left)
         for rows in self._engine.run(make, todo, self._meter.add, here=here):
             found[rows.facts.number] = rows
         self._meter.end()
@@ -339,20 +327,14 @@ class BuildRun:
                     written[item.number] = shard
                     self._meter.add(len(item.ordinal), item.raw_bytes)
 
-        in_source = {
-            number: [file.path for file in self._tasks[part.number].files]
-            for number, part in enumerate(laid.parts)
-            if part.extents
-        }
         parts = [task.part for task in laid.parts]
-        make = functools.partial(WriteWorker, repository, self._version, job.folder, parts, in_source)
+        make = functools.partial(WriteWorker, repository, self._version, job.folder, parts)
         is_light = self._version.compression == "none" and total >= _LIGHT_ROW_BYTES * len(laid.plan.rows)
         here = is_small(self._engine, total, is_light=is_light)
         try:
             written.update(self._engine.run(make, unfinished(), self._meter.add, here=here))
-            check_watched(laid.parts, self._tasks)
-        except (IntegrityError, SourceError):
-            job.discard()  # damaged scratch, or what was noted of a source that has changed, must not be used again
+        except IntegrityError:
+            job.discard()  # damaged scratch must not be used again
             raise
         self._meter.end()
         return [written[number] for number in range(laid.plan.layout.shards)], reused
@@ -416,7 +398,6 @@ class BuildRun:
     ) -> None:
         """That what is left to do fits on the disks."""
         left = sum(task.size for number, task in enumerate(self._tasks) if number not in read)
-        left = max(0, left - self._in_place)
         rows = least_bytes(self._version, self._source_bytes)
         store = repository.store
         # Shards of an earlier run are there already, and how large they are is not worth finding out.

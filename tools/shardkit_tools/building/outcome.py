@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
@@ -14,12 +14,9 @@ from shardkit.errors import ConfigurationError, StoreFullError, UsageError
 from shardkit.manifest import Manifest
 from shardkit.repository.log import LogEntry
 from shardkit.stores.file_operations import explained
-from shardkit.stores.machine_memory import available_memory
 from shardkit_tools.building.engines import Engine
 from shardkit_tools.console import bytes_text
 from shardkit_tools.importers import Importer, ImportOptions
-from shardkit_tools.importers.protocol import SourceFile
-from shardkit_tools.importers.source_files import is_url
 
 _INTERVAL_S = 0.1
 Phase: TypeAlias = Literal["read", "pack", "write", "commit"]
@@ -288,17 +285,3 @@ def check_space(needs: Sequence[SpaceNeed]) -> None:
                 f"{need.folder}: {bytes_text(need.free_bytes)} free, but the build needs at least "
                 f"{bytes_text(total)} there ({parts}); make room, or name a folder on another disk with --scratch"
             )
-
-
-def fits_page_cache(files: Iterable[SourceFile], room: int | None = None) -> bool:
-    """Whether a source stays in memory by itself: what the page cache holds can be read twice, and in any order.
-
-    It does where all files are of this machine, and take no more than half of ``room``, the bytes that the page cache
-    may hold (what the machine says). The other half is for the shards that are written meanwhile.
-    """
-    left = (available_memory() if room is None else room) // 2
-    for file in files:
-        left -= file.size
-        if left < 0 or is_url(file.path):
-            return False
-    return True

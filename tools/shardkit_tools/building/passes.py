@@ -1,7 +1,6 @@
 """The two passes as work for processes, journaled when it is whole, and found again.
 
-Pass 1: the rows of a task, encoded into a scratch part. Pass 2: shards from scratch, and from what was left in the
-source.
+Pass 1: the rows of a task, encoded into a scratch part. Pass 2: shards from scratch.
 """
 
 from __future__ import annotations
@@ -19,16 +18,9 @@ from numpy.typing import NDArray
 
 from shardkit.dataset.about import SourceDigest
 from shardkit.dataset.committing import write_shard
-from shardkit.dataset.encoding import (
-    Extent,
-    ExtentColumn,
-    RowEncoder,
-    changed_source,
-    encode_columns,
-    file_state,
-)
+from shardkit.dataset.encoding import RowEncoder, encode_columns
 from shardkit.dataset.scratch import Rows, RowSpool, RunBuffer, ShardRows
-from shardkit.dataset.scratch_reading import ExtentReader, ScratchReader
+from shardkit.dataset.scratch_reading import ScratchReader
 from shardkit.dataset.version_plan import NewVersion
 from shardkit.errors import (
     ConfigurationError,
@@ -48,8 +40,8 @@ from shardkit_tools.building.outcome import SkippedRow
 from shardkit_tools.building.source_digests import TaskDigests, check_unchanged, digest_record
 from shardkit_tools.importers.protocol import (
     FileImporter,
+    FileObserver,
     Importer,
-    ReadMode,
     SampleStream,
     SourceFailure,
     SourceFile,
@@ -102,12 +94,12 @@ class RowMarks:
         unique = () if self.unique is None else (_HIGH, _LOW)
         return unique if self.packed is None else (*unique, ITEMS)
 
-    def marks(self, payloads: Sequence[bytes | Extent]) -> list[int]:
-        """The marks of a row; no payload is left in the source where rows are marked."""
+    def marks(self, payloads: Sequence[bytes]) -> list[int]:
+        """Return the marks of a row."""
         found: list[int] = []
         if self.unique is not None:
             # SHA-256, not XXH3: nobody can make two values that are taken for one another.
-            digest = hashlib.sha256(payloads[self.unique]).digest()  # type: ignore[arg-type]  # bytes
+            digest = hashlib.sha256(payloads[self.unique]).digest()
             found += divmod(int.from_bytes(digest[:16], "little"), 2**64)
         if self.packed is not None:
             found.append(len(payloads[self.packed]) // self.item_bytes)
@@ -145,9 +137,6 @@ class TaskFacts:
     part_bytes: int  # its size
     files: tuple[SourceDigest, ...] = ()  # digests of the task's files, where it made them
     skipped: tuple[SkippedRow, ...] = ()  # rows left out
-    extents: bool = False  # whether payloads are in the task's files instead of in the part
-    # of these files, see `file_state`, where they are watched until the rows are written
-    states: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -159,12 +148,11 @@ class TaskRows:
 
     def to_bytes(self) -> bytes:
         """The record of a task, or of packed documents."""
-        states = [f"{state:x}" for state in self.facts.states]
         files, skipped = (
             [list(astuple(one)) for one in held] for held in (self.facts.files, self.facts.skipped)
         )
-        told = {"part": self.facts.part, "part_bytes": self.facts.part_bytes, "extents": self.facts.extents}
-        return self.columns.to_bytes({**told, "files": files, "states": states, "skipped": skipped})
+        part = {"part": self.facts.part, "part_bytes": self.facts.part_bytes}
+        return self.columns.to_bytes({**part, "files": files, "skipped": skipped})
 
     @classmethod
     def from_bytes(cls, number: int, data: bytes) -> TaskRows:
@@ -177,14 +165,8 @@ class TaskRows:
             part_bytes=int(meta["part_bytes"]),
             files=tuple(SourceDigest(*entry) for entry in meta["files"]),
             skipped=tuple(SkippedRow(*entry) for entry in meta["skipped"]),
-            extents=bool(meta["extents"]),
-            states=tuple(int(state, 16) for state in meta["states"]),
         )
         return cls(facts, columns)
-
-
-class _HasToBeLookedAt(Exception):
-    """Rows whose payloads were left in the source have to be looked at one by one."""
 
 
 @dataclass
@@ -199,7 +181,6 @@ class ReadWorker:
     skip: bool  # leave out rows that cannot be read instead of failing
     run_bytes: int  # of `RowSpool`
     marks: RowMarks  # what else is noted of every row
-    in_place: bool = False  # leave payloads in the source where the importer can
 
     def __post_init__(self) -> None:
         self._reads_whole = isinstance(self.importer, FileImporter) and self.importer.reads_whole_files
@@ -210,15 +191,7 @@ class ReadWorker:
 
     def work(self, item: ReadTask, report: Report) -> TaskRows:
         """Read a task; in a job directory, leave its record there."""
-        try:
-            return self._work(item, report, in_place=self.in_place)
-        except _HasToBeLookedAt:
-            return self._work(item, report, in_place=False)
-
-    def _work(self, item: ReadTask, report: Report, *, in_place: bool) -> TaskRows:
         part = self.folder.new_part("part")
-        is_watched = in_place and not self._reads_whole
-        states = tuple(file_state(file.path) for file in item.task.files) if is_watched else ()
         spool = RowSpool(
             self.folder.path,
             part,
@@ -231,7 +204,7 @@ class ReadWorker:
             with ThreadPoolExecutor(1, "digest") as digesting:
                 digested = item.task.files if item.digests else ()
                 digests = TaskDigests(digested, digesting, whole=self._reads_whole)
-                rows = self._rows(item.task, ReadMode(in_place, states, digests.add))
+                rows = self._rows(item.task, digests.add)
                 skipped = self._read(item.task, rows, spool, _Throttle(report, item.task.size))
                 files = digests.results()
             for file in item.task.files:
@@ -243,17 +216,17 @@ class ReadWorker:
             spool.drop()
             raise
         size = self.folder.keep(part)
-        facts = TaskFacts(item.number, part, size, files, tuple(skipped), in_place, states)
+        facts = TaskFacts(item.number, part, size, files, tuple(skipped))
         read = TaskRows(facts, columns)
         if part:
             self.folder.put_record(_record_name(item.task), read.to_bytes())
         return read
 
-    def _rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
+    def _rows(self, task: SourceTask, seen: FileObserver) -> SampleStream:
         """The rows of a task; an error of the source itself ends it, as a failure of row -1."""
         try:
             if isinstance(self.importer, FileImporter):
-                yield from self.importer.read_rows(task, mode)
+                yield from self.importer.read_rows(task, seen)
             else:
                 yield from self.importer.read(task)
         except SourceError as error:
@@ -298,8 +271,6 @@ class ReadWorker:
                 spool.append_rows(encoded)
                 throttle.add(encoded.raw_bytes * len(encoded), rows=len(encoded))
                 continue
-            if any(isinstance(column, ExtentColumn) for column in found.columns.values()):
-                raise _HasToBeLookedAt
             yield from found.samples()
 
     def _take(
@@ -367,7 +338,7 @@ def finished_tasks(job: Job, tasks: Sequence[SourceTask], files: Iterable[Source
     for number, task in enumerate(tasks):
         name = _record_name(task)
         rows = finished_rows(job, number, name)
-        if rows is not None and _is_watched_well(task, rows.facts.states):
+        if rows is not None:
             finished[number] = rows
             keep |= {name, rows.facts.part}
     for name in job.folder.names():
@@ -376,11 +347,6 @@ def finished_tasks(job: Job, tasks: Sequence[SourceTask], files: Iterable[Source
             job.folder.remove(name)
     job.note_verified()  # only now: a kill before this must not pass unverified parts off as good
     return finished
-
-
-def _is_watched_well(task: SourceTask, states: Sequence[int]) -> bool:
-    """Whether the files that rows are still to be read from are what they were."""
-    return not states or states == tuple(file_state(file.path) for file in task.files)
 
 
 def finished_rows(job: Job, number: int, name: str) -> TaskRows | None:
@@ -429,16 +395,13 @@ class WriteWorker:
     version: NewVersion  # schema, format and compression
     folder: JobFolder  # the job directory
     parts: Sequence[str]  # names of the scratch files, by number of the part
-    # number of a part whose payloads are in the source → paths of its task's files
-    files: Mapping[int, Sequence[str]]
 
     def __post_init__(self) -> None:
-        self._parts, self._extents = self.folder.parts(self.parts), ExtentReader(self.files)
-        self._reader = ScratchReader(self._parts, self.version.schema.stored, self._extents)
+        self._parts = self.folder.parts(self.parts)
+        self._reader = ScratchReader(self._parts, self.version.schema.stored)
 
     def close(self) -> None:
         self._parts.close()
-        self._extents.close()
 
     def work(self, item: ShardRows, report: Report) -> tuple[int, ShardRecord]:
         """Write a shard and leave a record of it; its number, and how the manifest lists it."""
@@ -489,15 +452,3 @@ def finished_shard(job: Job, repository: Repository, item: ShardRows, extension:
 
 def _shard_record_name(item: ShardRows) -> str:
     return f"shard-{item.number:08d}.done"
-
-
-def check_watched(parts: Sequence[TaskFacts], tasks: Sequence[SourceTask]) -> None:
-    """Files from which rows were read without being verified are what they were when the rows were noted."""
-    now: dict[str, int] = {}
-    for part in parts:
-        files = tasks[part.number].files if part.states else ()
-        for file, state in zip(files, part.states, strict=True):
-            if file.path not in now:
-                now[file.path] = file_state(file.path)
-            if now[file.path] != state:
-                raise changed_source(file.path)

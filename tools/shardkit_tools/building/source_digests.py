@@ -6,7 +6,7 @@ import hashlib
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Self, TypeVar
 
@@ -16,14 +16,11 @@ from shardkit.dataset.about import SourceDigest
 from shardkit.errors import FormatError, SourceError
 from shardkit.formats import canonical_json
 from shardkit_tools.building.job import Job
-from shardkit_tools.importers.protocol import FileImporter, Importer, SourceFile, SourceTask
+from shardkit_tools.importers.protocol import SourceFile, SourceTask
 from shardkit_tools.importers.source_files import open_file
 
 T = TypeVar("T")
 _PIECE_BYTES = 2**20
-
-# Smaller files are hashed by the task that reads them: what is about them would cost more than the hash.
-_DIGESTED_BESIDE_BYTES = 2**20
 
 _MAX_RECORD_BYTES = 10_000
 _MAX_UNHASHED = 2
@@ -140,19 +137,6 @@ def digest_record(file: SourceFile) -> str:
     """Name of the record of a file's digest: another one as soon as the file has changed."""
     text = f"{file.name}\0{file.size}\0{file.stamp}".encode()
     return f"source-{xxhash.xxh3_128_hexdigest(text)}.digest"
-
-
-def digested_beside(
-    importer: Importer, tasks: Sequence[SourceTask], known: Collection[str], *, is_cached: bool
-) -> list[SourceFile]:
-    """The files that no task makes the digest of, because it would have to wait for that."""
-    files = shared_files(tasks)
-    reads_whole = isinstance(importer, FileImporter) and importer.reads_whole_files
-    if is_cached and not reads_whole:
-        shared = {file.name for file in files}
-        least = _DIGESTED_BESIDE_BYTES
-        files = [file for file in importer.files() if file.name in shared or file.size >= least]
-    return [file for file in files if file.name not in known]
 
 
 def shared_files(tasks: Iterable[SourceTask]) -> list[SourceFile]:

@@ -26,8 +26,8 @@ from shardkit_tools.importers.json_lines import parse_json
 from shardkit_tools.importers.line_ranges import cut_lines, holds_plain_rows
 from shardkit_tools.importers.protocol import (
     FileImporter,
+    FileObserver,
     ImportOptions,
-    ReadMode,
     SampleStream,
     Source,
     SourceFailure,
@@ -57,7 +57,7 @@ class CsvImporter(FileImporter):
     """Of all columns, those included that are left out."""
     encoding: str
 
-    def _rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
+    def _rows(self, task: SourceTask, seen: FileObserver) -> SampleStream:
         """A row that does not fit costs its own sample only."""
         types = {name: _cell_type(kind) for name, kind in self.fields.items()}  # without what is left out
         value_of = _value_or_cell if self.options.unchecked else _value

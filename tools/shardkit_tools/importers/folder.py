@@ -14,16 +14,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import xxhash
-
-from shardkit.dataset.encoding import Extent
 from shardkit.errors import SourceError
 from shardkit_tools.importers.json_lines import parse_json
 from shardkit_tools.importers.line_ranges import cut_lines, read_lines
 from shardkit_tools.importers.protocol import (
     FileImporter,
+    FileObserver,
     ImportOptions,
-    ReadMode,
     SampleStream,
     Source,
     SourceFailure,
@@ -43,7 +40,6 @@ from shardkit_tools.importers.source_files import (
 )
 
 _MAX_TEXT_BYTES = 1 << 30
-_MIN_EXTENT_BYTES = 32 << 10  # below it scratch costs less than opening the file once more
 # JPEG, PNG, GIF, WebP, BMP, TIFF, BigTIFF, PNM; AVIF, HEIC, JPEG 2000 and XL in boxes; bare JPEG XL and 2000
 _IMAGE_SIGNATURES = (
     *(b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"),
@@ -78,32 +74,23 @@ class FolderImporter(FileImporter):
     def reads_whole_files(self) -> bool:
         return True
 
-    @property
-    def _width(self) -> int:
-        """Files of a sample."""
-        return len(self.samples[0])
-
-    def bytes_in_place(self, task: SourceTask) -> int:
-        return sum(file.size for file in task.files[:: self._width] if file.size >= _MIN_EXTENT_BYTES)
-
-    def _rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
+    def _rows(self, task: SourceTask, seen: FileObserver) -> SampleStream:
         """One sample per file; a file that cannot be read costs its own sample only."""
-        width = self._width
+        width = len(self.samples[0])
         for start in range(0, len(task.files), width):
             own, *sidecars = task.files[start : start + width]
             try:
-                sample = self._sample(own, sidecars, mode)
+                sample = self._sample(own, sidecars, seen)
             except SourceError as error:
                 yield SourceFailure(own.name, 0, error)
                 continue
-            data = sample.get(self.media)
-            if mode.in_place and own.size >= _MIN_EXTENT_BYTES and isinstance(data, bytes):
-                sample[self.media] = Extent(start, 0, len(data), xxhash.xxh3_64_intdigest(data))
             yield SourceSample(sample, file_stem(own.name), own.name, 0)
 
-    def _sample(self, own: SourceFile, sidecars: Sequence[SourceFile], mode: ReadMode) -> dict[str, object]:
+    def _sample(
+        self, own: SourceFile, sidecars: Sequence[SourceFile], seen: FileObserver
+    ) -> dict[str, object]:
         data = read_file(own)
-        mode.seen(own, data)
+        seen(own, data)
         if not data:
             raise SourceError(f"{own.path}: an empty file; fetch it again, or remove it")
         if self.media == "image" and not data.startswith(_IMAGE_SIGNATURES):
@@ -117,7 +104,7 @@ class FolderImporter(FileImporter):
             name, _ = SIDECARS[file_suffix(sidecar.name)]
             if name in self.fields:
                 text = read_file(sidecar)
-                mode.seen(sidecar, text)
+                seen(sidecar, text)
                 sample[name] = _sidecar_value(name, sidecar, text)
         return sample
 
@@ -220,7 +207,7 @@ class TextImporter(FileImporter):
     name: ClassVar[str] = "text"
     layout: FolderLayout
 
-    def _rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
+    def _rows(self, task: SourceTask, seen: FileObserver) -> SampleStream:
         """One sample per file, or per line that is not empty."""
         for file in task.files:
             try:

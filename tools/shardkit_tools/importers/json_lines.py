@@ -26,8 +26,8 @@ from shardkit_tools.importers.line_ranges import cut_lines, read_lines
 from shardkit_tools.importers.protocol import (
     MIXED,
     FileImporter,
+    FileObserver,
     ImportOptions,
-    ReadMode,
     SampleStream,
     Source,
     SourceFailure,
@@ -160,7 +160,7 @@ class JsonLinesImporter(FileImporter):
     structs: frozenset[str]
     """Objects of which only the members are fields: a null says nothing that these do not."""
 
-    def _rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
+    def _rows(self, task: SourceTask, seen: FileObserver) -> SampleStream:
         """One sample per line; a line that does not parse or fit costs its own sample only."""
         for file in task.files:
             lines = enumerate(read_lines(file, task.start, task.stop), task.first_row)

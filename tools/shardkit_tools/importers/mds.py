@@ -29,8 +29,8 @@ from shardkit_tools.importers.json_lines import parse_json
 from shardkit_tools.importers.numpy_arrays import array_type
 from shardkit_tools.importers.protocol import (
     FileImporter,
+    FileObserver,
     ImportOptions,
-    ReadMode,
     SampleStream,
     Source,
     SourceFailure,
@@ -66,7 +66,7 @@ class MdsImporter(FileImporter):
     shards: tuple[MdsShard, ...]
     encodings: tuple[tuple[str, str, int | None], ...]  # (column, encoding, fixed size)
 
-    def _rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
+    def _rows(self, task: SourceTask, seen: FileObserver) -> SampleStream:
         """A field that cannot be decoded costs its own sample only."""
         shard = self.shards[task.start]
         for row, fields in enumerate(_rows(shard, self.encodings)):

@@ -10,7 +10,6 @@ so that an array is decompressed twice.
 
 from __future__ import annotations
 
-import os
 import struct
 import zipfile
 import zlib
@@ -23,12 +22,11 @@ import numpy as np
 from numpy.lib import format as npy_format
 from numpy.typing import NDArray
 
-from shardkit.dataset.encoding import ExtentColumn
 from shardkit.errors import ShardkitError, SourceError
 from shardkit_tools.importers.protocol import (
     FileImporter,
+    FileObserver,
     ImportOptions,
-    ReadMode,
     SampleColumns,
     SampleStream,
     Source,
@@ -38,7 +36,6 @@ from shardkit_tools.importers.protocol import (
 from shardkit_tools.importers.source_files import check_suffixes, file_stem, is_url, open_file
 
 _TASK_BYTES = 64 << 20
-_MIN_EXTENT_BYTES = 4096  # of a row; below it scratch costs less than a read for each
 _PIECE_ROWS = 1 << 14
 _PIECE_BYTES = 1 << 20  # stays in the cache of a processor between being read and being encoded
 
@@ -100,7 +97,7 @@ class Rows:
         return data
 
 
-Take = Callable[[int], NDArray[np.generic] | ExtentColumn]
+Take = Callable[[int], NDArray[np.generic]]
 """Gives so many more rows of a field."""
 
 
@@ -147,23 +144,6 @@ class ArrayFile:
 
         return Rows(self.header, where, read)
 
-    def extents(self, place: int, state: int, rows: range) -> Take:
-        """Where rows are; the file is the ``place``-th of its task. The system is told that they will be wanted."""
-        head = self.header
-        if hasattr(os, "posix_fadvise"):
-            at, length = head.offset + rows.start * head.row_bytes, len(rows) * head.row_bytes
-            with open_file(self.file) as stream:
-                os.posix_fadvise(stream.fileno(), at, length, os.POSIX_FADV_WILLNEED)
-        first = rows.start
-
-        def take(count: int) -> ExtentColumn:
-            nonlocal first
-            offset = head.offset + head.row_bytes * np.arange(first, first + count, dtype=np.int64)
-            first += count
-            return ExtentColumn(place, offset, head.row_bytes, state)
-
-        return take
-
 
 @dataclass(frozen=True, kw_only=True)
 class NumpyImporter(FileImporter):
@@ -172,36 +152,12 @@ class NumpyImporter(FileImporter):
     name: ClassVar[str] = "npy"
     arrays: tuple[ArrayFile, ...]
 
-    def bytes_in_place(self, task: SourceTask) -> int:
-        large = sum(array.header.row_bytes for array in self.arrays if self._is_in_place(array))
-        return large * len(_rows_of(task))
-
-    def _rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
-        """Large rows that need no conversion may stay where they are."""
-        rows = _rows_of(task)
-        fields: dict[str, Take] = {}
-        read = 0
+    def _rows(self, task: SourceTask, seen: FileObserver) -> SampleStream:
+        rows = range(task.start, task.stop or 0)
         with ExitStack() as stack:
-            for place, array in enumerate(self.arrays):
-                if mode.in_place and self._is_in_place(array):
-                    fields[array.field] = array.extents(place, mode.states[place], rows)
-                else:
-                    fields[array.field] = array.rows(rows.start, stack).take
-                    read += array.header.row_bytes
-            yield from take_columns(fields, rows, read, self.arrays[0].file.name)
-
-    def _is_in_place(self, array: ArrayFile) -> bool:
-        """Whether rows are large, and the canonical payloads as they stand; a bool might be neither 0 nor 1."""
-        kind, head = self.fields[array.field], array.header
-        dtype = np.dtype(head.dtype)
-        return (
-            head.row_bytes >= _MIN_EXTENT_BYTES
-            and not head.columns_first
-            and dtype.kind != "b"
-            and dtype == kind.numpy_dtype
-            and kind.shape == head.shape[1:]
-            and kind.kind in ("scalar", "array")
-        )
+            fields: dict[str, Take] = {one.field: one.rows(rows.start, stack).take for one in self.arrays}
+            row_bytes = sum(one.header.row_bytes for one in self.arrays)
+            yield from take_columns(fields, rows, row_bytes, self.arrays[0].file.name)
 
 
 def open_numpy(source: Source, options: ImportOptions) -> NumpyImporter:
@@ -235,10 +191,6 @@ def open_numpy(source: Source, options: ImportOptions) -> NumpyImporter:
     return NumpyImporter(
         source=replace(source, files=taken), fields=schema, options=options, cut=cut, arrays=kept
     )
-
-
-def _rows_of(task: SourceTask) -> range:
-    return range(task.start, task.stop or 0)
 
 
 def _open_array(field: str, file: SourceFile) -> ArrayFile:
@@ -314,7 +266,7 @@ class ArchiveImporter(FileImporter):
     archives: tuple[tuple[ArrayFile, ...], ...]
     """Of each file, the arrays that are taken."""
 
-    def _rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
+    def _rows(self, task: SourceTask, seen: FileObserver) -> SampleStream:
         (file,) = task.files
         arrays = self.archives[self.source.files.index(file)]
         with _opened(file) as members, ExitStack() as stack:

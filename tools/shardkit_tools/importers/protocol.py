@@ -17,7 +17,6 @@ from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar, runtime_checkabl
 
 from numpy.typing import NDArray
 
-from shardkit.dataset.encoding import ExtentColumn
 from shardkit.errors import SchemaError, ShardkitError, UsageError
 from shardkit.formats import RESERVED_NAMES, FieldType, Schema, presence_of
 
@@ -279,8 +278,9 @@ def row_name(row: SourceSample | SourceFailure, paths: Mapping[str, str]) -> str
 class SampleColumns:
     """Neighbouring rows of a file without keys, field by field: the same as a `SourceSample` for each."""
 
-    # stored column → array (n, …), whose rows are the values of the samples; or where they are
-    columns: Mapping[str, NDArray[Any] | ExtentColumn]
+    columns: Mapping[
+        str, NDArray[Any]
+    ]  # stored column → array (n, …), whose rows are the values of the samples
     source_name: str  # of the file
     first_row: int  # the row in it of the first sample; the others follow
 
@@ -288,13 +288,9 @@ class SampleColumns:
         return len(next(iter(self.columns.values())))
 
     def samples(self) -> Iterator[SourceSample]:
-        """The samples one by one; their values are here."""
+        """Yield the samples one by one."""
         for row in range(len(self)):
-            sample: dict[str, object] = {
-                name: column[row]
-                for name, column in self.columns.items()
-                if not isinstance(column, ExtentColumn)
-            }
+            sample: dict[str, object] = {name: column[row] for name, column in self.columns.items()}
             for name in self.columns:
                 if not sample.pop(presence_of(name), True):
                     sample[name] = None
@@ -333,22 +329,17 @@ class Importer(Protocol):
 SampleStream: TypeAlias = Iterator[SampleColumns | SourceSample | SourceFailure]
 
 
-@dataclass(frozen=True, slots=True)
-class ReadMode:
-    """How a build reads a task."""
+FileObserver: TypeAlias = Callable[[SourceFile, bytes], None]
+"""Called with every file that was read whole, and its bytes, so that it is not read again for its digest."""
 
-    # large payloads may stay in the source: extents stand in their place, and they are read again when their shard is
-    # written
-    in_place: bool = False
-    # of the task's files (`file_state`), which those extents are bound to; empty where files are read whole
-    states: Sequence[int] = ()
-    # called with every file that was read whole, and its bytes, so that nobody reads it again for its digest
-    seen: Callable[[SourceFile, bytes], None] = lambda file, data: None
+
+def ignore_file(file: SourceFile, data: bytes) -> None:
+    """The `FileObserver` of a caller that needs no digests."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileImporter:
-    """An `Importer` that gives neighbouring rows at once where the source does, and may leave payloads in place."""
+    """An `Importer` that gives neighbouring rows at once where the source does."""
 
     name: ClassVar[str]  # of the importer, in the recipe
 
@@ -383,18 +374,18 @@ class FileImporter:
         return self.cut or [SourceTask(file.name, (file,), file.size) for file in self.files()]
 
     def read(self, task: SourceTask) -> Iterator[SourceSample | SourceFailure]:
-        for found in self.read_rows(task, ReadMode()):
+        for found in self.read_rows(task):
             if isinstance(found, SampleColumns):
                 yield from found.samples()
             else:
                 yield found
 
-    def read_rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
+    def read_rows(self, task: SourceTask, seen: FileObserver = ignore_file) -> SampleStream:
         """The rows of `read`, in the same order, many at once where that can be."""
-        rows = self._rows(task, mode)
+        rows = self._rows(task, seen)
         return self._with_stored_names(rows) if self.options.rename else rows
 
-    def _rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
+    def _rows(self, task: SourceTask, seen: FileObserver) -> SampleStream:
         """The same, with the names that the source has."""
         raise NotImplementedError
 
@@ -411,12 +402,8 @@ class FileImporter:
 
     @property
     def reads_whole_files(self) -> bool:
-        """Whether every file is read whole, once, and told to `ReadMode.seen`."""
+        """Return True if every file is read whole, once, and passed to the `FileObserver`."""
         return False
-
-    def bytes_in_place(self, task: SourceTask) -> int:
-        """Bytes of a task that `ReadMode.in_place` leaves where they are."""
-        return 0
 
     def describe(self) -> dict[str, object]:
         chosen = {"fields": self._stored} if self.options.chooses else {}

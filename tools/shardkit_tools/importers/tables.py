@@ -23,8 +23,8 @@ from shardkit_tools.importers.arrow_values import null_columns, read_batch
 from shardkit_tools.importers.json_lines import parse_json
 from shardkit_tools.importers.protocol import (
     FileImporter,
+    FileObserver,
     ImportOptions,
-    ReadMode,
     SampleStream,
     Source,
     SourceFile,
@@ -40,7 +40,7 @@ _BATCH_ROWS = 4096
 class TableImporter(FileImporter):
     """Tables as a source."""
 
-    def _rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
+    def _rows(self, task: SourceTask, seen: FileObserver) -> SampleStream:
         """See `read_batch`."""
         (file,) = task.files
         types = dict(self.fields)

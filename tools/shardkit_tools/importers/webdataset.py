@@ -30,8 +30,8 @@ from shardkit_tools.importers.numpy_arrays import array_type, read_header
 from shardkit_tools.importers.protocol import (
     MIXED,
     FileImporter,
+    FileObserver,
     ImportOptions,
-    ReadMode,
     SampleStream,
     Source,
     SourceFailure,
@@ -53,7 +53,7 @@ class WebDatasetImporter(FileImporter):
 
     name: ClassVar[str] = "webdataset"
 
-    def _rows(self, task: SourceTask, mode: ReadMode) -> SampleStream:
+    def _rows(self, task: SourceTask, seen: FileObserver) -> SampleStream:
         """A member that cannot be decoded costs its own sample only."""
         (file,) = task.files
         types = {name: str(kind.required) for name, kind in self.fields.items()}
