@@ -12,7 +12,8 @@ What to know:
 * ``--unique tokens`` drops documents whose tokens are equal, by SHA-256; the first in the source stays.
   Near-duplicates are a step before this one.
 * ``--tokenizer`` makes ``tokens`` of the text field in the build's processes; the tokenizer's digest is in the
-  recipe, so a dataset says which one made it, and another one makes another dataset.
+  recipe, so a dataset says which one made it, and another one makes another dataset. Each document ends with the
+  tokenizer's own end-of-document token, which the report names; ``--eos TOKEN`` names another one.
 * ``--pack tokens=N`` puts documents of one stratum together into rows of N tokens (best fit; a long document is cut),
   and keeps where they begin in ``boundaries``, for attention that stays inside a document.
 * Mixing is not a build step: datasets stay apart and are opened together; ``weights=`` says how much of each a batch
@@ -72,7 +73,9 @@ def make_tokenizer() -> None:
     """A byte-pair tokenizer of 300 entries, trained on the web part; a real one is a file that you have."""
     tokenizer = Tokenizer(models.BPE(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["[UNK]"], show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["[UNK]", "<|endoftext|>"], show_progress=False
+    )
     texts = [json.loads(line)["text"] for line in Path("web/part-0.jsonl").read_text().splitlines()]
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.save("tokenizer.json")

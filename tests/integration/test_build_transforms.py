@@ -222,6 +222,63 @@ def test_tokens_are_those_of_the_library_untruncated(tmp_path: Path, tokenizer: 
         assert sample["tokens"].dtype == np.uint16
 
 
+@pytest.mark.parametrize(
+    ("special", "config", "given", "expected"),
+    [
+        (["</s>"], None, None, "</s>"),
+        (["</s>", "<|endoftext|>"], {"eos_token": "<|endoftext|>"}, None, "<|endoftext|>"),
+        (["</s>"], {"eos_token": {"content": "black"}}, None, "black"),
+        (["</s>"], {"eos_token": None}, None, "</s>"),
+        (["</s>"], None, "red", "red"),
+        (["</s>"], None, "none", None),
+        ([], None, None, None),
+        (["</s>", "<|endoftext|>"], None, None, "name one with --eos"),
+        (["</s>"], None, "<eos>", "not a token of"),
+        (["</s>"], "{", None, "tokenizer_config.json: cannot be read"),
+    ],
+)
+@pytest.mark.parametrize("adds_it_itself", [False, True])
+def test_every_document_ends_with_one_end_of_document_token(
+    tmp_path: Path,
+    tokenizer: Path,
+    special: list[str],
+    config: Any,
+    given: str | None,
+    expected: str | None,
+    adds_it_itself: bool,
+) -> None:
+    from tokenizers import Tokenizer, processors
+
+    made = Tokenizer.from_file(str(tokenizer))
+    made.add_special_tokens(special)
+    end = made.token_to_id(expected) if expected else None
+    if adds_it_itself and expected and end is not None:
+        made.post_processor = processors.TemplateProcessing(
+            single=f"$A {expected}", special_tokens=[(expected, end)]
+        )
+    made.save(str(tokenizer))
+    if config is not None:
+        text = config if isinstance(config, str) else json.dumps(config)
+        tokenizer.with_name("tokenizer_config.json").write_text(text)
+    lines = source(tmp_path / "a.jsonl")
+    named: dict[str, Any] = {"tokenizer": tokenizer, "eos": given, "format": "arrow"}
+    if expected and end is None:
+        with pytest.raises(ConfigurationError, match=expected):
+            shardkit_tools.build(lines, tmp_path / "root", **named)
+        return
+    result = shardkit_tools.build(lines, tmp_path / "root", **named)
+    assert result.manifest is not None
+    assert result.manifest.build["tokenizer"].get("eos") == expected
+    (note,) = result.notes
+    assert (repr(expected) if expected else "no token marks") in note
+    for sample in samples(tmp_path / "root"):
+        words = [WORDS.index(word) + 1 for word in text_of(sample["n"]).split()]
+        doubled = end is not None and words[-1] == end  # a text that ends with the token itself
+        assert sample["tokens"].tolist() == [*words, *([] if end is None or doubled else [end])] or (
+            adds_it_itself and doubled
+        )
+
+
 def test_a_tokenizer_that_cannot_be_used_is_refused(
     tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

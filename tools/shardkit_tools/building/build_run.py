@@ -118,6 +118,7 @@ class BuildRun:
         recipe: dict[str, object] = {"source": importer.describe()}
         if isinstance(importer, TransformedImporter):
             recipe |= importer.transforms()
+            self._notes += importer.notes
         if settings.unique is not None:
             recipe["unique"] = settings.unique
         ((packed, length),) = settings.pack.items() if settings.pack else ((None, 0),)
@@ -520,7 +521,7 @@ def _transformed(importer: Importer, settings: BuildSettings) -> Importer:
     return TransformedImporter(
         importer,
         AppliedFunction.find(settings.apply) if settings.apply is not None else None,
-        TextTokenizer.open(settings.tokenizer) if settings.tokenizer is not None else None,
+        TextTokenizer.open(settings.tokenizer, settings.eos) if settings.tokenizer is not None else None,
         text_field=settings.text_field,
         output_types=settings.output_schema,
         skip=settings.skips,

@@ -59,6 +59,7 @@ class BuildSettings(VersionSettings):
             None; every process imports it. Its name and the SHA-256 of its file are part of the recipe.
         tokenizer: a ``tokenizer.json``; the text field becomes ``tokens``. Its SHA-256 is part of the recipe.
         text_field: the field to tokenise, where several are text.
+        eos: token that ends each document; None: the tokenizer's own, "none": no token. The report says which.
         output_schema: field → type of what ``apply`` and ``tokenizer`` make, in place of the inferred types.
         unique: field; of rows whose values of it are equal to the last byte the first of the source stays.
         pack: ragged field → length, such as ``{"tokens": 2048}``: the samples are documents that are put together
@@ -91,6 +92,7 @@ class BuildSettings(VersionSettings):
     apply: str | Callable[..., Any] | None = None
     tokenizer: str | os.PathLike[str] | None = None
     text_field: str | None = None
+    eos: str | None = None
     output_schema: Mapping[str, str] | None = None
     unique: str | None = None
     pack: Mapping[str, int] | None = None
@@ -120,6 +122,8 @@ class BuildSettings(VersionSettings):
             )
         if self.text_field is not None and self.tokenizer is None:
             raise UsageError(f"text_field={self.text_field!r} without tokenizer; give the tokenizer too")
+        if self.eos is not None and self.tokenizer is None:
+            raise UsageError(f"eos={self.eos!r} without tokenizer; give the tokenizer too")
         if self.pack is not None and len(self.pack) != 1:
             raise ConfigurationError(
                 f"pack names {len(self.pack)} fields ({', '.join(self.pack)}); give one field and its length"

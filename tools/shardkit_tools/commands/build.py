@@ -77,6 +77,12 @@ def build(
     text_field: Annotated[
         str | None, _SAMPLES("--text-field FIELD", "What to tokenise, where several fields are text.")
     ] = None,
+    eos: Annotated[
+        str | None,
+        _SAMPLES(
+            "--eos TOKEN", "The token that ends each document; default: the tokenizer's own. none: no token."
+        ),
+    ] = None,
     output_schema: Annotated[
         list[str] | None,
         _SAMPLES(

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import importlib
 import inspect
+import json
 import os
 import sys
 import traceback
@@ -178,8 +179,20 @@ def _source(function: Any, module: ModuleType, name: str) -> bytes:
 
 
 TOKENS = "tokens"
+NO_EOS = "none"
+"""Value of ``--eos`` that leaves documents as the tokenizer makes them."""
 
 _MAX_FILE_BYTES = 512 * 2**20
+_MAX_CONFIG_BYTES = 16 * 2**20
+_EOS_TOKENS = (
+    "</s>",
+    "<eos>",
+    "<|eos|>",
+    "[EOS]",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<｜end▁of▁sentence｜>",
+)
 
 
 def find_text_field(schema: Schema, named: str | None = None) -> str:
@@ -211,19 +224,40 @@ class TextTokenizer:
     path: str  # of the file on this machine
     digest: str  # its SHA-256 (hex)
     dtype: str  # of the tokens: uint16 where the vocabulary fits, else int32
+    eos: str | None = None  # token that ends each document, None if there is none
+    eos_id: int | None = None  # its id
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> TextTokenizer:
-        """Read a ``tokenizer.json``."""
+    def open(cls, path: str | os.PathLike[str], eos: str | None = None) -> TextTokenizer:
+        """Read a ``tokenizer.json``; ``eos`` None: its own end-of-document token, `NO_EOS`: none."""
         path = os.path.abspath(path)
         digest = hashlib.sha256(_read(path)).hexdigest()
         tokenizer = _tokenizer(path, digest)
         largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
-        return cls(path, digest, "uint16" if largest < 2**16 else "int32")
+        dtype = "uint16" if largest < 2**16 else "int32"
+        token = None if eos == NO_EOS else eos or _own_eos(path, tokenizer)
+        number = None if token is None else tokenizer.token_to_id(token)
+        if token is not None and number is None:
+            raise ConfigurationError(
+                f"--eos {token!r}: not a token of {path}; name one of its vocabulary, such as </s>, or pass "
+                f"--eos {NO_EOS}"
+            )
+        return cls(path, digest, dtype, token, number)
 
     def describe(self, field: str) -> dict[str, object]:
-        """What the recipe says of it."""
-        return {"sha256": self.digest, "field": field}
+        """Return the tokenizer's entry in the recipe."""
+        eos = {} if self.eos is None else {"eos": self.eos}
+        return {"sha256": self.digest, "field": field, **eos}
+
+    @property
+    def note(self) -> str:
+        """How documents end, for the build's report."""
+        if self.eos is None:
+            return (
+                "no token marks where a document ends: the tokenizer names none, or --eos none was given; "
+                "--eos TOKEN adds one"
+            )
+        return f"documents end with the token {self.eos!r} (id {self.eos_id}); --eos TOKEN names another one"
 
     def encode(self, text: object, where: object) -> NDArray[np.integer]:
         """The tokens of a text, in the dtype of the tokenizer."""
@@ -233,6 +267,8 @@ class TextTokenizer:
             ids = _tokenizer(self.path, self.digest).encode(text).ids
         except (ValueError, TypeError, UnicodeError) as error:
             raise SampleError(f"{where}: the tokenizer refuses this text: {error}; mend it") from None
+        if self.eos_id is not None and ids[-1:] != [self.eos_id]:  # a post-processor may have added it
+            ids.append(self.eos_id)
         return np.array(ids, dtype=self.dtype)
 
 
@@ -246,6 +282,32 @@ def _read(path: str) -> bytes:
         return Path(path).read_bytes()
     except OSError as error:
         raise NotFoundError(f"--tokenizer {path}: {error.strerror}; name a tokenizer.json") from error
+
+
+def _own_eos(path: str, tokenizer: Tokenizer) -> str | None:
+    """Return the end-of-document token that ``tokenizer_config.json`` or the special tokens name, None if none does."""
+    config = Path(path).with_name("tokenizer_config.json")
+    if config.is_file():
+        try:
+            if config.stat().st_size > _MAX_CONFIG_BYTES:
+                raise ValueError(f"more than {_MAX_CONFIG_BYTES} bytes")
+            told = json.loads(config.read_bytes())["eos_token"]
+            token = told["content"] if isinstance(told, dict) else told
+        except (KeyError, TypeError):
+            token = None
+        except (OSError, ValueError, RecursionError) as error:
+            raise ConfigurationError(
+                f"{config}: cannot be read ({error}); fix it, or name the token with --eos"
+            ) from error
+        if isinstance(token, str):
+            return token
+    special = {one.content for one in tokenizer.get_added_tokens_decoder().values() if one.special}
+    found = [token for token in _EOS_TOKENS if token in special]
+    if len(found) > 1:
+        raise ConfigurationError(
+            f"--tokenizer {path}: several of its tokens may end a document ({', '.join(found)}); name one with --eos"
+        )
+    return found[0] if found else None
 
 
 @functools.lru_cache(maxsize=4)

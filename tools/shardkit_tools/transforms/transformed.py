@@ -98,6 +98,11 @@ class TransformedImporter:
             said["tokenizer"] = self.tokenizer.describe(self._text)
         return said
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the build's report says of the transforms."""
+        return () if self.tokenizer is None else (self.tokenizer.note,)
+
     def read(self, task: SourceTask) -> Iterator[SourceSample | SourceFailure]:
         """See `Importer`; a sample that cannot be transformed is a failure of its row."""
         for found, where in self._rows(task):
