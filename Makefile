@@ -26,7 +26,7 @@ $(DOCS_STAMP): $(STAMP)
 	@touch $(DOCS_STAMP)
 
 demo: $(DEMO_STAMP)  ## build, verify, train, kill, resume, damage, heal, audit: in two minutes
-	@$(BIN)/shardkit demo
+	@$(BIN)/python examples/demo.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -238,10 +238,10 @@ _SLOWDOWN_LEAST_S, _SLOWDOWN_STEPS = 10.0, 10
 _FAILURES_LEAST = 3
 
 _ADVICE: Final[Mapping[str, tuple[str, str]]] = {
-    "silent": ("restart", "the process is gone or frozen: look at its host; the supervisor restarts it"),
+    "silent": ("restart", "the process is gone or frozen: look at its host; torchrun restarts one that ended"),
     "stuck without data": ("failover", ("it waits for data: rank another location first, or switch the silent one "
                                        "off, in control.toml; the stall events name the shard")),
-    "stuck": ("advice", "it does not wait for data: shardkit report RUN asks every rank for its stacks"),
+    "stuck": ("advice", "it does not wait for data: run py-spy dump --pid PID on its host to see what it does"),
     "straggler": ("rebalance", ("lanes go to faster ranks where rebalancing is on; look at the host for other load, "
                                "heat, a slow disk")),
     "skew": ("rebalance", ("the ranks have unequal work: choose a world size that divides the lanes (shardkit plan "

@@ -25,7 +25,6 @@ from shardkit.telemetry.records import (
     append_line,
     read_run,
     record_path,
-    telemetry_directory,
 )
 
 if TYPE_CHECKING:
@@ -200,26 +199,13 @@ class Recorder:
 
 
 class StackWriter:
-    """A hook of the recorder that writes the stacks of all threads on request: one `stat` for each record.
-
-    Args:
-        run: directory.
-        rank, worker: of this process.
-    """
+    """Writes what every thread of this process is doing to the rank's ``.stacks.txt`` file."""
 
     def __init__(self, run: Path, rank: int, worker: int = 0) -> None:
-        self._run, self._path = run, record_path(run, rank, worker).with_suffix(".stacks.txt")
-        self._seen = _requested(run)
-
-    def __call__(self, record: Record) -> None:
-        """Write the stacks if they were asked for since the last time."""
-        asked = _requested(self._run)
-        if asked > self._seen:
-            self._seen = asked
-            self.write()
+        self._path = record_path(run, rank, worker).with_suffix(".stacks.txt")
 
     def write(self) -> None:
-        """Write them now, in place of older ones."""
+        """Replace the file by the present stacks; values of variables are not in them."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         parts = [f"process {os.getpid()} at {time.strftime('%Y-%m-%d %H:%M:%S')}\n"]
         for ident, frame in sorted(sys._current_frames().items()):  # noqa: SLF001  documented for this very use
@@ -230,21 +216,6 @@ class StackWriter:
         temporary = self._path.with_suffix(".tmp")
         temporary.write_text("".join(parts), encoding="utf-8")
         temporary.replace(self._path)
-
-
-def request_stacks(run: Path) -> float:
-    """Ask every rank for its stacks; they come with its next record. Returns when that was asked."""
-    path = telemetry_directory(run) / "stacks.request"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"{time.time()}\n", encoding="ascii")
-    return path.stat().st_mtime
-
-
-def _requested(run: Path) -> float:
-    try:
-        return (telemetry_directory(run) / "stacks.request").stat().st_mtime
-    except OSError:
-        return 0.0
 
 
 class EventLog:
@@ -335,7 +306,7 @@ class RunWatch:
     ) -> None:
         self._stacks = StackWriter(run, telemetry.rank, telemetry.worker)
         self._stalls, self._next_stacks = 0.0, 0.0
-        hooks: list[Callable[[Record], None]] = [self._stacks, self._note_stalls]
+        hooks: list[Callable[[Record], None]] = [self._note_stalls]
         if telemetry.rank == 0 and telemetry.worker == 0:
             hooks.append(AnomalyWatch(run, events.record))
         self._server: PageServer | None = None

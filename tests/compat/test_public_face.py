@@ -47,8 +47,8 @@ def test_what_0_1_had_is_there_or_named_in_the_changelog(today: tuple[Face, Face
     ("section", "name"),
     [
         ("control", "loader.memory"), ("control", "locations.LOCATION.off"), ("control", "change.guard_s"),
-        ("commands", "rehearse"), ("commands", "rebuild"), ("commands", "tune"), ("commands", "simulate"),
-        ("commands", "bench --against"), ("commands", "audit RUN --sign"), ("commands", "build --dry-run"),
+        ("commands", "rebuild"), ("commands", "tune"), ("commands", "simulate"),
+        ("commands", "audit RUN --sign"), ("commands", "build --dry-run"),
         ("commands", "build --critical"), ("commands", "verify --level"), ("commands", "train OVERRIDES"),
         ("python", "shardkit.Dataset.loader(fields=)"), ("python", "shardkit.Dataset.loader(lanes=)"),
         ("python", "shardkit.Dataset.loader(stride=)"), ("python", "shardkit.loader.Loader.watch(module=)"),

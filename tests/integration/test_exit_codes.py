@@ -112,24 +112,12 @@ CASES: dict[str, dict[str, str]] = {
     },
     "top": {"success": "{run} --once", "usage": "{run} --interval soon", "missing": "{none} --once"},
     "dashboard": {"usage": "{run} --port none", "missing": "{none}", "interrupted": "{run}"},
-    "report": {"success": "{run} --output {out} --no-stacks", "usage": "{run} --since yesterday",
-               "missing": "{none} --output {out}"},
-    "rehearse": {"success": "{run} --kill-location mirror", "usage": "{run}", "missing": "{none} --kill-rank 0",
-                 "no": "{other_run} --kill-location root"},
-    "bench": {
-        "success": "--against {figures} --result {figures}",
-        "usage": "--result {figures}",
-        "missing": "--against {none} --result {figures}",
-        "no": "--against {figures} --result {slower}",
-        "interrupted": "--only plan --scale 0.01 --repeats 1",
-    },
     "tune": {"usage": "{data} --disk"},
     "simulate": {
         "success": f"{CLUSTER} --rows 10000 --bytes 1GB --strata 2",
         "usage": f"{CLUSTER} nodes=2",
         "missing": "{none}",
     },
-    "demo": {"usage": "--dir {photos}"},
 }  # fmt: skip
 """Command → how it ends → its arguments. What is not given is asked of ROOT alone."""
 
@@ -142,17 +130,10 @@ APART = {
     ("dashboard", "success"): "it ends when it is interrupted",
     ("dashboard", "damaged"): "it shows what can be read of a run",
     ("top", "damaged"): "it shows what can be read of a run",
-    ("report", "damaged"): "it packs what is there, damaged or not",
-    ("rehearse", "damaged"): "see audit: the record is the same",
     ("audit diff", "damaged"): "see audit: the record is the same",
     ("audit trace", "damaged"): "see audit: the record is the same",
     ("replicate", "success"): "see `world`: the placed one is what place made",
-    ("bench", "damaged"): "it makes its own data",
     ("simulate", "damaged"): "it opens no dataset here",
-    ("demo", "success"): "tests/integration/test_demo.py",
-    ("demo", "damaged"): "it makes its own data",
-    ("demo", "missing"): "it makes its own data",
-    ("demo", "unreachable"): "it makes its own data",
     ("tune", "success"): "takes a minute: tests/integration/test_sizing_commands.py",
 }
 """Cases that a command has not, and why."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import tarfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -142,124 +140,8 @@ def test_the_metrics_tell_it_too(slowed_run: Path) -> None:
     assert values['shardkit_trainer_steps_total{rank="0",worker="0"}'] == 70
 
 
-# ---- report and rehearsal
-
-
-def test_the_report_explains_and_holds_no_credential(
-    shardkit_command: Shardkit, slowed_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(slowed_run, copy)
-    newest = read_run(copy).newest
-    planted: list[dict[str, Any]] = [
-        {"reason": f"s3://key:{CANARY}0@host/x?X-Amz-Signature={CANARY}1 said no"},
-        {"password": f"{CANARY}2", "text": f"token={CANARY}3", "list": [f"Bearer {CANARY}4"]},
-        {"text": f"plainly {CANARY}5"},
-    ]  # fmt: skip
-    with (copy / "events.jsonl").open("a") as file:
-        file.writelines(json.dumps({"time": newest, "event": "note", **event}) + "\n" for event in planted)
-    settings = json.loads((copy / "run.json").read_text())
-    settings["configuration"]["data"]["dataset"] = f"https://u:{CANARY}6@host/data"
-    (copy / "run.json").write_text(json.dumps(settings))
-    (copy / "control.toml").write_text(f'# api_key = "{CANARY}7"\n')
-    (copy / "telemetry" / "rank-00000.stacks.txt").write_text(f"password = '{CANARY}8'\n")
-    with (copy / "metrics" / "train.jsonl").open("a") as file:
-        file.write(json.dumps({"note": f"AWS_SECRET_ACCESS_KEY={CANARY}9"}) + "\n")
-    archive = tmp_path / "report.tar.gz"
-    monkeypatch.setenv("CANARY_TOKEN", f"{CANARY}5")
-    done = shardkit_command("report", copy, "--since", "2h", "-o", archive)
-    assert done.returncode == 0, done.stderr
-    assert CANARY not in done.stdout + done.stderr
-    with tarfile.open(archive) as tar:
-        files = {one.name.partition("/")[2]: content(tar, one) for one in tar if one.isfile()}
-    for name, data in files.items():
-        assert CANARY.encode() not in data, name
-    expected = "README.txt events.jsonl decisions.json versions.json slow_blocks.json outage.json run.json control.toml"
-    assert {*expected.split(), "stacks/rank-00000.stacks.txt", "telemetry/rank-00001.jsonl"} <= set(files)
-    decisions = [one["event"] for one in json.loads(files["decisions.json"])]
-    assert "rebalance" in decisions
-    assert "anomaly" in decisions
-    assert json.loads(files["slow_blocks.json"])[0][0] > 0
-    assert json.loads(files["versions.json"])["run"]["torch"]
-    assert "Found now: straggler" in files["README.txt"].decode()
-    assert archive.stat().st_mode & 0o077 == 0, "for its owner only"
-    again = shardkit_command("report", copy, "-o", archive)
-    assert again.returncode == 1
-    assert "name a new file" in again.stderr
-
-
-def content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
-    file = tar.extractfile(member)
-    assert file is not None
-    return file.read()
-
-
-def test_a_live_run_is_asked_for_its_stacks(shardkit_command: Shardkit, tmp_path: Path) -> None:
-    dataset = small_dataset(tmp_path)
-    plan = dataset.plan(global_batch=16, lanes=4)
-    settings = TelemetrySettings(interval_s=0.05)
-    with dataset.loader(plan, run=tmp_path / "run", tensors=False, telemetry=settings) as loader:
-        steps = iter(loader)
-        next(steps)
-        while not read_run(tmp_path / "run").series:
-            time.sleep(0.01)
-        done = shardkit_command("report", tmp_path / "run", "-o", tmp_path / "live.tar.gz")
-    assert done.returncode == 0, done.stderr
-    with tarfile.open(tmp_path / "live.tar.gz") as tar:
-        files = {one.name.partition("/")[2]: content(tar, one) for one in tar if one.isfile()}
-    stacks = files["stacks/rank-00000.stacks.txt"].decode()
-    assert "older than this report" not in stacks
-    for thread in ("MainThread", "shardkit-plan", "shardkit-telemetry"):
-        assert f"thread {thread} " in stacks
-
-
-def test_since_is_heeded_and_explained(shardkit_command: Shardkit, slowed_run: Path, tmp_path: Path) -> None:
-    done = shardkit_command("report", slowed_run, "--since", "2s", "-o", tmp_path / "a.tar.gz", "--json")
-    files = json.loads(done.stdout)["files"]
-    whole = json.loads(
-        shardkit_command("report", slowed_run, "--since", "all", "-o", tmp_path / "b.tar.gz", "--json").stdout
-    )
-    assert files["telemetry/rank-00000.jsonl"] < whole["files"]["telemetry/rank-00000.jsonl"] / 2
-    wrong = shardkit_command("report", slowed_run, "--since", "soon")
-    assert wrong.returncode == 2
-    assert "--since" in wrong.stderr
-    assert "such as 30d, 12h, 90min" in wrong.stderr
-
-
-def test_a_rehearsal_moves_the_lanes_that_a_restart_would_move(
-    shardkit_command: Shardkit, slowed_run: Path
-) -> None:
-    before = {path: path.stat().st_mtime_ns for path in sorted(slowed_run.rglob("*"))}
-    done = shardkit_command("rehearse", slowed_run, "--kill-rank", "1", "--json")
-    assert done.returncode == 0, done.stderr
-    document = json.loads(done.stdout)
-    lanes = [lane for lane, owner in enumerate(view_run(slowed_run)["lane_owners"]) if owner == 1]
-    assert [(one["lane"], one["from"], one["to"]) for one in document["moves"]] == [
-        (lane, 1, 0) for lane in lanes
-    ]
-    assert document["lanes_per_rank"][1] == 12
-    assert document["steps_repeated"] == 0
-    assert document["sources"]["root"][0] == document["read_again"][0] > 0
-    assert document["lost"] == []
-    assert {path: path.stat().st_mtime_ns for path in sorted(slowed_run.rglob("*"))} == before, (
-        "nothing is touched"
-    )
-
-
-def test_a_rehearsal_names_what_would_be_lost(shardkit_command: Shardkit, slowed_run: Path) -> None:
-    host = view_run(slowed_run)["ranks"][0]["host"]
-    done = shardkit_command("rehearse", slowed_run, "--kill-node", host, "--kill-location", "root")
-    assert done.returncode == 5
-    assert "Lost: no other location has" in done.stdout
-    assert "no rank is left" in done.stdout
-    unknown = shardkit_command("rehearse", slowed_run, "--kill-node", "nowhere")
-    assert unknown.returncode in (1, 2)
-    assert host in unknown.stderr
-    assert shardkit_command("rehearse", slowed_run).returncode in (1, 2)
-
-
 def test_what_is_no_run_is_said_without_a_traceback(shardkit_command: Shardkit, tmp_path: Path) -> None:
-    for command in (["top"], ["report"], ["rehearse", "--kill-rank", "0"], ["dashboard"]):
+    for command in (["top"], ["dashboard"]):
         done = shardkit_command(command[0], tmp_path, *command[1:])
         assert done.returncode == 1
         assert "is no run directory" in done.stderr

@@ -17,7 +17,7 @@ from bench.reading.processes import Job, Reader, build_data
 from bench.reading.readers import limit, memmap, private_blocks
 from bench.reading.report import report
 from bench.reading.samples import MODES
-from shardkit_tools.benchmarks.workloads import WORKLOADS
+from bench.reading.workloads import WORKLOADS
 
 ROOT = Path(__file__).parents[2]
 SCALE = 0.0  # the fewest rows that there are

@@ -132,7 +132,7 @@ def test_the_commands_of_the_runbook_exist() -> None:
     known = {name for _, names in COMMANDS for name in names}
     text = "".join((OPERATING / name).read_text() for name in ("RUNBOOK.md", "README.md"))
     used = set(re.findall(r"shardkit (top|[a-z]+) (?:RUN|ROOT)", text))
-    assert {"top", "report", "rehearse", "verify", "repair", "replicate", "plan"} <= used
+    assert {"top", "verify", "repair", "replicate", "plan"} <= used
     assert used <= known
 
 

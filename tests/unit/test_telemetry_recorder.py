@@ -17,7 +17,7 @@ import pytest
 from shardkit.errors import ConfigurationError, NotFoundError, StoreError
 from shardkit.telemetry import Record, Recorder, Telemetry, TelemetrySettings, read_events, read_run
 from shardkit.telemetry.pages import host_allowed, parse_listen
-from shardkit.telemetry.recorder import StackWriter, request_stacks
+from shardkit.telemetry.recorder import StackWriter
 from shardkit.telemetry.records import check_run, record_path
 from shardkit.telemetry.serving import serve_health
 
@@ -170,22 +170,14 @@ def test_what_is_no_run_is_named(tmp_path: Path) -> None:
         check_run(tmp_path / "nope")
 
 
-def test_stacks_come_when_they_are_asked_for(tmp_path: Path) -> None:
+def test_stacks_name_functions_and_hold_no_values(tmp_path: Path) -> None:
     (tmp_path / "telemetry").mkdir()
-    writer, record = StackWriter(tmp_path, 2), Record(time=1.0, rank=2)
-    path = tmp_path / "telemetry" / "rank-00002.stacks.txt"
-    writer(record)
-    assert not path.exists()
-    password = "not-to-be-seen"  # a local variable: values are no part of stacks
-    request_stacks(tmp_path)
-    writer(record)
-    text = path.read_text()
+    password = "not-to-be-seen"  # a local variable
+    StackWriter(tmp_path, 2).write()
+    text = (tmp_path / "telemetry" / "rank-00002.stacks.txt").read_text()
     assert "MainThread" in text
-    assert "test_stacks_come_when_they_are_asked_for" in text
+    assert "test_stacks_name_functions_and_hold_no_values" in text
     assert text.count(password) <= text.count(f'"{password}"'), "as source text at most"
-    path.unlink()
-    writer(record)
-    assert not path.exists(), "once for each request"
 
 
 @pytest.mark.parametrize("settings", [{"interval_s": 0.0}, {"interval_s": float("nan")}, {"most_bytes": 100}])

@@ -29,10 +29,11 @@ import xxhash
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import shardkit
+from bench.contests import Contest, Entry, Held, Round, hold, timed
+from bench.machine import machine_facts
 from bench.peer_versions import versions
 from shardkit.errors import RunError
-from shardkit_tools.benchmarks.results import Contest, Entry, Held, Round, hold, timed
-from shardkit_tools.benchmarks.suite import build_round, machine_facts, make_tokens, write_limit
+from shardkit_tools.building.build_run import build
 
 PEERS = {
     "mds": "MosaicML MDSWriter (no hash, order of the source)",
@@ -47,6 +48,48 @@ LIMIT = "write + SHA-256 + XXH3, synced"
 FULL_MEGABYTES = 1600
 PIECE = 1 << 20
 BLOB_BYTES = 100_000
+TOKENS = 2048
+
+
+def make_tokens(path: Path, megabytes: int) -> int:
+    """Write an ``.npy`` of int32[2048] rows; returns its bytes of tokens."""
+    rows = max(1, megabytes * 1_000_000 // (4 * TOKENS))
+    array = np.lib.format.open_memmap(path, "w+", np.int32, (rows, TOKENS))
+    for start in range(0, rows, 4096):
+        random = np.random.default_rng(start)
+        array[start : start + 4096] = random.integers(0, 50_000, (min(4096, rows - start), TOKENS))
+    array.flush()
+    return rows * 4 * TOKENS
+
+
+def write_limit(path: Path, size: int) -> Round:
+    """Write that many bytes with SHA-256 and XXH3, synced; bytes are the amount."""
+    piece = np.random.default_rng(2).bytes(PIECE)
+    os.sync()  # what was written before is not on this bill
+
+    def work() -> None:
+        with path.open("wb") as stream:
+            for first in range(0, size, PIECE):
+                part = memoryview(piece)[: size - first]
+                stream.write(part)
+                hashlib.sha256(part).digest()
+                xxhash.xxh3_64_intdigest(part)
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    try:
+        return timed(size, work)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def build_round(source: Path, size: int, root: Path, form: str, jobs: int) -> Round:
+    """Build a root and remove it again; bytes of the source are the amount."""
+    os.sync()
+    try:
+        return timed(size, lambda: build(str(source), root, format=form, jobs=jobs))
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
 
 
 def make_blobs(folder: Path, megabytes: int) -> int:

@@ -26,10 +26,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.machine import machine_facts
 from shardkit.plan import Costs, Plan, Population, encode_costs, make_plan
 from shardkit.plan.report import rank_skew
 from shardkit.plan.settings import default_cost_window
-from shardkit_tools.benchmarks.suite import machine_facts
 
 BLOCK_BYTES, TOKEN_BYTES = 256 << 10, 4
 LEAST_STEPS, WINDOWS = 256, 3

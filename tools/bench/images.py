@@ -28,8 +28,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import shardkit
+from bench.machine import machine_facts
 from bench.peer_versions import versions
-from shardkit_tools.benchmarks.suite import machine_facts
 
 PHOTOGRAPHS: Final = {
     "sklearn": ("datasets/images/china.jpg", "datasets/images/flower.jpg"),

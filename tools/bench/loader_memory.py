@@ -22,9 +22,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import shardkit
+from bench.datasets import write_dataset
+from bench.machine import machine_facts
+from bench.reading.workloads import WORKLOADS
 from shardkit.ranges import parse_size
-from shardkit_tools.benchmarks.suite import machine_facts, write_dataset
-from shardkit_tools.benchmarks.workloads import WORKLOADS
 
 MIB = 1 << 20
 

@@ -23,15 +23,26 @@ from typing import Any
 
 import numpy as np
 
+from bench.contests import Round, timed
 from shardkit.plan import Plan, Population, make_plan
 from shardkit.plan.locality import lane_shards, node_reads
 from shardkit.plan.report import mixing
-from shardkit_tools.benchmarks.suite import resume
 from shardkit_tools.simulation.reading import spread_population
 
 ROWS, SHARDS, STRATA, BATCH = 10**9, 10**5, 50, 4096
 PLANNERS = ("mosaicml", "litdata")
 PEER_PATIENCE_S = 120.0
+
+
+def resume(population: Population, batch: int, lanes: int) -> Round:
+    """Plan, and draw the cells of a step at 90 % of the epoch for the first ``lanes`` lanes."""
+
+    def work() -> None:
+        plan = make_plan(population, global_batch=batch)
+        step = int(plan.loop_steps * 0.9)
+        plan.steps(step, step + 1, range(lanes))
+
+    return timed(1, work)
 
 
 def heavy(strata: int, rows: int) -> np.ndarray:

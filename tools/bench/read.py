@@ -23,11 +23,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # servers of the tests
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from bench.machine import machine_facts
 from bench.peer_versions import versions
 from bench.reading import bucket, contest
 from bench.reading.report import report
-from shardkit_tools.benchmarks.suite import machine_facts
-from shardkit_tools.benchmarks.workloads import WORKLOADS
+from bench.reading.workloads import WORKLOADS
 
 RESULTS = Path(__file__).with_name("results") / "read"
 PARTS = (*WORKLOADS, "workers", "s3")

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import shardkit
-from shardkit_tools.benchmarks.suite import machine_facts
+from bench.machine import machine_facts
 from shardkit_trainer.configuration import ModelConfig
 from shardkit_trainer.tasks import Inputs
 

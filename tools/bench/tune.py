@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import shardkit
-from shardkit_tools.benchmarks.suite import write_dataset
-from shardkit_tools.benchmarks.workloads import WORKLOADS, Workload, touch
+from bench.datasets import write_dataset
+from bench.reading.workloads import WORKLOADS, Workload, touch
 from shardkit_tools.tuning.measuring import measure_machine
 from shardkit_tools.tuning.proposing import Machine, Needs, propose
 

@@ -27,7 +27,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import shardkit
-from shardkit_tools.benchmarks.suite import machine_facts
+from bench.machine import machine_facts
 from tests.servers.fault_proxy import Fault, FaultProxy, Request
 from tests.servers.object_stores import localstack, s3_environment
 

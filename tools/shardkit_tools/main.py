@@ -32,9 +32,8 @@ COMMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Keep it safe", ("replicate", "place", "scrub", "repair", "gc")),
     ("Check it, hand it on", ("verify", "audit", "serve", "export")),
     ("Train on it", ("plan", "train")),
-    ("Watch a run", ("top", "dashboard", "report", "rehearse")),
-    ("Size it, tune it", ("bench", "tune", "simulate")),
-    ("Get to know shardkit", ("demo",)),
+    ("Watch a run", ("top", "dashboard")),
+    ("Size it, tune it", ("tune", "simulate")),
 )
 """Headings and the modules of `shardkit_tools.commands` below them; each holds a function of the module's name,
 and `group` where it has commands of its own."""

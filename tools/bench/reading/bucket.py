@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 from bench.reading.contest import Entrant, take_turns
 from bench.reading.processes import Job, Reader
-from shardkit_tools.benchmarks.workloads import WORKLOADS
+from bench.reading.workloads import WORKLOADS
 from tests.servers.fault_proxy import Fault, FaultProxy, Request
 from tests.servers.object_stores import localstack, s3_environment
 

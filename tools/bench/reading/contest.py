@@ -12,7 +12,7 @@ from typing import Any
 
 from bench.reading.page_cache import drop, warm
 from bench.reading.processes import PEERS, SHARES_DATA, THREADS_ONLY, Job, Reader, build_data
-from shardkit_tools.benchmarks.workloads import Workload
+from bench.reading.workloads import Workload
 
 __all__ = ["Entrant", "first_batches", "measure", "take_turns"]
 

@@ -1,4 +1,4 @@
-"""What is read beside the workloads of `shardkit bench`, and ways of looking at a batch; peers' environments run it."""
+"""Workloads besides those of workloads.py, and ways of looking at a batch; runs in peers' environments."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from shardkit_tools.benchmarks.workloads import WORKLOADS, Workload, touch
+from bench.reading.workloads import WORKLOADS, Workload, touch
 
 __all__ = ["MODES", "find"]
 

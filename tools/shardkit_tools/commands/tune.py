@@ -18,7 +18,8 @@ from shardkit.ranges import parse_duration, parse_size
 from shardkit_tools import console, options
 from shardkit_tools.console import bytes_text
 from shardkit_tools.options import argument, option
-from shardkit_tools.tuning.measuring import measure_machine, measure_ranges, measure_reducing
+from shardkit_tools.tuning.all_reduce import measure_all_reduce
+from shardkit_tools.tuning.measuring import measure_machine, measure_ranges
 from shardkit_tools.tuning.proposing import Needs, Proposal, Ranges, propose
 
 _TRAINER = {"window_blocks": ("data", "window_blocks"), "sync_every": ("parallel", "sync_every")}
@@ -133,7 +134,8 @@ def tune(
         machine = measure_machine(disk, seconds=2.0 * share, tell=tell)
         if reduce:
             try:
-                reducing = measure_reducing(ranks=max(2, min(4, ranks)), tell=tell)
+                tell("all-reduce")
+                reducing = measure_all_reduce(ranks=max(2, min(4, ranks)))
             except (MissingDependency, RunError) as error:  # the rest is worth telling
                 missing = str(error)
     proposals = propose(

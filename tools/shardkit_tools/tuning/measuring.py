@@ -123,22 +123,6 @@ def _read_at_random(number: int, pool: ThreadPoolExecutor) -> int:
     return sum(pool.map(lambda place: len(os.pread(number, _RANDOM_BYTES, place)), places.tolist()))
 
 
-def measure_reducing(*, ranks: int, tell: Tell) -> dict[int, float]:
-    """What an all-reduce between processes of this machine takes: bytes → seconds."""
-    from shardkit_tools.benchmarks.reducing import reduce_contest
-
-    found: dict[int, float] = {}
-    for elements in (1 << 16, 1 << 20):
-        tell(f"all-reduce of {elements * 4 // KIB:,} KiB")
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            reduce_contest(elements, Path(folder), ranks=ranks) as contest,
-        ):
-            rounds = [contest.entries[0].run() for _ in range(3)]
-        found[elements * 4] = statistics.median(one.seconds / one.amount for one in rounds) * elements * 4
-    return found
-
-
 _SINGLE = (64 * KIB, 256 * KIB, MIB, 4 * MIB)
 _TOGETHER = (256 * KIB, MIB)
 _COUNTS = (4, 16, 32)

@@ -1,12 +1,12 @@
-"""The limit of a workload, as `shardkit bench` has it."""
+"""The limit of a workload: the same samples, nothing checked."""
 
 from __future__ import annotations
 
 import itertools
 from typing import Any
 
-from shardkit_tools.benchmarks.workloads import open_limit
-from shardkit_tools.benchmarks.workloads import write_rows as build
+from bench.reading.workloads import open_limit
+from bench.reading.workloads import write_rows as build
 
 __all__ = ["build", "open_reader"]
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardkit_tools.benchmarks.workloads import Rows as _Rows
-from shardkit_tools.benchmarks.workloads import write_rows as build
+from bench.reading.workloads import Rows as _Rows
+from bench.reading.workloads import write_rows as build
 
 __all__ = ["Rows", "build", "open_reader"]
 

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from shardkit_tools.benchmarks.workloads import Rows
-from shardkit_tools.benchmarks.workloads import write_rows as build
+from bench.reading.workloads import Rows
+from bench.reading.workloads import write_rows as build
 
 __all__ = ["build", "open_reader"]
 

@@ -43,7 +43,7 @@ class _Reader:
 
 def build(workload: Any, scale: float, directory: str) -> None:
     """Write the dataset; nothing of what that imports is imported by whoever reads."""
-    from shardkit_tools.benchmarks.suite import write_dataset
+    from bench.datasets import write_dataset
 
     write_dataset(workload, scale, directory)
 
