@@ -156,13 +156,6 @@ def _make_plan(record: RunRecord, event: dict[str, Any], dataset: Dataset) -> Ru
         record.add(
             "violated", "plan", subject, f"cannot be made again, its settings are no settings: {error!r}"
         )
-    if any(expected in plan.superseded_digests() for _, plan in candidates):
-        record.add(
-            "unknown", "plan", subject,
-            "release 0.1 dealt an amendment of this plan wrongly (rows came again before their pass ended), and later "
-            "releases deal it otherwise; audit this run with 0.1",
-        )  # fmt: skip
-        return None
     for source, plan in candidates:
         if plan.digest != expected:
             differing = _differences(last["settings"], plan)
@@ -187,9 +180,7 @@ def made_again(
     population, settings = population_of(first["manifest"]), Settings.from_canonical(first["settings"])
     plan = plan_of(settings, population, None if settings.cost is None else costs_of(settings.cost))
     for one in rest:
-        change = {
-            name: value for name, value in one["change"].items() if value is not None and name != "dealing"
-        }
+        change = {name: value for name, value in one["change"].items() if value is not None}
         if one["manifest"] != population.identity:
             change["manifest"] = population = population_of(one["manifest"])
         if change.pop("weights", False):
@@ -218,9 +209,7 @@ def _configured_plan(record: RunRecord, dataset: Dataset, expected: str, recorde
         plans = configured_plans(dataset.plan, data, recorded)
         made += plans
         stages = [0, *(int(one["from_step"]) for one in data.get("stages") or ())]
-        record.stage_plans.append(
-            [(step, {plan.digest, plan.digest_0_1}) for step, plan in zip(stages, plans, strict=True)]
-        )
+        record.stage_plans.append([(step, plan.digest) for step, plan in zip(stages, plans, strict=True)])
     last = made[len(record.stage_plans[0]) - 1]
     return next((plan for plan in made if plan.digest == expected), last)
 
@@ -237,10 +226,10 @@ def _check_stages(record: RunRecord) -> None:
             )  # fmt: skip
 
 
-def _follows(stages: list[tuple[int, set[str]]], first: int, last: int, digest: str) -> bool:
+def _follows(stages: list[tuple[int, str]], first: int, last: int, digest: str) -> bool:
     in_force = [one for one in stages if one[0] <= first][-1:]
     in_force += [one for one in stages if first < one[0] <= last]
-    return all(digest in found for _, found in in_force)
+    return all(digest == expected for _, expected in in_force)
 
 
 def _differences(settings: dict[str, Any], plan: Plan) -> str:

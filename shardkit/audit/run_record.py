@@ -61,8 +61,8 @@ class RunRecord:
         reached: the most steps that the trainer's own logs speak of.
         findings: what was wrong with any of it.
         roots: every head that the records ever had; None where the ledger is damaged.
-        stage_plans: of each configuration of the run: (first step, digests of the plan here and in 0.1) of its stages;
-            set by `find_plans`.
+        stage_plans: (first step, digest of the plan) of the stages of each configuration of the run; set by
+            `find_plans`.
     """
 
     path: Path
@@ -77,7 +77,7 @@ class RunRecord:
     reached: int = 0
     findings: list[Finding] = field(default_factory=list)
     roots: Roots | None = None
-    stage_plans: list[list[tuple[int, set[str]]]] = field(default_factory=list)
+    stage_plans: list[list[tuple[int, str]]] = field(default_factory=list)
 
     def add(self, severity: Severity, kind: str, subject: str, text: str) -> None:
         self.findings.append(Finding(severity, kind, subject, text))

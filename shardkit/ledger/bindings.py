@@ -156,8 +156,6 @@ def configured_plans(
     chosen = {name: data.get(name) for name in ("lanes", "weights", "window_blocks", "cost", "balance")}
     settings = {name: recorded[name] for name in ("lanes", "window_blocks") if recorded.get(name)}
     settings |= {name: value for name, value in chosen.items() if value}
-    if chosen["cost"] and "cost" in recorded:
-        settings["round_parts"] = recorded.get("round_parts", 1)
     plans = [make(global_batch=data["global_batch"], seed=data.get("seed", 0), **settings)]
     for stage in data.get("stages") or ():
         change = {name: stage[name] for name in ("from_step", "global_batch", "weights") if stage.get(name)}

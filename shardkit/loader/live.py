@@ -305,20 +305,8 @@ def check_state(state: Mapping[str, Any], plan: Plan, manifest: str) -> int:
         raise StateError(f"loader state: step is {step!r}, a whole number from 0 on is expected")
     if _fits(state, plan, step):
         return step
-    if state.get("plan") in plan.superseded_digests():
-        raise StateError(
-            f"this state was taken at step {step} by release 0.1, which dealt an amendment of this plan wrongly: rows "
-            "came again before their pass ended. The cells are others now; to go on with them from here, load the "
-            f"model and the optimizer, and call loader.seek({step}) in place of loading this state"
-        )
     expected = {"manifest": manifest, "plan": plan.digest}
     differing = [name for name, value in expected.items() if state.get(name) != value]
-    earlier = plan.earlier_defaults().get(str(state.get("plan"))) if differing == ["plan"] else None
-    if earlier is not None:
-        raise StateError(
-            "this state was taken with a plan of the same settings, but with the defaults of an earlier version; make "
-            f"the plan with {', '.join(f'{name}={value}' for name, value in earlier.items())} to go on"
-        )
     if differing:
         details = "; ".join(f"{n} is {state.get(n)!r} in the state, {expected[n]!r} here" for n in differing)
         raise StateError(

@@ -11,10 +11,9 @@ from .costs import Costs, encode_costs
 from .permutation import Place, cell_key, draw, draws
 from .plan import Plan, cell_digest, make_plan
 from .population import Population
-from .settings import EARLIER_WINDOW_BLOCKS
 
 __all__ = [
-    "EARLIER_WINDOW_BLOCKS", "Assignment", "Costs", "Place", "Plan", "Population", "assign", "cell_digest", "cell_key",
+    "Assignment", "Costs", "Place", "Plan", "Population", "assign", "cell_digest", "cell_key",
     "data_coordinates", "draw", "draws", "encode_costs", "make_plan",
 ]  # fmt: skip
 

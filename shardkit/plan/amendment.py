@@ -169,8 +169,8 @@ def natural_heads(grid: NaturalGrid, epoch: int, step: int) -> Heads:
     return Heads(rests, np.full(len(grid.population.strata), epoch, dtype=np.int64), epoch + bool(step))
 
 
-def weighted_heads(grid: WeightedGrid, step: int) -> tuple[Heads, bool]:
-    """What the passes under way have left before a step; and whether they were not the same one in all lanes.
+def weighted_heads(grid: WeightedGrid, step: int) -> Heads:
+    """What the passes under way have left before a step.
 
     Every tape is read to the end of the furthest pass that one of its stratum is in, pass by pass: behind the heads all
     rows of a stratum have come equally often.
@@ -202,11 +202,7 @@ def weighted_heads(grid: WeightedGrid, step: int) -> tuple[Heads, bool]:
         lo = np.maximum(at, start(end - 1))
         rests.insert(0, WeightedLeftover(grid, tapes.heads.number + end - 1, lo, np.maximum(lo, start(end))))
         end = end - 1
-    here, within = at[:-1, own], number[:-1, own]
-    own_end = tapes.pass_start(lanes, own, within + (tapes.pass_start(lanes, own, within) < here))
-    own_end = np.maximum(own_end, tapes.pass_start(lanes, own, np.array([tapes.rests])))
-    apart = bool((own_end != start(last)[:-1, own]).any())
-    return Heads(rests, tapes.heads.number + end, grid.last_pass(step) + 1), apart
+    return Heads(rests, tapes.heads.number + end, grid.last_pass(step) + 1)
 
 
 def _split(sorted_keys: Numbers, values: Numbers) -> tuple[Numbers, list[Numbers]]:
@@ -344,8 +340,7 @@ AnyGrid = NaturalGrid | WeightedGrid | RestGrid | BucketGrid | JoinedGrid
 class Leg(NamedTuple):
     """Settings, rows and grid that hold from a step on.
 
-    The grid's step is the run's minus ``origin``; ``continues`` where it begins with the rest of an epoch; ``revised``
-    where the amendment is not dealt as release 0.1 dealt it.
+    The grid's step is the run's minus ``origin``; ``continues`` is true if it begins with the rest of an epoch.
     """
 
     settings: Settings
@@ -354,7 +349,6 @@ class Leg(NamedTuple):
     from_step: int = 0
     origin: int = 0
     continues: bool = False
-    revised: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -441,16 +435,14 @@ def _after_weighted(leg: Leg, grid: WeightedGrid, settings: Settings, change: Ch
     stages = [w._replace(global_batch=batch) for w in ahead]
     settings = replace(settings, stages=tuple((w.from_step, w.masses) for w in stages))
     if settings.lanes == grid.lanes:
-        revised = False
         for weights in stages:
             grid = grid.extended(weights)
-            revised |= grid.revised
-        return Leg(settings, leg.population, grid, change.from_step, origin, revised=revised)
-    heads, revised = weighted_heads(grid, position)
+        return Leg(settings, leg.population, grid, change.from_step, origin)
+    heads = weighted_heads(grid, position)
     moved = [w._replace(from_step=w.from_step - position) for w in stages]
     settings = replace(settings, stages=tuple((w.from_step, w.masses) for w in moved))
     fresh = WeightedGrid(leg.population, settings, heads)
-    return Leg(settings, leg.population, fresh, change.from_step, change.from_step, revised=revised)
+    return Leg(settings, leg.population, fresh, change.from_step, change.from_step)
 
 
 def _skipped(leg: Leg, change: Change) -> Leg:
@@ -458,9 +450,7 @@ def _skipped(leg: Leg, change: Change) -> Leg:
     position, grid = change.position - leg.origin, leg.grid
     assert not isinstance(grid, WeightedGrid)
     goes_on = position < grid.bounds(change.from_step - leg.origin)[1]
-    return leg._replace(
-        from_step=change.from_step, origin=change.from_step - position, continues=goes_on, revised=False
-    )
+    return leg._replace(from_step=change.from_step, origin=change.from_step - position, continues=goes_on)
 
 
 def _after_natural(leg: Leg, settings: Settings, change: Change) -> Leg:

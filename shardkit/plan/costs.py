@@ -18,7 +18,7 @@ BALANCES = ("spread", "align")
 COST_LIMIT = 1 << 32
 """Costs are below."""
 ROUND_PARTS = 4
-"""Parts of a round of a new plan. Of 8 or 16 cells are no evener; of 1, as in version 0.2, they are less even."""
+"""Parts into which a round of dealing is cut: cells are less even with 1, and not more even with 8 or 16."""
 
 _RUN = 64  # steps of which each has another class
 _APART = 8  # lanes of which each reaches its dear cells in other steps than the others

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .costs import BALANCES, Balance, Costs
+from .costs import BALANCES, ROUND_PARTS, Balance, Costs
 from .deal import Deal, assemble, chunk_steps, floor_sum, golden_step, permute_cells
 from .deck import Deck, Hands, Recent, build_deck
 from .permutation import derive, derive_each
@@ -180,7 +180,7 @@ class NaturalGrid:
         return Balance(
             self.costs.codes,
             np.tile(np.array(taken, dtype=np.int64), len(of)),
-            self.settings.round_parts or 1,
+            ROUND_PARTS,
             derive(self.seed, _CLASSES, number),
             Balance.offsets(of, len(groups), self.settings.balance or BALANCES[0]),
             steps,

@@ -14,29 +14,22 @@ from shardkit.formats.canonical_json import dumps
 from shardkit.notebook import Shown
 
 from .amendment import AnyGrid, Change, Leg, RestGrid, amended
-from .costs import BALANCES, ROUND_PARTS, Costs
+from .costs import BALANCES, Costs
 from .lengths import BucketGrid, JoinedGrid, find_buckets, joined, rows_per_sequence
 from .natural import NaturalGrid
 from .population import Population, stratum_rows
 from .settings import (
-    EARLIER_WINDOW_BLOCKS,
     Settings,
     WeightsLike,
     default_cost_window,
     default_lanes,
-    default_lanes_0_1,
     default_window_blocks,
-    earlier_cost_window,
     resolve_stages,
 )
 from .weighted import WeightedGrid
 
 PLAN_VERSION = 1
 """Part of every digest; a change of the construction that moves a sample must raise it."""
-
-
-DEALING = 2
-"""Part of the digests of amendments that release 0.1 dealt otherwise, and wrongly (SPEC.md §6)."""
 
 
 class Plan(Shown):
@@ -54,9 +47,6 @@ class Plan(Shown):
         self._leg, self.parent = leg, parent
         self._change = None if parent is None else dict(change or {})
         self._digest = self._hashed(None if parent is None else parent.digest, self._change)
-        known = None if self._change is None else {k: v for k, v in self._change.items() if k != "dealing"}
-        self.digest_0_1: str = self._hashed(None if parent is None else parent.digest_0_1, known)
-        """What release 0.1 called the plan; see `superseded_digests`."""
 
     def _hashed(
         self, parent: str | None, change: Mapping[str, object] | None, settings: Settings | None = None
@@ -155,25 +145,6 @@ class Plan(Shown):
         # a stratum that is in few cells has a block at least, and at most two of them are open per slot
         return max(settings.window_blocks, 2 * size) + min(strata, size)
 
-    def earlier_defaults(self) -> dict[str, dict[str, int]]:
-        """Digests of the same plan with defaults of versions 0.1 and 0.2 → what to pass for them; of no amendment."""
-        if self.parent is not None:
-            return {}
-        own = self.settings
-        units = self.population if own.join is None else joined(self.population, own.join)
-        found = {}
-        for lanes in {self.lanes, default_lanes_0_1(units, self.global_batch)}:
-            earlier = (
-                EARLIER_WINDOW_BLOCKS if own.cost is None else earlier_cost_window(self.population, lanes)
-            )
-            for window in {own.window_blocks, earlier}:
-                known = replace(own, lanes=lanes, window_blocks=window, round_parts=None)
-                passed = {"lanes": lanes, "window_blocks": window}
-                found[self._hashed(None, None, known)] = (
-                    passed if own.cost is None else {**passed, "round_parts": 1}
-                )
-        return {digest: what for digest, what in found.items() if digest != self.digest}
-
     @property
     def digest(self) -> str:
         """Hex SHA-256 of settings and manifest id: plans with equal digests have equal cells."""
@@ -264,14 +235,9 @@ class Plan(Shown):
 
     def without_costs(self) -> Plan:
         """The plan of the same settings without costs, from `from_step` on: what ranks wait less than."""
-        plain = replace(self.settings, cost=None, balance=None, round_parts=None)
+        plain = replace(self.settings, cost=None, balance=None)
         grid = NaturalGrid(self.population, plain)
         return Plan(self._leg._replace(settings=plain, grid=grid))
-
-    def superseded_digests(self) -> set[str]:
-        """Digests of this plan, and of those that it amends, in release 0.1, where that dealt them otherwise."""
-        before = set() if self.parent is None else self.parent.superseded_digests()
-        return before if self.digest_0_1 == self.digest else before | {self.digest_0_1}
 
     def history(self) -> list[dict[str, object]]:
         """What the plan can be made from again, as canonical JSON takes it: the first plan, then each amendment.
@@ -345,8 +311,7 @@ class Plan(Shown):
             "global_batch": global_batch,
             "weights": weights is not None,
         }
-        leg = amended(self._leg, change)
-        return Plan(leg, self, {**said, "dealing": DEALING} if leg.revised else said)
+        return Plan(amended(self._leg, change), self, said)
 
 
 def cell_digest(samples: NDArray[np.int64]) -> str:
@@ -372,7 +337,6 @@ def make_plan(
     row_tokens: int | None = None,
     cost: Costs | None = None,
     balance: str | None = None,
-    round_parts: int | None = None,
 ) -> Plan:
     """Plan a population.
 
@@ -399,7 +363,6 @@ def make_plan(
         balance: ``"spread"`` (default): dear cells of neighbouring lanes come in other steps, so that steps cost nearly
             the same, and ranks of several lanes too. ``"align"``: in the same steps, so that ranks of one lane cost the
             same too; steps then differ.
-        round_parts: how finely rows are dealt to cells by cost; 4 by default, 1 as version 0.2 did.
 
     Raises:
         PlanError: a setting is out of range, or the epoch has no full step.
@@ -414,8 +377,6 @@ def make_plan(
         window_blocks = default_window_blocks(population, lanes)
     elif window_blocks is None:
         window_blocks = default_cost_window(population, lanes, global_batch // lanes)
-    if cost is not None and round_parts is None:
-        round_parts = ROUND_PARTS
     settings = Settings(
         global_batch=global_batch,
         lanes=lanes,
@@ -428,9 +389,8 @@ def make_plan(
         join=join,
         cost=None if cost is None else cost.text,
         balance=balance if cost is None else balance or BALANCES[0],
-        round_parts=None if round_parts == 1 else round_parts,
     )
-    if cost is not None or balance is not None or round_parts is not None:
+    if cost is not None or balance is not None:
         _check_cost(cost, settings, population, group_by)
     if group_by is not None:
         if resolved or join is not None:
@@ -464,10 +424,7 @@ def _check_cost(
 ) -> None:
     """Refuse what cost is not combined with."""
     if cost is None:
-        name, value = (
-            ("balance", settings.balance) if settings.balance else ("round_parts", settings.round_parts)
-        )
-        raise PlanError(f"plan: {name} is {value!r}, expected it only with cost")
+        raise PlanError(f"plan: balance is {settings.balance!r}, expected it only with cost")
     others = {
         "weights or stages": bool(settings.stages),
         "group_by": group_by is not None,

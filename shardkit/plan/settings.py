@@ -18,9 +18,6 @@ from .deal import divisors
 from .deck import SHUFFLES
 from .population import Population
 
-EARLIER_WINDOW_BLOCKS = 16
-"""What version 0.1 took where nobody said how many blocks a lane keeps open."""
-
 WINDOW_BYTES = 256 << 20  # of all lanes together, about
 LEAST_WINDOW, MOST_WINDOW = 4, 16  # blocks
 # windows that balance costs are larger: the sums of small ones differ too much between lanes
@@ -42,7 +39,7 @@ class Settings:
     lanes: int
     seed: int = 0
     remainder: str = "drop"
-    window_blocks: int = EARLIER_WINDOW_BLOCKS
+    window_blocks: int = MOST_WINDOW
     shuffle: str = "window"
     stages: tuple[tuple[int, tuple[int, ...]], ...] = ()
     epoch_steps: int | None = None
@@ -50,8 +47,6 @@ class Settings:
     join: int | None = None
     cost: str | None = None
     balance: str | None = None
-    round_parts: int | None = None
-    """None where rounds are whole, as in plans that version 0.2 made."""
 
     def __post_init__(self) -> None:
         _at_least("global_batch", self.global_batch, 1)
@@ -70,24 +65,19 @@ class Settings:
         _one_of("shuffle", self.shuffle, SHUFFLES)
         if self.balance is not None:
             _one_of("balance", self.balance, BALANCES)
-        if self.round_parts is not None:
-            _at_least("round_parts", self.round_parts, 1)
 
     def canonical(self) -> dict[str, object]:
-        """The settings as canonical JSON takes them.
-
-        What is not set is left out, so that settings which later releases add do not move the digests of old plans.
-        """
+        """Return the settings as canonical JSON takes them, without those that are not set."""
         values = {name: getattr(self, name) for name in sorted(self.__dataclass_fields__)}
         return {name: value for name, value in values.items() if value not in (None, ())}
 
     @classmethod
     def from_canonical(cls, values: Mapping[str, object]) -> Settings:
-        """The settings that `canonical` wrote, read back from JSON."""
+        """Return the settings that `canonical` wrote, read back from JSON."""
         given = {name: _tuples(value) for name, value in values.items() if value not in (None, [], {})}
         if unknown := given.keys() - cls.__dataclass_fields__.keys():
             names = ", ".join(sorted(unknown))
-            raise PlanError(f"plan settings {names} are not known here; use the version of the run")
+            raise PlanError(f"plan settings {names} are unknown; run the shardkit that began the run")
         return cls(**given)
 
 
@@ -99,11 +89,6 @@ def default_lanes(population: Population, global_batch: int) -> int:
     """
     _at_least("global_batch", global_batch, 1)
     return _best_lanes(global_batch, _most_lanes(population))
-
-
-def default_lanes_0_1(population: Population, global_batch: int) -> int:
-    """What version 0.1 took."""
-    return _nearest_lanes(global_batch, _most_lanes(population))
 
 
 def _most_lanes(population: Population) -> int:
@@ -173,11 +158,6 @@ def default_cost_window(population: Population, lanes: int, cell_size: int) -> i
     eighths = max(8, min(MOST_COST_CELLS, cell_size))
     size, most = COST_WINDOW_BYTES * eighths // 8, MOST_COST_WINDOW * eighths // 8
     return _blocks_of(population, min(lanes, TARGET_LANES), size, LEAST_COST_WINDOW, most)
-
-
-def earlier_cost_window(population: Population, lanes: int) -> int:
-    """What version 0.2 took for plans with costs."""
-    return _blocks_of(population, lanes, COST_WINDOW_BYTES, LEAST_COST_WINDOW, MOST_COST_WINDOW)
 
 
 def _blocks_of(population: Population, lanes: int, size: int, least: int, most: int) -> int:

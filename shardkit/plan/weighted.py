@@ -69,8 +69,6 @@ class WeightedGrid:
         windows = window_sizes(stages[0].masses, global_batch, lanes, settings.window_blocks)
         self.tapes = Tapes(self.order, self.rows, lanes, self.seed, windows, self.shuffle, heads)
         self.loop_steps = -(-int(self.rows.sum()) // global_batch)
-        #: an amendment was dealt otherwise than release 0.1 dealt it (SPEC.md §6)
-        self.revised = False
         self._legs: list[_Leg] = []
         for weights in stages:
             self._append(weights, self._dealt(weights, self.shared, len(stages)))
@@ -120,7 +118,7 @@ class WeightedGrid:
         self.weights = (*(w for w in self.weights if w.from_step < weights.from_step), weights)
         self._cells = Recent(3 * self.lanes)
         stages = len(self.weights)
-        dealt = as_ever = self._dealt(weights, self.shared, stages, self.global_batch)
+        dealt = self._dealt(weights, self.shared, stages, self.global_batch)
         if self._apart(weights, dealt, handed).any():
             dealt = self._dealt(weights, self.shared, stages)
         over_all = self.shared.copy()
@@ -128,7 +126,6 @@ class WeightedGrid:
             over_all |= apart
             dealt = self._dealt(weights, over_all, stages)
         self._append(weights, dealt, (handed, shared))
-        self.revised = dealt != as_ever or bool(self._legs[-1].robins)
         return self
 
     def _apart(self, weights: Weights, dealt: _Dealt, handed: Numbers) -> NDArray[np.bool_]:

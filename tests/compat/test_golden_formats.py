@@ -1,10 +1,11 @@
-"""Shards written by the first release: read for ever, and written the same as long as the libraries are the same."""
+"""Golden shards: they are read, and written the same as long as the libraries are the same."""
 
 from __future__ import annotations
 
 import datetime as dt
 import hashlib
 import json
+import shutil
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from shardkit.formats import Schema, ShardIndex, extension, pack_columns, unpack
 from tests.format_conformance import read_samples, write_shard
 from tests.whole_shard import build_index, check_whole_shard
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden" / "formats"
 PAIRS = [("tar", "none"), ("tar", "zstd"), ("arrow", "none"), ("arrow", "zstd"), ("arrow", "lz4")]
 TYPES = {
     "image": "bytes",
@@ -30,12 +31,12 @@ TYPES = {
     "ids": "uint32[*]",
 }
 SCHEMAS = {
-    "formats-1": Schema.parse(TYPES),
-    "formats-optional": Schema.parse({name: kind + "?" for name, kind in TYPES.items()}),
-    "formats-packed": Schema.parse(
+    "plain": Schema.parse(TYPES),
+    "optional": Schema.parse({name: kind + "?" for name, kind in TYPES.items()}),
+    "packed": Schema.parse(
         {"Größe": "uint8[*,*,3]", "left.eye": "float32[*,2]", "tags": "str[*]", "pages/%": "bytes[*]?"}
     ),
-    "formats-logical": Schema.parse(
+    "logical": Schema.parse(
         {
             "day": "date?",
             "at": "time[ms]",
@@ -50,12 +51,12 @@ SCHEMAS = {
 
 def samples(golden: str) -> list[dict[str, Any]]:
     """What the golden shards hold."""
-    if golden == "formats-packed":
+    if golden == "packed":
         return _packed_samples()
-    if golden == "formats-logical":
+    if golden == "logical":
         return _logical_samples()
     full = _full_samples()
-    if golden == "formats-1":
+    if golden == "plain":
         return full
     places = {name: place for place, name in enumerate(TYPES)}
     return [
@@ -184,3 +185,22 @@ def test_a_plain_container_is_byte_for_byte_what_the_specification_says() -> Non
     by_hand += bytes(-len(by_hand) % 64) + b"\x01\x00\x02\x00" + bytes(60) + b"\xff" * 8
     assert packed == by_hand
     assert unpack_columns(by_hand, "page").arrays["y"].tolist() == [[-1]]
+
+
+def record() -> None:
+    """Write the golden shards and their digests."""
+    for golden in SCHEMAS:
+        folder = GOLDEN / golden
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        digests = {}
+        for format, compression in PAIRS:
+            shard, index = write(golden, format, compression)
+            for file, data in (
+                (name(format, compression), shard),
+                (f"{format}-{compression}.index", index.to_bytes()),
+            ):
+                (folder / file).write_bytes(data)
+                digests[file] = sha256(data)
+        document = {"digests": digests, "versions": versions()}
+        (folder / "digests.json").write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")

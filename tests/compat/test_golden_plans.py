@@ -1,7 +1,7 @@
-"""Plans of earlier releases, for ever: digests and cells must come out as they were written down.
+"""Golden plans: digests and cells are the recorded ones.
 
-A new golden plan is a file with "segments", "settings" and empty "digest" and "cells"; run this module as a script to
-fill it in. Files that are filled in are never written again.
+A golden plan is a file with "segments", "settings" and, for some, "amendments" and "costs"; `python -m
+tests.compat.write_golden` records "digest" and "cells".
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardkit.plan import Plan, Population, make_plan
+from shardkit.plan import Costs, Plan, Population, encode_costs, make_plan
 
 FOLDER = Path(__file__).parents[1] / "golden" / "plans"
 FILES = sorted(FOLDER.glob("*.json"))
 
 
 def population_of(document: dict[str, Any]) -> Population:
-    """Rows of (shard, stratum) from two multipliers: plain arithmetic, no generator of random numbers."""
+    """Return rows of (shard, stratum) made by plain arithmetic, without a generator of random numbers."""
     shape = document["segments"]
     shard, stratum = np.divmod(np.arange(shape["shards"] * shape["strata"]), shape["strata"])
     rows = (
@@ -38,7 +38,11 @@ def plan_of(document: dict[str, Any]) -> Plan:
     settings: dict[str, Any] = dict(document["settings"])
     settings["stages"] = [(step, weights) for step, weights in settings.pop("stages", [])] or None
     amendments = settings.pop("amendments", [])
-    plan = make_plan(population_of(document), **settings)
+    population = population_of(document)
+    if document.get("costs"):
+        numbers = np.arange(population.rows, dtype=np.int64) * 7919 % 3001 + 1
+        settings["cost"] = Costs("squares", encode_costs(numbers**2))
+    plan = make_plan(population, **settings)
     for change in amendments:
         arguments: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in change.items()}
         plan = plan.amend(**arguments)
@@ -46,7 +50,7 @@ def plan_of(document: dict[str, Any]) -> Plan:
 
 
 @pytest.mark.parametrize("path", FILES, ids=[f.stem for f in FILES])
-def test_a_golden_plan_is_as_it_was(path: Path) -> None:
+def test_a_plan_is_as_recorded(path: Path) -> None:
     document = json.loads(path.read_text())
     plan = plan_of(document)
     assert plan.digest == document["digest"]
@@ -59,22 +63,17 @@ def test_there_is_a_dozen() -> None:
     assert len(FILES) >= 12
 
 
-def main() -> None:
+def write() -> None:
+    """Record the digest and some cells of every golden plan."""
     for path in FILES:
         document = json.loads(path.read_text())
-        if document["digest"]:
-            continue
         plan = plan_of(document)
         last = plan.loop_steps
         steps = [0, 1, last // 2, last - 1, last, 7 * last + 3]
-        chosen = [(step, lane) for step in steps for lane in sorted({0, plan.lanes // 2, plan.lanes - 1})]
-        chosen = [(k, lane) for k, lane in chosen if k >= plan.from_step or plan.parent is None]
+        places = [(step, lane) for step in steps for lane in sorted({0, plan.lanes // 2, plan.lanes - 1})]
+        places = [(k, lane) for k, lane in places if k >= plan.from_step or plan.parent is None]
         document |= {
             "digest": plan.digest,
-            "cells": [[k, lane, plan.cell_digest(k, lane)] for k, lane in chosen],
+            "cells": [[k, lane, plan.cell_digest(k, lane)] for k, lane in places],
         }
         path.write_text(json.dumps(document, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()

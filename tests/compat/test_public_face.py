@@ -1,15 +1,14 @@
-"""Nothing public is lost by accident: the face is the frozen one, and what 0.1 had is there or accounted for."""
+"""Nothing public is lost by accident: the face is the frozen one."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from public_face import collect
-from public_face.__main__ import CHANGELOG, FROZEN, RELEASED, freeze, load, report
+from public_face.__main__ import FROZEN, freeze, load, report
 from public_face.comparing import differences, unexplained
 
 if TYPE_CHECKING:
@@ -34,13 +33,6 @@ def test_the_face_is_the_frozen_one(today: tuple[Face, Face]) -> None:
     ):
         changed = differences(frozen, found)
         assert not changed, f"the {what} is another:\n{report(changed)}\n{AGAIN}"
-
-
-def test_what_0_1_had_is_there_or_named_in_the_changelog(today: tuple[Face, Face]) -> None:
-    released, _ = load(RELEASED)
-    assert sum(map(len, released.values())) > 1500
-    silent = unexplained(differences(released, today[0]), CHANGELOG.read_text(encoding="utf-8"))
-    assert not silent, f"gone or changed since 0.1 without a word:\n{report(silent)}\n{NAME_IT}"
 
 
 @pytest.mark.parametrize(
@@ -117,8 +109,6 @@ def test_a_removal_must_be_named(section: str, name: str) -> None:
     assert unexplained(found, changelog("Faster.", f"`{name}` is gone.")) == found, "another release's"
     told = changelog(f"`{name}` is gone: nobody used it.")
     assert unexplained(found, told) == []
-    released = told.replace("## Unreleased\n", "## Unreleased\n\n- Faster.\n\n## 0.2.0, 2026-11-24\n")
-    assert unexplained(found, released) == [], "in the release that came after 0.1"
 
 
 @pytest.mark.parametrize(("section", "name"), EVERY)
@@ -168,20 +158,16 @@ def test_what_goes_with_its_owner_is_named_by_it() -> None:
 
 
 def test_a_silent_removal_is_not_frozen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, released = tmp_path / "face.json", tmp_path / "0.1.json"
-    assert freeze(FACE, {}, path, released, changelog("New.")) == 0
+    path = tmp_path / "face.json"
+    assert freeze(FACE, {}, path, changelog("New.")) == 0
     before = path.read_bytes()
-    assert freeze(without(("metrics", "shardkit_step")), {}, path, released, changelog("New.")) == 1
+    assert freeze(without(("metrics", "shardkit_step")), {}, path, changelog("New.")) == 1
     assert path.read_bytes() == before
     assert "- metrics: shardkit_step: gauge" in capsys.readouterr().out
 
     grown = FACE | {"stats": FACE["stats"] | {"moves": "number"}}
-    assert freeze(grown, {}, path, released, changelog("New."), check=True) == 1
+    assert freeze(grown, {}, path, changelog("New."), check=True) == 1
     assert path.read_bytes() == before
-    assert freeze(grown, {}, path, released, changelog("New.")) == 0
+    assert freeze(grown, {}, path, changelog("New.")) == 0
     assert load(path)[0] == grown
     assert "+ stats: moves: number" in capsys.readouterr().out
-
-    released.write_text(json.dumps({"face": {"stats": {"block_copies": "number"}}}))
-    assert freeze(grown, {}, path, released, changelog("New.")) == 1, "0.1 had it"
-    assert freeze(grown, {}, path, released, changelog("`block_copies` is gone.")) == 0

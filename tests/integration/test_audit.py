@@ -696,26 +696,6 @@ def test_a_run_that_goes_on_with_an_amended_plan_is_checked_through(home: Path, 
     assert [one.subject for one in audit.findings if one.kind == "fork"] == ["step 30", "step 40"]
 
 
-def test_a_run_of_0_1_with_an_amendment_that_was_dealt_wrongly_is_not_called_violated(tmp_path: Path) -> None:
-    root, run = tmp_path / "data", tmp_path / "run"
-    kinds = ["main"] * 20 + ["large"] * 600 + ["tiny"] * 2
-    with shardkit.create(root, {"x": "int64", "kind": "str"}, stratify="kind", block_size="1KiB") as writer:
-        for number, kind in enumerate(kinds):
-            writer.add({"x": number, "kind": kind})
-    dataset = shardkit.open(root)
-    plan = dataset.plan(global_batch=16, lanes=2, weights={"main": 50, "large": 4, "tiny": 1})
-    child = plan.amend(from_step=0, global_batch=8)
-    (old,) = child.superseded_digests()
-    child._digest = old  # as 0.1 recorded it: without a word on how the amendment was dealt
-    del child._change["dealing"]  # type: ignore[union-attr]
-    with dataset.loader(child, rank=0, world=1, run=run, tensors=False) as loader:
-        for _ in zip(range(3), loader, strict=False):
-            pass
-    audit = audit_run(run, level=None)
-    assert not [one for one in audit.findings if one.severity == "violated"]
-    assert any("audit this run with 0.1" in one.text for one in audit.findings)
-
-
 def test_a_run_that_goes_on_over_another_version_is_checked_through(home: Path, tmp_path: Path) -> None:
     root, run = str(home / "data"), tmp_path / "run"
     with pytest.raises(SystemExit) as ended:

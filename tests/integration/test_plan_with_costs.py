@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ import pytest
 import shardkit
 from shardkit.audit import audit_run
 from shardkit.dataset.costs import costs_of
-from shardkit.errors import StateError, UsageError
+from shardkit.errors import UsageError
 from shardkit.plan.report import rank_skew
 from shardkit.telemetry.diagnosis import cost_skew
 from tests.command_line import call
@@ -73,13 +72,12 @@ def test_costs_are_those_of_the_rows_that_are_selected(root: str) -> None:
     assert len(np.unique(found)) > 8
 
 
-@pytest.mark.parametrize("parts", [None, 1])
-def test_a_run_is_resumed_and_audited_with_its_costs(root: str, tmp_path: Path, parts: int | None) -> None:
+def test_a_run_is_resumed_and_audited_with_its_costs(root: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     seen: list[int] = []
     for world, first, last in ((2, 0, 4), (1, 4, 10), (4, 10, 15)):
         ds = shardkit.open(root)
-        plan = ds.plan(BATCH, lanes=LANES, cost="bytes(text)**2", round_parts=parts)
+        plan = ds.plan(BATCH, lanes=LANES, cost="bytes(text)**2")
         for rank in range(world):
             with ds.loader(plan, rank=rank, world=world, run=run, tensors=False) as loader:
                 loader.seek(first)
@@ -94,19 +92,6 @@ def test_a_run_is_resumed_and_audited_with_its_costs(root: str, tmp_path: Path, 
     audit = audit_run(run, dataset=root)
     assert audit.exit_code == 0, audit.findings
     assert (audit.first, audit.checked) == (0, 15)
-
-
-def test_a_state_of_version_0_2_says_what_to_pass(root: str) -> None:
-    ds = shardkit.open(root)
-    chosen: dict[str, Any] = {"cost": "bytes(text)**2", "lanes": LANES}
-    before, now = ds.plan(BATCH, **chosen, round_parts=1), ds.plan(BATCH, **chosen)
-    with ds.loader(before, tensors=False) as loader:
-        next(iter(loader))
-        state = loader.state_dict()
-    with ds.loader(now, tensors=False) as loader, pytest.raises(StateError, match="round_parts=1 to go on"):
-        loader.load_state_dict(state)
-    with ds.loader(before, tensors=False) as loader:
-        loader.load_state_dict(state)
 
 
 def test_telemetry_tells_the_skew_of_the_steps_that_were_handed_out(root: str) -> None:

@@ -321,28 +321,6 @@ def test_a_run_with_costs_is_resumed_and_audited_with_them(tmp_path: Path, texts
         start(6, data__weights="{all = 2}")
 
 
-def test_a_run_keeps_the_arrangement_by_cost_that_it_began_with(
-    tmp_path: Path, texts: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def start(steps: int) -> Any:
-        chosen = settings(tmp_path / "run", texts, run__steps=steps, data__cost="bytes(text)**2")
-        return train(load_configuration(None, chosen), allow_changes=["run.steps"])
-
-    with monkeypatch.context() as earlier:
-        earlier.setattr(plans, "ROUND_PARTS", 1)  # as in version 0.2
-        began = shardkit.open(texts).plan(8, lanes=4, cost="bytes(text)**2")
-        assert start(3).step == 3
-    assert "round_parts" not in began.settings.canonical()
-    now = shardkit.open(texts).plan(8, lanes=4, cost="bytes(text)**2")
-    assert (now.digest != began.digest, now.settings.round_parts) == (True, 4)
-    assert now.earlier_defaults()[began.digest]["round_parts"] == 1
-    assert start(6).step == 6
-    audit = audit_run(tmp_path / "run")
-    assert (audit.exit_code, audit.verdict[:9]) == (0, "explained"), audit.findings
-    recorded = recorded_plan(tmp_path / "run", began.digest)
-    assert recorded == began.settings.canonical()
-
-
 def test_what_a_killed_start_journaled_says_its_lanes(tmp_path: Path, texts: str) -> None:
     ds = shardkit.open(texts)
     plan = ds.plan(global_batch=16)

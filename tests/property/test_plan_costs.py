@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
@@ -16,7 +13,6 @@ from shardkit.plan.costs import Balance
 
 few = settings(max_examples=40, deadline=None)
 balances = st.sampled_from(["spread", "align"])
-GOLDEN = Path(__file__).parents[1] / "golden" / "plans-with-costs.json"
 
 
 def population(rows: list[int], block_rows: int = 16, strata: int = 1) -> Population:
@@ -43,7 +39,7 @@ def plans(draw: st.DrawFn) -> tuple[Plan, Plan]:
         "remainder": draw(st.sampled_from(["drop", "short"])), "window_blocks": draw(st.integers(1, 9)),
     }  # fmt: skip
     cost = costs_of(people.rows, draw(st.integers(0, 9)))
-    more = {"balance": draw(balances), "round_parts": draw(st.sampled_from([None, 1, 3]))}
+    more = {"balance": draw(balances)}
     return make_plan(people, cost=cost, **more, **given_), make_plan(people, **given_)  # type: ignore[arg-type]
 
 
@@ -51,7 +47,7 @@ def again(plan: Plan) -> Plan:
     grid, own = plan.grid, plan.settings
     return make_plan(
         plan.population, global_batch=own.global_batch, lanes=own.lanes, seed=own.seed, remainder=own.remainder,
-        window_blocks=own.window_blocks, cost=grid.costs, balance=own.balance, round_parts=own.round_parts or 1,  # type: ignore[union-attr]
+        window_blocks=own.window_blocks, cost=grid.costs, balance=own.balance,  # type: ignore[union-attr]
     )  # fmt: skip
 
 
@@ -184,15 +180,12 @@ def test_what_cost_does_not_go_with_is_refused_by_name() -> None:
         (people, {"group_by": {"all": 8}}, "group_by"),
         (people, {"sequence": 8, "row_tokens": 4}, "sequence"),
         (people, {"balance": "even"}, "one of spread, align"),
-        (people, {"round_parts": -1}, "round_parts = -1"),
         (population([64]), {}, "128 samples, expected 64"),
     ):
         with pytest.raises(PlanError, match=named):
             make_plan(rows, global_batch=16, lanes=4, cost=cost, **more)
     with pytest.raises(PlanError, match="only with cost"):
         make_plan(people, global_batch=16, lanes=4, balance="spread")
-    with pytest.raises(PlanError, match="only with cost"):
-        make_plan(people, global_batch=16, lanes=4, round_parts=4)
     plan = make_plan(people, global_batch=16, lanes=4, cost=cost)
     for change in ({"weights": {"all": 3}}, {"lanes": 8}, {"global_batch": 32}):
         with pytest.raises(PlanError, match="skip only"):
@@ -264,16 +257,3 @@ def test_strata_are_balanced_each_within_its_share() -> None:
     )
     assert spread < plain - (plain - 1) / 3
     assert align < plain - (plain - 1) / 3
-
-
-def test_golden_plans_with_costs() -> None:
-    """Written once; never again, those without `round_parts` by version 0.2. Costs come from plain arithmetic."""
-    numbers = np.arange(5000, dtype=np.int64) * 7919 % 3001 + 1
-    for document in json.loads(GOLDEN.read_text()):
-        cost = Costs("squares", encode_costs(numbers**2))
-        people = population([1250] * 4, strata=document["strata"])
-        plan = make_plan(people, cost=cost, **{"round_parts": 1, **document["settings"]})
-        assert plan.digest == document["digest"]
-        assert [plan.cell_digest(step, lane) for step, lane, _ in document["cells"]] == [
-            digest for *_, digest in document["cells"]
-        ]

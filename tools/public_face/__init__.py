@@ -7,7 +7,7 @@
 
 `face` holds what each name means: a name that goes, or whose meaning changes, has to stand in CHANGELOG.md under
 "Unreleased", in backquotes; until it does, nothing is written. `words` holds help texts and first lines of docstrings,
-which change freely. Against tests/golden/public_face_0.1.json, the face of release 0.1, the same rule holds.
+which change freely.
 """
 
 from __future__ import annotations

@@ -41,13 +41,15 @@ def differences(before: Face, after: Face) -> list[Difference]:
 
 
 def unexplained(found: list[Difference], changelog: str) -> list[Difference]:
-    """Removals and changes that the changelog does not name, in what it says of the time since 0.1.
+    """Return the removals and changes that the newest section of the changelog does not name.
 
     One text in backquotes must hold the name with what it belongs to: `build --jobs`, `create(seed=)`, `Loader.seek`; a
     name that belongs to nothing stands alone. An entry that names a removal says that something is gone, removed,
     renamed or dropped. What went with its owner (the options of a command) is named by naming that.
     """
-    entries = re.split(r"^(?:- |## )", changelog.partition("\n## 0.1\n")[0], flags=re.MULTILINE)
+    entries = re.split(
+        r"^(?:- |## )", changelog.partition("\n## ")[2].partition("\n## ")[0], flags=re.MULTILINE
+    )
     spans = [(_words(span), entry) for entry in entries for span in re.findall(r"`([^`]+)`", entry)]
     everything = [span for span, _ in spans]
     removals = [span for span, entry in spans if re.search(r"\b(gone|removed|renamed|dropped)\b", entry)]
