@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from shardkit.dataset import Dataset, Writer, create
     from shardkit.dataset import open_dataset as open  # noqa: A004  the name that users type
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 """Of the distribution: its release number."""
 
 __all__ = ["Dataset", "Writer", "__version__", "create", "open"]

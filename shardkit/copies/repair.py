@@ -24,7 +24,6 @@ from shardkit.errors import (
     UsageError,
 )
 from shardkit.exit_codes import ExitCode
-from shardkit.manifest import ADOPTED
 from shardkit.reading.adopted import AdoptedStore
 from shardkit.reading.attestations import Attestation, Records, read_attestations
 from shardkit.reading.inventory import (
@@ -315,7 +314,7 @@ class Repairer:
 
     def _add_inventory(self, inventory: Inventory) -> None:
         root = self.locations[ROOT_NAME]
-        if ADOPTED in inventory.manifest.features and not isinstance(root.store, AdoptedStore):
+        if inventory.manifest.adopted and not isinstance(root.store, AdoptedStore):
             # adopted tars count as the root's; what is in the root itself is found first
             self.locations[ROOT_NAME] = dataclasses.replace(root, store=AdoptedStore(root.store))
         parity: set[str] = set()

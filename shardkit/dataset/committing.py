@@ -139,7 +139,7 @@ def _root(
         sources=version.sources or (own.sources if own else None),
         build={**own.build, "append": {**build, "rows": table.totals["rows"]}} if own else build,
         parent=own.id if own else None,
-        features=own.features if own else (),
+        adopted=own is not None and own.adopted,
         **_sidecars(repository, version, table, own),
     )
 

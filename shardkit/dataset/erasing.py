@@ -22,7 +22,7 @@ from shardkit.errors import (
     StoreError,
     UsageError,
 )
-from shardkit.manifest import ADOPTED, Manifest, merge
+from shardkit.manifest import Manifest, merge
 from shardkit.reading.inventory import walk_versions
 from shardkit.reading.objects import ROOT_NAME, check_object
 from shardkit.reading.parity.sets import SetRecord, sets_that_hold
@@ -58,9 +58,9 @@ def plan_erasure(
         raise UsageError(f"{samples} samples are to be erased; give at most {_MAX_ROWS} at a time")
     if samples >= version.manifest.selected:
         raise UsageError("no sample would be left of this version; delete the root, or drop the ref, instead")
-    if ADOPTED in version.manifest.features:
+    if version.manifest.adopted:
         raise UsageError(
-            f"version {version.manifest.id} has shards outside of this root ({ADOPTED}), "
+            f"version {version.manifest.id} has adopted shards, outside of this root, "
             "which are never written: remove the samples here without erasing, and erase them where they lie"
         )
     shards, notes = find_equal_rows(repository, version, rows)

@@ -36,8 +36,6 @@ DTYPES = (
 )
 # Control characters, ends of lines, marks that turn the direction of text, lone surrogates; and what makes a URL.
 _UNFIT = re.compile("[\0-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]|://")
-_PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,39}\Z")
-_NOT_PLAIN = frozenset({*RESERVED_NAMES, "weight"})
 _LIST = re.compile(r"\Alist\[(str|bytes)\]")
 _TYPE = re.compile(r"([a-z]+[0-9]*)(?:\[((?:\*|[0-9]+)(?:,(?:\*|[0-9]+))*)\])?(\??)\Z")
 
@@ -255,16 +253,6 @@ class Schema(Mapping[str, FieldType]):
         made = Schema.__new__(Schema)  # no user may give a field such a name
         made.__dict__.update(_fields=columns, _ordered=tuple(columns.items()), stored=made)
         return made
-
-    @property
-    def has_plain_names(self) -> bool:
-        """Whether shardkit 0.1 takes them: letters, digits, underscores, at most 40, no two alike but for case."""
-        lower = {name.lower() for name in self._fields}
-        return (
-            len(lower) == len(self._fields)
-            and lower.isdisjoint(_NOT_PLAIN)
-            and all(_PLAIN.match(name) for name in self._fields)
-        )
 
     def position(self, name: str) -> int:
         """Place of field `name` in schema order."""

@@ -4,7 +4,6 @@ Pure: bytes in, columns out; nothing here opens a store. SPEC.md says the bytes 
 """
 
 from shardkit.manifest.manifest import (
-    ADOPTED,
     MAX_MANIFEST_BYTES,
     MIXED,
     POOL,
@@ -31,7 +30,6 @@ from shardkit.manifest.shard_table import (
 )
 
 __all__ = [
-    "ADOPTED",
     "MAX_MANIFEST_BYTES",
     "MIXED",
     "POOL",

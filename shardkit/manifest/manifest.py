@@ -28,23 +28,11 @@ MIXED: Final = "mixed"
 _FORMAT: Final = "shardkit-manifest/1"
 _MAX_STRATA: Final = 2**17
 _MAX_PARTS: Final = 4_096
-ADOPTED: Final = "adopted"
-"""Feature of a manifest some of whose shards are tars of somebody else that lie outside of the repository."""
-OPTIONAL: Final = "optional"
-"""Feature of a manifest some of whose fields may have no value; it follows from the schema."""
-NAMES: Final = "names"
-"""Feature of a manifest some of whose field names shardkit 0.1 did not take; it follows from the schema."""
-PACKED: Final = "packed"
-"""Feature of a manifest some of whose fields are lists or arrays of varying shape; it follows from the schema."""
-LOGICAL: Final = "logical"
-"""Feature of a manifest some of whose fields are dates, times or decimals; it follows from the schema."""
-_FROM_SCHEMA: Final = (OPTIONAL, NAMES, PACKED, LOGICAL)
-_FEATURES: Final[tuple[str, ...]] = (ADOPTED, *_FROM_SCHEMA)
 _SHARD_FORMAT: Final = re.compile(r"tar|arrow|mixed")
 _COMPRESSION: Final = re.compile(r"none|lz4|mixed|zstd:-?[0-9]{1,2}")
 _PART_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _PLAIN: Final = (
-    "axes", "classes", "compression", "features", "parent", "parts", "raw_bytes", "rows", "selected", "shards",
+    "adopted", "axes", "classes", "compression", "parent", "parts", "raw_bytes", "rows", "selected", "shards",
     "sources", "stored_bytes",
 )  # fmt: skip
 """Keys that are as the attributes are."""
@@ -163,8 +151,8 @@ class Manifest:
     """Id of the version this one was made from."""
     parts: tuple[tuple[str, str], ...] = ()
     """(name, manifest id) of the parts of a merged dataset, which then has no pages of its own."""
-    features: tuple[str, ...] = ()
-    """What a reader must know to read this; unknown ones are refused."""
+    adopted: bool = False
+    """Some shards are tars of other owners, outside of the repository."""
     about: str | None = None
     """Digest of the object that says licence, source and contact."""
     lookups: tuple[Lookup, ...] = ()
@@ -173,12 +161,6 @@ class Manifest:
     """What rows cost, by expression; written among the build settings."""
 
     def __post_init__(self) -> None:
-        needed = [OPTIONAL] if any(kind.optional for kind in self.schema.values()) else []
-        needed += [] if self.schema.has_plain_names else [NAMES]
-        needed += [PACKED] if any(kind.is_packed for kind in self.schema.values()) else []
-        needed += [LOGICAL] if any(kind.logical for kind in self.schema.values()) else []
-        others = [feature for feature in self.features if feature not in _FROM_SCHEMA]
-        object.__setattr__(self, "features", (*others, *needed))
         _check_totals(self)
         _refuse_urls(self.build, "build")
 
@@ -188,7 +170,6 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Canonical JSON: one content, one text."""
-        # What is not used is not written: manifests from before these fields keep their ids.
         optional: dict[str, object] = {} if self.about is None else {"about": self.about}
         if self.lookups:
             optional["lookups"] = [
@@ -214,7 +195,6 @@ class Manifest:
         where = f"manifest {sha256_digest(data)}"
         fields = read_document(data, where, _FORMAT, _KEYS, MAX_MANIFEST_BYTES, _OPTIONAL_KEYS)
         try:
-            features = fields.features(_FEATURES)  # first: what is unknown may make the rest unreadable
             build = fields.table("build", maximum=1_000)
             return cls(
                 schema=Schema.from_json(fields.items("schema", maximum=10_000)),
@@ -233,7 +213,7 @@ class Manifest:
                 build={name: value for name, value in build.items() if name != _COSTS},
                 parent=fields.optional_digest("parent"),
                 parts=_parts(fields),
-                features=features,
+                adopted=fields.boolean("adopted"),
                 about=fields.digest("about") if fields.has("about") else None,
                 lookups=_lookups(fields) if fields.has("lookups") else (),
                 costs=_costs_from_json(build[_COSTS]) if _COSTS in build else (),

@@ -424,7 +424,7 @@ def compose(
     sources: str | None = None,
     build: Mapping[str, Any] | None = None,
     parent: str | None = None,
-    features: Sequence[str] = (),
+    adopted: bool = False,
 ) -> tuple[Manifest, list[bytes]]:
     """The manifest of a table, with all totals counted from it, and the pages to put before it.
 
@@ -441,7 +441,7 @@ def compose(
         sources: Digest of the object that lists what was imported.
         build: Settings that decided the bytes.
         parent: Id of the version this one was made from.
-        features: What a reader must know to read it.
+        adopted: Some shards are tars of other owners.
 
     Returns:
         The manifest, and its pages as bytes in the order of `Manifest.pages`.
@@ -465,7 +465,7 @@ def compose(
         sources=sources,
         build=dict(build or {}),
         parent=parent,
-        features=tuple(features),
+        adopted=adopted,
     )
     Manifest.from_bytes(manifest.to_bytes())  # nobody may write what nobody will read
     return manifest, [data for _, data in pages]

@@ -20,7 +20,7 @@ from urllib.parse import unquote
 
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
 from shardkit.formats.canonical_json import dumps, parse_digest, read_document
-from shardkit.manifest import ADOPTED, MIXED, Manifest, ShardTable
+from shardkit.manifest import MIXED, Manifest, ShardTable
 from shardkit.reading.inventory import version_record_name
 from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.objects import ROOT_NAME, Location
@@ -128,7 +128,7 @@ _ASKED: Final = (
 
 def with_adopted_tars(store: Store, manifest: Manifest) -> Store:
     """The store as a reader of `manifest` needs it: one that finds adopted tars, where the manifest has any."""
-    if ADOPTED not in manifest.features or _adopting(store) is not None:
+    if not manifest.adopted or _adopting(store) is not None:
         return store
     if not isinstance(store, LocatedStore):
         return AdoptedStore(store)

@@ -44,7 +44,6 @@ def test_versions_with_missing_values(tmp_path: Path, format: str) -> None:
     done("rebuild", root, "--ref", "other", "--format", "arrow" if format == "tar" else "tar")
     done("verify", f"{root}@other")
     assert table(f"{root}@other") == ROWS
-    assert shardkit.open(f"{root}@other").manifest.features == ("optional",)
     done("build", lines, str(tmp_path / "two"), "--format", format)
     done("merge", f"a={root}", f"b={tmp_path / 'two'}", str(tmp_path / "both"))
     assert table(str(tmp_path / "both")) == sorted(ROWS * 2, key=lambda row: int(row["id"]))

@@ -20,7 +20,6 @@ from shardkit.dataset.expressions import Where, parse_expression, split_names, w
 from shardkit.errors import FormatError, SchemaError, UsageError
 from shardkit.formats import Schema
 from shardkit.formats.tar_members import member_names
-from shardkit.manifest import Manifest
 from shardkit_tools import build
 from shardkit_tools.importers import SourceSample, open_source
 from tests.command_line import call
@@ -203,23 +202,6 @@ def test_commands_take_the_names(tmp_path: Path, table: pa.Table) -> None:
     assert duckdb.execute(f"""select "a,b" from '{path}'""").fetchall() == [("a,b 3",)]
     _, said = call("show", root)
     assert "First Name" in said
-
-
-def test_only_names_that_0_1_did_not_take_are_a_feature_of_the_manifest(tmp_path: Path) -> None:
-    for number, (names, features) in enumerate(
-        [
-            (["a", "B_2", "_x", "a" * 40], ()),
-            (["First Name"], ("names",)),
-            (["a" * 41], ("names",)),
-            (["Id", "id"], ("names",)),
-            (["Weight"], ("names",)),
-        ]
-    ):
-        with shardkit.create(tmp_path / str(number), schema=dict.fromkeys(names, "int64")) as writer:
-            writer.add(dict.fromkeys(names, 1))
-        assert writer.manifest.features == features
-        data = writer.manifest.to_bytes()
-        assert Manifest.from_bytes(data).id == writer.manifest.id
 
 
 @pytest.mark.parametrize("rows", [1, 40])

@@ -152,7 +152,6 @@ def test_values_come_back_from_every_format(tmp_path: Path, form: str, compressi
     for number in range(6):
         assert found[f"k{number}"] == sample(number)
         assert found[f"k{number}"]["seen"].tzinfo.key == "Europe/Berlin"
-    assert "logical" in ds.manifest.features
     assert sorted(ds.strata) == sorted(sample(number)["day"].isoformat() for number in range(6))
     assert ds.manifest.schema["price"] == FieldType.parse("decimal[9,2]")
 

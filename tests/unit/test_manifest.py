@@ -50,7 +50,7 @@ def test_golden_bytes() -> None:
         shards=0, rows=0, selected=0, raw_bytes=0, stored_bytes=0, pages=(), build={"seed": 7},
     )  # fmt: skip
     assert manifest.to_bytes() == (
-        b'{"axes":[],"build":{"seed":7},"classes":[],"compression":"none","features":[],"format":"shardkit-manifest/1",'
+        b'{"adopted":false,"axes":[],"build":{"seed":7},"classes":[],"compression":"none","format":"shardkit-manifest/1",'
         b'"pages":[],"parent":null,"parts":[],"raw_bytes":0,"rows":0,"schema":[["x","int64"]],"selected":0,'
         b'"shard_format":"arrow","shards":0,"sources":null,"stored_bytes":0,'
         b'"strata":[{"in_pool":false,"pooled":false,"rows":0,"selected":0,"values":[]}]}'
@@ -90,8 +90,7 @@ HOSTILE: dict[str, Change] = {
     "no format": lambda d: d.pop("format"),
     "an unknown key": lambda d: d.update(extra=1),
     "a missing key": lambda d: d.pop("rows"),
-    "an unknown feature": lambda d: d.update(features=["encryption"]),
-    "features of another type": lambda d: d.update(features=[1]),
+    "a flag of another type": lambda d: d.update(adopted=1),
     "rows not the sum of pages": lambda d: d.update(rows=d["rows"] + 1),
     "shards not the sum of pages": lambda d: d.update(shards=d["shards"] + 1),
     "too many shards": lambda d: d.update(shards=2**40),

@@ -17,7 +17,7 @@ from typing import Any
 from shardkit.dataset.committing import NOT_MOVED, Moved, block_size_for, move_refs, standing_refs
 from shardkit.errors import FormatError, IntegrityError, SourceError, UsageError
 from shardkit.formats import Schema, canonical_json
-from shardkit.manifest import ADOPTED, Manifest, ShardRecord, ShardTable, Stratum, check_against, compose
+from shardkit.manifest import Manifest, ShardRecord, ShardTable, Stratum, check_against, compose
 from shardkit.reading.adopted import put_adopted
 from shardkit.repository.log import LogEntry
 from shardkit.repository.repository import Repository
@@ -273,7 +273,7 @@ class _Adopting:
             axes=self.axes,
             strata=list(strata),
             build={"source": {"importer": "adopt"}, "block_size": self.block_bytes},
-            features=(ADOPTED,),
+            adopted=True,
         )
         check_against(manifest, table)
         put_manifest(repository, manifest, pages)

@@ -42,7 +42,6 @@ from shardkit.formats.schema import KEY_FIELD
 from shardkit.formats.tar_members import TarEncoder, member_names, sniff_extension
 from shardkit.formats.values import logical_text
 from shardkit.formats.writing import fit_key, max_key_bytes
-from shardkit.manifest import ADOPTED
 from shardkit.ranges import parse_size
 from shardkit.reading.adopted import adopted_place
 from shardkit.reading.inventory import take_inventory
@@ -420,7 +419,7 @@ def _adopted_places(dataset: Dataset) -> dict[str, str]:
     places = {}
     for shard in range(len(dataset.table)):
         part = dataset.version.part_of(shard)
-        if ADOPTED in part.manifest.features:
+        if part.manifest.adopted:
             name = dataset.reader.shard_name(shard)
             place = adopted_place(part.repository.store, name)
             if place is not None:
