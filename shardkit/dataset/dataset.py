@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from shardkit.dataset.samples import Samples, numbers_of
 from shardkit.errors import FormatError, ShardkitError, UsageError
-from shardkit.formats import Verify
 from shardkit.formats.tar_members import sniff_extension
 from shardkit.loader import Loader, LoaderConfig, Rebalancing, Sources
 from shardkit.manifest import Manifest, ShardTable, merge
@@ -22,6 +21,7 @@ from shardkit.notebook import page, table
 from shardkit.plan import Assignment, Plan, Population, make_plan
 from shardkit.plan.settings import LEAST_LANES, few_lanes
 from shardkit.ranges import parse_size
+from shardkit.reading.blocks import VerifySetting
 from shardkit.reading.located_store import Locations
 from shardkit.reading.read_path import ReadSettings
 from shardkit.repository.log import parse_dataset_url
@@ -333,7 +333,7 @@ Url = str | os.PathLike[str]
 def open_dataset(
     url: Url | Mapping[str, Url],
     *,
-    verify: Verify = "fast",
+    verify: VerifySetting = "auto",
     locations: Locations | None = None,
     settings: ReadSettings | None = None,
     heal: bool = False,
@@ -344,8 +344,9 @@ def open_dataset(
         url: ``"data/cats"`` (its ref `main`), ``"data/cats@val"`` (a ref or tag), ``"data/cats@sha256:…"`` (a
             manifest). A mapping such as ``{"web": "a/web@v3", "code": "data/code"}`` opens several as one: their
             samples follow each other, and the name is the first axis of the strata ("web/de").
-        verify: "fast" checks XXH3 of every block that is read, "strong" SHA-256. There is no "off". What comes over a
-            network is always checked by SHA-256.
+        verify: the checksum of every block that is read from a local file. "fast" (XXH3) finds accidents, "strong"
+            (SHA-256) finds forgeries, too; "auto" is "strong" for files that another user can write, and "fast" for
+            others. There is no "off". What comes over a network is always compared by SHA-256. See docs/threats.md.
         locations: further copies of the objects, name → URL, nearest first (``{"mirror": "s3://other/cats"}``), or
             caches of neighbours (``http://host:port``); reads go on over them when the root is slow, wrong or gone.
         settings: deadlines, concurrency and hedging of reads over a network.

@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.errors import MissingDependency, NotFoundError, UsageError
-from shardkit.formats import Block, Schema, Verify
+from shardkit.formats import Block, Schema
 from shardkit.manifest import Selection
 from shardkit.plan.permutation import Feistel, derive
 from shardkit.ranges import Range
-from shardkit.reading.blocks import BlockReader, RowMap
+from shardkit.reading.blocks import BlockReader, RowMap, VerifySetting
 from shardkit.repository.versions import Version
 
 _COUNT = Range(0, 2**40)
@@ -29,13 +29,17 @@ class Samples:
     """What a dataset is to a reader: a sequence of verified samples, and a table."""
 
     def __init__(
-        self, version: Version, *, selections: Mapping[int, Selection] | None = None, verify: Verify = "fast"
+        self,
+        version: Version,
+        *,
+        selections: Mapping[int, Selection] | None = None,
+        verify: VerifySetting = "auto",
     ) -> None:
         self.version = version
         self.manifest = version.manifest
         self.table = version.table
         self._selections = selections  # those of a view, which no repository holds
-        self._verify: Verify = verify
+        self._verify: VerifySetting = verify
 
     @property
     def schema(self) -> Schema:

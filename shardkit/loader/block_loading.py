@@ -42,8 +42,8 @@ __all__ = [
 
 Int64s = NDArray[np.int64]
 
-FILE, OFFSET, SIZE, ADDRESS, HASH, AFTER, SLOT, BLOCK, LAYOUT, RAW_SIZE = range(10)
-JOB: Final = 10
+FILE, OFFSET, SIZE, ADDRESS, HASH, AFTER, SLOT, BLOCK, LAYOUT, RAW_SIZE, DIGEST = range(11)
+JOB: Final = 11
 """Numbers of a job before its facts; see block_rows.pyi."""
 
 _SHORT_BYTES: Final = 240  # XXH3 hashes longer blocks in another way
@@ -81,13 +81,14 @@ class LocalShard:
     left to `read_block`.
     """
 
-    def __init__(self, index: ShardIndex, fields: Sequence[str], file: int) -> None:
-        self.index, self._file = index, file
+    def __init__(self, index: ShardIndex, fields: Sequence[str], file: int, *, strong: bool) -> None:
+        self.index, self._file, self._strong = index, file, strong
         self.sizes: Int64s = index.block_size.astype(np.int64)
         self.raw_sizes: Int64s = index.block_raw_size.astype(np.int64)
         self._rows: Int64s = np.diff(index.block_start)
         self._width = 1 + FACTS * len(fields)
         self._offsets, self._hashes = index.block_offset.astype(np.int64), index.block_xxh3.view(np.int64)
+        self._digests = np.ascontiguousarray(index.block_sha256)  # (blocks, 32)
         self._layout: Int64s | None = None  # where fields lie in messages; of a tar, headers of members
         self._headers: list[NDArray[np.uint8]] = []  # to which it refers
         self.own_sizes = self.raw_sizes  # bytes of memory that a block needs beside its objects
@@ -95,10 +96,17 @@ class LocalShard:
 
     @classmethod
     def of(
-        cls, index: ShardIndex, fields: Sequence[str], file: int, layout: Int64s | None, objects: bool
+        cls,
+        index: ShardIndex,
+        fields: Sequence[str],
+        file: int,
+        layout: Int64s | None,
+        objects: bool,
+        *,
+        strong: bool = False,
     ) -> LocalShard | None:
         """None where the index tells that the bytes of all blocks need a closer look."""
-        self = cls(index, fields, file)
+        self = cls(index, fields, file, strong=strong)
         if index.format == "arrow":
             if layout is None:
                 return None
@@ -181,6 +189,8 @@ class LocalShard:
         jobs = np.zeros((len(inside), JOB + self._width), np.int64)
         jobs[:, FILE], jobs[:, OFFSET], jobs[:, SIZE] = self._file, self._offsets[inside], self.sizes[inside]
         jobs[:, ADDRESS], jobs[:, HASH] = addresses, self._hashes[inside]
+        if self._strong:
+            jobs[:, DIGEST] = _address(self._digests) + 32 * inside
         if self._is_compressed:
             jobs[:, RAW_SIZE] = self.raw_sizes[inside]
         facts = jobs[:, JOB:]
@@ -314,15 +324,18 @@ class BlockLoading:
         return self._shards[shard]
 
     def _local_shard(self, shard: int, index: ShardIndex) -> LocalShard | None:
-        file = self._reader.verified_file(shard, index)
+        file, strong = self._reader.verified_file(shard, index), self._reader.verify_of(shard) == "strong"
         if file is None or (index.compression != "none" and not block_rows.opens_zstd()):
+            return None
+        if strong and not block_rows.hashes_sha256():
             return None
         layout = None
         if index.format == "arrow":
             head = np.empty(min(_HEAD_BYTES, int(index.block_size[0])), np.uint8)
             read_file(*file, int(index.block_offset[0]), head.data)
             layout = self._layouts.of(index, head)
-        return LocalShard.of(index, self._fields, self._number_of(file), layout, self._objects)
+        number = self._number_of(file)
+        return LocalShard.of(index, self._fields, number, layout, self._objects, strong=strong)
 
     def _number_of(self, file: tuple[str, int]) -> int:
         number = self._files.get(file)

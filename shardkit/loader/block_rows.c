@@ -7,7 +7,7 @@
  * Optional: without this module plain_rows.py does the same with os.preadv, xxhash and numpy.
  *
  * XXH3-64 is written from the description of the algorithm (xxHash, doc/xxhash_spec.md) for inputs of more than 240
- * bytes, with the default secret and no seed; tests compare it with the package.
+ * bytes, with the default secret and no seed; tests compare it with the package. SHA-256 is in sha256.h.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -24,6 +24,8 @@
 #include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
+
+#include "sha256.h"
 
 /* ---- XXH3-64 */
 
@@ -279,13 +281,14 @@ failed:
 #define DECIMAL_PITCH (-8) /* between rows that lie in their block as decimal texts */
 #define PLACED_PITCH (-24)  /* between rows of one size that lie anywhere: data and where each begins in it */
 #define OBJECT_PITCH (-16) /* between rows that are objects already: where these are is in the place of the data */
-enum { FILE_NUMBER, OFFSET, SIZE, ADDRESS, HASH, AFTER, SLOT, BLOCK, LAYOUT, RAW_SIZE, JOB, ROWS = JOB, STARTS, KNOWN }; /* int64 numbers of a job */
+enum { FILE_NUMBER, OFFSET, SIZE, ADDRESS, HASH, AFTER, SLOT, BLOCK, LAYOUT, RAW_SIZE, DIGEST, JOB, ROWS = JOB, STARTS, KNOWN }; /* int64 numbers of a job */
 enum { WAITING, BEGUN, DONE };
 #define WAIT_NS 100000000 /* between looks for signals */
 #define COLD_NS 20000     /* and one for each byte: longer than any read from memory */
 #define ASK_AHEAD 16      /* blocks */
 #define PIECES_AT_ONCE 16 /* of a block that are read in one call */
 #define MOST_TIMES (1 << 16)
+#define MOST_PAIRS 64
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23 /* of Linux from 5.14 on; others refuse it */
 #endif
@@ -330,6 +333,10 @@ typedef struct {
     int64_t number, since, job[KNOWN];
 } Later;
 
+typedef struct {
+    int64_t number, slot, block;
+} Refused;
+
 /* Rows of one size that lie anywhere, and where they go end to end. */
 typedef struct {
     char *to;
@@ -365,6 +372,8 @@ typedef struct {
     OpenFile open_files[MOST_OPEN]; /* each in the place of its number, modulo their count */
     int64_t *running, running_count, running_room;         /* slots that jobs before `dropped` still write to */
     int64_t *times, time_count; /* (block, ns) */
+    int64_t pairs, refused_count; /* pairs that are loaded or refused */
+    Refused refused[MOST_PAIRS]; /* the second job of each pair of which both are the interpreter's */
     Later later[MOST_LATER];
     int64_t later_count;
     Shared *shared;
@@ -764,25 +773,74 @@ static unsigned char *room_for(Scratch *scratch, int64_t size)
     return scratch->stored;
 }
 
-/* Read, hash and open a block: 0 if it is what was written. */
-static int load(Loads *self, Scratch *scratch, const int64_t *job, const Objects *objects, unsigned char *to)
+/* A block on its way to memory. */
+typedef struct {
+    const int64_t *job;
+    const Objects *objects;
+    Scratch *scratch;
+    unsigned char *stored, *to;
+    struct iovec all;
+    const struct iovec *pieces;
+    int64_t count, read_ns;
+    int file;
+} Reading;
+
+static const unsigned char *digest_of(const int64_t *job) { return (const unsigned char *)(intptr_t)job[DIGEST]; }
+
+/* Read a block: 0 if all of its bytes are there. `end_reading` follows, whatever comes back. */
+static int begin_reading(Loads *self, Reading *it)
 {
-    unsigned char *stored = job[RAW_SIZE] ? room_for(scratch, job[SIZE]) : to;
-    const struct iovec all = {stored, (size_t)job[SIZE]}, *pieces = objects ? objects->piece : &all;
-    const int64_t count = objects ? objects->pieces : 1;
-    const int file = stored ? borrow_file(self, job[FILE_NUMBER]) : -1;
-    if (file < 0)
+    const int64_t *job = it->job, started = now_ns();
+    it->file = -1, it->stored = job[RAW_SIZE] ? room_for(it->scratch, job[SIZE]) : it->to;
+    it->all = (struct iovec){it->stored, (size_t)job[SIZE]};
+    it->pieces = it->objects ? it->objects->piece : &it->all, it->count = it->objects ? it->objects->pieces : 1;
+    if (!it->stored || (it->file = borrow_file(self, job[FILE_NUMBER])) < 0)
         return -1;
-    if (!job[AFTER] && to == (unsigned char *)(intptr_t)job[ADDRESS]) { /* memory that held no block before, perhaps */
-        for (int64_t n = 0; objects && n < count; n++)
-            touch(&pieces[n], self->page);
-        if (!objects)
-            touch(&(struct iovec){to, (size_t)room_of(job)}, self->page);
+    if (!job[AFTER] && it->to == (unsigned char *)(intptr_t)job[ADDRESS]) { /* memory that held no block before, perhaps */
+        for (int64_t n = 0; it->objects && n < it->count; n++)
+            touch(&it->pieces[n], self->page);
+        if (!it->objects)
+            touch(&(struct iovec){it->to, (size_t)room_of(job)}, self->page);
     }
-    const int failed =
-        read_pieces(file, job[OFFSET], pieces, count) || xxh3(self->add_blocks, pieces, count) != (uint64_t)job[HASH];
-    return_file(self, job[FILE_NUMBER], file, failed);
-    return failed ? -1 : open_block(scratch, job, stored, to, 0);
+    const int failed = read_pieces(it->file, job[OFFSET], it->pieces, it->count);
+    it->read_ns = now_ns() - started;
+    return failed;
+}
+
+/* Return the file and open the block: 0 if it is what was written. */
+static int end_reading(Loads *self, Reading *it, int failed)
+{
+    if (it->file >= 0)
+        return_file(self, it->job[FILE_NUMBER], it->file, failed);
+    return failed ? -1 : open_block(it->scratch, it->job, it->stored, it->to, 0);
+}
+
+/* Read, hash and open a block: 0 if it is what was written. */
+static int load(Loads *self, Reading *it)
+{
+    int failed = begin_reading(self, it);
+    if (!failed && it->job[DIGEST]) {
+        Sha256 hash;
+        sha256_begin(&hash, it->pieces, it->count);
+        sha256_run(&hash, NULL);
+        failed = !sha256_is(&hash, digest_of(it->job));
+    } else if (!failed) {
+        failed = xxh3(self->add_blocks, it->pieces, it->count) != (uint64_t)it->job[HASH];
+    }
+    return end_reading(self, it, failed);
+}
+
+/* The same for two blocks that are known by SHA-256, hashed together. */
+static void load_two(Loads *self, Reading *both, int *failed)
+{
+    Sha256 hash[2];
+    for (int n = 0; n < 2; n++) {
+        failed[n] = begin_reading(self, &both[n]);
+        sha256_begin(&hash[n], both[n].pieces, failed[n] ? 0 : both[n].count);
+    }
+    sha256_run(&hash[0], &hash[1]);
+    for (int n = 0; n < 2; n++)
+        failed[n] = end_reading(self, &both[n], failed[n] || !sha256_is(&hash[n], digest_of(both[n].job)));
 }
 
 static void lock_shared(Shared *shared)
@@ -850,30 +908,30 @@ static int ask_shared(Loads *self, const int64_t *job, int64_t *place)
 }
 
 /* A block to its own memory, or the memory that is shared: where it is; NULL if it is not what was written, or `how` is BUSY. */
-static unsigned char *load_anywhere(Loads *self, Scratch *scratch, const int64_t *job, const Objects *objects, int *how, int patient)
+static unsigned char *load_anywhere(Loads *self, Reading *it, int *how, int patient)
 {
-    unsigned char *own = (unsigned char *)(intptr_t)job[ADDRESS];
+    const int64_t *job = it->job;
     int64_t place;
     *how = NO_ROOM;
-    if (!self->shared || objects || room_of(job) > self->shared->slot_bytes)
-        return load(self, scratch, job, objects, own) ? NULL : own;
+    if (!self->shared || it->objects || room_of(job) > self->shared->slot_bytes)
+        return load(self, it) ? NULL : it->to;
     *how = ask_shared(self, job, &place);
     if (*how == FOUND) {
         unsigned char *found = shared_memory(self->shared, place);
-        return open_block(scratch, job, found, found, 1) ? NULL : found;
+        return open_block(it->scratch, job, found, found, 1) ? NULL : found;
     }
     if (*how == BUSY && patient)
         return NULL;
     if (*how == MINE) {
-        unsigned char *to = shared_memory(self->shared, place);
-        const int failed = load(self, scratch, job, NULL, to);
+        it->to = shared_memory(self->shared, place);
+        const int failed = load(self, it);
         lock_shared(self->shared);
         self->shared->slots[place].state = failed ? NOTHING : THERE;
         pthread_mutex_unlock(&self->shared->lock);
-        return failed ? NULL : to;
+        return failed ? NULL : it->to;
     }
     *how = NO_ROOM;
-    return load(self, scratch, job, NULL, own) ? NULL : own;
+    return load(self, it) ? NULL : it->to;
 }
 
 /* The lock is held. `moved`: how far from where its facts say the block lies. */
@@ -900,40 +958,81 @@ static void finish_job(Loads *self, int64_t number, int64_t slot, const int64_t 
         pthread_cond_broadcast(&self->ready);
 }
 
+/* A job is loaded: `found` is where it is, in a time that is noted unless another process loaded it (`took` is -1). */
+static void finish_load(Loads *self, const Reading *it, int64_t number, const unsigned char *found, int64_t took)
+{
+    const int64_t *job = it->job;
+    pthread_mutex_lock(&self->lock);
+    if (took >= 0)
+        self->loads++, self->bytes += job[RAW_SIZE] ? job[RAW_SIZE] : job[SIZE], self->load_ns += took;
+    if (took >= 0 && self->is_timed && self->time_count < MOST_TIMES) {
+        self->times[2 * self->time_count] = job[BLOCK];
+        self->times[2 * self->time_count++ + 1] = took;
+    }
+    if (is_message(job))
+        finish_job(self, number, job[SLOT], it->scratch->facts, 0);
+    else
+        finish_job(self, number, job[SLOT], job_at(self, number) + JOB, (int64_t)(intptr_t)found - job[ADDRESS]);
+    pthread_mutex_unlock(&self->lock);
+}
+
+static int is_cold(const Reading *it) { return it->read_ns > COLD_NS + it->job[SIZE]; }
+
+static Reading reading_of(const int64_t *job, const Objects *objects, Scratch *scratch)
+{
+    return (Reading){.job = job, .objects = objects, .scratch = scratch, .to = (unsigned char *)(intptr_t)job[ADDRESS]};
+}
+
 /* Load a job, and finish it unless it is the interpreter's: whether it is. -1: others load it. */
 static int do_job(Loads *self, Scratch *scratch, int64_t number, const int64_t *job, const Objects *objects, int patient)
 {
     const int64_t started = now_ns();
     int how;
-    unsigned char *found = load_anywhere(self, scratch, job, objects, &how, patient);
-    const int64_t took = now_ns() - started, size = job[RAW_SIZE] ? job[RAW_SIZE] : job[SIZE];
+    Reading it = reading_of(job, objects, scratch);
+    unsigned char *found = load_anywhere(self, &it, &how, patient);
     if (how == BUSY)
         return -1;
-    if (took > COLD_NS + job[SIZE] + 2 * job[RAW_SIZE])
+    if (is_cold(&it))
         ask_disk(self);
     if (!found)
         return 1;
-    pthread_mutex_lock(&self->lock);
-    if (how != FOUND)
-        self->loads++, self->bytes += size, self->load_ns += took;
-    if (how != FOUND && self->is_timed && self->time_count < MOST_TIMES) {
-        self->times[2 * self->time_count] = job[BLOCK];
-        self->times[2 * self->time_count++ + 1] = took;
-    }
-    if (is_message(job))
-        finish_job(self, number, job[SLOT], scratch->facts, 0);
-    else
-        finish_job(self, number, job[SLOT], job_at(self, number) + JOB, (int64_t)(intptr_t)found - job[ADDRESS]);
-    pthread_mutex_unlock(&self->lock);
+    finish_load(self, &it, number, found, how == FOUND ? -1 : now_ns() - started);
     return 0;
 }
+
+/* Load two jobs that are known by SHA-256, and finish those that are not the interpreter's, which are marked so. */
+static void do_two(Loads *self, Scratch *scratch, const Later *jobs, const Objects *const *objects, int *is_left)
+{
+    const int64_t started = now_ns();
+    Reading both[2] = {reading_of(jobs[0].job, objects[0], scratch), reading_of(jobs[1].job, objects[1], scratch + 1)};
+    load_two(self, both, is_left);
+    const int64_t took = (now_ns() - started) / 2;
+    if (is_cold(&both[0]) || is_cold(&both[1]))
+        ask_disk(self);
+    for (int n = 0; n < 2; n++)
+        if (!is_left[n])
+            finish_load(self, &both[n], jobs[n].number, both[n].to, took);
+}
+
+/* Take the next job. The lock is held. */
+static const Objects *take_job(Loads *self, Later *one)
+{
+    *one = (Later){self->next, now_ns(), {0}};
+    memcpy(one->job, job_at(self, self->next), (size_t)(self->stride < KNOWN ? self->stride : KNOWN) * 8);
+    self->states[self->next & (self->room - 1)] = BEGUN;
+    self->began[self->next++ & (self->room - 1)] = one->since;
+    release_shared(self, one->job[SLOT]);
+    return self->objects[one->job[SLOT]];
+}
+
+static int is_strong(const int64_t *job) { return job[FILE_NUMBER] >= 0 && job[DIGEST]; }
 
 /* Take and load jobs until there is one for the interpreter: its number, or -1 once the object is closed. The lock is not held. */
 static int64_t work(Loads *self, Scratch *scratch, int64_t *job)
 {
     for (;;) {
         pthread_mutex_lock(&self->lock);
-        while (!self->is_closed && !may_begin(self) && !self->later_count) {
+        while (!self->is_closed && !may_begin(self) && !self->later_count && !self->refused_count) {
             if (is_left_to_copy(self)) {
                 self->helping++;
                 copy_piece(self);
@@ -947,22 +1046,48 @@ static int64_t work(Loads *self, Scratch *scratch, int64_t *job)
             pthread_mutex_unlock(&self->lock);
             return -1;
         }
-        Later one = {self->next, now_ns(), {0}};
-        const Objects *objects = NULL;
+        if (self->refused_count) {
+            const Refused refused = self->refused[--self->refused_count];
+            self->pairs--;
+            pthread_mutex_unlock(&self->lock);
+            job[SLOT] = refused.slot, job[BLOCK] = refused.block;
+            return refused.number;
+        }
+        Later one, two;
+        const Objects *objects[2] = {NULL, NULL};
+        int are_two = 0;
         if (may_begin(self) && self->later_count < MOST_LATER) {
-            memcpy(one.job, job_at(self, self->next), (size_t)(self->stride < KNOWN ? self->stride : KNOWN) * 8);
-            self->states[self->next & (self->room - 1)] = BEGUN;
-            self->began[self->next++ & (self->room - 1)] = one.since;
-            release_shared(self, one.job[SLOT]);
-            objects = self->objects[one.job[SLOT]];
+            objects[0] = take_job(self, &one);
+            are_two = is_strong(one.job) && !self->shared && may_begin(self) && is_strong(job_at(self, self->next)) &&
+                      self->pairs < MOST_PAIRS;
         } else { /* the one that waits for the longest time */
             one = self->later[0];
             memmove(self->later, self->later + 1, (size_t)--self->later_count * sizeof one);
         }
+        if (are_two)
+            objects[1] = take_job(self, &two), self->pairs++;
         pthread_mutex_unlock(&self->lock);
+        if (are_two) {
+            int is_left[2];
+            do_two(self, scratch, (Later[]){one, two}, objects, is_left);
+            pthread_mutex_lock(&self->lock);
+            if (is_left[0] && is_left[1]) {
+                self->refused[self->refused_count++] = (Refused){two.number, two.job[SLOT], two.job[BLOCK]};
+                pthread_cond_signal(&self->work);
+            } else {
+                self->pairs--;
+            }
+            pthread_mutex_unlock(&self->lock);
+            if (!is_left[0] && !is_left[1])
+                continue;
+            if (!is_left[0])
+                one = two;
+            memcpy(job, one.job, sizeof one.job);
+            return one.number;
+        }
         memcpy(job, one.job, sizeof one.job);
         int answer = 1;
-        while (job[FILE_NUMBER] >= 0 && (answer = do_job(self, scratch, one.number, job, objects, now_ns() - one.since < PATIENCE_NS)) < 0) {
+        while (job[FILE_NUMBER] >= 0 && (answer = do_job(self, scratch, one.number, job, objects[0], now_ns() - one.since < PATIENCE_NS)) < 0) {
             pthread_mutex_lock(&self->lock);
             const int is_left = self->later_count < MOST_LATER, is_idle = is_left && !may_begin(self);
             if (is_left)
@@ -1122,12 +1247,14 @@ static void free_jobs(Loads *self, int works_steps)
 static PyObject *loads_work(Loads *self, PyObject *ignored)
 {
     int64_t job[KNOWN], number = -1;
-    Scratch scratch = {NULL, NULL, 0, malloc((size_t)self->width * 8)};
-    if (!scratch.facts)
+    Scratch scratch[2] = {{NULL, NULL, 0, malloc((size_t)self->width * 8)}, {NULL, NULL, 0, malloc((size_t)self->width * 8)}};
+    if (!scratch[0].facts || !scratch[1].facts) {
+        release_scratch(&scratch[0]), release_scratch(&scratch[1]);
         return PyErr_NoMemory();
+    }
     Py_BEGIN_ALLOW_THREADS
-    number = work(self, &scratch, job);
-    release_scratch(&scratch);
+    number = work(self, scratch, job);
+    release_scratch(&scratch[0]), release_scratch(&scratch[1]);
     Py_END_ALLOW_THREADS
     if (number < 0)
         Py_RETURN_NONE;
@@ -1178,7 +1305,7 @@ static PyObject *loads_add(Loads *self, PyObject *jobs)
         const int64_t *layout = (const int64_t *)(intptr_t)job[LAYOUT];
         fits = job[FILE_NUMBER] < self->file_count && job[SLOT] >= 0 && job[SLOT] < self->slots &&
                (job[FILE_NUMBER] < 0 || (job[SIZE] >= SHORTEST && job[OFFSET] >= 0 && job[RAW_SIZE] >= 0 &&
-                                         (!job[RAW_SIZE] || zstd.make) &&
+                                         (!job[RAW_SIZE] || zstd.make) && (!job[DIGEST] || sha256_is_here()) &&
                                          (!is_message(job) || 1 + FACTS * layout[FIELDS] == self->width)));
     }
     if (enough && fits) {
@@ -2044,9 +2171,11 @@ static PyObject *decimals_at(PyObject *self, PyObject *args)
     return values;
 }
 
+static PyObject *hashes_sha256(PyObject *self, PyObject *ignored) { return PyBool_FromLong(sha256_is_here()); }
 static PyObject *opens_zstd(PyObject *self, PyObject *ignored) { return PyBool_FromLong(zstd.make != NULL); }
 
 static PyMethodDef functions[] = {
+    {"hashes_sha256", hashes_sha256, METH_NOARGS, "hashes_sha256(): whether jobs may have a SHA-256 digest: the processor has instructions for it."},
     {"opens_zstd", opens_zstd, METH_NOARGS, "opens_zstd(): whether jobs may be compressed: the system has libzstd."},
     {"prepare_shared", prepare_shared, METH_VARARGS,
      "prepare_shared(file, slots, slot_bytes): memory for `Loads.share`, in a nameless file that nobody else has yet."},

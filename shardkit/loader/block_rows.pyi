@@ -13,11 +13,11 @@ class Loads:
     Where the facts of a field say OBJECTS (gather.py) instead of the bytes between rows, its rows are read into bytes
     objects, made once the slot is free; of the block only what lies between them is at the job's address, end to end.
 
-    A job is 10 + `width` int64: file (-1: the caller loads it), offset, bytes (above 240), address, XXH3-64, the step
+    A job is 11 + `width` int64: file (-1: the caller loads it), offset, bytes (above 240), address, XXH3-64, the step
     up to which its memory is in use, slot, block, address of the layout of Arrow messages (`formats.message_layout`) or
-    of a tar's headers (0: there are none), bytes in a zstd frame or in a message of them (0: it is not compressed), and
-    its facts: they are the row `slot` of the table once it is loaded. Of a message only the rows are given, and the
-    rest is found.
+    of a tar's headers (0: there are none), bytes in a zstd frame or in a message of them (0: it is not compressed),
+    address of a SHA-256 digest (0: none) that is compared instead of XXH3-64, and its facts: they are the row `slot` of
+    the table once it is loaded. Of a message only the rows are given, and the rest is found.
 
     Args:
         width: of the table.
@@ -33,7 +33,7 @@ class Loads:
         """(slots, width), C-contiguous: takes over what the last one held."""
 
     def add(self, jobs: Int64s, /) -> int:
-        """(n, 10 + width) jobs, behind the others; the number of the first."""
+        """(n, 11 + width) jobs, behind the others; the number of the first."""
 
     def work(self) -> tuple[int, int, int] | None:
         """Load, one after the other, until one is the caller's: (job, slot, block).
@@ -94,6 +94,9 @@ def prepare_shared(file: int, slots: int, slot_bytes: int, /) -> None:
 
 def opens_zstd() -> bool:
     """Whether jobs may be compressed: the system has libzstd."""
+
+def hashes_sha256() -> bool:
+    """Return True if jobs may have a SHA-256 digest: this processor has instructions for it."""
 
 def ways() -> int:
     """In how many ways this processor can hash; all give the same hashes."""

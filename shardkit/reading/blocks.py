@@ -13,18 +13,19 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, StoreError
+from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, StoreError, UsageError
 from shardkit.formats import Block, ShardIndex, Verify, extension, read_block
 from shardkit.manifest import Selection, ShardTable
 from shardkit.reading.adopted import adopted_place, find_tar
 from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.objects import BlockRequest, place_ids
 from shardkit.stores.file_operations import read_file
+from shardkit.stores.ownership import WriteAccess
 from shardkit.stores.store import Store, object_name, read_object
 
 if TYPE_CHECKING:
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 
 
 Int64s = NDArray[np.int64]
+
+VerifySetting: TypeAlias = Literal["auto", "fast", "strong"]
+"""By which checksum blocks of local files are verified; "auto" is "strong" for files that other users can write."""
 
 
 class RowPlaces(NamedTuple):
@@ -171,7 +175,11 @@ class BlockReader:
         stores: of the root of each part; a dataset that was not merged has one part.
         part_first_shard: first shard of each part, ascending.
         formats: (format, compression) of each part.
-        verify: "fast" checks XXH3 of each block, "strong" SHA-256.
+        verify: "fast" compares XXH3 of each block, "strong" SHA-256; "auto" is "strong" for files that another user can
+            write, and "fast" for others.
+
+    Raises:
+        UsageError: `verify` is another word.
     """
 
     def __init__(
@@ -180,13 +188,15 @@ class BlockReader:
         stores: list[Store],
         part_first_shard: list[int],
         formats: list[tuple[str, str]],
-        verify: Verify = "fast",
+        verify: VerifySetting = "auto",
     ) -> None:
+        if verify not in get_args(VerifySetting):
+            raise UsageError(f"verify={verify!r}: expected 'auto', 'fast' or 'strong'; there is no 'off'")
         self._table = table
         self.stores = stores
         self._part_first_shard = part_first_shard
         self._formats = formats
-        self.verify: Verify = verify
+        self.verify: VerifySetting = verify
         self._open()
 
     def _open(self) -> None:
@@ -194,6 +204,8 @@ class BlockReader:
         self._indexes: OrderedDict[int, tuple[ShardIndex, int]] = OrderedDict()
         self._index_bytes = 0
         self._paths: dict[int, str] = {}  # of shards that are local files
+        self._access = WriteAccess()
+        self._verify_of: dict[int, Verify] = {}
         self.supply: BlockFetcher | None = None  # of this process: a cache is opened where it is used
         _readers.add(self)
 
@@ -264,7 +276,7 @@ class BlockReader:
         memory: TakeMemory = _fresh,
     ) -> Block:
         """One verified block, in memory that nobody else writes to."""
-        index, verify = self.index(shard), verify or self.verify
+        index, verify = self.index(shard), verify or self.verify_of(shard)
 
         def parsed(stored: memoryview, verify: Verify) -> Block:
             return read_block(stored, index, block, verify=verify, keys=keys, fields=fields)
@@ -273,7 +285,8 @@ class BlockReader:
             try:
                 return parsed(self._stored(shard, block, index, memory), verify)
             except (IntegrityError, NotFoundError) as error:
-                self._paths.pop(shard, None)  # another file may lie there by now, or none
+                self._paths.pop(shard, None)  # another file may be there by now, or none
+                self._verify_of.pop(shard, None)
                 store = self._elsewhere(shard, error)
                 if store is not None:
                     return parsed(memoryview(store.read_block(self.request(shard, block))), "fast")
@@ -322,6 +335,19 @@ class BlockReader:
             return None
         return None if isinstance(error, NotFoundError) and not self._is_near_tar(shard) else store
 
+    def verify_of(self, shard: int) -> Verify:
+        """Return the checksum by which blocks of a shard are verified; remote reads have compared SHA-256 already."""
+        if self.verify != "auto":
+            return self.verify
+        found = self._verify_of.get(shard)
+        if found is not None:
+            return found
+        path = self._path(shard)
+        if path is None:
+            return "fast"
+        is_open = self._access.others_can_write(path)
+        return self._verify_of.setdefault(shard, "strong" if is_open else "fast")
+
     def has_file(self, shard: int) -> bool:
         return self.store_of(shard).local_path(self.shard_name(shard)) is not None
 
@@ -332,11 +358,11 @@ class BlockReader:
         return reader
 
     def verified_file(self, shard: int, index: ShardIndex) -> tuple[str, int] | None:
-        """(path, bytes) of a shard in a local file whose blocks XXH3 verifies, plain or of zstd; else None.
+        """(path, bytes) of a shard in a local file, plain or of zstd; otherwise None.
 
         For those who read, hash and open several blocks at once in memory of their own; they have the shard's index.
         """
-        is_known = self.verify == "fast" and index.compression != "lz4"
+        is_known = index.compression != "lz4"
         path = self._path(shard) if is_known else None
         return None if path is None else (path, int(self._table.size[shard]))
 

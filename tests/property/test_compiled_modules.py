@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import sys
 import threading
@@ -17,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.loader import gather, plain_rows
+from shardkit.loader.block_loading import DIGEST, JOB
 
 block_rows: Any = pytest.importorskip("shardkit.loader.block_rows")
 
@@ -52,7 +54,7 @@ def _loads(rows: Any, slots: int, **options: Any) -> Any:
 
 def _job(file: int, offset: int, into: np.ndarray[Any, Any], expected: int, slot: int = 0) -> list[int]:
     signed = expected - (expected >> 63 << 64)
-    return [file, offset, len(into), _address(into), signed, 0, slot, 0, 0, 0, 1]
+    return [file, offset, len(into), _address(into), signed, 0, slot, 0, 0, 0, 0, 1]
 
 
 def _load(
@@ -90,10 +92,47 @@ def _object_job(
     places = [np.array(field, np.int64).reshape(-1, 2).T.copy() for field in spans]
     (expected,) = _hashes([(first, size)])
     job = _job(0, first, between, expected, slot)
-    job[2], job[5], job[10] = size, after, len(spans[0])
+    job[2], job[5], job[JOB] = size, after, len(spans[0])
     for starts, ends in places:
         job += [_address(starts), _address(ends), 0, gather.OBJECTS]
     return job, (between, places)
+
+
+@pytest.mark.skipif(not block_rows.hashes_sha256(), reason="this processor has no instructions for SHA-256")
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_blocks_are_known_by_sha256_alone_and_in_pairs(file: Path, data: st.DataObject) -> None:
+    """Digests equal those of hashlib for every length; each job with a wrong one is returned once."""
+    sizes = st.integers(241, 700) | st.integers(241, 40_000)
+    blocks = data.draw(
+        st.lists(st.tuples(st.integers(0, 5000), sizes, st.booleans(), st.booleans()), min_size=1, max_size=9)
+    )
+    loads, into, jobs = _loads(block_rows, len(blocks) + 1), [], []
+    loads.add_file(str(file), len(BYTES))
+    digests = np.zeros((len(blocks), 32), np.uint8)
+    for slot, (first, size, is_strong, is_right) in enumerate(blocks):
+        into.append(np.zeros(size, np.uint8))
+        block = BYTES[first : first + size].tobytes()
+        digests[slot] = np.frombuffer(hashlib.sha256(block).digest(), np.uint8)
+        if not is_right:
+            digests[slot, data.draw(st.integers(0, 31))] ^= 1 << data.draw(st.integers(0, 7))
+        job = _job(0, first, into[-1], xxhash.xxh3_64_intdigest(block) ^ (not is_right), slot)
+        job[DIGEST] = _address(digests[slot]) if is_strong else 0
+        jobs.append(job)
+    jobs.append(_job(-1, 0, np.zeros(1, np.uint8), 0, len(blocks)))
+    loads.add(np.array(jobs))
+    left: list[int] = []
+    while len(left) < 1 + sum(not is_right for *_, is_right in blocks):
+        number, slot, _ = loads.work()
+        left.append(slot)
+        loads.finish(number, slot, None)
+    assert sorted(left) == [slot for slot, (*_, is_right) in enumerate(blocks) if not is_right] + [
+        len(blocks)
+    ]
+    assert loads.wait(len(jobs), 1) == len(jobs)
+    loads.close()
+    for one, (first, size, *_) in zip(into, blocks, strict=True):
+        assert one.tobytes() == BYTES[first : first + size].tobytes()
 
 
 @settings(max_examples=200, deadline=None)
@@ -263,7 +302,7 @@ def test_blocks_are_loaded_in_order_each_once_its_memory_is_free(file: Path, thr
 @pytest.mark.parametrize("rows", [block_rows, plain_rows], ids=["compiled", "in Python"])
 def test_jobs_that_are_dropped_are_nobodys(rows: Any) -> None:
     loads = _loads(rows, 8)
-    jobs = np.array([[-1, 0, 0, 0, 0, 0, slot, 10 + slot, 0, 0, 7] for slot in range(5)])
+    jobs = np.array([[-1, 0, 0, 0, 0, 0, slot, 10 + slot, 0, 0, 0, 7] for slot in range(5)])
     assert loads.add(jobs) == 0
     begun = [loads.work(), loads.work()]
     assert [one[:3] for one in begun] == [(0, 0, 10), (1, 1, 11)]

@@ -1,8 +1,9 @@
 """Blocks on a local disk, shared by all processes of a machine (SPEC.md, "The cache").
 
-A block is a file named by its SHA-256. It is verified before it gets that name and whenever it is read, so nothing that
-lies in the directory is trusted, whoever put it there; a restart after a crash, a power cut or a damaged disk costs a
-fetch. The cache never raises for its own troubles: a full or failing disk makes it useless, not wrong.
+A block is a file named by its SHA-256. It is verified before it gets that name and whenever it is read: by SHA-256 if
+another user can write the file, otherwise by XXH3. So nothing in the directory is trusted, and a restart after a crash,
+a power cut or a damaged disk costs a fetch. The cache never raises for its own troubles: a full or failing disk makes
+it useless, not wrong.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from shardkit.reading.cache.catalogue import Catalogue, Entry
 from shardkit.reading.cache.eviction import Lease, Neighbours, choose_victims
 from shardkit.reading.objects import BlockRequest
 from shardkit.stores.file_operations import Directories, Handle, active, explained, write_all
+from shardkit.stores.ownership import WriteAccess
 
 Buffer = Any
 
@@ -67,7 +69,7 @@ class BlockCache:
         check_local(self.path)
         self.limit = limit
         self.read_events = read_events or ReadEvents()
-        self._directories = Directories(self.path)
+        self._directories, self._access = Directories(self.path), WriteAccess()
         self._full_until = 0.0
         self._process = os.getpid()
         with explained(f"open the cache {self.path}", writing=True):
@@ -118,13 +120,22 @@ class BlockCache:
         except (OSError, StoreError) as error:
             self.read_events.note("cache_failed", what="read", reason=_reason(error))
             return None
-        if data is None or not _is_right(data, request):
+        if data is None or not self._is_right(data, request):
             self.read_events.note("cache_damaged", what=name)
             self.drop(request.sha256)
             return None
         self.read_events.note("cache_hits")
         self.read_events.add_bytes("cache", len(data))
         return data
+
+    def _is_right(self, data: bytes, request: BlockRequest) -> bool:
+        if request.xxh3 is None or self._access.others_can_write(self._path(request.sha256)):
+            return hashlib.sha256(data).digest() == request.sha256
+        return xxh3(data) == request.xxh3
+
+    def _path(self, sha256: bytes) -> str:
+        name = sha256.hex()
+        return os.path.join(self.path, BLOCKS, name[:2], name)
 
     def holds(self, request: BlockRequest) -> bool:
         """Whether a block was there a moment ago."""
@@ -356,12 +367,6 @@ class BlockCache:
             return data if len(data) == length else None
         finally:
             operations.close(file)
-
-
-def _is_right(data: bytes, request: BlockRequest) -> bool:
-    if request.xxh3 is not None:
-        return xxh3(data) == request.xxh3
-    return hashlib.sha256(data).digest() == request.sha256
 
 
 def _reason(error: BaseException) -> str:
