@@ -297,11 +297,11 @@ def test_every_flipped_byte_is_noticed_without_the_interpreter(tmp_path: Path) -
         """By one thread, which is here; what is not intact is the caller's."""
         facts[:] = 0
         jobs = [
-            [0, first, 300, into[n].ctypes.data, expected, 0, n, n, 0, 0, 7]
+            [0, first, 300, into[n].ctypes.data, expected, 0, n, n, 0, 0, 0, 7]
             for n, (first, expected) in enumerate(spans)
         ]
         end = loads.add(np.array(jobs, np.uint64).view(np.int64)) + 3
-        loads.add(np.array([[-1, *[0] * 10]]))  # the caller's: all before it are done
+        loads.add(np.array([[-1, *[0] * JOB]]))  # the caller's: all before it are done
         while (job := loads.work())[0] != end:
             loads.finish(job[0], job[1], None)
         loads.finish(end, 0, None)

@@ -69,6 +69,7 @@ class Reader:
                     block,
                     0,
                     0,
+                    0,
                     *facts,
                 ]
             )
@@ -140,7 +141,7 @@ def test_what_is_wrong_is_nobodys(file: Path, contents: list[bytes]) -> None:
     one.set_table(np.zeros((1, 5), np.int64))
     one.add_file(str(file), BLOCKS * SIZE)
     own = np.zeros(SIZE, np.uint8)
-    one.add(np.array([[0, 0, SIZE, own.ctypes.data, 1, 0, 0, 0, 0, 0, *[0] * 5]]))
+    one.add(np.array([[0, 0, SIZE, own.ctypes.data, 1, 0, 0, 0, 0, 0, 0, *[0] * 5]]))
     assert one.work() == (0, 0, 0)
     one.leave()
     other = Reader(shared, file, contents, 2)
