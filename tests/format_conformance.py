@@ -37,12 +37,9 @@ from tests.whole_shard import build_index, check_whole_shard, find_damage
 
 FORMAT_PAIRS: tuple[tuple[str, str], ...] = (
     ("tar", "none"),
-    ("tar", "zstd"),
-    ("tar", "zstd:9"),
     ("arrow", "none"),
     ("arrow", "zstd"),
     ("arrow", "zstd:9"),
-    ("arrow", "lz4"),
 )
 """Every (format, compression) that shards are written in."""
 

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import zstandard
 
 from shardkit.errors import FormatError, IntegrityError
 from shardkit.formats.arrow_message import (
@@ -26,7 +25,7 @@ from shardkit.formats.arrow_reading import BatchReader
 from shardkit.formats.arrow_writing import arrow_schema
 from shardkit.formats.canonical_json import xxh3
 from shardkit.formats.columns import Texts
-from shardkit.formats.compression import MAX_RATIO, decompress_frame, extension, normalise_compression
+from shardkit.formats.compression import MAX_RATIO, normalise_compression
 from shardkit.formats.index import MAX_BLOCK_BYTES, ShardIndex, block_starts
 from shardkit.formats.schema import Schema
 from shardkit.formats.tar_members import BLOCK, TRAILER, member_extension, member_header, member_names, padded
@@ -99,8 +98,7 @@ def check_whole_shard(data: Buffer, index: ShardIndex) -> None:
 def _check_trailer(tail: memoryview, index: ShardIndex) -> None:
     if index.is_adopted:  # what lies around its samples is whoever wrote it's; it has been read strictly once
         return
-    raw = tail if index.compression == "none" else decompress_frame(tail, len(TRAILER), "end of archive")
-    if index.head_size or raw != TRAILER:
+    if index.head_size or tail != TRAILER:
         raise FormatError(
             "tar shard: expected two zero blocks of 512 bytes at its end, and nothing before its blocks"
         )
@@ -155,15 +153,12 @@ def build_index(
     Raises:
         FormatError: the shard is not what shardkit writes.
     """
-    compression = normalise_compression(compression)
-    extension(format, compression)
+    compression = normalise_compression(format, compression)
     view = memoryview(data).cast("B")
     if format == "arrow":
         found = _walk_arrow(view, schema, compression)
-    elif compression == "none":
-        found = _walk_plain_tar(view, schema, block_rows, segment_rows)
     else:
-        found = _walk_frames(view, schema)
+        found = _walk_tar(view, schema, block_rows, segment_rows)
     return _index_of(
         view, found, format=format, compression=compression, schema=schema, block_rows=block_rows
     )
@@ -233,7 +228,7 @@ def _with_absent(fields: list[tuple[int, int]], number: int) -> list[tuple[int, 
     return fields + [_ABSENT] * (number - len(fields))
 
 
-def _walk_plain_tar(
+def _walk_tar(
     view: memoryview, schema: Schema, block_rows: int, segment_rows: Sequence[int] | None
 ) -> _Found:
     tail = len(view) - len(TRAILER)
@@ -257,46 +252,6 @@ def _walk_plain_tar(
 
 def _first_member(fields: list[tuple[int, int]]) -> int:
     return next(offset for offset, _ in fields if offset)
-
-
-def _walk_frames(view: memoryview, schema: Schema) -> _Found:
-    found = _Found([], [], [], [0], 0)
-    position = 0
-    while True:
-        size, raw_size = _frame_sizes(view, position)
-        frame = view[position : position + size]
-        raw = memoryview(decompress_frame(frame, raw_size, f"frame at {position}"))
-        if position + size == len(view):
-            if raw != TRAILER:
-                raise FormatError("tar shard: its last frame is not the end of the archive")
-            found.tail = position
-            return found
-        for key, fields in _rows_of(raw, 0, raw_size, schema):
-            found.keys.append(key)
-            found.fields.append(fields)
-        found.spans.append((position, size, raw_size))
-        found.starts.append(len(found.keys))
-        position += size
-
-
-def _frame_sizes(view: memoryview, position: int) -> tuple[int, int]:
-    """(stored, declared raw) bytes of the zstd frame at `position`, without opening it (RFC 8878 §3.1.1)."""
-    try:
-        header = zstandard.get_frame_parameters(view[position : position + 18])
-        end = position + zstandard.frame_header_size(view[position : position + 18])
-    except zstandard.ZstdError as error:
-        raise FormatError(f"zstd frame at {position}: {error}") from None
-    last = False
-    while not last:
-        block = int.from_bytes(view[end : end + 3], "little")
-        last, kind = bool(block & 1), block >> 1 & 3
-        if end + 3 > len(view) or kind == 3:
-            raise FormatError(f"zstd frame at {position}: cut short or broken at {end}")
-        end += 3 + (1 if kind == 1 else block >> 3)
-    end += 4 if header.has_checksum else 0
-    if end > len(view) or not 0 < header.content_size <= MAX_BLOCK_BYTES:
-        raise FormatError(f"zstd frame at {position}: declares {header.content_size} bytes, ends at {end}")
-    return end - position, header.content_size
 
 
 def _walk_arrow(view: memoryview, schema: Schema, compression: str) -> _Found:

@@ -37,7 +37,7 @@ from shardkit.repository.policy import Policy
 from shardkit.repository.repository import Repository
 from shardkit.stores.store import Store, parse_object_name, root_store
 
-LARGE: Final = ("tar", "tar.zst", "arrow", "parity")
+LARGE: Final = ("tar", "arrow", "parity")
 """Extensions of objects that are not metadata."""
 
 ALWAYS_EVERYWHERE: Final = frozenset(

@@ -184,7 +184,7 @@ def repair_listed(url: str, *, level: Depth, settings: CheckSettings) -> Repair:
     return work.done
 
 
-_LARGE: Final = (".tar", ".tar.zst", ".arrow", ".parity")
+_LARGE: Final = (".tar", ".arrow", ".parity")
 
 
 def _run_store(run: str) -> Store:

@@ -24,7 +24,7 @@ from shardkit.dataset.scratch_reading import Parts, ScratchReader
 from shardkit.dataset.selecting import put_selected, select_rows, selected_rows
 from shardkit.dataset.version_plan import Base, NewVersion, VersionPlan, load_base, plan_version
 from shardkit.errors import CommitConflict, NotFoundError, ShardkitError, UsageError
-from shardkit.formats import Row, RowBlock, Schema, ShardWriter, Sink, block_starts, extension
+from shardkit.formats import Row, RowBlock, Schema, ShardWriter, Sink, block_starts
 from shardkit.manifest import (
     Lookup,
     Manifest,
@@ -153,7 +153,7 @@ def _sidecars(
     lookups: tuple[Lookup, ...] = ()
     costs: tuple[RowCosts, ...] = ()
     if fields or expressions:
-        reader = BlockReader(table, [repository.store], [0], [(version.format, version.compression)])
+        reader = BlockReader(table, [repository.store], [0], [version.format])
         lookups = put_lookups(repository, reader, table, fields)
         costs = put_costs(repository, reader, table, version.schema, expressions)
     about = own.about if own else None
@@ -348,9 +348,8 @@ def publish_shard(
     A block is hashed and written by other threads while the next one is read and encoded, unless there is so little to
     come that threads would not pay (`is_small`).
     """
-    kind = extension(format, compression)
     with (
-        repository.stage_object(kind) as staged,
+        repository.stage_object(format) as staged,
         WriteBehind(staged, staged.sync, is_small=is_small) as behind,
     ):
         writer = ShardWriter(
@@ -367,7 +366,7 @@ def publish_shard(
         behind.flush()
         # Each waits for the disk a few times; nothing names either yet, so they may come in any order.
         put_index = behind.beside(lambda: repository.put_object(index.to_bytes(), "index"))
-        shard, sidecar = repository.publish(staged, kind), put_index()
+        shard, sidecar = repository.publish(staged, format), put_index()
     return ShardRecord(
         digest=shard.digest,
         size=shard.size,

@@ -57,7 +57,7 @@ def create(
         stratify: field or fields (str, int or bool scalars) by which batches are balanced; ``"__class__"``
             for the class names of ``label``.
         format: ``"tar"`` or ``"arrow"``.
-        compression: ``"none"``, ``"zstd"``, ``"zstd:9"`` or, for arrow, ``"lz4"``.
+        compression: ``"none"``, or for arrow also ``"zstd"`` or ``"zstd:9"``.
         shard_size: raw bytes per shard.
         block_size: raw bytes per block; by default those of the version that `ref` names, else 256 KiB.
         seed: of the shuffle.

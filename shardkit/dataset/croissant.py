@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from shardkit.dataset.about import About, Terms
-from shardkit.formats import FieldType, Schema, extension, member_names, parse_digest
+from shardkit.formats import FieldType, Schema, member_names, parse_digest
 from shardkit.manifest import Manifest
 from shardkit.repository.versions import Version
 from shardkit.stores.store import object_name
@@ -28,7 +28,6 @@ _TERMS: Final = (
 )  # fmt: skip
 _MEDIA: Final = {
     "tar": "application/x-tar",
-    "tar.zst": "application/zstd",
     "arrow": "application/vnd.apache.arrow.file",
 }
 _TYPES: Final = {"str": "sc:Text", "json": "sc:Text", "bytes": "sc:Text", "bool": "sc:Boolean"}
@@ -146,7 +145,7 @@ def _shards(version: Version) -> Iterator[dict[str, Any]]:
     table = version.table
     for shard in range(len(table)):
         part = version.part_of(shard)
-        suffix = extension(part.manifest.format, part.manifest.compression)
+        suffix = part.manifest.format
         digest = table.digest_text(shard)
         place = object_name(digest, suffix)
         yield _node(

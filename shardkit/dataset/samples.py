@@ -54,7 +54,7 @@ class Samples:
             self.table,
             [part.repository.store for part in parts],
             [part.first_shard for part in parts],
-            [(part.manifest.format, part.manifest.compression) for part in parts],
+            [part.manifest.format for part in parts],
             self._verify,
         )
 

@@ -102,7 +102,7 @@ class StoreSurvey:
         )
 
 
-ROW_KINDS = ("tar", "tar.zst", "arrow", "index")
+ROW_KINDS = ("tar", "arrow", "index")
 """Kinds of objects that hold rows, or their keys."""
 
 _SHOWN = 5
@@ -207,4 +207,4 @@ def shard_pair(table: ShardTable, shard: int) -> tuple[str, str]:
 
 def version_reader(repository: Repository, manifest: Manifest, table: ShardTable) -> BlockReader:
     """A reader of the shards of a version, or of one of its pages, that trusts SHA-256 alone."""
-    return BlockReader(table, [repository.store], [0], [(manifest.format, manifest.compression)], "strong")
+    return BlockReader(table, [repository.store], [0], [manifest.format], "strong")

@@ -32,7 +32,7 @@ from shardkit.dataset.lookups import parse_lookup
 from shardkit.dataset.scratch import Rows, ShardRows, describe_row
 from shardkit.dataset.scratch_reading import ScratchReader
 from shardkit.errors import ConfigurationError, SampleError, UsageError
-from shardkit.formats import Schema, ShardIndex, extension, normalise_compression
+from shardkit.formats import Schema, ShardIndex, normalise_compression
 from shardkit.manifest import POOL, Manifest, Stratum
 from shardkit.ranges import parse_size
 from shardkit.repository.repository import Repository
@@ -98,7 +98,7 @@ class VersionSettings:
     def __post_init__(self) -> None:
         if self.split_by is not None and self.split is None:
             raise UsageError(f"split_by={self.split_by!r} without split; give the shares too")
-        extension(self.format, normalise_compression(self.compression))
+        normalise_compression(self.format, self.compression)
         self.layout()
 
     @property
@@ -140,7 +140,7 @@ class VersionSettings:
         return NewVersion(
             schema=schema,
             format=self.format,
-            compression=normalise_compression(self.compression),
+            compression=normalise_compression(self.format, self.compression),
             axes=self.axes,
             classes=tuple(classes),
             settings=self.layout(),

@@ -8,7 +8,7 @@ from .arrow_reading import message_layout
 from .block import Block, Column, FixedColumn, JoinedPayloads, Row, RowBlock, VariableColumn
 from .canonical_json import format_digest, parse_digest, sha256_digest, xxh3
 from .columns import Columns, Texts, pack_columns, unpack_columns
-from .compression import extension, normalise_compression
+from .compression import normalise_compression
 from .index import BlockSpan, ShardIndex, block_starts
 from .reading import Verify, parse_decimals, read_block, verify_block
 from .schema import RESERVED_NAMES, FieldType, Schema, presence_of
@@ -35,7 +35,6 @@ __all__ = [
     "VariableColumn",
     "Verify",
     "block_starts",
-    "extension",
     "fit_key",
     "format_digest",
     "max_key_bytes",

@@ -23,7 +23,7 @@ END_OF_STREAM = CONTINUATION + bytes(4)
 
 _V5 = 4
 _RECORD_BATCH = 3
-_CODECS = {0: "lz4", 1: "zstd"}
+_ZSTD = 1
 
 
 class NumberPlaces(NamedTuple):
@@ -42,7 +42,7 @@ class BatchHeader(NamedTuple):
     lengths: tuple[int, ...]  # items of each array, parents first
     nulls: int  # of all arrays together
     buffers: tuple[tuple[int, int], ...]  # offset in the body and length of each; inside the body, in order
-    codec: str  # none, lz4 or zstd
+    codec: str  # none or zstd; unknown otherwise
     body_offset: int  # in the message
     message_bytes: int
     places: NumberPlaces
@@ -124,9 +124,8 @@ def _read_metadata(data: bytes) -> BatchHeader:
         raise FormatError(f"arrow message: version {version} kind {kind}, expected a plain record batch")
     codec = "none"
     if (compression := batch.table(3)) is not None:
-        if compression.number(1, _I8) != 0:
-            raise FormatError("arrow message: unknown compression method")
-        codec = _CODECS.get(compression.number(0, _I8), "unknown")
+        is_known = (compression.number(0, _I8), compression.number(1, _I8)) == (_ZSTD, 0)
+        codec = "zstd" if is_known else "unknown"
     body = root.number(3, _I64)
     if body < 0 or body % 8:
         raise FormatError(f"arrow message: body of {body} bytes")

@@ -1,8 +1,8 @@
 """Reading blocks of the `arrow` format: record batch messages of an Arrow IPC file (SPEC.md §4).
 
-One way for all: buffers are found by our own bounds-checked reader of the metadata, checked against what the
-index's schema calls for, and viewed by numpy. Those of the columns that are wanted are decompressed, after every
-declared length has been bounded; pyarrow does that for lz4, and checks UTF-8. The schema in the file is never asked.
+Buffers are found by our own bounds-checked reader of the metadata, compared with the schema of the index, and viewed by
+numpy. Buffers of the requested columns are decompressed after every declared length has been bounded. The schema in the
+file is never used.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class BatchReader:
     Args:
         stored: The message, its digest checked.
         schema: The index's schema; that of the file is never asked.
-        codec: ``none``, ``lz4`` or ``zstd``, as the index says.
+        codec: ``none`` or ``zstd``, as the index says.
         rows: Rows that the index counts.
         raw_size: Bytes that the index declares; nothing beyond it is allocated.
         columns: Those that will be asked for, the keys by their name; others are not decompressed. All where None.
@@ -73,17 +73,13 @@ class BatchReader:
         if codec == "none":
             self._spans, self._plain = header.buffers, message[header.body_offset :]
             self._decompressed: dict[int, NDArray[np.uint8]] | None = None
-        elif codec == "zstd":  # now, and not when a column is asked for: these bytes have just been verified
+        else:  # now, and not when a column is asked for: these bytes have just been verified
             self._decompressed = {}
             for name in self._places if columns is None else columns:
                 _, first = self._places[name]
                 for number in range(first, first + self._num_buffers(name)):
                     if number not in self._decompressed:
                         self._decompressed[number] = _decompressed(message.data, header, number)
-        else:
-            self._decompressed = dict(enumerate(_decompressed_by_pyarrow(message.data, schema)))
-            if len(self._decompressed) != len(header.buffers):
-                raise FormatError("arrow message: pyarrow finds other buffers than its metadata")
 
     def keys(self, *, checked_later: bool = False) -> VariableColumn:
         """The keys; `checked_later` where the caller compares them with ones that are known to be text."""
@@ -299,21 +295,6 @@ def _decompressed(message: memoryview, header: BatchHeader, number: int) -> NDAr
     if raw is None:
         return np.frombuffer(bytes(data), np.uint8)
     return np.frombuffer(decompress_frame(data, raw, f"arrow message: buffer {number}"), np.uint8)
-
-
-def _decompressed_by_pyarrow(message: memoryview, schema: Schema) -> list[NDArray[np.uint8]]:
-    """Buffers as pyarrow decompresses them: it holds each to its declared length, which has been bounded."""
-    import pyarrow as pa  # slow to import, and shards that are not compressed need none of it
-
-    from .arrow_writing import arrow_schema
-
-    try:
-        batch = pa.ipc.read_record_batch(pa.py_buffer(message), arrow_schema(schema))
-        batch.validate(full=True)
-        found = [buffer for column in batch.columns for buffer in column.buffers()]
-    except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
-        raise FormatError(f"arrow message: pyarrow refuses it: {str(error)[:200]}") from None
-    return [_EMPTY if buffer is None else np.frombuffer(buffer, np.uint8) for buffer in found]
 
 
 def _read_only(array: NDArray[Any]) -> NDArray[Any]:

@@ -120,7 +120,7 @@ class ArrowEncoder:
         codec = pa.Codec("zstd", compression_level=level) if level is not None else None
         self._options = pa.ipc.IpcWriteOptions(
             # allow_64bit: a child array of a ragged field may hold more than 2**31 items.
-            compression=codec or ("lz4" if compression == "lz4" else None),
+            compression=codec,
             use_threads=False,
             allow_64bit=True,
         )

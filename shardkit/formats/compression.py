@@ -22,44 +22,34 @@ _ZSTD = re.compile(r"zstd(?::([1-9][0-9]?))?\Z")
 MAX_RATIO = 1 << 16  # above what zstd can reach: a block of 128 KiB takes at least 4 bytes
 
 
-def normalise_compression(text: object) -> str:
-    """``none``, ``lz4`` or ``zstd:LEVEL``; ``zstd`` alone means level 3.
+def normalise_compression(format: str, text: object) -> str:
+    """Return a compression that shards of a format have: ``none``, or for arrow also ``zstd:LEVEL``.
+
+    ``zstd`` alone is level 3.
 
     Raises:
-        SchemaError: nothing of the kind, or a level outside 1 to 19.
+        SchemaError: unknown format or compression, or one that the format does not have.
     """
-    if text == "none" or text == "lz4":
-        return str(text)
+    if format not in ("tar", "arrow"):
+        raise SchemaError(f"format {format!r} is unknown; expected tar or arrow")
+    if text == "none":
+        return "none"
     match = _ZSTD.match(text) if isinstance(text, str) else None
     level = int(match.group(1) or 3) if match else 0
     if not 1 <= level <= MAX_LEVEL:
         raise SchemaError(
-            f"compression {text!r} is unknown; expected none, zstd, zstd:1 to zstd:{MAX_LEVEL} or lz4"
+            f"compression {text!r} is unknown; expected none, zstd or zstd:1 to zstd:{MAX_LEVEL}"
+        )
+    if format == "tar":
+        raise SchemaError(
+            f"compression {text!r}: tar shards are not compressed, since media already are; use format arrow"
         )
     return f"zstd:{level}"
 
 
 def zstd_level(compression: str) -> int | None:
-    """Level of a normalised zstd setting, None for the others."""
+    """Return the level of a normalised compression, or None for ``none``."""
     return int(compression.partition(":")[2]) if compression.startswith("zstd") else None
-
-
-def extension(format: str, compression: str) -> str:
-    """File name extension of a shard: ``tar``, ``tar.zst`` or ``arrow``.
-
-    Raises:
-        SchemaError: unknown format, or a compression that the format does not have.
-    """
-    compression = normalise_compression(compression)
-    if format == "arrow":
-        return "arrow"
-    if format != "tar":
-        raise SchemaError(f"format {format!r} is unknown; expected tar or arrow")
-    if compression == "lz4":
-        raise SchemaError(
-            "compression lz4 with format tar: no common tool reads it; use zstd, or format arrow"
-        )
-    return "tar" if compression == "none" else "tar.zst"
 
 
 def decompress_frame(frame: bytes | memoryview, raw_bytes: int, what: str) -> bytes:

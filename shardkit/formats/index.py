@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from shardkit.errors import FormatError, NotFoundError, SchemaError
 
 from .columns import Texts, pack_columns, unpack_columns
-from .compression import extension, normalise_compression
+from .compression import normalise_compression
 from .schema import Schema
 
 KIND = "index"
@@ -44,7 +44,7 @@ class ShardIndex:
     """
 
     format: str  # tar or arrow
-    compression: str  # normalised: none, zstd:LEVEL, lz4
+    compression: str  # normalised: none or zstd:LEVEL
     schema: Schema
     rows: int
     block_rows: int  # nominal; a block holds at most that many
@@ -257,8 +257,7 @@ def _check_array(name: str, array: NDArray[Any] | None, dtype: type, shape: tupl
 
 def _check_numbers(index: ShardIndex) -> None:
     try:
-        extension(index.format, index.compression)
-        normal = normalise_compression(index.compression)
+        normal = normalise_compression(index.format, index.compression)
     except SchemaError as error:
         raise FormatError(f"index: {error}") from None
     if normal != index.compression:
@@ -337,10 +336,8 @@ def _check_fields(index: ShardIndex) -> None:
         return
     if index.field_is_payload is not None:
         _check_array("field_is_payload", index.field_is_payload, np.uint8, (len(index.schema),))
-        if index.compression != "none" or int(index.field_is_payload.max()) > 1:
-            raise FormatError(
-                "index: an adopted tar is compressed, or a flag of its fields is neither 0 nor 1"
-            )
+        if int(index.field_is_payload.max()) > 1:
+            raise FormatError("index: a flag of the fields of an adopted tar is neither 0 nor 1")
     shape = (index.rows, len(index.schema))
     _check_array("field_offset", index.field_offset, np.uint64, shape)
     _check_array("field_size", index.field_size, np.uint64, shape)

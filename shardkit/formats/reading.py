@@ -16,7 +16,6 @@ from shardkit.errors import FormatError, IntegrityError, NotFoundError, UsageErr
 from .arrow_reading import BatchReader
 from .block import Block, Column, FixedColumn, VariableColumn, check_text
 from .canonical_json import xxh3
-from .compression import decompress_frame
 from .index import BlockSpan, ShardIndex
 from .schema import KEY_FIELD, FieldType, presence_of
 from .tar_members import MAX_DIGITS, RAGGED_HEADER_BYTES, npy_header
@@ -120,16 +119,11 @@ def _compare_keys(keys: VariableColumn, index: ShardIndex, block: int) -> None:
 
 
 def _tar_block(view: memoryview, index: ShardIndex, block: int, span: BlockSpan) -> Block:
-    if index.compression == "none":
-        if len(view) != span.raw_size:
-            raise FormatError(
-                f"block {block}: {len(view)} stored bytes and {span.raw_size} raw ones without compression"
-            )
-        data = np.frombuffer(view, np.uint8)
-    else:
-        data = np.frombuffer(decompress_frame(view, span.raw_size, f"block {block}"), np.uint8)
-    data = data.view()
-    data.flags.writeable = False
+    if len(view) != span.raw_size:
+        raise FormatError(
+            f"block {block}: {len(view)} stored and {span.raw_size} raw bytes, expected equal sizes"
+        )
+    data = np.frombuffer(view.toreadonly(), np.uint8)
 
     presences = {presence_of(name): name for name, kind in index.schema.items() if kind.optional}
 

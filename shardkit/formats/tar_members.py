@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from shardkit.errors import SampleError
 
 from .block import EncodedBlock, RowBlock, payloads_of
-from .compression import compress_frame, zstd_level
 from .schema import FieldType, Schema, presence_of
 from .values import array_header
 
@@ -161,14 +160,13 @@ MAX_DIGITS = 20
 
 
 class TarEncoder:
-    """Rows to stored tar blocks."""
+    """Encode rows as blocks of a tar."""
 
-    def __init__(self, schema: Schema, compression: str) -> None:
+    def __init__(self, schema: Schema) -> None:
         self._fields = [
             (f".{name}.", kind) for name, kind in zip(member_names(schema), schema.values(), strict=True)
         ]
         self._schema = schema
-        self._level = zstd_level(compression)
 
     def head(self) -> bytes:
         """Nothing precedes the first block."""
@@ -185,11 +183,7 @@ class TarEncoder:
             and all(isinstance(column, np.ndarray) for column in rows.columns)
         )
         blocks, offsets, sizes = (self._matrix if is_matrix else self._members)(rows)
-        encoded = [
-            EncodedBlock(raw if self._level is None else compress_frame(raw, self._level), len(raw))
-            for raw in blocks
-        ]
-        return encoded, offsets, sizes
+        return [EncodedBlock(raw, len(raw)) for raw in blocks], offsets, sizes
 
     def _members(self, block: RowBlock) -> tuple[Sequence[bytes], NDArray[np.uint64], NDArray[np.uint64]]:
         """Member by member: names and payloads of any length."""
@@ -255,8 +249,8 @@ class TarEncoder:
         return [raw[a:b].reshape(-1).data for a, b in pairwise(borders)], offsets, sizes
 
     def tail(self) -> bytes:
-        """The two zero blocks that end an archive, in a frame of their own where blocks are compressed."""
-        return TRAILER if self._level is None else compress_frame(TRAILER, self._level)
+        """Return the two zero blocks that end an archive."""
+        return TRAILER
 
 
 def _members_of(

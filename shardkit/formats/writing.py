@@ -18,7 +18,7 @@ from shardkit.errors import SampleError, UsageError
 from .block import EncodedBlock, Row, RowBlock, sizes_of
 from .canonical_json import xxh3
 from .columns import Texts
-from .compression import extension, normalise_compression
+from .compression import normalise_compression
 from .index import ShardIndex
 from .schema import Schema
 from .tar_members import TarEncoder, member_bytes, member_names
@@ -86,7 +86,7 @@ class ShardWriter:
     Args:
         sink: Gets the shard's bytes, strictly in order; hashing and publishing them is the caller's.
         format: ``tar`` or ``arrow``.
-        compression: ``none``, ``zstd``, ``zstd:LEVEL`` or, for arrow, ``lz4``.
+        compression: ``none``, or for arrow also ``zstd`` or ``zstd:LEVEL``.
         schema: Fields of every row.
         block_rows: Most rows that a block may hold.
         executor: Hashes blocks while the next are encoded; None: in the caller's thread.
@@ -106,13 +106,12 @@ class ShardWriter:
         block_rows: int,
         executor: Executor | None = None,
     ) -> None:
-        compression = normalise_compression(compression)
-        extension(format, compression)
+        compression = normalise_compression(format, compression)
         if block_rows < 1:
             raise UsageError(f"block_rows {block_rows}: expected at least 1")
         encoder: BlockEncoder
         if format == "tar":
-            encoder = TarEncoder(schema, compression)
+            encoder = TarEncoder(schema)
         else:
             from .arrow_writing import ArrowEncoder  # slow to import, and nobody who reads needs it
 

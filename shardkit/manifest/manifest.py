@@ -29,7 +29,7 @@ _FORMAT: Final = "shardkit-manifest/1"
 _MAX_STRATA: Final = 2**17
 _MAX_PARTS: Final = 4_096
 _SHARD_FORMAT: Final = re.compile(r"tar|arrow|mixed")
-_COMPRESSION: Final = re.compile(r"none|lz4|mixed|zstd:-?[0-9]{1,2}")
+_COMPRESSION: Final = re.compile(r"none|mixed|zstd:[0-9]{1,2}")
 _PART_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _PLAIN: Final = (
     "adopted", "axes", "classes", "compression", "parent", "parts", "raw_bytes", "rows", "selected", "shards",

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, StoreError, UsageError
-from shardkit.formats import Block, ShardIndex, Verify, extension, read_block
+from shardkit.formats import Block, ShardIndex, Verify, read_block
 from shardkit.manifest import Selection, ShardTable
 from shardkit.reading.adopted import adopted_place, find_tar
 from shardkit.reading.located_store import LocatedStore
@@ -174,7 +174,7 @@ class BlockReader:
         table: columns over all shards.
         stores: of the root of each part; a dataset that was not merged has one part.
         part_first_shard: first shard of each part, ascending.
-        formats: (format, compression) of each part.
+        formats: format of each part.
         verify: "fast" compares XXH3 of each block, "strong" SHA-256; "auto" is "strong" for files that another user can
             write, and "fast" for others.
 
@@ -187,7 +187,7 @@ class BlockReader:
         table: ShardTable,
         stores: list[Store],
         part_first_shard: list[int],
-        formats: list[tuple[str, str]],
+        formats: list[str],
         verify: VerifySetting = "auto",
     ) -> None:
         if verify not in get_args(VerifySetting):
@@ -235,7 +235,7 @@ class BlockReader:
     def shard_name(self, shard: int) -> str:
         """Object name of a shard inside its store."""
         digest = "sha256:" + bytes(self._table.digest[shard]).hex()
-        return object_name(digest, extension(*self._formats[self._part(shard)]))
+        return object_name(digest, self._formats[self._part(shard)])
 
     def raw_size(self, shard: int, block: int) -> int:
         """Bytes of a block, decompressed; reads the shard's index where it is not at hand."""
@@ -362,8 +362,7 @@ class BlockReader:
 
         For those who read, hash and open several blocks at once in memory of their own; they have the shard's index.
         """
-        is_known = index.compression != "lz4"
-        path = self._path(shard) if is_known else None
+        path = self._path(shard)
         return None if path is None else (path, int(self._table.size[shard]))
 
     def _stored(self, shard: int, block: int, index: ShardIndex, memory: TakeMemory) -> memoryview:

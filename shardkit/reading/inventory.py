@@ -12,7 +12,6 @@ from typing import Final, TypeVar
 import numpy as np
 
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
-from shardkit.formats import extension
 from shardkit.formats.canonical_json import dumps, parse_digest, read_document
 from shardkit.manifest import MAX_MANIFEST_BYTES, MIXED, Manifest, PageRef, ShardTable, unpack_page
 from shardkit.reading.located_store import LocatedStore
@@ -38,7 +37,7 @@ class Inventory:
 
     @cached_property
     def shards(self) -> tuple[Descriptor, ...]:
-        suffix = extension(self.manifest.format, self.manifest.compression) if self.tables else ""
+        suffix = self.manifest.format if self.tables else ""
         return tuple(
             Descriptor(table.digest_text(i), int(table.size[i]), suffix)
             for table in self.tables

@@ -285,7 +285,6 @@ def check_prefix(prefix: str) -> tuple[str, ...]:
 
 EXTENSIONS: Final = (
     "tar",
-    "tar.zst",
     "arrow",
     "index",
     "page",

@@ -125,7 +125,7 @@ def test_nulls_of_other_libraries(tmp_path: Path, source: str) -> None:
     importer = open_source(str(tmp_path / name))
     assert {field: str(kind) for field, kind in importer.schema.items()} == types
     check_importer(importer)
-    for format, compression in (("arrow", "none"), ("tar", "zstd")):
+    for format, compression in (("arrow", "none"), ("tar", "none")):
         root = str(tmp_path / format)
         shardkit_tools.build(str(tmp_path / name), root, format=format, compression=compression, jobs=1)
         found = sorted((plain(sample) for sample in shardkit.open(root)), key=lambda row: row["id"])

@@ -17,7 +17,7 @@ from shardkit.errors import ShardkitError
 from shardkit.storage import Repository
 from tests.drills import drill_count
 
-FORMATS = [("tar", "none"), ("tar", "zstd"), ("arrow", "none"), ("arrow", "zstd")]
+FORMATS = [("tar", "none"), ("arrow", "none"), ("arrow", "zstd")]
 SCHEMA = {
     "image": "bytes",
     "text": "str",

@@ -25,7 +25,7 @@ from tests.drills import drill_cases, drill_count
 
 ROWS = 480
 READER = Path(__file__).with_name("changing_files_reader.py")
-FORMATS = [("tar", "none"), ("tar", "zstd"), ("arrow", "none"), ("arrow", "zstd"), ("arrow", "lz4")]
+FORMATS = [("tar", "none"), ("arrow", "none"), ("arrow", "zstd")]
 KINDS: dict[str, dict[str, str]] = {
     "fixed": {"tokens": "int32[400]"},
     "small": {"x": "uint8[300]", "label": "int64"},

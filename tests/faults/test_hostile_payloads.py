@@ -23,7 +23,7 @@ from tests.faults.format_hostile import SCHEMA, rehashed
 from tests.format_conformance import example_samples, stored_block, write_shard
 from tests.whole_shard import tail_offset
 
-PAIRS = ["arrow:none", "arrow:zstd", "arrow:lz4", "tar:none", "tar:zstd"]
+PAIRS = ["arrow:none", "arrow:zstd", "tar:none"]
 
 
 @pytest.mark.drill
@@ -74,17 +74,15 @@ def refused_in_bounds(
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < mebibytes << 10
 
 
-@pytest.mark.parametrize("compression", ["zstd", "lz4"])
 @pytest.mark.parametrize("length", [2**40, 2**63 - 1, -2, 0, 5, 2**32])
-def test_made_up_uncompressed_lengths(compression: str, length: int) -> None:
-    stored, index = one_block("arrow", compression)
+def test_made_up_uncompressed_lengths(length: int) -> None:
+    stored, index = one_block("arrow", "zstd")
     header = read_batch_header(memoryview(stored))
     for offset, size in header.buffers:
         if size:
             place = header.body_offset + offset
             hostile = stored[:place] + struct.pack("<q", length) + stored[place + 8 :]
-            # Before pyarrow sees it: what it allocates for a length need not show in resident memory.
-            # (5 bytes take the room that 2 take, so pyarrow is the one to refuse them.)
+            # 5 bytes take the room that 2 take: only the frame contradicts them.
             match = "raw bytes|declares" if length != 5 else None
             refused_in_bounds(hostile, rehashed(index, hostile), match)
             if 0 < length < 2**34:
@@ -126,29 +124,32 @@ def test_a_buffer_longer_than_its_type_calls_for_is_refused() -> None:
     refused_in_bounds(longer, rehashed(index, longer), "'marks': buffer of")
 
 
-def test_a_frame_that_declares_more_than_the_index() -> None:
-    _, index = one_block("tar", "zstd")
-    bomb = compress_frame(bytes(256 << 20), 1)
-    assert len(bomb) < 32 << 10
-    refused_in_bounds(bomb, rehashed(index, bomb))
-
-
 def test_frames_that_lie_about_their_size() -> None:
-    _, index = one_block("tar", "zstd")
-    raw_size = int(index.block_raw_size[0])
-    unsized = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(raw_size))
+    size = 3000
+    unsized = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(size))
     huge = bytearray(zstandard.ZstdCompressor(write_checksum=True).compress(bytes(2**21)))
     size_field = huge.index(struct.pack("<I", 2**21))
     huge[size_field : size_field + 4] = struct.pack("<I", 2**32 - 1)
-    two = compress_frame(bytes(raw_size // 2), 3) * 2
-    skippable = compress_frame(bytes(raw_size), 3) + b"\x50\x2a\x4d\x18\x04\x00\x00\x00abcd"
-    trailing = compress_frame(bytes(raw_size), 3) + b"x"
-    for frame in (unsized, bytes(huge), two, skippable, trailing, trailing[:-3], b"", b"\x28\xb5\x2f\xfd"):
-        if frame:
-            refused_in_bounds(frame, rehashed(index, frame))
-            refused_in_bounds(frame, rehashed(index, frame, 2**32 - 1))
-        with pytest.raises(FormatError):
-            decompress_frame(frame, raw_size, "frame")
+    bomb = compress_frame(bytes(256 << 20), 1)
+    two = compress_frame(bytes(size // 2), 3) * 2
+    skippable = compress_frame(bytes(size), 3) + b"\x50\x2a\x4d\x18\x04\x00\x00\x00abcd"
+    trailing = compress_frame(bytes(size), 3) + b"x"
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for frame in (
+        unsized,
+        bytes(huge),
+        bomb,
+        two,
+        skippable,
+        trailing,
+        trailing[:-3],
+        b"",
+        b"\x28\xb5\x2f\xfd",
+    ):
+        for declared in (size, 2**32 - 1):
+            with pytest.raises(FormatError):
+                decompress_frame(frame, declared, "frame")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
 
 
 def test_a_frame_with_a_window_of_gigabytes_is_refused() -> None:
@@ -159,19 +160,6 @@ def test_a_frame_with_a_window_of_gigabytes_is_refused() -> None:
     assert decompress_frame(small, 5, "frame") == b"hello"
     with pytest.raises(FormatError, match="window"):
         decompress_frame(frame, 5, "frame")
-
-
-def test_an_lz4_frame_that_holds_more_than_it_declares() -> None:
-    stored, index = one_block("arrow", "lz4")
-    header = read_batch_header(memoryview(stored))
-    bomb = pa.Codec("lz4").compress(bytes(64 << 20), asbytes=True)
-    offset, size = header.buffers[5]
-    assert size
-    hostile = bytearray(stored)
-    place = header.body_offset + offset + 8
-    room = size - 8
-    hostile[place : place + room] = bomb[:room]
-    refused_in_bounds(bytes(hostile), rehashed(index, bytes(hostile)))
 
 
 @pytest.mark.parametrize("format", ["tar", "arrow"])

@@ -275,7 +275,7 @@ def test_adopted_data_is_selected_and_merged(tmp_path: Path) -> None:
     assert chosen.exit_code == 0, chosen.output
     ds = shardkit.open(f"{tmp_path / 'root'}@one")
     assert [ds[n]["label"] for n in range(len(ds))] == [1] * 80
-    with pytest.raises(UsageError, match=r"outside of this root \(adopted\).*erase them where they lie"):
+    with pytest.raises(UsageError, match=r"adopted shards, outside of this root.*erase them where they lie"):
         erase(str(tmp_path / "root"), rows=[3], reason="asked for")
 
 

@@ -28,7 +28,6 @@ ROWS, STEPS = 120, 8
 FORMATS = {
     "tar": {"format": "tar", "compression": "none"},
     "arrow": {"format": "arrow", "compression": "none"},
-    "zstd": {"format": "tar", "compression": "zstd"},
 }
 EVENTS = {"mismatch", "missing", "failover", "refetch"}
 
@@ -49,9 +48,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 def shards(root: Path) -> list[Path]:
-    return sorted(
-        path for kind in ("tar", "tar.zst", "arrow") for path in root.glob(f"objects/sha256/*/*.{kind}")
-    )
+    return sorted(path for kind in ("tar", "arrow") for path in root.glob(f"objects/sha256/*/*.{kind}"))
 
 
 def damage(root: Path, how: str) -> None:

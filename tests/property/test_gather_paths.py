@@ -87,9 +87,7 @@ def _expect(got: Any, schema: Schema, name: str, samples: Sequence[dict[str, Any
         assert got == [s[name] for s in samples]
 
 
-@pytest.mark.parametrize(
-    ("format", "compression"), [("tar", "none"), ("tar", "zstd"), ("arrow", "none"), ("arrow", "zstd")]
-)
+@pytest.mark.parametrize(("format", "compression"), [("tar", "none"), ("arrow", "none"), ("arrow", "zstd")])
 @settings(max_examples=8, deadline=None)
 @given(data=st.data())
 def test_rows_of_every_kind_are_gathered_from_any_block(

@@ -44,7 +44,7 @@ def _rows(kind: str, batch: Any) -> list[Any]:
     sizes=st.lists(_SIZES, min_size=1, max_size=4),
     every=st.integers(5, 60),
     kind=st.sampled_from(["bytes", "str", "int64[*]"]),
-    stored=st.sampled_from([("tar", "none"), ("arrow", "none"), ("tar", "zstd"), ("arrow", "zstd")]),
+    stored=st.sampled_from([("tar", "none"), ("arrow", "none"), ("arrow", "zstd")]),
     block_size=st.sampled_from(["4KiB", "32KiB", "1MiB"]),
     strata=st.integers(1, 5),
     lanes=st.sampled_from([1, 2, 4, 8]),

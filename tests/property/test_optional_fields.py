@@ -26,7 +26,7 @@ SCHEMA = {
     "name": "str?", "image": "bytes?", "meta": "json?",
 }  # fmt: skip
 FILL = {"age": -1, "vector": 7.5, "name": "nobody", "ok": True}
-PAIRS = [("arrow", "none"), ("arrow", "zstd"), ("arrow", "lz4"), ("tar", "none"), ("tar", "zstd")]
+PAIRS = [("arrow", "none"), ("arrow", "zstd"), ("tar", "none")]
 
 
 def full(number: int) -> dict[str, Any]:

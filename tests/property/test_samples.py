@@ -18,7 +18,7 @@ from shardkit.formats import Schema
 from tests.format_conformance import EXAMPLE_SCHEMA, example_samples
 
 COUNT = 90
-KINDS = ["tar none", "tar zstd", "arrow none", "arrow zstd", "arrow lz4", "merged", "view", "view of merged"]
+KINDS = ["tar none", "arrow none", "arrow zstd", "merged", "view", "view of merged"]
 
 
 def write(root: Path, *, format: str, compression: str, first: int = 0) -> str:
@@ -35,7 +35,7 @@ def write(root: Path, *, format: str, compression: str, first: int = 0) -> str:
 def datasets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, shardkit.Dataset]:
     base = tmp_path_factory.mktemp("samples")
     roots = {}
-    for number, kind in enumerate(KINDS[:5]):
+    for number, kind in enumerate(KINDS[:3]):
         format_, compression = kind.split()
         roots[kind] = write(base / str(number), format=format_, compression=compression, first=1000 * number)
     found = {kind: shardkit.open(root) for kind, root in roots.items()}

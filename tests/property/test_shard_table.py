@@ -237,7 +237,7 @@ def two_parts() -> tuple[Manifest, Manifest]:
     table = made_up_table(2, 3, 3)
     pooled = int(table.segment_rows[table.segment_stratum == 2].sum())
     two, _ = compose(
-        table, schema=SCHEMA, format="arrow", compression="lz4",
+        table, schema=SCHEMA, format="arrow", compression="zstd:3",
         axes=("label",), strata=[("b",), ("c/d",), ("*pool*",)], pool=2, in_pool=[(("x",), pooled, pooled)],
     )  # fmt: skip
     return one, two

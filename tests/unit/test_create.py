@@ -45,9 +45,7 @@ def samples_of(ds: shardkit.Dataset) -> Iterator[tuple[str, dict[str, Any]]]:
         yield ds.key(number), ds[number]
 
 
-@pytest.mark.parametrize(
-    ("format_", "compression"), [("tar", "none"), ("tar", "zstd"), ("arrow", "none"), ("arrow", "lz4")]
-)
+@pytest.mark.parametrize(("format_", "compression"), [("tar", "none"), ("arrow", "none"), ("arrow", "zstd")])
 def test_what_is_added_is_what_is_read(tmp_path: Path, format_: str, compression: str) -> None:
     writer = write(tmp_path, format=format_, compression=compression)
     ds = shardkit.open(tmp_path)
@@ -73,7 +71,7 @@ def test_the_id_depends_on_samples_and_settings_only(tmp_path: Path) -> None:
         {"seed": 1},
         {"shuffle": False},
         {"format": "arrow"},
-        {"compression": "zstd"},
+        {"format": "arrow", "compression": "zstd"},
     )
     for n, settings in enumerate(others):
         assert write(tmp_path / str(n), **settings).manifest.id != one
@@ -223,7 +221,7 @@ def test_a_missing_field_and_a_wrong_key_are_named(tmp_path: Path) -> None:
         ({"stratify": ["label", "label"]}, ConfigurationError, "label"),
         ({"stratify": "__class__"}, ConfigurationError, "class names"),
         ({"format": "zip"}, SchemaError, "zip"),
-        ({"compression": "lz4"}, SchemaError, "lz4"),
+        ({"compression": "zstd"}, SchemaError, "tar shards are not compressed"),
         ({"shard_size": "a lot"}, ConfigurationError, "a lot"),
         ({"shard_size": "6GiB"}, ConfigurationError, "shard_size"),
         ({"split": {"train": 0.9, "val": 0.2}}, ConfigurationError, "1.1"),

@@ -103,9 +103,7 @@ def table() -> pa.Table:
     return pa.table(columns)
 
 
-@pytest.mark.parametrize(
-    "settings", [{"format": "tar"}, {"format": "arrow"}, {"format": "tar", "compression": "zstd"}]
-)
+@pytest.mark.parametrize("settings", [{"format": "tar"}, {"format": "arrow"}])
 def test_names_are_those_of_the_source_everywhere(
     tmp_path: Path, table: pa.Table, settings: dict[str, Any]
 ) -> None:

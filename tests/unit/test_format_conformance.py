@@ -9,14 +9,6 @@ class TestTarPlain(FormatConformance):
     format, compression = "tar", "none"
 
 
-class TestTarZstd(FormatConformance):
-    format, compression = "tar", "zstd"
-
-
-class TestTarZstdNine(FormatConformance):
-    format, compression = "tar", "zstd:9"
-
-
 class TestArrowPlain(FormatConformance):
     format, compression = "arrow", "none"
 
@@ -27,7 +19,3 @@ class TestArrowZstd(FormatConformance):
 
 class TestArrowZstdNine(FormatConformance):
     format, compression = "arrow", "zstd:9"
-
-
-class TestArrowLz4(FormatConformance):
-    format, compression = "arrow", "lz4"

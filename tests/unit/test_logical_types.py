@@ -23,7 +23,7 @@ from shardkit.formats.values import Logical, logical_text
 from tests.command_line import call
 
 NO_TYPES = ["date[us]", "timestamp", "duration[us, UTC]", "decimal[19,2]", "decimal[2,3]", "time[m]"]
-FORMATS = [("tar", "none"), ("tar", "zstd"), ("arrow", "none"), ("arrow", "zstd")]
+FORMATS = [("tar", "none"), ("arrow", "none"), ("arrow", "zstd")]
 BERLIN = zoneinfo.ZoneInfo("Europe/Berlin")
 SCHEMA = {
     "day": "date",
@@ -139,9 +139,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, field: str, value:
     assert repr(field) in str(refusal.value)
 
 
-@pytest.mark.parametrize(
-    ("form", "compression"), [("tar", "none"), ("tar", "zstd"), ("arrow", "none"), ("arrow", "zstd")]
-)
+@pytest.mark.parametrize(("form", "compression"), [("tar", "none"), ("arrow", "none"), ("arrow", "zstd")])
 def test_values_come_back_from_every_format(tmp_path: Path, form: str, compression: str) -> None:
     root = tmp_path / "root"
     with shardkit.create(root, schema=SCHEMA, format=form, compression=compression, stratify="day") as writer:

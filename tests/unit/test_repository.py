@@ -210,9 +210,9 @@ def test_an_entry_with_an_absurd_number(tmp_path: Path) -> None:
 
 
 def test_object_names() -> None:
-    name = object_name(DIGEST, "tar.zst")
-    assert name == f"objects/sha256/ab/{'ab' * 32}.tar.zst"
-    assert parse_object_name(name) == (DIGEST, "tar.zst")
+    name = object_name(DIGEST, "arrow")
+    assert name == f"objects/sha256/ab/{'ab' * 32}.arrow"
+    assert parse_object_name(name) == (DIGEST, "arrow")
     with pytest.raises(UsageError, match="exe"):
         object_name(DIGEST, "exe")
     for wrong in (

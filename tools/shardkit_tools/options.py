@@ -58,7 +58,7 @@ COST = _VERSION(
     'Write what samples cost, for plans that balance ranks, such as "len(tokens)**2"; may be repeated.',
 )
 FORMAT = _SHARDS("--format tar|arrow", "tar for media, arrow for numbers and text.")
-COMPRESSION = _SHARDS("--compression NAME[:LEVEL]", "none, zstd, zstd:1…19; arrow also lz4.")
+COMPRESSION = _SHARDS("--compression NAME[:LEVEL]", "none; for arrow also zstd or zstd:1…19.")
 SHARD_SIZE = _SHARDS("--shard-size SIZE", "Raw bytes per shard.")
 BLOCK_SIZE = _SHARDS(
     "--block-size SIZE", "Raw bytes per block; by default those of the ref as it stands, else 256KiB."

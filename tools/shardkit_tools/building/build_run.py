@@ -44,7 +44,7 @@ from shardkit.dataset.scratch import (
 from shardkit.dataset.scratch_reading import ScratchReader
 from shardkit.dataset.version_plan import Base, NewVersion, VersionPlan, plan_version
 from shardkit.errors import IntegrityError, NotFoundError, SourceError
-from shardkit.formats import canonical_json, extension, sha256_digest
+from shardkit.formats import canonical_json, sha256_digest
 from shardkit.manifest import ShardRecord
 from shardkit.repository.repository import Repository
 from shardkit.stores.file_operations import explained
@@ -315,7 +315,7 @@ class BuildRun:
         self._meter.begin("write", total_bytes=total)
         written: dict[int, ShardRecord] = {}
         reused = 0
-        suffix = extension(self._version.format, self._version.compression)
+        suffix = self._version.format
 
         def unfinished() -> Iterator[ShardRows]:
             nonlocal reused

@@ -207,7 +207,7 @@ def _not_finite(schema: Schema, sample: Mapping[str, object], key: str) -> Sampl
 
 def _write_tar(stream: BinaryIO, schema: Schema, runs: Iterable[_Run]) -> None:
     """Members as shards of the tar format have them."""
-    encoder, limit = TarEncoder(schema, "none"), max_key_bytes(schema, "tar")
+    encoder, limit = TarEncoder(schema), max_key_bytes(schema, "tar")
     for run in runs:
         columns = [run.block.column(name) for name in schema.stored]
         present = np.any([run.block.present(name) for name in schema], axis=0)
