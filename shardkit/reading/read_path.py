@@ -23,7 +23,7 @@ from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, StoreE
 from shardkit.ranges import Range
 from shardkit.reading.attestations import ReadEvents
 from shardkit.reading.objects import Location
-from shardkit.stores.waiting import WAITS, RetryPolicy, pauses
+from shardkit.stores.waiting import EXPIRED, WAITS, RetryPolicy, pauses
 
 Buffer = Any
 
@@ -35,6 +35,7 @@ _LEAST_HEDGE_S: Final = 0.005
 _JITTER: Final = random.SystemRandom()
 _ANSWERS_KEPT: Final = 128  # their times, of each size
 _ANSWERS_ENOUGH: Final = 16  # for a percentile
+_RENEWAL_S: Final = 60.0  # how long to wait for the renewal of expired credentials
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,7 +241,9 @@ class ReadPath:
                     break
                 wait.problem = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
                 if not any(map(_may_pass, problems.values())):
-                    break  # all have answered, and asking again does not change what they have
+                    break  # all have answered, and asking again does not change their answers
+                if time.monotonic() - started > _RENEWAL_S and all(map(_has_expired, problems.values())):
+                    break
         data = None if request.rebuild is None else request.rebuild()
         if data is not None and request.check(data):
             self.read_events.note("rebuilt", what=request.what)
@@ -450,6 +453,10 @@ class _Turn:
 def _may_pass(problem: ShardkitError) -> bool:
     """Whether asking again later may help: not where the location knows us and refuses."""
     return type(problem) is StoreError and problem.errno not in (errno.EACCES, errno.EINVAL)
+
+
+def _has_expired(problem: ShardkitError) -> bool:
+    return isinstance(problem, StoreError) and problem.errno == EXPIRED
 
 
 def _summary(request: ReadRequest, problems: dict[str, ShardkitError]) -> ShardkitError:

@@ -247,7 +247,9 @@ def read_file(path: str, file_size: int, offset: int, into: memoryview) -> None:
     try:
         file = operations.open_path(path)
         try:
-            found = operations.stat_open(file).st_size
+            stat_result = operations.stat_open(file)
+            check_regular(stat_result, path)
+            found = stat_result.st_size
             if found != file_size:
                 raise IntegrityError(
                     f"{path} holds {found} bytes, the manifest says {file_size}; run: shardkit verify"

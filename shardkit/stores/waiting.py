@@ -12,6 +12,7 @@ of the logger ``shardkit`` to standard error.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import math
 import os
@@ -25,6 +26,9 @@ from typing import Final
 
 from shardkit.errors import ConfigurationError
 from shardkit.ranges import parse_size
+
+EXPIRED: Final = errno.EAGAIN
+"""`StoreError.errno` of requests that were refused because credentials have expired; somebody may be renewing them."""
 
 # Forked processes must not draw the same pauses, hence the system's own source.
 _JITTER: Final = random.SystemRandom()

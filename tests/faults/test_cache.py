@@ -449,6 +449,34 @@ class TestServing:
         )
         assert store.read_block(request) == data
 
+    @pytest.mark.parametrize("size", ["-1", "-99999999999", "1e3", "", "+5", "9" * 30])
+    def test_a_size_that_is_none_is_the_neighbours_failure(self, size: str) -> None:
+        request, data = block_of(1)
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+
+            def answer() -> None:
+                with contextlib.suppress(OSError):
+                    while True:
+                        connection, _ = listening.accept()
+                        with connection:
+                            connection.recv(4096)
+                            connection.sendall(
+                                f"HTTP/1.1 200 OK\r\nContent-Length: {size}\r\n\r\n".encode() + data
+                            )
+
+            answering = threading.Thread(target=answer)
+            answering.start()
+            client = CacheClient(f"http://127.0.0.1:{listening.getsockname()[1]}")
+            with pytest.raises(StoreError, match=r"Content-Length|no answer"):
+                client.get(block_name(request.sha256), max_bytes=len(data))
+            source = MemoryStore()
+            source.put_new("objects/x", data)
+            neighbour = Location(name="neighbour", store=client, rank=-1, holds="blocks")
+            store = LocatedStore([Location(name="a", store=source), neighbour])
+            assert store.read_block(request) == data
+            listening.shutdown(socket.SHUT_RDWR)
+            answering.join()
+
     def test_nodes_that_share_ask_who_has_it_and_go_on_without(
         self, cache: BlockCache, server: CacheServer, tmp_path: Path
     ) -> None:

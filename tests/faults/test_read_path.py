@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import os
 import shutil
+import socket
 import threading
 import time
 import uuid
@@ -20,6 +21,7 @@ import pytest
 import shardkit
 from shardkit.errors import IntegrityError, NotFoundError, StoreError
 from shardkit.loader import gather, plain_rows
+from shardkit.reading import read_path
 from shardkit.reading.attestations import Attestation
 from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.objects import BlockRequest, Location
@@ -27,7 +29,7 @@ from shardkit.reading.read_path import ReadSettings
 from shardkit.storage import LocalStore, Repository, open_store
 from shardkit.stores.remote.addresses import parse_address
 from shardkit.stores.remote.object_store import ObjectStore
-from shardkit.stores.waiting import RetryPolicy
+from shardkit.stores.waiting import EXPIRED, RetryPolicy
 from shardkit.testing.memory_store import MemoryStore
 from tests.servers.fault_proxy import Fault, FaultProxy, Request
 
@@ -248,6 +250,28 @@ class TestLocations:
             back.set()
             assert found.result(30) == self.data
 
+    def test_the_renewal_of_expired_credentials_is_waited_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Somebody renews them in a file a moment later; if nobody does, the read ends long before its deadline."""
+        renewed_after = [4]
+
+        def expired(data: bytes) -> bytes:
+            if a.reads > renewed_after[0]:
+                return data
+            error = StoreError("the credentials expired and could not be renewed")
+            error.errno = EXPIRED
+            raise error
+
+        a = Fickle("a", expired)
+        store = located(a, data=self.data)
+        assert store.read_block(block(self.data)) == self.data
+        assert a.reads == 5
+        renewed_after[0] = 1 << 30
+        monkeypatch.setattr(read_path, "_RENEWAL_S", 0.2)
+        started = time.monotonic()
+        with pytest.raises(StoreError, match="credentials expired"):
+            store.read_block(block(self.data))
+        assert time.monotonic() - started < SETTINGS.deadline_s / 2
+
     def test_the_circuit_opens_and_closes(self) -> None:
         healthy = [False]
         a = Fickle("a", lambda data: data if healthy[0] else unreachable(data))
@@ -426,3 +450,29 @@ def test_a_file_that_goes_while_it_is_being_opened_is_read_elsewhere(
     assert _epoch(dataset) == expected
     with pytest.raises(NotFoundError, match="is not in"):  # where there is no other place
         _epoch(alone)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "folder", "link"])
+def test_a_shard_that_is_no_regular_file_is_an_error_at_once(tmp_path: Path, kind: str) -> None:
+    with shardkit.create(tmp_path / "data", {"x": "int64[64]"}) as writer:
+        for number in range(8):
+            writer.add({"x": [number] * 64})
+    dataset = shardkit.open(tmp_path / "data")
+    assert len(list(dataset)) == 8
+    (shard,) = (path for path in (tmp_path / "data").rglob("*") if path.suffix in (".arrow", ".tar"))
+    kept = shard.rename(tmp_path / "kept")
+    if kind == "pipe":
+        os.mkfifo(shard)
+    elif kind == "socket":
+        with (
+            contextlib.chdir(shard.parent),
+            socket.socket(socket.AF_UNIX) as made,
+        ):  # paths of sockets are short
+            made.bind(shard.name)
+    elif kind == "folder":
+        shard.mkdir()
+    else:
+        shard.symlink_to(kept)
+    for opened in (dataset, shardkit.open(tmp_path / "data")):
+        with pytest.raises(StoreError, match=r"regular file|symbolic link|No such device"):
+            opened[0]

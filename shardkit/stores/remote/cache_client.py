@@ -49,7 +49,7 @@ class CacheClient:
             raise
         except (http.client.HTTPException, OSError):
             told = StoreError(
-                f"cannot read {name} from {self.url}: no answer; is shardkit serve still running there?"
+                f"cannot read {name} from {self.url}: no answer; is its loader still running there?"
             )
             told.errno = errno.ETIMEDOUT
             raise told from None
@@ -66,9 +66,9 @@ class CacheClient:
             answer = _ask(connection, name)
         keep = False
         try:
-            size = int(answer.getheader("Content-Length") or 0)
             if answer.status != 200:
                 self._refuse(name, answer.status)
+            size = self._size_of(name, answer.getheader("Content-Length") or "")
             if size > max_bytes:
                 raise IntegrityError(f"{name} from {self.url}: {size} bytes, expected at most {max_bytes}")
             data = answer.read(size)
@@ -78,7 +78,15 @@ class CacheClient:
             if keep:
                 self._idle[1].append(connection)
             else:
+                answer.close()
                 connection.close()
+
+    def _size_of(self, name: str, text: str) -> int:
+        if not (text.isascii() and text.isdigit() and len(text) < 20):
+            raise StoreError(
+                f"cannot read {name} from {self.url}: Content-Length {text[:20]!r}, expected a size"
+            )
+        return int(text)
 
     def _refuse(self, name: str, status: int) -> NoReturn:
         if status == 404:

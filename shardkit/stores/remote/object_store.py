@@ -32,17 +32,17 @@ from shardkit.stores.store import (
     check_size,
     is_name,
 )
-from shardkit.stores.waiting import WAITS, RetryPolicy, Wait, pauses
+from shardkit.stores.waiting import EXPIRED, WAITS, RetryPolicy, Wait, pauses
 
 _Result = TypeVar("_Result")
 
 _ERRNO: Final = {
     "throttled": errno.EBUSY,
     "no-answer": errno.ETIMEDOUT,
-    "expired": errno.EACCES,
+    "expired": EXPIRED,
     "denied": errno.EACCES,
 }
-"""What kind of failure it was, for whoever decides whether to ask again or elsewhere."""
+"""Kind of failure → number by which the read path decides whether to ask again or elsewhere."""
 _S3_RIGHTS: Final = {
     "read": "s3:GetObject",
     "look at": "s3:GetObject",
