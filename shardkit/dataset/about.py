@@ -9,29 +9,28 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
 import tomllib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardkit.credentials import redact, refuse_credentials
 from shardkit.errors import ConfigurationError, FormatError, SourceError
 from shardkit.formats import Texts, canonical_json, pack_columns, unpack_columns
 from shardkit.formats.canonical_json import Fields, read_document
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import Version
+from shardkit.stores.file_operations import read_small_file
 
 MAX_ABOUT_BYTES: Final = 4 * 2**20
 
 _FORMAT: Final = "shardkit-about/1"
 _LONGEST: Final = 10_000
 _MAX_STRATA: Final = 2**17
-_CREDENTIAL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/\s]*:[^/\s]*@")
 _SPELLINGS: Final = {"license": "licence", "strata": "stratum"}
 
 
@@ -117,14 +116,14 @@ def parse_about(document: Mapping[str, Any], where: str = "about") -> About:
     strata = given.pop("stratum", {})
     if not isinstance(strata, Mapping):
         raise ConfigurationError(
-            f'{where}: stratum is {strata!r:.60}; expected tables such as [stratum."web/de"]'
+            f'{where}: stratum is a {type(strata).__name__}; expected tables such as [stratum."web/de"]'
         )
     parsed = []
     for pattern, terms in strata.items():
-        place = f"{where}: stratum {pattern!r}"
+        place = f"{where}: stratum {_checked_text(pattern, f'{where}: the name of a stratum')!r:.200}"
         if not isinstance(terms, Mapping):
             raise ConfigurationError(
-                f"{place} is {terms!r:.60}; expected a table with licence, source, contact"
+                f"{place} is a {type(terms).__name__}; expected a table with licence, source, contact"
             )
         parsed.append((str(pattern), Terms(**_texts(_checked(terms, _TERMS, place), place))))
     texts = _texts(given, where)
@@ -139,11 +138,12 @@ def given_about(about: About | Mapping[str, Any] | str | os.PathLike[str] | None
     if isinstance(about, Mapping):
         return parse_about(about)
     try:
-        document = tomllib.loads(Path(about).read_bytes().decode("utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        document = tomllib.loads(read_small_file(about, max_bytes=MAX_ABOUT_BYTES).decode("utf-8"))
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, tables in tables
+        reason = "too deeply nested" if isinstance(error, RecursionError) else redact(str(error))[:200]
         raise SourceError(
-            f'{about}: cannot be read as TOML ({error}); give a file such as: licence = "CC-BY-4.0"'
-        ) from error
+            f'{about}: cannot be read as TOML ({reason}); give a file such as: licence = "CC-BY-4.0"'
+        ) from None
     return parse_about(document, str(about))
 
 
@@ -205,22 +205,22 @@ def _checked(document: Mapping[str, Any], known: Iterable[str], where: str) -> d
         if name not in expected or name in given:
             near = difflib.get_close_matches(key, expected, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(expected)}"
-            raise ConfigurationError(f"{where}: key {key!r} is unknown or given twice; {hint}")
+            shown = redact(str(key))[:60]
+            raise ConfigurationError(f"{where}: key {shown!r} is unknown or given twice; {hint}")
         given[name] = value
     return given
 
 
 def _texts(given: Mapping[str, Any], where: str) -> dict[str, str]:
-    for key, value in given.items():
-        if not isinstance(value, str) or len(value) > _LONGEST:
-            raise ConfigurationError(
-                f"{where}: {key} is {value!r:.60}; expected a text of at most {_LONGEST} characters"
-            )
-        if _CREDENTIAL.search(value):
-            raise ConfigurationError(
-                f"{where}: {key} holds a URL with a password in it; leave the password out"
-            )
-    return dict(given)
+    return {key: _checked_text(value, f"{where}: {key}") for key, value in given.items()}
+
+
+def _checked_text(value: object, where: str) -> str:
+    if not isinstance(value, str) or len(value) > _LONGEST:
+        what = f"{len(value)} characters" if isinstance(value, str) else f"a {type(value).__name__}"
+        raise ConfigurationError(f"{where} is {what}; expected a text of at most {_LONGEST} characters")
+    refuse_credentials(value, where)
+    return value
 
 
 # ---- The files that a version was built from, and the rows that were left out

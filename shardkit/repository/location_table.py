@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from shardkit.credentials import refuse_credentials
 from shardkit.errors import (
     CommitConflict,
     ConfigurationError,
@@ -104,18 +105,19 @@ class LocationRecord:
     @classmethod
     def parse(cls, text: str) -> LocationRecord:
         """Read ``NAME=URL[,domain=…][,rank=…][,weight=…]``."""
+        refuse_credentials(text, "--location")
         name, equals, rest = text.partition("=")
         url, *options = rest.split(",")
         if not equals or not url:
             raise ConfigurationError(
-                f"--location {_without_secrets(text)!r}: expected NAME=URL, such as mirror=s3://bucket/cats,domain=aws"
+                f"--location {text[:200]!r}: expected NAME=URL, such as mirror=s3://bucket/cats,domain=aws"
             )
         given: dict[str, str] = {}
         for option in options:
             key, sign, value = option.partition("=")
             if key not in ("domain", "rank", "weight") or not sign or key in given:
                 raise ConfigurationError(
-                    f"--location {name}: {_without_secrets(option)!r}, expected domain=…, rank=… or weight=…, each once"
+                    f"--location {name}: {option[:200]!r}, expected domain=…, rank=… or weight=…, each once"
                 )
             given[key] = value
         return cls(
@@ -325,6 +327,7 @@ def absolute_url(url: str) -> str:
 
 
 def _check_url(name: str, url: str) -> None:
+    refuse_credentials(url, f"location {name!r}")
     scheme = scheme_of(url)
     if scheme is None and not os.path.isabs(url):
         raise ConfigurationError(f"location {name!r} at {url[:200]!r}: expected a URL or an absolute path")
@@ -346,11 +349,6 @@ def _number(text: str, what: str) -> int:
         return int(text)
     except ValueError:
         raise ConfigurationError(f"{what} {text[:40]!r}: expected a whole number") from None
-
-
-def _without_secrets(text: str) -> str:
-    """What may be printed of something that is not understood: nothing that may be a password or a signature."""
-    return re.sub(r"//[^/]*@", "//…@", text.partition("?")[0])[:200]
 
 
 class CopyMark(NamedTuple):

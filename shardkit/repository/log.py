@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, Final, Generic, NamedTuple, NoReturn, TypeVar
 
+from shardkit.credentials import refuse_credentials
 from shardkit.errors import (
     CommitUnknown,
     FormatError,
@@ -457,6 +458,7 @@ def parse_dataset_url(url: str | os.PathLike[str]) -> tuple[str, str | None]:
         UsageError: What follows the ``@`` is neither a name nor a digest, or there is no root.
     """
     text = os.fspath(url)
+    refuse_credentials(text, "the dataset's URL")
     folder, slash, last = text.rpartition("/")
     name, at, ref = last.rpartition("@")
     if not at:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
 
-from shardkit.errors import FormatError, NotFoundError, ShardkitError, UsageError
+from shardkit.credentials import refuse_credentials
+from shardkit.errors import FormatError, NotFoundError, ShardkitError
 from shardkit.formats.canonical_json import dumps, read_document
 from shardkit.manifest import (
     Manifest,
@@ -139,7 +139,6 @@ def put_selection(repository: Repository, selection: Selection) -> Descriptor:
 _FORMAT: Final = "shardkit-location/1"
 _KEYS: Final = ("manifest", "part", "repository", "urls")
 _MAX_BYTES: Final = 64 * 2**10
-_CREDENTIAL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/]*@")
 
 
 class PartLocation(NamedTuple):
@@ -178,8 +177,7 @@ def put_location(
     """Remember that a part lies in another repository; nothing is written where it lies in this one."""
     if holder.url == repository.url:
         return None
-    if _CREDENTIAL.match(holder.url):
-        raise UsageError(f"part {name!r} lies at a URL with a credential in it; leave it to the environment")
+    refuse_credentials(holder.url, f"the URL of part {name!r}")
     urls: tuple[str, ...] = (holder.url,)
     if not scheme_of(repository.url) and not scheme_of(holder.url):
         # first where it lies from here: a copy of both beats the original that it was copied from

@@ -21,6 +21,7 @@ from shardkit.errors import (
     IntegrityError,
     NotFoundError,
     ShardkitError,
+    SourceError,
     StoreError,
     StoreFullError,
     StoreReadOnlyError,
@@ -271,6 +272,30 @@ def read_file(path: str, file_size: int, offset: int, into: memoryview) -> None:
         raise NotFoundError(f"{path} is gone; run: shardkit verify on its dataset") from None
     except OSError as error:
         raise store_error(error, f"read {path}", writing=False) from error
+
+
+def read_small_file(path: str | os.PathLike[str], *, max_bytes: int) -> bytes:
+    """Return the bytes of a file that a user names, such as a list or a configuration.
+
+    Raises:
+        NotFoundError: there is no such file.
+        SourceError: it is not a regular file, is larger than `max_bytes`, or cannot be read.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe must not block
+        with open(fd, "rb") as file:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode):
+                raise SourceError(f"{path} is not a regular file; give a file")
+            data = file.read(max_bytes + 1) if found.st_size <= max_bytes else b""
+            if max(found.st_size, len(data)) > max_bytes:
+                size = max(found.st_size, len(data))
+                raise SourceError(f"{path}: {size} bytes, expected at most {max_bytes}")
+            return data
+    except FileNotFoundError:
+        raise NotFoundError(f"{path}: no such file; check the path") from None
+    except OSError as error:
+        raise SourceError(f"{path}: cannot be read ({error.strerror}); check it and its rights") from None
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import unquote
 
+from shardkit.credentials import refuse_credentials
 from shardkit.errors import NotFoundError, StoreError, UsageError
 from shardkit.stores.file_operations import (
     FOLDER,
@@ -369,6 +370,7 @@ def open_store(url: str | os.PathLike[str], *, read_only: bool = False) -> Store
         UsageError: The URL is malformed or holds a credential.
     """
     text = os.fspath(url)
+    refuse_credentials(text, "the URL of a root")
     scheme = scheme_of(text)
     if scheme is None:
         return LocalStore(text, read_only=read_only)

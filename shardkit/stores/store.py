@@ -38,7 +38,7 @@ MAX_OBJECT_BYTES: Final = 5 * 2**30
 _COMPONENT: Final = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}"
 _NAME: Final = re.compile(rf"[a-z0-9][A-Za-z0-9._-]{{0,199}}(?:/{_COMPONENT})*")
 _PRIVATE: Final = "tmp/"
-_SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_SCHEME: Final = re.compile(r"((?:[A-Za-z][A-Za-z0-9+.-]*::)*[A-Za-z][A-Za-z0-9+.-]*)://")
 
 
 class ObjectStat(NamedTuple):
@@ -419,6 +419,6 @@ def put_over(store: Store, name: str, data: bytes) -> None:
 
 
 def scheme_of(place: str) -> str | None:
-    """The scheme of a URL, in lower case; None for a local path."""
+    """Return the scheme of a URL in lower case, with those chained before it; None for a local path."""
     match = _SCHEME.match(place)
     return match[1].lower() if match else None

@@ -1,7 +1,7 @@
 """How a run is: polled numbers, records on disk, rules over them (SPEC.md).
 
 Numbers are polled from sources that loaders and trainers hand in; rules and views are functions of the records on
-disk. Text that leaves the run directory passes `redaction`.
+disk.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from shardkit.telemetry.records import Record, RunTelemetry, parse_record, read_
 
 if TYPE_CHECKING:
     from shardkit.telemetry.diagnosis import Anomaly, Bottleneck, find_anomalies, find_bottleneck
-    from shardkit.telemetry.redaction import redact
     from shardkit.telemetry.summary import summarise
 
 __all__ = [
@@ -31,14 +30,13 @@ __all__ = [
     "parse_record",
     "read_events",
     "read_run",
-    "redact",
     "summarise",
 ]
 
 # Every loader imports this package; what judges and shows runs is imported where somebody looks.
 _OF_READERS = {
     "Anomaly": "diagnosis", "Bottleneck": "diagnosis", "find_anomalies": "diagnosis", "find_bottleneck": "diagnosis",
-    "redact": "redaction", "summarise": "summary",
+    "summarise": "summary",
 }  # fmt: skip
 
 

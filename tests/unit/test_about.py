@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import shardkit
 from shardkit.dataset.about import About, Terms, about_of, given_about, parse_about
 from shardkit.dataset.croissant import croissant_document
 from shardkit.dataset.deriving import merge_datasets
-from shardkit.errors import ConfigurationError, FormatError, SourceError
+from shardkit.errors import ConfigurationError, FormatError, NotFoundError, SourceError, UsageError
 
 TEXT = """
 name = "web"
@@ -74,7 +75,7 @@ def test_strata_take_what_they_leave_open_from_the_whole(tmp_path: Path) -> None
     ],
 )
 def test_what_is_misspelt_is_refused(document: dict[str, Any], match: str) -> None:
-    with pytest.raises(ConfigurationError, match=match) as caught:
+    with pytest.raises(UsageError, match=match) as caught:
         parse_about(document)
     assert "secret" not in str(caught.value)
 
@@ -84,6 +85,42 @@ def test_a_file_that_is_no_toml_is_named(tmp_path: Path) -> None:
         given_about(about_file(tmp_path, "licence = "))
     with pytest.raises(FormatError):
         About.from_bytes(b"{}")
+
+
+HOSTILE = {
+    "deep arrays": "note = " + "[" * 20_000 + "]" * 20_000,
+    "deep tables": "[" + ".".join("a" * 5000) + "]\nb = 1",
+    "deep strata": "[stratum." + ".".join("a" * 5000) + "]\nb = 1",
+    "deep keys": "stratum.x." + ".".join("a" * 5000) + " = 1",
+    "giant decimal": "note = " + "9" * 20_000,
+    "giant hexadecimal": "note = 0x" + "f" * 20_000,
+    "giant number in a stratum": "[stratum.x]\nnote = 0x" + "f" * 20_000,
+    "number for a stratum": "stratum = 0x" + "f" * 20_000,
+    "long text": f"note = '{'x' * 20_000}'",
+    "too large": "# " + "x" * (4 << 20),
+    "token": "note = 'ghp_" + "a1" * 18 + "'",
+    "token in a key": '"https://ghp_' + "a1" * 18 + '@host" = "x"',
+    "token in a stratum's name": '[stratum."https://ghp_' + "a1" * 18 + '@host"]',
+    "signature": "homepage = 'https://host/x?sig=ghp_a1a1a1a1'",
+}
+
+
+@pytest.mark.parametrize("name", [*HOSTILE, "pipe", "folder", "gone", "sparse"])
+def test_a_hostile_file_is_a_message(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "about.toml"
+    if name == "pipe":
+        os.mkfifo(path)
+    elif name == "folder":
+        path.mkdir()
+    elif name == "sparse":
+        with path.open("wb") as file:
+            file.truncate(1 << 40)
+    elif name != "gone":
+        path.write_text(HOSTILE[name], encoding="utf-8")
+    with pytest.raises((ConfigurationError, SourceError, NotFoundError, UsageError)) as caught:
+        given_about(path)
+    assert len(str(caught.value)) < 1000
+    assert "ghp_" not in str(caught.value)
 
 
 def test_a_stratum_that_is_not_there_is_refused_before_anything_is_committed(tmp_path: Path) -> None:

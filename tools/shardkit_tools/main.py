@@ -19,6 +19,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 import shardkit
+from shardkit.credentials import hide_credentials, refuse_credentials
 from shardkit.errors import ShardkitError
 from shardkit.exit_codes import ExitCode, exit_code
 from shardkit_tools import console
@@ -138,6 +139,10 @@ def run(arguments: Sequence[str] | None = None) -> None:
     if not any(isinstance(one, console.LogHandler) for one in log.handlers):
         log.addHandler(console.LogHandler())
     try:
+        for number, argument in enumerate(given, 1):
+            refuse_credentials(
+                argument, f"argument {number}"
+            )  # whatever it is for, it is printed or recorded
         # Without a command the overview is asked for; for a wrong one typer lists those that exist.
         is_overview = command is None and (not given or given[0].startswith("-"))
         (_overview_app() if is_overview else make_app(command))(given)
@@ -163,6 +168,8 @@ def run(arguments: Sequence[str] | None = None) -> None:
 
 def _fail(message: str, code: int) -> NoReturn:
     sys.stdout.flush()
-    lines = "\n".join(clean(line) for line in message.split("\n"))  # names and values of strangers are in it
+    lines = "\n".join(
+        clean(line) for line in hide_credentials(message).split("\n")
+    )  # names and values of strangers are in it
     sys.stderr.write(f"shardkit: {lines}\n")
     raise SystemExit(code)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
+from shardkit.credentials import refuse_credentials
 from shardkit.errors import UsageError
 
 OBJECT_SCHEMES: Final = {
@@ -50,6 +51,11 @@ def parse_address(url: str) -> Address:
     A URL is printed, logged and pickled; passwords and signatures belong into the environment or into the
     client's own configuration.
     """
+    refuse_credentials(url, "the URL")
+    if "::" in url.partition("://")[0]:
+        raise UsageError(
+            f"{url!r} chains file systems; expected one scheme. A cache is a setting of the loader: cache=FOLDER"
+        )
     match = _URL.fullmatch(url)
     if match is None:
         raise UsageError("store URL: expected scheme://bucket/prefix without spaces or control characters")
@@ -78,6 +84,7 @@ def split_url(url: str) -> tuple[Address, str]:
     Returns:
         For an object store the bucket and the whole key; for anything else the folder and the file's name.
     """
+    refuse_credentials(url, "the URL of an object")
     match = _OBJECT_URL.fullmatch(url)
     if match is None or "::" in url:
         raise UsageError(

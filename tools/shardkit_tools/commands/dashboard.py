@@ -20,9 +20,9 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from shardkit.credentials import redact_document, redactor
 from shardkit.telemetry.pages import NOT_FOUND, Answer, PageServer
 from shardkit.telemetry.records import check_run, read_run
-from shardkit.telemetry.redaction import redact_document, redactor
 from shardkit.telemetry.serving import health, run_metrics
 from shardkit_tools import console
 from shardkit_tools.console import clean

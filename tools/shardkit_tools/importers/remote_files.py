@@ -14,11 +14,11 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, BinaryIO, cast
 
+from shardkit.credentials import redact, refuse_credentials
 from shardkit.errors import MissingDependency, NotFoundError, SourceError, StoreError, UsageError
 from shardkit.stores.remote.addresses import OBJECT_SCHEMES, Address, parse_address, split_url
 from shardkit.stores.remote.object_store import ForeignStore
 from shardkit.stores.store import ObjectStat
-from shardkit.telemetry.redaction import redact
 from shardkit_tools.importers.protocol import SourceFile
 
 _WILDCARD = re.compile(r"[*?\[]")
@@ -151,14 +151,10 @@ class _Pieces(io.RawIOBase):
 
 
 def _check_harmless(url: str) -> None:
-    authority = url.partition("://")[2].partition("/")[0]
-    if "@" in authority or (
-        "?" in url and not url.rpartition("?")[2].startswith("*") and "=" in url.rpartition("?")[2]
-    ):
+    refuse_credentials(url, "the URL of a source")
+    if "=" in url.rpartition("?")[2].partition("#")[0] and "?" in url:
         shown = url.partition("://")[0]
-        raise UsageError(
-            f"a {shown}:// URL with a user, password or query in it: give credentials by the environment"
-        )
+        raise UsageError(f"a {shown}:// URL with a query in it, which is recorded: give a URL without one")
 
 
 def _system(url: str) -> tuple[Any, str]:
