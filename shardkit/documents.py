@@ -1,0 +1,262 @@
+"""Documents: typed structs with one canonical spelling, checked while they are decoded; and TOML configuration.
+
+A document is canonical JSON: sorted keys, no spaces, UTF-8 without escapes, integers below 2**63 in magnitude, no
+floats. One content has one text, and so one digest. Its type is a subclass of `Document`, whose annotations say which
+fields there are, of which type, and how large they may be; msgspec checks them. A *sealed* document carries its own
+SHA-256 in the field ``digest``: it is for documents that no other one names by digest.
+
+Nothing is trusted before it is checked: sizes before parsing, digests before parsing, types while parsing, and the
+spelling at the end. Bytes that fail are a `FormatError` that names the document and the field.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import itertools
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Annotated, Any, Final, NoReturn, TypeVar, get_args
+
+import msgspec
+from msgspec import Meta
+
+from shardkit.errors import ConfigurationError, FormatError, IntegrityError, UsageError
+
+DIGEST_PREFIX: Final = "sha256:"
+
+Digest = Annotated[str, Meta(pattern=r"\Asha256:[0-9a-f]{64}\Z")]
+"""SHA-256 of an object, ``sha256:`` and 64 lower-case hexadecimal digits."""
+Natural = Annotated[int, Meta(ge=0, le=2**62)]
+"""A count or a size; sums of two still fit int64."""
+Positive = Annotated[int, Meta(ge=1, le=2**62)]
+Text = Annotated[str, Meta(max_length=10_000)]
+Name = Annotated[str, Meta(min_length=1, max_length=1_000)]
+Time = Annotated[str, Meta(pattern=r"\A[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z\Z")]
+"""A moment in UTC, ``2026-11-20T19:00:00Z``."""
+
+MAX_DEPTH: Final = 64
+"""Levels of nesting in values without a type, such as settings of a build."""
+_LIMIT: Final = 2**63
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Base of the structs inside a document.
+
+    Fields that have their default are not written: a default has no other spelling.
+    """
+
+
+class Document(Record, frozen=True, kw_only=True, tag_field="format"):
+    """Base of documents; give each subclass ``tag="shardkit-NAME/1"``, which is written as the field ``format``."""
+
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+_encoder: Final = msgspec.json.Encoder(order="sorted")
+
+
+def sha256_digest(data: bytes | bytearray | memoryview) -> str:
+    """Return the digest text of `data`: what `sha256sum`, S3 and OCI use."""
+    return DIGEST_PREFIX + hashlib.sha256(data).hexdigest()
+
+
+def encode(value: object) -> bytes:
+    """Return the canonical bytes of a document, or of a value of dicts, lists, text, integers, booleans and None.
+
+    Raises:
+        UsageError: The value has a float, a lone surrogate, a large integer or another type.
+    """
+    if not isinstance(value, msgspec.Struct):
+        check_plain(value)
+    try:
+        return _encoder.encode(value)
+    except (UnicodeEncodeError, OverflowError, TypeError) as error:
+        raise UsageError(f"canonical JSON: {error}") from None
+
+
+def check_plain(value: object, depth: int = 0) -> None:
+    """Raise UsageError if canonical JSON cannot hold a value without a type."""
+    if depth > MAX_DEPTH:
+        raise UsageError(f"canonical JSON: nested deeper than {MAX_DEPTH}")
+    if value is None or isinstance(value, (bool, str)):
+        return
+    if isinstance(value, int):
+        if not -_LIMIT < value < _LIMIT:
+            raise UsageError("canonical JSON: an integer is out of range, expected magnitude below 2**63")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise UsageError(f"canonical JSON: key {key!r} is no str")
+            if type(item) is not str or depth == MAX_DEPTH:  # most items are, and calls take most of the time
+                check_plain(item, depth + 1)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            if type(item) is not str or depth == MAX_DEPTH:
+                check_plain(item, depth + 1)
+    else:
+        raise UsageError(f"canonical JSON: {type(value).__name__} value {value!r:.80} is not allowed")
+
+
+def decode(kind: type[T], data: bytes | bytearray | memoryview, where: str, *, max_bytes: int) -> T:
+    """Decode the canonical bytes of a document.
+
+    Args:
+        kind: Type of the document.
+        data: Its bytes; their digest, if another document names one, has been checked.
+        where: Name of the document in messages.
+        max_bytes: Size above which nothing is parsed.
+
+    Raises:
+        FormatError: The bytes are not the canonical spelling of a valid document of this type.
+    """
+    value: T = _decode(_decoder(kind), data, where, max_bytes)
+    return value
+
+
+def decode_plain(data: bytes | bytearray | memoryview, where: str, *, max_bytes: int) -> Any:
+    """Decode canonical JSON that has no type.
+
+    Raises:
+        FormatError: The bytes are not canonical JSON.
+    """
+    value = _decode(_decoder(object), data, where, max_bytes)
+    try:
+        check_plain(value)
+    except UsageError as error:
+        raise FormatError(f"{where}: {error}") from None
+    return value
+
+
+def _decode(decoder: Any, data: bytes | bytearray | memoryview, where: str, max_bytes: int) -> Any:
+    if len(data) > max_bytes:
+        raise FormatError(f"{where}: {len(data)} bytes, expected at most {max_bytes}")
+    try:
+        value = decoder.decode(data)
+        spelling = _encoder.encode(value)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError, OverflowError) as error:
+        raise _format_error(where, error) from None
+    if spelling != data:
+        raise FormatError(
+            f"{where}: bytes are not in canonical form (order, spaces, escapes, duplicate keys or defaults)"
+        )
+    return value
+
+
+@cache
+def _decoder(kind: Any) -> Any:
+    return msgspec.json.Decoder(kind, float_hook=_refuse_float)
+
+
+def _refuse_float(text: str) -> NoReturn:
+    raise ValueError(f"number {text[:40]} is no integer")
+
+
+def _format_error(where: str, error: Exception) -> FormatError:
+    return FormatError(
+        f"{where}: {_reason(error)}; it is damaged, of another kind, or written by a newer shardkit: do not trust it"
+    )
+
+
+def _reason(error: Exception) -> str:
+    """Return a message of msgspec with the field as a path such as ``strata[3].rows``."""
+    text = str(error)[:300].replace(" - at `$.", " at `").replace(" - at `$", " at `")
+    return text.replace("Object", "an object", 1) if text.startswith("Object") else text
+
+
+def convert(kind: type[T], value: object, where: str) -> T:
+    """Return a value that `decode_plain` or `json` parsed as a struct.
+
+    Raises:
+        FormatError: A field is missing, unknown, of another type or too large.
+    """
+    try:
+        return msgspec.convert(value, kind)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise _format_error(where, error) from None
+
+
+# ---- Sealed documents
+
+_OWN_DIGEST: Final = re.compile(rb'"digest":"(sha256:[0-9a-f]{64})",')
+_MOST_DIGESTS: Final = 4  # tried in one document, which has one
+
+
+def seal(document: Document) -> bytes:
+    """Return the canonical bytes of a document with the SHA-256 of these bytes in the field ``digest``."""
+    body = msgspec.to_builtins(document)
+    return _encoder.encode({**body, "digest": sha256_digest(encode(document))})
+
+
+def unseal(kind: type[T], data: bytes, where: str, *, max_bytes: int) -> T:
+    """Decode a sealed document; its digest is checked before any of it is parsed.
+
+    Raises:
+        FormatError: The bytes are too many, or not the canonical spelling of a valid document.
+        IntegrityError: The digest in the document is not that of its content.
+    """
+    if len(data) > max_bytes:
+        raise FormatError(f"{where}: {len(data)} bytes, expected at most {max_bytes}; do not trust it")
+    found = f"{len(data)} bytes without a digest of their own"
+    for match in itertools.islice(_OWN_DIGEST.finditer(data), _MOST_DIGESTS):
+        body = data[: match.start()] + data[match.end() :]
+        if (content := sha256_digest(body)) == match[1].decode("ascii"):
+            document = decode(kind, body, where, max_bytes=max_bytes)
+            if seal(document) != data:  # type: ignore[arg-type]
+                raise FormatError(f"{where}: its digest is not where it belongs; do not trust it")
+            return document
+        found = f"its digest is {match[1].decode('ascii')}, its content has {content}"
+    raise IntegrityError(
+        f"{where}: {found}; it is damaged: run shardkit repair, or restore it from a copy of the root"
+    )
+
+
+# ---- Configuration
+
+
+def decode_toml(kind: type[T], text: str, where: str) -> T:
+    """Decode TOML that a person wrote.
+
+    Raises:
+        ConfigurationError: The text is not TOML, or a key is unknown, missing, of another type or out of range.
+    """
+    try:
+        values = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigurationError(f"{where} is no TOML: {error}") from None
+    return configure(kind, values, where)
+
+
+def configure(kind: type[T], values: Mapping[str, object], where: str) -> T:
+    """Return settings as a struct; unknown keys are answered with the nearest known one.
+
+    Raises:
+        ConfigurationError: A key is unknown, missing, of another type or out of range.
+    """
+    try:
+        return msgspec.convert(values, kind)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise ConfigurationError(f"{where}: {_reason(error)}{_nearest(kind, str(error))}") from None
+
+
+def _nearest(kind: type[msgspec.Struct], message: str) -> str:
+    unknown = re.search(r"unknown field `(.*?)`", message)
+    if unknown is None:
+        return ""
+    known = sorted({name for one in _structs(kind) for name in one.__struct_encode_fields__})
+    near = difflib.get_close_matches(unknown[1], known, 1)
+    return f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}"
+
+
+def _structs(kind: Any, seen: set[Any] | None = None) -> Iterator[type[msgspec.Struct]]:
+    """Yield the structs that a type is made of."""
+    seen = set() if seen is None else seen
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind not in seen:
+        seen.add(kind)
+        yield kind
+        for one in msgspec.structs.fields(kind):
+            yield from _structs(one.type, seen)
+    for inner in get_args(kind):
+        yield from _structs(inner, seen)
