@@ -10,6 +10,7 @@
     │   └── ConfigurationError     configuration      mend the named setting
     ├── SourceError                source             mend the named source file and row
     ├── NotFoundError (LookupError) not-found         name something that exists
+    │   └── SampleIndexError (IndexError) sample-index  ask for a sample number that exists
     ├── IntegrityError             integrity          read another copy; repair
     ├── FormatError                format             not trust whoever wrote these bytes
     ├── StoreError (OSError)       store              look at the disk or the network, then try again
@@ -42,6 +43,7 @@ __all__ = [
     "PlanError",
     "RunError",
     "SampleError",
+    "SampleIndexError",
     "SchemaError",
     "ShardkitError",
     "SourceError",
@@ -99,6 +101,12 @@ class NotFoundError(ShardkitError, LookupError):
     """A dataset, ref, object, sample or run that does not exist."""
 
     kind = "not-found"
+
+
+class SampleIndexError(NotFoundError, IndexError):
+    """A sample number past either end of a dataset."""
+
+    kind = "sample-index"
 
 
 class IntegrityError(ShardkitError):

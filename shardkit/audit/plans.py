@@ -319,9 +319,9 @@ def replay(
 
 
 def _count(plan: Plan, first: int, last: int, drawn: int, seen: Path) -> Coverage:
-    begin, end = plan.epoch_bounds(first)
+    begin, end = plan.bounds(first, passes=True)
     distinct = int(np.count_nonzero(np.memmap(seen, dtype=np.bool_, mode="r")))
-    epoch = begin // (plan.steps_per_epoch or 1)
+    epoch = begin // (plan.steps_per_pass or 1)
     rows = plan.population.rows
     remainder = rows % plan.global_batch if plan.settings.remainder == "drop" else 0
     if any(plan.settings.canonical().get(name) for name in ("buckets", "join")):
@@ -330,13 +330,13 @@ def _count(plan: Plan, first: int, last: int, drawn: int, seen: Path) -> Coverag
 
 
 def _has_epochs(plan: Plan) -> bool:
-    return plan.steps_per_epoch is not None and not plan.settings.stages
+    return plan.steps_per_pass is not None
 
 
 def stretches(plan: Plan, first: int, last: int) -> Iterator[tuple[int, int]]:
     """Steps [first, last) in parts that are of one epoch and of cells of one size."""
     while first < last:
-        end = min(last, plan.epoch_bounds(first)[1]) if _has_epochs(plan) else last
+        end = min(last, plan.bounds(first, passes=True)[1]) if _has_epochs(plan) else last
         if first < plan.from_step:
             end = min(end, plan.from_step)  # an amendment may change the size of cells
         yield first, end

@@ -106,10 +106,14 @@ def uses_of_many(record: RunRecord, plans: dict[int, RunPlan], samples: Iterable
             for at, lane, slot in np.argwhere(member[cells]).tolist():
                 place = (begin + at, lane, slot)
                 if place not in replaced:
-                    epoch = place[0] // plan.plan.loop_steps
+                    epoch = place[0] // _pass_steps(plan.plan)
                     found.append(_use(record, int(cells[at, lane, slot]), epoch, place))
         found += _substituted(record, plan, replaced, set(wanted.tolist()))
     return sorted(found, key=_place_of)
+
+
+def _pass_steps(plan: Plan) -> int:
+    return plan.steps_per_pass or plan.loop_steps
 
 
 def _parts(plan: Plan, first: int, last: int) -> Iterator[tuple[int, int]]:
@@ -129,7 +133,7 @@ def _substituted(
 ) -> list[Use]:
     """Uses in the place of another sample."""
     return [
-        _use(record, by, place[0] // plan.plan.loop_steps, place, original)
+        _use(record, by, place[0] // _pass_steps(plan.plan), place, original)
         for place, (original, by) in replaced.items()
         if by in wanted
     ]
@@ -185,8 +189,8 @@ def _legs(record: RunRecord, plans: dict[int, RunPlan]) -> Iterator[tuple[RunPla
 
 def _places(plan: RunPlan, sample: int, first: int, last: int) -> Iterator[tuple[int, Place]]:
     """(epoch or pass, place) of a sample in steps [first, last) of a plan."""
-    length = plan.plan.steps_per_epoch
-    if length is not None and not plan.plan.settings.stages:
+    length = plan.plan.steps_per_pass
+    if length is not None:
         for epoch in range(first // length, (last - 1) // length + 1):
             found = plan.plan.locate(sample, epoch)
             if found is not None and first <= found[0] < last:

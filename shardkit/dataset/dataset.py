@@ -202,8 +202,12 @@ class Dataset(Samples):
         stride: int = 1,
         offset: int = 0,
         fill: Mapping[str, Any] | None = None,
+        restart: bool = False,
     ) -> Loader:
         """A loader over `plan` for one rank; iterate over it once per epoch.
+
+        A loop that is left early continues in the next one, at the batch after the last that was handed out; so that a
+        "virtual epoch" is ``itertools.islice(loader, steps)``. Pass ``restart=True`` for validation.
 
         Without torch, batches hold numpy arrays, which JAX and TensorFlow take as they are::
 
@@ -268,6 +272,7 @@ class Dataset(Samples):
             offset: see `stride`.
             fill: optional field → what stands in its batches where a row has no value (`batch.valid[field]` says which
                 rows have one); by default zeros, an empty array, or None in a list.
+            restart: every loop begins at the start of its epoch, even if the one before was left early.
 
         Raises:
             ConfigurationError: an impossible rank, world or size, less memory than the windows need, or lanes that do
@@ -278,12 +283,12 @@ class Dataset(Samples):
         config = LoaderConfig(
             rank=rank, world=world, mesh=mesh, lanes=lanes, fields=fields, by_cell=by_cell, uneven=uneven,
             assignment=assignment, store=store,
-            rebalance=Rebalancing() if rebalance is True else rebalance or None,
+            rebalance=Rebalancing() if rebalance is True else None if rebalance is False else rebalance,
             memory=None if memory is None else parse_size(memory), threads=threads, prefetch=prefetch, tensors=tensors,
             device=device, device_prefetch=device_prefetch,
             decode=decode or {}, transform=transform, batch_transform=batch_transform, workers=workers,
             on_error=on_error, stall_s=stall_s, on_stall=on_stall, run=None if run is None else Path(run),
-            stride=stride, offset=offset, fill=fill or {},
+            stride=stride, offset=offset, fill=fill or {}, restart=restart,
             cache=None if cache is None else Path(cache),
             cache_size=None if cache_size is None else parse_size(cache_size), share=share,
             telemetry=telemetry,

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from shardkit.errors import MissingDependency, NotFoundError, UsageError
+from shardkit.errors import MissingDependency, SampleIndexError, UsageError
 from shardkit.formats import Block, Schema
 from shardkit.manifest import Selection
 from shardkit.plan.permutation import Feistel, derive
@@ -201,7 +201,7 @@ def number_of(wanted: object, count: int, call: str) -> int:
     except TypeError:
         raise _refusal(wanted, count, call) from None
     if not -count <= number < count:
-        raise NotFoundError(f"sample {wanted} does not exist: this dataset has samples 0 to {count - 1}")
+        raise SampleIndexError(f"sample {wanted} does not exist: this dataset has samples 0 to {count - 1}")
     return number + count if number < 0 else number
 
 

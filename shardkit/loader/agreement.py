@@ -6,7 +6,9 @@ with every backend and needs no device.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import logging
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -19,6 +21,8 @@ __all__ = ["Exchange", "agree", "check_agreement"]
 
 _MAX_BYTES = 1 << 20
 _PATIENCE_S = 600.0
+_QUIET_S = 10.0  # after which ranks that are waited for are named
+_log = logging.getLogger("shardkit.loader")
 _numbers = itertools.count()
 
 
@@ -41,6 +45,7 @@ class Exchange:
         self.store, self._prefix = store, prefix
         self._patience_s: float = store.timeout.total_seconds() if patience_s is None else patience_s
         self.rank, self.world = rank, world
+        self._waited_s = 0.0
 
     @classmethod
     def of_process_group(cls) -> Exchange | None:
@@ -59,7 +64,7 @@ class Exchange:
     def get(self, key: str, other: int) -> bytes:
         """What rank `other` says."""
         try:
-            self.store.wait([self._prefix + key], timedelta(seconds=self._patience_s))
+            self.store.wait([self._prefix + key], timedelta(seconds=self._patience_s - self._waited_s))
         except Exception as error:  # the stores of torch raise plain RuntimeErrors of several kinds
             raise RunError(
                 f"rank {self.rank}: rank {other} of {self.world} has made no loader after "
@@ -68,12 +73,31 @@ class Exchange:
             ) from error
         return bytes(self.store.get(self._prefix + key))
 
+    def say_who_is_late(self) -> None:
+        """Wait for every rank's message for a while, then name the ranks that have sent none."""
+        if self._patience_s <= _QUIET_S:
+            return
+        keys = [f"{self._prefix}{rank}" for rank in range(self.world)]
+        # The stores of torch raise plain RuntimeErrors of several kinds; `get` meets a broken store again.
+        with contextlib.suppress(Exception):
+            self.store.wait(keys, timedelta(seconds=_QUIET_S))
+            return
+        self._waited_s = _QUIET_S
+        with contextlib.suppress(Exception):
+            late = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+            _log.warning(
+                "rank %d has waited %.0f s for a loader on rank %s of %d: every rank makes its loaders in the same "
+                "order. A loader for this rank alone takes rank=0, world=1: ds.loader(plan, rank=0, world=1)",
+                self.rank, _QUIET_S, ", ".join(map(str, late)), self.world,
+            )  # fmt: skip
+
 
 def agree(
     exchange: Exchange, mine: Mapping[str, Any], *, lanes: int, shared: bool
 ) -> Sequence[Mapping[str, Any]]:
     """Exchange and compare; returns what all ranks said on every rank, or raises on every rank."""
     exchange.put(str(exchange.rank), dumps(dict(mine)))
+    exchange.say_who_is_late()
     found = [loads(exchange.get(str(other), other), _MAX_BYTES) for other in range(exchange.world)]
     check_agreement(found, lanes=lanes, shared=shared)
     return found
@@ -91,7 +115,8 @@ def check_agreement(found: Sequence[Mapping[str, Any]], *, lanes: int, shared: b
             )
             raise StateError(
                 f"rank {rank} is about to read other data than rank 0: {details}. Start all ranks with the same "
-                "dataset version, plan settings and shardkit"
+                "dataset version, plan settings and shardkit. Was a loader made on some ranks only? Loaders are "
+                "compared in the order in which they are made; pass rank=0, world=1 to one that a rank has to itself"
             )
     holders: dict[int, int] = {}
     groups: dict[tuple[int, ...], int] = {}

@@ -448,8 +448,8 @@ static int borrow_file(Loads *self, int64_t number)
     pthread_mutex_unlock(&self->lock);
     if (file >= 0)
         return file;
-    file = open(named.path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
-    if (file >= 0 && (fstat(file, &found) || (int64_t)found.st_size != named.size)) {
+    file = open(named.path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK); /* a pipe must not block the thread */
+    if (file >= 0 && (fstat(file, &found) || !S_ISREG(found.st_mode) || (int64_t)found.st_size != named.size)) {
         close(file);
         return -1;
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 import time
@@ -10,13 +11,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from shardkit.errors import StateError, UsageError
+from shardkit.errors import ConfigurationError, StateError, UsageError
 from shardkit.loader.batch import Batch
 from shardkit.loader.block_window import WindowCounts
 from shardkit.loader.pipeline import LoaderCounts, Pipeline, StepBatches
 from shardkit.loader.resources import LoaderResources
 from shardkit.plan import Plan
 from shardkit.plan.natural import NaturalGrid
+from shardkit.ranges import Range, shown
 
 if TYPE_CHECKING:
     from shardkit.telemetry import Telemetry
@@ -156,15 +158,39 @@ class Loop(Iterator[Batch]):
         self.steps, self.stop = steps, stop
         self.left = steps.numbers  # not handed out yet
         self.ended_by: str | None = None  # what ended it before its last step
+        self._turn = threading.Lock()
 
     def __next__(self) -> Batch:
         """The next batch."""
-        if not self.left:
-            self._finish(self)
-            raise StopIteration
-        if self.ended_by is None:
+        with self.turn():
+            if not self.left:
+                self._finish(self)
+                raise StopIteration
+            if self.ended_by is not None:
+                raise self.ended()
             return self._hand_out(self)
-        raise UsageError(
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Refuse a second thread while one takes a batch; the loop stays as it is.
+
+        Raises:
+            UsageError: another thread is in there.
+        """
+        if not self._turn.acquire(blocking=False):
+            raise UsageError(
+                f"another thread is taking step {self.left[0] if self.left else self.stop} from this loop, and batches "
+                "come in order, one at a time: take them in one thread, or hold a lock around next(); the loop "
+                "continues in the other thread"
+            )
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+    def ended(self) -> UsageError:
+        """The error of a loop that ended before its last step."""
+        return UsageError(
             f"this loop ended before step {self.left[0]}: {self.ended_by}. A loader has one loop at a time; to look at "
             "the next batch without leaving the loop call loader.peek()"
         )
@@ -290,19 +316,22 @@ def _numbers(counts: LoaderCounts | WindowCounts, but: str = "") -> dict[str, fl
 
 # ---- states
 
+_STEPS = Range(0, 2**62)
 STATE_VERSION = 1
 """Of what `Loader.state_dict` gives."""
 
 
 def check_state(state: Mapping[str, Any], plan: Plan, manifest: str) -> int:
-    """The step at which a state goes on; see `Loader.load_state_dict`."""
+    """The step at which a state continues; see `Loader.load_state_dict`."""
+    if not isinstance(state, Mapping):
+        raise StateError(
+            f"loader state: {shown(state)} is no state; pass the dict that loader.state_dict() returned"
+        )
     if state.get("version") != STATE_VERSION:
         raise StateError(
             f"loader state of version {state.get('version')!r}: this shardkit reads version {STATE_VERSION}"
         )
-    step = state.get("step")
-    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        raise StateError(f"loader state: step is {step!r}, a whole number from 0 on is expected")
+    step = check_step("loader state: step", state.get("step"))
     if _fits(state, plan, step):
         return step
     expected = {"manifest": manifest, "plan": plan.digest}
@@ -314,6 +343,14 @@ def check_state(state: Mapping[str, Any], plan: Plan, manifest: str) -> int:
             "with the settings of the run, or start at step 0"
         )
     raise AssertionError("unreachable: the state has this plan and manifest")
+
+
+def check_step(name: str, step: object) -> int:
+    """The number of a step as an int."""
+    try:
+        return int(_STEPS.check(name, step))
+    except ConfigurationError as error:
+        raise StateError(f"{error}: steps count from 0 over the whole run") from None
 
 
 def check_geometry(plan: Plan, step: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 import os
 import sys
 import time
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from shardkit.errors import ConfigurationError, MissingDependency, StateError, UsageError
+from shardkit.errors import ConfigurationError, MissingDependency, UsageError
 from shardkit.formats import presence_of
 from shardkit.loader.batch import Batch, MissingValues
 from shardkit.loader.gather import Allocate
@@ -26,6 +27,7 @@ from shardkit.loader.live import (
     Steps,
     check_geometry,
     check_state,
+    check_step,
 )
 from shardkit.loader.pipeline import LoaderCounts, Pipeline, StepBatches
 from shardkit.loader.ranks import Dealt, check_chosen, check_shares, find_topology, fixed_shares
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
     from shardkit.telemetry import Telemetry
 
 __all__ = ["Loader"]
+
+_log = logging.getLogger("shardkit.loader")
 
 
 class Loader:
@@ -95,7 +99,6 @@ class Loader:
             sorted(config.lanes or ()) if dealt is None else list(dealt.assignment.lanes_of(topology.rank))
         )
         self._memory = self._setup.memory_bound(len(lanes))  # at the start
-        self._start = 0  # where the next `iter` begins
         self._loop: Callable[[], Loop | None] = lambda: None  # the last one, while somebody holds it
         self._ahead: Steps | None = None  # of the next one, where it was looked at
         self._with_trainer: LoaderCounts | None = None  # of the loop whose batch the trainer has
@@ -188,21 +191,28 @@ class Loader:
     def __iter__(self) -> Loop:
         """Batches (with `by_cell`, lists of batches, one per lane) from the cursor to the end of its epoch.
 
-        It is the loop that counts from now on: one that was under way raises UsageError when it is asked for more.
+        The cursor is the batch after the last one that was handed out, so a loop that is left early continues in the
+        next one; with ``restart=True`` every loop starts where the cursor's epoch begins. The new loop is the one that
+        counts: one that was under way raises UsageError when it is asked for more.
         """
-        start = self._start
+        start = self._next_start
         steps = self._read_ahead(start)
         if steps.pipeline is self.live.pipeline:  # it goes on from the epoch before
             self._follow(steps.numbers, steps.lanes)
         self._ahead = None
         self._end_loop("another loop over this loader has begun")
-        self._start, stop = self.plan.epoch_bounds(start)  # a loop left early begins its epoch again
         self.live.handed_out = start
         if self._rebalancer is not None:
             self._rebalancer.seek(start)
             self.live.lanes = self._rebalancer.lanes_now()
         self.live.begin_loop(steps.counts, steps.pipeline)
         steps.pipeline.begin_epoch(steps.counts)
+        stop = self.plan.epoch_bounds(start)[1]
+        if self.plan.is_cut_at(stop):
+            _log.warning(
+                "this loop ends at step %d, where the plan is amended in mid-epoch; iterate again to continue there",
+                stop,
+            )
         loop = Loop(self._hand_out, self._finish, steps, stop)
         self._loop = weakref.ref(loop)
         return loop
@@ -218,16 +228,23 @@ class Loader:
         """
         loop = self._loop()
         if loop is not None and loop.is_under_way:
-            if self._rebalancer is not None:
-                self._read_with(loop, self._rebalancer.lanes_ahead(loop.left[0]))
-            one = loop.steps.peek()
+            with loop.turn():
+                if self._rebalancer is not None:
+                    self._read_with(loop, self._rebalancer.lanes_ahead(loop.left[0]))
+                one = loop.steps.peek()
         else:
-            one = self._read_ahead(self._start).peek()
+            one = self._read_ahead(self._next_start).peek()
         if one is None:
             raise UsageError(
-                f"there is no batch from step {self._start} on in this loader's share of the steps"
+                f"there is no batch from step {self._next_start} on in this loader's share of the steps"
             )
         return copy.deepcopy(self._handed(one))
+
+    @property
+    def _next_start(self) -> int:
+        """Step at which the next loop begins."""
+        step = self.live.handed_out
+        return self.plan.epoch_bounds(step)[0] if self._setup.config.restart else step
 
     def _read_ahead(self, start: int) -> Steps:
         """The steps of the loop that begins at `start`, read from now on if they were not before."""
@@ -260,7 +277,7 @@ class Loader:
 
     def _end_epoch(self, loop: Loop) -> None:
         """The last step of a loop is handed out; what the pipeline reads of the next epoch is that of the next loop."""
-        self._start, steps = loop.stop, loop.steps
+        steps = loop.steps
         steps.pipeline.end_epoch()
         if steps.goes_on:
             self._ahead = steps.following(range(loop.stop, self.plan.epoch_bounds(loop.stop)[1]))
@@ -297,14 +314,15 @@ class Loader:
         one = loop.steps.take()
         if one is None:  # another thread has closed the pipeline
             loop.ended_by = loop.ended_by or "the loader was closed"
-            return next(loop)
+            raise loop.ended()
         if rebalancer is not None:
             rebalancer.handed_out(int(np.count_nonzero(one.lane_counts)), loop.steps.counts.last_wait_s)
         left = loop.left = loop.left[1:]
         self._record(one, last=not left)
         if not left:
             self._end_epoch(loop)
-        live.handed_out = one.step + 1
+        config = self._setup.config
+        live.handed_out = one.step - config.offset + config.stride if left else loop.stop
         live.cells += len(live.lanes)
         self._with_trainer = loop.steps.counts
         self._handed_at, self._computed_s = time.perf_counter(), -1.0
@@ -352,7 +370,7 @@ class Loader:
         if not loop.steps.goes_on:
             loop.steps.take()  # there is none: the pipeline ends
         if loop.ended_by is None:
-            self._start = loop.stop  # where this loader had no step of the epoch
+            self.live.handed_out = loop.stop  # also if this loader had no step of the epoch
 
     def _end_loop(self, reason: str) -> None:
         """The loop under way, if there is one, hands out nothing more."""
@@ -436,9 +454,10 @@ class Loader:
     # ---- state
 
     def state_dict(self, after: Batch | Sequence[Batch] | None = None) -> dict[str, Any]:
-        """Where to go on: after `after`, else after the last batch handed out. JSON-able, < 1 KB.
+        """Where to continue: after `after`, else after the last batch handed out. JSON-able, < 1 KB.
 
-        What was prefetched but not handed out does not count.
+        What was prefetched but not handed out does not count. A state taken after the last batch of an epoch begins
+        the next epoch.
         """
         if after is None:
             step = self.handed_out
@@ -463,12 +482,15 @@ class Loader:
         self.seek(check_state(state, self.plan, self._setup.sources.manifest))
 
     def seek(self, step: int) -> None:
-        """Begin the next loop at `step`, counted over the whole run."""
-        if step < 0:
-            raise StateError(f"step {step} does not exist: steps count from 0 over the whole run")
+        """Begin the next loop at `step`, counted over the whole run; with ``restart=True``, at its epoch's first step.
+
+        Raises:
+            StateError: there is no such step.
+        """
+        step = check_step("step", step)
         self._end_loop(f"the loader was moved to step {step}")
         self._drop_pipeline()
-        self._start = self.live.handed_out = step
+        self.live.handed_out = step
 
     # ---- the rest
 
@@ -500,6 +522,14 @@ class Loader:
     def handed_out(self) -> int:
         """The step after the last one handed out."""
         return self.live.handed_out
+
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch in which the next batch lies, from 0; the next epoch's once its last batch is handed out.
+
+        A run that resumes trains ``for epoch in range(loader.epoch, epochs)``.
+        """
+        return self.plan.epoch_of(self.live.handed_out)
 
     def stats(self) -> dict[str, float]:
         """Counters of the current or last loop, and of all block loads of this loader.

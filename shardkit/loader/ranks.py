@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from shardkit.errors import ConfigurationError
 from shardkit.plan import Assignment, Plan, assign
+from shardkit.ranges import Range, shown
 
 __all__ = [
     "Dealt",
@@ -34,6 +35,9 @@ _LAUNCHERS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRAN
 _DATA_PARALLEL = frozenset(
     {"dp", "ddp", "fsdp", "data", "dp_replicate", "dp_shard", "replicate", "shard", "batch"}
 )
+
+
+_RANK, _WORLD = Range(0, 2**31 - 1), Range(1, 2**31 - 1)
 
 
 class Topology(NamedTuple):
@@ -86,8 +90,11 @@ def find_topology(
 
 def check_chosen(lanes: int, chosen: Sequence[int]) -> list[int]:
     """Lanes that a caller names, ascending."""
-    own = sorted(chosen)
-    if len(set(own)) != len(own) or (own and not 0 <= own[0] <= own[-1] < lanes):
+    try:
+        own = sorted(int(Range(0, lanes - 1).check("lanes", lane)) for lane in chosen)
+    except TypeError:  # no sequence
+        raise ConfigurationError(f"lanes={shown(chosen)}: a list of lane numbers is expected") from None
+    if len(set(own)) != len(own):
         raise ConfigurationError(f"lanes={list(chosen)}: distinct numbers from 0 to {lanes - 1} are expected")
     return own
 
@@ -155,7 +162,7 @@ def fixed_shares(plan: Plan, world: int, given: object = None) -> Dealt:
 
 
 def _has_short_step(plan: Plan) -> bool:
-    length = plan.steps_per_epoch
+    length = plan.steps_per_pass
     return bool(length and (plan.step(length - 1) < 0).any())
 
 
@@ -168,7 +175,9 @@ def ranks_beside(environ: Mapping[str, str] | None = None) -> int:
 def _from_arguments(rank: int | None, world: int | None) -> Topology | None:
     if (rank is None) != (world is None):
         raise ConfigurationError(f"rank={rank} and world={world}: give both or neither")
-    return None if rank is None or world is None else Topology(rank, world, "the arguments")
+    if rank is None or world is None:
+        return None
+    return Topology(_RANK.check("rank", rank), _WORLD.check("world", world), "the arguments")
 
 
 def _from_mesh(mesh: Any) -> Topology:

@@ -133,7 +133,7 @@ class RemoteBlocks:
             shard, _ = rows.shard_of_block(block)
             return range(int(shards[shard]), int(shards[shard + 1]))
 
-        loop = self._plan.loop_steps
+        loop = self._plan.steps_per_pass or self._plan.loop_steps
         horizon = (step // loop + _HORIZON_LOOPS) * loop
         self.supply.follow(
             self._uses, request, places, step=step, horizon=horizon, beside=beside if self._fits() else None

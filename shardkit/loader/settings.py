@@ -15,7 +15,7 @@ from shardkit.loader.ranks import Holders, Topology
 from shardkit.loader.rebalancing import Rebalancing
 from shardkit.loader.transforms import BatchTransform, Decoder, SampleTransform
 from shardkit.plan import Assignment, Plan
-from shardkit.ranges import Range
+from shardkit.ranges import Range, shown
 from shardkit.reading.blocks import BlockReader, RowMap
 
 if TYPE_CHECKING:
@@ -38,6 +38,21 @@ _RANGES = {
     "prefetch": Range(0, 10**6), "device_prefetch": Range(1, 64), "stride": Range(1, 10**6), "offset": Range(0, 10**6),
 }  # fmt: skip
 """Of whole numbers that a loader is told."""
+
+_KINDS: Sequence[tuple[str, str, Callable[[Any], bool]]] = [
+    *((name, "True or False", lambda value: type(value) is bool) for name in ("by_cell", "uneven", "restart")),
+    ("tensors", "True, False or None", lambda value: value is None or type(value) is bool),
+    ("fields", "a list of field names", lambda value: not isinstance(value, str | bytes)),
+    ("transform", "a function", lambda value: value is None or callable(value)),
+    ("batch_transform", "a function", lambda value: value is None or callable(value)),
+    ("store", "a torch store", lambda value: value is None or hasattr(value, "multi_get")),
+    ("workers", "'threads' or 'processes'", lambda value: value in ("threads", "processes")),
+    ("on_error", "'raise' or 'substitute' or 'mask'", lambda value: value in ("raise", "substitute", "mask")),
+    ("assignment", "'near', 'fixed' or an Assignment",
+     lambda value: isinstance(value, Assignment) or value in ("near", "fixed")),
+    ("rebalance", "True, False or a Rebalancing", lambda value: value is None or isinstance(value, Rebalancing)),
+]  # fmt: skip
+"""Settings that are no numbers: name, what is expected, and a check."""
 
 _AHEAD: Final = 0.25  # of the windows, for what comes next
 _LEAST: Final = 1 << 20
@@ -94,18 +109,20 @@ class LoaderConfig:
     stride: int = 1  # hand out every stride-th step from the offset-th on: how DataLoader workers share them
     offset: int = 0
     fill: Mapping[str, Any] = field(default_factory=dict)
+    restart: bool = False  # every loop begins at the start of its epoch
 
     def __post_init__(self) -> None:
         for name, allowed in _RANGES.items():
             if (value := getattr(self, name)) is not None:
                 allowed.check(name, value)
         Range(0, 604_800, above=True).check("stall_s", self.stall_s, float)
+        for name, what, is_right in _KINDS:
+            if not is_right(value := getattr(self, name)):
+                raise ConfigurationError(f"{name}={shown(value)}: {what} is expected")
+        if self.offset >= self.stride:
+            raise ConfigurationError(f"offset={self.offset}: a number below stride={self.stride} is expected")
         if self.rebalance is not None:
             self._check_rebalance()
-        if not isinstance(self.assignment, Assignment) and self.assignment not in ("near", "fixed"):
-            raise ConfigurationError(
-                f"assignment={self.assignment!r}: 'near', 'fixed' or an Assignment is expected"
-            )
         if self.device is not None and (self.stride != 1 or self.tensors is False):
             raise ConfigurationError(
                 f"device={self.device!r} is for tensors of one process: leave out stride= and tensors=False"
@@ -114,14 +131,6 @@ class LoaderConfig:
             raise ConfigurationError(f"share={self.share!r} gives out this node's cache: pass cache= with it")
         if self.store is not None and self.rank is None:
             raise ConfigurationError("store= is for ranks that are given: pass rank= and world= with it")
-        for name, known in (
-            ("workers", ("threads", "processes")),
-            ("on_error", ("raise", "substitute", "mask")),
-        ):
-            if getattr(self, name) not in known:
-                raise ConfigurationError(
-                    f"{name}={getattr(self, name)!r}: {' or '.join(map(repr, known))} is expected"
-                )
 
     def _check_rebalance(self) -> None:
         if not self.uneven:

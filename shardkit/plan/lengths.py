@@ -11,11 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.errors import PlanError
+from shardkit.ranges import Range, shown
 
 from .natural import NaturalGrid
 from .permutation import derive
 from .population import BaseOrder, Population, each_alone, stratum_rows
-from .settings import Settings
+from .settings import Settings, whole
 from .stage import Tree, first_step
 from .weighted import WeightedGrid
 
@@ -33,14 +34,18 @@ class Bucket(NamedTuple):
     cell_size: int
 
 
-def find_buckets(
-    group_by: Mapping[str, int], strata: Sequence[str]
-) -> tuple[tuple[int, tuple[int, ...]], ...]:
+def find_buckets(group_by: object, strata: Sequence[str]) -> tuple[tuple[int, tuple[int, ...]], ...]:
     """Resolve globs over strata to buckets: (longest, strata) of each, the longest first."""
-    for pattern, longest in group_by.items():
-        if type(longest) is not int or longest < 1:
-            raise PlanError(f"plan: group_by {pattern!r} is {longest!r}, expected its greatest length, >= 1")
-    of = [next((n for p, n in group_by.items() if fnmatchcase(name, p)), None) for name in strata]
+    if not isinstance(group_by, Mapping) or not group_by:
+        raise PlanError(
+            f"plan: group_by is {shown(group_by)}, expected a mapping of globs over strata to the greatest length of "
+            'their samples, such as {"short": 64, "*": 512}'
+        )
+    lengths_of = {
+        pattern: whole(f"plan: group_by: greatest length of {shown(pattern)}", longest, Range(1, 2**63 - 1))
+        for pattern, longest in group_by.items()
+    }
+    of = [next((n for p, n in lengths_of.items() if fnmatchcase(name, p)), None) for name in strata]
     missing = [name for name, longest in zip(strata, of, strict=True) if longest is None]
     if missing:
         raise PlanError(
@@ -122,8 +127,10 @@ class BucketGrid:
 
 def rows_per_sequence(sequence: int, row_tokens: int | None) -> int:
     """Rows that are joined."""
-    if row_tokens is None or row_tokens < 1:
+    sequence = whole("plan: sequence", sequence, Range(1, 2**63 - 1))
+    if row_tokens is None:
         raise PlanError(f"plan: sequence is {sequence}, but rows have no fixed length; expected row_tokens")
+    row_tokens = whole("plan: row_tokens", row_tokens, Range(1, 2**63 - 1))
     if sequence < row_tokens or sequence % row_tokens:
         raise PlanError(
             f"plan: sequence is {sequence}, expected a multiple of the {row_tokens} tokens of a row"

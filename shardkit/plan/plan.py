@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from shardkit.errors import PlanError
 from shardkit.formats.canonical_json import dumps
 from shardkit.notebook import Shown
+from shardkit.ranges import Range
 
 from .amendment import AnyGrid, Change, Leg, RestGrid, amended
 from .costs import BALANCES, Costs
@@ -19,12 +20,14 @@ from .lengths import BucketGrid, JoinedGrid, find_buckets, joined, rows_per_sequ
 from .natural import NaturalGrid
 from .population import Population, stratum_rows
 from .settings import (
+    GLOBAL_BATCH,
     Settings,
     WeightsLike,
     default_cost_window,
     default_lanes,
     default_window_blocks,
     resolve_stages,
+    whole,
 )
 from .weighted import WeightedGrid
 
@@ -35,7 +38,7 @@ PLAN_VERSION = 1
 class Plan(Shown):
     """Who reads what, when: ``lanes`` columns by steps, each cell ``cell_size`` sample numbers.
 
-    Steps count over the whole run; epoch ``step // steps_per_epoch``. All methods are pure, cost the same at any step,
+    Steps count over the whole run; `epoch_of` numbers the epochs. All methods are pure, cost the same at any step,
     and may be called by many threads at once. Sample numbers count the manifest's selected rows in manifest order.
 
     An amended plan is its parent before ``from_step``; its own properties are those that hold from there on.
@@ -98,13 +101,17 @@ class Plan(Shown):
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Steps of an epoch, the short one included; with explicit weights `epoch_steps`, or None."""
+        """Steps of an epoch: `epoch_steps` if given, else those of a pass; None with weights and no `epoch_steps`."""
+        return self.settings.epoch_steps or self.steps_per_pass
+
+    @property
+    def steps_per_pass(self) -> int | None:
+        """Steps in which every row comes once, the short one included; None with explicit weights."""
         grid = self._leg.grid
+        if self.settings.stages or isinstance(grid, WeightedGrid):
+            return None
         if isinstance(grid, JoinedGrid):
-            first, last = grid.bounds(0)
-            return last - first if not self.settings.stages else self.settings.epoch_steps
-        if isinstance(grid, WeightedGrid):
-            return self.settings.epoch_steps
+            return grid.bounds(0)[1]
         return (grid.after if isinstance(grid, RestGrid) else grid).steps_per_epoch
 
     @property
@@ -117,18 +124,44 @@ class Plan(Shown):
 
     def epoch_bounds(self, step: int) -> tuple[int, int]:
         """First and end step of the epoch, or the loop, that holds a step; right for amended plans too."""
+        return self.bounds(step, passes=self.settings.epoch_steps is None)
+
+    def epoch_of(self, step: int) -> int:
+        """Number of the epoch, or the loop, that holds a step; the first is 0."""
+        if self.parent is None:
+            return step // self.loop_steps
+        if step < self.from_step:
+            return self.parent.epoch_of(step)
+        first, last = self.epoch_bounds(self.from_step)
+        before = -1 if self.from_step == 0 else self.parent.epoch_of(self.from_step - 1)
+        number = before if first < self.from_step else before + 1
+        return number if step < last else number + 1 + (step - last) // self.loop_steps
+
+    def is_cut_at(self, step: int) -> bool:
+        """Return True if an amendment ends an epoch at this step that would have gone on."""
+        if self.parent is None:
+            return False
+        if step != self.from_step:
+            return step < self.from_step and self.parent.is_cut_at(step)
+        return step > 0 and self.epoch_bounds(step)[0] == step < self.parent.epoch_bounds(step - 1)[1]
+
+    def bounds(self, step: int, *, passes: bool) -> tuple[int, int]:
+        """First and end step of the pass over all rows that holds a step, or else of the loop of `loop_steps`."""
+        continues = passes and self._leg.continues
         if self.parent is not None and step < self.from_step:
-            first, last = self.parent.epoch_bounds(step)
-            goes_on = last > self.from_step and self._leg.continues
-            return first, self._own_bounds(self.from_step)[1] if goes_on else min(last, self.from_step)
-        first, last = self._own_bounds(step)
+            first, last = self.parent.bounds(step, passes=passes)
+            goes_on = last > self.from_step and continues
+            return first, self._own_bounds(self.from_step, passes)[1] if goes_on else min(
+                last, self.from_step
+            )
+        first, last = self._own_bounds(step, passes)
         if self.parent is not None and first <= self.from_step:
-            before = self.parent.epoch_bounds(max(0, self.from_step - 1))
-            first = before[0] if self._leg.continues and before[1] > self.from_step else self.from_step
+            before = self.parent.bounds(max(0, self.from_step - 1), passes=passes)
+            first = before[0] if continues and before[1] > self.from_step else self.from_step
         return first, last
 
-    def _own_bounds(self, step: int) -> tuple[int, int]:
-        if isinstance(self._leg.grid, WeightedGrid):
+    def _own_bounds(self, step: int, passes: bool) -> tuple[int, int]:
+        if not passes or isinstance(self._leg.grid, WeightedGrid):
             first = step - step % self.loop_steps
             return first, first + self.loop_steps
         first, last = self._leg.grid.bounds(step - self._leg.origin)
@@ -287,15 +320,26 @@ class Plan(Shown):
         Raises:
             PlanError: nothing changes, or steps contradict each other.
         """
+        if skip is not None and from_step not in (None, skip[0]):
+            raise PlanError(
+                f"plan: skip is {skip} from step {from_step}, expected ({from_step}, a later step)"
+            )
         start = skip[0] if from_step is None and skip is not None else from_step
-        if start is None or start < self.from_step:
-            raise PlanError(f"plan: amended from step {start}, expected from_step >= {self.from_step}")
-        if skip is not None and (skip[0] != start or skip[1] <= start):
-            raise PlanError(f"plan: skip is {skip} from step {start}, expected ({start}, later step)")
+        if start is None:
+            raise PlanError(
+                "plan: amend needs the first step that may differ: pass from_step=, such as "
+                "from_step=loader.state_dict()['step']"
+            )
+        start = whole("plan: from_step", start, Range(self.from_step, 2**63 - 1))
+        if skip is not None:
+            skip = (start, whole("plan: skip to a later step", skip[1], Range(start + 1, 2**63 - 1)))
         if weights is None and manifest is None and global_batch is None and lanes is None and skip is None:
             raise PlanError(
                 "plan: the amendment changes nothing; name weights, manifest, global_batch, lanes or skip"
             )
+        if global_batch is not None:
+            global_batch = whole("plan: global_batch", global_batch, GLOBAL_BATCH)
+        lanes = None if lanes is None else whole("plan: lanes", lanes, GLOBAL_BATCH)
         change = Change(
             from_step=start,
             position=start if skip is None else skip[1],
@@ -350,10 +394,12 @@ def make_plan(
         window_blocks: blocks that a lane keeps open, over all its strata; by default as many as take about 256 MiB in
             all lanes, from 4 to 16; with costs from 16 to 64, for cells of more than 8 samples up to 128.
         shuffle: ``"window"``, ``"full"`` (each lane's hand as a whole) or ``"none"``.
-        weights: glob over strata to the integer weight of each stratum that it matches, 1 for all others; rows
-            then come round pass after pass, without an end.
+        weights: glob over strata to the weight of each stratum that it matches, 1 for all others; rows then come
+            round pass after pass, without an end. Fractions are scaled to integers exactly: ``{"a": 0.7, "b": 0.3}``
+            is 7 to 3.
         stages: (from_step, weights) that follow, in ascending order; weights None are like the rows.
-        epoch_steps: steps of a loop over a plan with explicit weights; ceil(N / B) by default.
+        epoch_steps: steps of an epoch, that is, of a loop over the plan. Rows come in the same order for any value. By
+            default a pass over the rows; with explicit weights ceil(N / B).
         group_by: glob over strata to the greatest length of their samples. A step is of one length; cells of shorter
             ones hold more samples, by the token budget of a cell of the longest, of which B / L make one.
         sequence: tokens of a training sequence: consecutive rows are joined, and B counts sequences.
@@ -367,12 +413,11 @@ def make_plan(
     Raises:
         PlanError: a setting is out of range, or the epoch has no full step.
     """
+    global_batch = whole("plan: global_batch", global_batch, GLOBAL_BATCH)
     resolved = resolve_stages(weights, stages, population.strata, stratum_rows(population))
-    if epoch_steps is not None and not resolved:
-        raise PlanError(f"plan: epoch_steps is {epoch_steps}, expected it only with explicit weights")
     join = None if sequence is None else rows_per_sequence(sequence, row_tokens)
     units = population if join is None else joined(population, join)
-    lanes = default_lanes(units, global_batch) if lanes is None else lanes
+    lanes = default_lanes(units, global_batch) if lanes is None else whole("plan: lanes", lanes, GLOBAL_BATCH)
     if window_blocks is None and cost is None:
         window_blocks = default_window_blocks(population, lanes)
     elif window_blocks is None:

@@ -103,7 +103,7 @@ def stratum_counts(plan: Plan, steps: Sequence[int]) -> Numbers:
 
 def balance(plan: Plan, steps: int) -> dict[str, object]:
     """Largest deviations from the expected count, over strata expected at least once per global batch."""
-    full = plan.population.rows // plan.global_batch if plan.steps_per_epoch else plan.loop_steps
+    full = plan.population.rows // plan.global_batch if plan.steps_per_pass else plan.loop_steps
     chosen = sorted({plan.from_step + k * full // steps for k in range(steps)}) if full else []
     expected = expected_counts(plan)
     common = np.flatnonzero(expected >= 1)
@@ -123,7 +123,7 @@ def balance(plan: Plan, steps: int) -> dict[str, object]:
 
 
 def _remainder(plan: Plan) -> int:
-    return plan.population.rows % plan.global_batch if plan.steps_per_epoch else 0
+    return plan.population.rows % plan.global_batch if plan.steps_per_pass else 0
 
 
 def _strata(plan: Plan, rows: Sequence[int]) -> list[dict[str, object]]:
@@ -133,6 +133,7 @@ def _strata(plan: Plan, rows: Sequence[int]) -> list[dict[str, object]]:
         {
             "name": name,
             "rows": rows[s],
+            "weight": None if natural else plan.settings.stages[0][1][s],
             "per_batch": round(float(expected[s]), 3),
             # passes over the stratum's rows in one epoch, or one loop
             "passes": 1.0 if natural else round(float(expected[s]) * plan.loop_steps / max(1, rows[s]), 3),

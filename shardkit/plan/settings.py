@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from fnmatch import fnmatchcase
-from math import gcd
+from fractions import Fraction
+from math import gcd, lcm
 from typing import Any
 
 import numpy as np
 
 from shardkit.errors import ConfigurationError, PlanError
-from shardkit.ranges import Range
+from shardkit.ranges import Range, shown
 
 from .costs import BALANCES
 from .deal import divisors
@@ -26,6 +29,7 @@ MOST_COST_CELLS = 16  # and twice as large for cells of so many rows, of which a
 
 TARGET_LANES = 64
 LEAST_LANES = 8
+GLOBAL_BATCH = Range(1, 2**31 - 1)
 MANY_LANES, MOST_LANES = 32, 256
 WORLDS = 64  # sizes up to here decide how many lanes
 REMAINDERS = ("drop", "short")
@@ -49,12 +53,10 @@ class Settings:
     balance: str | None = None
 
     def __post_init__(self) -> None:
-        _at_least("global_batch", self.global_batch, 1)
-        _at_least("lanes", self.lanes, 1)
-        _at_least("window_blocks", self.window_blocks, 1)
-        if self.epoch_steps is not None:
-            _at_least("epoch_steps", self.epoch_steps, 1)
-        _at_least("seed", self.seed, 0)
+        self._set("global_batch", GLOBAL_BATCH)
+        self._set("seed", Range(0, 2**63 - 1))
+        for name in ("lanes", "window_blocks", "epoch_steps"):
+            self._set(name, Range(1, 2**63 - 1))
         if self.global_batch % self.lanes:
             fit = [d for d in divisors(self.global_batch) if d <= 1024]
             raise PlanError(
@@ -65,6 +67,11 @@ class Settings:
         _one_of("shuffle", self.shuffle, SHUFFLES)
         if self.balance is not None:
             _one_of("balance", self.balance, BALANCES)
+
+    def _set(self, name: str, allowed: Range) -> None:
+        """Check a whole number; integers of other libraries become Python's, as the canonical form needs them."""
+        if (value := getattr(self, name)) is not None:
+            object.__setattr__(self, name, whole(f"plan: {name}", value, allowed))
 
     def canonical(self) -> dict[str, object]:
         """Return the settings as canonical JSON takes them, without those that are not set."""
@@ -87,7 +94,6 @@ def default_lanes(population: Population, global_batch: int) -> int:
     At least 32 where the batch has such a divisor; fewer (but not below 8) for datasets with fewer than 4 blocks per
     lane.
     """
-    _at_least("global_batch", global_batch, 1)
     return _best_lanes(global_batch, _most_lanes(population))
 
 
@@ -161,7 +167,6 @@ def default_cost_window(population: Population, lanes: int, cell_size: int) -> i
 
 
 def _blocks_of(population: Population, lanes: int, size: int, least: int, most: int) -> int:
-    _at_least("lanes", lanes, 1)
     mean = population.mean_block_bytes
     return most if not mean else max(least, min(most, size // (lanes * mean)))
 
@@ -187,8 +192,13 @@ def num_blocks(population: Population) -> int:
     return total
 
 
-def _at_least(name: str, value: object, least: int) -> None:
-    check_range(f"plan: {name}", value, Range(least, 2**63 - 1))
+def whole(name: str, value: object, allowed: Range) -> int:
+    """Return a whole number of a plan as an int; any integer type is accepted."""
+    try:
+        number: int = allowed.check(name, value)
+    except ConfigurationError as error:
+        raise PlanError(str(error)) from None
+    return number
 
 
 def check_range(name: str, value: object, allowed: Range, kind: type[int] | type[float] = int) -> None:
@@ -210,8 +220,8 @@ def _tuples(value: object) -> Any:
 
 # ---- weights as a caller writes them, resolved to one integer per stratum
 
-WeightsLike = Mapping[str, int]
-"""Stratum → integer weight."""
+WeightsLike = Mapping[str, int | float | Fraction | Decimal]
+"""Stratum → weight."""
 
 MAX_WEIGHT = 2**30
 """Largest sum of the weights of a plan, common factors taken out: draws of a pool times masses stay in int64."""
@@ -224,19 +234,22 @@ def resolve_weights(
     if weights is None:
         masses = [int(r) for r in rows]
     else:
-        masses = [1] * len(strata)
+        if not isinstance(weights, Mapping):
+            raise PlanError(
+                f"plan: weights is {shown(weights)}, expected a mapping of globs over strata to weights"
+            )
+        exact = [Fraction(1)] * len(strata)
         for pattern, weight in weights.items():
-            if not _is_integer(weight) or weight < 0:
-                raise PlanError(
-                    f"plan: weight of {pattern!r} is {weight!r}, expected an integer >= 0; scale fractions up"
-                )
+            value = _fraction(pattern, weight)
             hits = [s for s, name in enumerate(strata) if fnmatchcase(name, pattern)]
             if not hits:
                 known = ", ".join(strata[:8]) + (", …" if len(strata) > 8 else "")
                 raise PlanError(f"plan: weight {pattern!r} matches no stratum; expected a glob over: {known}")
             for stratum in hits:
-                masses[stratum] = int(weight)
-        masses = [mass if rows[s] else 0 for s, mass in enumerate(masses)]
+                exact[stratum] = value
+        exact = [mass if rows[s] else Fraction(0) for s, mass in enumerate(exact)]
+        scale = lcm(*(mass.denominator for mass in exact))
+        masses = [int(mass * scale) for mass in exact]
     if not any(masses):
         raise PlanError("plan: no stratum with rows has a weight above 0")
     common = gcd(*masses)
@@ -245,7 +258,8 @@ def resolve_weights(
     if total >= MAX_WEIGHT:
         if weights is not None:
             raise PlanError(
-                f"plan: weights add up to {total}, expected less than {MAX_WEIGHT}; use smaller integers"
+                f"plan: as whole numbers the weights are {shown(masses)} and add up to {total}, expected less than "
+                f"{MAX_WEIGHT}; use fewer digits, or fractions.Fraction"
             )
         masses = [max(1, mass * (MAX_WEIGHT // 2) // total) if mass else 0 for mass in masses]
     return tuple(masses)
@@ -262,13 +276,24 @@ def resolve_stages(
         return ()
     resolved = [(0, resolve_weights(weights, strata, rows))]
     for step, stage in stages or ():
-        if not _is_integer(step) or step < resolved[-1][0]:
-            raise PlanError(f"plan: stage from step {step!r}, expected integers in ascending order from 0")
+        step = whole("plan: stages: from_step", step, Range(resolved[-1][0], 2**63 - 1))
         if step == resolved[-1][0]:
             resolved.pop()
         resolved.append((int(step), resolve_weights(stage, strata, rows)))
     return tuple(resolved)
 
 
-def _is_integer(value: object) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+def _fraction(pattern: object, weight: Any) -> Fraction:
+    """The exact value of a weight; of a float the decimal number that it prints as."""
+    if isinstance(weight, bool | np.bool_) or not isinstance(weight, numbers.Real | Decimal):
+        number = None
+    elif isinstance(weight, numbers.Rational):
+        number = Fraction(int(weight.numerator), int(weight.denominator))
+    else:
+        in_range = weight == 0 or 1e-30 < abs(float(weight)) < 1e30  # 1e300 has 300 digits; false for nan
+        number = Fraction(str(weight)) if in_range else None
+    if not isinstance(pattern, str) or number is None or number < 0:
+        raise PlanError(
+            f"plan: the weight of {shown(pattern)} is {shown(weight)}, expected a number >= 0 for a glob over strata"
+        )
+    return number

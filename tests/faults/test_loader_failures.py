@@ -361,3 +361,35 @@ def test_a_forked_child_goes_on_with_the_loader(images: shardkit.Dataset) -> Non
     assert child.exitcode == 0
     assert [b.samples.tolist() for b in loader] == expected
     loader.close()
+
+
+_REPLACED = """
+import os, pathlib, sys, shardkit
+from shardkit.errors import StoreError
+root = pathlib.Path(sys.argv[1])
+ds = shardkit.open(str(root))
+loader = ds.loader(ds.plan(global_batch=8, lanes=4), tensors=False, memory="1MiB", rank=0, world=1)
+try:
+    for number, _ in enumerate(loader):
+        if number == 1:
+            for shard in (root / "objects").rglob("*." + sys.argv[2]):
+                shard.unlink()
+                os.mkfifo(shard) if sys.argv[3] == "pipe" else shard.mkdir()
+except StoreError as error:
+    print("refused" if "not a regular file" in str(error) else error)
+"""
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder"])
+@pytest.mark.parametrize("form", ["arrow", "tar"])
+def test_a_shard_that_becomes_no_file_is_an_error_at_once(tmp_path: Path, form: Any, kind: str) -> None:
+    root, row = tmp_path / "data", np.zeros(64, np.int64)
+    with shardkit.create(str(root), schema={"x": "int64[64]"}, format=form, shard_size="16KiB",
+                         block_size="2KiB") as writer:  # fmt: skip
+        for _ in range(600):
+            writer.add({"x": row})
+    done = subprocess.run(
+        [sys.executable, "-c", _REPLACED, str(root), form, kind],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.stdout, done.returncode) == ("refused\n", 0), done.stderr[-2000:]

@@ -30,6 +30,7 @@ SAYS = {
     "auditing": r"runs/b: clean: the run consumed exactly what its plan says(?s:.*)runs/c: violated",
     "copies_and_parity": r"missing +parity(?s:.*)data/cats: clean",
     "operating_a_cluster": r"lag: 0 bytes below policy(?s:.*)clean: the run consumed exactly what its plan says",
+    "virtual_epochs": r"epoch 3: trained to step 19, validated on steps \[0, 1, 2\]\n640 rows, 640 of them different",
 }
 
 

@@ -132,15 +132,6 @@ def test_an_epoch_has_every_sample_once_and_the_next_another_order(dataset: shar
     assert not np.array_equal(epochs[1], epochs[2])
 
 
-def test_leaving_a_loop_early_begins_the_epoch_again(dataset: shardkit.Dataset) -> None:
-    plan = dataset.plan(global_batch=20, lanes=5)
-    loader = dataset.loader(plan, tensors=False)
-    assert next(iter(loader)).step == 0
-    assert next(iter(loader)).step == 0
-    assert [b.step for b in loader] == list(range(len(loader)))
-    assert next(iter(loader)).step == len(loader)
-
-
 def test_by_cell_gives_the_cells_of_the_plan(dataset: shardkit.Dataset) -> None:
     plan = dataset.plan(global_batch=20, lanes=5)
     loader = dataset.loader(plan, rank=1, world=2, uneven=True, by_cell=True, tensors=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import subprocess
 import sys
 import threading
@@ -17,7 +19,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardkit
-from shardkit.errors import IntegrityError, RunError, UsageError
+from shardkit.errors import (
+    ConfigurationError,
+    IntegrityError,
+    NotFoundError,
+    RunError,
+    StateError,
+    UsageError,
+)
 from shardkit.ledger import read_journal
 
 STEPS, BATCH = 10, 12
@@ -55,13 +64,13 @@ def test_a_loop_that_is_superseded_says_so_and_loses_no_step(
         outer = iter(loader)
         seen = [next(outer).step for _ in range(5)]
         inner = iter(loader)
-        assert next(inner).step == 0
+        assert next(inner).step == 5
         for _ in range(3):  # however often it is asked
             with pytest.raises(UsageError, match=r"before step 5: another loop .* call loader\.peek\(\)"):
                 next(outer)
         assert seen == list(range(5))
-        assert loader.state_dict()["step"] == 1  # where the loop that counts is
-        assert [batch.step for batch in inner] == list(range(1, 10))
+        assert loader.state_dict()["step"] == 6  # where the loop that counts is
+        assert [batch.step for batch in inner] == list(range(6, 10))
         assert [batch.step for batch in loader] == list(range(10, 20))
 
 
@@ -82,7 +91,7 @@ def test_a_loader_that_is_moved_or_closed_ends_its_loop_with_an_error(
     act(loader)
     with pytest.raises(UsageError, match=f"before step 5: the loader was {name}"):
         list(loop)
-    assert next(iter(loader)).step == {"moved to step 7": 7, "moved to step 5": 5}.get(name, 0)
+    assert next(iter(loader)).step == {"moved to step 7": 7}.get(name, 5)
     loader.close()
 
 
@@ -92,6 +101,7 @@ def test_a_loop_that_is_closed_late_takes_nothing_from_the_next(ds: shardkit.Dat
         for _ in range(20):
             late = iter(loader)
             next(late)
+            loader.seek(0)
             current = iter(loader)
             late.close()
             assert [_facts(batch) for batch in current] == expected
@@ -152,6 +162,179 @@ def test_a_loop_that_failed_does_not_end_as_if_it_were_complete(ds: shardkit.Dat
             with pytest.raises(RunError, match="the transform failed on sample"):
                 next(loop)
         assert loader.state_dict()["step"] == 3
+
+
+def test_a_second_thread_is_refused_and_the_loop_goes_on_in_the_first(ds: shardkit.Dataset) -> None:
+    entered, resume = threading.Event(), threading.Event()
+
+    def hold(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+        entered.set()
+        resume.wait(30)
+        return sample
+
+    with ds.loader(_plan(ds), tensors=False, transform=hold) as loader:
+        loop = iter(loader)
+        steps: list[int] = []
+        first = threading.Thread(target=lambda: steps.extend(batch.step for batch in loop))
+        first.start()
+        assert entered.wait(30)
+        asks: list[Callable[[], Any]] = [lambda: next(loop), loader.peek]
+        for ask in asks:
+            with pytest.raises(UsageError, match="another thread is taking step 0"):
+                ask()
+        resume.set()
+        first.join(30)
+        assert steps == list(range(STEPS))
+        assert loader.state_dict()["step"] == STEPS
+
+
+# loops that are left early
+
+
+def _same(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    return sample
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_a_loop_that_is_left_early_continues_in_the_next(ds: shardkit.Dataset, data: st.DataObject) -> None:
+    """Whatever is left where, on whichever rank: the stream is that of loops that end, and ranks stay in step."""
+    world = data.draw(st.sampled_from([1, 2, 4]))
+    length = data.draw(st.none() | st.integers(1, STEPS + 5))
+    options: dict[str, Any] = {
+        "prefetch": data.draw(st.sampled_from([None, 0, 2])),
+        "by_cell": data.draw(st.booleans()),
+        "transform": data.draw(st.sampled_from([None, _same])),
+        "tensors": False,
+        "world": world,
+    }
+    plan = ds.plan(global_batch=BATCH, lanes=4, epoch_steps=length)
+    leaves = data.draw(st.lists(st.integers(0, STEPS + 2), min_size=1, max_size=8))
+    loaders = [ds.loader(plan, rank=rank, **options) for rank in range(world)]
+    expected = 0
+    for most in leaves:
+        epoch, end = plan.epoch_of(expected), plan.epoch_bounds(expected)[1]
+        assert {loader.epoch for loader in loaders} == {epoch}
+        loops = [itertools.islice(loader, most) for loader in loaders]
+        for _ in range(min(most, end - expected)):
+            found = [next(loop) for loop in loops]
+            cells: list[Any] = [cell for one in found for cell in (one if options["by_cell"] else [one])]
+            assert {cell.step for cell in cells} == {expected}
+            rows = [int(row) for cell in cells for row in cell.samples]
+            assert sorted(rows) == sorted(plan.step(expected).ravel().tolist())
+            expected += 1
+        assert [next(loop, None) for loop in loops] == [None] * world
+    states = [loader.state_dict() for loader in loaders]
+    assert states == states[:1] * world
+    assert states[0]["step"] == expected
+    for loader in loaders:
+        loader.close()
+
+
+def test_a_loop_that_an_amendment_ends_says_so(
+    ds: shardkit.Dataset, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = _plan(ds)
+    for change, ends_at in (({"weights": {"*": 1}}, 3), ({"skip": (3, 5)}, STEPS - 2), ({"lanes": 2}, STEPS)):
+        caplog.clear()
+        child = plan.amend(**{"from_step": 3, **change})
+        with ds.loader(child, tensors=False) as loader:
+            loader.seek(0 if child.lanes == 4 else 3)
+            assert [batch.step for batch in loader][-1] == ends_at - 1
+            said = [one.message for one in caplog.records if one.name == "shardkit.loader"]
+            assert [str(ends_at) in one for one in said] == ([True] if ends_at == 3 else [])
+            assert next(iter(loader)).step == ends_at
+
+
+def test_a_validation_loop_restarts(ds: shardkit.Dataset) -> None:
+    plan = _plan(ds)
+    with ds.loader(plan, tensors=False, restart=True) as loader:
+        for most in (3, 1, 5):
+            assert loader.peek().step == 0
+            assert [batch.step for batch in itertools.islice(loader, most)] == list(range(most))
+        assert loader.epoch == 0
+        assert [batch.step for batch in loader] == list(range(STEPS))
+        assert loader.epoch == 1
+        assert next(iter(loader)).step == STEPS
+        loader.seek(STEPS - 1)
+        assert next(iter(loader)).step == 0
+
+
+def test_a_run_that_resumes_after_an_epoch_trains_the_epochs_that_are_left(ds: shardkit.Dataset) -> None:
+    steps: list[int] = []
+    state: dict[str, Any] = {}
+    for stop in (4, STEPS, STEPS + 1, 3 * STEPS):  # the program ends after so many steps, then starts again
+        with ds.loader(_plan(ds), tensors=False) as loader:
+            if state:
+                loader.load_state_dict(state)
+            for _ in range(loader.epoch, 3):
+                for batch in loader:
+                    steps.append(batch.step)
+                    state = loader.state_dict(after=batch)
+                    if batch.step + 1 == stop:
+                        break
+                if len(steps) == stop:
+                    break
+    assert steps == list(range(3 * STEPS))
+
+
+def test_a_loader_that_shares_steps_continues_with_its_own(ds: shardkit.Dataset) -> None:
+    for offset in range(3):
+        with ds.loader(_plan(ds), tensors=False, stride=3, offset=offset) as loader:
+            found = [batch.step for _ in range(4) for batch in itertools.islice(loader, 2)]
+        expected = range(offset, STEPS, 3)
+        assert found[: len(expected)] == list(expected)
+        assert found[len(expected)] == STEPS + offset
+
+
+# what is passed
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"rank": 0.5, "world": 2}, {"rank": True, "world": 2}, {"rank": 0, "world": 2**70}, {"fields": "x"},
+     {"lanes": [0.5]}, {"lanes": 3}, {"lanes": [1, 1]}, {"by_cell": 1}, {"tensors": "yes"}, {"batch_transform": "x"},
+     {"transform": 5}, {"store": 5, "rank": 0, "world": 1}, {"rebalance": 5, "uneven": True}, {"restart": 1},
+     {"stride": 2, "offset": 2}, {"on_error": "ignore"}, {"workers": ["threads"]}],
+)  # fmt: skip
+def test_arguments_of_another_kind_are_refused_in_words(
+    ds: shardkit.Dataset, options: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigurationError, match=r"expected"):
+        ds.loader(_plan(ds), **options)
+
+
+def test_integers_of_other_libraries_are_integers(ds: shardkit.Dataset) -> None:
+    numbers: dict[str, Any] = {"rank": np.int64(1), "world": np.uint8(2), "threads": np.int32(1)}
+    with ds.loader(_plan(ds), tensors=False, **numbers) as loader:
+        numbers["step"] = np.int64(3)
+        loader.seek(numbers["step"])
+        assert next(iter(loader)).step == 3
+        state = loader.state_dict()
+        loader.load_state_dict(state | {"step": np.int64(5)})
+        assert json.loads(json.dumps(loader.state_dict()))["step"] == 5
+
+
+@pytest.mark.parametrize("state", [None, [], "x", 5, {}, {"version": 1}])
+def test_what_is_no_state_is_refused_in_words(ds: shardkit.Dataset, state: Any) -> None:
+    with ds.loader(_plan(ds), tensors=False) as loader, pytest.raises(StateError, match="loader state"):
+        loader.load_state_dict(state)
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, True, "1", None, 10**30])
+def test_steps_that_do_not_exist_are_refused_in_words(ds: shardkit.Dataset, step: Any) -> None:
+    with ds.loader(_plan(ds), tensors=False) as loader:
+        with pytest.raises(StateError, match="expected a whole number"):
+            loader.seek(step)
+        with pytest.raises(StateError, match="expected a whole number"):
+            loader.load_state_dict(loader.state_dict() | {"step": step})
+
+
+def test_a_sample_past_the_end_is_an_index_error(ds: shardkit.Dataset) -> None:
+    for index in (len(ds), -len(ds) - 1):
+        with pytest.raises(IndexError, match="does not exist") as caught:
+            ds[index]
+        assert isinstance(caught.value, NotFoundError)
 
 
 # from one epoch to the next
@@ -307,7 +490,7 @@ def test_the_journal_knows_nothing_of_a_look(ds: shardkit.Dataset, tmp_path: Pat
                 if number == 6:
                     break
             if name == "looked":
-                assert loader.peek().step == 0
+                assert loader.peek().step == 7
     quiet, looked = (
         [(one.step, one.lane, one.digest) for path in (tmp_path / name / "journal").iterdir()
          for one in read_journal(path)]
