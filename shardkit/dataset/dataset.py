@@ -352,8 +352,8 @@ def open_dataset(
         verify: the checksum of every block that is read from a local file. "fast" (XXH3) finds accidents, "strong"
             (SHA-256) finds forgeries, too; "auto" is "strong" for files that another user can write, and "fast" for
             others. There is no "off". What comes over a network is always compared by SHA-256. See docs/threats.md.
-        locations: further copies of the objects, name → URL, nearest first (``{"mirror": "s3://other/cats"}``), or
-            caches of neighbours (``http://host:port``); reads go on over them when the root is slow, wrong or gone.
+        locations: further copies of the objects, name → URL, nearest first (``{"mirror": "s3://other/cats"}``);
+            reads continue over them when the root is slow, wrong or gone.
         settings: deadlines, concurrency and hedging of reads over a network.
         heal: put good bytes over bad copies that are met; needs the right to write them.
 

@@ -21,7 +21,6 @@ from shardkit.reading.attestations import Attestation, Healer, ReadEvent, ReadEv
 from shardkit.reading.objects import ROOT_NAME, BlockRequest, Location, block_name
 from shardkit.reading.read_path import ReadPath, ReadRequest, ReadSettings
 from shardkit.stores.local import LocalStore, open_store
-from shardkit.stores.remote.addresses import parse_address
 from shardkit.stores.store import ObjectStat, Parse, Store, StoreAround, check_name, parse_object_name
 from shardkit.stores.waiting import RetryPolicy
 
@@ -317,7 +316,7 @@ def locate(
 
     Args:
         root: The store of the root; asked first, unless a location has a rank below 0.
-        others: Further copies, or caches of neighbours (``http://host:port``).
+        others: Further copies.
         settings: Of reads.
         heal: Put good bytes over bad copies that are met, in the root too.
         name: Of the location that `root` is.
@@ -336,10 +335,6 @@ def given_locations(locations: Locations | None, heal: bool) -> list[Location]:
 
 
 def _by_url(name: str, url: str, rank: int, heal: bool) -> Location:
-    if "://" in url and parse_address(url).scheme in ("http", "https"):
-        from shardkit.stores.remote.cache_client import CacheClient  # http.client is slow to import
-
-        return Location(name=name, store=CacheClient(url), domain=url, rank=-1, holds="blocks")
     if "@sha256:" in url:
         raise UsageError(
             f"location {name!r}: expected the root alone, without a version; give the version to open"

@@ -76,7 +76,7 @@ def pauses(retry: RetryPolicy) -> Iterator[float]:
 
 
 _LOOK_S: Final = 0.5
-_LOG: Final = logging.getLogger("shardkit.storage")
+_LOG: Final = logging.getLogger("shardkit.stores")
 
 
 @dataclass(eq=False)

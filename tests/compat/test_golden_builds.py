@@ -11,7 +11,7 @@ import pytest
 
 import shardkit
 import shardkit_tools
-from shardkit.storage import Repository
+from shardkit.repository.repository import Repository
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "builds.json"
 

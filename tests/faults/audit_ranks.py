@@ -16,7 +16,8 @@ from typing import Any
 import shardkit
 from shardkit.formats.canonical_json import dumps, parse_digest, sha256_digest
 from shardkit.ledger import bind_checkpoint, ledger_head
-from shardkit.storage import object_name, open_store
+from shardkit.stores.local import open_store
+from shardkit.stores.store import object_name
 
 
 def save_checkpoint(run: Path, step: int, manifest: str, plan: str, head: dict[str, Any] | None) -> None:

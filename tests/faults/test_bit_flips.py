@@ -14,7 +14,7 @@ import pytest
 import shardkit
 from shardkit.copies.verify import verify
 from shardkit.errors import ShardkitError
-from shardkit.storage import Repository
+from shardkit.repository.repository import Repository
 from tests.drills import drill_count
 
 FORMATS = [("tar", "none"), ("arrow", "none"), ("arrow", "zstd")]

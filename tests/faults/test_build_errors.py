@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from shardkit.copies.verify import verify
-from shardkit.storage import Repository
+from shardkit.repository.repository import Repository
 from shardkit.stores.file_operations import substituted
 from shardkit_tools.main import run
 from tests.faults.faulty_operations import FaultyOperations

@@ -19,8 +19,9 @@ import pytest
 import shardkit
 import shardkit_tools
 from shardkit.errors import CommitConflict, IntegrityError, ShardkitError, StoreError, StoreFullError
-from shardkit.storage import Repository, parse_object_name
+from shardkit.repository.repository import Repository
 from shardkit.stores.file_operations import substituted
+from shardkit.stores.store import parse_object_name
 from shardkit_tools.building import build_run, engines
 from shardkit_tools.building.job import LocalFolder
 from shardkit_tools.importers import source_files

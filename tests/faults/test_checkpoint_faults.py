@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from shardkit.errors import ConfigurationError, IntegrityError, NotFoundError, ShardkitError
-from shardkit.storage import LocalStore
 from shardkit.stores.file_operations import substituted
+from shardkit.stores.local import LocalStore
 from shardkit.torch import (
     CheckpointReader,
     CheckpointWriter,
@@ -237,7 +237,7 @@ def test_pruning_keeps_shared_objects_and_clears_what_dead_writers_left(tmp_path
         save(tmp_path, step)
     garbage = LocalStore(tmp_path)
     from shardkit.formats.canonical_json import sha256_digest
-    from shardkit.storage import object_name
+    from shardkit.stores.store import object_name
 
     orphan = object_name(sha256_digest(b"orphan"), "tensor")
     garbage.put_new(orphan, b"orphan")

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from shardkit.errors import CommitConflict
-from shardkit.storage import LogEntry, Repository
+from shardkit.repository.log import LogEntry
+from shardkit.repository.repository import Repository
 from tests.drills import drill_count
 
 WRITERS = 16
@@ -24,7 +25,7 @@ WRITERS = 16
 WRITER = """
 import sys
 from shardkit.errors import CommitConflict
-from shardkit.storage import Repository
+from shardkit.repository.repository import Repository
 
 root, name, turns = sys.argv[1], sys.argv[2], int(sys.argv[3])
 repository = Repository.open(root)

@@ -10,8 +10,10 @@ from typing import NamedTuple
 import pytest
 
 from shardkit.errors import NotFoundError, ShardkitError, StoreError
-from shardkit.storage import LocalStore, Repository, parse_object_name
+from shardkit.repository.repository import Repository
 from shardkit.stores.file_operations import substituted
+from shardkit.stores.local import LocalStore
+from shardkit.stores.store import parse_object_name
 from tests.faults.crash_states import CrashState, RecordingOperations, crash_states, write_state
 
 

@@ -26,8 +26,8 @@ from shardkit.repository.garbage_lists import list_seen, put_list, put_seen, rea
 from shardkit.repository.location_table import CopyMark, LocationTable
 from shardkit.repository.log import Identity, LogEntry
 from shardkit.repository.versions import PartLocation
-from shardkit.storage import LocalStore
 from shardkit.stores.file_operations import FileOperations, Handle, substituted
+from shardkit.stores.local import LocalStore
 from shardkit.testing.memory_store import MemoryStore
 from shardkit.torch.checkpoint_format import checkpoint_names, read_checkpoint_manifest
 from shardkit_trainer import load_configuration

@@ -15,7 +15,8 @@ import pytest
 import shardkit
 from shardkit.copies.verify import verify
 from shardkit.dataset.removing import erase
-from shardkit.storage import LocalStore, Repository
+from shardkit.repository.repository import Repository
+from shardkit.stores.local import LocalStore
 from tests.drills import drill_count
 
 GONE = (3, 17, 28)

@@ -22,8 +22,8 @@ from shardkit.errors import CommitConflict
 from shardkit.reading.inventory import take_inventory
 from shardkit.repository.garbage_lists import put_list
 from shardkit.repository.location_table import LocationRecord, read_table
+from shardkit.repository.repository import Repository
 from shardkit.repository.versions import put_manifest
-from shardkit.storage import Repository
 from tests.drills import DRILLS
 
 COMMITTERS = 8 if DRILLS else 4
@@ -34,7 +34,7 @@ COMMITTER = """
 import json, random, sys
 import shardkit
 from shardkit.errors import CommitConflict
-from shardkit.storage import Repository
+from shardkit.repository.repository import Repository
 
 root, name, seed = sys.argv[1], sys.argv[2], int(sys.argv[3])
 chance = random.Random(seed)

@@ -17,8 +17,10 @@ from shardkit.formats.canonical_json import dumps, sha256_digest
 from shardkit.formats.columns import pack_columns, unpack_columns
 from shardkit.formats.schema import Schema
 from shardkit.manifest import Manifest, Selection, ShardRecord, ShardTable, compose, merge, pack_page
-from shardkit.repository.versions import put_location, put_manifest, put_selection
-from shardkit.storage import LocalStore, LogEntry, Repository, Version, load_manifest
+from shardkit.repository.log import LogEntry
+from shardkit.repository.repository import Repository
+from shardkit.repository.versions import Version, load_manifest, put_location, put_manifest, put_selection
+from shardkit.stores.local import LocalStore
 from tests.property.shard_tables import made_up_digest, made_up_table
 
 SCHEMA = Schema.parse({"x": "int64"})

@@ -14,13 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from shardkit.storage import LocalStore, Repository, parse_object_name
-from shardkit.stores.local import temporary_name
+from shardkit.repository.repository import Repository
+from shardkit.stores.local import LocalStore, temporary_name
+from shardkit.stores.store import parse_object_name
 from tests.drills import drill_count
 
 WRITER = """
 import sys
-from shardkit.storage import Repository
+from shardkit.repository.repository import Repository
 
 repository = Repository.create(sys.argv[1])
 turn = 0
@@ -77,7 +78,7 @@ def check(root: Path, acknowledged: dict[int, str]) -> None:
 
 SLEEPER = """
 import sys, time
-from shardkit.storage import LocalStore
+from shardkit.stores.local import LocalStore
 
 with LocalStore(sys.argv[1]).stage("tar") as stage:
     stage.write(b"still being written")

@@ -36,7 +36,9 @@ from shardkit.reading.parity.sets import (
     parity_names,
     parse_header,
 )
-from shardkit.storage import LocalStore, Repository, load_manifest
+from shardkit.repository.repository import Repository
+from shardkit.repository.versions import load_manifest
+from shardkit.stores.local import LocalStore
 from shardkit.stores.store import Descriptor, object_name
 from shardkit.testing.memory_store import MemoryStore
 
@@ -465,7 +467,8 @@ def test_hostile_frames() -> None:
 
 LIMITED = """
 import sys
-from shardkit.storage import LocalStore, Repository
+from shardkit.repository.repository import Repository
+from shardkit.stores.local import LocalStore
 from shardkit.reading.parity.sets import find_records
 import shardkit
 def peak_kib():  # not ru_maxrss, which counts the process that started this one
@@ -511,7 +514,7 @@ def test_hostile_objects_with_right_digests_cost_little_memory(tmp_path: Path) -
 BOUNDED = """
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from shardkit.storage import LocalStore
+from shardkit.stores.local import LocalStore
 from shardkit.reading.parity.sets import find_records
 from shardkit.reading.parity.rebuilding import restore
 from shardkit.reading.parity.rebuilding import encode_set

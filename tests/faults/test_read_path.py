@@ -26,7 +26,8 @@ from shardkit.reading.attestations import Attestation
 from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.objects import BlockRequest, Location
 from shardkit.reading.read_path import ReadSettings
-from shardkit.storage import LocalStore, Repository, open_store
+from shardkit.repository.repository import Repository
+from shardkit.stores.local import LocalStore, open_store
 from shardkit.stores.remote.addresses import parse_address
 from shardkit.stores.remote.object_store import ObjectStore
 from shardkit.stores.waiting import EXPIRED, RetryPolicy

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 
 from shardkit.errors import CommitUnknown, StoreError
-from shardkit.storage import Repository
+from shardkit.repository.repository import Repository
 from tests.drills import drill_count
 from tests.servers.fault_proxy import Fault, FaultProxy, Request
 from tests.servers.google import google_environment, google_server

@@ -30,8 +30,10 @@ from shardkit.reading.objects import check_object
 from shardkit.reading.parity.sets import find_records
 from shardkit.reading.read_path import ReadSettings
 from shardkit.repository.location_table import LocationRecord
-from shardkit.storage import LocalStore, Repository, load_manifest
+from shardkit.repository.repository import Repository
+from shardkit.repository.versions import load_manifest
 from shardkit.stores.file_operations import substituted
+from shardkit.stores.local import LocalStore
 from shardkit.testing.memory_store import MemoryStore
 from shardkit_tools.main import run
 from tests.command_line import call as called

@@ -19,12 +19,13 @@ from shardkit.copies.scrub import scrub
 from shardkit.errors import FormatError
 from shardkit.reading.attestations import read_attestations
 from shardkit.reading.parity.sets import find_records
-from shardkit.storage import Repository, parse_object_name
+from shardkit.repository.repository import Repository
+from shardkit.stores.store import parse_object_name
 from tests.drills import drill_count
 
 WORKER = """
 import sys
-from shardkit.storage import Repository
+from shardkit.repository.repository import Repository
 from shardkit.copies.parity_encoding import encode_sets
 from shardkit.copies.repair import repair
 from shardkit.copies.scrub import scrub

@@ -24,7 +24,7 @@ from shardkit.errors import ShardkitError
 from shardkit.reading.inventory import take_inventory
 from shardkit.repository.location_table import LocationRecord, read_table
 from shardkit.repository.policy import Policy
-from shardkit.storage import Repository
+from shardkit.repository.repository import Repository
 from shardkit.stores.file_operations import FileOperations, Handle, substituted
 from tests.drills import drill_cases, drill_count
 from tests.faults.faulty_operations import FaultyOperations
@@ -34,7 +34,7 @@ DRIVER = """
 import json, sys
 import shardkit
 import shardkit.dataset.creating, shardkit.repository.garbage_lists, shardkit.copies.replicate
-from shardkit.storage import Repository
+from shardkit.repository.repository import Repository
 from shardkit.copies.collecting import collect
 from shardkit.stores.file_operations import substituted
 from shardkit.repository.location_table import LocationRecord

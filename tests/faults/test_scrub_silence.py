@@ -9,8 +9,7 @@ import pytest
 
 import shardkit
 from shardkit.errors import StoreError
-from shardkit.storage import Store
-from shardkit.stores.store import read_object
+from shardkit.stores.store import Store, read_object
 from tests.command_line import call
 
 

@@ -21,8 +21,10 @@ from shardkit.errors import (
     StoreFullError,
     StoreReadOnlyError,
 )
-from shardkit.storage import LocalStore, Repository, parse_object_name
+from shardkit.repository.repository import Repository
 from shardkit.stores.file_operations import substituted
+from shardkit.stores.local import LocalStore
+from shardkit.stores.store import parse_object_name
 from tests.faults.faulty_operations import CHANGES, READS, FaultyOperations
 
 SHARD = bytes(range(256)) * 40
@@ -247,7 +249,7 @@ def test_healing_what_cannot_be_read(tmp_path: Path) -> None:
 CHILD = """
 import resource, signal, sys
 from shardkit.errors import StoreFullError
-from shardkit.storage import Repository
+from shardkit.repository.repository import Repository
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
 repository = Repository.create(sys.argv[1])

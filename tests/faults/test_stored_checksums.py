@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import shardkit
-from shardkit.storage import LocalStore
+from shardkit.stores.local import LocalStore
 from shardkit_tools.main import run
 
 

@@ -22,7 +22,7 @@ from shardkit.errors import NotFoundError
 from shardkit.formats.canonical_json import dumps, loads, sha256_digest
 from shardkit.ledger import Ledger
 from shardkit.ledger.ledger import RECORD_BYTES, STEPS_MAGIC, Tree, encode_line, leaf_hash, parse_lines
-from shardkit.storage import object_name
+from shardkit.stores.store import object_name
 from shardkit.torch.checkpoint_format import decode_value, encode_value
 from shardkit_trainer import load_configuration
 from shardkit_trainer.training import train

@@ -29,7 +29,7 @@ from shardkit.dataset.deriving import merge_datasets
 from shardkit.dataset.removing import erase
 from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, SourceError, UsageError
 from shardkit.formats import read_block, xxh3
-from shardkit.storage import Repository
+from shardkit.repository.repository import Repository
 from shardkit_tools.adopting import adopt
 from shardkit_tools.adopting import adoption as adoption_module
 from shardkit_tools.building import engines

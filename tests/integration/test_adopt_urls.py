@@ -21,7 +21,7 @@ import shardkit
 from shardkit.copies.verify import verify
 from shardkit.errors import IntegrityError, NotFoundError, SourceError, UsageError
 from shardkit.reading.read_path import ReadSettings
-from shardkit.storage import open_store
+from shardkit.stores.local import open_store
 from shardkit_tools.adopting import adopt
 from shardkit_tools.adopting import adoption as adoption_module
 from shardkit_tools.importers.source_files import list_source

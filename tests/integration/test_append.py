@@ -12,7 +12,8 @@ import shardkit
 import shardkit_tools
 from shardkit.dataset.about import unpack_sources
 from shardkit.errors import CommitConflict, NotFoundError, SampleError, ShardkitError, UsageError
-from shardkit.storage import Repository, load_manifest
+from shardkit.repository.repository import Repository
+from shardkit.repository.versions import load_manifest
 from shardkit_tools.building import build_run, engines
 
 SETTINGS: dict[str, Any] = {

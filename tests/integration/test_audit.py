@@ -19,7 +19,8 @@ from shardkit.audit import Audit, audit_run
 from shardkit.formats.canonical_json import dumps, sha256_digest
 from shardkit.ledger import Journal, Ledger, bind_checkpoint, ledger_head
 from shardkit.ledger.ledger import RECORD_BYTES, STEPS_MAGIC, encode_record, step_digest
-from shardkit.storage import object_name, open_store
+from shardkit.stores.local import open_store
+from shardkit.stores.store import object_name
 from shardkit_tools.main import run as shardkit_command
 from tests.journal_cells import record_cells
 

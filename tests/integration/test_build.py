@@ -22,7 +22,7 @@ from shardkit.errors import (
     SourceError,
     StoreReadOnlyError,
 )
-from shardkit.storage import Repository
+from shardkit.repository.repository import Repository
 from shardkit_tools.building import build_run, engines
 from shardkit_tools.building.outcome import Progress
 from shardkit_tools.importers import source_files

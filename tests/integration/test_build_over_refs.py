@@ -14,7 +14,7 @@ import pytest
 
 import shardkit
 from shardkit.errors import CommitConflict, UsageError
-from shardkit.storage import Repository
+from shardkit.repository.repository import Repository
 from shardkit_tools import build
 
 SHARDKIT = [sys.executable, "-m", "shardkit_tools"]

@@ -26,7 +26,8 @@ import shardkit_tools
 from shardkit.copies.collecting import objects_of_builds
 from shardkit.errors import RunError, ShardkitError, StoreError
 from shardkit.formats import canonical_json
-from shardkit.storage import Repository, open_store
+from shardkit.repository.repository import Repository
+from shardkit.stores.local import open_store
 from shardkit_tools.adopting import adopt
 from shardkit_tools.building.engines import LocalEngine
 from shardkit_tools.building.job import abandoned_jobs

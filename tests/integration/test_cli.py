@@ -21,7 +21,7 @@ import typer
 
 import shardkit
 import shardkit_tools.commands.ls as ls_command
-from shardkit.storage import Repository
+from shardkit.repository.repository import Repository
 from shardkit_tools.main import COMMANDS, make_app, run
 
 Call = Callable[..., tuple[int, str, str]]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import shardkit
-from shardkit.storage import open_store
+from shardkit.stores.local import open_store
 from shardkit_tools.main import run
 from tests.servers.object_stores import ACCESS_KEY, SECRET_KEY, s3_environment
 
@@ -109,7 +109,7 @@ def test_from_build_to_erasure_over_a_disk_and_a_bucket(
     assert shell.json("replicate", root, "--bandwidth", "1GB/s")["lag_after"] == 0
     assert len(set(cloud.list_after("objects/"))) > len(objects)
 
-    from shardkit.storage import Repository
+    from shardkit.repository.repository import Repository
 
     Repository.open(root).commit({"other": None}, message="drop")
     assert shell.json("gc", root, "--history", "0s")["garbage"] > 0

@@ -92,9 +92,6 @@ CASES: dict[str, dict[str, str]] = {
         "missing": "{none} --step 1",
         "no": "{run} --exclude {somebody} --field number",
     },
-    "serve": {"missing": "{none} --bind 127.0.0.1:0", "usage": "{out} --bind nowhere",
-              "unreachable": "{file}/x --bind 127.0.0.1:0",
-              "interrupted": "{cache} --bind 127.0.0.1:0"},
     "export": {
         "success": "{data} --as sha256sums",
         "usage": "{data} --as paper",
@@ -125,8 +122,6 @@ PLAIN = {"success": "{data}", "usage": "{data} --no-such-option", "missing": "{n
          "damaged": "{bad}"}  # fmt: skip
 
 APART = {
-    ("serve", "success"): "it ends when it is interrupted",
-    ("serve", "damaged"): "whoever asks for a block checks it",
     ("dashboard", "success"): "it ends when it is interrupted",
     ("dashboard", "damaged"): "it shows what can be read of a run",
     ("top", "damaged"): "it shows what can be read of a run",
@@ -187,7 +182,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path | str]:
         result = {"shardkit_bench": 1, "facts": {"cpus": 2}, "ratios": [ratio], "failures": {}, "rates": {}}
         (home / name).write_text(json.dumps(result))
     (home / "file").write_text("a file\n")
-    BlockCache(home / "cache", limit=2**26).close()
     return {"home": home, "config": config, **{path.name: path for path in home.iterdir()}}
 
 
@@ -281,7 +275,7 @@ def test_a_command_ends_with_the_code_of_the_table(
     assert told or code == 0, "what is no success says why"
 
 
-SERVING = ("dashboard", "serve")
+SERVING = ("dashboard",)
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name not in SERVING])

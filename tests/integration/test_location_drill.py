@@ -18,7 +18,7 @@ import pytest
 import shardkit
 from shardkit.reading.attestations import read_attestations
 from shardkit.reading.read_path import ReadSettings
-from shardkit.storage import open_store
+from shardkit.stores.local import open_store
 from shardkit_tools.main import run
 from tests.drills import DRILLS
 from tests.servers.fault_proxy import Fault, FaultProxy, Request

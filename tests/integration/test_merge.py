@@ -12,7 +12,7 @@ from shardkit.copies.verify import verify
 from shardkit.dataset.committing import NOT_MOVED
 from shardkit.dataset.deriving import merge_datasets
 from shardkit.errors import NotFoundError, SchemaError, UsageError
-from shardkit.storage import Repository
+from shardkit.repository.repository import Repository
 
 
 def make(root: Path, count: int, *, kind: str = "tar", axis: str | None = "lang") -> shardkit.Dataset:

@@ -15,7 +15,7 @@ import shardkit
 from shardkit.dataset import commit_parts, list_parts
 from shardkit.dataset.parts import PartFolder
 from shardkit.errors import IntegrityError, NotFoundError, SampleError, UsageError
-from shardkit.storage import Repository
+from shardkit.repository.repository import Repository
 
 SCHEMA = {"text": "str", "label": "int64"}
 SETTINGS: dict[str, Any] = {"stratify": "label", "shard_size": "4KiB", "block_size": "1KiB"}

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import signal
-import subprocess
-import sys
-import urllib.request
 import uuid
 from pathlib import Path
 
 import pytest
 
 import shardkit
-from shardkit.reading.cache.block_cache import BlockCache
-from shardkit.reading.objects import BlockRequest, block_name
 from shardkit_tools.main import run
 from tests.servers.object_stores import SECRET_KEY, s3_environment
 
@@ -69,24 +61,3 @@ def test_single_writer(
     code, told = call(capsys, "build", str(source), root, "--single-writer")
     assert code == 0, told
     assert shardkit.open(root)[0] == {"text": "a"}
-
-
-def test_serve(tmp_path: Path) -> None:
-    import hashlib
-
-    cache = BlockCache(tmp_path / "cache", limit=1 << 20)
-    request = BlockRequest("objects/x", 0, 5, hashlib.sha256(b"block").digest())
-    cache.fetch(request, lambda: b"block")
-    cache.close()
-    command = [sys.executable, "-c", "import sys; from shardkit_tools.main import run; sys.exit(run(sys.argv[1:]))",
-               "serve", cache.path, "--bind", "127.0.0.1:0"]  # fmt: skip
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                          env={**os.environ, "COLUMNS": "200"}) as child:  # fmt: skip
-        assert child.stdout is not None
-        told = child.stdout.readline()
-        match = re.search(r"http://127\.0\.0\.1:\d+", told)
-        assert match is not None, told
-        with urllib.request.urlopen(f"{match.group()}/{block_name(request.sha256)}", timeout=10) as answer:
-            assert answer.read() == b"block"
-        child.send_signal(signal.SIGINT)
-        assert child.wait(20) in (0, 130)

@@ -18,7 +18,7 @@ from shardkit.copies.verify import verify
 from shardkit.reading.cache.supply import BlockFetcher
 from shardkit.reading.read_path import ReadSettings
 from shardkit.repository.location_table import LocationRecord
-from shardkit.storage import Repository
+from shardkit.repository.repository import Repository
 from tests.servers.google import GoogleServer, google_environment, google_server
 
 BUCKET = "shards"

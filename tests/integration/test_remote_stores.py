@@ -17,10 +17,12 @@ import pytest
 
 import shardkit
 from shardkit.errors import IntegrityError, MissingDependency, NotFoundError, StoreError, UsageError
-from shardkit.storage import LocalStore, Repository, Store, open_store
+from shardkit.repository.repository import Repository
+from shardkit.stores.local import LocalStore, open_store
 from shardkit.stores.remote.addresses import parse_address
 from shardkit.stores.remote.clients import google_options
 from shardkit.stores.remote.object_store import WRITERS, ObjectStore, probe
+from shardkit.stores.store import Store
 from shardkit.stores.waiting import RetryPolicy
 from shardkit.testing.store_conformance import StoreConformance
 from tests.servers.google import TOKEN, GoogleServer, google_environment, google_server
@@ -374,7 +376,7 @@ def test_a_missing_bucket_is_no_empty_one(monkeypatch: pytest.MonkeyPatch, moto_
 
 FORKED = """
 import os, sys
-from shardkit.storage import open_store
+from shardkit.stores.local import open_store
 store = open_store(sys.argv[1])
 assert store.get("x", max_bytes=9) == b"before"
 child = os.fork()

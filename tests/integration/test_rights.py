@@ -18,7 +18,8 @@ import pytest
 import shardkit
 from shardkit.copies.collecting import collect
 from shardkit.reading.read_path import ReadSettings
-from shardkit.storage import Repository, open_store
+from shardkit.repository.repository import Repository
+from shardkit.stores.local import open_store
 from shardkit_tools.main import run
 from tests.servers.fault_proxy import Fault, FaultProxy, Request
 from tests.servers.object_stores import ACCESS_KEY, SECRET_KEY

@@ -16,7 +16,9 @@ from shardkit.dataset.dataset import Dataset
 from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.objects import Location
 from shardkit.reading.read_path import ReadSettings
-from shardkit.storage import LocalStore, Repository, load_manifest
+from shardkit.repository.repository import Repository
+from shardkit.repository.versions import load_manifest
+from shardkit.stores.local import LocalStore
 from shardkit_tools.simulation.cluster import Cluster, changed
 from shardkit_tools.simulation.run import prepare, simulate_lanes
 

@@ -13,7 +13,7 @@ import pytest
 import shardkit_tools
 from shardkit.dataset.about import unpack_sources
 from shardkit.errors import CommitConflict, SourceError
-from shardkit.storage import Repository
+from shardkit.repository.repository import Repository
 from shardkit_tools.building import build_run, engines, source_digests
 from shardkit_tools.importers import numpy_arrays
 from shardkit_tools.importers.protocol import SourceFile

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import shardkit
-from shardkit.storage import open_store
+from shardkit.stores.local import open_store
 from tests.servers.object_stores import s3_environment
 
 BUCKETS = ("pictures", "shards")

@@ -15,7 +15,7 @@ from shardkit.copies.repair import CheckSettings, repair
 from shardkit.copies.replicate import replicate
 from shardkit.copies.scrub import scrub
 from shardkit.errors import ConfigurationError
-from shardkit.storage import Repository
+from shardkit.repository.repository import Repository
 from shardkit_tools.copies import copying, spread_checks, spread_copies
 from shardkit_tools.main import run
 

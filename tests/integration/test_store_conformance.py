@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shardkit.storage import LocalStore, Store
+from shardkit.stores.local import LocalStore
+from shardkit.stores.store import Store
 from shardkit.testing.memory_store import MemoryStore
 from shardkit.testing.store_conformance import StoreConformance
 

@@ -9,7 +9,7 @@ import shardkit
 from shardkit.copies.place import Change, place
 from shardkit.copies.replicate import ReplicationLag
 from shardkit.repository.location_table import LocationRecord
-from shardkit.storage import Repository
+from shardkit.repository.repository import Repository
 from shardkit.telemetry import Record, RunTelemetry, summarise
 from tests.unit.telemetry_series import made_series
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import shardkit
-from shardkit.storage import Repository
+from shardkit.repository.repository import Repository
 from shardkit_tools.building import engines
 from shardkit_tools.building.rebuilding import label_again, rebuild
 from shardkit_tools.main import run

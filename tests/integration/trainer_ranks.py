@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import shardkit
 from shardkit.loader import Rebalancing
 from shardkit.plan.assignment import Rules
-from shardkit.storage import open_store
+from shardkit.stores.local import open_store
 from shardkit.telemetry.records import read_documents
 from shardkit.torch import CheckpointReader, CheckpointWriter, checkpoint_names, read_checkpoint_manifest
 from shardkit_trainer.checkpoints import Checkpointer

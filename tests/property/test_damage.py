@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from shardkit.errors import FormatError, IntegrityError, NotFoundError
 from shardkit.formats.schema import Schema
 from shardkit.manifest import ShardTable, compose, merge
-from shardkit.repository.versions import put_manifest, put_selection
-from shardkit.storage import Repository, load_manifest
+from shardkit.repository.repository import Repository
+from shardkit.repository.versions import load_manifest, put_manifest, put_selection
 from tests.drills import drill_count
 from tests.property.shard_tables import made_up_records
 

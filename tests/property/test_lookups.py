@@ -19,7 +19,7 @@ from shardkit.dataset.lookups import Entries, find_samples, hash_values, parse_l
 from shardkit.dataset.selecting import put_selected
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, UsageError
 from shardkit.formats import Schema
-from shardkit.storage import Repository
+from shardkit.repository.repository import Repository
 from shardkit_tools.building.rebuilding import label_again
 
 SCHEMA = {"url": "str", "n": "int64", "blob": "bytes", "meta": "json"}

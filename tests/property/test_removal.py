@@ -21,7 +21,8 @@ from shardkit.dataset.selecting import put_selected
 from shardkit.errors import CommitConflict, IntegrityError, NotFoundError, UsageError
 from shardkit.repository.location_table import LocationRecord
 from shardkit.repository.policy import Policy
-from shardkit.storage import Repository, object_name
+from shardkit.repository.repository import Repository
+from shardkit.stores.store import object_name
 
 SCHEMA = {"secret": "str", "n": "int64", "kind": "str"}
 

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from shardkit.errors import CommitConflict, NotFoundError, ShardkitError, StoreError, StoreReadOnlyError
 from shardkit.formats.canonical_json import sha256_digest
-from shardkit.storage import Repository
+from shardkit.repository.repository import Repository
 from shardkit.stores.file_operations import substituted
 from tests.faults.faulty_operations import FaultyOperations
 

@@ -24,7 +24,7 @@ from shardkit.errors import CommitUnknown, IntegrityError, ShardkitError, UsageE
 from shardkit.reading.cache.block_cache import BlockCache
 from shardkit.reading.cache.supply import BlockFetcher
 from shardkit.repository.location_table import LocationRecord
-from shardkit.storage import Repository
+from shardkit.repository.repository import Repository
 from tests.simulation.buckets import Bucket
 from tests.simulation.world import SCHEMA, SETTINGS, Violated, World, add_rows, check_rows
 

@@ -16,7 +16,7 @@ from shardkit.reading.parity.sets import SetRecord
 from shardkit.repository.location_table import LocationRecord
 from shardkit.repository.log import IDENTITY_NAME, Identity
 from shardkit.repository.policy import Parity, Policy
-from shardkit.storage import Repository
+from shardkit.repository.repository import Repository
 from shardkit.stores.remote.addresses import Address
 from shardkit.stores.store import object_name, parse_object_name
 from shardkit.testing.memory_store import MemoryStore

@@ -16,7 +16,7 @@ import shardkit
 import shardkit_tools
 from shardkit.dataset.version_plan import VersionSettings
 from shardkit.errors import ConfigurationError, NotFoundError, SampleError, SchemaError, UsageError
-from shardkit.storage import Repository
+from shardkit.repository.repository import Repository
 
 SCHEMA = {"image": "bytes", "label": "int64", "text": "str", "vector": "float32[3]", "tokens": "int32[*]"}
 

@@ -11,7 +11,8 @@ import shardkit
 from shardkit.copies.collecting import collect
 from shardkit.errors import NotFoundError
 from shardkit.repository.garbage_lists import forget_lists, put_list, read_list
-from shardkit.storage import LocalStore, Repository
+from shardkit.repository.repository import Repository
+from shardkit.stores.local import LocalStore
 from shardkit.testing.memory_store import MemoryStore
 
 DAY = 86_400

@@ -13,8 +13,8 @@ from shardkit.formats import canonical_json
 from shardkit.manifest import Lookup, LookupPiece, Manifest, compose
 from shardkit.reading.adopted import location_name
 from shardkit.repository.log import LogEntry, check_succession
+from shardkit.repository.repository import Repository
 from shardkit.repository.versions import PartLocation, find_part, put_location
-from shardkit.storage import Repository
 from tests.property.shard_tables import made_up_digest, made_up_table
 
 

@@ -17,6 +17,7 @@ from shardkit.errors import (
     StoreReadOnlyError,
     UsageError,
 )
+from shardkit.reading.located_store import LocatedStore
 from shardkit.repository.location_table import (
     COPY_NAME,
     LocationRecord,
@@ -29,7 +30,8 @@ from shardkit.repository.location_table import (
     read_tables,
 )
 from shardkit.repository.policy import Critical, Parity, Policy
-from shardkit.storage import LocalStore, LocatedStore, Repository
+from shardkit.repository.repository import Repository
+from shardkit.stores.local import LocalStore
 
 
 def test_a_policy_is_what_a_command_line_says() -> None:

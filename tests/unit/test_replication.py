@@ -16,8 +16,9 @@ from shardkit.errors import ConfigurationError, IntegrityError, StoreError, Usag
 from shardkit.reading.objects import Location, copy_object
 from shardkit.repository.location_table import LocationRecord, read_table
 from shardkit.repository.policy import Policy
-from shardkit.storage import LocalStore, Repository
+from shardkit.repository.repository import Repository
 from shardkit.stores.file_operations import substituted
+from shardkit.stores.local import LocalStore
 from shardkit.stores.store import ObjectStat, parse_object_name
 from shardkit.stores.waiting import Hours, RateLimiter, parse_bandwidth
 from tests.faults.faulty_operations import FaultyOperations

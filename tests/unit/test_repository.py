@@ -14,16 +14,11 @@ import pytest
 
 from shardkit.errors import CommitConflict, FormatError, IntegrityError, NotFoundError, StoreError, UsageError
 from shardkit.formats.canonical_json import sealed
-from shardkit.repository.log import Identity
-from shardkit.storage import (
-    LocalStore,
-    Repository,
-    object_name,
-    open_store,
-    parse_dataset_url,
-    parse_object_name,
-)
+from shardkit.repository.log import Identity, parse_dataset_url
+from shardkit.repository.repository import Repository
 from shardkit.stores.file_operations import store_error
+from shardkit.stores.local import LocalStore, open_store
+from shardkit.stores.store import object_name, parse_object_name
 from shardkit.testing.memory_store import MemoryStore
 
 DIGEST = "sha256:" + "ab" * 32

@@ -13,7 +13,7 @@ import shardkit
 from shardkit.dataset import committing
 from shardkit.dataset.committing import WriteBehind
 from shardkit.errors import StoreError, StoreFullError
-from shardkit.storage import Repository
+from shardkit.repository.repository import Repository
 from shardkit.stores.file_operations import substituted
 from tests.faults.faulty_operations import FaultyOperations
 

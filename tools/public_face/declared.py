@@ -24,7 +24,7 @@ SETTINGS: Final = (
     ("shardkit_tools", "PackSettings"), ("shardkit_tools", "ImportOptions"), ("shardkit_tools", "Cluster"),
 )  # fmt: skip
 PROTOCOLS: Final = ("__call__", "__contains__", "__enter__", "__getitem__", "__iter__", "__len__", "__next__")
-LAYERS: Final = ("shardkit.storage", "shardkit.formats", "shardkit.manifest")
+LAYERS: Final = ("shardkit.formats", "shardkit.manifest")
 """Packages below the ones that users work with: what they export is frozen, not every method of it."""
 Found: TypeAlias = Iterator[tuple[str, tuple[str, str]]]
 """Name, then its meaning and words."""

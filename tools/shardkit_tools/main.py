@@ -31,7 +31,7 @@ COMMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Look at it", ("ls", "show", "log", "diff", "cat", "find")),
     ("Make versions of it", ("tag", "select", "merge", "rebuild", "remove")),
     ("Keep it safe", ("replicate", "place", "scrub", "repair", "gc")),
-    ("Check it, hand it on", ("verify", "audit", "serve", "export")),
+    ("Check it, hand it on", ("verify", "audit", "export")),
     ("Train on it", ("plan", "train")),
     ("Watch a run", ("top", "dashboard")),
     ("Size it, tune it", ("tune", "simulate")),

@@ -27,9 +27,9 @@ from shardkit.dataset.scratch import scratch_folder
 from shardkit.dataset.scratch_reading import ScratchFolder, pack_record, unpack_record
 from shardkit.errors import FormatError, IntegrityError, RunError, StoreError
 from shardkit.formats import canonical_json
-from shardkit.storage import LocalStore, Repository
+from shardkit.repository.repository import Repository
 from shardkit.stores.file_operations import Handle, active, explained
-from shardkit.stores.local import private_folder, temporary_name, writer_is_dead
+from shardkit.stores.local import LocalStore, private_folder, temporary_name, writer_is_dead
 from shardkit.stores.store import Store, root_store
 
 _SCRATCH = "scratch"  # folder of a root for the scratch of builds over several machines

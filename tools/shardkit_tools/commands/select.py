@@ -13,7 +13,7 @@ from shardkit.dataset import Dataset
 from shardkit.dataset.committing import move_refs, standing_refs
 from shardkit.dataset.selecting import put_selected, select_rows
 from shardkit.errors import UsageError
-from shardkit.storage import Repository
+from shardkit.repository.repository import Repository
 from shardkit_tools import console, options
 from shardkit_tools.options import argument, option
 from shardkit_tools.row_lists import read_numbers
