@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 import shardkit
-from shardkit.reading.cache.block_cache import BlockCache
 from shardkit_tools.main import COMMANDS, run
 
 README = Path(__file__).parents[2] / "README.md"
@@ -228,7 +227,7 @@ def arguments_of(name: str, case: str, world: dict[str, Path | str], tmp_path: P
     else:
         text = cases[case] if case in cases else PLAIN[case]
     own: dict[str, Path | str] = {"copy": tmp_path / "copy", "out": tmp_path / "out", "none": tmp_path / "none",
-                                  "key": "key-3", "cache": world["cache"]}  # fmt: skip
+                                  "key": "key-3"}  # fmt: skip
     if "{copy}" in text:
         shutil.copytree(world["data"], tmp_path / "copy")
     if "{bad}" in text:
