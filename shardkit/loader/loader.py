@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import logging
@@ -298,9 +299,9 @@ class Loader:
             stream,
         )
 
-    def _read_with(self, loop: Loop, lanes: list[int]) -> None:
-        """A move of lanes begins the reading ahead again."""
-        if lanes != loop.steps.lanes:
+    def _read_with(self, loop: Loop, lanes: list[int], *, again: bool = False) -> None:
+        """Read ahead with these lanes from the next step on, if they are others than before or to read it `again`."""
+        if again or lanes != loop.steps.lanes:
             self._drop_pipeline()
             loop.steps = self._open_steps(loop.left, lanes, loop.steps.counts)
             self.live.pipeline = loop.steps.pipeline
@@ -492,6 +493,46 @@ class Loader:
         self._drop_pipeline()
         self.live.handed_out = step
 
+    def resize(self, *, rank: int, world: int) -> None:
+        """Continue as rank `rank` of `world` from the next step on: what a restart does, without the restart.
+
+        Lanes and batches are those of a new loader that was made with these arguments, without a process group, and
+        loaded this one's state. A loop under way continues with its next step. Call it between two steps, before the
+        same step on every rank. A rank that leaves closes its loader; a rank that joins makes one and loads the state
+        of any other. The journal continues in a new file, and blocks in memory are read again.
+
+        Raises:
+            ConfigurationError: so many ranks cannot share the lanes, or the lanes were chosen by mesh=, lanes= or
+                rebalance=. The loader stays as it was.
+            UsageError: another thread is taking a batch.
+        """
+        config = self._setup.config
+        for name in ("mesh", "lanes", "rebalance"):
+            if getattr(config, name) is not None:
+                raise ConfigurationError(
+                    f"resize: {name}= decides the lanes of this loader; make it without {name}="
+                )
+        topology = find_topology(rank, world)
+        check_shares(self.plan, topology.world, uneven=config.uneven)
+        assignment = fixed_shares(self.plan, topology.world, config.assignment).assignment
+        lanes = list(assignment.lanes_of(topology.rank))
+        memory = self._setup.memory_bound(len(lanes))
+        loop = self._loop()
+        with contextlib.nullcontext() if loop is None else loop.turn():
+            self._drop_pipeline()
+            self._close_resources()
+            self._setup = dataclasses.replace(self._setup, topology=topology)
+            self.topology, self.assignment, self.live.lanes, self._memory = (
+                topology,
+                assignment,
+                lanes,
+                memory,
+            )
+            if "telemetry" in self.__dict__:
+                self.telemetry.rank, self.telemetry.world = topology.rank, topology.world
+            if loop is not None and loop.is_under_way:
+                self._read_with(loop, lanes, again=True)
+
     # ---- the rest
 
     @property
@@ -550,11 +591,14 @@ class Loader:
         """Stop threads and processes, sync and close the journal; may be called twice."""
         self._end_loop("the loader was closed")
         self._drop_pipeline()
+        self._close_resources()
+        if self._served is not None:
+            self._served.close()
+
+    def _close_resources(self) -> None:
         if self.resources is not None and not self._is_forked():
             self.resources.close()
         self.live.resources = None
-        if self._served is not None:
-            self._served.close()
 
     def __enter__(self) -> Loader:
         return self
