@@ -87,8 +87,9 @@ class Loader:
         self._function: RowFunction | None = None
         if config.decode or config.transform is not None:
             self._function = RowFunction(
-                seed=plan.settings.seed, decoders=decoders, transform=config.transform
-            )
+                seed=plan.settings.seed, decoders=decoders, transform=config.transform,
+                is_seeded=config.rows_are_seeded,
+            )  # fmt: skip
         row_decoders = {} if self._function is None else self._function.row_decoders
         self._made_by = {name: one.made_by for name, one in row_decoders.items()}
         self._served: ServedCache | None = None  # this node's cache, for the others

@@ -148,7 +148,8 @@ class Pipeline:
             only_copied = self._work is None and all(is_only_copied(schema[name]) for name in fields)
             leaves = self._pin or self._setup.config.device is not None
             is_cheap = only_copied and self._bytes_per_step <= _INLINE_BYTES and not leaves
-            chosen = 0 if is_cheap else _DEFAULT_PREFETCH
+            alone = self._setup.config.rows_are_seeded and self._setup.config.workers == "threads"
+            chosen = 0 if is_cheap or alone else _DEFAULT_PREFETCH
         return chosen and (changed or chosen)
 
     def _behind(self, name: str, items: Iterator[T], depth: int, stage: str) -> _Background[T]:
@@ -169,7 +170,8 @@ class Pipeline:
                         "this loop was begun in the parent process, and its threads and blocks are there; iterate "
                         "over the loader again to begin one here"
                     )
-                one = next(self._output, None)
+                with contextlib.nullcontext() if self._work is None else self._work.trainer_waits:
+                    one = next(self._output, None)
                 if one is None:
                     return
                 yield one

@@ -98,7 +98,7 @@ class LoaderResources:
         _raise_file_limit()
         if start >= _ROOMY_BYTES:
             _keep_freed_memory()
-        self._threads = config.threads or _default_threads()
+        self._threads = config.num_threads
         self.window = BlockWindow(load, self._loads, self._memory, start, self._threads, width)
         self.workers: Executor | None = None
         if function is not None:
@@ -341,16 +341,6 @@ def _raise_file_limit() -> None:
     if soft != resource.RLIM_INFINITY and soft < most:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-
-
-def _default_threads() -> int:
-    """Block readers where none are asked for: as many as processors that this process may use, at most 8.
-
-    Not one less: nothing is handed out before the first blocks are there, and a trainer that computes keeps what it
-    needs of the processors, for readers wait as soon as the window is full.
-    """
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(8, usable))
 
 
 def _in_mib(size: float) -> str:

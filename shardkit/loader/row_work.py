@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Mapping
 from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from shardkit.errors import RunError
 from shardkit.formats import presence_of
 from shardkit.loader.gather import Allocate, rows_of
+from shardkit.loader.global_generators import BATCH_ADVICE, TRANSFORM_ADVICE, GeneratorWatch, TrainerWaits
 from shardkit.loader.settings import LoaderSetup, Workers
 from shardkit.loader.transforms import (
     LazyGenerators,
@@ -91,6 +93,11 @@ class RowWork:
             lambda sample: setup.missing.of_sample(setup.sources.fetch(sample)),
         )
         self._replaced: list[dict[str, Any]] = []
+        self.trainer_waits = TrainerWaits()
+        self._watch_rows: GeneratorWatch | None = None
+        if config.runs_user_code and not config.rows_are_seeded:
+            self._watch_rows = GeneratorWatch(self.trainer_waits, TRANSFORM_ADVICE)
+        self._watch_batch = GeneratorWatch(self.trainer_waits, BATCH_ADVICE)
         self.at: tuple[int, int] | None = None  # (step, first sample) under way, for the watchdog
 
     def steps_ahead(self, rows: int) -> int:
@@ -135,7 +142,7 @@ class RowWork:
             fields["valid"] = valid
         if self._batch_transform is not None:
             generators = LazyGenerators(self._seed, step, begun.slots, self._cell_size)
-            fields = dict(self._batch_transform(fields, generators))
+            fields = dict(self._watch_batch.observe(partial(self._batch_transform, fields, generators)))
         self.at = None
         return fields, samples
 
@@ -199,7 +206,11 @@ class RowWork:
                 rows = {name: rows_of(value, a, b) for name, value in columns.items()}
                 if isinstance(workers, ThreadPoolExecutor):
                     targets = {name: array[a:b] for name, array in into.items()}
-                    pieces.append(workers.submit(function, rows, step, slots[a:b], self._cell_size, targets))
+                    pieces.append(
+                        workers.submit(
+                            function, rows, step, slots[a:b], self._cell_size, targets, self._watch_rows
+                        )
+                    )
                 else:
                     pieces.append(workers.submit(_work_here, rows, step, slots[a:b], self._cell_size))
         except BrokenExecutor as error:
@@ -208,7 +219,9 @@ class RowWork:
 
     def _finished(self, function: RowFunction, begun: BegunRows) -> Rows:
         if self._workers is None:
-            return function(begun.columns, begun.step, begun.slots, self._cell_size, begun.into)
+            return function(
+                begun.columns, begun.step, begun.slots, self._cell_size, begun.into, self._watch_rows
+            )
         try:
             rows = [row for piece in begun.pieces for row in piece.result()]
         except BrokenExecutor as error:
@@ -219,6 +232,17 @@ class RowWork:
                     if not isinstance(row, RowFailure):
                         array[position] = row[name]
         return rows
+
+    def _work_one(
+        self, function: RowFunction, columns: Mapping[str, Any], step: int, slot: NDArray[np.int64]
+    ) -> Rows:
+        """The row of a substitute; where rows are worked by processes, in one of them."""
+        if self._workers is None or isinstance(self._workers, ThreadPoolExecutor):
+            return function(columns, step, slot, self._cell_size, watch=self._watch_rows)
+        try:
+            return self._workers.submit(_work_here, columns, step, slot, self._cell_size).result()
+        except BrokenExecutor as error:
+            raise _worker_died(step) from error
 
     def _replace(
         self, function: RowFunction, failure: RowFailure, step: int, sample: int, slot: int, fields: list[str]
@@ -237,7 +261,7 @@ class RowWork:
         for attempt in range(_ATTEMPTS):
             other, raw = self._substitutes(sample, step, slot, attempt)
             columns = {name: [raw[name]] for name in fields}
-            (row,) = function(columns, step, one, self._cell_size)
+            (row,) = self._work_one(function, columns, step, one)
             if not isinstance(row, RowFailure):
                 lane, place = divmod(slot, self._cell_size)
                 kind = "substitution" if self._on_error == "substitute" else "mask"

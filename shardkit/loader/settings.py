@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,7 +14,7 @@ from shardkit.formats import Schema
 from shardkit.loader.batch import MissingValues
 from shardkit.loader.ranks import Holders, Topology
 from shardkit.loader.rebalancing import Rebalancing
-from shardkit.loader.transforms import BatchTransform, Decoder, SampleTransform
+from shardkit.loader.transforms import BatchTransform, Decoder, RowDecoder, SampleTransform
 from shardkit.plan import Assignment, Plan
 from shardkit.ranges import Range, shown
 from shardkit.reading.blocks import BlockReader, RowMap
@@ -110,6 +111,29 @@ class LoaderConfig:
     offset: int = 0
     fill: Mapping[str, Any] = field(default_factory=dict)
     restart: bool = False  # every loop begins at the start of its epoch
+
+    @property
+    def num_threads(self) -> int:
+        """Threads that read blocks and work rows: by default one per processor that this process may use, at most 8.
+
+        Not one less: no batch is handed out before the first blocks are loaded, and these threads wait as soon as the
+        window is full.
+        """
+        usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return self.threads or max(1, min(8, usable))
+
+    @property
+    def runs_user_code(self) -> bool:
+        """Whether functions of the user work rows."""
+        functions = [one for one in self.decode.values() if callable(one) and not isinstance(one, RowDecoder)]
+        return self.transform is not None or bool(functions)
+
+    @property
+    def rows_are_seeded(self) -> bool:
+        """Whether each row has the global generators for itself: in processes, or while the trainer waits for it."""
+        if not self.runs_user_code:
+            return False
+        return self.workers == "processes" or (self.num_threads == 1 and not self.prefetch)
 
     def __post_init__(self) -> None:
         for name, allowed in _RANGES.items():

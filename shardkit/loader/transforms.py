@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from shardkit.errors import ConfigurationError
 from shardkit.formats import FieldType, Schema, sha256_digest
+from shardkit.loader.global_generators import GeneratorWatch, work_seeded
 from shardkit.plan import Place, Population
 
 __all__ = [
@@ -199,6 +200,7 @@ class RowFunction:
     seed: int
     decoders: Mapping[str, Decoder] = field(default_factory=dict)
     transform: SampleTransform | None = None
+    is_seeded: bool = False  # each row has the global generators for itself
 
     def __call__(
         self,
@@ -207,6 +209,7 @@ class RowFunction:
         slots: NDArray[np.int64],
         cell_size: int,
         into: Mapping[str, NDArray[Any]] | None = None,
+        watch: GeneratorWatch | None = None,
     ) -> list[Mapping[str, Any] | RowFailure]:
         """One result per row, in order; `columns` hold decoded-to-be fields only where there is no transform.
 
@@ -215,7 +218,14 @@ class RowFunction:
         """
         readers = {name: row_reader(value) for name, value in columns.items()}
         generators = LazyGenerators(self.seed, step, slots, cell_size)
-        return [self._one(readers, position, generators, into or {}) for position in range(len(slots))]
+        rows: list[Mapping[str, Any] | RowFailure] = []
+        for position in range(len(slots)):
+            work = partial(self._one, readers, position, generators, into or {})
+            if self.is_seeded:
+                rows.append(work_seeded(generators.place(position), work))
+            else:
+                rows.append(work() if watch is None else watch.observe(work))
+        return rows
 
     @cached_property
     def row_decoders(self) -> Mapping[str, RowDecoder]:
