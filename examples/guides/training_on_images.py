@@ -1,8 +1,8 @@
-"""Training on images: the ImageNet recipe of a ResNet in ten lines, and a run that goes on in the middle of an epoch.
+"""Train on images: the ImageNet recipe of a ResNet in ten lines, and a run that resumes in the middle of an epoch.
 
     python examples/guides/training_on_images.py
 
-The recipe, with `shardkit build train data/imagenet --stratify label` before it and any model and loss behind it::
+The recipe, after `shardkit build train data/imagenet --stratify label`, with any model and loss::
 
     ds = shardkit.open("data/imagenet")
     plan = ds.plan(global_batch=256, seed=0)
@@ -18,9 +18,19 @@ The recipe, with `shardkit build train data/imagenet --stratify label` before it
 What to know for real data:
 
 * Validation is ``images.resize_center_crop(256, 224, normalise="imagenet")`` over another split.
-* More augmentation: ``augment=[images.trivial_augment(), images.random_erasing(0.1)]`` in the decoder, and
-  ``batch_transform=images.mixup(classes=1000, alpha=0.2)`` for whole batches. Each draws from a stream of its own,
-  keyed by seed, step, lane and slot: any number of ranks and workers makes the same pictures, resumed or not.
+* More augmentation is torchvision's, as ``transform=`` in processes, which are seeded for each sample from (seed,
+  step, lane, slot), so that any number of ranks and workers makes the same pictures, resumed or not::
+
+      augment = v2.Compose([v2.TrivialAugmentWide(), v2.RandomErasing(0.1)])  # torchvision.transforms.v2
+
+      def transform(sample, rng):
+          return {**sample, "image": augment(torch.from_numpy(sample["image"]))}
+
+      loader = ds.loader(plan, decode=decode, transform=transform, workers="processes")
+
+  ``v2.MixUp`` and ``v2.CutMix`` mix whole batches: call them in the training loop. A function of your own draws from
+  ``rng``, the sample's generator, and runs in threads.
+* Photographs from phones: ``random_resized_crop(224, orient=True)`` turns them as their EXIF orientation says.
 * Threads decode (``threads=``, one per processor by default), each picture straight into its row of the batch.
 * What decoded, with versions, is in the ledger of the run: ``shardkit audit`` shows it.
 * Video and sound are not decoded by shardkit: clips_of_videos.py does it with torchcodec.

@@ -21,9 +21,6 @@ Normalise: TypeAlias = Literal["imagenet"] | tuple[Sequence[float], Sequence[flo
 Layout: TypeAlias = Literal["CHW", "HWC"]
 """Planes, as convolutions of torch take them, or pixels."""
 
-Augmentation: TypeAlias = Callable[[NDArray[np.uint8], Place], NDArray[np.uint8]]
-"""(height, width, 3) uint8 and the sample's place → the same shape; writes to neither."""
-
 IMAGENET: Final = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
@@ -36,10 +33,10 @@ class PictureDecoder:
 
     frame: Framing  # what is seen of each picture
     size: tuple[int, int]  # (height, width)
-    augment: tuple[Augmentation, ...]  # in this order, on bytes, after the crop
     normalise: tuple[Sequence[float], Sequence[float]] | None  # mean and standard deviation, or None
     layout: Layout  # of a row
     max_pixels: int  # larger pictures are refused
+    orient: bool  # turn pictures as EXIF says
     decoder: str  # the library that decodes
     resizer: str  # the library that resizes
     made_by: str  # the same, with the versions that pixels depend on
@@ -56,13 +53,11 @@ class PictureDecoder:
 
     def __call__(self, payload: bytes, *, place: Place, out: NDArray[Any]) -> None:
         """Decode into `out`, of `shape` and `dtype`, all of which is written."""
-        reader = PictureReader(payload, self.decoder, self.max_pixels)
+        reader = PictureReader(payload, self.decoder, self.max_pixels, orient=self.orient)
         view = self.frame(reader.height, reader.width, place)
         pixels = reader.pixels(shrink=view.shrink, bottom=view.top + view.height)
         shrunk = 1 if pixels.shape[1] == reader.width else view.shrink
         seen = _resize_view(pixels, view, self.size, self.resizer, shrunk)
-        for augmentation in self.augment:
-            seen = augmentation(seen, place)
         if self.layout == "CHW":
             seen = seen.transpose(2, 0, 1)
         if self.normalise is None:
@@ -98,32 +93,32 @@ def random_resized_crop(
     scale: tuple[float, float] = (0.08, 1.0),
     ratio: tuple[float, float] = (3 / 4, 4 / 3),
     flip: float = 0.5,
-    augment: Sequence[Augmentation] = (),
     normalise: Normalise = None,
     layout: Layout = "CHW",
     max_pixels: int = MAX_PIXELS,
+    orient: bool = False,
 ) -> PictureDecoder:
-    """For training: a random part of the picture, resized with antialiasing, perhaps mirrored.
+    """Return a decoder for training: a random part of the picture, resized with antialiasing and perhaps mirrored.
 
-    The part depends on (seed, step, lane, slot) alone, in integers: it is the same on every machine.
+    The part depends only on (seed, step, lane, slot) and is computed in integers: it is the same on every machine.
 
     Args:
-        size: of the result: pixels, or (height, width).
+        size: pixels of each side of the result, or (height, width).
         scale: least and largest share of the picture's area.
         ratio: least and largest width / height, drawn evenly in the logarithm.
         flip: how often the picture is mirrored.
-        augment: for example ``[color_jitter(0.4, 0.4, 0.4)]``; on bytes, after crop and flip.
         normalise: ``"imagenet"`` or (means, deviations): float32 rows; None: uint8 rows.
         layout: of a row.
-        max_pixels: pictures of more are refused.
+        max_pixels: pictures with more pixels are refused.
+        orient: turn and mirror the picture as its EXIF orientation says, before it is cropped.
 
     Raises:
-        ConfigurationError: a value out of range.
-        MissingDependency: there is no Pillow.
+        ConfigurationError: a value is out of range.
+        MissingDependency: Pillow is not installed.
     """
     pair = pair_of(size)
     framing = RandomCrop(pair, scale, ratio, flip)
-    return _decoder(framing, pair, augment, normalise, layout, max_pixels)
+    return _decoder(framing, pair, normalise, layout, max_pixels, orient)
 
 
 def resize_center_crop(
@@ -133,48 +128,50 @@ def resize_center_crop(
     normalise: Normalise = None,
     layout: Layout = "CHW",
     max_pixels: int = MAX_PIXELS,
+    orient: bool = False,
 ) -> PictureDecoder:
-    """For validation: the shorter side becomes `shorter` pixels, the middle of `size` is cut out.
+    """Return a decoder for validation: resize the shorter side to `shorter` pixels and cut out the middle.
 
     Args:
-        shorter: pixels.
-        size: of the result, no larger.
-        normalise: this and what follows as for `random_resized_crop`, errors too.
-        layout: of a row.
-        max_pixels: pictures of more are refused.
+        shorter: pixels of the shorter side.
+        size: pixels of each side of the result, or (height, width); at most `shorter`.
+        normalise: see `random_resized_crop`, also for the arguments that follow and for errors.
+        layout: see there.
+        max_pixels: see there.
+        orient: see there.
     """
     pair = pair_of(size)
-    return _decoder(CenterCrop(shorter, pair), pair, (), normalise, layout, max_pixels)
+    return _decoder(CenterCrop(shorter, pair), pair, normalise, layout, max_pixels, orient)
 
 
 def resize(
     size: int | tuple[int, int],
     *,
-    augment: Sequence[Augmentation] = (),
     normalise: Normalise = None,
     layout: Layout = "CHW",
     max_pixels: int = MAX_PIXELS,
+    orient: bool = False,
 ) -> PictureDecoder:
-    """The whole picture, whatever its aspect ratio was; errors as for `random_resized_crop`.
+    """Return a decoder that resizes the whole picture and does not keep its aspect ratio.
 
     Args:
-        size: of the result: pixels, or (height, width).
-        augment: on bytes, after resizing.
-        normalise: ``"imagenet"``, (means, deviations), or None.
-        layout: of a row.
-        max_pixels: pictures of more are refused.
+        size: pixels of each side of the result, or (height, width).
+        normalise: see `random_resized_crop`, also for the arguments that follow and for errors.
+        layout: see there.
+        max_pixels: see there.
+        orient: see there.
     """
     pair = pair_of(size)
-    return _decoder(WholePicture(pair), pair, augment, normalise, layout, max_pixels)
+    return _decoder(WholePicture(pair), pair, normalise, layout, max_pixels, orient)
 
 
 def _decoder(
     framing: Framing,
     size: tuple[int, int],
-    augment: Sequence[Augmentation],
     normalise: Normalise,
     layout: Layout,
     max_pixels: int,
+    orient: bool,
 ) -> PictureDecoder:
     if layout not in ("CHW", "HWC"):
         raise ConfigurationError(f"layout={layout!r}: 'CHW' or 'HWC' is expected")
@@ -182,9 +179,7 @@ def _decoder(
     chosen = _checked(normalise)
     decoder, resizer = find_decoder(), _find_resizer()
     made_by = versions_of(decoder, "pillow", resizer)
-    return PictureDecoder(
-        framing, size, tuple(augment), chosen, layout, max_pixels, decoder, resizer, made_by
-    )
+    return PictureDecoder(framing, size, chosen, layout, max_pixels, orient, decoder, resizer, made_by)
 
 
 def _checked(normalise: Normalise) -> tuple[Sequence[float], Sequence[float]] | None:

@@ -29,6 +29,8 @@ _SEGMENTS: Final = frozenset(range(0xC0, 0xFF)) - frozenset(
     range(0xD0, 0xDB)
 )  # with a length; before the scan
 _COLOURS: Final = {"RGB": "RGB", "L": "GRAY"}
+_ORIENTATION: Final = 0x0112  # EXIF tag
+_EXIF_BYTES: Final = 1 << 17  # two segments: Exif stands in the first or second
 _KEPT_BYTES: Final = 32 << 20  # a larger picture gets memory of its own
 _scratch = threading.local()
 
@@ -45,12 +47,15 @@ class PictureReader:
         payload: JPEG, PNG, WebP, GIF, BMP, TIFF or PPM; of several frames the first.
         decoder: as `find_decoder` names it.
         max_pixels: a picture of more is refused before memory is taken for it.
+        orient: turn and mirror it as its EXIF orientation says; such a picture is decoded whole, by Pillow.
 
     Raises:
         FormatError: the bytes are no picture, or have too many pixels.
     """
 
-    def __init__(self, payload: bytes, decoder: str = "", max_pixels: int = MAX_PIXELS) -> None:
+    def __init__(
+        self, payload: bytes, decoder: str = "", max_pixels: int = MAX_PIXELS, *, orient: bool = False
+    ) -> None:
         self._payload, self._image = payload, None
         found = _jpeg_size(payload) if (decoder or find_decoder()) == "simplejpeg" else None
         if found is None:
@@ -62,13 +67,15 @@ class PictureReader:
                 f"a picture of {self.width} × {self.height} pixels; at most {max_pixels:,} are decoded: pass "
                 "max_pixels= if it is one"
             )
+        if orient and (turned := _turned(payload)) is not None:
+            self._image, self.height, self.width = turned, turned.height, turned.width
 
     def pixels(
         self, mode: Mode = "RGB", *, shrink: int = 1, bottom: int = 0, own: bool = False
     ) -> NDArray[np.uint8]:
         """(⌈height / shrink⌉, ⌈width / shrink⌉, 3) uint8, without the 3 for "L".
 
-        EXIF is not looked at, transparency is dropped, CMYK and 16 bits are converted: all as Pillow does it.
+        Transparency is dropped, CMYK and 16 bits are converted, as Pillow does.
         """
         if self._image is None:
             decoded = self._by_turbo(mode, shrink, bottom or self.height, own)
@@ -159,6 +166,25 @@ def _open(payload: bytes) -> Any:
 
     try:
         return Image.open(io.BytesIO(payload), formats=_FORMATS)
+    except Exception as error:
+        raise _unreadable(error) from error
+
+
+def _turned(payload: bytes) -> Any:
+    """The picture as its EXIF orientation says; None where that is how it is stored, or EXIF cannot be read."""
+    from PIL import ImageOps
+
+    if b"Exif" not in payload[:_EXIF_BYTES] and payload[:3] == _JPEG:
+        return None  # spares most pictures a second look by Pillow
+    image = _open(payload)
+    try:
+        orientation = image.getexif().get(_ORIENTATION, 1)
+    except Exception:  # noqa: BLE001  damaged EXIF raises a dozen kinds; the picture itself may be sound
+        return None
+    if orientation not in range(2, 9):
+        return None
+    try:
+        return ImageOps.exif_transpose(image)
     except Exception as error:
         raise _unreadable(error) from error
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar
@@ -21,7 +20,6 @@ from shardkit.plan import Place, draws
 R = TypeVar("R")
 
 _CALLS: Final = 16  # of a loop that are judged
-_ENOUGH: Final = 2  # calls that moved a generator: a single one may have been another thread of the program
 
 
 def _torch_generator() -> Any:
@@ -91,33 +89,34 @@ class TrainerWaits:
 class GeneratorWatch:
     """Observes the first calls of a loop's function and refuses one that moves a global generator.
 
-    The trainer draws from the same generators, so only calls during all of which it waits are judged.
+    The trainer draws from the same generators, so only calls during all of which it waits are judged. Calls may
+    overlap: what moves a generator is then another call of the same function.
     """
 
     def __init__(self, waits: TrainerWaits, advice: str) -> None:
         self._waits, self._advice = waits, advice
-        self._lock = threading.Lock()
         self._left, self._moved = _CALLS, 0
 
     def observe(self, work: Callable[[], R]) -> R:
         """Call `work`.
 
         Raises:
-            ConfigurationError: it moved a generator, as an earlier call did.
+            ConfigurationError: it moved a generator, and so did a call that ended before it began.
         """
-        if not self._left:
+        if self._left <= 0:
             return work()
-        with self._lock:
-            wait, before = self._waits.number, _states()
-            done = work()
-            after = _states()
-            if wait % 2 == 0 or wait != self._waits.number:
-                return done
-        self._left = max(0, self._left - 1)
+        moved_before, wait, before = self._moved, self._waits.number, _states()
+        done = work()
+        after = _states()
+        if wait % 2 == 0 or wait != self._waits.number:
+            return done
+        self._left -= 1
         moved = [name for name, state in before.items() if after[name] != state]
-        self._moved += bool(moved)
-        if moved and self._moved >= _ENOUGH:
+        if not moved:
+            return done
+        if moved_before:  # a single one may have been another thread of the program
             raise ConfigurationError(self._advice.format(" and ".join(moved)))
+        self._moved = 1
         return done
 
 

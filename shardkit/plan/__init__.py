@@ -8,12 +8,12 @@ from shardkit.notebook import pages
 
 from .assignment import Assignment, assign, data_coordinates
 from .costs import Costs, encode_costs
-from .permutation import Place, cell_key, draw, draws
+from .permutation import Place, draw, draws
 from .plan import Plan, cell_digest, make_plan
 from .population import Population
 
 __all__ = [
-    "Assignment", "Costs", "Place", "Plan", "Population", "assign", "cell_digest", "cell_key",
+    "Assignment", "Costs", "Place", "Plan", "Population", "assign", "cell_digest",
     "data_coordinates", "draw", "draws", "encode_costs", "make_plan",
 ]  # fmt: skip
 

@@ -181,17 +181,12 @@ def _stream(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
 
 
-def cell_key(place: Place, name: str) -> int:
-    """A 64-bit key that all places of a cell share."""
-    return derive(place.seed, _stream(name), place.step, place.lane)
-
-
 def draws(place: Place, name: str, count: int, *, first: int = 0) -> list[int]:
     """`count` integers below 2**64, uniform and independent: splitmix64 keyed by the place and the name.
 
     Each depends on its number alone, from `first` on, however many are taken.
     """
-    key = derive(cell_key(place, name), place.slot)
+    key = derive(place.seed, _stream(name), place.step, place.lane, place.slot)
     return [derive(key, number) for number in range(first, first + count)]
 
 

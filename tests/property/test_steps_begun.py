@@ -69,7 +69,7 @@ def test_workers_have_the_next_step_while_one_is_put_together(root: Path) -> Non
             waited.append(begun.wait(LONG_S))
         return fields
 
-    with _loader(root, transform=transform, batch_transform=put_together, threads=1) as loader:
+    with _loader(root, transform=transform, batch_transform=put_together, threads=2) as loader:
         assert next(iter(loader)).step == 0
     assert waited == [True]
 

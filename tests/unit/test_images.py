@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageOps
 
 import shardkit
 from shardkit import images
@@ -400,3 +400,28 @@ def test_decoders_pickle_and_decode_alike() -> None:
 def test_importing_does_not_import_torch() -> None:
     code = "import sys, shardkit.images as i; i.resize(8); sys.exit('torch' in sys.modules or 'PIL' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("orientation", range(9))
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP"])
+def test_pictures_are_turned_as_exif_says(orientation: int, form: str) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    payload = encoded(photograph(1, 120, 70), form, exif=exif.tobytes())
+    for make in (images.resize(48, orient=True), images.random_resized_crop(32, orient=True)):
+        with Image.open(io.BytesIO(payload)) as image:
+            turned = ImageOps.exif_transpose(image)
+            assert (turned.size == (70, 120)) == (orientation >= 5)
+        expected = _decoded(replace(make, orient=False), encoded(turned, "PNG"))
+        assert _psnr(_decoded(make, payload), expected) > 45
+    if orientation > 1:
+        assert (
+            _decoded(images.resize(48), payload).tobytes()
+            != _decoded(images.resize(48, orient=True), payload).tobytes()
+        )
+
+
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
+def test_damaged_exif_does_not_cost_the_picture() -> None:
+    payload = bytearray(encoded(photograph(0, 40, 40), exif=b"Exif\x00\x00II*\x00\xff\xff\xff\xff"))
+    assert _decoded(images.resize(8, orient=True), bytes(payload)).shape == (3, 8, 8)
