@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
+from shardkit.copies.documents import log_conflict
 from shardkit.copies.placement import Holdings
 from shardkit.copies.replicate import mirror
-from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, UsageError
+from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, StoreError, UsageError
 from shardkit.formats.canonical_json import seconds_of
 from shardkit.reading.inventory import walk_versions
 from shardkit.reading.objects import ROOT_NAME
@@ -112,6 +113,7 @@ def collect(
     if any(name.endswith("/plan.json") for name in store.list_after("erasures/")):
         raise UsageError(f"an erasure was begun; finish it first: shardkit remove {repository.url} --resume")
     if delete:
+        work.check_logs()
         work.finish_killed(clock, take_over_s, settle_s)
     before = _begun_ever(repository.head())
     reading = Repository.open(repository.url, read_only=True)
@@ -167,6 +169,19 @@ class _Collector:
         self._found = Holdings(repository)
         self._is_listed = False
         self.done.unreachable = dict(self._found.problems)
+
+    def check_logs(self) -> None:
+        """Refuse to delete anything if a copy's log names more than the root's, or cannot be compared with it."""
+        url = self._repository.url
+        for name, why in self.done.unreachable.items():
+            raise StoreError(
+                f"location {name!r}: {why}; its log cannot be compared with the root's, so nothing is deleted; mount "
+                f"or repair it, or take it out: shardkit place {url} --forget {name}"
+            )
+        for name, location in self._found.stores.items():
+            conflict = "" if name == ROOT_NAME else log_conflict(self.store, location.store)
+            if conflict:
+                raise IntegrityError(f"nothing was deleted: {conflict}")
 
     def listed(self) -> set[str]:
         """Objects over all locations that answer."""

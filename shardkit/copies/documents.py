@@ -8,14 +8,17 @@ else is read; those of copies last, after the objects, so that a copy never show
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from shardkit.errors import FormatError, IntegrityError, MissingDependency, NotFoundError, ShardkitError
 from shardkit.formats.canonical_json import loads, sha256_digest
+from shardkit.reading.adopted import location_name
+from shardkit.reading.inventory import MAX_RECORD_BYTES, parse_version_record, version_record_name
 from shardkit.reading.objects import ROOT_NAME, Location
+from shardkit.reading.parity.sets import SetRecord
 from shardkit.repository.location_table import (
     COPY_NAME,
     SPARES,
@@ -23,13 +26,16 @@ from shardkit.repository.location_table import (
     CopyMark,
     LocationRecord,
     LocationTable,
+    find_sibling_copies,
     location_of,
     read_mark,
+    read_table,
 )
 from shardkit.repository.log import (
     IDENTITY_NAME,
     LOG,
     MAX_ENTRY_BYTES,
+    NO_COMMIT,
     Identity,
     LogEntry,
     Row,
@@ -37,16 +43,14 @@ from shardkit.repository.log import (
     identity_named_by,
 )
 from shardkit.stores.store import Store
+from shardkit.stores.vacancy import check_vacant
 
 _DAMAGED: Final = (NotFoundError, IntegrityError, FormatError)
 _AT_ONCE: Final = 16
-_MAX_BYTES: Final = 2**30
+_MAX_ERASURE_BYTES: Final = 2**28
+_MAX_PLACE_BYTES: Final = 2**20
 _MIRRORED: Final = ("locations/", "parity/", "erasures/")
-"""Folders of small documents; those in the root hold, and are put over others, as long as they are not damaged."""
-_FOREIGN: Final = (
-    "the root has another one or none, and it does not follow what the root has: the copy was committed to, or the "
-    "root was put back to an earlier state; look at both logs (shardkit log) before anything is copied"
-)
+"""Folders of small documents that copies get from the root."""
 
 
 class BadCopy(NamedTuple):
@@ -114,11 +118,26 @@ class _Put(NamedTuple):
     location: str
     store: Store
     name: str
-    data: bytes
+    data: bytes | None
+    """None: the document is to be deleted."""
     was: str
     source: str
     is_lag: bool = False
     """The copy is only behind: nothing was damaged."""
+
+
+class Fork(NamedTuple):
+    """A copy's log that does not continue the root's: the root lost entries, then got others.
+
+    Attributes:
+        location: name of the copy.
+        common: newest entry that both logs have; None if they have none in common.
+        newest: newest entry of the copy's log.
+    """
+
+    location: str
+    common: LogEntry | None
+    newest: LogEntry
 
 
 @dataclass
@@ -132,6 +151,7 @@ class Documents:
         lost: documents that are good nowhere.
         unchecked: what a copy has and should not have.
         puts: what is to be put where.
+        forks: logs of copies that do not continue the root's.
     """
 
     newest: LogEntry | None = None
@@ -140,6 +160,7 @@ class Documents:
     lost: list[Lost] = field(default_factory=list)
     unchecked: list[Unchecked] = field(default_factory=list)
     puts: list[_Put] = field(default_factory=list)
+    forks: list[Fork] = field(default_factory=list)
 
     @property
     def bad(self) -> list[BadCopy]:
@@ -162,6 +183,17 @@ class Documents:
                 self.unchecked.append(Unchecked(one.location, one.name, f"it could not be healed: {error}"))
         return done
 
+    def add_commit(self, entry: LogEntry) -> None:
+        """Note an entry that was committed after the logs were compared: every copy is to get it."""
+        self.newest = entry
+        name, data = LOG.name(entry.n), entry.to_bytes()
+        stores = {one.location: one.store for one in self.puts if one.location != ROOT_NAME}
+        stores |= {location: one.store for location, one in self.locations.items()}
+        self.puts = [one for one in self.puts if one.name != name]
+        for location, store in stores.items():
+            was = "missing" if store.head(name) is None else "wrong"
+            self.puts.append(_Put(location, store, name, data, was, ROOT_NAME, is_lag=was == "missing"))
+
     def _taken(self, *, is_root: bool) -> list[_Put]:
         taken = [one for one in self.puts if (one.location == ROOT_NAME) == is_root]
         self.puts = [one for one in self.puts if (one.location == ROOT_NAME) != is_root]
@@ -169,8 +201,12 @@ class Documents:
 
 
 def _put(one: _Put) -> Iterator[Healed]:
+    if one.data is None:
+        one.store.delete(one.name)
+        yield Healed(one.location, one.name, one.was, one.source, 0)
+        return
     if one.was != "missing" or not one.store.put_new(one.name, one.data):
-        with contextlib.suppress(*_DAMAGED):
+        with contextlib.suppress(ShardkitError):
             if one.store.get(one.name, max_bytes=MAX_ENTRY_BYTES) == one.data:
                 return  # somebody else put it there meanwhile
         one.store.replace(one.name, one.data)
@@ -211,9 +247,11 @@ def check_documents(root: Store, more: Sequence[LocationRecord]) -> Documents:
             found.locations[record.name] = location
             found.absent.pop(record.name, None)
     for name, store in copies.items():
-        with contextlib.suppress(ShardkitError):
+        try:
             tables.append(_held(name, store, TABLES, repository))
             logs.append(_held(name, store, LOG, repository))
+        except ShardkitError as error:
+            found.unchecked.append(Unchecked(name, LOG.prefix, str(error)))
     _compare(tables, _chosen(tables), found)
     log = _chosen(logs, may_grow=True)
     _compare(logs, log, found)
@@ -241,7 +279,9 @@ def _held(location: str, store: Store, row: _Row, repository: str) -> _Held:
     good: dict[int, _Document] = {}
 
     def read(number: int) -> None:
-        with contextlib.suppress(*_DAMAGED):
+        with contextlib.suppress(
+            ShardkitError
+        ):  # damaged, or no regular file: putting a good one tells them apart
             said, data = row.read(store, number, repository)
             good[number] = _Document(data, said, location)
 
@@ -251,49 +291,91 @@ def _held(location: str, store: Store, row: _Row, repository: str) -> _Held:
 
 
 def _chosen(places: Sequence[_Held], *, may_grow: bool = False) -> dict[int, _Document]:
-    """Number → the good document: it names its predecessor, and the root's successor names it."""
-    root = places[0]
+    """Return the good document of each number: it names its predecessor, and the root's successor names it.
+
+    With `may_grow`, copies may continue the root: what they have more, the root lost, because nobody commits to copies.
+    """
+    root, copies = places[0], sorted(places[1:], key=lambda place: -len(place.good))
     own = max((n for place in places if place.location == root.location for n in place.listed), default=0)
     last = max((n for place in places for n in place.listed), default=0) if may_grow else own
     found: dict[int, _Document] = {}
     for number in range(1, last + 1):
         before, after = found.get(number - 1), root.good.get(number + 1)
-        for one in (place.good[number] for place in places if number in place.good):
+        for one in (place.good[number] for place in (root, *copies) if number in place.good):
             follows = before is None or one.said.previous == sha256_digest(before.data)
             is_followed = after is None or after.said.previous == sha256_digest(one.data)
             if follows and (is_followed or one.source == root.location):
                 found[number] = one
                 break
-        if number > own and (number not in found or number - 1 not in found):
+        if number > own and (number not in found or (number > 1 and number - 1 not in found)):
             found.pop(number, None)
             break
     return found
 
 
 def _compare(places: Sequence[_Held], chosen: dict[int, _Document], found: Documents) -> None:
-    """Note what each place lacks of a row, or has otherwise."""
+    """Note which documents of a row each place lacks or has otherwise."""
     root = places[0]
     for number in range(1, max((n for place in places for n in place.listed), default=0) + 1):
         if number not in chosen and not any(number in place.good for place in places):
             found.lost.append(Lost(root.row.name(number), 0, "no location has a good one"))
     for place in places:
         last = max(place.listed, default=0)
+        is_fork = place.location != root.location and _note_fork(place, chosen, found)
         for number, good in chosen.items():
             if number in place.good and place.good[number].data == good.data:
                 continue
             name = place.row.name(number)
-            if number in place.good and place.location != root.location:
-                found.unchecked.append(Unchecked(place.location, name, _FOREIGN))
-                continue
             was = "wrong" if number in place.listed else "missing"
             is_lag = place is not root and number > last
-            put = _Put(place.location, place.store, name, good.data, was, good.source, is_lag)
-            found.puts.append(put)
-        found.unchecked += [
-            Unchecked(place.location, place.row.name(number), _FOREIGN)
-            for number in sorted(place.good.keys() - chosen.keys())
-            if place.location != root.location
-        ]
+            found.puts.append(_Put(place.location, place.store, name, good.data, was, good.source, is_lag))
+        for number in sorted(place.listed - chosen.keys()) if is_fork else ():
+            name = place.row.name(number)
+            found.puts.append(_Put(place.location, place.store, name, None, "wrong", ROOT_NAME))
+
+
+def _note_fork(place: _Held, chosen: dict[int, _Document], found: Documents) -> bool:
+    """Return True if a copy has good documents that are not the chosen ones; a log is then merged before it goes."""
+    other = [n for n, one in place.good.items() if n not in chosen or chosen[n].data != one.data]
+    if not other or not chosen:
+        return False
+    common = max((n for n in place.good.keys() - other), default=0)
+    newest = place.good[max(other)].said
+    shared = place.good[common].said if common else None
+    if isinstance(newest, LogEntry) and (shared is None or isinstance(shared, LogEntry)):
+        found.forks.append(Fork(place.location, shared, newest))
+    return True
+
+
+def merged_names(
+    head: LogEntry, fork: Fork, is_there: Callable[[str], bool]
+) -> Mapping[str, Mapping[str, str]] | None:
+    """Return the refs and tags of `head` with those that only the fork has; None if it has no others.
+
+    A name that both changed keeps the root's version, and the fork's gets a name of its own. Versions of which no
+    manifest is left, and versions of withdrawn tags, do not come back.
+    """
+    before = fork.common or NO_COMMIT
+    tables: dict[str, dict[str, str]] = {"refs": dict(head.refs), "tags": dict(head.tags)}
+    withdrawn = {**fork.newest.withdrawn, **head.withdrawn}
+    for kind, theirs, common in (
+        ("refs", fork.newest.refs, before.refs),
+        ("tags", fork.newest.tags, before.tags),
+    ):
+        for name, version in theirs.items():
+            if common.get(name) == version or not is_there(version) or version in withdrawn.values():
+                continue  # the root has it, or dropped it on purpose
+            own = tables["refs"].get(name, tables["tags"].get(name))
+            is_free = own is None or (kind == "refs" and own == common.get(name))
+            if own == version:
+                continue
+            if not is_free or name in withdrawn:
+                name = f"{name[:60]}-{fork.location}"
+            tables[kind].setdefault(name, version)
+    tables["tags"] = {name: version for name, version in tables["tags"].items() if name not in withdrawn}
+    tables["withdrawn"] = withdrawn
+    was = {"refs": head.refs, "tags": head.tags, "withdrawn": head.withdrawn}
+    return None if all(dict(was[kind]) == table for kind, table in tables.items()) else tables
 
 
 def _is_ours(store: Store, repository: str, root: Store, *, is_marked: bool = False) -> tuple[bool, str]:
@@ -366,30 +448,38 @@ def _identities(
                 found.puts.append(_Put(name, store, IDENTITY_NAME, data, was, source or ROOT_NAME))
 
 
-def mirror_log(root: Store, copy: Store) -> int:
-    """Copy the entries that a copy lacks; how many."""
-    entries = list(root.list_after(LOG.prefix))
-    held = set(copy.list_after(LOG.prefix))
-    foreign = sorted(held - set(entries))
+def log_conflict(root: Store, copy: Store) -> str:
+    """Return why a copy's log is not the beginning of the root's, "" if it is.
+
+    The copy is listed first: a commit that is made meanwhile is in the root before it is in a copy.
+    """
+    held = list(copy.list_after(LOG.prefix))
+    foreign = sorted(set(held) - set(root.list_after(LOG.prefix)))
+    repair = f"the root lost entries of its log; run: shardkit repair {root.url}"
     if foreign:
-        raise IntegrityError(
-            f"{copy.url} has {foreign[0]}, which {root.url} has not: it was committed to, or the root was put back to "
-            "an earlier state; look at both logs (shardkit log) before anything is copied"
-        )
+        return f"{copy.url} has {foreign[0]}, which {root.url} does not have: {repair}"
     last = max(held, default="")
     if last and copy.get(last, max_bytes=MAX_ENTRY_BYTES) != root.get(last, max_bytes=MAX_ENTRY_BYTES):
-        raise IntegrityError(f"{last} in {copy.url} is another one than in {root.url}; look at both logs")
-    missing = sorted(set(entries) - held)
+        return f"{last} in {copy.url} is not the one in {root.url}: {repair}"
+    return ""
+
+
+def mirror_log(root: Store, copy: Store) -> int:
+    """Copy the entries that a copy lacks and return their number."""
+    conflict = log_conflict(root, copy)
+    if conflict:
+        raise IntegrityError(conflict)
+    missing = sorted(set(root.list_after(LOG.prefix)) - set(copy.list_after(LOG.prefix)))
     for name in missing:
         data = root.get(name, max_bytes=MAX_ENTRY_BYTES)
         LogEntry.from_bytes(data, f"{name} in {root.url}")  # a copy gets nothing damaged
         if not copy.put_new(name, data) and copy.get(name, max_bytes=MAX_ENTRY_BYTES) != data:
-            raise IntegrityError(f"{name} in {copy.url} is another one than in {root.url}; look at both logs")
+            raise IntegrityError(f"{name} in {copy.url} is another one; run: shardkit repair {root.url}")
     return len(missing)
 
 
 def mirror_documents(root: Store, copy: Store) -> list[tuple[str, str]]:
-    """Copy the documents that a copy lacks or has otherwise.
+    """Copy the documents that a copy lacks or has otherwise; a damaged one of the root comes from the copy.
 
     Returns:
         (name, "missing" or "wrong") of each.
@@ -400,25 +490,68 @@ def mirror_documents(root: Store, copy: Store) -> list[tuple[str, str]]:
         for name in root.list_after(folder):
             if name.startswith(SPARES.prefix) or (name in held and TABLES.number(name) is not None):
                 continue  # spares are the root's; tables never change
-            try:
-                data = root.get(name, max_bytes=_MAX_BYTES)
-            except NotFoundError:
-                continue  # removed since it was listed
-            if name not in held and copy.put_new(name, data):
-                done.append((name, "missing"))
-            elif (other := copy.get(name, max_bytes=_MAX_BYTES)) != data:
-                if not _is_sound(data) and _is_sound(other):
+            data, other = _sound_bytes(root, name), _sound_bytes(copy, name) if name in held else None
+            if data is None:
+                if other is not None and root.head(name) is not None:
                     root.replace(name, other)
-                    continue
-                copy.replace(name, data)
-                done.append((name, "wrong"))
+            elif data != other:
+                if name in held:
+                    copy.replace(name, data)
+                elif not copy.put_new(name, data):
+                    continue  # somebody else copies it
+                done.append((name, "wrong" if name in held else "missing"))
     return done
 
 
-def _is_sound(data: bytes) -> bool:
-    """Whether a document is one that shardkit writes: what is torn or cut short is not."""
-    try:
-        loads(data, _MAX_BYTES)
-    except FormatError:
-        return False
-    return True
+def _sound_bytes(store: Store, name: str) -> bytes | None:
+    """The bytes of a document that is what its name says; None if it is damaged, gone or another one."""
+    limit = MAX_RECORD_BYTES if name.startswith("parity/") else _MAX_PLACE_BYTES
+    with contextlib.suppress(ShardkitError):
+        data = store.get(name, max_bytes=_MAX_ERASURE_BYTES if name.startswith("erasures/") else limit)
+        check_document(name, data)
+        return data
+    return None
+
+
+def check_document(name: str, data: bytes) -> None:
+    """Raise FormatError if a document is not the one that its name says: whole, but of another set, part or tar."""
+    said = name
+    if name.startswith("parity/sets/"):
+        said = SetRecord.from_bytes(data, name).set.record_name
+    elif name.startswith("parity/versions/"):
+        said = version_record_name(parse_version_record(data, name)[0])
+    elif name.startswith("locations/") and TABLES.number(name) is None:
+        value = loads(data, _MAX_PLACE_BYTES)
+        table = value if isinstance(value, dict) else {}
+        said = location_name(str(table.get("manifest", table.get("digest"))))
+    elif name.startswith("locations/"):
+        LocationTable.from_bytes(data, name)
+    else:
+        loads(data, _MAX_ERASURE_BYTES)
+    if said != name:
+        raise FormatError(f"{name} is the document of {said}; run: shardkit repair")
+
+
+def restore_lost_root(root: Store, more: Sequence[LocationRecord]) -> list[Healed]:
+    """Give a root that has neither identity nor log nor tables the documents of a copy, the tables last.
+
+    The rest is repaired as ever from then on. Copies are those in `more`, else those in folders next to the root.
+    """
+    if _repository_id(root):
+        return []
+    done: list[Healed] = []
+    for record in more or find_sibling_copies(root):
+        with contextlib.suppress(*_DAMAGED):
+            copy = location_of(record).store
+            mark = read_mark(copy)
+            table = read_table(copy, mark.repository) if mark else None
+            if table is None:
+                continue
+            check_vacant(root.url, "dataset")
+            for folder in reversed(_MIRRORED):
+                for name in sorted(copy.list_after(folder), reverse=True):
+                    data = _sound_bytes(copy, name)
+                    if data is not None and root.put_new(name, data):
+                        done.append(Healed(ROOT_NAME, name, "missing", record.name, len(data)))
+            break
+    return done

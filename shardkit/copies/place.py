@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -23,6 +23,7 @@ from shardkit.repository.location_table import (
     commit_table,
     draft_table,
     first_root,
+    local_path,
     location_of,
     prepare_copy,
     read_mark,
@@ -134,8 +135,21 @@ def changed_table(
         records[name] = dataclasses.replace(records[name], weight=0)
     for name in change.forget:
         del records[name]
+    _check_apart([one.name for one in change.locations], list(records.values()))
     policy = base.policy if base else Policy()
     return (change.policy(policy) if change.policy else policy), tuple(records.values())
+
+
+def _check_apart(names: Collection[str], records: Sequence[LocationRecord]) -> None:
+    """Refuse a location inside or above another one: the same disk and the same files hold both."""
+    paths = {one.name: os.path.realpath(path) for one in records if (path := local_path(one.url))}
+    for name in names:
+        for other in paths.keys() - {name} if name in paths else ():
+            if os.path.commonpath([paths[name], paths[other]]) in (paths[name], paths[other]):
+                raise ConfigurationError(
+                    f"location {name!r} at {paths[name]} and location {other!r} at {paths[other]} are the same folder, "
+                    "or one is inside the other, so they fail together; choose a folder on another disk or machine"
+                )
 
 
 def place(

@@ -6,13 +6,23 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from shardkit.copies.documents import BadCopy, Healed, Lost, Unchecked, check_documents, mirror_documents
+from shardkit.copies.documents import (
+    BadCopy,
+    Fork,
+    Healed,
+    Lost,
+    Unchecked,
+    check_documents,
+    merged_names,
+    mirror_documents,
+    restore_lost_root,
+)
 from shardkit.copies.placement import Needed, add_needed, needed_of
 from shardkit.errors import (
     FormatError,
@@ -53,6 +63,7 @@ from shardkit.repository.location_table import (
     first_root,
     read_table,
 )
+from shardkit.repository.log import LOG, NO_COMMIT, LogEntry
 from shardkit.repository.policy import Policy
 from shardkit.repository.repository import Repository
 from shardkit.stores.local import LocalStore, open_store
@@ -247,8 +258,9 @@ class Repairer:
     ) -> None:
         how = settings or CheckSettings()
         self._pace, self._check_all, self._report, self._heal = how.pace, how.check_all, how.report, heal
+        restored = restore_lost_root(open_store(url), how.locations) if heal else []
         self.documents = check_documents(open_store(url), how.locations)
-        healed = self.documents.heal_root() if heal else []
+        healed = [*restored, *(self.documents.heal_root() if heal else [])]
         self.repository = Repository.open(url)
         self.absent = self.documents.absent
         self.done = Repair(self.repository.url, level, healed=healed)
@@ -265,12 +277,36 @@ class Repairer:
         self.needed: dict[str, Needed] = {}
         self.sets: dict[str, ParitySet] = {}
         self.rows: dict[str, int] = {}
+        if heal:
+            self._merge_forks()
         head = self.documents.newest
         self.done.versions = list(dict.fromkeys([*head.refs.values(), *head.tags.values()])) if head else []
         for version in self.done.versions:
             self._add(version)
         self.records = Records(None if by is None else self.root, by or "")
         self._pool = ThreadPoolExecutor(how.jobs, thread_name_prefix="shardkit-check")
+
+    def _merge_forks(self) -> None:
+        """Commit what only the log of a copy names, so that nothing is lost when the root's log is put over it."""
+        for fork in self.documents.forks:
+
+            def change(head: LogEntry | None, fork: Fork = fork) -> Mapping[str, Any] | None:
+                return merged_names(head or NO_COMMIT, fork, self._has_manifest)
+
+            message = f"names that only the log of {fork.location} has"
+            entry = self.repository.append(change, self.repository.head(), message)
+            if entry is not None:
+                self.documents.add_commit(entry)
+                name, data = LOG.name(entry.n), entry.to_bytes()
+                self.done.healed.append(Healed(ROOT_NAME, name, "missing", fork.location, len(data)))
+
+    def _has_manifest(self, version: str) -> bool:
+        name = object_name(version, "manifest")
+        for store in self.stores:
+            with contextlib.suppress(ShardkitError):
+                if store.head(name) is not None:
+                    return True
+        return False
 
     def __enter__(self) -> Repairer:
         return self

@@ -39,7 +39,14 @@ from shardkit.errors import (
 from shardkit.exit_codes import ExitCode
 from shardkit.reading.adopted import AdoptedStore
 from shardkit.reading.objects import ROOT_NAME, Depth, Location, copy_object
-from shardkit.repository.location_table import LocationTable, open_locations, read_table
+from shardkit.repository.location_table import (
+    LocationTable,
+    location_of,
+    open_locations,
+    read_mark,
+    read_table,
+)
+from shardkit.repository.log import LOG
 from shardkit.repository.repository import Repository
 from shardkit.stores.store import root_store
 from shardkit.stores.waiting import RateLimiter
@@ -299,6 +306,7 @@ def copies_of_commit(
     Sync: all that the policy asks for, parity included. Hybrid: those of metadata and of shards with critical strata.
     Async: none beside the root's.
     """
+    _check_no_copy_is_ahead(repository, table)
     mode = table.policy.mode
     if mode == "async":
         return lambda: None
@@ -310,6 +318,22 @@ def copies_of_commit(
         mirror(Holdings(repository, table.locations))
 
     return follow_up
+
+
+def _check_no_copy_is_ahead(repository: Repository, table: LocationTable) -> None:
+    """Refuse to commit after a head that is not the newest: a copy has entries that the root lost."""
+    head, root = repository.head(), root_store(repository.store)
+    newest = LOG.name(head.n) if head else ""
+    for record in table.others:
+        ahead: str | None = None
+        with contextlib.suppress(ShardkitError):  # a copy that does not answer says nothing
+            store = location_of(record).store
+            ahead = next(iter(store.list_after(LOG.prefix, newest)), None)
+        if ahead is not None and root.head(ahead) is None and read_mark(store) is not None:
+            raise IntegrityError(
+                f"{record.name} at {record.url} has {ahead}, which {root.url} does not have: the root lost entries of "
+                f"its log; run: shardkit repair {root.url}"
+            )
 
 
 def _copy_before_commit(repository: Repository, table: LocationTable, versions: Sequence[str]) -> None:

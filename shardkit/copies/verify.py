@@ -16,6 +16,7 @@ them.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import os
@@ -30,6 +31,7 @@ from typing import Literal
 
 import numpy as np
 
+from shardkit.copies.documents import log_conflict
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError, UsageError
 from shardkit.exit_codes import ExitCode
 from shardkit.formats import ShardIndex, read_block, verify_block
@@ -38,9 +40,24 @@ from shardkit.manifest import Manifest, ShardTable, check_against
 from shardkit.ranges import duration_text
 from shardkit.reading.adopted import AdoptedStore, adopted_place, with_adopted_tars
 from shardkit.reading.attestations import read_attestations
-from shardkit.reading.inventory import side_objects, take_inventory
-from shardkit.reading.objects import CheckResult, Depth, check_object
-from shardkit.repository.location_table import own_name, read_table
+from shardkit.reading.inventory import (
+    Inventory,
+    read_members,
+    side_objects,
+    take_inventory,
+    version_record_name,
+)
+from shardkit.reading.objects import ROOT_NAME, CheckResult, Depth, check_object
+from shardkit.reading.parity.sets import known_sets, read_record
+from shardkit.repository.location_table import (
+    SPARES,
+    TABLES,
+    LocationTable,
+    location_of,
+    own_name,
+    read_mark,
+    read_table,
+)
 from shardkit.repository.log import (
     IDENTITY_NAME,
     LOG,
@@ -149,9 +166,10 @@ def verify(
         work.failed(IDENTITY_NAME, "the identity of the repository", error)
     else:
         root = repository.url
+        work.check_documents(repository.store, repository.id)
         work.check_log(repository, ref)
         for manifest in work.versions.values():
-            work.check_version(repository, manifest)
+            work.check_version(repository, manifest, level)
     shards = list(work.shards.values())
     chosen = _choose(shards, share, seed)
     if level == "attested" and chosen:
@@ -220,11 +238,63 @@ class _Verifier:
             self.versions = {ref: ref}
         elif ref in names:
             self.versions = {ref: names[ref]}
-        else:
+        elif not self.findings:
             shown = ", ".join(sorted(names)[:10]) or "none"
             raise NotFoundError(f"{repository.url} has no ref or tag {ref!r}; there are: {shown}")
 
-    def check_version(self, repository: Repository, manifest_id: str) -> None:
+    def check_documents(self, store: Store, repository_id: str) -> None:
+        """Check the tables of locations, and that no copy's log has more than this one."""
+        table: LocationTable | None = None
+        for row in (TABLES, SPARES):
+            for number in sorted(n for n in map(row.number, store.list_after(row.prefix)) if n is not None):
+                try:
+                    table = row.read(store, number, repository_id)[0]
+                except ShardkitError as error:
+                    self.findings.append(_wrong_document(row.name(number), f"location table {number}", error))
+        if table is None or own_name(store) != ROOT_NAME:
+            return
+        for record in table.others:
+            with contextlib.suppress(
+                ShardkitError
+            ):  # what a copy lacks, or does not answer, is no damage here
+                copy = location_of(record).store
+                conflict = log_conflict(store, copy) if read_mark(copy) is not None else ""
+                if conflict:
+                    action = f"run: shardkit repair {store.url}"
+                    self.findings.append(
+                        Finding(LOG.prefix, "the newest log of all copies", conflict, action)
+                    )
+
+    def check_parity(self, repository: Repository, inventory: Inventory, level: Level) -> None:
+        """Check the documents of a version's parity sets, and the parity objects that belong in this location."""
+        store, version = repository.store, inventory.manifest.id
+        try:
+            k = None if inventory.manifest.parts else read_members(store, version)
+            sets = [] if k is None else known_sets(store, inventory, k, [store])
+        except ShardkitError as error:
+            self.findings.append(_wrong_document(version_record_name(version), "parity of a version", error))
+            return
+        is_root = own_name(store) == ROOT_NAME
+        for one in sets:
+            try:
+                record = read_record(store, one)
+                if record is None:
+                    raise NotFoundError(one.record_name)
+            except ShardkitError as error:
+                self.findings.append(_wrong_document(one.record_name, f"parity set {one.id}", error))
+                continue
+            for position in (one.k, one.k + 1):
+                parity = record.object_at(position)
+                if parity.name in self._seen or (not is_root and store.head(parity.name) is None):
+                    continue
+                self._seen.add(parity.name)
+                self.metadata += 1
+                depth: Depth = "list" if level in ("list", "attested") else "read"
+                found = check_object(store, parity.name, parity.size, depth)
+                if not found.is_good:
+                    self.findings.append(_finding(parity.name, found))
+
+    def check_version(self, repository: Repository, manifest_id: str, level: Level) -> None:
         """Read the metadata of a version and its parts, and note its shards."""
         if manifest_id in self._seen:
             return
@@ -252,7 +322,7 @@ class _Verifier:
                 action = "put the part back, or merge again with the place where it is now"
                 self.findings.append(Finding(where, expected, str(error), action, is_damage=False))
             else:
-                self.check_version(holder, part)
+                self.check_version(holder, part, level)
         store = with_adopted_tars(repository.store, manifest)
         rows = zip(inventory.shards, inventory.indexes, inventory.shard_rows, strict=True)
         for found, index, count in rows:
@@ -260,6 +330,7 @@ class _Verifier:
             self.shards.setdefault((found.name, index.name), shard)
         for table in inventory.tables:
             self._check_selections(repository, table)
+        self.check_parity(repository, inventory, level)
         if len(inventory.tables) == len(manifest.pages) and not manifest.parts:
             try:
                 check_against(manifest, ShardTable.concatenate(inventory.tables))
@@ -419,6 +490,12 @@ class _Shard:
                 expected = f"samples that decode (block {block}, sample {key!r})"
                 found.append(_failed(self.name, expected, error, blocks=(block,), rows=rows))
         return found
+
+
+def _wrong_document(name: str, expected: str, error: ShardkitError) -> Finding:
+    """The finding of a document; whatever hinders reading it, such as a symbolic link, a repair puts right."""
+    got = "nothing of that name" if isinstance(error, NotFoundError) else str(error)
+    return Finding(name, expected, got, "run: shardkit repair")
 
 
 def _finding(name: str, found: CheckResult, *, blocks: tuple[int, ...] = (), rows: int = 0) -> Finding:

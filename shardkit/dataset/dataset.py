@@ -27,6 +27,7 @@ from shardkit.reading.read_path import ReadSettings
 from shardkit.repository.log import parse_dataset_url
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import Version, load_manifest, merged_version
+from shardkit.stores.vacancy import check_vacant
 
 if TYPE_CHECKING:
     from shardkit.telemetry import TelemetrySettings
@@ -280,6 +281,8 @@ class Dataset(Samples):
             MissingDependency: a decoder needs a package that is not installed.
             StateError: ranks of the process group are about to read different things; names rank and difference.
         """
+        if run is not None:
+            check_vacant(run, "run")
         config = LoaderConfig(
             rank=rank, world=world, mesh=mesh, lanes=lanes, fields=fields, by_cell=by_cell, uneven=uneven,
             assignment=assignment, store=store,

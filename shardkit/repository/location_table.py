@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import re
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
+from urllib.parse import unquote
 
 from shardkit.credentials import refuse_credentials
 from shardkit.errors import (
@@ -44,6 +46,7 @@ from shardkit.reading.objects import LOCATION_NAME, ROOT_NAME, Location, check_l
 from shardkit.reading.read_path import ReadSettings
 from shardkit.repository.log import (
     IDENTITY_NAME,
+    LOG,
     MAX_IDENTITY_BYTES,
     NUMBERED,
     Identity,
@@ -56,6 +59,7 @@ from shardkit.repository.policy import Policy
 from shardkit.stores.local import open_store
 from shardkit.stores.remote.addresses import parse_address
 from shardkit.stores.store import Store, find_checked, root_store, scheme_of
+from shardkit.stores.vacancy import check_vacant
 
 _MAX_BYTES: Final = 2**20
 _MOST: Final = 10**6
@@ -326,6 +330,14 @@ def absolute_url(url: str) -> str:
     return url if scheme_of(url) else os.path.abspath(url)
 
 
+def local_path(url: str) -> str | None:
+    """The path of a local folder, None for any other URL."""
+    scheme = scheme_of(url)
+    if scheme == "file":
+        return "/" + unquote(url.partition("://")[2].partition("/")[2])
+    return os.path.abspath(url) if scheme is None else None
+
+
 def _check_url(name: str, url: str) -> None:
     refuse_credentials(url, f"location {name!r}")
     scheme = scheme_of(url)
@@ -434,6 +446,8 @@ def prepare_copy(root: Store, copy: Store, name: str, repository_id: str) -> Non
         found = None
     if found is not None and found != identity:
         raise UsageError(f"location {name!r}: {copy.url} holds another dataset; give it an empty place")
+    if found is None:
+        check_vacant(copy.url, "copy")
     mark = CopyMark(name, repository_id).to_bytes()
     if not copy.put_new(COPY_NAME, mark):
         is_prepared(copy, name, repository_id)
@@ -455,7 +469,7 @@ def refuse_copy(store: Store, identity: Identity) -> None:
 
 
 def read_identity(store: Store, *, alone: bool = False) -> Identity:
-    """``shardkit.json``; where the root's is damaged or gone, that of a location that the root remembers."""
+    """Return the identity of a root, read from one of its copies if the root's own is damaged or missing."""
     try:
         return identity_in(store)
     except (NotFoundError, IntegrityError) as error:
@@ -464,9 +478,62 @@ def read_identity(store: Store, *, alone: bool = False) -> Identity:
             return found
         if isinstance(error, IntegrityError):
             raise
+        check_root_is_not_lost(store)
         raise NotFoundError(
             f"no dataset at {store.url}: expected {IDENTITY_NAME} in it; check the path, or run: shardkit build"
         ) from None
+
+
+_MAX_SIBLINGS: Final = 10_000
+
+
+def find_sibling_copies(root: Store) -> list[LocationRecord]:
+    """Return the copies, in folders next to `root`, whose newest location table names it as their root.
+
+    A root that lost everything cannot say where its copies are; they still say whose copies they are.
+    """
+    found: list[LocationRecord] = []
+    if scheme_of(root.url):
+        return found
+    with contextlib.suppress(OSError), os.scandir(os.path.dirname(root.url)) as siblings:
+        for sibling in itertools.islice(siblings, _MAX_SIBLINGS):
+            if sibling.path == root.url or not os.path.isfile(os.path.join(sibling.path, COPY_NAME)):
+                continue
+            with contextlib.suppress(ShardkitError):
+                copy = open_store(sibling.path, read_only=True)
+                mark = read_mark(copy)
+                table = read_table(copy, mark.repository) if mark else None
+                record = table.find(mark.location) if mark and table else None
+                if table is not None and record is not None and table.root.url == root.url:
+                    found.append(dataclasses.replace(record, url=sibling.path))
+    return sorted(found, key=lambda one: one.name)
+
+
+def check_root_is_not_lost(root: Store) -> None:
+    """Raise IntegrityError if a root without an identity has copies next to it: it held their dataset."""
+    copies = find_sibling_copies(root)
+    if copies:
+        raise IntegrityError(
+            f"{root.url} has no {IDENTITY_NAME}, and {copies[0].url} is a copy of the dataset that was there: the root "
+            f"is lost; run: shardkit repair {root.url}"
+        )
+
+
+def check_log_is_not_lost(root: Store, repository_id: str) -> None:
+    """Raise IntegrityError if a root has no log and one of its copies has one."""
+    others: list[Location] = []
+    with contextlib.suppress(ShardkitError):
+        others = _others(read_table(root, repository_id), own_name(root))
+    others = others or [location_of(record) for record in find_sibling_copies(root)]
+    for location in others:
+        names: list[str] = []
+        with contextlib.suppress(ShardkitError):
+            names = list(location.store.list_after(LOG.prefix))
+        if names:
+            raise IntegrityError(
+                f"the log of {root.url} is lost; {location.name} at {location.store.url} has {len(names)} entries of "
+                f"it; run: shardkit repair {root.url}"
+            )
 
 
 def _identity_elsewhere(store: Store) -> Identity | None:

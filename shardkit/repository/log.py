@@ -418,6 +418,8 @@ class CommitLog:
         seen = self._seen  # before the listing: another thread may commit while it is made
         listed = {n for n in map(LOG.number, self.store.list_after(LOG.prefix)) if n is not None}
         last = max(seen, max(listed, default=0))
+        if last == 0:
+            self._check_log_is_not_lost()
         if last > len(listed) + _MAX_UNLISTED:
             self._refuse_log(next(n for n in itertools.count(1) if n not in listed))
         for number in sorted(set(range(1, last + 1)) - listed):
@@ -425,6 +427,9 @@ class CommitLog:
                 self._refuse_log(number)
         self._seen = max(self._seen, last)
         return last
+
+    def _check_log_is_not_lost(self) -> None:
+        """Raise IntegrityError if an empty log cannot be that of a repository without commits."""
 
     def _refuse_log(self, missing: int) -> NoReturn:
         raise IntegrityError(

@@ -27,7 +27,14 @@ from shardkit.reading.objects import is_good, publish
 from shardkit.reading.read_path import ReadSettings
 from shardkit.repository import COMMIT_HOOKS
 from shardkit.repository.garbage_lists import check_not_collected
-from shardkit.repository.location_table import over_all, read_identity, read_table, refuse_copy
+from shardkit.repository.location_table import (
+    check_log_is_not_lost,
+    check_root_is_not_lost,
+    over_all,
+    read_identity,
+    read_table,
+    refuse_copy,
+)
 from shardkit.repository.log import (
     IDENTITY_NAME,
     LOG,
@@ -51,6 +58,7 @@ from shardkit.stores.store import (
     read_object,
     root_store,
 )
+from shardkit.stores.vacancy import check_vacant
 
 DEFAULT_REF: Final = "main"
 """The ref that is meant where none is named."""
@@ -183,6 +191,7 @@ class Repository(CommitLog):
                 from shardkit.stores.remote.object_store import check_writers
 
                 check_writers(store)
+            check_may_begin(store)
             features = (SINGLE_WRITER,) if single_writer else ()
             created = store.put_new(IDENTITY_NAME, first_identity(store, features).to_bytes())
         if not created and not exist_ok:
@@ -269,6 +278,9 @@ class Repository(CommitLog):
         return read_object(self.store, digest, extension, size, max_bytes=max_bytes)
 
     # Log
+
+    def _check_log_is_not_lost(self) -> None:
+        check_log_is_not_lost(root_store(self.store), self.id)
 
     def find_commit(self, txn: str) -> LogEntry | None:
         """The commit of a transaction, None where it did not land: the answer to a `CommitUnknown`."""
@@ -406,6 +418,13 @@ class Repository(CommitLog):
     def _check_writable(self) -> None:
         if self._read_only:
             raise StoreReadOnlyError(f"{self.url} was opened for reading only; open it for writing")
+
+
+def check_may_begin(store: Store) -> None:
+    """Refuse to make a folder that holds something else, or the place of a lost root, into a repository."""
+    if store.head(IDENTITY_NAME) is None and store.head(LOG.name(1)) is None:
+        check_root_is_not_lost(store)
+        check_vacant(store.url, "dataset")
 
 
 def _there_is(name: str, names: Mapping[str, str]) -> str:

@@ -23,6 +23,7 @@ from shardkit.formats.canonical_json import sha256_digest
 from shardkit.ledger import bind_configuration, bound_settings, setting_differences
 from shardkit.stores.local import open_store
 from shardkit.stores.store import Store
+from shardkit.stores.vacancy import check_vacant
 from shardkit.telemetry.recorder import EventLog
 from shardkit.telemetry.records import json_object, read_documents
 
@@ -88,6 +89,7 @@ class RunDirectory:
         self._lock = -1
         self._events = EventLog(self.path if lead else None, rank=None)
         if lead:
+            check_vacant(self.path, "run")
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = self._take_lock()
 

@@ -29,6 +29,7 @@ from shardkit.reading.cache.eviction import Lease, Neighbours, choose_victims
 from shardkit.reading.objects import BlockRequest
 from shardkit.stores.file_operations import Directories, Handle, active, explained, write_all
 from shardkit.stores.ownership import WriteAccess
+from shardkit.stores.vacancy import check_vacant
 
 Buffer = Any
 
@@ -67,6 +68,7 @@ class BlockCache:
         if limit < _MIN_LIMIT:
             raise UsageError(f"cache limit of {limit} bytes: expected at least {_MIN_LIMIT}")
         check_local(self.path)
+        check_vacant(self.path, "cache")
         self.limit = limit
         self.read_events = read_events or ReadEvents()
         self._directories, self._access = Directories(self.path), WriteAccess()

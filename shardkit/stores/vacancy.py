@@ -1,0 +1,68 @@
+"""Checks before a local folder becomes a dataset, a copy, a cache or a run: nothing is mixed with other files."""
+
+from __future__ import annotations
+
+import os
+from typing import Final, Literal
+
+from shardkit.errors import UsageError
+from shardkit.stores.store import scheme_of
+
+Kind = Literal["dataset", "copy", "cache", "run"]
+
+_DATASET_MARK: Final = "shardkit.json"
+_DATASET: Final = frozenset(
+    {_DATASET_MARK, "shardkit-copy.json", "objects", "log", "locations", "parity", "attest", "gc", "erasures"}
+    | {"scratch", "probe", "tmp"}
+)
+_NAMES: Final[dict[Kind, frozenset[str]]] = {
+    "dataset": _DATASET,
+    "copy": _DATASET,
+    "cache": frozenset({"shardkit-cache.json", "blocks", "tmp", "futures", "users", "lock", "catalogue"}),
+}
+_RUN_NAMES: Final = frozenset(
+    {
+        "run.json",
+        "run.toml",
+        "journal",
+        "ledger",
+        "telemetry",
+        "events.jsonl",
+        "attest",
+        "checkpoints",
+        "lock",
+    }
+)
+
+
+def check_vacant(url: str | os.PathLike[str], kind: Kind) -> None:
+    """Refuse a local folder that holds somebody's files, or that is in a dataset.
+
+    Args:
+        url: Path or URL of the folder; only local paths are checked. A missing folder is vacant.
+        kind: What the folder is to become. A folder that is already of this kind is accepted.
+
+    Raises:
+        UsageError: The folder may not be used; the message names a file in it.
+    """
+    if scheme_of(os.fspath(url)):
+        return
+    path = os.path.abspath(os.fspath(url))
+    action = f"choose an empty folder for the {kind}"
+    if kind in ("cache", "run") and os.path.lexists(os.path.join(path, _DATASET_MARK)):
+        raise UsageError(f"{path} is a dataset and cannot be a {kind}; {action}")
+    outer = os.path.dirname(path)
+    while outer != os.path.dirname(outer):
+        if os.path.lexists(os.path.join(outer, _DATASET_MARK)):
+            raise UsageError(f"{path} is inside the dataset {outer}; {action}")
+        outer = os.path.dirname(outer)
+    try:
+        found = sorted(name for name in os.listdir(path) if name != "lost+found")
+    except OSError:
+        return  # it does not exist, or using it says what is wrong with it
+    if kind == "run":
+        foreign = [] if _RUN_NAMES.intersection(found) else found
+    else:
+        foreign = [name for name in found if name not in _NAMES[kind]]
+    if foreign:
+        raise UsageError(f"{path} holds other files, such as {foreign[0]!r}; {action}")
