@@ -23,7 +23,7 @@ from shardkit.copies.documents import (
     mirror_documents,
     restore_lost_root,
 )
-from shardkit.copies.placement import Needed, add_needed, needed_of
+from shardkit.copies.placement import Needed, add_needed, needed_of, placement
 from shardkit.errors import (
     FormatError,
     IntegrityError,
@@ -67,7 +67,7 @@ from shardkit.repository.log import LOG, NO_COMMIT, LogEntry
 from shardkit.repository.policy import Policy
 from shardkit.repository.repository import Repository
 from shardkit.stores.local import LocalStore, open_store
-from shardkit.stores.store import Store, object_name, parse_object_name, put_over, root_store
+from shardkit.stores.store import Store, object_name, parse_object_name, root_store
 from shardkit.stores.waiting import RateLimiter
 
 _DAMAGED: Final = (NotFoundError, IntegrityError, FormatError)
@@ -407,7 +407,7 @@ class Repairer:
             if k is None and is_there and self._heal:
                 root.delete(name)
         if k is not None and self._heal:
-            put_over(root, name, version_record(version, k))
+            root.replace(name, version_record(version, k))
         return k
 
     def restore(
@@ -613,26 +613,36 @@ class Repairer:
         """Sets whose document is gone get it again; those whose parity is known of nowhere are encoded again."""
         root, done = self.root, self.done
         lost = {one.name for one in done.lost}
+        encoded: list[SetRecord] = []
         for one in {one.id: one for one in self.sets.values()}.values():
             was = "missing"
             try:
                 if read_record(root, one) is not None:
                     continue
-            except (FormatError, IntegrityError):
+            except ShardkitError:  # damaged, or no regular file
                 was = "wrong"
             record = self.record(one.members[0].digest)
             if record is not None and record.set == one:
                 data = record.to_bytes()
-                put_over(root, one.record_name, data)
+                root.replace(one.record_name, data)
                 done.healed.append(Healed(ROOT_NAME, one.record_name, was, "parity", len(data)))
                 continue
             if was == "wrong":
                 root.delete(one.record_name)  # it tells nothing
             if not any(member.name in lost for member in one.members):
                 try:
-                    encode_set(root, one, self.stores, pace=self._pace.take)
+                    encoded.append(encode_set(root, one, self.stores, pace=self._pace.take))
                 except ShardkitError as error:
                     why = f"it has no parity: {error}"
                     done.unchecked.append(Unchecked(ROOT_NAME, one.record_name, why))
-                else:
-                    done.encoded += 1
+        done.encoded += len(encoded)
+        self._copy_parity(encoded)
+
+    def _copy_parity(self, encoded: Iterable[SetRecord]) -> None:
+        """Bring the parity objects of sets that were just encoded to where they belong."""
+        for record in encoded:
+            for parity in (record.object_at(record.set.k), record.object_at(record.set.k + 1)):
+                where = placement(self.table.policy, self.table.locations, parity.digest, "parity")
+                add_needed(self.needed, [Needed(parity.name, parity.size, where, is_critical=False)])
+                placed = [one for one in self.placed() if one.name == parity.name]
+                self.repair_copies(self.check_copies(placed, lambda _: "read"))

@@ -245,8 +245,10 @@ class _Verifier:
     def check_documents(self, store: Store, repository_id: str) -> None:
         """Check the tables of locations, and that no copy's log has more than this one."""
         table: LocationTable | None = None
-        for row in (TABLES, SPARES):
-            for number in sorted(n for n in map(row.number, store.list_after(row.prefix)) if n is not None):
+        rows = (TABLES, SPARES) if own_name(store) == ROOT_NAME else (TABLES,)
+        listed = [n for row in rows for n in map(row.number, store.list_after(row.prefix)) if n is not None]
+        for row in rows:
+            for number in range(1, max(listed, default=0) + 1):
                 try:
                     table = row.read(store, number, repository_id)[0]
                 except ShardkitError as error:

@@ -107,6 +107,8 @@ class Pristine:
             if found.get(name) != data:
                 path = self.base / name
                 path.parent.mkdir(parents=True, exist_ok=True)
+                if path.is_symlink():
+                    path.unlink()
                 if path.exists():
                     path.chmod(0o644)
                 path.write_bytes(data)
@@ -227,3 +229,108 @@ def test_what_is_lost_is_named_and_the_rest_is_healed(pristine: Pristine, kind: 
             wrong.append((command, code, pristine.unlike(), told[-900:]))
     pristine.restore()
     assert not wrong, "\n".join(map(str, wrong))
+
+
+PARITY_KINDS = ("parity", "parity set", "parity version", "locations")
+
+
+@pytest.mark.parametrize("kind", PARITY_KINDS)
+def test_verify_finds_damage_to_documents_and_parity(pristine: Pristine, kind: str) -> None:
+    name = pristine.named(kind, "root")
+    if name is None:
+        return
+    for damage in DAMAGES.values():
+        pristine.restore()
+        path = pristine.base / name
+        path.chmod(0o644)
+        damage(path)
+        code, told = call("verify", pristine.root)
+        if kind == "parity version" and not path.exists():
+            continue  # the version is one without parity then
+        assert (code, path.name in told) == (4, True), (kind, told)
+    pristine.restore()
+
+
+def test_a_set_document_and_its_parity_lost_together_need_one_repair(pristine: Pristine) -> None:
+    if not any(name.endswith(".parity") for name in pristine.files):
+        return
+    for command, *options in COMMANDS:
+        pristine.restore()
+        documents = sorted(pristine.base.glob("*/parity/sets/*.json"))
+        document = documents[0].name
+        parity = json.loads(documents[0].read_text())["parity"][1].removeprefix("sha256:")
+        for path in [
+            *pristine.base.glob(f"*/parity/sets/{document}"),
+            *pristine.base.rglob(f"{parity}.parity"),
+        ]:
+            path.unlink()
+        code, told = call(command, pristine.root, *options)
+        assert (code, pristine.unlike()) == (0, []), (command, told)
+    pristine.restore()
+
+
+@pytest.mark.parametrize("folder", ["parity/sets", "parity/versions"])
+@pytest.mark.parametrize("place", ["root", "mirror"])
+def test_a_valid_document_of_another_set_is_no_good_document(
+    pristine: Pristine, place: str, folder: str
+) -> None:
+    names = sorted((pristine.base / place / folder).glob("*.json"))
+    if len(names) < 2:
+        return
+    for command, *options in COMMANDS:
+        pristine.restore()
+        names[0].chmod(0o644)
+        names[0].write_bytes(names[1].read_bytes())
+        code, told = call(command, pristine.root, *options)
+        assert (code, pristine.unlike()) == (0, []), (command, told)
+    pristine.restore()
+
+
+@pytest.mark.parametrize("kind", ["locations", "parity set", "newest entry"])
+@pytest.mark.parametrize("place", ["root", "mirror"])
+def test_a_symbolic_link_in_place_of_a_document_is_replaced(
+    pristine: Pristine, place: str, kind: str
+) -> None:
+    name = pristine.named(kind, place)
+    if name is None:
+        return
+    for command, *options in COMMANDS:
+        pristine.restore()
+        path, elsewhere = pristine.base / name, pristine.base / "elsewhere.json"
+        shutil.copyfile(path, elsewhere)
+        path.unlink()
+        path.symlink_to(elsewhere)
+        code, told = call(command, pristine.root, *options)
+        assert not path.is_symlink(), (command, code, told)
+        assert (code, pristine.unlike()) == (0, []), (command, told)
+    pristine.restore()
+
+
+class _Counting(_Unsynced):
+    """Counts the bytes that are read."""
+
+    num_bytes = 0
+
+    def read(self, file: Handle, length: int, offset: int) -> bytes:
+        data = super().read(file, length, offset)
+        self.num_bytes += len(data)
+        return data
+
+
+@pytest.mark.parametrize("place", ["root", "mirror"])
+def test_sparse_giants_are_replaced_without_being_read(pristine: Pristine, place: str) -> None:
+    for size in (2**26, 2**40):
+        for command, *options in COMMANDS:
+            pristine.restore()
+            for kind in ("newest entry", "locations", "parity set", "parity version"):
+                name = pristine.named(kind, place)
+                if name is not None:
+                    (pristine.base / name).chmod(0o644)
+                    with (pristine.base / name).open("r+b") as file:
+                        file.truncate(size)
+            counting = _Counting()
+            with substituted(counting):
+                code, told = called(command, pristine.root, *options)
+            assert (code, pristine.unlike()) == (0, []), (command, told)
+            assert counting.num_bytes < 2**25, "documents of 64 MiB were read"
+    pristine.restore()
