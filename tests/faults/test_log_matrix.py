@@ -154,9 +154,9 @@ def test_nothing_that_an_intact_log_names_is_lost(made: Path, root_log: str, mir
             elif code != 0 and not conflict and not is_refused:
                 problems.append((command, "failed", code, told[-500:]))
         problems += [(sequence, one) for one in _repaired(root, mirror, expected)]
-        for words in (["verify", root], ["verify", mirror]) if "gc" in sequence else ():
-            code, told = call(*words)
-            problems += [] if code == 0 else [(words, code, told[-400:])]
+        for place in (root, mirror) if "gc" in sequence else ():
+            code, told = call("verify", place)
+            problems += [] if code == 0 else [("verify", place, code, told[-400:])]
     assert not problems, "\n".join(map(str, problems))
 
 
