@@ -55,7 +55,15 @@ class Document(Record, frozen=True, kw_only=True, tag_field="format"):
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-_encoder: Final = msgspec.json.Encoder(order="sorted")
+
+def _plain(value: Any) -> object:
+    """Return a value of a class with `to_json` and `from_json`, such as a schema, as msgspec encodes it."""
+    if not hasattr(value, "to_json"):
+        raise UsageError(f"canonical JSON: {type(value).__name__} value {value!r:.80} is not allowed")
+    return value.to_json()
+
+
+_encoder: Final = msgspec.json.Encoder(order="sorted", enc_hook=_plain)
 
 
 def sha256_digest(data: bytes | bytearray | memoryview) -> str:
@@ -122,7 +130,7 @@ def decode_plain(data: bytes | bytearray | memoryview, where: str, *, max_bytes:
     Raises:
         FormatError: The bytes are not canonical JSON.
     """
-    value = _decode(_decoder(object), data, where, max_bytes)
+    value = _decode(_decoder(Any), data, where, max_bytes)
     try:
         check_plain(value)
     except UsageError as error:
@@ -138,6 +146,8 @@ def _decode(decoder: Any, data: bytes | bytearray | memoryview, where: str, max_
         spelling = _encoder.encode(value)
     except (msgspec.MsgspecError, UnicodeError, RecursionError, OverflowError) as error:
         raise _format_error(where, error) from None
+    except (FormatError, UsageError) as error:  # of `from_json` and `__post_init__`
+        raise FormatError(f"{where}: {error}") from error
     if spelling != data:
         raise FormatError(
             f"{where}: bytes are not in canonical form (order, spaces, escapes, duplicate keys or defaults)"
@@ -147,7 +157,11 @@ def _decode(decoder: Any, data: bytes | bytearray | memoryview, where: str, max_
 
 @cache
 def _decoder(kind: Any) -> Any:
-    return msgspec.json.Decoder(kind, float_hook=_refuse_float)
+    return msgspec.json.Decoder(kind, dec_hook=_typed, float_hook=_refuse_float)
+
+
+def _typed(kind: Any, value: object) -> object:
+    return kind.from_json(value)
 
 
 def _refuse_float(text: str) -> NoReturn:
@@ -186,7 +200,7 @@ _MOST_DIGESTS: Final = 4  # tried in one document, which has one
 
 def seal(document: Document) -> bytes:
     """Return the canonical bytes of a document with the SHA-256 of these bytes in the field ``digest``."""
-    body = msgspec.to_builtins(document)
+    body = msgspec.to_builtins(document, enc_hook=_plain)
     return _encoder.encode({**body, "digest": sha256_digest(encode(document))})
 
 

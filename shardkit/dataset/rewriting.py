@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, fields
 from itertools import islice, pairwise
 from typing import Any, Final, TypeVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -245,7 +246,7 @@ class Rewriter:
             new.name for new, old in zip(strata, manifest.strata, strict=True) if old.rows and not new.rows
         }
         erased = int(manifest.build.get("erased", 0)) + manifest.rows - int(table.rows.sum())
-        new = dataclasses.replace(
+        new = msgspec.structs.replace(
             manifest,
             strata=strata,
             **table.totals,
@@ -441,6 +442,6 @@ def _recount(manifest: Manifest, table: ShardTable, losses: list[_Loss]) -> tupl
                 int((mine & chosen).sum()) for mine, chosen in zip(lost, of, strict=True)
             )
     return tuple(
-        stratum._replace(rows=int(rows[number]), selected=int(selected[number]))
+        msgspec.structs.replace(stratum, rows=int(rows[number]), selected=int(selected[number]))
         for number, stratum in enumerate(manifest.strata)
     )

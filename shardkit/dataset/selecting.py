@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -60,7 +61,7 @@ def select_rows(
         table, selected=selected, selection_digest=digests, segment_selected=segment_selected
     )
     strata = _recounted(manifest, new_table, _pooled_counts(manifest, masks, row_strata))
-    new_manifest = dataclasses.replace(
+    new_manifest = msgspec.structs.replace(
         manifest,
         strata=strata,
         selected=int(selected.sum()),
@@ -101,6 +102,8 @@ def _recounted(
 ) -> tuple[Stratum, ...]:
     _, selected = stratum_counts(table, len(manifest.strata))
     return tuple(
-        stratum._replace(selected=int(pooled_counts[number] if stratum.in_pool else selected[number]))
+        msgspec.structs.replace(
+            stratum, selected=int(pooled_counts[number] if stratum.in_pool else selected[number])
+        )
         for number, stratum in enumerate(manifest.strata)
     )

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -209,7 +210,7 @@ class VersionPlan:
             if self.listed[number].in_pool:
                 total[self.of_stratum[-1]] += count
         return tuple(
-            stratum._replace(rows=stratum.rows + new, selected=stratum.selected + new)
+            msgspec.structs.replace(stratum, rows=stratum.rows + new, selected=stratum.selected + new)
             for stratum, new in zip(self.listed, total, strict=True)
         )
 

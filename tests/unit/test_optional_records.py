@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError, UsageError
@@ -35,7 +35,7 @@ def lookup(field: str, *shards: int) -> Lookup:
 def test_a_manifest_without_them_has_the_bytes_of_old() -> None:
     plain = manifest()
     assert set(json.loads(plain.to_bytes())) & {"about", "lookups"} == set()
-    told = dataclasses.replace(
+    told = msgspec.structs.replace(
         plain, about=made_up_digest("a"), lookups=(lookup("key", 1, 3), lookup("x", 4))
     )
     assert Manifest.from_bytes(told.to_bytes()) == told
@@ -54,7 +54,7 @@ def test_a_manifest_without_them_has_the_bytes_of_old() -> None:
 )
 def test_lookups_that_do_not_fit_are_refused(lookups: list[Lookup]) -> None:
     with pytest.raises(FormatError):
-        dataclasses.replace(manifest(), lookups=tuple(lookups))
+        msgspec.structs.replace(manifest(), lookups=tuple(lookups))
 
 
 @pytest.mark.parametrize(

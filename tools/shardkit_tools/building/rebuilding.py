@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 
 import shardkit
@@ -78,23 +78,23 @@ def label_again(
     new = manifest
     if (said := given_about(about)) is not None:
         check_strata(said, {stratum.name for stratum in manifest.strata if not stratum.pooled})
-        new = dataclasses.replace(new, about=repository.put_object(said.to_bytes(), "about").digest)
+        new = msgspec.structs.replace(new, about=repository.put_object(said.to_bytes(), "about").digest)
     if lookup is not None:
         fields = parse_lookup(lookup, manifest.schema) if lookup else ()
         held = {found.field: found for found in manifest.lookups}
         missing = [field for field in fields if field not in held]
         made = put_lookups(repository, dataset.reader, dataset.table, missing)
         held |= {found.field: found for found in made}
-        new = dataclasses.replace(new, lookups=tuple(held[field] for field in fields))
+        new = msgspec.structs.replace(new, lookups=tuple(held[field] for field in fields))
     if cost is not None:
         texts = parse_costs(cost, manifest.schema) if cost else ()
         known = {found.expression: found for found in manifest.costs if covers(found, dataset.table.rows)}
         wanted = [text for text in texts if text not in known]
         costs = put_costs(repository, dataset.reader, dataset.table, manifest.schema, wanted)
         known |= {found.expression: found for found in costs}
-        new = dataclasses.replace(new, costs=tuple(known[text] for text in texts))
+        new = msgspec.structs.replace(new, costs=tuple(known[text] for text in texts))
     if new != manifest:
-        new = dataclasses.replace(new, parent=manifest.id)
+        new = msgspec.structs.replace(new, parent=manifest.id)
         put_manifest(repository, new, [])
     moving = ref or _ref(root, named)
     expected = {moving: manifest.id} if repository.refs.get(moving) == manifest.id else None
