@@ -91,7 +91,7 @@ def write_version(to: Destination, version: NewVersion, columns: Sequence[Rows],
     rows = join_parts(columns)
     if not len(rows):
         raise UsageError("no sample was added; a dataset holds at least one")
-    reader = ScratchReader(parts, version.schema.stored)
+    reader = ScratchReader(parts, version.schema)
     plan = plan_version(version, rows, to.base, reader)
     shards = [write_shard(to.repository, reader, shard, version) for shard in plan.shards()]
     made = make_manifest(to.repository, plan, shards)
@@ -290,11 +290,11 @@ _SMALL_BYTES = 4 * 2**20
 # Reads of this size cost a disk little more than longer ones do. From few runs they need little memory, and memory
 # that is touched for the first time costs more than a copy.
 _RANGE_BYTES = 128 * 2**10
-_MIN_GATHER_BYTES = 8 * 2**20
+_MIN_GATHER_BYTES = 6 * 2**20
 # Raw; a few numpy calls for each block of a few rows would take longer than its bytes.
 _TOGETHER_BYTES = 2**20
 
-GATHER_BYTES = 128 * 2**20
+GATHER_BYTES = 64 * 2**20
 """Records held in memory at a time, at most; a block that is larger is held whole."""
 
 
@@ -384,7 +384,7 @@ def _blocks(reader: ScratchReader, rows: ShardRows, gather_bytes: int) -> Iterat
     """The rows of a few blocks in turn, and the bytes of their payloads; blocks restart at segment borders."""
     borders = block_starts(rows.segment_rows.tolist(), rows.block_rows)
     gather_bytes = min(gather_bytes, max(_MIN_GATHER_BYTES, _num_runs(rows) * _RANGE_BYTES))
-    size_before = np.concatenate([[0], np.cumsum(rows.records.length)])[borders]
+    size_before = np.concatenate([[0], np.cumsum(rows.row_bytes)])[borders]
     most = max(1, _TOGETHER_BYTES * (len(borders) - 1) // max(1, rows.raw_bytes))
     first = 0
     while first < len(borders) - 1:
@@ -416,7 +416,8 @@ def _encoded_together(
 
 def _num_runs(rows: ShardRows) -> int:
     """At most so many runs of scratch the rows are spread over."""
-    part, offset = rows.records.part.astype(np.int64), rows.records.offset
+    batches = rows.records.batches
+    part, offset = batches.part.astype(np.int64), batches.offset
     # not `np.unique`, whose first call imports as much as numpy's masked arrays
     runs = np.sort((part << 32) + offset // MIN_RUN_BYTES)
     return int(np.count_nonzero(np.diff(runs, prepend=-1)))

@@ -144,6 +144,7 @@ class Writer:
         self._spool: RowSpool | None = RowSpool(
             scratch,
             self._spooled,
+            version.schema,
             seed=version.settings.seed if version.settings.shuffle else None,
             always_file=part is not None,
         )

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
 from shardkit.dataset.layout import MAX_SHARD_BYTES, split_value
 from shardkit.errors import ConfigurationError, SampleError
 from shardkit.formats import Schema, fit_key, max_key_bytes, raw_row_bytes
+from shardkit.formats.block import PayloadColumn, payloads_of, sizes_of
 from shardkit.formats.values import logical_text
 
 CLASS_AXIS = "__class__"
@@ -83,10 +85,7 @@ class RowEncoder:
         fitted = None if key is None else self._fit(key, where)
         raw_bytes = self.raw_bytes(tuple(map(len, payloads)))
         if raw_bytes > MAX_SHARD_BYTES:
-            raise SampleError(
-                f"{where}: takes {raw_bytes} bytes, more than the {MAX_SHARD_BYTES} that a shard can hold "
-                "(an object of one PUT); cut the sample into several"
-            )
+            raise _too_large(where, raw_bytes)
         if source is not None:
             _check_source(source, where)
         if fitted is not None:
@@ -152,6 +151,87 @@ class RowEncoder:
                 f"needs 1 to {_MAX_STRATUM_TEXT}"
             )
         return text
+
+    def encode_rows(
+        self, columns: Sequence[PayloadColumn], rows: RowOrigin, name_of: Callable[[int], str]
+    ) -> tuple[EncodedRows | None, dict[int, SampleError]]:
+        """Encode rows of one source file from the payloads of their stored columns.
+
+        Returns:
+            The rows; and why some cannot be stored, by their place. Then there are no rows: leave these out first.
+        """
+        errors: dict[int, SampleError] = {}
+        sizes: list[Any] = [
+            column.shape[1] if isinstance(column, np.ndarray) else sizes_of(column) for column in columns
+        ]
+        raw_bytes = np.broadcast_to(
+            np.asarray(raw_row_bytes(self.format, self.schema, sizes), np.int64), len(rows)
+        )
+        for row in np.flatnonzero(raw_bytes > MAX_SHARD_BYTES).tolist():
+            errors[row] = _too_large(name_of(row), int(raw_bytes[row]))
+        axes = (*self.axes, *self.split_axes)
+        texts = [self._texts(axis, columns, name_of, errors) for axis in axes]
+        if errors:
+            return None, errors
+        keys = [None if key is None else self._fit(key, name_of(row)) for row, key in enumerate(rows.keys)]
+        strata, stratum = _strata(texts[: len(self.axes)], len(rows))
+        split = np.zeros(len(rows), np.uint64)
+        if self._split_folders:
+            folders = [name.partition("/")[0] for name in rows.source_names]
+            split = np.array([self._split_folders[folder] for folder in folders], np.uint64)
+        for values, place in texts[len(self.axes) :]:
+            split = np.array([split_value(text) for text in values], np.uint64)[place]
+        encoded = EncodedRows(
+            columns=columns,
+            origin=rows,
+            keys=keys,
+            originals=[None if key == fit else key for key, fit in zip(rows.keys, keys, strict=True)],
+            identity=_identities(rows, keys),
+            split=split,
+            strata=strata,
+            stratum=stratum,
+            raw_bytes=np.ascontiguousarray(raw_bytes),
+        )
+        return encoded, errors
+
+    def _texts(
+        self,
+        axis: str,
+        columns: Sequence[PayloadColumn],
+        name_of: Callable[[int], str],
+        errors: dict[int, SampleError],
+    ) -> tuple[list[str], NDArray[np.int64]]:
+        """The different values of a field as texts, and which of them each row has."""
+        name = _field_of(axis)
+        kind, column = self.schema[name], columns[self.schema.stored.position(name)]
+        values: Sequence[Any]
+        if kind.kind == "str":
+            number: dict[bytes, int] = {}
+            place = np.array([number.setdefault(bytes(one), len(number)) for one in payloads_of(column)])
+            values = [one.decode() for one in number]
+        else:
+            numbers = np.ascontiguousarray(column).view(kind.numpy_dtype).reshape(-1)
+            found, place = np.unique(numbers, return_inverse=True)
+            values = found.tolist()
+        texts = []
+        for index, value in enumerate(values):
+            try:
+                texts.append(self.text(axis, value, "", is_stored=True))
+            except SampleError:
+                texts.append("")
+                for row in np.flatnonzero(place == index).tolist():
+                    try:
+                        self.text(axis, value, name_of(row), is_stored=True)
+                    except SampleError as error:
+                        errors.setdefault(row, error)
+        return texts, place.astype(np.int64)
+
+
+def _too_large(where: str, size: int) -> SampleError:
+    return SampleError(
+        f"{where}: takes {size} bytes, more than the {MAX_SHARD_BYTES} that a shard can hold (an object of one PUT); "
+        "cut the sample into several"
+    )
 
 
 def key_identity(key: str) -> tuple[int, int]:
@@ -223,71 +303,61 @@ def _check_field(schema: Schema, name: str, classes: tuple[str, ...]) -> None:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class EncodedRows:
-    """Rows on their way to scratch; like as many `EncodedRow` without keys."""
+class RowOrigin:
+    """Where rows that are encoded together come from."""
 
-    columns: tuple[NDArray[np.uint8], ...]  # canonical payloads per stored column, in order: uint8 (n, bytes)
-    source_name: str  # of all rows
-    source_row: NDArray[np.int64]  # (n,)
-    identity: NDArray[np.uint64]  # (n, 2)
-    split: NDArray[np.uint64]  # (n,), zeros where the identity decides
-    strata: tuple[tuple[str, ...], ...]  # texts that `stratum`, int32[n], indexes
-    stratum: NDArray[np.int32]
-    raw_bytes: int  # of each row, in a shard before compression
+    source_names: Sequence[str]  # (n,), name of the file of each
+    source_row: NDArray[np.int64]  # (n,), number in the file
+    keys: Sequence[str | None] = ()  # the source's; empty if no row has one
+    pieces: Sequence[int] = ()  # number among the samples that were made of one row; empty if all are 0
 
     def __len__(self) -> int:
         return len(self.source_row)
 
-
-def encode_columns(
-    encoder: RowEncoder, columns: Mapping[str, NDArray[Any]], source_name: str, first_row: int
-) -> EncodedRows | None:
-    """Encode samples that are rows of arrays.
-
-    Returns:
-        None where they have to be encoded one by one.
-    """
-    schema = encoder.schema.stored
-    if columns.keys() != schema.keys() or not columns:
-        return None
-    rows = len(next(iter(columns.values())))
-    payloads = []
-    for name, kind in schema.items():
-        column = columns[name]
-        if kind.item_bytes is None or column.dtype != kind.numpy_dtype or column.shape != (rows, *kind.shape):
-            return None
-        payloads.append(np.ascontiguousarray(column).view(np.uint8).reshape(rows, kind.item_bytes))
-    raw_bytes = encoder.raw_bytes(tuple(kind.item_bytes or 0 for kind in schema.values()))
-    texts = [_texts_of(encoder, axis, columns) for axis in (*encoder.axes, *encoder.split_axes)]
-    if not rows or raw_bytes > MAX_SHARD_BYTES or any(found is None for found in texts):
-        return None
-    known = [found for found in texts if found is not None]
-    strata, stratum = _strata(known[: len(encoder.axes)], rows)
-    split = np.zeros(rows, np.uint64)
-    for values, place in known[len(encoder.axes) :]:
-        split = np.array([split_value(text) for text in values], np.uint64)[place]
-    source_row = np.arange(first_row, first_row + rows, dtype=np.int64)
-    return EncodedRows(
-        columns=tuple(payloads),
-        source_name=source_name,
-        source_row=source_row,
-        identity=_identities(source_name, source_row),
-        split=split,
-        strata=strata,
-        stratum=stratum,
-        raw_bytes=raw_bytes,
-    )
+    def take(self, places: NDArray[np.int64]) -> RowOrigin:
+        """Return some of the rows."""
+        chosen = places.tolist()
+        return RowOrigin(
+            [self.source_names[place] for place in chosen],
+            self.source_row[places],
+            [self.keys[place] for place in chosen] if self.keys else (),
+            [self.pieces[place] for place in chosen] if self.pieces else (),
+        )
 
 
-def _texts_of(
-    encoder: RowEncoder, axis: str, columns: Mapping[str, NDArray[Any]]
-) -> tuple[list[str], NDArray[np.int64]] | None:
-    """The different values of a field as texts, and which of them each row has; None for a wrong label."""
-    values, place = np.unique(columns[_field_of(axis)], return_inverse=True)
-    try:
-        return [encoder.text(axis, value, "", is_stored=True) for value in values.tolist()], place
-    except SampleError:
-        return None
+@dataclass(frozen=True, slots=True, eq=False)
+class EncodedRows:
+    """Rows on their way to scratch, field by field; the same as an `EncodedRow` for each."""
+
+    columns: Sequence[PayloadColumn]  # canonical payloads per stored column, in order
+    origin: RowOrigin
+    keys: Sequence[str | None]  # see `EncodedRow`; empty if no row has one
+    originals: Sequence[str | None]
+    identity: NDArray[np.uint64]  # (n, 2)
+    split: NDArray[np.uint64]  # (n,), zeros where the identity decides
+    strata: tuple[tuple[str, ...], ...]  # texts that `stratum`, int32[n], indexes
+    stratum: NDArray[np.int32]
+    raw_bytes: NDArray[np.int64]  # (n,), in a shard before compression
+    marks: Mapping[str, NDArray[np.uint64]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.origin)
+
+    @property
+    def generated(self) -> NDArray[np.bool_]:
+        """Whether the key of each row is made from its ordinal."""
+        return np.array([key is None for key in self.keys] or np.ones(len(self)), np.bool_)
+
+    def origin_arrays(self) -> tuple[Any, Any, Any, Any]:
+        """Return key, original key, source name and row as scratch has them."""
+        rows = len(self)
+        originals = [None if one is None else one.encode("utf-8", "surrogatepass") for one in self.originals]
+        return (
+            pa.array(self.keys, pa.large_string()) if self.keys else pa.nulls(rows, pa.large_string()),
+            pa.array(originals, pa.large_binary()) if originals else pa.nulls(rows, pa.large_binary()),
+            pa.array(self.origin.source_names, pa.large_string()),
+            pa.array(self.origin.source_row, pa.int64()),
+        )
 
 
 def _strata(
@@ -305,7 +375,25 @@ def _strata(
     return strata, stratum.reshape(-1).astype(np.int32)
 
 
-def _identities(name: str, rows: NDArray[np.int64]) -> NDArray[np.uint64]:
+def _identities(rows: RowOrigin, keys: Sequence[str | None]) -> NDArray[np.uint64]:
+    """Identities of rows: of their keys, otherwise of file, row and piece."""
+    names = rows.source_names
+    if len(set(names)) == 1:
+        identity = _source_identities(names[0], rows.source_row)
+    else:
+        sources = zip(names, rows.source_row.tolist(), strict=True)
+        identity = np.array([_source_identity(source) for source in sources], np.uint64).reshape(-1, 2)
+    for row, piece in enumerate(rows.pieces):
+        if piece:  # pieces of one row are apart in the shuffle, as other rows are
+            high, low = identity[row].tolist()
+            identity[row] = _identity(b"p%d:%d:%d" % (high, low, piece))
+    for row, key in enumerate(keys):
+        if key is not None:
+            identity[row] = key_identity(key)
+    return identity
+
+
+def _source_identities(name: str, rows: NDArray[np.int64]) -> NDArray[np.uint64]:
     before, after = SOURCE_PREFIX, name.encode("utf-8")
     size = len(before) + 8 + len(after)
     texts = np.empty((len(rows), size), np.uint8)

@@ -230,8 +230,7 @@ class PartFolder(ScratchFolder):
                 f"{self.path}: the record of part {name!r} is of another release; write the part again"
             ) from error
         digest = xxhash.xxh3_128(name.encode())
-        records = columns.records
-        for column in (*columns.identity.T, records.check, records.length):
+        for column in (*columns.identity.T, *columns.records.identity):
             digest.update(column.tobytes())
         return WrittenPart(name, file, settings, columns, digest.hexdigest())
 

@@ -1,39 +1,39 @@
 """Encoded rows between being added and being written to shards: payloads in scratch files, columns in memory.
 
-Rows are buffered and written in *runs*, each sorted by the order that the layout will use, so that the rows
-of one shard lie together in every run: a source of any size is read back in a few long ranges per run and
-shard, not one seek per row. What is small enough stays in memory. Nothing here is synced to disk: scratch is
-worth nothing after a power cut, and every record is verified when it is read back (SPEC.md §3). The columns of parts
-are joined, and handed out by shard.
+A scratch file is an Arrow IPC stream of the stored columns. Rows are buffered and written in *runs*, each sorted by the
+order that the layout will use, so that the rows of one shard are neighbours in every run: a source of any size is read
+back in a few long ranges per run and shard, not one seek per row. A build that fits into one run stays in memory.
+Nothing here is synced to disk: scratch is worth nothing after a power cut, and every record batch is verified when it
+is read back (SPEC.md §3). The columns of parts are joined, and handed out by shard.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import struct
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
+from shardkit.dataset.arrow_columns import spool_array, spool_schema
 from shardkit.dataset.encoding import EncodedRow, EncodedRows
 from shardkit.dataset.layout import RowTable, order_keys
 from shardkit.dataset.scratch_reading import (
-    NO_ROW,
+    Batches,
     MemoryPart,
     PartFiles,
     Parts,
     Records,
     ScratchReader,
-    record_header,
 )
 from shardkit.errors import StoreError, UsageError
-from shardkit.formats import pack_columns, unpack_columns
+from shardkit.formats import Schema, pack_columns, unpack_columns
 from shardkit.repository.repository import Repository
 from shardkit.stores.file_operations import FOLDER, Directories, active, explained, write_all
 from shardkit.stores.local import LocalStore, private_folder
@@ -44,12 +44,13 @@ RUN_BYTES = 64 * 2**20
 MIN_RUN_BYTES = 8 * 2**20
 
 _RANGE_BYTES = 2**20
-_JOIN_BYTES = 4 * 2**20
-_ROW_AT = struct.calcsize("<HII")  # of the row in the source, in a header
+_MAX_BATCH_BYTES = 2**17
+_MIN_BATCH_BYTES = 2**14
+_FLUSH_ROWS, _FLUSH_BYTES = 4096, 2**20  # added one by one, before they become a record batch
 
 _KIND = "scratch-rows"
 _MARK = "mark_"
-_RECORDS = ("offset", "length", "check")
+_BATCH = "batch_"
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -83,7 +84,8 @@ class Rows(RowTable):
             "identity_low": self.identity[:, 1],
             **{name: getattr(self, name) for name in ("stratum", "raw_bytes", "split")},
             "generated": self.generated.view(np.uint8),
-            **{name: getattr(self.records, name) for name in _RECORDS},
+            **{name: getattr(self.records, name) for name in ("batch", "row")},
+            **{_BATCH + name: getattr(self.records.batches, name) for name in ("offset", "length", "check")},
             **{_MARK + name: column for name, column in self.marks.items()},
         }
         strata = [list(values) for values in self.strata]
@@ -101,7 +103,11 @@ class Rows(RowTable):
             strata=tuple(tuple(values) for values in columns.meta["strata"]),
             split=arrays["split"],
             generated=arrays["generated"].view(np.bool_),
-            records=Records.of_part(*(arrays[name] for name in _RECORDS)),
+            records=Records(
+                arrays["batch"],
+                arrays["row"],
+                Batches.of_part(*(arrays[_BATCH + name] for name in ("offset", "length", "check"))),
+            ),
             marks={n.removeprefix(_MARK): column for n, column in arrays.items() if n.startswith(_MARK)},
         )
         return rows, columns.meta["part"]
@@ -118,13 +124,17 @@ class ShardRows:
     segment_stratum: NDArray[np.int32]  # numbers in `Rows`, one per segment, in row order
     segment_rows: NDArray[np.int64]
     block_rows: int  # rows per block
-    raw_bytes: int  # of all rows
+    row_bytes: NDArray[np.int64]  # of each row in the shard, before compression
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of all rows."""
+        return int(self.row_bytes.sum())
 
     def fingerprint(self) -> str:
         """32 hex digits that are equal only where the shard holds the same rows in the same way."""
         digest = xxhash.xxh3_128(f"{self.number} {self.block_rows}".encode())
-        records = self.records
-        for column in (self.ordinal, records.check, records.length, self.segment_stratum, self.segment_rows):
+        for column in (self.ordinal, *self.records.identity, self.segment_stratum, self.segment_rows):
             digest.update(np.ascontiguousarray(column).data)
         if self.stratum is not None:
             digest.update(np.ascontiguousarray(self.stratum).data)
@@ -151,12 +161,7 @@ def join_parts(parts: Sequence[Rows]) -> Rows:
         strata=strata,
         split=joined((part.split for part in parts), np.uint64),
         generated=joined((part.generated for part in parts), np.bool_),
-        records=Records(
-            np.repeat(np.arange(len(parts), dtype=np.int32), [len(part) for part in parts]),
-            joined((part.records.offset for part in parts), np.int64),
-            joined((part.records.length for part in parts), np.int64),
-            joined((part.records.check for part in parts), np.uint64),
-        ),
+        records=Records.join([part.records for part in parts]),
         marks={
             name: np.concatenate([part.marks[name] for part in parts])
             for name in (parts[0].marks if parts else ())
@@ -189,54 +194,44 @@ def sized_run(source_bytes: int, shard_size: int) -> int:
     return min(RUN_BYTES, max(MIN_RUN_BYTES, shards * _RANGE_BYTES))
 
 
-class RunBuffer:
-    """Memory for the records of a run; spools that follow one another share it, so that its pages are made once.
-
-    Args:
-        size: bytes; a record that is larger makes it grow.
-    """
-
-    def __init__(self, size: int = RUN_BYTES) -> None:
-        self._size = max(1, size)
-        self.data = np.empty(0, np.uint8)
-
-    def reserve(self, size: int) -> None:
-        """Room for ``size`` bytes and for a run."""
-        if len(self.data) < max(size, self._size):
-            self.data = np.empty(max(size, self._size), np.uint8)
+def sized_batch(run_bytes: int, source_bytes: int, shard_size: int) -> int:
+    """Bytes of a record batch: a shard reads whole ones, so that they are small if it takes little of each run."""
+    shards = -(-source_bytes // max(1, shard_size))
+    return min(_MAX_BATCH_BYTES, max(_MIN_BATCH_BYTES, run_bytes // max(1, 4 * shards)))
 
 
 @dataclass(eq=False)
 class RowSpool:
-    """Takes encoded rows, keeps their columns, and writes their records in sorted runs.
+    """Takes encoded rows, keeps their columns, and writes their payloads in sorted runs of record batches.
 
     Not safe for threads: the caller locks.
     """
 
     folder: str  # where the scratch file is made when memory does not suffice; "": count only, keep nothing
     name: str  # of the scratch file
+    schema: Schema  # of the dataset
     _: KW_ONLY
     seed: int | None  # of the shuffle, None where rows keep the order of adding
-    run_bytes: int | None = None  # of records held in memory before a run is written; None: 64 MiB
+    run_bytes: int = RUN_BYTES  # held in memory before a run is written
+    batch_bytes: int = _MAX_BATCH_BYTES  # of a record batch: a shard reads whole ones
     always_file: bool = False  # write even a single run to the file
     marks: Sequence[str] = ()  # names of further numbers that come with every row
-    buffer: RunBuffer | None = (
-        None  # that no other spool uses at the same time, instead of `run_bytes` of its own
-    )
 
     def __post_init__(self) -> None:
+        self._arrow = spool_schema(self.schema)
         self._strata: dict[tuple[str, ...], int] = {}
         self._columns = {
-            **{name: array("Q") for name in ("identity_high", "identity_low", "split", "check")},
-            **{name: array("q") for name in ("raw_bytes", "offset", "length")},
-            "stratum": array("i"),
+            **{name: array("Q") for name in ("identity_high", "identity_low", "split")},
+            "raw_bytes": array("q"),
+            **{name: array("i") for name in ("stratum", "batch", "row")},
             "generated": array("B"),
         }
         self._marks = {name: array("Q") for name in self.marks}
-        self._buffer = self.buffer or RunBuffer(RUN_BYTES if self.run_bytes is None else self.run_bytes)
-        self._view = self._buffer.data.data
-        self._run_rows = 0
-        self._run_size = 0
+        self._rows: list[EncodedRow] = []
+        self._rows_bytes = 0
+        self._run: list[Any] = []  # record batches
+        self._run_bytes = 0
+        self._batches = (array("q"), array("q"), array("Q"))  # offset, length, check
         self._broken = False
         self._file: ScratchFile | None = None
         self._part: Parts | None = None
@@ -245,10 +240,13 @@ class RowSpool:
         return len(self._columns["stratum"])
 
     def append(self, row: EncodedRow, identity: tuple[int, int], marks: Sequence[int] = ()) -> None:
-        """Take a row; ``identity`` stands in for `EncodedRow.identity` where that is None."""
-        columns = self._columns
+        """Take a row; ``identity`` replaces `EncodedRow.identity` if that is None."""
+        size = sum(map(len, row.payloads))
         if self.folder:
-            self._put(*_pack_record(row))
+            self._make_room(size)
+            self._rows.append(row)
+            self._rows_bytes += size
+        columns = self._columns
         columns["identity_high"].append(identity[0])
         columns["identity_low"].append(identity[1])
         columns["split"].append(row.split or 0)
@@ -259,97 +257,73 @@ class RowSpool:
             column.append(mark)
 
     def append_rows(self, rows: EncodedRows) -> None:
-        """Take rows that were encoded together; the same as taking one after the other."""
-        if not self.folder:
-            self._note(rows, 0, len(rows))
-            return
-        heads = _pack_heads(rows)
-        size = heads.shape[1] + sum(column.shape[1] for column in rows.columns)
-        start = 0
-        while start < len(rows):
-            self._make_room(size)
-            stop = min(len(rows), start + (len(self._view) - self._run_size) // size)
-            self._take(rows, heads, start, stop, size)
-            self._note(rows, start, stop)
-            start = stop
-
-    def _put(self, head: bytes, payloads: Sequence[bytes]) -> None:
-        """Copy a record into the run."""
-        size = len(head) + sum(map(len, payloads))
-        self._make_room(size)
-        view, start = self._view, self._run_size
-        at = start + len(head)
-        view[start:at] = head
-        for payload in payloads:
-            end = at + len(payload)
-            view[at:end] = payload
-            at = end
-        self._columns["check"].append(xxhash.xxh3_64_intdigest(view[start:at]))
-        self._columns["length"].append(size)
-        self._run_size = at
-        self._run_rows += 1
-
-    def _note(self, rows: EncodedRows, start: int, stop: int) -> None:
-        """The columns of rows but for where their records are."""
-        part = slice(start, stop)
+        """Take rows that were encoded together."""
+        if self.folder:
+            self._flush_rows()
+            batch = pa.RecordBatch.from_arrays(
+                [
+                    *(
+                        spool_array(kind, column, name)
+                        for (name, kind), column in zip(self.schema.stored.items(), rows.columns, strict=True)
+                    ),
+                    *rows.origin_arrays(),
+                ],
+                schema=self._arrow,
+            )
+            self._make_room(batch.nbytes)
+            self._run.append(batch)
+            self._run_bytes += batch.nbytes
         numbers = [self._strata.setdefault(values, len(self._strata)) for values in rows.strata]
         for name, values in (
-            ("identity_high", rows.identity[part, 0]),
-            ("identity_low", rows.identity[part, 1]),
-            ("split", rows.split[part]),
-            ("raw_bytes", np.full(stop - start, rows.raw_bytes, np.int64)),
-            ("stratum", np.array(numbers, np.int32)[rows.stratum[part]]),
-            ("generated", np.ones(stop - start, np.uint8)),
+            ("identity_high", rows.identity[:, 0]),
+            ("identity_low", rows.identity[:, 1]),
+            ("split", rows.split),
+            ("raw_bytes", rows.raw_bytes),
+            ("stratum", np.array(numbers, np.int32)[rows.stratum]),
+            ("generated", rows.generated.astype(np.uint8)),
         ):
             self._columns[name].frombytes(values.tobytes())
-
-    def _take(self, rows: EncodedRows, heads: NDArray[np.uint8], start: int, stop: int, size: int) -> None:
-        """Copy records into the run, into which they fit; all of them are equally long."""
-        first, last = self._run_size, self._run_size + (stop - start) * size
-        records = self._buffer.data[first:last].reshape(-1, size)
-        at = heads.shape[1]
-        records[:, :at] = heads[start:stop]
-        for column in rows.columns:
-            records[:, at : at + column.shape[1]] = column[start:stop]
-            at += column.shape[1]
-        view, hashed = self._view, xxhash.xxh3_64_intdigest
-        self._columns["check"].extend([hashed(view[at : at + size]) for at in range(first, last, size)])
-        self._columns["length"].extend([size] * (stop - start))
-        self._run_size = last
-        self._run_rows += stop - start
+        for name, column in self._marks.items():
+            column.frombytes(rows.marks[name].tobytes())
 
     def finish(self) -> tuple[Rows, Parts | None]:
-        """The columns and where the records are; None where nothing was kept."""
-        if self.folder and (self.always_file or self._file is not None):
-            self._write_run()
-        elif self.folder:
-            self._place_run(0, np.arange(self._run_rows))
-            self._part = MemoryPart(self._view[: self._run_size])
-        if self._file is not None:
-            self._file.close()
-            self._part = PartFiles(self.folder, [self.name])
-            self._file = None
+        """Return the columns, and where the records are; None if nothing was kept."""
+        if self.folder:
+            pieces = self._run_messages(0 if self._file is None else self._file.size)
+            if self.always_file or self._file is not None:
+                self._write(pieces)
+                assert self._file is not None
+                self._file.write(_END_OF_STREAM)
+                self._file.close()
+                self._file = None
+                self._part = PartFiles(self.folder, [self.name])
+            else:
+                self._part = MemoryPart(b"".join(pieces))
         return self.columns(), self._part
 
     def columns(self) -> Rows:
-        """The columns as they stand."""
+        """Return the columns as they are now."""
         dtypes: dict[str, type] = {"Q": np.uint64, "q": np.int64, "i": np.int32, "B": np.bool_}
         found: dict[str, NDArray[Any]] = {
             name: np.array(column, dtypes[column.typecode]) for name, column in self._columns.items()
         }
         if not self.folder:  # counted only
-            found |= {name: np.zeros(len(self), found[name].dtype) for name in ("offset", "length", "check")}
+            found |= {name: np.zeros(len(self), np.int32) for name in ("batch", "row")}
+        offset, length, check = self._batches
+        batches = Batches.of_part(
+            np.array(offset, np.int64), np.array(length, np.int64), np.array(check, np.uint64)
+        )
         return Rows(
             identity=np.stack([found["identity_high"], found["identity_low"]], axis=1),
             strata=tuple(self._strata),
-            records=Records.of_part(found["offset"], found["length"], found["check"]),
+            records=Records(found["batch"], found["row"], batches),
             marks={name: np.array(column, np.uint64) for name, column in self._marks.items()},
             **{name: found[name] for name in ("stratum", "raw_bytes", "split", "generated")},
         )
 
     def drop(self) -> None:
         """Forget the rows and remove the scratch file."""
-        self._run_rows = self._run_size = 0
+        self._rows, self._run, self._run_bytes, self._rows_bytes = [], [], 0, 0
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -360,75 +334,98 @@ class RowSpool:
             remove_scratch(self.folder, self.name)
 
     def _make_room(self, size: int) -> None:
-        """Room for a record of ``size`` bytes; the run is written where there is none."""
+        """Write the run if ``size`` more bytes would not fit into it."""
         if self._broken:
             raise StoreError(
                 f"scratch file {self.folder}/{self.name}: an earlier write failed, so rows are missing; start again"
             )
-        if self._run_size + size <= len(self._view):
-            return
-        if self._run_rows:
-            self._write_run()
-        self._buffer.reserve(size)
-        self._view = self._buffer.data.data
+        if self._rows and (self._rows_bytes + size > _FLUSH_BYTES or len(self._rows) >= _FLUSH_ROWS):
+            self._flush_rows()
+        held = self._run_bytes + self._rows_bytes
+        if held and held + size > self.run_bytes:
+            self._write(self._run_messages(0 if self._file is None else self._file.size))
 
-    def _order(self) -> NDArray[np.int64]:
-        """The rows of the run in the order of writing."""
-        count = self._run_rows
-        if self.seed is None or not count:
-            return np.arange(count)
-        high = np.frombuffer(self._columns["identity_high"], dtype=np.uint64)[-count:]
-        low = np.frombuffer(self._columns["identity_low"], dtype=np.uint64)[-count:]
-        return np.argsort(order_keys(np.stack([high, low], axis=1), self.seed), kind="stable")
+    def _flush_rows(self) -> None:
+        """Make a record batch of the rows that were added one by one."""
+        if self._rows:
+            rows, self._rows, self._rows_bytes = self._rows, [], 0
+            batch = _batch_of(rows, self.schema, self._arrow)
+            self._run.append(batch)
+            self._run_bytes += batch.nbytes
 
-    def _place_run(self, start: int, order: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Note the offsets of the run's rows when they are written in this order; returns their lengths."""
-        lengths = np.array(self._columns["length"][-len(order) :] if len(order) else [], dtype=np.int64)
-        offsets = np.empty(len(order), dtype=np.int64)
-        offsets[order] = start + np.cumsum(lengths[order]) - lengths[order]
-        self._columns["offset"].frombytes(offsets.tobytes())
-        return lengths
-
-    def _write_run(self) -> None:
+    def _write(self, messages: Iterable[bytes | memoryview]) -> None:
         self._broken = True
         if self._file is None:
             self._file = ScratchFile(self.folder, self.name)
-        order = self._order()
-        lengths = self._place_run(self._file.size, order)
-        for piece in self._pieces(order, lengths):
-            self._file.write(piece)
-        self._run_rows = self._run_size = 0
+        for message in messages:
+            self._file.write(message)
         self._broken = False
 
-    def _pieces(self, order: NDArray[np.int64], lengths: NDArray[np.int64]) -> Iterator[memoryview | bytes]:
-        """The records in this order, some MiB at a time."""
-        if self.seed is None:
-            yield self._view[: self._run_size]
-            return
-        if len(lengths) and int(lengths.min()) == int(lengths.max()):  # into memory that is touched once
-            records = self._buffer.data[: self._run_size].reshape(len(order), -1)
-            step = max(1, _JOIN_BYTES // records.shape[1])
-            joined = np.empty((min(step, len(order)), records.shape[1]), np.uint8)
-            for start in range(0, len(order), step):
-                rows = order[start : start + step]
-                np.take(records, rows, axis=0, out=joined[: len(rows)], mode="clip")
-                yield joined[: len(rows)].reshape(-1).data
-            return
-        stops = np.cumsum(lengths)
-        begins, ends, sizes = (stops - lengths)[order], stops[order], np.cumsum(lengths[order])
-        start = 0
-        while start < len(order):
-            limit = _JOIN_BYTES + (int(sizes[start - 1]) if start else 0)
-            stop = max(start + 1, int(np.searchsorted(sizes, limit)))
-            yield b"".join(
-                [
-                    self._view[first:last]
-                    for first, last in zip(
-                        begins[start:stop].tolist(), ends[start:stop].tolist(), strict=True
-                    )
-                ]
-            )
-            start = stop
+    def _run_messages(self, offset: int) -> Iterator[bytes | memoryview]:
+        """Yield the run as messages of an IPC stream, in the order of the layout, and note where its rows are."""
+        if not offset:
+            head = self._arrow.serialize()
+            offset += len(head)
+            yield memoryview(head)
+        self._flush_rows()
+        run, self._run, self._run_bytes = pa.Table.from_batches(self._run, self._arrow), [], 0
+        run = run.combine_chunks()
+        order = self._order(run.num_rows)
+        number, row = (np.empty(run.num_rows, np.int32) for _ in range(2))
+        for start, stop in self._cut(run.nbytes, run.num_rows):
+            piece = run.slice(start, stop - start) if self.seed is None else run.take(order[start:stop])
+            message = memoryview(piece.combine_chunks().to_batches()[0].serialize())
+            places = order[start:stop]
+            number[places], row[places] = len(self._batches[0]), np.arange(stop - start)
+            for column, value in zip(
+                self._batches, (offset, len(message), xxhash.xxh3_64_intdigest(message)), strict=True
+            ):
+                column.append(value)
+            offset += len(message)
+            yield message
+        self._columns["batch"].frombytes(number.tobytes())
+        self._columns["row"].frombytes(row.tobytes())
+
+    def _cut(self, size: int, rows: int) -> Iterator[tuple[int, int]]:
+        """Yield runs of rows of about `batch_bytes`."""
+        step = max(1, min(_FLUSH_ROWS, rows * self.batch_bytes // max(1, size)))
+        for start in range(0, rows, step):
+            yield start, min(rows, start + step)
+
+    def _order(self, count: int) -> NDArray[np.int64]:
+        """Return the rows of the run in the order of writing."""
+        if self.seed is None or not count:
+            return np.arange(count)
+        start = len(self._columns["batch"])  # rows before the run
+        high = np.frombuffer(self._columns["identity_high"], dtype=np.uint64)[start : start + count]
+        low = np.frombuffer(self._columns["identity_low"], dtype=np.uint64)[start : start + count]
+        return np.argsort(order_keys(np.stack([high, low], axis=1), self.seed), kind="stable")
+
+
+_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+
+
+def _batch_of(rows: Sequence[EncodedRow], schema: Schema, arrow: Any) -> Any:
+    """Return a record batch of rows that were encoded one by one."""
+    columns = [
+        spool_array(kind, [row.payloads[place] for row in rows], name)
+        for place, (name, kind) in enumerate(schema.stored.items())
+    ]
+    originals = [
+        None if row.original_key is None else row.original_key.encode("utf-8", "surrogatepass")
+        for row in rows
+    ]
+    sources = [row.source or (None, None) for row in rows]
+    return pa.RecordBatch.from_arrays(
+        [
+            *columns,
+            pa.array([row.key for row in rows], pa.large_string()),
+            pa.array(originals, pa.large_binary()),
+            pa.array([name for name, _ in sources], pa.large_string()),
+            pa.array([row for _, row in sources], pa.int64()),
+        ],
+        schema=arrow,
+    )
 
 
 class ScratchFile:
@@ -458,29 +455,6 @@ def remove_scratch(folder: str, name: str) -> None:
     """Remove a scratch file if it is there; one that cannot be removed is left to the sweep."""
     with contextlib.suppress(OSError), Directories(folder).opened(()) as opened:
         active().unlink(opened, name)
-
-
-def _pack_record(row: EncodedRow) -> tuple[bytes, tuple[bytes, ...]]:
-    """A row's record: everything before the payloads, and the payloads."""
-    key = b"" if row.key is None else row.key.encode("ascii")
-    original = b"" if row.original_key is None else row.original_key.encode("utf-8", "surrogatepass")
-    name, number = row.source or ("", NO_ROW)
-    source = name.encode("utf-8")
-    sizes = map(len, row.payloads)
-    header = record_header(len(row.payloads)).pack(len(key), len(original), len(source), number, *sizes)
-    return b"".join((header, key, original, source)), row.payloads
-
-
-def _pack_heads(rows: EncodedRows) -> NDArray[np.uint8]:
-    """What stands before the payloads of each row: uint8 (rows, bytes)."""
-    source = rows.source_name.encode("utf-8")
-    header = record_header(len(rows.columns))
-    sizes = [column.shape[1] for column in rows.columns]
-    head = header.pack(0, 0, len(source), 0, *sizes) + source
-    heads = np.empty((len(rows), len(head)), np.uint8)
-    heads[:] = np.frombuffer(head, np.uint8)
-    heads[:, _ROW_AT : _ROW_AT + 8] = rows.source_row.astype("<i8").view(np.uint8).reshape(-1, 8)
-    return heads
 
 
 def scratch_folder(repository: Repository, scratch: str | os.PathLike[str] | None) -> str:

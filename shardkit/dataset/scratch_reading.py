@@ -1,59 +1,103 @@
-"""Scratch read back: parts by number, and their records as blocks of rows, field by field, verified.
+"""Scratch read back: parts by number, and their record batches as blocks of rows, field by field, verified.
 
-A record is a header (lengths and the row in the source), key, original key, source name, and the payloads.
+A batch has the stored columns of the dataset, without nulls, and four more: key (null: generated), original key,
+source name and row in the source (null: none).
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import os
 import secrets
-import struct
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
+from shardkit.dataset.arrow_columns import payload_column, spool_schema
 from shardkit.dataset.encoding import generated_key, generated_keys
 from shardkit.errors import IntegrityError
 from shardkit.formats import RowBlock, Schema
+from shardkit.formats.block import PayloadColumn, part_of, sizes_of
 from shardkit.stores.file_operations import Directories, Handle, active, explained, read_exactly, write_all
 
 _CHECK_BYTES = 8  # of the XXH3-64 in front of a record of finished work
 _MAX_GAP = 128 * 2**10
 _MAX_OPEN = 128
-_FEW_ROWS = 64  # below this comparing names as an array costs more than one by one
-NO_ROW = -1
-"""Row in the source of a sample that has no source."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Records:
-    """Where the records of rows are, one entry per row."""
+class Batches:
+    """Record batches in scratch, one entry per batch."""
 
     part: NDArray[np.int32]
     offset: NDArray[np.int64]  # in the part
-    length: NDArray[np.int64]  # bytes
-    check: NDArray[np.uint64]  # XXH3-64 of the record
+    length: NDArray[np.int64]  # bytes of the message
+    check: NDArray[np.uint64]  # XXH3-64 of the message
 
     @classmethod
     def of_part(
         cls, offset: NDArray[np.int64], length: NDArray[np.int64], check: NDArray[np.uint64]
-    ) -> Records:
-        """Those of one part, which knows no number."""
+    ) -> Batches:
+        """Return those of one part, which is number 0."""
         return cls(np.zeros(len(offset), np.int32), offset, length, check)
 
     def __len__(self) -> int:
         return len(self.part)
 
+    def __getitem__(self, places: NDArray[Any]) -> Batches:
+        return Batches(self.part[places], self.offset[places], self.length[places], self.check[places])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Records:
+    """Where the records of rows are: batch and row in it, one entry per row."""
+
+    batch: NDArray[np.int32]  # index into `batches`
+    row: NDArray[np.int32]
+    batches: Batches
+
+    @classmethod
+    def join(cls, parts: Sequence[Records]) -> Records:
+        """Return the records of parts, one after the other; the parts are numbered in this order."""
+        if not parts:
+            none = np.zeros(0, np.int64)
+            batches = Batches.of_part(none, none, none.astype(np.uint64))
+            return cls(none.astype(np.int32), none.astype(np.int32), batches)
+        before = np.cumsum([0, *(len(part.batches) for part in parts)])
+        joined = (
+            np.concatenate([getattr(part.batches, name) for part in parts])
+            for name in ("offset", "length", "check")
+        )
+        number = np.repeat(np.arange(len(parts), dtype=np.int32), np.diff(before))
+        batch = np.concatenate(
+            [part.batch + np.int32(start) for part, start in zip(parts, before.tolist(), strict=False)]
+        )
+        return cls(batch, np.concatenate([part.row for part in parts]), Batches(number, *joined))
+
+    def __len__(self) -> int:
+        return len(self.batch)
+
     def __getitem__(self, places: slice | NDArray[np.int64]) -> Records:
-        return Records(self.part[places], self.offset[places], self.length[places], self.check[places])
+        return Records(self.batch[places], self.row[places], self.batches)
+
+    def only(self, places: NDArray[np.int64]) -> Records:
+        """Return some of the records with the batches that they need, to be sent to another process."""
+        used, batch = np.unique(self.batch[places], return_inverse=True)
+        batches = self.batches if not len(self.batches) else self.batches[used]
+        return Records(batch.astype(np.int32), self.row[places], batches)
+
+    @property
+    def identity(self) -> tuple[NDArray[np.uint64], NDArray[np.int32]]:
+        """Arrays that are equal only if the records hold the same bytes in the same order."""
+        checks = self.batches.check
+        return (checks[self.batch] if len(checks) else np.zeros(len(self), np.uint64)), self.row
 
 
 class Parts(Protocol):
@@ -190,88 +234,78 @@ class ScratchFolder:
             yield folder
 
 
-def _read_ranges(records: Records) -> Iterator[tuple[int, int, int, NDArray[np.int64]]]:
-    """The reads that give these records, neighbours in one: (part, offset, bytes, places of the records in it)."""
-    order = np.lexsort((records.offset, records.part))
-    starts, numbers = records.offset[order], records.part[order]
-    ends = starts + records.length[order]
-    apart = (numbers[1:] != numbers[:-1]) | (starts[1:] - ends[:-1] > _MAX_GAP) | (starts[1:] < ends[:-1])
-    borders = [0, *(np.flatnonzero(apart) + 1).tolist(), len(order)]
-    for first, last in itertools.pairwise(borders):
-        if first < last:
-            base = int(starts[first])
-            yield int(numbers[first]), base, int(ends[last - 1]) - base, order[first:last]
-
-
-@functools.cache
-def record_header(num_fields: int) -> struct.Struct:
-    """Lengths of key, original key and source name (0: none), row in the source, then the size of each payload."""
-    return struct.Struct(f"<HIIq{num_fields}Q")
-
-
 class ScratchReader:
-    """Reads records of many rows into one buffer that it keeps; one per thread."""
+    """Reads the records of many rows into one buffer that it keeps; one per thread."""
 
     def __init__(self, parts: Parts, schema: Schema) -> None:
         self._parts = parts
-        self._schema = schema
+        self._schema = schema.stored
+        self._arrow = spool_schema(schema)
         self._buffer = np.empty(0, np.uint8)
 
-    def read(self, records: Records, ordinal: NDArray[np.int64]) -> HeldRecords:
-        """Records in the order asked for; what was read before is overwritten."""
-        ranges = list(_read_ranges(records))
-        total = sum(size for _, _, size, _ in ranges)
+    def read(self, records: Records, ordinal: NDArray[np.int64]) -> SpooledRows:
+        """Return records in the order asked for; what was read before is overwritten."""
+        used, batch = np.unique(records.batch, return_inverse=True)
+        batches = records.batches[used]
+        held = [
+            pa.ipc.read_record_batch(pa.py_buffer(message), self._arrow)
+            for message in self._messages(batches, records, ordinal)
+        ]
+        first = np.cumsum([0, *(len(one) for one in held)])
+        places = first[batch] + records.row
+        table = pa.Table.from_batches(held, self._arrow)
+        if len(places) != table.num_rows or bool((places != np.arange(len(places))).any()):
+            table = table.take(places)
+        (rows,) = table.combine_chunks().to_batches()
+        return SpooledRows(self._schema, rows, ordinal)
+
+    def _messages(self, batches: Batches, records: Records, ordinal: NDArray[np.int64]) -> list[memoryview]:
+        total = int(batches.length.sum())
         if len(self._buffer) < total:
             self._buffer = np.empty(0, np.uint8)  # lets go of the old one first
             self._buffer = np.empty(total, np.uint8)
-        begin = np.empty(len(records), np.int64)
-        view, at = self._buffer.data, 0
-        for number, base, size, rows in ranges:
-            self._parts.read_into(number, base, view[at : at + size])
-            begin[rows] = at + records.offset[rows] - base
-            at += size
-        borders = zip(begin.tolist(), (begin + records.length).tolist(), strict=True)
-        found = np.array([xxhash.xxh3_64_intdigest(view[start:stop]) for start, stop in borders], np.uint64)
-        changed = np.flatnonzero(found != records.check)
-        if len(changed):
-            raise IntegrityError(
-                f"scratch record of row {ordinal[changed[0]]} changed between being written and being read; "
-                "the scratch disk or memory is faulty: use another --scratch, then run it again"
-            )
-        return HeldRecords(self._buffer[:at], begin, ordinal, self._schema)
+        view = self._buffer.data
+        stops = np.cumsum(batches.length)
+        starts = stops - batches.length
+        for first, last in _neighbours(batches):
+            span = slice(int(starts[first]), int(stops[last - 1]))
+            self._parts.read_into(int(batches.part[first]), int(batches.offset[first]), view[span])
+        messages = [view[start:stop] for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
+        for place, (message, check) in enumerate(zip(messages, batches.check.tolist(), strict=True)):
+            if xxhash.xxh3_64_intdigest(message) != check:
+                used = np.unique(records.batch)
+                row = int(ordinal[np.flatnonzero(records.batch == used[place])[0]])
+                raise IntegrityError(
+                    f"scratch record of row {row} changed between being written and being read; the scratch disk or "
+                    "memory is faulty: use another --scratch, then run it again"
+                )
+        return messages
 
 
-class HeldRecords:
-    """Verified records in memory; blocks of them borrow the memory, a block until the next one is made."""
+def _neighbours(batches: Batches) -> Iterator[tuple[int, int]]:
+    """Runs of batches that one read gives: batches are sorted by part and offset."""
+    ends = batches.offset + batches.length
+    apart = (batches.part[1:] != batches.part[:-1]) | (batches.offset[1:] != ends[:-1])
+    borders = [0, *(np.flatnonzero(apart) + 1).tolist(), len(batches)]
+    yield from (pair for pair in itertools.pairwise(borders) if pair[0] < pair[1])
 
-    def __init__(
-        self,
-        data: NDArray[np.uint8],
-        begin: NDArray[np.int64],
-        ordinal: NDArray[np.int64],
-        schema: Schema,
-    ) -> None:
-        header = record_header(len(schema))
-        layout = np.dtype(
-            [
-                ("key", "<u2"),
-                ("original", "<u4"),
-                ("source", "<u4"),
-                ("row", "<i8"),
-                ("size", "<u8", (len(schema),)),
-            ]
-        )
-        assert layout.itemsize == header.size, "numpy reads what struct has packed"
-        self._data = data
-        self._view = data.data
+
+class SpooledRows:
+    """Verified rows in memory; blocks of them borrow the memory."""
+
+    def __init__(self, schema: Schema, rows: Any, ordinal: NDArray[np.int64]) -> None:
         self._ordinal = ordinal
-        self._schema = schema
-        self._header = _runs(data, begin, header.size).view(layout)[:, 0]
-        self._texts = begin + header.size  # key, original key and source name
-        self._size = self._header["size"].astype(np.int64)
-        before = self._texts + self._header["key"] + self._header["original"] + self._header["source"]
-        # (rows, fields): where each payload begins
-        self._start = before[:, None] + np.cumsum(self._size, axis=1) - self._size
+        self._columns: list[PayloadColumn] = [
+            payload_column(kind, rows.column(place)) for place, kind in enumerate(schema.values())
+        ]
+        self._keys, self._originals, self._sources, self._rows = rows.columns[len(schema) :]
+
+    @property
+    def payload_bytes(self) -> NDArray[np.int64]:
+        """Bytes of the payloads of the rows before each, and of all: (rows + 1,)."""
+        found = np.zeros(len(self._ordinal) + 1, np.int64)
+        np.cumsum(sum(sizes_of(column) for column in self._columns), out=found[1:])
+        return found
 
     def block(
         self,
@@ -282,81 +316,38 @@ class HeldRecords:
         payloads: bool = True,
         ends: Sequence[int] = (),
     ) -> RowBlock:
-        """Rows ``start`` … ``stop`` − 1 with the stratum of each, if they have any; without columns, if so wished.
+        """Return rows ``start`` … ``stop`` − 1 with the stratum of each, if they have any.
 
-        `ends`, counted from `start`, are those of their blocks where they are several.
+        `ends`, counted from `start`, are those of their blocks if they are several. Without `payloads` there are no
+        columns.
         """
-        header = self._header[start:stop]
-        keys, originals = self._keys(start, header)
-        names, source_id = self._sources(start, header)
-        has_source = header["row"] != NO_ROW
+        rows = slice(start, stop)
+        originals = self._originals[rows]
+        names = self._sources[rows].dictionary_encode()
+        source_id = names.indices.fill_null(-1).to_numpy(zero_copy_only=False)
+        source_row = self._rows[rows].fill_null(0).to_numpy(zero_copy_only=False)
         return RowBlock(
-            keys=keys,
-            columns=[self._column(place, start, stop) for place in range(len(self._schema) * payloads)],
-            originals=originals,
-            source_names=names,
-            source_id=np.where(has_source, source_id, np.int32(-1)),
-            source_row=np.where(has_source, header["row"], 0),
+            keys=self._block_keys(rows),
+            columns=[part_of(column, start, stop) for column in self._columns] if payloads else [],
+            originals=[
+                (place, text.decode("utf-8", "surrogatepass"))
+                for place, text in enumerate(
+                    originals.to_pylist() if originals.null_count < stop - start else []
+                )
+                if text is not None
+            ],
+            source_names=tuple(names.dictionary.to_pylist()),
+            source_id=source_id.astype(np.int32),
+            source_row=source_row,
             stratum=stratum,
             ends=ends,
         )
 
-    @property
-    def payload_bytes(self) -> NDArray[np.int64]:
-        """Of the rows before each, and of all: (rows + 1,)."""
-        found = np.zeros(len(self._size) + 1, np.int64)
-        np.cumsum(self._size.sum(axis=1), out=found[1:])
-        return found
-
-    def _column(self, place: int, start: int, stop: int) -> NDArray[np.uint8] | list[memoryview]:
-        begin, size = self._start[start:stop, place], self._size[start:stop, place]
-        fixed = list(self._schema.values())[place].item_bytes
-        if fixed is not None and bool((size == fixed).all()):
-            return _runs(self._data, begin, fixed)
-        view = self._view
-        return [view[first:last] for first, last in zip(begin.tolist(), (begin + size).tolist(), strict=True)]
-
-    def _keys(self, start: int, header: NDArray[np.void]) -> tuple[list[str], list[tuple[int, str]]]:
-        ordinals = self._ordinal[start : start + len(header)].tolist()
-        if not header["key"].any() and not header["original"].any():
-            return generated_keys(ordinals), []
-        keys = []
-        originals = []
-        texts = self._texts[start : start + len(header)].tolist()
-        sizes = zip(header["key"].tolist(), header["original"].tolist(), strict=True)
-        for place, (at, (key, original), ordinal) in enumerate(zip(texts, sizes, ordinals, strict=True)):
-            keys.append(str(self._view[at : at + key], "ascii") or generated_key(ordinal))
-            if original:
-                text = str(self._view[at + key : at + key + original], "utf-8", "surrogatepass")
-                originals.append((place, text))
-        return keys, originals
-
-    def _sources(self, start: int, header: NDArray[np.void]) -> tuple[tuple[str, ...], NDArray[np.int32]]:
-        """Names of the sources and the number of each row's; meaningless for rows that have none."""
-        rows = len(header)
-        begin = self._texts[start : start + rows] + header["key"] + header["original"]
-        size = header["source"].astype(np.int64)
-        first = int(size[0])
-        if rows > _FEW_ROWS and bool((size == first).all()) and bool((header["row"] != NO_ROW).all()):
-            names = _runs(self._data, begin, first)
-            if bool((names == names[:1]).all()):
-                return (names[0].tobytes().decode("utf-8"),), np.zeros(rows, np.int32)
-        texts = [
-            bytes(self._view[at : at + length])
-            for at, length in zip(begin.tolist(), size.tolist(), strict=True)
+    def _block_keys(self, rows: slice) -> list[str]:
+        keys, ordinals = self._keys[rows], self._ordinal[rows].tolist()
+        if keys.null_count == len(keys):
+            return generated_keys(ordinals)
+        return [
+            generated_key(ordinal) if key is None else key
+            for key, ordinal in zip(keys.to_pylist(), ordinals, strict=True)
         ]
-        # In the order of their first rows, as they are listed in an index; only those that a row has.
-        named = [text for text, row in zip(texts, header["row"].tolist(), strict=True) if row != NO_ROW]
-        number = {text: place for place, text in enumerate(dict.fromkeys(named))}
-        source_id = np.array([number.get(text, -1) for text in texts], np.int32)
-        return tuple(text.decode("utf-8") for text in number), source_id
-
-
-def _runs(data: NDArray[np.uint8], begin: NDArray[np.int64], size: int) -> NDArray[np.uint8]:
-    """``size`` bytes from each of many places: uint8 (n, size), a copy."""
-    if not size:
-        return np.empty((len(begin), 0), np.uint8)
-    # Overlapping rows: indexing copies whole runs of bytes. The last record ends inside the data.
-    windows = np.lib.stride_tricks.as_strided(data, (len(data) - size + 1, size), (1, 1), writeable=False)
-    found: NDArray[np.uint8] = windows[begin]
-    return found

@@ -189,12 +189,12 @@ class VersionPlan:
             yield ShardRows(
                 number=shard,
                 ordinal=first_ordinal + ordinal,
-                records=rows.records[ordinal],
+                records=rows.records.only(ordinal),
                 stratum=self.of_stratum[rows.stratum[ordinal]] if has_pool else None,
                 segment_stratum=segment_stratum,
                 segment_rows=np.diff(layout.segment_start[segments.start : segments.stop + 1]),
                 block_rows=int(layout.block_rows[shard]),
-                raw_bytes=int(rows.raw_bytes[ordinal].sum()),
+                row_bytes=rows.raw_bytes[ordinal],
             )
 
     def split_rows(self) -> dict[str, int]:

@@ -377,6 +377,12 @@ SCALARS: list[tuple[pa.Array, str, object, dict[str, object]]] = [
 ]  # fmt: skip
 
 
+def same_stored(found: Importer, expected: list[dict[str, object]]) -> None:
+    """Dates and numbers of days are equal where they are stored as the same bytes."""
+    encoded = [[found.schema.encode(row, where="") for row in rows] for rows in (rows_of(found), expected)]
+    assert encoded[0] == encoded[1]
+
+
 @pytest.mark.parametrize("number", range(len(SCALARS)))
 def test_scalars_of_tables_arrive_as_expected(tmp_path: Path, number: int) -> None:
     column, kind, value, others = SCALARS[number]
@@ -387,7 +393,7 @@ def test_scalars_of_tables_arrive_as_expected(tmp_path: Path, number: int) -> No
             continue  # Parquet has none of whole seconds
         found = open_source(str(tmp_path / name))
         assert types_of(found) == {"v": kind}
-        same_rows(rows_of(found), [{"v": value}])
+        same_stored(found, [{"v": value}])
     for given, expected in others.items():
         options = ImportOptions(field_types={"v": given})
         same_rows(rows_of(open_source(str(tmp_path / "a.arrow"), options=options)), [{"v": expected}])
@@ -399,7 +405,7 @@ def test_scalars_without_a_value_are_optional(tmp_path: Path) -> None:
         pa.feather.write_feather(pa.table({"v": pair}), str(tmp_path / "a.arrow"))
         found = open_source(str(tmp_path / "a.arrow"))
         assert types_of(found) == {"v": kind if kind == "json" else f"{kind}?"}
-        same_rows(rows_of(found), [{"v": value}, {"v": None}])
+        same_stored(found, [{"v": value}, {"v": None}])
 
 
 SPAN = {"months": 1, "days": 2, "nanoseconds": 3}

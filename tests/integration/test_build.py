@@ -243,13 +243,13 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(
     source = folder(tmp_path / "source", 6)
     from shardkit_tools.importers.folder import FolderImporter
 
-    read = FolderImporter.read_rows
+    decode = FolderImporter.decode
 
-    def meddling(self: FolderImporter, task: Any, mode: Any) -> Any:
-        yield from read(self, task, mode)
+    def meddling(self: FolderImporter, task: Any, seen: Any) -> Any:
+        yield from decode(self, task, seen)
         os.utime(task.files[2].path, ns=(1, 1))
 
-    monkeypatch.setattr(FolderImporter, "read_rows", meddling)
+    monkeypatch.setattr(FolderImporter, "decode", meddling)
     with pytest.raises(SourceError, match="changed while it was read"):
         shardkit_tools.build(source, tmp_path / "root")
 

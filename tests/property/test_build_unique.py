@@ -6,7 +6,6 @@ import json
 import secrets
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -23,9 +22,7 @@ VALUES = st.sampled_from(["", "a", "aa", "b", "ä", "a\n"])
 
 @given(st.lists(VALUES, max_size=40))
 def test_first_of_equals_is_that_of_a_walk_with_a_set(values: list[str]) -> None:
-    marks = RowMarks(unique=0)
-    noted = [marks.marks([value.encode()]) for value in values]
-    columns = {name: np.array([one[k] for one in noted], np.uint64) for k, name in enumerate(marks.names)}
+    columns = RowMarks(unique=0).marks([[value.encode() for value in values]])
     seen: set[str] = set()
     expected = [place for place, value in enumerate(values) if not (value in seen or seen.add(value))]  # type: ignore[func-returns-value]
     assert first_of_equals(columns).tolist() == expected

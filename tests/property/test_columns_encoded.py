@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import decimal
 import secrets
 from pathlib import Path
 from typing import Any
@@ -12,23 +13,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardkit.dataset.encoding import (
-    CLASS_AXIS,
-    EncodedRow,
-    EncodedRows,
-    RowEncoder,
-    encode_columns,
-    ordinal_identity,
-)
+from shardkit.dataset.arrow_columns import payload_column, sample_batch, spool_array, stored_columns
+from shardkit.dataset.encoding import CLASS_AXIS, EncodedRow, RowEncoder, RowOrigin, ordinal_identity
 from shardkit.dataset.scratch import RowSpool
 from shardkit.dataset.scratch_reading import ScratchReader
 from shardkit.errors import IntegrityError
 from shardkit.formats import Row, RowBlock, Schema
 from shardkit.formats.block import payloads_of
 
-TYPES = ["bool", "int64", "uint8", "float16", "int32[5]", "float64[2,3]"]
-COLUMNS = ("identity", "raw_bytes", "split", "generated")
-RECORDS = ("part", "offset", "length", "check")
 ROWS = st.builds(
     EncodedRow,
     key=st.none() | st.from_regex(r"[A-Za-z0-9_-]{1,80}", fullmatch=True),
@@ -42,81 +34,121 @@ ROWS = st.builds(
 )
 
 
+KINDS = {
+    "bool": st.booleans(),
+    "int64": st.integers(-(2**63), 2**63 - 1),
+    "uint8": st.integers(0, 255),
+    "float16": st.floats(width=16, allow_nan=False),
+    "int32[5]": st.lists(st.integers(-9, 9), min_size=5, max_size=5),
+    "bool[3]": st.lists(st.booleans(), min_size=3, max_size=3),
+    "bool[*]": st.lists(st.booleans(), max_size=9),
+    "float64[2,3]": st.lists(st.lists(st.floats(0, 1), min_size=3, max_size=3), min_size=2, max_size=2),
+    "int16[*]": st.lists(st.integers(-9, 9), max_size=9),
+    "uint8[*,2]": st.lists(st.lists(st.integers(0, 9), min_size=2, max_size=2), max_size=4),
+    "str": st.text(st.characters(codec="utf-8"), max_size=20),
+    "str[*]": st.lists(st.text(st.characters(codec="utf-8"), max_size=5), max_size=4),
+    "bytes": st.binary(max_size=30),
+    "json": st.dictionaries(st.sampled_from("ab"), st.integers(0, 9)),
+    "date": st.dates(),
+    "decimal[9,2]": st.integers(-999, 999).map(decimal.Decimal),
+}
+
+
+@st.composite
+def samples_of_a_schema(draw: st.DrawFn) -> tuple[Schema, list[dict[str, Any]]]:
+    names = draw(st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=5))
+    optional = draw(st.lists(st.booleans(), min_size=len(names), max_size=len(names)))
+    fields = {f"f{n}": (name, mark) for n, (name, mark) in enumerate(zip(names, optional, strict=True))}
+    row = {field: st.none() | KINDS[name] if mark else KINDS[name] for field, (name, mark) in fields.items()}
+    rows = draw(st.lists(st.fixed_dictionaries({**row, "label": st.integers(0, 2)}), min_size=1, max_size=30))
+    types = {field: name + "?" * mark for field, (name, mark) in fields.items()}
+    return Schema.parse({**types, "label": "int64"}), rows
+
+
+@settings(max_examples=80, deadline=None)
+@given(samples_of_a_schema(), st.integers(0, 99))
+def test_record_batches_hold_the_payloads_of_the_samples(
+    given_: tuple[Schema, list[dict[str, Any]]], start: int
+) -> None:
+    """Also of a slice, and of rows that were taken."""
+    schema, rows = given_
+    encoded = [schema.encode(row, where="") for row in rows]
+    batch = sample_batch(schema, encoded)
+    batch.validate(full=True)
+    start = start % len(rows)
+    order = np.random.default_rng(start).permutation(len(rows))
+    for one, expected in (
+        (batch, encoded),
+        (batch.slice(start), encoded[start:]),
+        (batch.take(order), [encoded[place] for place in order]),
+    ):
+        columns = [payloads_of(column) for column in stored_columns(schema, one)]
+        assert list(zip(*[map(bytes, column) for column in columns], strict=True)) == expected
+        spooled = [
+            payload_column(kind, spool_array(kind, column, name)[:])
+            for (name, kind), column in zip(schema.stored.items(), stored_columns(schema, one), strict=True)
+        ]
+        assert list(zip(*[map(bytes, payloads_of(one)) for one in spooled], strict=True)) == expected
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    types=st.lists(st.sampled_from(TYPES), min_size=1, max_size=4),
-    rows=st.integers(1, 40),
-    axes=st.sampled_from(["", "f0", "label", CLASS_AXIS, "both"]),
+    given_=samples_of_a_schema(),
+    axes=st.sampled_from([[], ["label"], [CLASS_AXIS], ["label", CLASS_AXIS]]),
     split_by=st.sampled_from([None, "label"]),
-    run_bytes=st.integers(1, 3000),
-    seed=st.none() | st.integers(0, 9),
+    keyed=st.sampled_from(["none", "some", "all"]),
+    format=st.sampled_from(["tar", "arrow"]),
 )
-def test_columns_are_spooled_as_rows_are(
+def test_rows_are_encoded_together_as_they_are_alone(
     tmp_path: Path,
-    types: list[str],
-    rows: int,
-    axes: str,
+    given_: tuple[Schema, list[dict[str, Any]]],
+    axes: list[str],
     split_by: str | None,
-    run_bytes: int,
-    seed: int | None,
+    keyed: str,
+    format: str,
 ) -> None:
-    schema = Schema.parse({**{f"f{n}": kind for n, kind in enumerate(types)}, "label": "int64"})
-    random = np.random.default_rng(rows)
-    columns: dict[str, Any] = {"label": random.integers(0, 3, rows)}
-    for name, kind in list(schema.items())[:-1]:
-        columns[name] = random.integers(0, 2, (rows, *kind.shape)).astype(kind.numpy_dtype)
-    stratify = {"": [], "both": ["label", CLASS_AXIS]}.get(axes, [axes])
-    if "f0" in stratify and types[0] not in ("bool", "int64", "uint8"):
-        stratify = []
-    encoder = RowEncoder(schema, "tar", stratify=stratify, classes=("x", "y", "ä"), split_by=split_by)
-    found = encode_columns(encoder, columns, "été.npy", 7)
+    schema, rows = given_
+    encoder = RowEncoder(schema, format, stratify=axes, classes=("x", "y", "ä"), split_by=split_by)
+    keys = [f"kéy {n}" if keyed == "all" or (keyed == "some" and n % 2) else None for n in range(len(rows))]
+    names = ["été.npy" if n < len(rows) // 2 or keyed == "all" else "b" for n in range(len(rows))]
+    origin = RowOrigin(names, np.arange(7, 7 + len(rows)), () if keyed == "none" else keys)
+    batch = sample_batch(schema, [schema.encode(row, where="") for row in rows])
+    found, errors = encoder.encode_rows(stored_columns(schema, batch), origin, str)
     assert found is not None
-    spools = [
-        RowSpool(
-            str(tmp_path), f"part-{secrets.token_hex(8)}", seed=seed, run_bytes=run_bytes, always_file=True
-        )
-        for _ in range(2)
-    ]
-    spools[0].append_rows(found)
-    for row in range(rows):
-        sample = {name: column[row] for name, column in columns.items()}
-        encoded = encoder.encode(sample, None, ("été.npy", 7 + row), where="")
-        assert encoded.identity is not None
-        spools[1].append(encoded, encoded.identity)
-    (by_column, part), (by_row, other) = spools[0].finish(), spools[1].finish()
+    assert not errors
+    columns = [payloads_of(column) for column in found.columns]
+    for n, row in enumerate(rows):
+        alone = encoder.encode(row, keys[n], (names[n], 7 + n), where="")
+        assert alone.identity == tuple(found.identity[n].tolist())
+        assert alone.raw_bytes == found.raw_bytes[n]
+        assert (alone.split or 0) == found.split[n]
+        assert alone.stratum == found.strata[found.stratum[n]]
+        assert alone.payloads == tuple(bytes(column[n]) for column in columns)
+        if keyed != "none":
+            assert (alone.key, alone.original_key) == (found.keys[n], found.originals[n])
+    spool = RowSpool(str(tmp_path), f"part-{secrets.token_hex(8)}", schema, seed=1, run_bytes=500)
+    spool.append_rows(found)
+    kept, part = spool.finish()
     assert part is not None
-    assert other is not None
-    for name in COLUMNS:
-        assert getattr(by_column, name).tolist() == getattr(by_row, name).tolist(), name
-    for name in RECORDS:
-        assert getattr(by_column.records, name).tolist() == getattr(by_row.records, name).tolist(), name
-    texts = [[held.strata[n] for n in held.stratum.tolist()] for held in (by_column, by_row)]
-    assert texts[0] == texts[1]
-    one, another = (bytearray(int(by_row.records.length.sum()) + 1) for _ in range(2))
-    part.read_into(0, 0, memoryview(one))
-    other.read_into(0, 0, memoryview(another))
-    assert one == another
-    for spool in spools:
-        spool.drop()
+    order = np.arange(len(rows))
+    block = ScratchReader(part, schema).read(kept.records, order).block(0, len(rows))
+    assert [row.payloads for row in rows_of(block)] == [
+        encoder.encode(row, None, None, where="").payloads for row in rows
+    ]
+    spool.drop()
 
 
-def test_what_has_to_be_converted_goes_row_by_row() -> None:
-    encoder = RowEncoder(Schema.parse({"n": "int32", "t": "str"}), "tar")
-    texts = np.array(["a", "b"])
-    assert encode_columns(encoder, {"n": np.zeros(2, np.int32), "t": texts}, "s", 0) is None
-    encoder = RowEncoder(
-        Schema.parse({"n": "int32", "label": "int64"}), "tar", stratify=[CLASS_AXIS], classes=["a"]
-    )
-    good: dict[str, Any] = {"n": np.zeros(2, np.int32), "label": np.zeros(2, np.int64)}
-    assert isinstance(encode_columns(encoder, good, "s", 0), EncodedRows)
-    for other in (
-        {"n": np.zeros(2, np.int64)},
-        {"n": np.zeros(2, ">i4")},
-        {"n": np.zeros((2, 1), np.int32)},
-        {"label": np.array([0, 1])},
-        {"more": np.zeros(2)},
-    ):
-        assert encode_columns(encoder, {**good, **other}, "s", 0) is None
+def test_rows_that_cannot_be_stored_are_named() -> None:
+    schema = Schema.parse({"n": "int32", "label": "int64", "name": "str"})
+    encoder = RowEncoder(schema, "tar", stratify=[CLASS_AXIS, "name"], classes=["a"])
+    rows = [{"n": n, "label": int(n == 1), "name": "" if n == 2 else "x"} for n in range(4)]
+    batch = sample_batch(schema, [schema.encode(row, where="") for row in rows])
+    origin = RowOrigin(["s"] * 4, np.arange(4))
+    found, errors = encoder.encode_rows(stored_columns(schema, batch), origin, "row {}".format)
+    assert found is None
+    assert errors.keys() == {1, 2}
+    assert "row 1: label 1 has no class name" in str(errors[1])
+    assert "row 2: field 'name' has 0 characters" in str(errors[2])
 
 
 def rows_of(block: RowBlock) -> list[Row]:
@@ -147,7 +179,7 @@ def test_blocks_hold_the_rows_that_were_spooled(
     tmp_path: Path, rows: list[EncodedRow], seed: int | None, run_bytes: int, random: int
 ) -> None:
     schema = Schema.parse({"blob": "bytes", "n": "int64"})
-    spool = RowSpool(str(tmp_path), f"part-{secrets.token_hex(8)}", seed=seed, run_bytes=run_bytes)
+    spool = RowSpool(str(tmp_path), f"part-{secrets.token_hex(8)}", schema, seed=seed, run_bytes=run_bytes)
     for number, row in enumerate(rows):
         spool.append(row, ordinal_identity(number))
     columns, part = spool.finish()
@@ -166,7 +198,7 @@ def test_blocks_hold_the_rows_that_were_spooled(
              for row in rows_of(held.block(first, last, None))]  # fmt: skip
     assert found == expected
     assert held.payload_bytes[-1] == sum(len(p) for row in rows for p in row.payloads)
-    wrong = np.where(np.arange(len(order)) == len(order) - 1, wanted.check ^ 1, wanted.check)
-    with pytest.raises(IntegrityError, match=f"row {order[-1]} changed"):
-        reader.read(dataclasses.replace(wanted, check=wrong), order)
+    batches = dataclasses.replace(wanted.batches, check=wanted.batches.check ^ np.uint64(1))
+    with pytest.raises(IntegrityError, match=r"row \d+ changed"):
+        reader.read(dataclasses.replace(wanted, batches=batches), order)
     spool.drop()

@@ -6,6 +6,7 @@ import secrets
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -36,7 +37,9 @@ ROWS = st.builds(
 def spooled(
     folder: Path, rows: list[EncodedRow], seed: int | None, run_bytes: int
 ) -> tuple[RowSpool, Rows, Parts]:
-    spool = RowSpool(str(folder), f"spool-{secrets.token_hex(8)}", seed=seed, run_bytes=run_bytes)
+    spool = RowSpool(
+        str(folder), f"spool-{secrets.token_hex(8)}", SCHEMA, seed=seed, run_bytes=run_bytes, batch_bytes=300
+    )
     for number, row in enumerate(rows):
         spool.append(row, ordinal_identity(number))
     columns, part = spool.finish()
@@ -101,8 +104,12 @@ def test_columns_survive_a_record(tmp_path: Path, rows: list[EncodedRow], seed: 
     assert again.strata == columns.strata
     for name in ("identity", "stratum", "raw_bytes", "split", "generated"):
         assert getattr(again, name).tolist() == getattr(columns, name).tolist()
-    for name in ("part", "offset", "length", "check"):
+    for name in ("batch", "row"):
         assert getattr(again.records, name).tolist() == getattr(columns.records, name).tolist()
+    for name in ("part", "offset", "length", "check"):
+        assert (
+            getattr(again.records.batches, name).tolist() == getattr(columns.records.batches, name).tolist()
+        )
     with pytest.raises(FormatError):
         Rows.from_bytes(columns.to_bytes({})[:-1])
 
@@ -124,17 +131,16 @@ def test_a_row_larger_than_a_run_and_runs_sorted_by_the_order_of_the_layout(tmp_
         10,
         10,
     ]
-    assert columns.records.offset[4:].min() > columns.records.offset[:4].max(), "a run follows the one before"
-    assert columns.records.offset[4:].tolist() != sorted(columns.records.offset[4:].tolist()), (
-        "and is shuffled inside"
-    )
+    batch, row = columns.records.batch, columns.records.row
+    assert batch[4:].min() > batch[:4].max(), "a run follows the one before"
+    assert row[4:].tolist() != sorted(row[4:].tolist()), "and is shuffled inside"
     spool.drop()
 
 
-@pytest.mark.parametrize("place", [0, 17, 100, -1])
+@pytest.mark.parametrize("place", [1000, 3000, -20])
 def test_a_flipped_bit_is_noticed(tmp_path: Path, place: int) -> None:
     rows = [EncodedRow(f"k{n}", None, None, (bytes([n]) * 50, b""), None, ("a",), None, 1) for n in range(5)]
-    spool = RowSpool(str(tmp_path), "part", seed=None, run_bytes=1, always_file=True)
+    spool = RowSpool(str(tmp_path), "part", SCHEMA, seed=None, run_bytes=1, always_file=True)
     for number, row in enumerate(rows):
         spool.append(row, ordinal_identity(number))
     columns, _ = spool.finish()
@@ -143,7 +149,7 @@ def test_a_flipped_bit_is_noticed(tmp_path: Path, place: int) -> None:
     (tmp_path / "part").write_bytes(data)
     with pytest.raises(IntegrityError, match="scratch"):
         read(columns, PartFiles(str(tmp_path), ["part"]), np.arange(5))
-    (tmp_path / "part").write_bytes(data[:-1])
+    (tmp_path / "part").write_bytes(data[:-400])
     with pytest.raises(IntegrityError, match="scratch"):
         read(columns, PartFiles(str(tmp_path), ["part"]), np.arange(5))
 
@@ -181,3 +187,18 @@ def test_the_writer_leaves_no_scratch_behind_when_it_dies_with_the_process(tmp_p
     (tmp_path / "tmp" / dead).write_bytes(b"rows")
     shardkit.create(tmp_path, {"n": "int64"}).abort()
     assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_a_scratch_file_is_an_arrow_stream(tmp_path: Path) -> None:
+    schema = Schema.parse({"text": "str", "tokens": "int32[*]", "box": "float32[4]?"})
+    spool = RowSpool(str(tmp_path), "part", schema, seed=None, run_bytes=500, always_file=True)
+    encoder = RowEncoder(schema, "arrow")
+    for number in range(9):
+        box = [number] * 4 if number % 2 else None
+        sample = {"text": f"t{number}", "tokens": list(range(number)), "box": box}
+        spool.append(encoder.encode(sample, f"k{number}", None, where=""), ordinal_identity(number))
+    spool.finish()
+    table = pa.ipc.open_stream(str(tmp_path / "part")).read_all()
+    assert table["text"].to_pylist() == [f"t{number}" for number in range(9)]
+    assert table["tokens"].to_pylist() == [list(range(number)) for number in range(9)]
+    assert table["box"].to_pylist()[7] == [7, 7, 7, 7]

@@ -15,7 +15,7 @@ import pytest
 import shardkit_tools
 from shardkit.errors import SourceError
 from shardkit_tools.importers import ImportOptions, line_ranges, open_source, tables
-from shardkit_tools.importers.protocol import FileImporter, SampleColumns, SourceFailure
+from shardkit_tools.importers.protocol import FileImporter, SourceFailure
 from tests.importer_conformance import check_importer
 
 
@@ -75,7 +75,7 @@ def test_whole_batches_make_the_version_that_single_rows_make(
         np.save(path, np.arange(360, dtype=np.int32).reshape(60, 6))
     source = open_source(str(path))
     assert isinstance(source, FileImporter)
-    assert all(isinstance(found, SampleColumns) for found in source.read_rows(source.tasks()[0]))
+    assert sum(1 for _ in source.decode(source.tasks()[0])) < 60
     named: dict[str, Any] = {
         "stratify": [] if kind == "npy" else ["good"],
         "shard_size": 1024,

@@ -39,6 +39,7 @@ from shardkit.dataset.scratch import (
     ShardRows,
     join_parts,
     scratch_folder,
+    sized_batch,
     sized_run,
 )
 from shardkit.dataset.scratch_reading import ScratchReader
@@ -237,7 +238,8 @@ class BuildRun:
             seed=self._seed,
             folder=folder,
             skip=self._settings.skips,
-            run_bytes=sized_run(total, self._version.settings.shard_size),
+            run_bytes=(run_bytes := sized_run(total, self._version.settings.shard_size)),
+            batch_bytes=sized_batch(run_bytes, total, self._version.settings.shard_size),
             marks=self._marks,
         )
         here = is_small(self._engine, left)
@@ -268,7 +270,7 @@ class BuildRun:
             rows, parts, packed = self._pack(self._packing, rows, found, job)
         files = (job.folder if job else NO_FOLDER).parts([part.part for part in parts])
         with contextlib.closing(files):
-            reader = ScratchReader(files, self._version.schema.stored) if job is not None else None
+            reader = ScratchReader(files, self._version.schema) if job is not None else None
             plan = plan_version(self._version, rows, base, reader)
         return _Laid(plan, parts, duplicates, packed)
 

@@ -86,7 +86,7 @@ class Documents:
     def record_name(self) -> str:
         """Of the record of what they become: equal only where the same documents are packed in the same way."""
         digest = xxhash.xxh3_128(str(self.number).encode())
-        for column in (self.ordinal, self.records.check, self.records.length, self.items, self.group_start):
+        for column in (self.ordinal, *self.records.identity, self.items, self.group_start):
             digest.update(np.ascontiguousarray(column).data)
         return f"packed-{digest.hexdigest()}.rows"
 
@@ -115,7 +115,7 @@ def _item(rows: Rows, number: int, places: NDArray[np.int64], borders: NDArray[n
         number=number,
         group_start=group_start,
         ordinal=places,
-        records=rows.records[places],
+        records=rows.records.only(places),
         items=rows.marks[ITEMS][places].astype(np.int64),
         split=rows.split[places],
         identity=rows.identity[places],
@@ -138,7 +138,7 @@ class PackWorker:
     def __post_init__(self) -> None:
         settings = self.settings
         self._parts = self.folder.parts(self.parts)
-        self._reader = ScratchReader(self._parts, settings.documents.stored)
+        self._reader = ScratchReader(self._parts, settings.documents)
         self._item_bytes = settings.rows[settings.field].numpy_dtype.itemsize
         self._raw_bytes = functools.lru_cache(maxsize=4096)(
             functools.partial(raw_row_bytes, settings.format, settings.rows)
@@ -151,7 +151,12 @@ class PackWorker:
         """Pack documents; in a job directory, leave a record of the rows there."""
         part = self.folder.new_part("packed")
         spool = RowSpool(
-            self.folder.path, part, seed=self.seed, run_bytes=self.run_bytes, always_file=bool(part)
+            self.folder.path,
+            part,
+            self.settings.rows,
+            seed=self.seed,
+            run_bytes=self.run_bytes,
+            always_file=bool(part),
         )
         try:
             documents = self._documents(item) if part else None

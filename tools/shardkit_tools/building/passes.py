@@ -5,9 +5,10 @@ Pass 1: the rows of a task, encoded into a scratch part. Pass 2: shards from scr
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, astuple, dataclass
 from typing import Any
@@ -17,20 +18,20 @@ import xxhash
 from numpy.typing import NDArray
 
 from shardkit.dataset.about import SourceDigest
+from shardkit.dataset.arrow_columns import stored_columns
 from shardkit.dataset.committing import write_shard
-from shardkit.dataset.encoding import RowEncoder, encode_columns
-from shardkit.dataset.scratch import Rows, RowSpool, RunBuffer, ShardRows
+from shardkit.dataset.encoding import RowEncoder
+from shardkit.dataset.scratch import Rows, RowSpool, ShardRows
 from shardkit.dataset.scratch_reading import ScratchReader
 from shardkit.dataset.version_plan import NewVersion
 from shardkit.errors import (
     ConfigurationError,
     FormatError,
-    SampleError,
-    ShardkitError,
     SourceError,
     StoreError,
 )
 from shardkit.formats import Schema, canonical_json
+from shardkit.formats.block import PayloadColumn, payloads_of, sizes_of
 from shardkit.manifest import ShardRecord
 from shardkit.repository.repository import Repository
 from shardkit.stores.store import object_name
@@ -39,14 +40,16 @@ from shardkit_tools.building.job import Job, JobFolder
 from shardkit_tools.building.outcome import SkippedRow
 from shardkit_tools.building.source_digests import TaskDigests, check_unchanged, digest_record
 from shardkit_tools.importers.protocol import (
+    DecodedRows,
+    DecodedStream,
     FileImporter,
     FileObserver,
     Importer,
-    SampleStream,
     SourceFailure,
     SourceFile,
     SourceSample,
     SourceTask,
+    decode,
     row_name,
 )
 
@@ -94,15 +97,16 @@ class RowMarks:
         unique = () if self.unique is None else (_HIGH, _LOW)
         return unique if self.packed is None else (*unique, ITEMS)
 
-    def marks(self, payloads: Sequence[bytes]) -> list[int]:
-        """Return the marks of a row."""
-        found: list[int] = []
+    def marks(self, columns: Sequence[PayloadColumn]) -> dict[str, NDArray[np.uint64]]:
+        """Return the marks of rows from the payloads of their stored columns."""
+        found: dict[str, NDArray[np.uint64]] = {}
         if self.unique is not None:
             # SHA-256, not XXH3: nobody can make two values that are taken for one another.
-            digest = hashlib.sha256(payloads[self.unique]).digest()
-            found += divmod(int.from_bytes(digest[:16], "little"), 2**64)
+            digests = b"".join(hashlib.sha256(one).digest()[:16] for one in payloads_of(columns[self.unique]))
+            words = np.frombuffer(digests, "<u8").reshape(-1, 2)
+            found = {_HIGH: words[:, 1], _LOW: words[:, 0]}
         if self.packed is not None:
-            found.append(len(payloads[self.packed]) // self.item_bytes)
+            found[ITEMS] = (sizes_of(columns[self.packed]) // self.item_bytes).astype(np.uint64)
         return found
 
 
@@ -180,11 +184,11 @@ class ReadWorker:
     folder: JobFolder  # the job directory
     skip: bool  # leave out rows that cannot be read instead of failing
     run_bytes: int  # of `RowSpool`
+    batch_bytes: int  # of `RowSpool`
     marks: RowMarks  # what else is noted of every row
 
     def __post_init__(self) -> None:
         self._reads_whole = isinstance(self.importer, FileImporter) and self.importer.reads_whole_files
-        self._buffer = RunBuffer(self.run_bytes)
 
     def close(self) -> None:
         """Nothing is held between tasks."""
@@ -195,16 +199,18 @@ class ReadWorker:
         spool = RowSpool(
             self.folder.path,
             part,
+            self.encoder.schema,
             seed=self.seed,
+            run_bytes=self.run_bytes,
+            batch_bytes=self.batch_bytes,
             always_file=bool(part),
             marks=self.marks.names,
-            buffer=self._buffer,
         )
         try:
             with ThreadPoolExecutor(1, "digest") as digesting:
                 digested = item.task.files if item.digests else ()
                 digests = TaskDigests(digested, digesting, whole=self._reads_whole)
-                rows = self._rows(item.task, digests.add)
+                rows = self._decode(item.task, digests.add)
                 skipped = self._read(item.task, rows, spool, _Throttle(report, item.task.size))
                 files = digests.results()
             for file in item.task.files:
@@ -222,77 +228,57 @@ class ReadWorker:
             self.folder.put_record(_record_name(item.task), read.to_bytes())
         return read
 
-    def _rows(self, task: SourceTask, seen: FileObserver) -> SampleStream:
-        """The rows of a task; an error of the source itself ends it, as a failure of row -1."""
+    def _decode(self, task: SourceTask, seen: FileObserver) -> DecodedStream:
+        """Yield the rows of a task; an error of the source itself ends it, as a failure of row -1."""
         try:
-            if isinstance(self.importer, FileImporter):
-                yield from self.importer.read_rows(task, seen)
-            else:
-                yield from self.importer.read(task)
+            yield from decode(self.importer, task, seen)
         except SourceError as error:
             yield SourceFailure(task.name, -1, error)
 
     def _read(
-        self, task: SourceTask, rows: SampleStream, spool: RowSpool, throttle: _Throttle
+        self, task: SourceTask, rows: DecodedStream, spool: RowSpool, throttle: _Throttle
     ) -> list[SkippedRow]:
         paths = {file.name: file.path for file in task.files}
         skipped: list[SkippedRow] = []
-        for found in self._samples(rows, spool, throttle):
-            error = (
-                found.error if isinstance(found, SourceFailure) else self._take(found, paths, spool, throttle)
+        for found in rows:
+            failures = (
+                [found] if isinstance(found, SourceFailure) else self._take(found, paths, spool, throttle)
             )
-            if error is None:
-                continue
-            if not self.skip:
-                raise error
-            # A message may quote bytes of the source that are not text.
-            message = str(error).encode("utf-8", "backslashreplace").decode("utf-8")[:1_000]
-            skipped.append(SkippedRow(found.source_name, found.source_row, error.kind, message))
+            for failure in failures:
+                if not self.skip:
+                    raise failure.error
+                # A message may quote bytes of the source that are not text.
+                message = str(failure.error).encode("utf-8", "backslashreplace").decode("utf-8")[:1_000]
+                row = SkippedRow(failure.source_name, failure.source_row, failure.error.kind, message)
+                skipped.append(row)
             if len(skipped) > _MAX_SKIPPED:
                 raise SourceError(
-                    f"{task.name}: more than {_MAX_SKIPPED} rows cannot be read, the last is {message}; this is not a "
-                    "few bad rows: mend the source or the schema"
+                    f"{task.name}: more than {_MAX_SKIPPED} rows cannot be read, the last is {skipped[-1].message}; "
+                    "this is not a few bad rows: fix the source or the schema"
                 )
         throttle.finish()
         return skipped
 
-    def _samples(
-        self, rows: SampleStream, spool: RowSpool, throttle: _Throttle
-    ) -> Iterator[SourceSample | SourceFailure]:
-        """The rows of a task that have to be taken one by one; the others are taken here."""
-        for found in rows:
-            if isinstance(found, (SourceSample, SourceFailure)):
-                yield found
-                continue
-            encoded = None
-            if not self.marks.names:  # marks are made of payloads one by one
-                encoded = encode_columns(self.encoder, found.columns, found.source_name, found.first_row)
-            if encoded is not None:
-                spool.append_rows(encoded)
-                throttle.add(encoded.raw_bytes * len(encoded), rows=len(encoded))
-                continue
-            yield from found.samples()
-
     def _take(
-        self, found: SourceSample, paths: dict[str, str], spool: RowSpool, throttle: _Throttle
-    ) -> ShardkitError | None:
-        source = (found.source_name, found.source_row)
-        try:
-            row = self.encoder.encode(found.sample, found.key, source, where="")
-        except SampleError:
-            # Named only now: making up a name for every good row would cost more than encoding some.
-            try:
-                row = self.encoder.encode(found.sample, found.key, source, where=row_name(found, paths))
-            except SampleError as error:
-                return error
-        assert row.identity is not None, "a row with a source has an identity"
-        identity = row.identity
-        if found.piece and found.key is None:  # pieces of one row lie apart in the shuffle, as other rows do
-            text = b"p%d:%d:%d" % (*identity, found.piece)
-            identity = divmod(xxhash.xxh3_128_intdigest(text), 2**64)
-        spool.append(row, identity, self.marks.marks(row.payloads))
-        throttle.add(row.raw_bytes)
-        return None
+        self, found: DecodedRows, paths: Mapping[str, str], spool: RowSpool, throttle: _Throttle
+    ) -> list[SourceFailure]:
+        """Spool rows; return those that cannot be stored."""
+        names, numbers, keys = found.origin.source_names, found.origin.source_row, found.origin.keys
+
+        def name_of(row: int) -> str:
+            key = keys[row] if keys else None
+            return row_name(SourceSample({}, key, names[row], int(numbers[row])), paths)
+
+        columns = stored_columns(self.encoder.schema, found.batch)
+        rows, errors = self.encoder.encode_rows(columns, found.origin, name_of)
+        if rows is not None:
+            spool.append_rows(dataclasses.replace(rows, marks=self.marks.marks(rows.columns)))
+            throttle.add(int(rows.raw_bytes.sum()), rows=len(rows))
+            return []
+        good = np.array([row for row in range(len(names)) if row not in errors], np.int64)
+        if len(good):
+            self._take(DecodedRows(found.batch.take(good), found.origin.take(good)), paths, spool, throttle)
+        return [SourceFailure(names[row], int(numbers[row]), errors[row]) for row in sorted(errors)]
 
 
 class _Throttle:
@@ -366,11 +352,11 @@ def finished_rows(job: Job, number: int, name: str) -> TaskRows | None:
 
 def _is_whole(job: Job, rows: TaskRows) -> bool:
     part = job.folder.parts([rows.facts.part])
-    records = rows.columns.records
-    buffer = memoryview(bytearray(int(records.length.max(initial=0))))
+    batches = rows.columns.records.batches
+    buffer = memoryview(bytearray(int(batches.length.max(initial=0))))
     try:
         for offset, length, check in zip(
-            records.offset.tolist(), records.length.tolist(), records.check.tolist(), strict=True
+            batches.offset.tolist(), batches.length.tolist(), batches.check.tolist(), strict=True
         ):
             part.read_into(0, offset, buffer[:length])
             if xxhash.xxh3_64_intdigest(buffer[:length]) != check:
@@ -398,7 +384,7 @@ class WriteWorker:
 
     def __post_init__(self) -> None:
         self._parts = self.folder.parts(self.parts)
-        self._reader = ScratchReader(self._parts, self.version.schema.stored)
+        self._reader = ScratchReader(self._parts, self.version.schema)
 
     def close(self) -> None:
         self._parts.close()

@@ -1,13 +1,14 @@
-"""The rows of Arrow's record batches: all at once where every field is of a fixed size, else one by one.
+"""Record batches of a source as record batches of its schema: columns are cast, or encoded value by value.
 
-A column that holds nulls is optional, and json holds them as they are; others are errors that name the row.
+A column that holds nulls is optional, and json holds them as they are; other nulls are errors that name the row.
 """
 
 from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -16,12 +17,18 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from shardkit.errors import SchemaError, SourceError
-from shardkit.formats import FieldType, presence_of
+from shardkit.dataset.arrow_columns import stored_columns
+from shardkit.dataset.encoding import RowOrigin
+from shardkit.errors import SampleError, SchemaError, ShardkitError, SourceError
+from shardkit.formats import FieldType, JoinedPayloads, Schema
+from shardkit.formats.arrow_writing import arrow_array, arrow_schema, arrow_type
+from shardkit.formats.block import payloads_of
+from shardkit.formats.schema import encode_value
 from shardkit_tools.importers.arrow_types import KEY, fixed_shape, is_list, is_media, is_number
 from shardkit_tools.importers.protocol import (
     MIXED,
-    SampleColumns,
+    DecodedRows,
+    DecodedStream,
     SampleStream,
     SourceFailure,
     SourceFile,
@@ -38,105 +45,158 @@ def null_columns(batches: Iterable[Any]) -> set[str]:
     }  # fmt: skip
 
 
-def read_batch(
-    batch: Any, types: Mapping[str, FieldType], file: SourceFile, first_row: int, *, unchecked: bool
+def conform_batch(
+    batch: Any, fields: Schema, schema: Schema, file: SourceFile, first_row: int
+) -> DecodedStream:
+    """Yield a record batch of a source as one of its schema; rows that do not fit are failures.
+
+    `fields` are those of the schema under the names that the source has.
+    """
+    columns = _Columns(batch, file.path, first_row)
+    arrays = [columns.conform(name, kind) for name, kind in fields.items()]
+    keys = columns.keys()
+    made = pa.RecordBatch.from_arrays(arrays, schema=arrow_schema(schema, keys=False))
+    rows = np.arange(first_row, first_row + batch.num_rows, dtype=np.int64)
+    origin = RowOrigin([file.name] * batch.num_rows, rows, keys)
+    for row in sorted(columns.bad):
+        yield SourceFailure(file.name, first_row + row, columns.bad[row])
+    if columns.bad:
+        good = np.array([row for row in range(batch.num_rows) if row not in columns.bad], np.int64)
+        made, origin = made.take(good), origin.take(good)
+    if len(origin):
+        yield DecodedRows(made, origin)
+
+
+def batch_samples(
+    batch: Any, fields: Schema, file: SourceFile, first_row: int, *, unchecked: bool
 ) -> SampleStream:
-    """The rows of a record batch, at once where none has to be looked at; one with a null costs its own sample only."""
-    if not batch.num_rows:
-        return
-    where = f"{file.path} from row {first_row} on"
-    try:
-        batch.validate(full=True)
-        columns = None if KEY in batch.schema.names else _arrays(batch, types, where)
-        if columns is not None:
-            yield SampleColumns(columns, file.name, first_row)
-            return
-        rows = _Rows(file.path, first_row)
-        read = rows.read_unchecked if unchecked else rows.read
-        keyed = [*types.items(), *([(KEY, FieldType("str"))] if KEY in batch.schema.names else [])]
-        values = {name: read(_column(batch, name), kind, name) for name, kind in keyed}
-    except (UnicodeDecodeError, pa.ArrowException) as error:
-        raise SourceError(f"{where}: damaged ({error}); fetch or write it again") from error
-    keys = values.pop(KEY, None)
+    """Yield the rows of a record batch as Python values; unchecked ones that do not fit as Arrow has them."""
+    columns = _Columns(batch, file.path, first_row)
+    values = {name: columns.values(name, kind, unchecked=unchecked) for name, kind in fields.items()}
+    keys = columns.keys()
     for row in range(batch.num_rows):
-        if row in rows.bad:
-            yield SourceFailure(file.name, first_row + row, rows.bad[row])
+        if row in columns.bad:
+            yield SourceFailure(file.name, first_row + row, columns.bad[row])
             continue
-        key = None if keys is None or keys[row] is None else str(keys[row])
-        yield SourceSample({name: one[row] for name, one in values.items()}, key, file.name, first_row + row)
+        sample = {name: column[row] for name, column in values.items()}
+        yield SourceSample(sample, keys[row] if keys else None, file.name, first_row + row)
 
 
-def _arrays(batch: Any, types: Mapping[str, FieldType], where: str) -> dict[str, NDArray[Any]] | None:
-    """Field → array (rows, …), where every field is of a fixed size and nothing has to be looked at by row."""
-    if any(kind.item_bytes is None for kind in types.values()):
-        return None
-    columns: dict[str, NDArray[Any]] = {}
-    for name, kind in types.items():
-        column = _column(batch, name)
-        if kind.optional:
-            columns[presence_of(name)] = column.is_valid().to_numpy(zero_copy_only=False)
-            if column.null_count and kind.kind == "scalar" and is_number(column.type):
-                column = pc.fill_null(column, pa.scalar(0).cast(column.type))
-        found: NDArray[Any] | None = None
-        if kind.logical is not None and pa.types.is_temporal(column.type):
-            found = np.asarray(_values(column, kind, f"{where}, column {name!r}"))
-        elif is_number(fixed_shape(column.type)[1]):
-            found = _fixed_array(column, kind)
-        if found is None:
-            return None
-        columns[name] = found
-    return columns
+class _Columns:
+    """The columns of a record batch in the types of fields, and the rows that do not fit."""
 
-
-class _Rows:
-    """Values of columns, and the rows that hold a null where none can be stored."""
-
-    def __init__(self, path: str, first_row: int) -> None:
-        self._path, self._first_row = path, first_row
-        self.bad: dict[int, SourceError] = {}
-
-    def read(self, column: Any, kind: FieldType, name: str) -> Sequence[Any]:
-        """One value per row."""
-        if kind.kind == "bytes" and is_media(column.type):
-            alone = pc.and_(pc.is_null(_media_bytes(column)), pc.is_valid(pc.struct_field(column, "path")))
-            for row in _true_rows(alone):
-                self._refuse(row, f"field {name!r} holds no bytes, only a path; save the dataset with the files "
-                                  "embedded (save_to_disk and to_parquet do so by default)")  # fmt: skip
-            column = _media_bytes(column)
-        if kind.kind == "list" and is_list(column.type) and is_media(column.type.value_type):
-            column = _media_lists(column)
-        absent = set(_true_rows(column.is_null()))
-        if kind.kind != "json":
-            is_nested = kind.is_packed or kind.kind in ("array", "ragged")
-            for row in _null_rows(column) if is_nested else sorted(absent):
-                if row not in absent or not kind.optional:
-                    word = shell_word(name)
-                    self._refuse(row, f"field {name!r} is null, or holds one; give it a value, leave the row out "
-                                      f"(--on-error skip), or pass --schema {word}={kind.required}? for rows without a "
-                                      f"value, or {word}=json for nulls inside of one")  # fmt: skip
-        values = _values(column, kind, f"{self._path} from row {self._first_row} on, column {name!r}")
-        if absent and kind.optional:
-            return [None if row in absent else value for row, value in enumerate(values)]
-        return values
-
-    def read_unchecked(self, column: Any, kind: FieldType, name: str) -> Sequence[Any]:
-        """The same; what Arrow has where there is no value, or it does not fit the type."""
-        held = _media_bytes(column) if kind.kind == "bytes" and is_media(column.type) else column
+    def __init__(self, batch: Any, path: str, first_row: int) -> None:
+        self._batch, self._path, self._first_row = batch, path, first_row
+        self.bad: dict[int, ShardkitError] = {}
         try:
-            values = column.to_pylist() if kind.kind == MIXED else _values(held, kind, "")
-        except SchemaError:
-            values = column.to_pylist()
-        if absent := set(_true_rows(held.is_null())):
-            own = column.to_pylist()
-            return [own[row] if row in absent else value for row, value in enumerate(values)]
-        return values
+            batch.validate(full=True)
+        except (UnicodeDecodeError, pa.ArrowException) as error:
+            raise self._damaged(error) from error
+
+    def _damaged(self, error: Exception) -> SourceError:
+        return SourceError(
+            f"{self._path} from row {self._first_row} on: damaged ({error}); fetch or write it again"
+        )
+
+    def _named(self, row: int) -> str:
+        return f"{self._path} row {self._first_row + row}"
 
     def _refuse(self, row: int, why: str) -> None:
-        self.bad.setdefault(row, SourceError(f"{self._path} row {self._first_row + row}: {why}"))
+        self.bad.setdefault(row, SourceError(f"{self._named(row)}: {why}"))
 
+    def keys(self) -> list[str | None]:
+        """Return the keys of the rows, nothing if the source has none."""
+        if KEY not in self._batch.schema.names:
+            return []
+        column = self._column(KEY)
+        keys: list[str | None] = column.cast(pa.large_string()).to_pylist()
+        return keys
 
-def _column(batch: Any, name: str) -> Any:
-    return _plain(batch.column(batch.schema.get_field_index(name)))
+    def conform(self, name: str, kind: FieldType) -> Any:
+        """Return a column in the Arrow type of its field."""
+        column = self._column(name)
+        column = self._media(column, kind, name)
+        absent = self._check_nulls(column, kind, name)
+        where = f"{self._path} from row {self._first_row} on, column {name!r}"
+        try:
+            array = _cast(column, kind, name, where)
+        except (UnicodeDecodeError, pa.ArrowException) as error:
+            raise self._damaged(error) from error
+        return self._by_row(column, kind, name, absent, where) if array is None else array
+
+    def values(self, name: str, kind: FieldType, *, unchecked: bool) -> Sequence[Any]:
+        """Return the values of a column, None where there is none; unchecked ones that do not fit as Arrow has them."""
+        before = dict(self.bad)
+        try:
+            if unchecked and kind.kind == MIXED:
+                raise SchemaError("no type has all values")
+            array = self.conform(name, kind)
+        except SchemaError:
+            if not unchecked:
+                raise
+            array = None
+        if unchecked and (array is None or self.bad != before):
+            self.bad = before
+            raw: list[Any] = self._column(name).to_pylist()
+            return raw
+        alone = Schema({"value": kind})
+        columns = [
+            payloads_of(column)
+            for column in stored_columns(alone, pa.RecordBatch.from_arrays([array], ["value"]))
+        ]
+        return [
+            None if row in self.bad else alone.decode(payloads)["value"]
+            for row, payloads in enumerate(zip(*columns, strict=True))
+        ]
+
+    def _column(self, name: str) -> Any:
+        return _plain(self._batch.column(self._batch.schema.get_field_index(name)))
+
+    def _media(self, column: Any, kind: FieldType, name: str) -> Any:
+        """Return files as their bytes."""
+        if kind.kind == "list" and is_list(column.type) and is_media(column.type.value_type):
+            return _media_lists(column)
+        if kind.kind != "bytes" or not is_media(column.type):
+            return column
+        alone = pc.and_(pc.is_null(_media_bytes(column)), pc.is_valid(pc.struct_field(column, "path")))
+        for row in _true_rows(alone):
+            self._refuse(
+                row,
+                f"field {name!r} holds no bytes, only a path; save the dataset with the files embedded (save_to_disk "
+                "and to_parquet do so by default)",
+            )
+        return _media_bytes(column)
+
+    def _check_nulls(self, column: Any, kind: FieldType, name: str) -> set[int]:
+        """Refuse rows with a null that cannot be stored; return those without a value."""
+        absent = set(_true_rows(column.is_null())) if column.null_count else set()
+        if kind.kind == "json":
+            return absent if kind.optional else set()
+        is_nested = kind.is_packed or kind.kind in ("array", "ragged")
+        for row in _null_rows(column) if is_nested else sorted(absent):
+            if row not in absent or not kind.optional:
+                word = shell_word(name)
+                self._refuse(
+                    row,
+                    f"field {name!r} is null, or holds one; give it a value, leave the row out (--on-error skip), or "
+                    f"pass --schema {word}={kind.required}? for rows without a value, or {word}=json for nulls inside "
+                    "of one",
+                )
+        return absent
+
+    def _by_row(self, column: Any, kind: FieldType, name: str, absent: set[int], where: str) -> Any:
+        """Encode values one by one."""
+        payloads = []
+        for row, value in enumerate(_values(column, kind, where)):
+            payload = bytes(kind.item_bytes or 0)
+            if row not in absent and row not in self.bad:
+                try:
+                    payload = encode_value(kind.required, value, self._named(row), name)
+                except SampleError as error:
+                    self.bad[row] = error
+            payloads.append(payload)
+        present = [b"\0" if row in absent else b"\1" for row in range(len(column))] if kind.optional else None
+        return arrow_array(kind, payloads, name, present)
 
 
 def _plain(column: Any) -> Any:
@@ -180,50 +240,68 @@ def _media_lists(column: Any) -> Any:
 # ---- Values
 
 
-def _values(column: Any, kind: FieldType, where: str) -> Sequence[Any]:
-    """One value per row; what stands in the place of a null does not matter."""
-    if kind.kind == "json":
-        return _json_values(column)
-    if kind.kind == "array" and (found := _fixed_array(column, kind)) is not None:
-        rows: Sequence[Any] = found  # type: ignore[assignment]  # an array is a sequence of its rows
-        return rows
-    if kind.is_packed or kind.kind in ("array", "ragged"):
-        return _lists(column, kind, where)
-    if kind.kind == "str" and (pa.types.is_nested(column.type) or pa.types.is_interval(column.type)):
-        return [json.dumps(value, ensure_ascii=False, sort_keys=True) for value in _json_values(column)]
+def _cast(column: Any, kind: FieldType, name: str, where: str) -> Any:
+    """Return a column in the Arrow type of a field; None where values have to be looked at one by one."""
+    is_decimal = kind.logical is not None and kind.logical.kind == "decimal"
+    nested = pa.types.is_nested(column.type) or pa.types.is_interval(column.type)
+    if kind.kind == "json" or kind.is_packed or is_decimal or (kind.kind == "str" and nested):
+        return None
+    if kind.kind in ("array", "ragged"):
+        return _fixed_array(column, kind, name) if kind.kind == "array" else _ragged_array(column, kind, name)
     if kind.logical is not None and not pa.types.is_temporal(column.type):
-        plain: list[Any] = column.to_pylist()  # decimals and texts, which the schema reads
-        return plain
-    target = {"str": pa.large_string(), "bytes": pa.large_binary()}.get(kind.kind)
-    if target is None:
-        target = pa.from_numpy_dtype(np.dtype(kind.dtype))
+        return None  # texts, which the schema reads
+    target = arrow_type(kind)
     try:
-        if kind.logical is not None:
-            column = column.cast(kind.logical.arrow_type)
-        if pa.types.is_temporal(column.type) and pa.types.is_integer(target):
+        if kind.logical is None and pa.types.is_temporal(column.type) and pa.types.is_integer(target):
             column = column.cast(pa.int32() if column.type.bit_width == 32 else pa.int64())
-        cast = column if column.type == target else column.cast(target)
+        return column if column.type == target else column.cast(target)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         raise SchemaError(
             f"{where}: {column.type} cannot be made {kind} ({error}); choose another type"
         ) from error
-    if kind.kind != "scalar":
-        texts: list[Any] = cast.to_pylist()
-        return texts
-    filled = cast.fill_null(False if kind.dtype == "bool" else 0) if cast.null_count else cast
-    numbers: Sequence[Any] = filled.to_numpy(zero_copy_only=False)
-    return numbers
 
 
-def _fixed_array(column: Any, kind: FieldType) -> NDArray[Any] | None:
+def _fixed_array(column: Any, kind: FieldType, name: str) -> Any:
     """Rows of the shape and dtype of a field; None where they are not, or hold a null."""
     shape, item = fixed_shape(column.type)
-    if shape != kind.shape or np.dtype(item.to_pandas_dtype()).name != kind.dtype or _null_rows(column):
+    if shape != kind.shape or not is_number(item) or _dtype_name(item) != kind.dtype or _null_rows(column):
         return None
     for _ in shape:
         column = column.flatten()
-    values: NDArray[Any] = column.to_numpy(zero_copy_only=False).reshape(-1, *shape)
-    return values
+    values: NDArray[Any] = np.ascontiguousarray(column.to_numpy(zero_copy_only=False))
+    rows = len(values) // max(1, math.prod(shape))
+    present = np.ones((rows, 1), np.uint8) if kind.optional else None
+    return arrow_array(kind, values.view(np.uint8).reshape(rows, -1), name, present)
+
+
+def _ragged_array(column: Any, kind: FieldType, name: str) -> Any:
+    """Lists of numbers of the dtype of a field; None where they are not, or hold a null."""
+    if not is_list(column.type) or _dtype_name(column.type.value_type) != kind.dtype:
+        return None
+    borders = column.offsets.to_numpy().astype(np.int64)
+    valid = column.is_valid().to_numpy(zero_copy_only=False)
+    inner = column.values[int(borders[0]) : int(borders[-1])]
+    if inner.null_count or np.diff(borders)[~valid].any():
+        return None
+    values = np.ascontiguousarray(inner.to_numpy(zero_copy_only=False))
+    payloads = JoinedPayloads(values.view(np.uint8), np.diff(borders) * values.dtype.itemsize)
+    return arrow_array(kind, payloads, name, valid.view(np.uint8).reshape(-1, 1) if kind.optional else None)
+
+
+def _dtype_name(kind: Any) -> str:
+    return str(np.dtype(kind.to_pandas_dtype()).name) if is_number(kind) else ""
+
+
+def _values(column: Any, kind: FieldType, where: str) -> Sequence[Any]:
+    """One Python value per row, for `encode_value`."""
+    if kind.kind == "json":
+        return _json_values(column)
+    if kind.is_packed or kind.kind in ("array", "ragged"):
+        return _lists(column, kind, where)
+    if kind.kind == "str":
+        return [json.dumps(value, ensure_ascii=False, sort_keys=True) for value in _json_values(column)]
+    plain: list[Any] = column.to_pylist()  # decimals and texts
+    return plain
 
 
 def _lists(column: Any, kind: FieldType, where: str) -> list[Any]:

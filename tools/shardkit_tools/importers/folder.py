@@ -52,6 +52,7 @@ class FolderImporter(FileImporter):
     """A folder of files as a source."""
 
     name: ClassVar[str] = "folder"
+    reads_whole_files: ClassVar[bool] = True
     samples: tuple[tuple[SourceFile, ...], ...]  # the sample's own file first, then its sidecars
     media: str  # the field that holds the file: image, audio, video or blob
     layout: FolderLayout
@@ -69,10 +70,6 @@ class FolderImporter(FileImporter):
             tasks.append(SourceTask(group.name, files, group.size))
             start = stop
         return tasks
-
-    @property
-    def reads_whole_files(self) -> bool:
-        return True
 
     def _rows(self, task: SourceTask, seen: FileObserver) -> SampleStream:
         """One sample per file; a file that cannot be read costs its own sample only."""

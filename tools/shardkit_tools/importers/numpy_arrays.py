@@ -14,24 +14,33 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import IO, ClassVar
+from typing import IO, Any, ClassVar
 
 import numpy as np
+import pyarrow as pa
 from numpy.lib import format as npy_format
 from numpy.typing import NDArray
 
-from shardkit.errors import ShardkitError, SourceError
+from shardkit.dataset.encoding import RowOrigin
+from shardkit.errors import SampleError, ShardkitError, SourceError
+from shardkit.formats import FieldType
+from shardkit.formats.arrow_writing import arrow_array, arrow_schema
+from shardkit.formats.schema import encode_value
 from shardkit_tools.importers.protocol import (
+    DecodedRows,
+    DecodedStream,
     FileImporter,
     FileObserver,
     ImportOptions,
-    SampleColumns,
     SampleStream,
     Source,
+    SourceFailure,
     SourceFile,
+    SourceSample,
     SourceTask,
+    ignore_file,
 )
 from shardkit_tools.importers.source_files import check_suffixes, file_stem, is_url, open_file
 
@@ -97,16 +106,65 @@ class Rows:
         return data
 
 
-Take = Callable[[int], NDArray[np.generic]]
-"""Gives so many more rows of a field."""
+@dataclass(frozen=True, kw_only=True)
+class RowsImporter(FileImporter):
+    """Arrays whose rows are read in turn."""
+
+    def decode(self, task: SourceTask, seen: FileObserver = ignore_file) -> DecodedStream:
+        """Yield rows about a MiB at a time."""
+        for start, columns, file in self._columns(task):
+            count = len(next(iter(columns.values())))
+            bad: dict[int, SampleError] = {}
+            arrays = [
+                _conform(kind, columns[name], name, f"{file.path} row", start, bad)
+                for name, kind in self.fields.items()
+            ]
+            for row, error in bad.items():
+                yield SourceFailure(file.name, start + row, error)
+            batch = pa.RecordBatch.from_arrays(arrays, schema=arrow_schema(self.schema, keys=False))
+            good = np.array([row for row in range(count) if row not in bad], np.int64)
+            origin = RowOrigin([file.name] * len(good), start + good)
+            yield DecodedRows(batch.take(good) if bad else batch, origin)
+
+    def _rows(self, task: SourceTask, seen: FileObserver) -> SampleStream:
+        for start, columns, file in self._columns(task):
+            for row in range(len(next(iter(columns.values())))):
+                sample: dict[str, object] = {name: column[row] for name, column in columns.items()}
+                yield SourceSample(sample, None, file.name, start + row)
+
+    def _columns(self, task: SourceTask) -> Iterator[tuple[int, Mapping[str, NDArray[Any]], SourceFile]]:
+        """Yield (first row, field → the next rows, file)."""
+        file, rows, readers = self._open(task)
+        with readers as fields:
+            row_bytes = sum(one.header.row_bytes for one in fields.values())
+            step = max(1, min(_PIECE_ROWS, _PIECE_BYTES // max(1, row_bytes)))
+            for start in range(rows.start, rows.stop, step):
+                count = min(step, rows.stop - start)
+                yield start, {field: one.take(count) for field, one in fields.items()}, file
+
+    def _open(self, task: SourceTask) -> tuple[SourceFile, range, AbstractContextManager[Mapping[str, Rows]]]:
+        """Return the file that names rows, their numbers, and readers of the fields."""
+        raise NotImplementedError
 
 
-def take_columns(fields: Mapping[str, Take], rows: range, row_bytes: int, name: str) -> SampleStream:
-    """Rows of a file of that name about a MiB at a time; of each ``row_bytes`` are read."""
-    step = max(1, min(_PIECE_ROWS, _PIECE_BYTES // max(1, row_bytes)))
-    for start in range(rows.start, rows.stop, step):
-        count = min(step, rows.stop - start)
-        yield SampleColumns({field: take(count) for field, take in fields.items()}, name, start)
+def _conform(
+    kind: FieldType, values: NDArray[Any], name: str, where: str, start: int, bad: dict[int, SampleError]
+) -> Any:
+    """Return rows of an array in the Arrow type of a field; rows that do not fit are added to `bad`."""
+    if values.dtype.kind == "b" and kind.dtype == "bool":
+        values = values.view(np.uint8) != 0  # a bool of `view` may be any byte
+    present = np.ones((len(values), 1), np.uint8) if kind.optional else None
+    if kind.item_bytes is not None and values.dtype == kind.numpy_dtype and values.shape[1:] == kind.shape:
+        octets = np.ascontiguousarray(values).view(np.uint8).reshape(len(values), kind.item_bytes)
+        return arrow_array(kind, octets, name, present)
+    payloads = []
+    for row, value in enumerate(values):
+        try:
+            payloads.append(encode_value(kind.required, value, f"{where} {start + row}", name))
+        except SampleError as error:
+            bad.setdefault(row, error)
+            payloads.append(bytes(kind.item_bytes or 0))
+    return arrow_array(kind, payloads, name, present)
 
 
 @dataclass(frozen=True)
@@ -117,6 +175,13 @@ class ArrayFile:
     file: SourceFile
     header: ArrayHeader
     member: str = ""  # its name in the archive
+
+    def range(self, start: int, stop: int) -> tuple[SourceFile, int, int]:
+        """Return the bytes of some rows; all of them if a row is scattered over the data."""
+        head = self.header
+        if head.columns_first:
+            return self.file, head.offset, self.file.size
+        return self.file, head.offset + start * head.row_bytes, head.offset + stop * head.row_bytes
 
     def rows(self, start: int, stack: ExitStack) -> Rows:
         """Rows from ``start`` on; the file is open as long as the stack."""
@@ -146,18 +211,22 @@ class ArrayFile:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NumpyImporter(FileImporter):
+class NumpyImporter(RowsImporter):
     """Arrays as a source."""
 
     name: ClassVar[str] = "npy"
     arrays: tuple[ArrayFile, ...]
 
-    def _rows(self, task: SourceTask, seen: FileObserver) -> SampleStream:
-        rows = range(task.start, task.stop or 0)
-        with ExitStack() as stack:
-            fields: dict[str, Take] = {one.field: one.rows(rows.start, stack).take for one in self.arrays}
-            row_bytes = sum(one.header.row_bytes for one in self.arrays)
-            yield from take_columns(fields, rows, row_bytes, self.arrays[0].file.name)
+    def ranges(self, task: SourceTask) -> Sequence[tuple[SourceFile, int, int]]:
+        return [one.range(task.start, task.stop or 0) for one in self.arrays]
+
+    def _open(self, task: SourceTask) -> tuple[SourceFile, range, AbstractContextManager[Mapping[str, Rows]]]:
+        @contextmanager
+        def readers() -> Iterator[Mapping[str, Rows]]:
+            with ExitStack() as stack:
+                yield {one.field: one.rows(task.start, stack) for one in self.arrays}
+
+        return self.arrays[0].file, range(task.start, task.stop or 0), readers()
 
 
 def open_numpy(source: Source, options: ImportOptions) -> NumpyImporter:
@@ -259,20 +328,23 @@ _DAMAGED = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class ArchiveImporter(FileImporter):
+class ArchiveImporter(RowsImporter):
     """Archives as a source, each a task: what is compressed is read from its start."""
 
     name: ClassVar[str] = "npz"
     archives: tuple[tuple[ArrayFile, ...], ...]
     """Of each file, the arrays that are taken."""
 
-    def _rows(self, task: SourceTask, seen: FileObserver) -> SampleStream:
+    def _open(self, task: SourceTask) -> tuple[SourceFile, range, AbstractContextManager[Mapping[str, Rows]]]:
         (file,) = task.files
         arrays = self.archives[self.source.files.index(file)]
-        with _opened(file) as members, ExitStack() as stack:
-            fields: dict[str, Take] = {one.field: one.archived_rows(members, stack).take for one in arrays}
-            read = sum(one.header.row_bytes for one in arrays)
-            yield from take_columns(fields, range(arrays[0].header.shape[0]), read, file.name)
+
+        @contextmanager
+        def readers() -> Iterator[Mapping[str, Rows]]:
+            with _opened(file) as members, ExitStack() as stack:
+                yield {one.field: one.archived_rows(members, stack) for one in arrays}
+
+        return file, range(arrays[0].header.shape[0]), readers()
 
 
 def open_archives(source: Source, options: ImportOptions) -> ArchiveImporter:

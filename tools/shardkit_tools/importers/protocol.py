@@ -15,11 +15,15 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar, runtime_checkable
 
-from numpy.typing import NDArray
+import numpy as np
 
-from shardkit.errors import SchemaError, ShardkitError, UsageError
-from shardkit.formats import RESERVED_NAMES, FieldType, Schema, presence_of
+from shardkit.dataset.arrow_columns import sample_batch
+from shardkit.dataset.encoding import RowOrigin
+from shardkit.errors import SampleError, SchemaError, ShardkitError, UsageError
+from shardkit.formats import RESERVED_NAMES, FieldType, Schema
 
+_BATCH_BYTES = 1 << 20
+_BATCH_ROWS = 4096
 _Value = TypeVar("_Value")
 _LONGEST_SHOWN = 1000  # characters of a name
 
@@ -274,29 +278,6 @@ def row_name(row: SourceSample | SourceFailure, paths: Mapping[str, str]) -> str
     return text if key is None else f"{text} (key {key!r})"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SampleColumns:
-    """Neighbouring rows of a file without keys, field by field: the same as a `SourceSample` for each."""
-
-    columns: Mapping[
-        str, NDArray[Any]
-    ]  # stored column → array (n, …), whose rows are the values of the samples
-    source_name: str  # of the file
-    first_row: int  # the row in it of the first sample; the others follow
-
-    def __len__(self) -> int:
-        return len(next(iter(self.columns.values())))
-
-    def samples(self) -> Iterator[SourceSample]:
-        """Yield the samples one by one."""
-        for row in range(len(self)):
-            sample: dict[str, object] = {name: column[row] for name, column in self.columns.items()}
-            for name in self.columns:
-                if not sample.pop(presence_of(name), True):
-                    sample[name] = None
-            yield SourceSample(sample, None, self.source_name, self.first_row + row)
-
-
 @runtime_checkable
 class Importer(Protocol):
     """A source of samples."""
@@ -326,9 +307,74 @@ class Importer(Protocol):
         """Name and settings for the recipe: text, integers, booleans, lists and dicts of them; no path, no time."""
 
 
-SampleStream: TypeAlias = Iterator[SampleColumns | SourceSample | SourceFailure]
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodedRows:
+    """Neighbouring rows of a source, decoded."""
+
+    batch: Any  # record batch of `arrow_schema` of the source's schema
+    origin: RowOrigin
 
 
+DecodedStream: TypeAlias = Iterator[DecodedRows | SourceFailure]
+
+
+def decode_samples(
+    samples: Iterable[SourceSample | SourceFailure], schema: Schema, paths: Mapping[str, str]
+) -> DecodedStream:
+    """Yield samples as record batches; a sample that does not fit the schema is a failure of its row.
+
+    `paths` of files by their names are for messages.
+    """
+    rows: list[SourceSample] = []
+    payloads: list[tuple[bytes, ...]] = []
+    size = 0
+    for found in samples:
+        if isinstance(found, SourceFailure):
+            yield found
+            continue
+        try:
+            encoded = schema.encode(found.sample, where="")
+        except SampleError:
+            yield _failure(found, schema, paths)
+            continue
+        rows.append(found)
+        payloads.append(encoded)
+        size += sum(map(len, encoded))
+        if size >= _BATCH_BYTES or len(rows) >= _BATCH_ROWS:
+            yield _decoded(rows, payloads, schema)
+            rows, payloads, size = [], [], 0
+    if rows:
+        yield _decoded(rows, payloads, schema)
+
+
+def decode(importer: Importer, task: SourceTask, seen: FileObserver) -> DecodedStream:
+    """Yield the rows of a task as record batches, of any importer."""
+    if isinstance(importer, FileImporter):
+        return importer.decode(task, seen)
+    paths = {file.name: file.path for file in task.files}
+    return decode_samples(importer.read(task), importer.schema, paths)
+
+
+def _failure(row: SourceSample, schema: Schema, paths: Mapping[str, str]) -> SourceFailure:
+    """Encode once more with the row's name: making one for every good row would cost more than encoding some."""
+    try:
+        schema.encode(row.sample, where=row_name(row, paths))
+    except SampleError as error:
+        return SourceFailure(row.source_name, row.source_row, error)
+    raise AssertionError("a sample is encoded the same way twice")
+
+
+def _decoded(rows: list[SourceSample], payloads: list[tuple[bytes, ...]], schema: Schema) -> DecodedRows:
+    origin = RowOrigin(
+        [row.source_name for row in rows],
+        np.array([row.source_row for row in rows], np.int64),
+        [row.key for row in rows] if any(row.key is not None for row in rows) else (),
+        [row.piece for row in rows] if any(row.piece for row in rows) else (),
+    )
+    return DecodedRows(sample_batch(schema, payloads), origin)
+
+
+SampleStream: TypeAlias = Iterator[SourceSample | SourceFailure]
 FileObserver: TypeAlias = Callable[[SourceFile, bytes], None]
 """Called with every file that was read whole, and its bytes, so that it is not read again for its digest."""
 
@@ -339,9 +385,12 @@ def ignore_file(file: SourceFile, data: bytes) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class FileImporter:
-    """An `Importer` that gives neighbouring rows at once where the source does."""
+    """A source format over the files of a source: its units, and how the bytes of one are decoded."""
 
     name: ClassVar[str]  # of the importer, in the recipe
+    reads_whole_files: ClassVar[bool] = (
+        False  # every file is read whole, once, and passed to the `FileObserver`
+    )
 
     source: Source  # its files
     options: ImportOptions  # what the user said of them
@@ -358,7 +407,7 @@ class FileImporter:
     def schema(self) -> Schema:
         if not self.options.rename:
             return self.fields
-        kinds = _renamed(self.fields, self._stored)
+        kinds = {self._stored[name]: kind for name, kind in self.fields.items()}
         return SourceSchema(kinds) if self.options.unchecked else Schema(kinds)
 
     @property
@@ -373,37 +422,35 @@ class FileImporter:
         """As they were cut when the source was opened, else one per file."""
         return self.cut or [SourceTask(file.name, (file,), file.size) for file in self.files()]
 
-    def read(self, task: SourceTask) -> Iterator[SourceSample | SourceFailure]:
-        for found in self.read_rows(task):
-            if isinstance(found, SampleColumns):
-                yield from found.samples()
+    def ranges(self, task: SourceTask) -> Sequence[tuple[SourceFile, int, int]]:
+        """Return the bytes that a task needs for the fields that are taken: (file, start, stop)."""
+        return [(file, 0, file.size) for file in task.files]
+
+    def decode(self, task: SourceTask, seen: FileObserver = ignore_file) -> DecodedStream:
+        """Yield the rows of a task as record batches of the schema, in source order; and those that cannot be read.
+
+        Raises:
+            SourceError: names the file and the row from which on nothing can be read.
+        """
+        paths = {file.name: file.path for file in task.files}
+        return decode_samples(self._samples(task, seen), self.schema, paths)
+
+    def read(self, task: SourceTask) -> SampleStream:
+        """Yield the rows of a task as Python values; a function gets them as the source has them."""
+        return self._samples(task, ignore_file)
+
+    def _samples(self, task: SourceTask, seen: FileObserver) -> SampleStream:
+        """Yield the rows of a task, under the names that are stored."""
+        for found in self._rows(task, seen):
+            if self.options.rename and isinstance(found, SourceSample):
+                sample = {self._stored.get(name, name): value for name, value in found.sample.items()}
+                yield replace(found, sample=sample)
             else:
                 yield found
-
-    def read_rows(self, task: SourceTask, seen: FileObserver = ignore_file) -> SampleStream:
-        """The rows of `read`, in the same order, many at once where that can be."""
-        rows = self._rows(task, seen)
-        return self._with_stored_names(rows) if self.options.rename else rows
 
     def _rows(self, task: SourceTask, seen: FileObserver) -> SampleStream:
-        """The same, with the names that the source has."""
+        """Yield the rows of a task, under the names that the source has."""
         raise NotImplementedError
-
-    def _with_stored_names(self, rows: SampleStream) -> SampleStream:
-        columns = {presence_of(name): presence_of(stored) for name, stored in self._stored.items()}
-        columns |= self._stored
-        for found in rows:
-            if isinstance(found, SampleColumns):
-                yield replace(found, columns=_renamed(found.columns, columns))
-            elif isinstance(found, SourceSample):
-                yield replace(found, sample=_renamed(found.sample, self._stored))
-            else:
-                yield found
-
-    @property
-    def reads_whole_files(self) -> bool:
-        """Return True if every file is read whole, once, and passed to the `FileObserver`."""
-        return False
 
     def describe(self) -> dict[str, object]:
         chosen = {"fields": self._stored} if self.options.chooses else {}
@@ -412,7 +459,3 @@ class FileImporter:
     def _settings(self) -> dict[str, object]:
         """What decides the samples beside their files, for the recipe."""
         return {"flatten": True} if self.options.flatten else {}
-
-
-def _renamed(values: Mapping[str, _Value], names: Mapping[str, str]) -> dict[str, _Value]:
-    return {names.get(name, name): value for name, value in values.items()}

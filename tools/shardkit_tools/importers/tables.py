@@ -19,9 +19,10 @@ import pyarrow.parquet as pq
 
 from shardkit.errors import SourceError
 from shardkit_tools.importers.arrow_types import KEY, flat_batch, flat_schema, is_media, table_schema
-from shardkit_tools.importers.arrow_values import null_columns, read_batch
+from shardkit_tools.importers.arrow_values import batch_samples, conform_batch, null_columns
 from shardkit_tools.importers.json_lines import parse_json
 from shardkit_tools.importers.protocol import (
+    DecodedStream,
     FileImporter,
     FileObserver,
     ImportOptions,
@@ -29,6 +30,7 @@ from shardkit_tools.importers.protocol import (
     Source,
     SourceFile,
     SourceTask,
+    ignore_file,
 )
 from shardkit_tools.importers.source_files import check_suffixes, is_url, open_file, read_file
 
@@ -40,15 +42,24 @@ _BATCH_ROWS = 4096
 class TableImporter(FileImporter):
     """Tables as a source."""
 
+    def decode(self, task: SourceTask, seen: FileObserver = ignore_file) -> DecodedStream:
+        """Yield the record batches of the file with their columns in the types of the schema."""
+        for batch, first in self._raw(task):
+            yield from conform_batch(batch, self.fields, self.schema, task.files[0], first)
+
     def _rows(self, task: SourceTask, seen: FileObserver) -> SampleStream:
-        """See `read_batch`."""
-        (file,) = task.files
-        types = dict(self.fields)
+        for batch, first in self._raw(task):
+            yield from batch_samples(
+                batch, self.fields, task.files[0], first, unchecked=self.options.unchecked
+            )
+
+    def _raw(self, task: SourceTask) -> Iterator[tuple[Any, int]]:
+        """Yield (batch, number in the file of its first row)."""
         row = task.first_row
-        for found in self._batches(file, task.start, task.stop):
-            batch = flat_batch(found, self.options)
-            yield from read_batch(batch, types, file, row, unchecked=self.options.unchecked)
-            row += batch.num_rows
+        for found in self._batches(task.files[0], task.start, task.stop):
+            if found.num_rows:
+                yield flat_batch(found, self.options), row
+            row += found.num_rows
 
     def _batches(self, file: SourceFile, start: int, stop: int | None) -> Iterator[Any]:
         """The record batches of some pieces; of all that there are to the end where `stop` is None."""

@@ -1,0 +1,119 @@
+"""Canonical payloads as Arrow columns and back: what sources are decoded to, and what scratch holds.
+
+A record batch of samples has the fields in the Arrow types of a shard (`arrow_schema`), null where a row has no value.
+A record batch of scratch has the stored columns without nulls, each with the bytes of its payloads, and four columns
+that say where a row is from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from shardkit.formats import FieldType, JoinedPayloads, Schema
+from shardkit.formats.arrow_writing import arrow_array, arrow_schema, arrow_type
+from shardkit.formats.block import PayloadColumn, payloads_of
+
+_ORIGIN = (
+    ("\0key", pa.large_string()),  # null: made from the row's ordinal
+    ("\0original", pa.large_binary()),
+    ("\0source", pa.large_string()),
+    ("\0row", pa.int64()),
+)
+
+
+def sample_batch(schema: Schema, rows: Sequence[tuple[bytes, ...]]) -> Any:
+    """Return the record batch of samples that `Schema.encode` has encoded."""
+    stored = schema.stored
+    arrays = []
+    for name, kind in schema.items():
+        place = stored.position(name)
+        presence = [row[place + 1] for row in rows] if kind.optional else None
+        arrays.append(arrow_array(kind, [row[place] for row in rows], name, presence))
+    return pa.RecordBatch.from_arrays(arrays, schema=arrow_schema(schema, keys=False))
+
+
+def stored_columns(schema: Schema, batch: Any) -> list[PayloadColumn]:
+    """Return the payloads of the stored columns of a record batch of samples; views of its memory where possible."""
+    columns: list[PayloadColumn] = []
+    for (_, kind), array in zip(schema.items(), batch.columns, strict=True):
+        if not kind.optional:
+            columns.append(_bool_bytes(kind, array))
+            continue
+        valid = array.is_valid().to_numpy(zero_copy_only=False)
+        columns += [_without_absent(kind, array, valid), valid.astype(np.uint8).reshape(-1, 1)]
+    return columns
+
+
+def _without_absent(kind: FieldType, array: Any, valid: NDArray[np.bool_]) -> PayloadColumn:
+    """Payloads of which those of absent values are zeros, or empty."""
+    column = _bool_bytes(kind, array)
+    if valid.all():
+        return column
+    if not isinstance(column, JoinedPayloads):
+        return np.where(valid[:, None], column, np.uint8(0))
+    if not column.sizes[~valid].any():
+        return column
+    return [
+        payload if is_valid else b"" for payload, is_valid in zip(payloads_of(column), valid, strict=True)
+    ]
+
+
+def _bool_bytes(kind: FieldType, array: Any) -> NDArray[np.uint8] | JoinedPayloads:
+    """`payload_column` of an array of `arrow_type`, in which bools are bits."""
+    if kind.dtype != "bool":
+        return payload_column(kind, array)
+    rows = len(array)
+    inner, borders = array, None
+    if kind.kind == "ragged":
+        borders = np.frombuffer(array.buffers()[1], np.int64)[array.offset : array.offset + rows + 1]
+        inner = array.values[int(borders[0]) : int(borders[-1])]
+    for size in kind.shape:
+        inner = _items(inner, size)
+    octets = inner.fill_null(False).to_numpy(zero_copy_only=False).view(np.uint8)
+    return octets.reshape(rows, -1) if borders is None else JoinedPayloads(octets, np.diff(borders))
+
+
+def spool_schema(schema: Schema) -> Any:
+    """Return the Arrow schema of scratch for a dataset."""
+    fields = [pa.field(name, arrow_type(_kind(kind)), nullable=False) for name, kind in schema.stored.items()]
+    return pa.schema([*fields, *(pa.field(name, kind) for name, kind in _ORIGIN)])
+
+
+def spool_array(kind: FieldType, payloads: PayloadColumn, name: str) -> Any:
+    """Return the payloads of a stored column as scratch has them; shares the memory of those that are joined."""
+    return arrow_array(_kind(kind), payloads, name)
+
+
+def _kind(kind: FieldType) -> FieldType:
+    """Return the type whose Arrow array has the bytes of the payloads: a bool takes one byte, not one bit."""
+    return replace(kind, dtype="uint8" if kind.dtype == "bool" else kind.dtype, optional=False)
+
+
+def payload_column(kind: FieldType, array: Any) -> NDArray[np.uint8] | JoinedPayloads:
+    """Return the payloads of an array of the type of `spool_array`; a view of its memory."""
+    rows = len(array)
+    width = kind.numpy_dtype.itemsize
+    if kind.item_bytes is not None:
+        for size in kind.shape:
+            array = _items(array, size)
+        data = np.frombuffer(array.buffers()[1], np.uint8) if len(array) else np.empty(0, np.uint8)
+        return data[array.offset * width : (array.offset + len(array)) * width].reshape(rows, kind.item_bytes)
+    borders = np.frombuffer(array.buffers()[1], np.int64)[array.offset : array.offset + rows + 1]
+    base, buffer = (
+        (0, array.buffers()[2]) if kind.is_opaque else (array.values.offset, array.values.buffers()[1])
+    )
+    data = np.frombuffer(buffer, np.uint8) if buffer is not None and buffer.size else np.empty(0, np.uint8)
+    first, last = (base + int(borders[0])) * width, (base + int(borders[-1])) * width
+    return JoinedPayloads(data[first:last], np.diff(borders) * width)
+
+
+def _items(array: Any, size: int) -> Any:
+    """Return the items of fixed-size lists, those of absent ones included, which `flatten` leaves out."""
+    first = array.offset * size
+    return array.values[first : first + len(array) * size]
