@@ -212,7 +212,7 @@ class RowSpool:
     schema: Schema  # of the dataset
     _: KW_ONLY
     seed: int | None  # of the shuffle, None where rows keep the order of adding
-    run_bytes: int = RUN_BYTES  # held in memory before a run is written
+    run_bytes: int | None = None  # held in memory before a run is written; None: `RUN_BYTES`
     batch_bytes: int = _MAX_BATCH_BYTES  # of a record batch: a shard reads whole ones
     always_file: bool = False  # write even a single run to the file
     marks: Sequence[str] = ()  # names of further numbers that come with every row
@@ -342,7 +342,7 @@ class RowSpool:
         if self._rows and (self._rows_bytes + size > _FLUSH_BYTES or len(self._rows) >= _FLUSH_ROWS):
             self._flush_rows()
         held = self._run_bytes + self._rows_bytes
-        if held and held + size > self.run_bytes:
+        if held and held + size > (RUN_BYTES if self.run_bytes is None else self.run_bytes):
             self._write(self._run_messages(0 if self._file is None else self._file.size))
 
     def _flush_rows(self) -> None:
