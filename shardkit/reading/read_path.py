@@ -23,7 +23,7 @@ from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, StoreE
 from shardkit.ranges import Range
 from shardkit.reading.attestations import ReadEvents
 from shardkit.reading.objects import Location
-from shardkit.stores.waiting import EXPIRED, WAITS, RetryPolicy, pauses
+from shardkit.stores.waiting import EXPIRED, FIRST_CONTACT, WAITS, RetryPolicy, pauses
 
 Buffer = Any
 
@@ -207,6 +207,7 @@ class ReadPath:
         self._pool = ThreadPoolExecutor(min(512, threads), thread_name_prefix="shardkit-reads")
         self._lock = threading.Lock()  # of what follows
         self._reads = self._hedges = 0
+        self._has_answer = False  # of any location
 
     @property
     def root(self) -> Location:
@@ -224,14 +225,15 @@ class ReadPath:
         started = time.monotonic()
         problems: dict[str, ShardkitError] = {}
         bad: dict[str, str] = {}
-        retry = RetryPolicy(deadline_s=self.settings.deadline_s, first_pause_s=0.05, longest_pause_s=5.0)
-        with WAITS.waiting(self.root.store.url, f"read {request.what}", self.settings.deadline_s) as wait:
+        deadline_s = self.settings.deadline_s
+        if not self._has_answer:
+            deadline_s = min(deadline_s, FIRST_CONTACT.limit_s)
+        retry = RetryPolicy(deadline_s=deadline_s, first_pause_s=0.05, longest_pause_s=5.0)
+        with WAITS.waiting(self.root.store.url, f"read {request.what}", deadline_s) as wait:
             for pause in pauses(retry):
                 if pause:
                     self.read_events.note("retries", what=request.what, pause_s=round(pause, 3))
-                turn = _Turn(
-                    self, request, self._order(request), started + self.settings.deadline_s, problems
-                )
+                turn = _Turn(self, request, self._order(request), started + deadline_s, problems)
                 data = turn.run()
                 bad = turn.bad
                 if data is not None:
@@ -303,9 +305,11 @@ class ReadPath:
             if not request.check(data):
                 raise IntegrityError(f"{request.what}: wrong bytes")
         except IntegrityError:
+            self._has_answer = True
             known.failed()
             raise
         except NotFoundError:
+            self._has_answer = True
             raise
         except StoreError as error:
             known.failed(is_overloaded=error.errno == errno.EBUSY)
@@ -316,6 +320,7 @@ class ReadPath:
             raise
         finally:
             known.release()
+        self._has_answer = True
         known.succeeded(request.num_bytes, time.monotonic() - begun)
         self.read_events.add_bytes(known.location.name, memoryview(data).nbytes)
         return data

@@ -30,6 +30,19 @@ from shardkit.ranges import parse_size
 EXPIRED: Final = errno.EAGAIN
 """`StoreError.errno` of requests that were refused because credentials have expired; somebody may be renewing them."""
 
+
+class FirstContact:
+    """Limits the wait for the very first answer of a store, which is where a wrong endpoint shows.
+
+    Attributes:
+        limit_s: seconds; unlimited in programs, for a loader waits for a network that comes back. Commands set it.
+    """
+
+    limit_s: float = math.inf
+
+
+FIRST_CONTACT: Final = FirstContact()
+
 # Forked processes must not draw the same pauses, hence the system's own source.
 _JITTER: Final = random.SystemRandom()
 

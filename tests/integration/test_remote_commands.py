@@ -1,14 +1,18 @@
-"""The command line on roots in a bucket: build, look, verify, export; and a served cache."""
+"""The command line on roots in a bucket: build, look, verify, export; and at wrong endpoints."""
 
 from __future__ import annotations
 
 import json
+import math
+import socket
+import time
 import uuid
 from pathlib import Path
 
 import pytest
 
 import shardkit
+from shardkit.stores.waiting import FIRST_CONTACT
 from shardkit_tools.main import run
 from tests.servers.object_stores import SECRET_KEY, s3_environment
 
@@ -61,3 +65,42 @@ def test_single_writer(
     code, told = call(capsys, "build", str(source), root, "--single-writer")
     assert code == 0, told
     assert shardkit.open(root)[0] == {"text": "a"}
+
+
+@pytest.mark.parametrize("endpoint", ["refused", "silent", "unknown"])
+@pytest.mark.parametrize("command", ["show", "verify", "ls", "build"])
+def test_a_wrong_endpoint_is_named_soon(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    endpoint: str,
+    command: str,
+) -> None:
+    """Far from the two minutes for which a store that has answered before is asked again."""
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": "a",
+        "AWS_SECRET_ACCESS_KEY": "b",
+        "AWS_DEFAULT_REGION": "x-1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    source = [str(tmp_path / "rows.jsonl")] if command == "build" else []
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        if endpoint == "refused":
+            silent.close()
+        url = "http://endpoint.invalid" if endpoint == "unknown" else f"http://127.0.0.1:{port}"
+        monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+        started = time.monotonic()
+        code, told = call(capsys, command, *source, f"s3://{uuid.uuid4().hex}/d", "--timeout", "1")
+    assert time.monotonic() - started < 60
+    assert code == (3 if command == "verify" else 1)
+    assert f"{url} (AWS_ENDPOINT_URL)" in told
+    assert math.isinf(FIRST_CONTACT.limit_s), "programs wait as long as for any other answer"
+
+
+def test_the_timeout_is_a_number_of_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    for text in ("soon", "-1", "0", "nan", "inf", ""):
+        code, told = call(capsys, "ls", "data", "--timeout", text)
+        assert code == 2
+        assert "--timeout" in told

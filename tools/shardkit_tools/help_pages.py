@@ -5,10 +5,17 @@ from __future__ import annotations
 import inspect
 import shutil
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from typer.core import TyperCommand, TyperGroup
 
+FIRST_CONTACT_S: Final = 6.0
+"""Seconds that commands wait for a store that has not answered once."""
+
+_OF_ALL_COMMANDS: Final = (
+    "--timeout SECONDS",
+    f"Give up on a store that has not answered once by then ({FIRST_CONTACT_S:g} s).",
+)
 _WIDEST = 100
 _TERM_WIDEST = 28
 
@@ -28,6 +35,7 @@ class CommandPage(TyperCommand):
             record = one.get_help_record(ctx) if one.param_type_name == "option" else None
             if record is not None:
                 panels.setdefault(getattr(one, "rich_help_panel", None) or "Options", []).append(record)
+        panels.setdefault("Options", []).append(_OF_ALL_COMMANDS)
         ordered = sorted(panels.items(), key=lambda panel: panel[0] == "Options")
         _write(
             formatter,

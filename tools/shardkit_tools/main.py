@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+import math
 import os
 import sys
 import traceback
@@ -20,11 +21,13 @@ import typer
 
 import shardkit
 from shardkit.credentials import hide_credentials, refuse_credentials
-from shardkit.errors import ShardkitError
+from shardkit.errors import ShardkitError, UsageError
 from shardkit.exit_codes import ExitCode, exit_code
+from shardkit.ranges import Range
+from shardkit.stores.waiting import FIRST_CONTACT
 from shardkit_tools import console
 from shardkit_tools.console import clean
-from shardkit_tools.help_pages import CommandPage, GroupPage
+from shardkit_tools.help_pages import FIRST_CONTACT_S, CommandPage, GroupPage
 
 COMMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Make a dataset", ("build", "adopt")),
@@ -140,9 +143,8 @@ def run(arguments: Sequence[str] | None = None) -> None:
         log.addHandler(console.LogHandler())
     try:
         for number, argument in enumerate(given, 1):
-            refuse_credentials(
-                argument, f"argument {number}"
-            )  # whatever it is for, it is printed or recorded
+            refuse_credentials(argument, f"argument {number}")  # it is printed or recorded
+        given = _take_timeout(given)
         # Without a command the overview is asked for; for a wrong one typer lists those that exist.
         is_overview = command is None and (not given or given[0].startswith("-"))
         (_overview_app() if is_overview else make_app(command))(given)
@@ -164,6 +166,26 @@ def run(arguments: Sequence[str] | None = None) -> None:
             + " ".join(["shardkit", *given]),
             exit_code(error),
         )
+    finally:
+        FIRST_CONTACT.limit_s = math.inf
+
+
+def _take_timeout(given: list[str]) -> list[str]:
+    """Apply ``--timeout SECONDS``, which all commands have, and return the other arguments."""
+    FIRST_CONTACT.limit_s = FIRST_CONTACT_S
+    for place, argument in enumerate(given):
+        if argument == "--":
+            break
+        name, equals, text = argument.partition("=")
+        if name == "--timeout":
+            end = place + (1 if equals else 2)
+            text = text if equals else "".join(given[place + 1 : end])
+            try:
+                FIRST_CONTACT.limit_s = Range(0, 604_800, above=True).check("--timeout", float(text), float)
+            except ValueError:
+                raise UsageError(f"--timeout {text[:40]!r}: expected seconds, such as 30") from None
+            return given[:place] + given[end:]
+    return given
 
 
 def _fail(message: str, code: int) -> NoReturn:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, Final, Literal, NamedTuple, Protocol
 
+from shardkit.credentials import hide_credentials
 from shardkit.errors import MissingDependency, StoreError, StoreFullError, StoreReadOnlyError
 from shardkit.stores.file_operations import store_error
 from shardkit.stores.remote.addresses import OBJECT_SCHEMES, Address
@@ -309,6 +310,22 @@ class ObstoreClient:
         except Failure as failure:
             if failure.kind != "absent":
                 raise
+
+
+_ENDPOINTS: Final = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
+    "gs": ("STORAGE_EMULATOR_HOST",),
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+}
+"""Kind of object store → variables of the environment that name another endpoint than the public one."""
+
+
+def endpoint_of(scheme: str) -> str:
+    """Return `` at ENDPOINT (VARIABLE)`` for messages; empty for the public endpoint of a kind of store."""
+    for name in _ENDPOINTS.get(scheme, ()):
+        if os.environ.get(name):
+            return f" at {hide_credentials(os.environ[name])} ({name})"
+    return ""
 
 
 def s3_options() -> dict[str, Any]:

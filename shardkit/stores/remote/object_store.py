@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import errno
 import functools
 import importlib.util
+import math
 import mmap
 import os
 import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final, NamedTuple, NoReturn, Self, TypeVar
@@ -21,7 +23,7 @@ from typing import Any, Final, NamedTuple, NoReturn, Self, TypeVar
 from shardkit.errors import IntegrityError, NotFoundError, StoreError, StoreReadOnlyError
 from shardkit.stores.file_operations import explained
 from shardkit.stores.remote.addresses import OBJECT_SCHEMES, Address, check_key
-from shardkit.stores.remote.clients import Buffer, Client, Failure, Found, open_client
+from shardkit.stores.remote.clients import Buffer, Client, Failure, Found, endpoint_of, open_client
 from shardkit.stores.store import (
     DirectStore,
     ObjectStat,
@@ -32,7 +34,7 @@ from shardkit.stores.store import (
     check_size,
     is_name,
 )
-from shardkit.stores.waiting import EXPIRED, WAITS, RetryPolicy, Wait, pauses
+from shardkit.stores.waiting import EXPIRED, FIRST_CONTACT, WAITS, RetryPolicy, Wait, pauses
 
 _Result = TypeVar("_Result")
 
@@ -129,6 +131,7 @@ class ObjectStore(DirectStore):
         """Begin without any client, in a process that may be new."""
         self._lock = threading.Lock()
         self._clients: dict[tuple[int, str], Any] = {}
+        self._answered: set[int] = set()  # processes that have had an answer
 
     @property
     def url(self) -> str:
@@ -205,14 +208,14 @@ class ObjectStore(DirectStore):
         """What lies below a folder, each once however often the listing has to be begun again."""
         last, what, since = after, prefix or "objects", WAITS.now()
         problem = Failure("no-answer", "")
-        for _ in pauses(self._retry):
+        for _ in pauses(self._patience()):
             try:
                 listed = self._client(role).list(prefix, last)
                 while True:
                     # for a name, not for what is done with it
                     with self._waiting("list", what, since) as wait:
                         wait.problem = problem.reason
-                        found = next(listed, None)
+                        found = self._answer(functools.partial(next, listed, None))
                     if found is None:
                         return
                     if found.name > last and found.name.startswith(prefix):
@@ -312,7 +315,7 @@ class ObjectStore(DirectStore):
     ) -> _Result:
         """Carry out a request that may be repeated, until it is answered or the deadline has passed."""
         problem: Failure | None = None
-        turns, renewed = pauses(self._retry), False
+        turns, renewed = pauses(self._patience()), False
         with self._waiting(doing, name) as wait:
             while True:
                 expired = problem is not None and problem.kind == "expired"
@@ -321,7 +324,7 @@ class ObjectStore(DirectStore):
                 renewed = renewed or expired
                 denied_before = problem is not None and problem.kind == "denied"
                 try:
-                    return request(self._client(role))
+                    return self._answer(lambda: request(self._client(role)))
                 except Failure as failure:
                     problem, wait.problem = failure, failure.reason
                     self._renew(failure)
@@ -330,6 +333,26 @@ class ObjectStore(DirectStore):
                         break
         assert problem is not None
         return self._refuse(name, doing, problem)
+
+    def _patience(self) -> RetryPolicy:
+        """The retry policy; until the store has answered once, within the limit of the first contact."""
+        limit_s = FIRST_CONTACT.limit_s
+        if math.isinf(limit_s) or os.getpid() in self._answered:
+            return self._retry
+        return dataclasses.replace(self._retry, deadline_s=min(self._retry.deadline_s, limit_s))
+
+    def _answer(self, request: Callable[[], _Result]) -> _Result:
+        """Return what a request gives. The first ones may be given up before their client gives up."""
+        if os.getpid() in self._answered or math.isinf(FIRST_CONTACT.limit_s):
+            return request()
+        try:
+            found = _within(FIRST_CONTACT.limit_s, request)
+        except Failure as failure:
+            if failure.kind != "no-answer":
+                self._answered.add(os.getpid())
+            raise
+        self._answered.add(os.getpid())
+        return found
 
     def _waiting(self, doing: str, name: str, since: float | None = None) -> AbstractContextManager[Wait]:
         retry = self._retry
@@ -351,7 +374,8 @@ class ObjectStore(DirectStore):
             # what the credentials lack, in the words of the store's own policies where we know them
             right = _S3_RIGHTS.get(doing, doing) if self._address.scheme == "s3" else f"to {doing}"
             advice = f"get the right {right}, or set other credentials in the environment"
-        text = f"cannot {doing} {name} in {self.url}: {failure.reason}; {advice}"
+        endpoint = endpoint_of(self._address.scheme) if failure.kind == "no-answer" else ""
+        text = f"cannot {doing} {name} in {self.url}{endpoint}: {failure.reason}; {advice}"
         if failure.kind == "denied" and doing in ("write", "delete"):
             raise StoreReadOnlyError(text)
         error = StoreError(text)
@@ -379,6 +403,23 @@ class ForeignStore(ObjectStore):
         for found in self._list(prefix, "", self._attesting):
             if not found.name.endswith("/"):  # the marker of a folder
                 yield found.name, ObjectStat(found.size, None, found.etag)
+
+
+def _within(limit_s: float, request: Callable[[], _Result]) -> _Result:
+    """Return what a request gives on a thread of its own, which is left behind if that takes longer."""
+    answer: Future[_Result] = Future()
+
+    def work() -> None:
+        try:
+            answer.set_result(request())
+        except BaseException as error:  # noqa: BLE001 (raised by the caller)
+            answer.set_exception(error)
+
+    threading.Thread(target=work, name="shardkit-first-contact", daemon=True).start()
+    try:
+        return answer.result(limit_s)
+    except TimeoutError:
+        raise Failure("no-answer", f"no answer within {limit_s:g} s") from None
 
 
 @functools.cache
