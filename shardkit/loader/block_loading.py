@@ -20,7 +20,6 @@ from shardkit.errors import FormatError, IntegrityError, ShardkitError
 from shardkit.formats import ShardIndex, message_layout
 from shardkit.formats.compression import MAX_RATIO
 from shardkit.formats.tar_members import npy_header
-from shardkit.loader import gather
 from shardkit.loader.gather import DECIMALS, FACTS, OBJECTS, PLACED, GatherColumns, block_rows
 from shardkit.loader.settings import Sources
 from shardkit.reading.blocks import BlockReader, TakeMemory
@@ -36,7 +35,6 @@ __all__ = [
     "Layouts",
     "Loan",
     "LocalShard",
-    "SharedSlots",
     "capacity_of",
 ]
 
@@ -96,14 +94,7 @@ class LocalShard:
 
     @classmethod
     def of(
-        cls,
-        index: ShardIndex,
-        fields: Sequence[str],
-        file: int,
-        layout: Int64s | None,
-        objects: bool,
-        *,
-        strong: bool = False,
+        cls, index: ShardIndex, fields: Sequence[str], file: int, layout: Int64s | None, *, strong: bool = False
     ) -> LocalShard | None:
         """None where the index tells that the bytes of all blocks need a closer look."""
         self = cls(index, fields, file, strong=strong)
@@ -133,7 +124,7 @@ class LocalShard:
                 headers[len(self._members)] = header
                 starts, pitch = starts + len(header), PLACED
             self._members.append((starts, ends, pitch))
-        if objects and not self._is_compressed:
+        if not self._is_compressed:
             self._choose_objects([index.schema[name].kind == "bytes" for name in fields])
         if headers:
             self._headers = list(headers.values())
@@ -244,7 +235,6 @@ class BlockLoading:
         fields: to be gathered.
         memory: into which those are read that need Python.
         loads: knows the files of the others.
-        objects: whether these may read long rows into objects: what processes share has none.
 
     Attributes:
         verification_failures: how many blocks were not what was written, anywhere.
@@ -257,10 +247,9 @@ class BlockLoading:
         fields: Sequence[str],
         memory: TakeMemory,
         loads: Any,
-        objects: bool,
     ) -> None:
         self._sources, self._reader, self._memory, self._loads = sources, reader, memory, loads
-        self._fields, self._objects = fields, objects
+        self._fields = fields
         self._files: dict[tuple[str, int], int] = {}
         self._shards: dict[int, LocalShard | None] = {}
         self._layouts = Layouts(fields)
@@ -334,8 +323,7 @@ class BlockLoading:
             head = np.empty(min(_HEAD_BYTES, int(index.block_size[0])), np.uint8)
             read_file(*file, int(index.block_offset[0]), head.data)
             layout = self._layouts.of(index, head)
-        number = self._number_of(file)
-        return LocalShard.of(index, self._fields, number, layout, self._objects, strong=strong)
+        return LocalShard.of(index, self._fields, self._number_of(file), layout, strong=strong)
 
     def _number_of(self, file: tuple[str, int]) -> int:
         number = self._files.get(file)
@@ -436,41 +424,6 @@ class Loan:
     def __del__(self) -> None:
         if self._returned is not None:
             self._returned.append(self._piece)  # on any thread, at any moment
-
-
-class SharedSlots:
-    """Memory in which processes that a program has started find each other's blocks; see block_rows.c.
-
-    Made in the process that starts them, and sent to them by a fork or as an argument. It has no name.
-
-    Args:
-        slots: blocks that it holds.
-        slot_bytes: bytes of a block at most; larger ones are not shared. Memory is taken as blocks come.
-    """
-
-    def __init__(self, slots: int, slot_bytes: int) -> None:
-        self.slots, self.slot_bytes = slots, -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._open(os.memfd_create("shardkit-slots"))
-        gather.block_rows.prepare_shared(self.file, slots, self.slot_bytes)
-
-    def _open(self, file: int) -> None:
-        self.file = file
-        weakref.finalize(self, os.close, file).atexit = False
-
-    @staticmethod
-    def is_possible() -> bool:
-        """Whether this system has nameless memory, and a compiler had been there."""
-        return hasattr(os, "memfd_create") and hasattr(gather.block_rows, "prepare_shared")
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For a process that is being started."""
-        from multiprocessing import reduction
-
-        return self.__dict__ | {"file": reduction.DupFd(self.file)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__ |= state
-        self._open(state["file"].detach())
 
 
 class BlockMemory:

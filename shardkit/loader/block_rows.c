@@ -15,7 +15,6 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
-#include <signal.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -305,33 +304,12 @@ typedef struct {
     int file, users;
 } OpenFile;
 
-/* Memory that some processes share (block_loading.py): the first that needs a block loads it, the others find it there, and
- * nobody writes to it as long as one of them refers to it. Where there is no room for it, each loads it for itself. */
-enum { NOTHING, COMING, THERE };     /* in a shared slot */
-enum { MINE, FOUND, BUSY, NO_ROOM }; /* of asking for a block */
-#define MOST_USERS 64
 #define MOST_FIELDS 4    /* of which objects are made */
 #define MOST_OBJECTS 256 /* of a block */
-#define MOST_LATER 16        /* jobs that a thread leaves to others for a while */
-#define NAP_NS 20000
-#define PATIENCE_NS 1000000000 /* with one who loads a block; it may have been killed */
-
+/* A job that a thread works on. */
 typedef struct {
-    int64_t block, state, used; /* used: when it was asked for last */
-    int64_t total;              /* how often it is referred to */
-    uint16_t users[MOST_USERS]; /* the same, by each */
-} SharedSlot;
-
-typedef struct {
-    pthread_mutex_t lock;
-    int64_t count, slot_bytes, head_bytes, clock;
-    int64_t user[MOST_USERS]; /* its process; 0: nobody */
-    SharedSlot slots[];
-} Shared;
-
-typedef struct {
-    int64_t number, since, job[KNOWN];
-} Later;
+    int64_t number, job[KNOWN];
+} Taken;
 
 typedef struct {
     int64_t number, slot, block;
@@ -374,12 +352,6 @@ typedef struct {
     int64_t *times, time_count; /* (block, ns) */
     int64_t pairs, refused_count; /* pairs that are loaded or refused */
     Refused refused[MOST_PAIRS]; /* the second job of each pair of which both are the interpreter's */
-    Later later[MOST_LATER];
-    int64_t later_count;
-    Shared *shared;
-    size_t shared_bytes;
-    int64_t user, shared_process;
-    int32_t *held; /* of each slot of the table the shared one, or -1 */
     Objects **objects; /* of each slot, or NULL */
     const Piece *pieces; /* of a gather that threads without a job help with; NULL: there is none */
     int64_t piece_count, piece_next, helping;
@@ -681,22 +653,21 @@ static int64_t settle_offsets(int64_t *offsets, int64_t rows, int64_t item)
     return last;
 }
 
-/* Facts of the fields of a message, which is opened to `to` first; not where it `is_open` there already. 0 if all is well. */
-static int open_message(Scratch *scratch, const int64_t *job, unsigned char *message, unsigned char *to, int is_open)
+/* Open a message to `to` and note the facts of its fields: 0 if all is well. */
+static int open_message(Scratch *scratch, const int64_t *job, unsigned char *message, unsigned char *to)
 {
     const int64_t *layout = (const int64_t *)(intptr_t)job[LAYOUT], rows = job[ROWS], room = job[RAW_SIZE] + layout[PADDING];
     const int64_t *field = layout + LAYOUT_NUMBERS + layout[NODES];
     int64_t *facts = scratch->facts, at = 0;
-    if (!is_open && !is_of_layout(layout, job, message))
+    if (!is_of_layout(layout, job, message))
         return -1;
     *facts++ = rows;
     for (int64_t n = 0; n < layout[FIELDS]; n++, field += FIELD_NUMBERS, facts += FACTS) {
         int64_t expected = field[DATA] < 0 ? rows * field[ITEM] : 8 * (rows + 1);
-        for (int64_t which = field[EMPTY]; !is_open && which < field[EMPTY] + field[EMPTIES]; which++)
+        for (int64_t which = field[EMPTY]; which < field[EMPTY] + field[EMPTIES]; which++)
             if (signed_at(buffer_numbers(layout, message, which) + 8))
                 return -1;
-        unsigned char *values = is_open && job[RAW_SIZE] ? to + at
-                                                         : open_buffer(scratch, layout, job, message, field[VALUES], expected, to + at, room - at);
+        unsigned char *values = open_buffer(scratch, layout, job, message, field[VALUES], expected, to + at, room - at);
         if (!values)
             return -1;
         at += padded(expected + 63, 64);
@@ -704,15 +675,12 @@ static int open_message(Scratch *scratch, const int64_t *job, unsigned char *mes
         if (field[DATA] < 0)
             continue;
         int64_t *offsets = (int64_t *)values;
-        if (!is_open) {
-            const int64_t items = settle_offsets(offsets, rows, field[ITEM]);
-            if (items < 0 || (field[NODE] >= 0 && (signed_at(message + layout[NODES_AT] + 16 * field[NODE]) != items ||
-                                                   signed_at(buffer_numbers(layout, message, field[DATA] - 1) + 8))))
-                return -1;
-        }
+        const int64_t items = settle_offsets(offsets, rows, field[ITEM]);
+        if (items < 0 || (field[NODE] >= 0 && (signed_at(message + layout[NODES_AT] + 16 * field[NODE]) != items ||
+                                               signed_at(buffer_numbers(layout, message, field[DATA] - 1) + 8))))
+            return -1;
         expected = offsets[rows];
-        unsigned char *data = is_open && job[RAW_SIZE] ? to + at
-                                                       : open_buffer(scratch, layout, job, message, field[DATA], expected, to + at, room - at);
+        unsigned char *data = open_buffer(scratch, layout, job, message, field[DATA], expected, to + at, room - at);
         if (!data)
             return -1;
         at += padded(expected + 63, 64);
@@ -743,12 +711,10 @@ static int has_headers(const int64_t *job, const unsigned char *block)
 }
 
 /* Open a verified block: 0 if it holds what its job says, and then facts of a message are in `scratch`. */
-static int open_block(Scratch *scratch, const int64_t *job, unsigned char *stored, unsigned char *to, int is_open)
+static int open_block(Scratch *scratch, const int64_t *job, unsigned char *stored, unsigned char *to)
 {
     if (is_message(job))
-        return open_message(scratch, job, stored, to, is_open);
-    if (is_open)
-        return 0;
+        return open_message(scratch, job, stored, to);
     if (job[RAW_SIZE] && open_frame(scratch, stored, job[SIZE], to, job[RAW_SIZE]))
         return -1;
     return job[LAYOUT] && !has_headers(job, to) ? -1 : 0;
@@ -796,7 +762,7 @@ static int begin_reading(Loads *self, Reading *it)
     it->pieces = it->objects ? it->objects->piece : &it->all, it->count = it->objects ? it->objects->pieces : 1;
     if (!it->stored || (it->file = borrow_file(self, job[FILE_NUMBER])) < 0)
         return -1;
-    if (!job[AFTER] && it->to == (unsigned char *)(intptr_t)job[ADDRESS]) { /* memory that held no block before, perhaps */
+    if (!job[AFTER]) { /* memory that held no block before, perhaps */
         for (int64_t n = 0; it->objects && n < it->count; n++)
             touch(&it->pieces[n], self->page);
         if (!it->objects)
@@ -812,7 +778,7 @@ static int end_reading(Loads *self, Reading *it, int failed)
 {
     if (it->file >= 0)
         return_file(self, it->job[FILE_NUMBER], it->file, failed);
-    return failed ? -1 : open_block(it->scratch, it->job, it->stored, it->to, 0);
+    return failed ? -1 : open_block(it->scratch, it->job, it->stored, it->to);
 }
 
 /* Read, hash and open a block: 0 if it is what was written. */
@@ -843,99 +809,8 @@ static void load_two(Loads *self, Reading *both, int *failed)
         failed[n] = end_reading(self, &both[n], failed[n] || !sha256_is(&hash[n], digest_of(both[n].job)));
 }
 
-static void lock_shared(Shared *shared)
-{
-    const int state = pthread_mutex_lock(&shared->lock);
-#ifdef __linux__
-    if (state == EOWNERDEAD) /* what it had not written is of a block that nobody finds */
-        pthread_mutex_consistent(&shared->lock);
-#else
-    (void)state;
-#endif
-}
-
-static unsigned char *shared_memory(Shared *shared, int64_t slot)
-{
-    return (unsigned char *)shared + shared->head_bytes + slot * shared->slot_bytes;
-}
-
-/* No step refers to what was in a slot of the table. The lock is held. */
-static void release_shared(Loads *self, int64_t slot)
-{
-    if (!self->shared || self->held[slot] < 0)
-        return;
-    SharedSlot *one = &self->shared->slots[self->held[slot]];
-    lock_shared(self->shared);
-    one->users[self->user]--, one->total--;
-    pthread_mutex_unlock(&self->shared->lock);
-    self->held[slot] = -1;
-}
-
-/* Ask for a block: `place` is its shared slot, from now on referred to, unless it is BUSY or there is NO_ROOM. */
-static int ask_shared(Loads *self, const int64_t *job, int64_t *place)
-{
-    Shared *shared = self->shared;
-    int answer = NO_ROOM;
-    *place = -1;
-    lock_shared(shared);
-    for (int64_t n = 0; n < shared->count; n++) {
-        const SharedSlot *one = &shared->slots[n];
-        if (one->block == job[BLOCK] && one->state != NOTHING) {
-            answer = one->state == THERE ? FOUND : BUSY;
-            *place = n;
-            break;
-        }
-        if (!one->total && one->state != COMING && (*place < 0 || one->used < shared->slots[*place].used))
-            *place = n;
-    }
-    if (answer == NO_ROOM && *place >= 0) {
-        SharedSlot *one = &shared->slots[*place];
-        one->block = -1, one->state = COMING; /* in this order: whoever dies here leaves a block that nobody finds */
-        one->block = job[BLOCK];
-        answer = MINE;
-    }
-    if (answer == MINE || answer == FOUND) {
-        shared->slots[*place].users[self->user]++, shared->slots[*place].total++;
-        shared->slots[*place].used = ++shared->clock;
-    }
-    pthread_mutex_unlock(&shared->lock);
-    if (answer == MINE || answer == FOUND) {
-        pthread_mutex_lock(&self->lock);
-        self->held[job[SLOT]] = (int32_t)*place;
-        pthread_mutex_unlock(&self->lock);
-    }
-    return answer;
-}
-
-/* A block to its own memory, or the memory that is shared: where it is; NULL if it is not what was written, or `how` is BUSY. */
-static unsigned char *load_anywhere(Loads *self, Reading *it, int *how, int patient)
-{
-    const int64_t *job = it->job;
-    int64_t place;
-    *how = NO_ROOM;
-    if (!self->shared || it->objects || room_of(job) > self->shared->slot_bytes)
-        return load(self, it) ? NULL : it->to;
-    *how = ask_shared(self, job, &place);
-    if (*how == FOUND) {
-        unsigned char *found = shared_memory(self->shared, place);
-        return open_block(it->scratch, job, found, found, 1) ? NULL : found;
-    }
-    if (*how == BUSY && patient)
-        return NULL;
-    if (*how == MINE) {
-        it->to = shared_memory(self->shared, place);
-        const int failed = load(self, it);
-        lock_shared(self->shared);
-        self->shared->slots[place].state = failed ? NOTHING : THERE;
-        pthread_mutex_unlock(&self->shared->lock);
-        return failed ? NULL : it->to;
-    }
-    *how = NO_ROOM;
-    return load(self, it) ? NULL : it->to;
-}
-
-/* The lock is held. `moved`: how far from where its facts say the block lies. */
-static void finish_job(Loads *self, int64_t number, int64_t slot, const int64_t *facts, int64_t moved)
+/* The lock is held. */
+static void finish_job(Loads *self, int64_t number, int64_t slot, const int64_t *facts)
 {
     if (number < self->dropped) {
         for (int64_t n = 0; n < self->running_count; n++)
@@ -945,12 +820,8 @@ static void finish_job(Loads *self, int64_t number, int64_t slot, const int64_t 
             }
         return;
     }
-    if (facts) {
-        int64_t *to = self->facts + slot * self->width;
-        memcpy(to, facts, (size_t)self->width * 8);
-        for (int64_t field = 1; moved && field + FACTS <= self->width; field += FACTS)
-            to[field + (to[field + 1] ? 2 : 0)] += moved; /* data of what has ends, else values */
-    }
+    if (facts)
+        memcpy(self->facts + slot * self->width, facts, (size_t)self->width * 8);
     self->states[number & (self->room - 1)] = DONE;
     while (self->prefix < self->next && self->states[self->prefix & (self->room - 1)] == DONE)
         self->prefix++;
@@ -958,21 +829,17 @@ static void finish_job(Loads *self, int64_t number, int64_t slot, const int64_t 
         pthread_cond_broadcast(&self->ready);
 }
 
-/* A job is loaded: `found` is where it is, in a time that is noted unless another process loaded it (`took` is -1). */
-static void finish_load(Loads *self, const Reading *it, int64_t number, const unsigned char *found, int64_t took)
+/* A job is loaded, in `took` nanoseconds. */
+static void finish_load(Loads *self, const Reading *it, int64_t number, int64_t took)
 {
     const int64_t *job = it->job;
     pthread_mutex_lock(&self->lock);
-    if (took >= 0)
-        self->loads++, self->bytes += job[RAW_SIZE] ? job[RAW_SIZE] : job[SIZE], self->load_ns += took;
-    if (took >= 0 && self->is_timed && self->time_count < MOST_TIMES) {
+    self->loads++, self->bytes += job[RAW_SIZE] ? job[RAW_SIZE] : job[SIZE], self->load_ns += took;
+    if (self->is_timed && self->time_count < MOST_TIMES) {
         self->times[2 * self->time_count] = job[BLOCK];
         self->times[2 * self->time_count++ + 1] = took;
     }
-    if (is_message(job))
-        finish_job(self, number, job[SLOT], it->scratch->facts, 0);
-    else
-        finish_job(self, number, job[SLOT], job_at(self, number) + JOB, (int64_t)(intptr_t)found - job[ADDRESS]);
+    finish_job(self, number, job[SLOT], is_message(job) ? it->scratch->facts : job_at(self, number) + JOB);
     pthread_mutex_unlock(&self->lock);
 }
 
@@ -983,25 +850,21 @@ static Reading reading_of(const int64_t *job, const Objects *objects, Scratch *s
     return (Reading){.job = job, .objects = objects, .scratch = scratch, .to = (unsigned char *)(intptr_t)job[ADDRESS]};
 }
 
-/* Load a job, and finish it unless it is the interpreter's: whether it is. -1: others load it. */
-static int do_job(Loads *self, Scratch *scratch, int64_t number, const int64_t *job, const Objects *objects, int patient)
+/* Load a job and finish it: 0, or 1 if the interpreter has to load it. */
+static int do_job(Loads *self, Scratch *scratch, const Taken *one, const Objects *objects)
 {
     const int64_t started = now_ns();
-    int how;
-    Reading it = reading_of(job, objects, scratch);
-    unsigned char *found = load_anywhere(self, &it, &how, patient);
-    if (how == BUSY)
-        return -1;
+    Reading it = reading_of(one->job, objects, scratch);
+    const int failed = load(self, &it);
     if (is_cold(&it))
         ask_disk(self);
-    if (!found)
-        return 1;
-    finish_load(self, &it, number, found, how == FOUND ? -1 : now_ns() - started);
-    return 0;
+    if (!failed)
+        finish_load(self, &it, one->number, now_ns() - started);
+    return failed != 0;
 }
 
 /* Load two jobs that are known by SHA-256, and finish those that are not the interpreter's, which are marked so. */
-static void do_two(Loads *self, Scratch *scratch, const Later *jobs, const Objects *const *objects, int *is_left)
+static void do_two(Loads *self, Scratch *scratch, const Taken *jobs, const Objects *const *objects, int *is_left)
 {
     const int64_t started = now_ns();
     Reading both[2] = {reading_of(jobs[0].job, objects[0], scratch), reading_of(jobs[1].job, objects[1], scratch + 1)};
@@ -1011,17 +874,16 @@ static void do_two(Loads *self, Scratch *scratch, const Later *jobs, const Objec
         ask_disk(self);
     for (int n = 0; n < 2; n++)
         if (!is_left[n])
-            finish_load(self, &both[n], jobs[n].number, both[n].to, took);
+            finish_load(self, &both[n], jobs[n].number, took);
 }
 
 /* Take the next job. The lock is held. */
-static const Objects *take_job(Loads *self, Later *one)
+static const Objects *take_job(Loads *self, Taken *one)
 {
-    *one = (Later){self->next, now_ns(), {0}};
-    memcpy(one->job, job_at(self, self->next), (size_t)(self->stride < KNOWN ? self->stride : KNOWN) * 8);
-    self->states[self->next & (self->room - 1)] = BEGUN;
-    self->began[self->next++ & (self->room - 1)] = one->since;
-    release_shared(self, one->job[SLOT]);
+    one->number = self->next++;
+    memcpy(one->job, job_at(self, one->number), (size_t)(self->stride < KNOWN ? self->stride : KNOWN) * 8);
+    self->states[one->number & (self->room - 1)] = BEGUN;
+    self->began[one->number & (self->room - 1)] = now_ns();
     return self->objects[one->job[SLOT]];
 }
 
@@ -1032,7 +894,7 @@ static int64_t work(Loads *self, Scratch *scratch, int64_t *job)
 {
     for (;;) {
         pthread_mutex_lock(&self->lock);
-        while (!self->is_closed && !may_begin(self) && !self->later_count && !self->refused_count) {
+        while (!self->is_closed && !may_begin(self) && !self->refused_count) {
             if (is_left_to_copy(self)) {
                 self->helping++;
                 copy_piece(self);
@@ -1053,23 +915,16 @@ static int64_t work(Loads *self, Scratch *scratch, int64_t *job)
             job[SLOT] = refused.slot, job[BLOCK] = refused.block;
             return refused.number;
         }
-        Later one, two;
-        const Objects *objects[2] = {NULL, NULL};
-        int are_two = 0;
-        if (may_begin(self) && self->later_count < MOST_LATER) {
-            objects[0] = take_job(self, &one);
-            are_two = is_strong(one.job) && !self->shared && may_begin(self) && is_strong(job_at(self, self->next)) &&
-                      self->pairs < MOST_PAIRS;
-        } else { /* the one that waits for the longest time */
-            one = self->later[0];
-            memmove(self->later, self->later + 1, (size_t)--self->later_count * sizeof one);
-        }
+        Taken one, two;
+        const Objects *objects[2] = {take_job(self, &one), NULL};
+        const int are_two =
+            is_strong(one.job) && may_begin(self) && is_strong(job_at(self, self->next)) && self->pairs < MOST_PAIRS;
         if (are_two)
             objects[1] = take_job(self, &two), self->pairs++;
         pthread_mutex_unlock(&self->lock);
         if (are_two) {
             int is_left[2];
-            do_two(self, scratch, (Later[]){one, two}, objects, is_left);
+            do_two(self, scratch, (Taken[]){one, two}, objects, is_left);
             pthread_mutex_lock(&self->lock);
             if (is_left[0] && is_left[1]) {
                 self->refused[self->refused_count++] = (Refused){two.number, two.job[SLOT], two.job[BLOCK]};
@@ -1086,19 +941,7 @@ static int64_t work(Loads *self, Scratch *scratch, int64_t *job)
             return one.number;
         }
         memcpy(job, one.job, sizeof one.job);
-        int answer = 1;
-        while (job[FILE_NUMBER] >= 0 && (answer = do_job(self, scratch, one.number, job, objects[0], now_ns() - one.since < PATIENCE_NS)) < 0) {
-            pthread_mutex_lock(&self->lock);
-            const int is_left = self->later_count < MOST_LATER, is_idle = is_left && !may_begin(self);
-            if (is_left)
-                self->later[self->later_count++] = one;
-            pthread_mutex_unlock(&self->lock);
-            if (!is_left || is_idle)
-                nanosleep(&(struct timespec){0, NAP_NS}, NULL);
-            if (is_left)
-                break;
-        }
-        if (answer > 0)
+        if (job[FILE_NUMBER] < 0 || do_job(self, scratch, &one, objects[0]))
             return one.number;
     }
 }
@@ -1173,7 +1016,7 @@ static Objects *make_objects(const Loads *self, int64_t number, int64_t *job)
 {
     int64_t field[MOST_FIELDS];
     const int64_t rows = job[JOB], fields = object_fields(self, job, field), count = fields * rows;
-    if (fields > MOST_FIELDS || self->shared || rows < 0 || count > MOST_OBJECTS)
+    if (fields > MOST_FIELDS || rows < 0 || count > MOST_OBJECTS)
         return NULL;
     Objects *made = PyMem_Calloc(1, sizeof *made + (size_t)count * sizeof *made->objects + (size_t)(2 * count + 1) * sizeof *made->piece);
     if (!made)
@@ -1361,14 +1204,13 @@ static PyObject *loads_set_table(Loads *self, PyObject *table)
         return NULL;
     }
     pthread_mutex_lock(&self->lock);
-    if (grow((void **)&self->held, held.shape[0] + 1, sizeof *self->held) < 0 ||
-        grow((void **)&self->objects, held.shape[0] + 1, sizeof *self->objects) < 0) {
+    if (grow((void **)&self->objects, held.shape[0] + 1, sizeof *self->objects) < 0) {
         pthread_mutex_unlock(&self->lock);
         PyBuffer_Release(&held);
         return PyErr_NoMemory();
     }
     for (int64_t slot = self->slots; slot < held.shape[0]; slot++)
-        self->held[slot] = -1, self->objects[slot] = NULL;
+        self->objects[slot] = NULL;
     if (self->slots)
         memcpy(held.buf, self->facts, (size_t)(self->slots * self->width) * 8);
     old = self->table;
@@ -1390,7 +1232,7 @@ static PyObject *loads_finish(Loads *self, PyObject *args)
     Objects *old = NULL;
     if (fits) {
         old = take_objects(self, slot); /* they are not what was read */
-        finish_job(self, number, slot, facts.buf, 0);
+        finish_job(self, number, slot, facts.buf);
     }
     pthread_mutex_unlock(&self->lock);
     release_objects(old);
@@ -1558,80 +1400,6 @@ static PyObject *loads_close(Loads *self, PyObject *ignored)
     Py_RETURN_NONE;
 }
 
-/* In a nameless file that nobody else has yet: empty slots. */
-static PyObject *prepare_shared(PyObject *self, PyObject *args)
-{
-    int file;
-    long long count, slot_bytes;
-    if (!PyArg_ParseTuple(args, "iLL:prepare_shared", &file, &count, &slot_bytes))
-        return NULL;
-    const int64_t page = sysconf(_SC_PAGESIZE);
-    if (count < 1 || slot_bytes < 1 || slot_bytes % page || count > INT32_MAX || slot_bytes > INT64_MAX / 2 / count) {
-        PyErr_SetString(PyExc_ValueError, "expected slots of whole pages");
-        return NULL;
-    }
-    const int64_t head = ((int64_t)sizeof(Shared) + count * (int64_t)sizeof(SharedSlot) + page - 1) / page * page;
-    Shared *shared = MAP_FAILED;
-    pthread_mutexattr_t kind;
-    if (!ftruncate(file, (off_t)(head + count * slot_bytes)))
-        shared = mmap(NULL, (size_t)head, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-    if (shared == MAP_FAILED)
-        return PyErr_SetFromErrno(PyExc_OSError);
-    pthread_mutexattr_init(&kind);
-    pthread_mutexattr_setpshared(&kind, PTHREAD_PROCESS_SHARED);
-#ifdef __linux__
-    pthread_mutexattr_setrobust(&kind, PTHREAD_MUTEX_ROBUST);
-#endif
-    pthread_mutex_init(&shared->lock, &kind);
-    pthread_mutexattr_destroy(&kind);
-    shared->count = count, shared->slot_bytes = slot_bytes, shared->head_bytes = head;
-    for (int64_t n = 0; n < count; n++)
-        shared->slots[n].block = -1;
-    munmap(shared, (size_t)head);
-    Py_RETURN_NONE;
-}
-
-/* The user refers to nothing. The shared lock is held. */
-static void forget_user(Shared *shared, int64_t user)
-{
-    for (int64_t n = 0; n < shared->count; n++) {
-        shared->slots[n].total -= shared->slots[n].users[user];
-        shared->slots[n].users[user] = 0;
-    }
-    shared->user[user] = 0;
-}
-
-/* Blocks are found and left in the memory of `prepare_shared`: whether there is a place for one user more. */
-static PyObject *loads_share(Loads *self, PyObject *number)
-{
-    struct stat found;
-    const long file = PyLong_AsLong(number);
-    if (file == -1 && PyErr_Occurred())
-        return NULL;
-    if (self->shared || self->end || fstat((int)file, &found))
-        return PyErr_Format(PyExc_ValueError, "expected the file of shared memory, before any job");
-    Shared *shared = mmap(NULL, (size_t)found.st_size, PROT_READ | PROT_WRITE, MAP_SHARED, (int)file, 0);
-    if (shared == MAP_FAILED)
-        return PyErr_SetFromErrno(PyExc_OSError);
-    int64_t user = 0;
-    lock_shared(shared);
-    for (; user < MOST_USERS; user++) {
-        if (shared->user[user] && kill((pid_t)shared->user[user], 0) && errno == ESRCH)
-            forget_user(shared, user); /* it was killed */
-        if (!shared->user[user])
-            break;
-    }
-    if (user < MOST_USERS)
-        shared->user[user] = getpid();
-    pthread_mutex_unlock(&shared->lock);
-    if (user == MOST_USERS) {
-        munmap(shared, (size_t)found.st_size);
-        Py_RETURN_FALSE;
-    }
-    self->shared = shared, self->shared_bytes = (size_t)found.st_size, self->user = user, self->shared_process = getpid();
-    Py_RETURN_TRUE;
-}
-
 /* What a job has read is needed no more; perhaps another one has its slot by now. */
 static PyObject *loads_release(Loads *self, PyObject *args)
 {
@@ -1652,13 +1420,6 @@ static PyObject *loads_leave(Loads *self, PyObject *ignored)
 {
     for (int64_t slot = 0; slot < self->slots; slot++)
         release_objects(take_objects(self, slot));
-    if (self->shared && self->shared_process == getpid()) { /* not in a forked child: its parent goes on */
-        lock_shared(self->shared);
-        forget_user(self->shared, self->user);
-        pthread_mutex_unlock(&self->shared->lock);
-        munmap(self->shared, self->shared_bytes);
-        self->shared = NULL;
-    }
     Py_RETURN_NONE;
 }
 
@@ -1699,7 +1460,7 @@ static void loads_dealloc(Loads *self)
         free(self->files[n].path);
     if (self->table.obj)
         PyBuffer_Release(&self->table);
-    free(self->files), free(self->jobs), free(self->began), free(self->states), free(self->running), free(self->times), free(self->held), free(self->objects);
+    free(self->files), free(self->jobs), free(self->began), free(self->states), free(self->running), free(self->times), free(self->objects);
     type->tp_free(self);
     Py_DECREF(type);
 }
@@ -1720,10 +1481,9 @@ static PyMethodDef loads_methods[] = {
     {"longest", (PyCFunction)loads_longest, METH_NOARGS, "longest(): (block, seconds) of what has been loading for the longest time, or None."},
     {"counts", (PyCFunction)loads_counts, METH_NOARGS, "counts(): (jobs done without a gap, loads, bytes, seconds)."},
     {"take_times", (PyCFunction)loads_take_times, METH_NOARGS, "take_times(): int64 (block, ns) of loads since the last call."},
-    {"share", (PyCFunction)loads_share, METH_O, "share(file): find and leave blocks in the memory of `prepare_shared`; whether there is a place for one more."},
     {"gather_rows", (PyCFunction)loads_gather_rows, METH_VARARGS, "gather_rows(…): as the function; threads that have nothing to load help."},
     {"release", (PyCFunction)loads_release, METH_VARARGS, "release(job, slot): the objects that it has read are referred to no more."},
-    {"leave", (PyCFunction)loads_leave, METH_NOARGS, "leave(): refer to no shared memory any more; nobody may use it."},
+    {"leave", (PyCFunction)loads_leave, METH_NOARGS, "leave(): release all objects that rows were read into; no thread may work."},
     {"close", (PyCFunction)loads_close, METH_NOARGS, "close(): `work` and `wait` return."},
     {NULL, NULL, 0, NULL},
 };
@@ -2177,8 +1937,6 @@ static PyObject *opens_zstd(PyObject *self, PyObject *ignored) { return PyBool_F
 static PyMethodDef functions[] = {
     {"hashes_sha256", hashes_sha256, METH_NOARGS, "hashes_sha256(): whether jobs may have a SHA-256 digest: the processor has instructions for it."},
     {"opens_zstd", opens_zstd, METH_NOARGS, "opens_zstd(): whether jobs may be compressed: the system has libzstd."},
-    {"prepare_shared", prepare_shared, METH_VARARGS,
-     "prepare_shared(file, slots, slot_bytes): memory for `Loads.share`, in a nameless file that nobody else has yet."},
     {"ways", ways, METH_NOARGS, "ways(): in how many ways this processor can hash; all give the same hashes."},
     {"copy_rows", copy_rows, METH_VARARGS,
      "copy_rows(target, addresses, size or sizes): the row at each address, end to end into `target`."},

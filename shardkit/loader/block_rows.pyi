@@ -80,17 +80,11 @@ class Loads:
     def release(self, number: int, slot: int, /) -> None:
         """What a job has read is needed no more: objects that are in its slot still are no longer held."""
 
-    def share(self, file: int, /) -> bool:
-        """Before the first job: find and leave blocks in memory of `prepare_shared`; False: it has no place left."""
-
     def leave(self) -> None:
-        """Refer to no shared memory any more: called once no thread works, and nobody copies rows."""
+        """Release all objects that rows were read into; called when no thread works and no rows are being copied."""
 
     def close(self) -> None:
         """`work` and `wait` return."""
-
-def prepare_shared(file: int, slots: int, slot_bytes: int, /) -> None:
-    """Make memory of so many slots, of whole pages, in a nameless file that nobody else has yet."""
 
 def opens_zstd() -> bool:
     """Whether jobs may be compressed: the system has libzstd."""

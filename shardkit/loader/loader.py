@@ -40,9 +40,7 @@ from shardkit.plan import Assignment, Plan
 
 if TYPE_CHECKING:
     from shardkit.ledger import Journal
-    from shardkit.loader.block_loading import SharedSlots
     from shardkit.loader.sharing import ServedCache
-    from shardkit.reading.cache.shared_blocks import SharedBlocks
     from shardkit.telemetry import Telemetry
 
 __all__ = ["Loader"]
@@ -107,9 +105,6 @@ class Loader:
         self._stages = {start: number for number, (start, _) in enumerate(plan.settings.stages) if number}
         self._handed_at = 0.0  # of the step that the trainer has
         self._computed_s = -1.0  # what it took to compute; below 0: nobody has said
-        self.shared: SharedBlocks | None = None  # with loaders of other processes, from the first loop on
-        self.slots: SharedSlots | None = None  # the same, for blocks of local files
-        self.mean_block_bytes = sources.mean_block_bytes
         self.allocate: Allocate = np.empty  # the arrays of batches; of the loops that begin after it was set
         self.reads_on = config.stride == 1  # of the next epoch while the last steps of one are worked
         if self._device is not None and self._device.type != "cpu":
@@ -427,7 +422,7 @@ class Loader:
         resources, live, setup = self.live.resources, self.live, self._setup
         if resources is None or resources.process != os.getpid():
             resources = live.resources = LoaderResources(
-                setup, self._memory, self.memory_needed, self._function, self.shared, self.slots
+                setup, self._memory, self.memory_needed, self._function
             )
             if setup.config.run is not None:  # whoever has no run does not wait for these imports
                 from shardkit.loader.steering import open_watch

@@ -24,7 +24,6 @@ from shardkit.plan.locality import LaneOfBlock
 from shardkit.reading.attestations import Attestation, ReadEvent, ReadEvents
 from shardkit.reading.blocks import BlockReader
 from shardkit.reading.cache.block_cache import BlockCache
-from shardkit.reading.cache.shared_blocks import SharedBlocks
 from shardkit.reading.cache.supply import BlockFetcher, NearbyCaches
 from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.objects import BlockRequest
@@ -65,7 +64,7 @@ class RemoteBlocks:
         journaled: what the ledger should know of these reads.
     """
 
-    def __init__(self, setup: LoaderSetup, memory: int, shared: SharedBlocks | None) -> None:
+    def __init__(self, setup: LoaderSetup, memory: int) -> None:
         plan, sources, config = setup.plan, setup.sources, setup.config
         self._plan, self._rows, self._config = plan, sources.rows, config
         self._lanes: list[int] = []
@@ -77,7 +76,6 @@ class RemoteBlocks:
         ahead = min(_AHEAD_BYTES, memory // 4)
         self.supply = BlockFetcher(
             cache,
-            shared=None if shared is None else shared.open(),
             ahead_bytes=ahead,
             threads=_AHEAD_THREADS,
             nearby=None if setup.holders is None else self._nearby(setup.holders),

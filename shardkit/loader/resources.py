@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.loader import gather
-from shardkit.loader.block_loading import BlockLoading, BlockMemory, SharedSlots
+from shardkit.loader.block_loading import BlockLoading, BlockMemory
 from shardkit.loader.block_window import BlockWindow
 from shardkit.loader.gather import FACTS, Allocate
 from shardkit.loader.row_work import RowWork, open_workers
@@ -28,7 +28,6 @@ from shardkit.reading.located_store import LocatedStore
 if TYPE_CHECKING:
     from shardkit.ledger import Journal
     from shardkit.loader.remote_blocks import RemoteBlocks
-    from shardkit.reading.cache.shared_blocks import SharedBlocks
     from shardkit.telemetry.recorder import BlockTimes, RunWatch
 
 __all__ = ["LoaderResources", "Watchdog"]
@@ -59,8 +58,6 @@ class LoaderResources:
         memory: int,
         needed: int,
         function: RowFunction | None,
-        shared: SharedBlocks | None,
-        slots: SharedSlots | None,
     ) -> None:
         plan, sources, config = setup.plan, setup.sources, setup.config
         self.process = os.getpid()
@@ -71,7 +68,7 @@ class LoaderResources:
         if _needs_network(sources):
             from shardkit.loader.remote_blocks import RemoteBlocks
 
-            self.remote = RemoteBlocks(setup, memory, shared)
+            self.remote = RemoteBlocks(setup, memory)
         # What steps do not need any more is kept where it cost a network to have it, or where any step may need it.
         self._fills = self.remote is not None or plan.settings.shuffle == "full"
         start = memory if self._fills or self._bound is None else needed
@@ -85,11 +82,7 @@ class LoaderResources:
         width = 1 + FACTS * len(setup.fields)
         timed = config.run is not None and config.telemetry is not None
         self._loads = gather.block_rows.Loads(width, timed)
-        if slots is not None:
-            self._loads.share(slots.file)
-        load = self._load = BlockLoading(
-            sources, reader, setup.fields, self._memory.take, self._loads, objects=slots is None
-        )
+        load = self._load = BlockLoading(sources, reader, setup.fields, self._memory.take, self._loads)
         if timed:
             from shardkit.telemetry.recorder import BlockTimes
 

@@ -31,11 +31,12 @@ if TYPE_CHECKING:
         read_checkpoint_manifest,
     )
     from .checkpointing import CheckpointReader, CheckpointWriter, FlatSlice, export_safetensors
-    from .datasets import PlanDataset, dataset
+    from .datasets import DataLoader, PlanDataset, dataset
 
 __all__ = [
     "CheckpointReader",
     "CheckpointWriter",
+    "DataLoader",
     "FlatSlice",
     "PlanDataset",
     "checkpoint_names",
@@ -54,7 +55,7 @@ _HOMES = {
         "read_checkpoint_manifest",
     ),
     "checkpointing": ("CheckpointReader", "CheckpointWriter", "FlatSlice", "export_safetensors"),
-    "datasets": ("PlanDataset", "dataset"),
+    "datasets": ("DataLoader", "PlanDataset", "dataset"),
 }
 
 

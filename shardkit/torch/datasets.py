@@ -1,235 +1,394 @@
-"""A plan as an ``IterableDataset``: for torch's DataLoader and torchdata's StatefulDataLoader.
+"""A plan as an `IterableDataset`, and the DataLoader that counts its epochs.
 
-Workers share the steps in turn, as DataLoader asks its workers in turn, so the stream is that of ``ds.loader`` for
-any number of workers::
+Worker w of W delivers steps k + w, k + w + W, …, so the order is that of ``ds.loader`` for any number of workers::
 
     data = shardkit.torch.dataset(ds, plan)
-    for batch in DataLoader(data, batch_size=None, num_workers=4): ...
+    loader = shardkit.torch.DataLoader(data, num_workers=4)
+    for epoch in range(loader.epoch, epochs):
+        for batch in loader: ...
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.context import get_spawning_popen
 from typing import Any, Final
 
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils.fetch import _BaseDatasetFetcher
 
 from shardkit.dataset import Dataset
 from shardkit.errors import StateError, UsageError
-from shardkit.loader import Batch, Loader, check_state
-from shardkit.loader.block_loading import SharedSlots
-from shardkit.loader.live import STATE_VERSION, check_geometry
+from shardkit.loader import Batch, check_state
+from shardkit.loader.live import STATE_VERSION
 from shardkit.plan import Plan
-from shardkit.reading.cache.shared_blocks import SharedBlocks
 
-from .loop_log import Loop, LoopLog
-from .sent_batches import Outbox, Sent, SentBatch
+__all__ = ["DataLoader", "PlanDataset", "dataset"]
 
-_SLOTS_OF_NEED: Final = 5  # quarters of the blocks that the windows need
-_LARGEST_OF_MEAN: Final = 2  # blocks that are larger are not shared
-_LEAST_SHARED: Final = 64 << 20  # bytes: small windows are left while a worker that is late still needs them
+_REPEATED: Final = (
+    "this loop repeats the batches of an earlier loop: torch's DataLoader does not tell a dataset how far its workers "
+    "got. Use shardkit.torch.DataLoader(dataset, num_workers=…), which continues, or call dataset.set_epoch(epoch) "
+    "before each loop"
+)
+_BATCHED: Final = (
+    "a DataLoader with a batch size would collate whole batches of the plan into batches of batches. Write "
+    "shardkit.torch.DataLoader(dataset, num_workers=…), or DataLoader(dataset, batch_size=None) with torch's own; "
+    "return it from get_train_dataloader() of a Hugging Face Trainer"
+)
+_DISTRIBUTED: Final = (
+    "accelerate would distribute this dataset to the ranks a second time, and part of the samples would be lost: each "
+    "rank has its own lanes of the plan already. Write accelerator.prepare(shardkit.torch.DataLoader(dataset)), which "
+    "is left as it is, or do not prepare the DataLoader"
+)
+_UNKNOWN: Final = (
+    "torch's DataLoader does not tell how far its workers got: call dataset.state_dict(after=batch) with the batch "
+    "that was trained on last, or use shardkit.torch.DataLoader and its state_dict()"
+)
+_POSITION, _TURN, _BEGUN = range(3)  # numbers in the memory that workers share
 
 
-def dataset(ds: Dataset, plan: Plan, **settings: Any) -> PlanDataset:
-    """`plan` over `ds` for a DataLoader with ``batch_size=None`` and any number of workers.
+def dataset(ds: Dataset, plan: Plan, *, restart: bool = False, **settings: Any) -> PlanDataset:
+    """Return `plan` over `ds` for `DataLoader`, or for torch's own with ``batch_size=None``.
 
     Args:
-        ds: an open dataset; travels to spawned workers as its address, never its bytes.
+        ds: an open dataset. A spawned worker opens it again by its address.
         plan: made by ``ds.plan(…)``.
-        settings: those of ``ds.loader``, but for stride, offset, run and share: DataLoader runs ahead of the trainer,
-            so what a worker reads is not what was consumed.
+        restart: begin every loop at the start of its epoch, for validation.
+        settings: those of ``ds.loader`` except stride, offset, run and share: workers read ahead of the trainer, so a
+            worker cannot know what was consumed.
+
+    Raises:
+        UsageError: a setting does not apply to workers.
     """
-    return PlanDataset(ds, plan, **settings)
+    return PlanDataset(ds, plan, restart=restart, **settings)
 
 
 class PlanDataset(IterableDataset[Batch]):
-    """One epoch of a plan per loop, epoch after epoch; see `dataset`.
+    """The steps of a plan, one epoch per loop; see `dataset`.
 
-    Where a loop begins is decided in the training process when DataLoader starts its workers; what they do early or
-    late changes nothing. A loop that is left early begins its epoch again: that it was not finished is known by the
-    batches that have not arrived. Not known is which of those that have DataLoader has handed out, nor what a
-    `collate_fn` made of them: a loop that is left within the last ``num_workers · prefetch_factor`` steps of an epoch
-    may then count as finished. Where that matters, say where to go on with `load_state_dict` or `set_epoch`, before
-    the loop begins.
-
-    Without workers a second loop supersedes the first, as with ``ds.loader``.
+    The position is the step at which the next loop begins. Loops that run in this process, and those of
+    `shardkit.torch.DataLoader`, advance it with each batch, so a loop after a ``break`` continues. torch's own
+    DataLoader with workers does not say how far it got: call `set_epoch` before each loop.
     """
 
-    def __init__(self, ds: Dataset, plan: Plan, **settings: Any) -> None:
+    def __init__(self, ds: Dataset, plan: Plan, *, restart: bool = False, **settings: Any) -> None:
         for name in ("stride", "offset", "run", "share"):
             if name in settings:
                 raise UsageError(f"{name}= is not for shardkit.torch.dataset; use ds.loader for it")
-        self._ds, self._plan = ds, plan
+        self._ds, self._plan, self._restart = ds, plan, restart
         settings = {"tensors": True, "threads": 1, **settings}
-        # ranks are found, compared and dealt lanes here, for workers have no process group
-        loader = ds.loader(plan, **settings)  # refuses impossible settings here and not in a worker
-        loader.close()
-        rank, world, _ = loader.topology
-        dealt = {} if loader.assignment is None else {"assignment": loader.assignment}
-        self._settings = settings | {"rank": rank, "world": world, "mesh": None, "store": None} | dealt
-        self._log = LoopLog()
-        self._own: tuple[int, int] | None = (
-            None  # (step, end of its epoch) at which this process goes on alone
+        # Ranks compare their settings and get their lanes here: workers have no process group.
+        with ds.loader(plan, **settings) as loader:
+            self._rank, self._world, _ = loader.topology
+            lanes = {} if loader.assignment is None else {"assignment": loader.assignment}
+        self._settings = (
+            settings | {"rank": self._rank, "world": self._world, "mesh": None, "store": None} | lanes
         )
-        self._at: tuple[int, int] | None = None  # the same, of the loop under way
-        self._latest: Loop | None = None  # that this process has begun
-        self._shared = (
-            SharedBlocks(max(_LEAST_SHARED, loader.memory_needed)) if SharedBlocks.is_possible() else None
-        )
-        self._slots = _slots_of(loader) if SharedSlots.is_possible() else None
+        self._position = 0
+        self._turn = 0  # grows with each loop and move: an older loop has ended
+        self._counted = -1  # the turn whose batches `DataLoader` counts
+        self._worker_loops = 0  # begun in this worker process
+        self._worker_steps = range(0)  # of the current loop that this worker has not delivered
+        self._loaded_steps: range | None = None  # of a state that torchdata has loaded into this worker
+        self._share()
+
+    def _share(self) -> None:
+        """Open memory in which this process reaches persistent workers."""
+        self._owner = os.getpid()
+        self._shared = torch.tensor([self._position, self._turn, -1]).share_memory_()  # type: ignore[no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a process that is being started gets; a copy has loops of its own."""
-        kept = self.__dict__ | {"_at": None, "_latest": None}
         if get_spawning_popen() is not None:
-            return kept
-        sizes = None if self._slots is None else (self._slots.slots, self._slots.slot_bytes)
-        return kept | {
-            "_log": self._log.where(),
-            "_shared": self._shared and self._shared.size,
-            "_slots": sizes,
-        }
+            _check_callers(self._world)
+        return self.__dict__
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        log, shared, slots = state["_log"], state["_shared"], state["_slots"]
-        self.__dict__ |= state | {
-            "_log": LoopLog(log) if isinstance(log, int) else log,
-            "_shared": SharedBlocks(shared) if isinstance(shared, int) else shared,
-            "_slots": SharedSlots(*slots) if isinstance(slots, tuple) else slots,
-        }
+        self.__dict__ |= state
+        if not self._shared.is_shared():  # a copy in the same process
+            self._share()
 
     def __repr__(self) -> str:
-        rank, world = self._settings["rank"], self._settings["world"]
         return (
-            f"<shardkit plan dataset, rank {rank} of {world}: {len(self):,} steps a loop, "
-            f"next begins at step {self._log.where():,}; {self._plan} over {self._ds}>"
+            f"<shardkit plan dataset, rank {self._rank} of {self._world}: {len(self):,} steps a loop, next begins at "
+            f"step {self._position:,}; {self._plan} over {self._ds}>"
         )
 
     def __len__(self) -> int:
-        """Steps of one epoch."""
+        """Return the number of steps of an epoch."""
         return self._plan.loop_steps
 
+    # ---- loops
+
     def __iter__(self) -> Iterator[Any]:
-        """The steps of this worker, from where the loop begins to the end of the epoch."""
-        worker, workers = _worker()
-        loop = self._log.begin(worker if get_worker_info() is not None else None)
-        check_geometry(self._plan, loop.start)
-        stop = self._plan.epoch_bounds(loop.start)[1]
-        first, parts = loop.start + worker, min(workers, stop - loop.start)
-        if self._own is not None:
-            (first, stop), parts = self._own, workers
-        self._own, self._at, self._latest = None, (first, stop), loop
-        steps = range(first, stop, workers)
-        if worker >= parts:
-            return iter(())
+        """Iterate from the position to the end of its epoch; in a worker, over the steps of that worker."""
+        _check_callers(self._world)
+        worker = get_worker_info()
+        if worker is None:
+            steps = self._begin_loop()
+            return _Loop(self, self._read(steps), steps)
+        self._worker_steps, repeats = self._begin_worker_loop(worker.id, worker.num_workers)
+        batches = self._read(self._worker_steps)
+        return _with_warning(batches) if repeats else batches
+
+    def _begin_loop(self) -> range:
+        """End the loop under way, and return the steps of the next one."""
+        self._move(self._position)
+        return self._next_steps()
+
+    def _next_steps(self) -> range:
+        first, stop = self._plan.epoch_bounds(self._position)
+        return range(first if self._restart else self._position, stop)
+
+    def _begin_worker_loop(self, worker: int, workers: int) -> tuple[range, bool]:
+        """Return the steps of this worker, and whether another loop has begun there before."""
+        self._worker_loops += 1
+        if self._worker_loops > 1:  # the first loop begins where it did when the process was started
+            self._position, self._turn, _ = self._shared.tolist()
+        if self._loaded_steps is not None:
+            steps, self._loaded_steps = self._loaded_steps, None
+            return steps, False
+        steps = self._next_steps()
+        repeats = False
+        if worker == 0 and not self._restart:
+            parent = multiprocessing.parent_process()
+            if parent is None or parent.pid != self._owner:
+                raise UsageError(
+                    "this dataset was made in another process, which cannot be asked where its loops begin: use "
+                    "shardkit.torch.DataLoader, call dataset.set_epoch(epoch) before each loop, or make the dataset "
+                    "in the process that iterates it"
+                )
+            repeats = int(self._shared[_BEGUN]) == self._turn
+            self._shared[_BEGUN] = self._turn
+        return steps[worker::workers], repeats
+
+    def _read(self, steps: range) -> Iterator[Any]:
         if not steps:
-            self._log.done(loop, worker, parts, stop, sends=False)
-            return iter(())
-        return _Part(loop, steps, self._hand_out(loop, steps, parts), self)
-
-    def is_latest(self, loop: Loop) -> bool:
-        """Whether this process has begun no other loop since."""
-        return self._latest == loop
-
-    def _hand_out(self, loop: Loop, steps: range, parts: int) -> Iterator[Any]:
-        worker, workers = _worker()
-        with self._ds.loader(self._plan, **self._settings, stride=workers) as loader:
-            if get_worker_info() is not None:
-                loader.allocate = Outbox(self._log.token).empty
-                loader.shared, loader.slots = (self._shared, self._slots) if workers > 1 else (None, None)
+            return
+        with self._ds.loader(self._plan, **self._settings, stride=steps.step) as loader:
             loader.reads_on = False  # it ends with this loop
             loader.seek(steps.start)
             for batch in loader:
-                step = _step_of(batch)
-                if step == steps[-1]:
-                    self._log.done(loop, worker, parts, steps.stop, sends=True)
-                self._at = step + workers, steps.stop
-                if get_worker_info() is None:
-                    yield batch
-                else:
-                    yield self._sent(batch, loop, worker, last=step == steps[-1])
+                steps = self._worker_steps = steps[1:]
+                yield batch
 
-    def _sent(self, batch: Batch | Sequence[Batch], loop: Loop, worker: int, *, last: bool) -> Any:
-        if isinstance(batch, Batch):
-            return SentBatch.of(batch, Sent(self._log.token, loop, worker, last))
-        return [
-            SentBatch.of(cell, Sent(self._log.token, loop, worker, last and cell is batch[-1]))
-            for cell in batch
-        ]
+    def _move(self, step: int) -> None:
+        """Begin the next loop at `step`; the loop under way ends."""
+        if self._owner != os.getpid():  # a rank that was started with this dataset
+            self._share()
+        self._position, self._turn = step, self._turn + 1
+        self._shared[_POSITION], self._shared[_TURN] = step, self._turn
 
     # ---- state
 
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch in which the next loop begins; after an epoch's last batch, the next one."""
+        return self._position // self._plan.loop_steps
+
     def set_epoch(self, epoch: int) -> None:
-        """Begin the next loop at an epoch; frameworks call this by name."""
-        here, length = self._log.where(), self._plan.loop_steps
-        if here // length != epoch:  # a resumed epoch goes on where it was
-            self._log.move(epoch * length)
+        """Begin the next loop at the start of `epoch`, or where the position already is within it.
+
+        Training loops and frameworks call this before each epoch.
+        """
+        self._move(self._position if self.epoch == epoch else epoch * self._plan.loop_steps)
+
+    def seek(self, step: int) -> None:
+        """Begin the next loop at `step`, counted over the whole run.
+
+        Raises:
+            StateError: the step is negative.
+        """
+        if step < 0:
+            raise StateError(f"step {step} does not exist: steps count from 0 over the whole run")
+        self._move(step)
 
     def state_dict(self, after: Batch | Sequence[Batch] | None = None) -> dict[str, Any]:
-        """Where to go on.
+        """Return where to continue: after `after`, otherwise at the position. JSON-able, less than 1 KB.
 
-        In the training process, ``state_dict(after=batch)`` is exact for any number of workers; without `after` it is
-        where the next loop begins. In a worker, where torchdata calls it, it is that worker's own place.
+        The position is unknown, which a warning says, if workers of torch's own DataLoader have begun a loop; the
+        state cannot be loaded then.
         """
         state = {"version": STATE_VERSION, "plan": self._plan.digest, "manifest": self._ds.manifest.id}
         if after is not None:
             return state | {"step": _step_of(after) + 1}
-        if self._at is None:
-            return state | {"step": self._log.where()}
-        worker, workers = _worker()
-        return state | {"step": self._at[0], "until": self._at[1], "worker": worker, "workers": workers}
+        worker = get_worker_info()
+        if worker is not None:  # torchdata asks each worker for its own place
+            steps = self._worker_steps
+            own = {"until": steps.stop, "worker": worker.id, "workers": worker.num_workers}
+            return state | {"step": steps.start} | own
+        if self._counted != self._turn and int(self._shared[_BEGUN]) == self._turn and not self._restart:
+            warnings.warn(_UNKNOWN, RuntimeWarning, stacklevel=2)
+            return state | {"step": None}
+        return state | {"step": self._position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken; see `Loader.load_state_dict`.
+        """Continue where `state` was taken; see `shardkit.loader.Loader.load_state_dict`.
 
         Raises:
-            StateError: another plan or manifest, or a worker's state where another number of workers runs.
+            StateError: the state belongs to another plan, manifest or number of workers.
         """
-        step = check_state(state, self._plan, self._ds.manifest.id)
-        workers = state.get("workers")
-        alone = (
-            workers == 1 and get_worker_info() is None
-        )  # it may start workers: they must not all go on there
-        if workers is None or (alone and step < state["until"]):
-            self._log.move(step)
-            return
-        if workers != _worker()[1]:
+        if state.get("step", 0) is None:
+            raise StateError(f"this state does not know its step: {_UNKNOWN}. To continue call seek(step)")
+        step, workers = check_state(state, self._plan, self._ds.manifest.id), state.get("workers")
+        worker = get_worker_info()
+        if worker is not None and workers == worker.num_workers:
+            self._loaded_steps = range(step, int(state["until"]), workers)
+        elif workers is None and worker is None:
+            self._move(step)
+        else:
             raise StateError(
-                f"this state is of one of {workers} workers, and {_worker()[1]} run here; take the state with "
-                "dataset.state_dict(after=batch) in the training process: it fits any number of workers"
+                f"this is the state of {workers or 'no'} DataLoader workers, and "
+                f"{worker.num_workers if worker else 'none'} run here. Run as many, or take the state with "
+                "state_dict(after=batch) or from shardkit.torch.DataLoader: it fits any number of workers"
             )
-        self._own = step, int(state["until"])
 
 
-class _Part(Iterator[Any]):
-    """One worker's steps of a loop; all of them where there are no workers."""
+class DataLoader(TorchDataLoader[Any]):
+    """torch's DataLoader over a `dataset`, with its position.
 
-    def __init__(self, loop: Loop, steps: range, batches: Iterator[Any], data: PlanDataset) -> None:
-        self._loop, self._left, self._batches, self._data = loop, steps, batches, data
+    It counts the batches that the trainer received: a loop after a ``break`` continues with the next batch, and
+    `state_dict` is exact at any batch, for any number of workers now and after resuming. Both are those of the
+    dataset: a second DataLoader over the same dataset continues where the first one stopped.
+
+    Args:
+        dataset: made by `shardkit.torch.dataset`.
+        settings: those of torch's DataLoader, except batch size, shuffling and samplers, which the plan decides.
+    """
+
+    dataset: PlanDataset
+    # accelerate: prepare() leaves it as it is, and its state is saved and loaded with the others
+    _is_accelerate_prepared = True
+    use_stateful_dataloader = True
+
+    def __init__(self, dataset: PlanDataset, **settings: Any) -> None:
+        if not isinstance(dataset, PlanDataset):
+            raise UsageError(
+                f"shardkit.torch.DataLoader takes the result of shardkit.torch.dataset(ds, plan), got {dataset!r}"
+            )
+        for name in ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"):
+            if settings.pop(name, None) not in (None, False):
+                raise UsageError(f"{name}= is decided by the plan: pass it to ds.plan(…), or leave it out")
+        super().__init__(dataset, batch_size=None, **settings)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        """Iterate from the position to the end of its epoch."""
+        if self.num_workers == 0:
+            return super().__iter__()
+        data = self.dataset
+        steps = data._begin_loop()  # noqa: SLF001
+        data._counted = data._turn  # noqa: SLF001
+        return _Loop(data, super().__iter__(), steps)
+
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch in which the next loop begins; after an epoch's last batch, the next one."""
+        return self.dataset.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin the next loop at the start of `epoch`, or where the position already is within it."""
+        self.dataset.set_epoch(epoch)
+
+    def seek(self, step: int) -> None:
+        """Begin the next loop at `step`, counted over the whole run."""
+        self.dataset.seek(step)
+
+    def state_dict(self, after: Batch | Sequence[Batch] | None = None) -> dict[str, Any]:
+        """Return where to continue: after `after`, otherwise after the last batch that the trainer received."""
+        return self.dataset.state_dict(after)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state` was taken, on any rank of any world, with any number of workers."""
+        self.dataset.load_state_dict(state)
+
+
+class _Loop(Iterator[Any]):
+    """A loop of the training process: advances the position of its dataset with each batch."""
+
+    def __init__(self, data: PlanDataset, batches: Iterator[Any], steps: range) -> None:
+        self._data, self._batches, self._steps = data, batches, steps
+        self._turn = data._turn  # noqa: SLF001
 
     def __next__(self) -> Any:
-        """The next batch."""
-        if self._left and not self._data.is_latest(self._loop):
+        data = self._data
+        if self._steps and data._turn != self._turn:  # noqa: SLF001
+            self._batches = iter(())  # ends its workers
             raise UsageError(
-                f"this loop ended before step {self._left[0]}: another loop over this dataset has begun. A dataset has "
-                "one loop at a time; to look at a batch use ds.loader(plan).peek(), or a second dataset"
+                f"this loop ended before step {self._steps.start}: another loop over this dataset has begun, or its "
+                "position was set. A dataset has one loop at a time; for a second one make a second dataset"
             )
-        batch = next(self._batches)
-        self._left = self._left[1:]
+        if not self._steps:
+            next(self._batches, None)  # workers end, or wait for the next loop
+            raise StopIteration
+        step, batch = self._steps.start, next(self._batches)
+        found = _step_of(batch, default=step)
+        if found != step:
+            raise StateError(
+                f"a worker delivered step {found} where step {step} was due; begin the loop again"
+            )
+        self._steps = self._steps[1:]
+        if not data._restart:  # noqa: SLF001
+            data._position = self._steps.start  # noqa: SLF001
         return batch
 
 
-def _slots_of(loader: Loader) -> SharedSlots:
-    """Room for what one worker's windows need, and a part more: workers are not at the same step."""
-    mean = max(1, loader.mean_block_bytes)
-    return SharedSlots(8 + _SLOTS_OF_NEED * loader.memory_needed // (4 * mean), _LARGEST_OF_MEAN * mean)
+class _RepeatedBatch(Batch):
+    """The first batch of a loop that repeats an earlier one; the training process warns when it arrives."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrive, super().__reduce__()
 
 
-def _worker() -> tuple[int, int]:
-    info = get_worker_info()
-    return (0, 1) if info is None else (info.id, info.num_workers)
+def _arrive(rebuild: Any, arguments: tuple[Any, ...]) -> Batch:
+    batch: Batch = rebuild(*arguments)
+    if get_worker_info() is not None:  # `default_convert` copies batches
+        return _mark(batch)
+    warnings.warn(_REPEATED, RuntimeWarning, stacklevel=2)
+    return batch
 
 
-def _step_of(batch: Batch | Sequence[Batch]) -> int:
-    return batch.step if isinstance(batch, Batch) else batch[0].step
+def _mark(batch: Batch) -> Batch:
+    marked = _RepeatedBatch(batch)
+    for name in Batch.__slots__:
+        setattr(marked, name, getattr(batch, name))
+    return marked
+
+
+def _with_warning(batches: Iterator[Any]) -> Iterator[Any]:
+    """Mark the first batch, and warn in this worker too: a `collate_fn` may drop the mark."""
+    warnings.warn(_REPEATED, RuntimeWarning, stacklevel=2)
+    for number, batch in enumerate(batches):
+        if number:
+            yield batch
+        else:
+            yield _mark(batch) if isinstance(batch, Batch) else [_mark(batch[0]), *batch[1:]]
+
+
+def _check_callers(world: int) -> None:
+    """Refuse a caller that would batch the batches, or distribute them to the ranks again.
+
+    A DataLoader tells its dataset nothing about its settings, so its fetcher is looked up on the stack.
+    """
+    frame = sys._getframe(2)  # noqa: SLF001
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, _BaseDatasetFetcher) and caller.auto_collation:
+            raise UsageError(_BATCHED)
+        kind = type(caller)
+        is_sharding = kind.__name__ in ("IterableDatasetShard", "DataLoaderDispatcher")
+        if world > 1 and is_sharding and kind.__module__.startswith("accelerate."):
+            raise UsageError(_DISTRIBUTED)
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def _step_of(batch: Any, default: int = -1) -> int:
+    """Return the step of a batch or a list of cells, or `default` for what a `collate_fn` has made of it."""
+    first = batch[0] if isinstance(batch, list) and batch else batch
+    return first.step if isinstance(first, Batch) else default

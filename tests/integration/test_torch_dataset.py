@@ -1,51 +1,70 @@
-"""`shardkit.torch.dataset`: the order of `ds.loader` under DataLoader and StatefulDataLoader, for any workers."""
+"""`shardkit.torch.dataset` and `DataLoader`: the order of `ds.loader`, and a state that is exact, for any workers."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import copy
+import pickle
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
-from torch.utils.data import DataLoader  # noqa: E402
+from torch.utils.data import DataLoader as TorchDataLoader  # noqa: E402
 
 import shardkit  # noqa: E402
 import shardkit.torch  # noqa: E402
 from shardkit.errors import StateError, UsageError  # noqa: E402
 
 # more workers than processors, on purpose
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+    # torchdata 0.11 under torch 2.13
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
+]
 
-ROWS, BATCH = 230, 20  # 11 steps: no multiple of any number of workers
+ROWS, BATCH, STEPS, WIDTH = 230, 20, 11, 4096  # 11 steps: no multiple of any number of workers
 
 
 @pytest.fixture(scope="module")
 def ds(tmp_path_factory: pytest.TempPathFactory) -> shardkit.Dataset:
     root = str(tmp_path_factory.mktemp("data") / "numbers")
-    with shardkit.create(
-        root, schema={"x": "int64[8]", "n": "int64"}, format="arrow", block_size="1KiB"
-    ) as writer:
+    schema = {"x": f"int64[{WIDTH}]", "many": "int32[*]", "n": "int64", "name": "str"}
+    with shardkit.create(root, schema=schema, format="arrow", block_size="64KiB") as writer:
         for n in range(ROWS):
-            writer.add({"x": list(range(n, n + 8)), "n": n})
+            writer.add({"x": np.arange(n, n + WIDTH), "many": [n] * (n % 5), "n": n, "name": str(n)})
     return shardkit.open(root)
 
 
-def _tuple(batch: Any) -> tuple[int, tuple[int, ...], int]:
-    return batch.step, tuple(batch.samples.tolist()), int(batch["x"].sum())
+def _values(batch: Any) -> tuple[Any, ...]:
+    many = tuple(np.asarray(part).tolist() for part in batch["many"])
+    return batch.step, batch.samples.tolist(), batch["x"].sum(1).tolist(), many, list(batch["name"])
 
 
 def _plan(ds: shardkit.Dataset) -> Any:
     return ds.plan(global_batch=BATCH, lanes=4)
 
 
-def _reference(ds: shardkit.Dataset, epochs: int) -> list[Any]:
-    loader = ds.loader(_plan(ds), tensors=True)
-    return [_tuple(batch) for _ in range(epochs) for batch in loader]
+def _data(ds: shardkit.Dataset, **settings: Any) -> shardkit.torch.PlanDataset:
+    return shardkit.torch.dataset(ds, _plan(ds), **settings)
 
 
-def _as_is(batch: Any) -> Any:
-    return batch
+@pytest.fixture(scope="module")
+def reference(ds: shardkit.Dataset) -> list[Any]:
+    """Values of the steps of four epochs."""
+    with ds.loader(_plan(ds), tensors=True) as loader:
+        return [_values(batch) for _ in range(4) for batch in loader]
+
+
+def _take(loader: Any, most: int = 10**6) -> list[Any]:
+    seen = []
+    for batch in loader:
+        seen.append(_values(batch))
+        if len(seen) == most:
+            break
+    return seen
 
 
 @pytest.mark.parametrize(
@@ -53,112 +72,239 @@ def _as_is(batch: Any) -> Any:
     [(0, None, False), (1, "fork", False), (2, "fork", True), (3, "fork", False), (1, "spawn", True),
      (2, "forkserver", True)],
 )  # fmt: skip
-def test_two_epochs_are_those_of_the_loader(
-    ds: shardkit.Dataset, workers: int, context: str | None, persistent: bool
+def test_epochs_are_those_of_the_loader(
+    ds: shardkit.Dataset, reference: list[Any], workers: int, context: str | None, persistent: bool
 ) -> None:
-    data = shardkit.torch.dataset(ds, _plan(ds))
-    loader = DataLoader(
-        data,
-        batch_size=None,
-        num_workers=workers,
-        multiprocessing_context=context,
-        persistent_workers=persistent,
-    )
-    got = [_tuple(batch) for _ in range(2) for batch in loader]
-    assert got == _reference(ds, 2)
+    settings: Any = {
+        "num_workers": workers, "multiprocessing_context": context, "persistent_workers": persistent
+    }  # fmt: skip
+    counting = shardkit.torch.DataLoader(_data(ds), **settings)
+    assert _take(counting) + _take(counting, 4) + _take(counting) == reference[: 2 * STEPS]
+    data = _data(ds)
+    plain, seen = TorchDataLoader(data, batch_size=None, **settings), []
+    for epoch in (2, 0, 1):
+        data.set_epoch(epoch)
+        seen += _take(plain)
+    assert seen == reference[2 * STEPS : 3 * STEPS] + reference[: 2 * STEPS]
+
+
+_moves = st.one_of(
+    st.tuples(st.just("take"), st.integers(1, STEPS + 3)),
+    st.tuples(st.just("epoch"), st.integers(0, 2)),
+    st.tuples(st.just("seek"), st.integers(0, 3 * STEPS - 1)),
+    st.tuples(st.just("resume"), st.integers(0, 3)),
+)
+
+
+@settings(max_examples=12, deadline=None)
+@given(moves=st.lists(_moves, min_size=2, max_size=6), workers=st.integers(0, 3), persistent=st.booleans())
+def test_any_sequence_of_loops_moves_and_resumes_follows_the_position(
+    ds: shardkit.Dataset, reference: list[Any], moves: list[Any], workers: int, persistent: bool
+) -> None:
+    def new(workers: int) -> shardkit.torch.DataLoader:
+        return shardkit.torch.DataLoader(
+            _data(ds), num_workers=workers, persistent_workers=persistent and workers > 0
+        )
+
+    loader, position = new(workers), 0
+    for what, number in [*moves, ("take", 10**6)]:
+        if what == "take" and position < 3 * STEPS:
+            stop = min(position + number, (position // STEPS + 1) * STEPS)
+            assert _take(loader, number) == reference[position:stop]
+            position = stop
+        elif what == "epoch":
+            loader.set_epoch(number)
+            position = position if position // STEPS == number else number * STEPS
+        elif what == "seek":
+            loader.seek(number)
+            position = number
+        elif what == "resume":
+            state = loader.state_dict()
+            loader = new(number)
+            loader.load_state_dict(state)
+        assert loader.state_dict()["step"] == position
+        assert loader.epoch == position // STEPS
 
 
 @pytest.mark.parametrize(("before", "after"), [(0, 3), (3, 2), (2, 0)])
-def test_state_after_a_batch_fits_any_number_of_workers(
-    ds: shardkit.Dataset, before: int, after: int
+def test_the_state_after_a_batch_fits_any_number_of_workers(
+    ds: shardkit.Dataset, reference: list[Any], before: int, after: int
 ) -> None:
-    whole = _reference(ds, 2)
-    first = shardkit.torch.dataset(ds, _plan(ds))
-    got, state = [], {}
-    for batch in DataLoader(first, batch_size=None, num_workers=before):
-        got.append(_tuple(batch))
+    first, seen, state = _data(ds), [], {}
+    for batch in TorchDataLoader(first, batch_size=None, num_workers=before):
+        seen.append(_values(batch))
         state = first.state_dict(after=batch)
-        if len(got) == 4:
+        if len(seen) == 4:
             break
-    second = shardkit.torch.dataset(ds, _plan(ds))
+    second = _data(ds)
     second.load_state_dict(state)
-    loader = DataLoader(second, batch_size=None, num_workers=after)
-    while len(got) < len(whole):
-        got += [_tuple(batch) for batch in loader]
-    assert got == whole
+    seen += _take(TorchDataLoader(second, batch_size=None, num_workers=after))
+    assert seen == reference[:STEPS]
 
 
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata 0.11 under torch 2.13
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("collate", [None, lambda batch: (batch.step, batch["n"])])
+def test_a_plain_data_loader_with_workers_never_repeats_without_a_word(
+    ds: shardkit.Dataset, persistent: bool, collate: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data = _data(ds)
+    loader = TorchDataLoader(
+        data, batch_size=None, num_workers=2, collate_fn=collate, persistent_workers=persistent
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONWARNINGS", "default")
+        next(iter(loader))
+        with (
+            pytest.warns(RuntimeWarning, match="does not tell a dataset how far")
+            if collate is None
+            else (pytest.raises(RuntimeWarning, match="repeats"))
+        ):
+            next(iter(loader))
+    with pytest.warns(RuntimeWarning, match="state_dict\\(after=batch\\)"):
+        state = data.state_dict()
+    with pytest.raises(StateError, match="does not know its step"):
+        _data(ds).load_state_dict(state)
+    data.set_epoch(1)
+    assert data.state_dict()["step"] == STEPS
+    assert next(iter(loader))["step"] == STEPS if collate is None else True
+
+
+def test_a_validation_loop_begins_its_epoch_again(ds: shardkit.Dataset, reference: list[Any]) -> None:
+    for workers in (0, 2):
+        for kind in (shardkit.torch.DataLoader, lambda data, **more: TorchDataLoader(data, None, **more)):
+            data = _data(ds, restart=True)
+            loader = kind(data, num_workers=workers)
+            assert [_take(loader, 3), _take(loader), _take(loader, 2)] == [
+                reference[:3], reference[:STEPS], reference[:2]
+            ]  # fmt: skip
+            data.set_epoch(1)
+            assert _take(loader, 2) == reference[STEPS : STEPS + 2]
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("stop", [1, 5, 10, 11])
-def test_stateful_data_loader_resumes(ds: shardkit.Dataset, workers: int, stop: int) -> None:
+def test_stateful_data_loader_resumes(
+    ds: shardkit.Dataset, reference: list[Any], workers: int, stop: int
+) -> None:
     stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
 
-    def new() -> Any:
-        return stateful(shardkit.torch.dataset(ds, _plan(ds)), batch_size=None, num_workers=workers)
+    def new(data: Any) -> Any:
+        return stateful(data, batch_size=None, num_workers=workers)
 
-    whole = _reference(ds, 2)
-    first, got = new(), []
+    first, seen = new(_data(ds)), []
     state: Any = None
     for batch in first:
-        got.append(_tuple(batch))
-        if len(got) == stop:
+        seen.append(_values(batch))
+        if len(seen) == stop:
             state = first.state_dict()
             break
-    second = new()
+    data = _data(ds)
+    second = new(data)
     second.load_state_dict(state)
-    for _ in range(3):
-        if len(got) < len(whole):
-            got += [_tuple(batch) for batch in second]
-    assert got == whole
+    seen += _take(second) if stop < STEPS or workers else []
+    data.set_epoch(1)
+    seen += _take(second)
+    assert seen == reference[: 2 * STEPS]
 
 
-def test_the_state_of_a_loop_without_workers_fits_any_number_of_workers(ds: shardkit.Dataset) -> None:
-    expected = _reference(ds, 1)
-    first = shardkit.torch.dataset(ds, _plan(ds))
-    batches = iter(DataLoader(first, batch_size=None))
-    seen = [_tuple(next(batches)) for _ in range(4)]
-    for workers in (0, 1, 3):
-        second = shardkit.torch.dataset(ds, _plan(ds))
-        second.load_state_dict(first.state_dict())
-        rest = [_tuple(batch) for batch in DataLoader(second, batch_size=None, num_workers=workers)]
-        assert seen + rest == expected
-
-
-def test_every_rank_of_workers_reads_its_own_lanes(ds: shardkit.Dataset) -> None:
+def test_every_rank_reads_its_own_lanes(ds: shardkit.Dataset) -> None:
     plan = _plan(ds)
     ranks = [
         [
-            b.samples.tolist()
-            for b in DataLoader(
-                shardkit.torch.dataset(ds, plan, rank=r, world=2), batch_size=None, num_workers=2
+            batch.samples.tolist()
+            for batch in shardkit.torch.DataLoader(
+                shardkit.torch.dataset(ds, plan, rank=rank, world=2), num_workers=2
             )
         ]
-        for r in range(2)
+        for rank in range(2)
     ]
     assert [a + b for a, b in zip(*ranks, strict=True)] == [
-        plan.step(s).ravel().tolist() for s in range(len(ranks[0]))
+        plan.step(s).ravel().tolist() for s in range(STEPS)
     ]
 
 
-def test_states_that_cannot_be_resumed_are_refused(ds: shardkit.Dataset) -> None:
-    data = shardkit.torch.dataset(ds, _plan(ds))
+def test_batches_stay_as_they_were_received(ds: shardkit.Dataset, reference: list[Any]) -> None:
+    batches = list(shardkit.torch.DataLoader(_data(ds), num_workers=2))
+    assert isinstance(batches[0]["x"], torch.Tensor)
+    assert list(map(_values, batches)) == reference[:STEPS]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", [TorchDataLoader, "torchdata"])
+def test_a_batch_size_is_refused(ds: shardkit.Dataset, workers: int, kind: Any) -> None:
+    if kind == "torchdata":
+        kind = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    for more in ({}, {"batch_size": 4}, {"batch_size": 2, "collate_fn": list}):
+        with pytest.raises(UsageError, match="batches of batches"):
+            next(iter(kind(_data(ds), num_workers=workers, **more)))
+    with pytest.raises(UsageError, match="batch_size= is decided by the plan"):
+        shardkit.torch.DataLoader(_data(ds), batch_size=4)
+    with pytest.raises(UsageError, match=r"takes the result of shardkit\.torch\.dataset"):
+        shardkit.torch.DataLoader(ds)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_accelerate_does_not_distribute_twice(ds: shardkit.Dataset, workers: int, method: str) -> None:
+    parts = pytest.importorskip("accelerate.data_loader")
+    from accelerate.state import PartialState
+
+    PartialState(cpu=True)
+    more: Any = {"num_workers": workers, "multiprocessing_context": method if workers else None}
+    data = shardkit.torch.dataset(ds, _plan(ds), rank=0, world=2)
+    shard = parts.IterableDatasetShard(data, batch_size=1, num_processes=2, process_index=0)
+    for loader in (
+        TorchDataLoader(shard, batch_size=None, **more),
+        parts.DataLoaderDispatcher(data, batch_size=None, **more),
+    ):
+        with pytest.raises(UsageError, match=r"accelerator\.prepare\(shardkit\.torch\.DataLoader"):
+            next(iter(loader))
+
+
+def test_states_and_settings_that_do_not_fit_are_refused(ds: shardkit.Dataset) -> None:
+    data = _data(ds)
     state = data.state_dict()
     with pytest.raises(StateError, match="plan is"):
         data.load_state_dict({**state, "plan": "0" * 64})
-    with pytest.raises(StateError, match="one of 3 workers"):
+    with pytest.raises(StateError, match="state of 3 DataLoader workers, and none"):
         data.load_state_dict({**state, "worker": 1, "workers": 3, "until": 11})
+    with pytest.raises(StateError, match="steps count from 0"):
+        data.seek(-1)
     with pytest.raises(UsageError, match="run= is not for"):
         shardkit.torch.dataset(ds, _plan(ds), run="somewhere")
 
 
-def test_set_epoch_moves_only_to_another_epoch(ds: shardkit.Dataset, tmp_path: Path) -> None:
-    data = shardkit.torch.dataset(ds, _plan(ds))
-    data.set_epoch(1)
-    assert next(iter(data)).step == len(data)
-    data.load_state_dict({**data.state_dict(after=next(iter(data))), "step": len(data) + 3})
-    data.set_epoch(1)
-    assert next(iter(data)).step == len(data) + 3
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_second_loop_ends_the_first(ds: shardkit.Dataset, reference: list[Any], workers: int) -> None:
+    loader = shardkit.torch.DataLoader(_data(ds), num_workers=workers)
+    outer = iter(loader)
+    assert [_values(next(outer)) for _ in range(3)] == reference[:3]
+    assert _take(loader, 1) == reference[3:4]
+    for _ in range(2):
+        with pytest.raises(UsageError, match="ended before step 3: another loop over this dataset"):
+            next(outer)
+    batches = iter(loader)
+    next(batches)
+    loader.set_epoch(2)
+    with pytest.raises(UsageError, match="its position was set"):
+        next(batches)
+    assert _take(loader) == reference[2 * STEPS : 3 * STEPS]
+
+
+@pytest.mark.parametrize(
+    "make", [copy.deepcopy, lambda data: pickle.loads(pickle.dumps(data))], ids=["copy", "pickle"]
+)
+def test_a_copy_has_loops_of_its_own(ds: shardkit.Dataset, make: Any) -> None:
+    def steps(data: Any) -> list[int]:
+        return [
+            batch.step for batch in shardkit.torch.DataLoader(data, num_workers=2, persistent_workers=True)
+        ]
+
+    data = _data(ds)
+    assert steps(data) == list(range(STEPS))
+    other = make(data)
+    assert steps(other) == list(range(STEPS, 2 * STEPS))
+    assert steps(data) == list(range(STEPS, 2 * STEPS))
 
 
 def test_a_batch_moved_to_a_device_keeps_what_it_is(ds: shardkit.Dataset) -> None:

@@ -17,7 +17,7 @@ import shardkit
 from shardkit.errors import FormatError
 from shardkit.formats import Row, Schema, ShardIndex, ShardWriter, read_block, reading, xxh3
 from shardkit.loader import block_loading, gather, plain_rows
-from shardkit.loader.block_loading import BLOCK, FILE, HASH, JOB, OFFSET, Layouts, LocalShard, SharedSlots
+from shardkit.loader.block_loading import BLOCK, FILE, HASH, JOB, OFFSET, Layouts, LocalShard
 from shardkit.loader.gather import GatherColumns, RowAddresses
 from tests.property.facts_of_blocks import table
 
@@ -63,13 +63,11 @@ class StoredBlock(NamedTuple):
             return None
         return Layouts(fields).of(self.shard, np.frombuffer(self.view, np.uint8))
 
-    def placed(
-        self, fields: list[str], layout: Any = None, shared: SharedSlots | None = None
-    ) -> tuple[np.ndarray[Any, Any], Any] | None:
+    def placed(self, fields: list[str], layout: Any = None) -> tuple[np.ndarray[Any, Any], Any] | None:
         """The short way: facts as `Loads` finds them in a file of this block, and the memory that they refer to."""
         block_rows = pytest.importorskip("shardkit.loader.block_rows")
         layout = self.layout(fields) if layout is None else layout
-        shard = LocalShard.of(self.shard, fields, 0, layout, objects=False)
+        shard = LocalShard.of(self.shard, fields, 0, layout)
         if shard is None or not shard.is_fit[self.block]:
             return None
         memory = np.zeros(int(shard.own_sizes[self.block]) + 8, np.uint8)
@@ -77,8 +75,6 @@ class StoredBlock(NamedTuple):
         job = shard.jobs(np.array([self.block]), np.array([address]))
         job[:, OFFSET], job[:, HASH] = 0, np.array([xxh3(self.view)], np.uint64).view(np.int64)
         loads, table = block_rows.Loads(job.shape[1] - JOB), np.zeros((1, job.shape[1] - JOB), np.int64)
-        if shared is not None:
-            assert loads.share(shared.file)
         loads.set_table(table)
         ours = np.zeros_like(job)
         ours[:, FILE] = -1
@@ -90,29 +86,6 @@ class StoredBlock(NamedTuple):
             number, *_ = loads.work()
             loads.close()
         return (table[0], (memory, shard, loads)) if number == 1 else None
-
-
-@pytest.mark.parametrize("compression", ["none", "zstd"])
-@pytest.mark.parametrize("format", ["arrow", "tar"])
-def test_what_another_process_has_opened_is_found_as_it_lies_there(format: str, compression: str) -> None:
-    fields = sorted(SHORT_WAY[format] - {"flag"})
-    stored = _stored(format, fields, [7], compression)[0]
-    shared = SharedSlots(2, 1 << 16)
-    first, second = (stored.placed(fields, shared=shared) for _ in range(2))
-    assert first is not None
-    assert second is not None
-    assert [loads.counts()[1] for _, (_, _, loads) in (first, second)] == [1, 0], "each loaded it"
-    row = np.arange(7)
-    expected, found = (
-        _rows(stored.shard.schema, fields, one[0][None], 0 * row, row) for one in (first, second)
-    )
-    for name in fields:
-        if isinstance(expected[name], tuple):
-            for one, other in zip(found[name], expected[name], strict=True):
-                np.testing.assert_array_equal(one, other)
-        else:
-            assert list(map(str, found[name])) == list(map(str, expected[name]))
-            assert str(found[name][3]) == str(_sample(3)[name])
 
 
 def _rows(

@@ -22,7 +22,6 @@ from shardkit.errors import ShardkitError
 from shardkit.reading.attestations import ReadEvents
 from shardkit.reading.cache.block_cache import BlockCache
 from shardkit.reading.cache.eviction import Future
-from shardkit.reading.cache.shared_blocks import SharedBlocks
 from shardkit.reading.located_store import LocatedStore, wanted_block
 from shardkit.reading.objects import BlockRequest, Location
 from shardkit.reading.read_path import ReadPath, ReadSettings
@@ -129,7 +128,6 @@ class BlockFetcher:
 
     Args:
         cache: Of this machine, None to stream.
-        shared: With other processes that stream the same blocks at about the same time.
         ahead_bytes: Memory for blocks that were read ahead.
         threads: Reads ahead at a time.
         nearby: Caches of other nodes, which are asked before the locations.
@@ -140,14 +138,12 @@ class BlockFetcher:
         self,
         cache: BlockCache | None,
         *,
-        shared: SharedBlocks | None = None,
         ahead_bytes: int = 256 << 20,
         threads: int = 16,
         nearby: NearbyCaches | None = None,
         clock: int = 0,
     ) -> None:
         self._nearby = nearby
-        self._kept = shared if cache is None else cache
         self._clock = clock
         self.cache = cache
         self._ahead_bytes = ahead_bytes
@@ -241,7 +237,7 @@ class BlockFetcher:
             found = None if asked or self._nearby is None else self._nearby.read(request)
             return store.read_block(request) if found is None else found
 
-        return fetch() if self._kept is None else self._kept.fetch(request, fetch)
+        return fetch() if self.cache is None else self.cache.fetch(request, fetch)
 
     def obtain(self, request: BlockRequest, fetch: Callable[[], Any]) -> Any:
         """The verified bytes: those that are kept near, else what `fetch` gives, which are kept then."""
@@ -374,13 +370,12 @@ class BlockFetcher:
 
     def _read_group(self, reads: Sequence[tuple[Wanted, Answer[Any]]], gaps: int) -> None:
         """Read blocks of one shard: what the cache holds from there, the others together."""
-        kept = self._kept
-        if kept is None:
+        if self.cache is None:
             self._read_missing(reads, gaps)
         else:
-            with kept.claimed([one.request for one, _ in reads]) as mine:
+            with self.cache.claimed([one.request for one, _ in reads]) as mine:
                 claimed = [one for one, is_mine in zip(reads, mine, strict=True) if is_mine]
-                self._read_missing([one for one in claimed if not kept.holds(one[0].request)], gaps)
+                self._read_missing([one for one in claimed if not self.cache.holds(one[0].request)], gaps)
         for one, answer in reads:
             if one.step >= 0 and not answer.done():
                 try:
@@ -400,8 +395,8 @@ class BlockFetcher:
         self._read_joined(others, gaps)
 
     def _keep(self, one: Wanted, answer: Answer[Any], data: Any) -> None:
-        if self._kept is not None:
-            data = self._kept.keep(one.request, data)
+        if self.cache is not None:
+            data = self.cache.keep(one.request, data)
         if not answer.done():
             answer.set_result(None if one.step < 0 else data)
 
