@@ -1,6 +1,6 @@
 """A plan as an `IterableDataset`, and the DataLoader that counts its epochs.
 
-Worker w of W delivers steps k + w, k + w + W, …, so the order is that of ``ds.loader`` for any number of workers::
+Worker w of W delivers steps k + w, k + w + W, …, which is the order of ``ds.loader`` for any W::
 
     data = shardkit.torch.dataset(ds, plan)
     loader = shardkit.torch.DataLoader(data, num_workers=4)
@@ -60,7 +60,7 @@ def dataset(ds: Dataset, plan: Plan, *, restart: bool = False, **settings: Any) 
         ds: an open dataset. A spawned worker opens it again by its address.
         plan: made by ``ds.plan(…)``.
         restart: begin every loop at the start of its epoch, for validation.
-        settings: those of ``ds.loader`` except stride, offset, run and share: workers read ahead of the trainer, so a
+        settings: as for ``ds.loader``, except stride, offset, run and share: workers read ahead of the trainer, so a
             worker cannot know what was consumed.
 
     Raises:
@@ -72,8 +72,8 @@ def dataset(ds: Dataset, plan: Plan, *, restart: bool = False, **settings: Any) 
 class PlanDataset(IterableDataset[Batch]):
     """The steps of a plan, one epoch per loop; see `dataset`.
 
-    The position is the step at which the next loop begins. Loops that run in this process, and those of
-    `shardkit.torch.DataLoader`, advance it with each batch, so a loop after a ``break`` continues. torch's own
+    The position is the step at which the next loop begins. `shardkit.torch.DataLoader`, and any loop without
+    workers, advances it with each batch, so a loop after a ``break`` continues. torch's own
     DataLoader with workers does not say how far it got: call `set_epoch` before each loop.
     """
 
@@ -253,16 +253,16 @@ class DataLoader(TorchDataLoader[Any]):
     """torch's DataLoader over a `dataset`, with its position.
 
     It counts the batches that the trainer received: a loop after a ``break`` continues with the next batch, and
-    `state_dict` is exact at any batch, for any number of workers now and after resuming. Both are those of the
-    dataset: a second DataLoader over the same dataset continues where the first one stopped.
+    `state_dict` is exact at any batch, for any number of workers now and after resuming. The position
+    belongs to the dataset: a second DataLoader over the same dataset continues where the first one stopped.
 
     Args:
         dataset: made by `shardkit.torch.dataset`.
-        settings: those of torch's DataLoader, except batch size, shuffling and samplers, which the plan decides.
+        settings: as for torch's DataLoader, except batch size, shuffling and samplers, which the plan decides.
     """
 
     dataset: PlanDataset
-    # accelerate: prepare() leaves it as it is, and its state is saved and loaded with the others
+    # accelerate: prepare() leaves it as it is, and saves and loads its state
     _is_accelerate_prepared = True
     use_stateful_dataloader = True
 
