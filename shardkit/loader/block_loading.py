@@ -94,7 +94,13 @@ class LocalShard:
 
     @classmethod
     def of(
-        cls, index: ShardIndex, fields: Sequence[str], file: int, layout: Int64s | None, *, strong: bool = False
+        cls,
+        index: ShardIndex,
+        fields: Sequence[str],
+        file: int,
+        layout: Int64s | None,
+        *,
+        strong: bool = False,
     ) -> LocalShard | None:
         """None where the index tells that the bytes of all blocks need a closer look."""
         self = cls(index, fields, file, strong=strong)
