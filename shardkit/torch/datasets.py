@@ -26,7 +26,7 @@ from torch.utils.data._utils.fetch import _BaseDatasetFetcher
 from shardkit.dataset import Dataset
 from shardkit.errors import StateError, UsageError
 from shardkit.loader import Batch, check_state
-from shardkit.loader.live import STATE_VERSION
+from shardkit.loader.live import STATE_VERSION, check_step
 from shardkit.plan import Plan
 
 __all__ = ["DataLoader", "PlanDataset", "dataset"]
@@ -189,24 +189,33 @@ class PlanDataset(IterableDataset[Batch]):
     @property
     def epoch(self) -> int:
         """Number of the epoch in which the next loop begins; after an epoch's last batch, the next one."""
-        return self._position // self._plan.loop_steps
+        return self._plan.epoch_of(self._position)
 
     def set_epoch(self, epoch: int) -> None:
         """Begin the next loop at the start of `epoch`, or where the position already is within it.
 
         Training loops and frameworks call this before each epoch.
+
+        Raises:
+            StateError: there is no such epoch.
         """
-        self._move(self._position if self.epoch == epoch else epoch * self._plan.loop_steps)
+        step, epoch = 0, check_step("epoch", epoch)
+        if self.epoch == epoch:
+            step = self._position
+        elif self._plan.parent is None:
+            step = epoch * self._plan.loop_steps
+        else:  # epochs of an amended plan differ in length
+            for _ in range(epoch):
+                step = self._plan.epoch_bounds(step)[1]
+        self._move(step)
 
     def seek(self, step: int) -> None:
         """Begin the next loop at `step`, counted over the whole run.
 
         Raises:
-            StateError: the step is negative.
+            StateError: there is no such step.
         """
-        if step < 0:
-            raise StateError(f"step {step} does not exist: steps count from 0 over the whole run")
-        self._move(step)
+        self._move(check_step("step", step))
 
     def state_dict(self, after: Batch | Sequence[Batch] | None = None) -> dict[str, Any]:
         """Return where to continue: after `after`, otherwise at the position. JSON-able, less than 1 KB.
@@ -332,8 +341,7 @@ class _Loop(Iterator[Any]):
                 f"a worker delivered step {found} where step {step} was due; begin the loop again"
             )
         self._steps = self._steps[1:]
-        if not data._restart:  # noqa: SLF001
-            data._position = self._steps.start  # noqa: SLF001
+        data._position = self._steps.start  # noqa: SLF001
         return batch
 
 
