@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -13,22 +13,24 @@ from typing import Any, Final
 
 import numpy as np
 
-from shardkit.audit.plans import RunPlan, cell_digests, find_plans, replay
-from shardkit.audit.result import Audit, Coverage, Report, Severity
+from shardkit.audit.events import short
+from shardkit.audit.plans import RunPlan, cell_digest, find_plans, replay
+from shardkit.audit.result import Audit, Report, Severity
 from shardkit.audit.run_record import (
     STEP_NAME,
     CheckpointRecord,
     RunRecord,
+    consecutive,
     damaged_objects,
     load_run,
+    read_settings,
 )
 from shardkit.copies.verify import Level, verify
 from shardkit.errors import ShardkitError
-from shardkit.formats.canonical_json import sha256_digest
 from shardkit.ledger import MASKED, SUBSTITUTED, setting_differences
 from shardkit.ledger.bindings import CHECKPOINT, CONFIGURATION, DEALT
-from shardkit.ledger.journal import BINDINGS
-from shardkit.ledger.ledger import StepRecords, read_file, step_digest
+from shardkit.ledger.events import JOURNALED
+from shardkit.ledger.ledger import StepRecords
 from shardkit.telemetry.records import json_object
 
 
@@ -46,11 +48,11 @@ def audit_run(
 
     Args:
         path: the run directory.
-        dataset: where the dataset lies now, if not where the run found it.
-        level: of the check of the shards, as in `verify`; None checks the manifest alone.
+        dataset: URL of the dataset, if it is not where the run found it.
+        level: level of the check of the shards, as in `verify`; None checks the manifest alone.
         sample: share of the shards that is checked.
-        jobs: processes for the replay.
-        statement: of an earlier audit, from `verify_envelope`: what it says must still hold.
+        jobs: number of processes for the replay.
+        statement: statement of an earlier audit, from `verify_envelope`, which must still hold.
         report: called with (what, done, of).
 
     Raises:
@@ -84,11 +86,11 @@ def _describe(record: RunRecord, audit: Audit) -> None:
         audit.samples = int(branch["rows"].sum(dtype=np.int64))
         numbers = {one["number"]: one for one in record.plans}
         last = numbers.get(int(branch[-1]["plan"]), {})
-        audit.manifest, audit.plan = str(last.get("manifest", "")), str(last.get("plan", ""))
+        audit.manifest, audit.plan = last.get("manifest", ""), last.get("plan", "")
     if record.ledger is not None:
         audit.head = record.ledger.head()
-    audit.starts = [event for event in record.events if event.get("kind") == "start"]
-    audit.event_counts = dict(sorted(Counter(str(event.get("kind")) for event in record.events).items()))
+    audit.starts = [event for event in record.events if event["kind"] == "start"]
+    audit.event_counts = dict(sorted(Counter(event["kind"] for event in record.events).items()))
 
 
 def _verify_data(
@@ -137,12 +139,11 @@ def check_steps(
     """Every record against the plan it names, abandoned branches included; coverage over the branch."""
     started = time.perf_counter()
     wrong: list[tuple[int, str]] = []
-    for records, is_branch in _stretches(record):
-        plan = plans.get(int(records[0]["plan"]))
-        if plan is None:
-            continue
-        coverage = audit.coverage if is_branch else None
-        wrong += _compare(record, plan, records, coverage, audit, jobs, report)
+    for is_branch, all_records in ((True, record.branch), (False, record.abandoned())):
+        for records in consecutive(all_records):
+            plan = plans.get(int(records[0]["plan"]))
+            if plan is not None:
+                wrong += _compare(record, plan, records, is_branch, audit, jobs, report)
     for step, text in wrong[:_SHOWN]:
         record.add("violated", "step", f"step {step}", text)
     if len(wrong) > _SHOWN:
@@ -151,29 +152,11 @@ def check_steps(
     audit.replay_s = time.perf_counter() - started
 
 
-def _stretches(record: RunRecord) -> list[tuple[StepRecords, bool]]:
-    """Runs of records of consecutive steps and one plan; the branch's first, then what was abandoned."""
-    found = [(one, True) for one in _consecutive(record.branch)]
-    if len(record.branch) != len(record.records):
-        kept = set(record.branch["check"].tolist())
-        left = record.records[[int(one) not in kept for one in record.records["check"]]]
-        found += [(one, False) for one in _consecutive(left)]
-    return found
-
-
-def _consecutive(records: StepRecords) -> list[StepRecords]:
-    if not len(records):
-        return []
-    steps, plans = records["step"].astype(np.int64), records["plan"]
-    cuts = np.flatnonzero((np.diff(steps) != 1) | (plans[1:] != plans[:-1])) + 1
-    return np.split(records, cuts)
-
-
 def _compare(
     record: RunRecord,
     plan: RunPlan,
     records: StepRecords,
-    coverage: list[Coverage] | None,
+    is_branch: bool,
     audit: Audit,
     jobs: int,
     report: Report | None,
@@ -182,45 +165,53 @@ def _compare(
     if (last - first) * plan.plan.global_batch < _REPLAY_ALONE:
         jobs = 1
     wrong: list[tuple[int, str]] = []
-    for chunk in replay(plan.plan, first, last, jobs=jobs, coverage=coverage):
+    for chunk in replay(plan.plan, first, last, jobs=jobs, coverage=audit.coverage if is_branch else None):
         at = chunk.first - first
         stored = records[at : at + len(chunk.digests)]
         unequal = (stored["digest"] != chunk.digests).any(axis=1) | (stored["rows"] != chunk.rows)
         for place in np.flatnonzero(unequal).tolist():
-            wrong += _explain_step(record, plan, stored[place], chunk.digests[place].tobytes())
+            planned = (chunk.digests[place].tobytes(), int(chunk.rows[place]))
+            wrong += _explain_step(record, plan, stored[place], planned, is_branch)
         audit.checked += len(chunk.digests)
         if report is not None:
             report("steps", chunk.first + len(chunk.digests) - first, last - first)
     return wrong
 
 
-def _explain_step(record: RunRecord, plan: RunPlan, stored: np.void, planned: bytes) -> list[tuple[int, str]]:
-    """Empty where recorded substitutions account for the difference."""
+def _explain_step(
+    record: RunRecord, plan: RunPlan, stored: np.void, planned: tuple[bytes, int], is_branch: bool
+) -> list[tuple[int, str]]:
+    """What is wrong with a step; empty if confirmed substitutions account for the difference."""
     step, found = int(stored["step"]), bytes(stored["digest"])
-    substituted = record.substitutions(step, step + 1)
-    if substituted and found == _consumed_digest(record, plan, step):
-        return []
-    text = f"its digest is {found.hex()[:16]}…, the plan's is {planned.hex()[:16]}…"
-    if substituted:
-        text += f"; the {len(substituted)} recorded substitutions do not account for it"
-    return [(step, f"{text}: the run consumed other samples than planned, or its record was changed")]
-
-
-def _consumed_digest(record: RunRecord, plan: RunPlan, step: int) -> bytes:
-    (cells,) = plan.consumed(record, step, step + 1)
-    digests = [cell_digests(cell[cell >= 0][None])[0] for cell in cells]  # empty slots are anywhere in a cell
-    return step_digest(plan.plan.population.identity, plan.plan.digest, step, b"".join(digests))
+    digest, rows = planned
+    if found != digest:
+        (cells,) = plan.consumed(record, step, step + 1, branch=is_branch)
+        if not record.substitutions(step, step + 1, branch=is_branch) or plan.digest(step, cells) != found:
+            text = (
+                f"its digest is {found.hex()[:16]}…, the plan's is {digest.hex()[:16]}…: the run consumed other "
+                "samples than planned, or its record was changed"
+            )
+            return [(step, text)]
+    recorded = int(stored["rows"])
+    if recorded != rows:
+        return [
+            (step, f"is recorded with {recorded} samples, and the plan has {rows}: its record was changed")
+        ]
+    return []
 
 
 def check_pending(record: RunRecord, plans: dict[int, RunPlan]) -> None:
-    """Cells that are recorded and not in the tree: of steps under way when the run was killed, or behind a gap."""
+    """Recorded cells that are not in the tree: of steps that a kill interrupted, or after a gap."""
     merge, ledger = record.merge, record.ledger
     if merge is None or ledger is None or not merge.pending:
         return
-    by_digest = {one.plan.digest: one.plan for one in plans.values()}
+    by_digest = {one.plan.digest: one for one in plans.values()}
     for digest, step, lane, found in merge.pending_cells():
         plan = by_digest.get(digest)
-        if plan is not None and plan.cell_digest(step, lane) != found:
+        if plan is None or (lane < plan.plan.lanes and plan.plan.cell_digest(step, lane) == found):
+            continue
+        (cells,) = plan.consumed(record, step, step + 1, branch=False)
+        if lane >= len(cells) or cell_digest(cells[lane]).hex() != found:
             record.add("violated", "step", f"step {step} lane {lane}", "a recorded cell is not the plan's")
     open_steps = [step for step in merge.pending_steps() if step >= ledger.next_step]
     if merge.complete_behind_gap():
@@ -248,7 +239,7 @@ def check_coverage(record: RunRecord, audit: Audit) -> None:
 
 
 def check_checkpoints(record: RunRecord, audit: Audit) -> None:
-    """Every checkpoint is of this run, and some branch of the ledger once had its head."""
+    """Check that every checkpoint is of this run, and that some branch of the ledger once had its head."""
     known = {(one["manifest"], one["plan"]) for one in record.plans}
     for one in record.checkpoints:
         fits: bool | None = None
@@ -282,7 +273,7 @@ def _head_text(head: dict[str, Any], audit: Audit) -> str:
 
 
 def check_end(record: RunRecord, audit: Audit) -> None:
-    """The trainer's own logs do not go on behind the ledger's end."""
+    """Check that the trainer's own logs do not continue after the ledger's end."""
     if record.ledger is not None and record.reached > audit.steps:
         record.add(
             "violated", "ledger", f"steps {audit.steps} to {record.reached - 1}",
@@ -291,33 +282,47 @@ def check_end(record: RunRecord, audit: Audit) -> None:
 
 
 def check_statement(record: RunRecord, statement: dict[str, Any], audit: Audit) -> None:
-    """What was signed must be of this run: its manifest, its plan, and a head that its ledger once had."""
+    """Check a signed statement: of this run, of a head that its ledger once had, and nothing in it was bound again."""
     signed = {one["name"]: one["digest"]["sha256"] for one in statement["subject"]}
     head = statement["predicate"]["head"]
+    problems: list[str] = []
     if (head["steps"]["root"], head["events"]["root"]) != (
         signed.get("ledger/steps"),
         signed.get("ledger/events"),
     ):
-        record.add(
-            "violated", "signature", "signed statement", "its head and its subjects contradict each other"
-        )
+        problems.append("its head and its subjects contradict each other")
     pairs = {(one["manifest"].removeprefix("sha256:"), one["plan"]) for one in record.plans}
     if (signed.get("manifest"), signed.get("plan")) not in pairs:
-        record.add(
-            "violated", "signature", "signed statement", "is about another manifest or plan than this run's"
-        )
+        problems.append("is about another manifest or plan than this run's")
     elif record.roots is None or not record.roots.holds(head):
-        record.add(
-            "violated", "signature", "signed statement",
+        problems.append(
             f"was made for a ledger of {head['steps']['size']} steps with root {head['steps']['root'][:12]}…, which "
-            "this ledger never was: it was changed since, or is another run's",
-        )  # fmt: skip
+            "this ledger never was: it was changed since, or is another run's"
+        )
     else:
+        problems += _bound_again(record, head)
+    for text in problems:
+        record.add("violated", "signature", "signed statement", text)
+    if not problems:
         record.add(
             "note", "signature", "signed statement",
             f"is good and covers {head['steps']['size']} of the {audit.steps - audit.first} steps; it said: "
             f"{statement['predicate']['verdict']}",
         )  # fmt: skip
+
+
+def _bound_again(record: RunRecord, head: dict[str, Any]) -> Iterator[str]:
+    """What events after the signed ones claim about things that the signed ones have fixed."""
+    size = head["events"]["size"]
+    covered, later = record.events[:size], record.events[size:]
+    end = head["steps"]["first"] + head["steps"]["size"]
+    names = {event["name"] for event in covered if event["kind"] == CHECKPOINT}
+    starts = {event["start"] for event in covered if event["kind"] == "start"}
+    for event in later:
+        if event["kind"] == CHECKPOINT and event["name"] in names:
+            yield f"covers the checkpoint {event['name']}, which was bound again to {short(event['checkpoint'])}"
+        elif event["kind"] in JOURNALED and event["start"] in starts and event["step"] < end:
+            yield f"covers step {event['step']}, about which an event {event['kind']!r} was added since"
 
 
 _UNTOLD: Final = ("plan", "assignment", CHECKPOINT, CONFIGURATION, DEALT)
@@ -327,61 +332,54 @@ _TOLD: Final[dict[str, tuple[Severity, str, str, str]]] = {
     MASKED: ("explained", MASKED, _SLOT, "sample {sample} was masked: {field}: {reason}"),
     "conflict": ("violated", "conflict", "step {step} lane {lane}",
                  "was consumed twice, with digests {before} and {now}"),
-    "fork": ("note", "fork", "step {step}", ("the run went on from here in another way; what it had consumed before, "
-                                             "up to step {end}, is kept as an abandoned branch")),
+    "fork": ("note", "fork", "step {step}", ("the run continued from here in another way; what it had consumed before, "
+                                             "up to step {end}, is an abandoned branch")),
     "start": ("note", "restart", "step {step}", ("start {start} on {ranks} ranks; the one before had come to step "
                                                  "{reached}, {repeats} steps were repeated")),
 }  # fmt: skip
-"""Kind of an event → a finding of it: severity, kind, subject, text; of other kinds all that they hold is told."""
+"""Kind of an event → its finding: severity, kind, subject, text. For other kinds, all fields are shown."""
 
 
 def explain_events(record: RunRecord) -> None:
-    """Deviations with their reasons; what else happened, as notes."""
+    """Add findings for recorded deviations with their reasons, and notes for other events."""
     seen: set[tuple[object, ...]] = set()
     for event in record.events:
-        kind = str(event.get("kind"))
-        if kind in _UNTOLD or (kind == "start" and not event.get("start")):
+        kind = event["kind"]
+        if kind in _UNTOLD or (kind == "start" and not event["start"]):
             continue
         if kind in (SUBSTITUTED, MASKED):
-            place = (kind, event.get("step"), event.get("lane"), event.get("slot"))
+            place = (event["step"], event["lane"], event["slot"], event["by"])
             if place in seen:  # recorded again by a restart
                 continue
             seen.add(place)
         if kind in _TOLD:
             left = event.get("abandoned", {})
-            known = defaultdict(lambda: None, event, end=left.get("first", 0) + left.get("size", 0))
+            known = event | {"end": left.get("first", 0) + left.get("size", 0)}
             severity, name, where, text = _TOLD[kind]
             record.add(severity, name, where.format_map(known), text.format_map(known))
         else:
             others = (f"{name} {value}" for name, value in event.items() if name not in ("kind", "step"))
-            record.add("note", kind, f"step {event.get('step')}", ", ".join(others))
+            record.add("note", kind, f"step {event['step']}", ", ".join(others))
 
 
 _LISTED: Final = 8
-_UNBOUND: Final = "not bound (0.1)"
 
 
 def check_bound_checkpoints(record: RunRecord, audit: Audit) -> None:
-    """Name, step, loader state and head of every checkpoint say the same, and the ledger records the checkpoint."""
+    """Check that name, step, loader state and head of every checkpoint agree, and that the ledger records it."""
     known: dict[str, list[dict[str, Any]]] = {}
     for event in record.events:
-        if event.get("kind") == CHECKPOINT:
-            known.setdefault(str(event.get("name")), []).append(event)
-    unbound = []
+        if event["kind"] == CHECKPOINT:
+            known.setdefault(event["name"], []).append(event)
     for one in record.checkpoints:
         wrong = list(_contradictions(one))
         if one.name in known:
-            wrong += _against_events(one, known[one.name])
-        elif _must_be_bound(record, one):
-            wrong.append("the ledger does not record it: it was put there, or renamed, by somebody else")
+            wrong += _against_events(record, one, known[one.name])
         else:
-            unbound.append(one.name)
+            wrong.append("the ledger does not record it: it was put there, or renamed, by somebody else")
         for text in wrong:
             record.add("violated", "checkpoint", one.name, text)
-        audit.bound_checkpoints += one.name in known and not wrong
-    if unbound:
-        record.add("note", "checkpoint", ", ".join(unbound[:_LISTED]),
-                   f"{_UNBOUND}: the ledger was written by a version that does not record checkpoints")  # fmt: skip
+        audit.bound_checkpoints += not wrong
     present = {one.name for one in record.checkpoints}
     gone = sorted(set(known) - present)
     if gone:
@@ -399,31 +397,23 @@ def _contradictions(one: CheckpointRecord) -> Iterator[str]:
         yield f"its name says step {int(match[1])}, it holds step {one.step}"
     for name, own in (("step", one.step), ("manifest", one.manifest), ("plan", one.plan)):
         if name in one.loader and own not in ("", -1) and one.loader[name] != own:
-            yield f"its loader's {name} is {_short(one.loader[name])}, its own is {_short(own)}"
+            yield f"its loader's {name} is {short(one.loader[name])}, its own is {short(own)}"
     if one.head is not None:
         end = one.head["steps"]["first"] + one.head["steps"]["size"]
         if one.step >= 0 and end != one.step:
             yield f"holds the ledger's head of step {end}, and calls itself step {one.step}"
 
 
-def _against_events(one: CheckpointRecord, events: list[dict[str, Any]]) -> Iterator[str]:
-    same = [event for event in events if event.get("checkpoint") == one.digest]
+def _against_events(record: RunRecord, one: CheckpointRecord, events: list[dict[str, Any]]) -> Iterator[str]:
+    newest = short(events[-1]["checkpoint"])
+    same = [event for event in events[-2:] if event["checkpoint"] == one.digest]
     if not same:
-        recorded = _short(events[-1].get("checkpoint"))
-        yield f"is {_short(one.digest)}, and the ledger records {recorded} under this name: it was replaced"
-    elif one.says_step and same[-1].get("step") != one.step:
-        yield f"holds step {one.step}, and the ledger records it for step {same[-1].get('step')}"
-
-
-def _must_be_bound(record: RunRecord, one: CheckpointRecord) -> bool:
-    """Whether the ledger was written by a version that binds checkpoints when this one was taken."""
-    kinds = (CHECKPOINT, CONFIGURATION)
-    first = next((at for at, event in enumerate(record.events) if event.get("kind") in kinds or BINDINGS in event),
-                 None)  # fmt: skip
-    if first is None:
-        return False
-    earlier = any(event.get("kind") == "plan" and BINDINGS not in event for event in record.events[:first])
-    return not earlier or one.head is None or one.head["events"]["size"] > first
+        yield f"is {short(one.digest)}, and the ledger records {newest} under this name: it was replaced"
+    elif one.says_step and same[-1]["step"] != one.step:
+        yield f"holds step {one.step}, and the ledger records it for step {same[-1]['step']}"
+    elif same[-1] is not events[-1]:
+        text = f"was saved again as {newest}, and a kill came before its ref: the ref is of the save before"
+        record.add("note", "checkpoint", one.name, text)
 
 
 def check_tensors(record: RunRecord, audit: Audit, *, read: bool) -> None:
@@ -442,48 +432,29 @@ def check_tensors(record: RunRecord, audit: Audit, *, read: bool) -> None:
 
 
 def check_bound_settings(record: RunRecord) -> None:
-    """run.json is the one that the ledger records; changes on the way are said."""
+    """Check that run.json is the one that the ledger records; changes during the run become findings."""
     events = record.configuration_events
-    data = read_file(record.path / "run.json")
+    digest = read_settings(record.path)[1]
     if not events:
-        if data is not None:
-            record.add(
-                "note", "settings", "run.json", f"{_UNBOUND}: the ledger does not record these settings"
-            )
+        if digest is not None:
+            text = "is not recorded by the ledger: only its data section was checked, against the plan"
+            record.add("note", "settings", "run.json", text)
         return
-    if data is None:
+    if digest is None:
         record.add(
-            "violated", "settings", "run.json", f"is gone; the ledger records {_short(events[0].get('run'))}"
+            "violated", "settings", "run.json", f"is gone; the ledger records {short(events[0]['run'])}"
         )
-    elif any(sha256_digest(data) != event.get("run") for event in events):
-        changed = setting_differences(
-            json_object(events[0].get("settings")) or {}, record.settings.get("configuration") or {}
-        )
+    elif digest != events[0]["run"]:
+        recorded = json_object(events[0]["settings"]) or {}
+        changed = setting_differences(recorded, record.settings.get("configuration") or {})
         what = ", ".join(f"{key} is {json.dumps(new)}, the ledger records {json.dumps(old)}"
                          for key, old, new in changed[:_LISTED])  # fmt: skip
         record.add("violated", "settings", "run.json",
                    f"was changed: {what or 'its bytes are not those that the ledger records'}")  # fmt: skip
-    first_step = int(record.branch[0]["step"]) if len(record.branch) else 0
-    if isinstance(events[0].get("step"), int) and events[0]["step"] > first_step:
-        record.add("note", "settings", f"steps {first_step} to {events[0]['step'] - 1}",
-                   f"{_UNBOUND}: the settings are recorded from step {events[0]['step']} on")  # fmt: skip
     for event in events:
-        _say_changes(record, event)
-
-
-def _say_changes(record: RunRecord, event: dict[str, Any]) -> None:
-    changed, allowed = event.get("changed"), event.get("allowed")
-    if not isinstance(changed, list) or not isinstance(allowed, list):
-        return
-    for one in changed:
-        key, old, new = (str(part) for part in one)
-        if key in allowed:
-            record.add("explained", "settings", f"step {event.get('step')}",
-                       f"{key} {old} → {new}, allowed by --allow-changes")  # fmt: skip
-        else:
-            record.add("note", "settings", f"step {event.get('step')}", f"{key} {old} → {new}")
-
-
-def _short(value: object) -> str:
-    text = str(value)
-    return f"{text[:19]}…" if len(text) > 24 else text
+        for key, old, new in event["changed"]:
+            if key in event["allowed"]:
+                record.add("explained", "settings", f"step {event['step']}",
+                           f"{key} {old} → {new}, allowed by --allow-changes")  # fmt: skip
+            else:
+                record.add("note", "settings", f"step {event['step']}", f"{key} {old} → {new}")

@@ -1,6 +1,6 @@
-"""The plans that a run followed, made again from what it recorded and the manifest alone; their digests of every step.
+"""The plans that a run followed, made again from its record and the manifest alone, and their step digests.
 
-Replaying costs some 100 ns per sample and core; with `jobs` above 1, the steps are shared out over processes.
+A replay takes about 100 ns per sample and core. With `jobs` above 1, the steps are distributed over processes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import hashlib
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
@@ -36,7 +36,7 @@ from shardkit.errors import (
     ShardkitError,
     StoreError,
 )
-from shardkit.ledger import step_digests
+from shardkit.ledger import MASKED, SUBSTITUTED, step_digest, step_digests
 from shardkit.ledger.bindings import configured_plans
 from shardkit.plan import Costs, Plan, Population
 from shardkit.plan.plan import plan_of
@@ -52,41 +52,54 @@ class RunPlan:
     dataset: Dataset
     plan: Plan
 
-    def consumed(self, record: RunRecord, first: int, last: int) -> NDArray[np.int64]:
-        """(steps, lanes, m) samples of steps [first, last), recorded substitutions included, -1 in empty slots."""
+    def consumed(self, record: RunRecord, first: int, last: int, *, branch: bool = True) -> NDArray[np.int64]:
+        """(steps, lanes, m) samples of steps [first, last), substitutions included, -1 in empty slots."""
         cells = self.plan.steps(first, last).copy()
-        for (step, lane, slot), (_, by) in record.substitutions(first, last).items():
+        for (step, lane, slot), (_, by) in record.substitutions(first, last, branch=branch).items():
             cells[step - first, lane, slot] = by
         return cells
 
+    def digest(self, step: int, cells: NDArray[np.int64]) -> bytes:
+        """Digest of a step that consumed these cells, (lanes, m)."""
+        return step_digest(
+            self.plan.population.identity, self.plan.digest, step, b"".join(map(cell_digest, cells))
+        )
+
+
+def cell_digest(cell: NDArray[np.int64]) -> bytes:
+    """Digest of a cell, -1 in empty slots anywhere."""
+    return cell_digests(cell[cell >= 0][None])[0]
+
 
 def find_plans(record: RunRecord, dataset: str | None = None) -> dict[int, RunPlan]:
-    """Every plan of the run that can be made again, by number; what cannot, or is another, becomes a finding."""
+    """Every plan of the run that can be made again, by number, and the substitutions that digests confirm.
+
+    What cannot be made again, or contradicts the record, becomes a finding.
+    """
     found: dict[int, RunPlan] = {}
     _check_settings(record)
     for event in record.plans:
         try:
             opened = open_recorded(record, event, dataset)
         except (IntegrityError, FormatError) as error:
-            record.add("violated", "manifest", str(event["manifest"]), str(error))
+            record.add("violated", "manifest", event["manifest"], str(error))
             continue
         except ShardkitError as error:
-            record.add(
-                "unknown", "manifest", str(event["manifest"]), f"{error}; say where it is: --dataset ROOT"
-            )
+            record.add("unknown", "manifest", event["manifest"], f"{error}; say where it is: --dataset ROOT")
             continue
         plan = _make_plan(record, event, opened)
         if plan is not None:
-            found[int(event["number"])] = plan
+            found[event["number"]] = plan
     _check_stages(record)
     if not record.plans and record.ledger is not None:
         record.add("unknown", "plan", "ledger", "no step was ever recorded: there is nothing to check")
+    confirm_events(record, found)
     return found
 
 
 def open_recorded(record: RunRecord, event: dict[str, Any], dataset: str | None = None) -> Dataset:
     """The dataset of a recorded plan, at the manifest that the ledger names."""
-    manifest = str(event["manifest"])
+    manifest = event["manifest"]
     refused: ShardkitError | None = None
     for place in [dataset] if dataset is not None else _places(record, event):
         try:
@@ -105,10 +118,10 @@ def open_recorded(record: RunRecord, event: dict[str, Any], dataset: str | None 
 
 
 def _places(record: RunRecord, event: dict[str, Any]) -> Iterator[str | dict[str, str]]:
-    """Where the dataset may be, whatever folder the audit runs in.
+    """Places where the dataset may be, whatever folder the audit runs in.
 
-    Where run.json says, if that is whole; else where the loader found it; beside the run, where both were moved;
-    last a relative path of run.json from here.
+    The place in run.json, if it is absolute; otherwise where the loader found it, and the same place relative to the
+    run, if both were moved; last a relative path of run.json from here.
     """
     data = record.settings.get("configuration", {}).get("data", {})
     parts = dict(record.settings.get("parts") or data.get("parts") or {})
@@ -132,7 +145,7 @@ def _places(record: RunRecord, event: dict[str, Any]) -> Iterator[str | dict[str
 def _make_plan(record: RunRecord, event: dict[str, Any], dataset: Dataset) -> RunPlan | None:
     population = population_of(dataset.manifest, dataset.table)
     history: Sequence[Mapping[str, Any]] = event.get("history") or ()
-    expected = str(event["plan"])
+    expected = event["plan"]
     subject = f"plan {expected[:12]}…"
     candidates: list[tuple[str, Plan]] = []
 
@@ -152,7 +165,7 @@ def _make_plan(record: RunRecord, event: dict[str, Any], dataset: Dataset) -> Ru
             candidates.append(("run.json", _configured_plan(record, dataset, expected, first["settings"])))
     except ShardkitError as error:
         record.add("unknown", "plan", subject, f"cannot be made again: {error}")
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError) as error:
         record.add(
             "violated", "plan", subject, f"cannot be made again, its settings are no settings: {error!r}"
         )
@@ -167,7 +180,7 @@ def _make_plan(record: RunRecord, event: dict[str, Any], dataset: Dataset) -> Ru
     if not candidates:
         record.add("unknown", "plan", subject, "its settings are not recorded")
     chosen = next((plan for _, plan in candidates if plan.digest == expected), None)
-    return None if chosen is None else RunPlan(int(event["number"]), dataset, chosen)
+    return None if chosen is None else RunPlan(event["number"], dataset, chosen)
 
 
 def made_again(
@@ -195,9 +208,9 @@ def _by_name(population: Population, weights: list[int]) -> dict[str, int]:
 
 
 def _configured_plan(record: RunRecord, dataset: Dataset, expected: str, recorded: Mapping[str, Any]) -> Plan:
-    """The plan of a stage that run.json, or the settings that the run went on with, ask for.
+    """The plan with the expected digest among those that the run's configurations ask for.
 
-    Where none has the digest, the last plan of run.json: it says best in what they differ.
+    If none has it, the last plan of run.json, which shows best in what they differ.
     """
     made: list[Plan] = []
     for configuration in record.configurations():
@@ -215,8 +228,8 @@ def _configured_plan(record: RunRecord, dataset: Dataset, expected: str, recorde
 
 
 def _check_stages(record: RunRecord) -> None:
-    """Every stretch of steps under one plan is a stage of run.json, or of settings that the run went on with."""
-    digests = {int(event["number"]): str(event["plan"]) for event in record.plans}
+    """Every stretch of steps under one plan is a stage of one of the run's configurations."""
+    digests = {event["number"]: event["plan"] for event in record.plans}
     for number, first, end in record.legs() if record.stage_plans else ():
         last, digest = end - 1, digests.get(number, "")
         if not any(_follows(stages, first, last, digest) for stages in record.stage_plans):
@@ -229,7 +242,7 @@ def _check_stages(record: RunRecord) -> None:
 def _follows(stages: list[tuple[int, str]], first: int, last: int, digest: str) -> bool:
     in_force = [one for one in stages if one[0] <= first][-1:]
     in_force += [one for one in stages if first < one[0] <= last]
-    return all(digest == expected for _, expected in in_force)
+    return all(digest == found for _, found in in_force)
 
 
 def _differences(settings: dict[str, Any], plan: Plan) -> str:
@@ -252,11 +265,130 @@ def _check_settings(record: RunRecord) -> None:
         if stated and record.plans and stated not in [event[name] for event in record.plans]:
             record.add(
                 "violated", name, "run.json",
-                f"names {name} {stated[:19]}…, and the ledger records {record.plans[0][name][:19]}…",
+                f"names {name} {str(stated)[:19]}…, and the ledger records {record.plans[0][name][:19]}…",
             )  # fmt: skip
 
 
-# ---- what they dealt, step by step
+# ---- events that the digests must confirm
+
+
+def confirm_events(record: RunRecord, plans: dict[int, RunPlan]) -> None:
+    """Believe a substitution only if it turns the plan's digest into the recorded one; find the events that lie.
+
+    A mask and a change of weights have their place in the plan, too.
+    """
+    by_step: dict[int, list[dict[str, Any]]] = {}
+    for event in record.events:
+        if event["kind"] in (SUBSTITUTED, MASKED):
+            by_step.setdefault(event["step"], []).append(event)
+        elif (
+            event["kind"] == "stage"
+            and plans
+            and not any(_has_stage(one.plan, event) for one in plans.values())
+        ):
+            record.add(
+                "violated", "event", f"step {event['step']}", f"no plan has its stage {event['number']} here"
+            )
+    if not by_step:
+        return
+    confirmed: list[dict[str, Any]] = []
+    for is_branch, records in ((True, record.branch), (False, record.abandoned())):
+        for stored in records[np.isin(records["step"], list(by_step))]:
+            plan, step = plans.get(int(stored["plan"])), int(stored["step"])
+            if plan is None:  # a finding already
+                confirmed += by_step[step]
+            else:
+                cells = plan.plan.steps(step, step + 1)[0]
+                is_recorded = _recorded_step(plan, step, bytes(stored["digest"]))
+                confirmed += _believed(record, plan, cells, by_step[step], is_recorded, is_branch)
+    for plan, step, lane, digest in _pending(record, plans, by_step):
+        cells = plan.plan.steps(step, step + 1)[0]
+        own = [event for event in by_step[step] if event["lane"] == lane]
+        is_recorded = _recorded_cell(lane, digest)
+        confirmed += _believed(record, plan, cells, own, is_recorded, False)
+    known = {id(event) for event in confirmed}
+    for event in (one for events in by_step.values() for one in events if id(one) not in known):
+        record.add(
+            "violated", event["kind"], f"step {event['step']} lane {event['lane']} slot {event['slot']}",
+            f"an event says that sample {event['sample']} was {event['kind']}, by {event['by']}, and the digest of the "
+            "step, or its plan, says that it was not",
+        )  # fmt: skip
+
+
+Recorded = Callable[[NDArray[np.int64]], bool]
+"""Whether these cells of a step, (lanes, m), have the recorded digest."""
+
+
+def _recorded_step(plan: RunPlan, step: int, digest: bytes) -> Recorded:
+    return lambda cells: plan.digest(step, cells) == digest
+
+
+def _recorded_cell(lane: int, digest: str) -> Recorded:
+    return lambda cells: cell_digest(cells[lane]).hex() == digest
+
+
+def _has_stage(plan: Plan, event: dict[str, Any]) -> bool:
+    stages = plan.settings.stages
+    return 0 < event["number"] < len(stages) and bool(stages[event["number"]][0] == event["step"])
+
+
+def _pending(
+    record: RunRecord, plans: dict[int, RunPlan], steps: Container[int]
+) -> Iterator[tuple[RunPlan, int, int, str]]:
+    """(plan, step, lane, digest) of the recorded cells of some steps that are in no record."""
+    by_digest = {one.plan.digest: one for one in plans.values()}
+    for digest, step, lane, found in () if record.merge is None else record.merge.pending_cells():
+        if step in steps and digest in by_digest and lane < by_digest[digest].plan.lanes:
+            yield by_digest[digest], step, lane, found
+
+
+def _believed(
+    record: RunRecord,
+    plan: RunPlan,
+    cells: NDArray[np.int64],
+    events: list[dict[str, Any]],
+    is_recorded: Recorded,
+    is_branch: bool,
+) -> list[dict[str, Any]]:
+    """The events of a step that its digest confirms; their substitutions are noted in the record."""
+    lanes, slots = cells.shape
+    fitting = [
+        event
+        for event in events
+        if event["lane"] < lanes and event["slot"] < slots and event["by"] < plan.plan.population.rows
+        and cells[event["lane"], event["slot"]] == event["sample"]
+    ]  # fmt: skip
+    for choice in _choices([event for event in fitting if event["kind"] == SUBSTITUTED]):
+        changed = cells.copy()
+        for event in choice:
+            changed[event["lane"], event["slot"]] = event["by"]
+        if is_recorded(changed):
+            break
+    else:
+        return []
+    for event in choice:
+        place = (event["step"], event["lane"], event["slot"])
+        record.replaced[is_branch][place] = (event["sample"], event["by"])
+    changed_places = {(event["lane"], event["slot"]): event["by"] for event in choice}
+    return [
+        event
+        for event in fitting
+        if changed_places.get((event["lane"], event["slot"]))
+        == (event["by"] if event["kind"] == SUBSTITUTED else None)
+    ]
+
+
+def _choices(events: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Sets of substitutions that may have been in force at a step: none, all, those of one start."""
+    yield []
+    places = {(event["lane"], event["slot"]): event for event in events}
+    if places:
+        yield list(places.values())
+    for start in {event["start"] for event in events}:
+        yield [event for event in events if event["start"] == start]
+
+
+# ---- the step digests of a plan
 
 _CHUNK = 1 << 20  # samples replayed at once by each process
 MAX_COVERAGE_ROWS = 1 << 31
@@ -325,7 +457,7 @@ def _count(plan: Plan, first: int, last: int, drawn: int, seen: Path) -> Coverag
     rows = plan.population.rows
     remainder = rows % plan.global_batch if plan.settings.remainder == "drop" else 0
     if any(plan.settings.canonical().get(name) for name in ("buckets", "join")):
-        remainder = -1
+        remainder = -1  # depends on more than the number of rows
     return Coverage(epoch, first, last, begin, end, drawn, distinct, rows, remainder)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,21 +11,26 @@ from typing import Any, Final
 
 import numpy as np
 
+from shardkit.audit.events import contradictions
 from shardkit.audit.result import Finding, Severity
-from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
+from shardkit.errors import FormatError, NotFoundError, ShardkitError
 from shardkit.formats.canonical_json import dumps, sha256_digest
-from shardkit.ledger import SUBSTITUTED, Ledger, Merge, journal_paths
+from shardkit.ledger import Ledger, Merge, journal_paths
 from shardkit.ledger.bindings import CONFIGURATION
-from shardkit.ledger.journal import JournalFile
+from shardkit.ledger.events import Head, convert
+from shardkit.ledger.files import read_file
+from shardkit.ledger.journal import JournalFile, check_order
 from shardkit.ledger.ledger import (
+    RECORD_BYTES,
+    STEPS_MAGIC,
+    LedgerState,
     StepRecords,
-    Tree,
     damaged_records,
-    leaf_hash,
+    parse_events,
     parse_lines,
     parse_records,
-    read_file,
 )
+from shardkit.ledger.merkle import Tree, leaf_hash
 from shardkit.stores.local import open_store
 from shardkit.stores.store import Store, object_name
 from shardkit.telemetry.records import json_object, read_documents
@@ -39,30 +43,38 @@ from shardkit.torch.checkpoint_format import (
 )
 
 _SHOWN: Final = 10
+_MAX_SETTINGS: Final = 1 << 26
+_MAX_FILE: Final = 1 << 33
+_LOG_TAIL: Final = 1 << 26
 
 Place = tuple[int, int, int]
 """(step, lane, slot)."""
 
 
+Replacements = dict[Place, tuple[int, int]]
+"""Place → (the planned sample, the one that was handed out in its place)."""
+
+
 @dataclass
 class RunRecord:
-    """A run as its directory tells it.
+    """The contents of a run directory.
 
     Attributes:
-        path: of the run directory.
-        settings: run.json; empty where the run has none.
-        ledger: what is committed and what the journals add to it; None where the ledger is damaged.
-        merge: what the journals hold beyond the tree.
+        path: the run directory.
+        settings: run.json; empty if there is none.
+        ledger: the committed ledger with the journals merged into it; None if it is damaged.
+        merge: the merge of the journals; None if one of them is damaged.
         records: all step records, in file order, abandoned branches included.
-        branch: those that are leaves of the tree of steps.
-        events: in order.
-        heads: as committed.
-        checkpoints: by step.
-        reached: the most steps that the trainer's own logs speak of.
-        findings: what was wrong with any of it.
-        roots: every head that the records ever had; None where the ledger is damaged.
-        stage_plans: (first step, digest of the plan) of the stages of each configuration of the run; set by
-            `find_plans`.
+        branch: the records that are leaves of the tree of steps.
+        events: events in order.
+        heads: committed heads, in order.
+        checkpoints: checkpoints by step.
+        reached: the largest number of steps in the trainer's own logs.
+        findings: what is wrong with any of it.
+        roots: every head that the records ever had; None if the ledger is damaged.
+        replaced: substitutions that the step digests confirm, of the branch (True) and of what was abandoned or is
+            incomplete (False); set by `find_plans`.
+        stage_plans: per configuration of the run, (first step, digest of the plan) of its stages; set by `find_plans`.
     """
 
     path: Path
@@ -77,6 +89,7 @@ class RunRecord:
     reached: int = 0
     findings: list[Finding] = field(default_factory=list)
     roots: Roots | None = None
+    replaced: dict[bool, Replacements] = field(default_factory=lambda: {True: {}, False: {}})
     stage_plans: list[list[tuple[int, str]]] = field(default_factory=list)
 
     def add(self, severity: Severity, kind: str, subject: str, text: str) -> None:
@@ -84,44 +97,47 @@ class RunRecord:
 
     @property
     def plans(self) -> list[dict[str, Any]]:
-        """The plans that the run followed, by number: the events that introduced them."""
-        return [event for event in self.events if event.get("kind") == "plan"]
+        """The events of the plans that the run followed, by number."""
+        return [event for event in self.events if event["kind"] == "plan"]
 
     @property
     def configuration_events(self) -> list[dict[str, Any]]:
-        """The settings that the ledger records, oldest first; empty for runs of 0.1 and of other trainers."""
-        return [event for event in self.events if event.get("kind") == CONFIGURATION]
+        """The events of the settings that the run had, oldest first; empty for runs of other trainers."""
+        return [event for event in self.events if event["kind"] == CONFIGURATION]
 
-    def substitutions(self, first: int, last: int) -> dict[Place, tuple[int, int]]:
-        """Place → (the planned sample, the one that was handed out), of steps [first, last)."""
-        return {
-            (event["step"], event["lane"], event["slot"]): (event["sample"], event["by"])
-            for event in self.events
-            if event.get("kind") == SUBSTITUTED and first <= event["step"] < last
-        }
+    def substitutions(self, first: int, last: int, *, branch: bool = True) -> Replacements:
+        """The confirmed substitutions of steps [first, last)."""
+        return {place: pair for place, pair in self.replaced[branch].items() if first <= place[0] < last}
 
     def legs(self) -> list[tuple[int, int, int]]:
-        """(number of the plan, first step, end) of what was consumed under each plan, in order."""
-        steps, numbers = self.branch["step"].astype(np.int64), self.branch["plan"].astype(np.int64)
-        cuts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(steps)]
+        """(number of the plan, first step, end) of the steps of the branch, in order."""
         return [
-            (int(numbers[begin]), int(steps[begin]), int(steps[end - 1]) + 1)
-            for begin, end in itertools.pairwise(cuts)
-            if begin < end
+            (int(one[0]["plan"]), int(one[0]["step"]), int(one[-1]["step"]) + 1)
+            for one in consecutive(self.branch)
         ]
 
+    def abandoned(self) -> StepRecords:
+        """The records that are not leaves of the tree of steps."""
+        if len(self.branch) == len(self.records):
+            return self.records[:0]
+        return self.records[~np.isin(self.records["check"], self.branch["check"])]
+
     def configurations(self) -> list[dict[str, Any]]:
-        """Every configuration that the run had: run.json's, then those that it went on with."""
-        texts: list[Any] = [event.get("settings") for event in self.configuration_events]
-        found = [self.settings.get("configuration"), *map(json_object, texts)]
-        if not texts:  # 0.1 said it in its log alone
-            logged = read_documents(self.path / "events.jsonl")
-            found += [one.get("configuration") for one in logged if one.get("event") == "configuration"]
-        return [one for one in found if isinstance(one, dict)]
+        """Every configuration that the run had: run.json's, then those that it continued with."""
+        texts = (json_object(event["settings"]) for event in self.configuration_events)
+        return [one for one in (self.settings.get("configuration"), *texts) if isinstance(one, dict)]
+
+
+def consecutive(records: StepRecords) -> list[StepRecords]:
+    """Runs of records of consecutive steps and one plan."""
+    if not len(records):
+        return []
+    steps, plans = records["step"].astype(np.int64), records["plan"]
+    return np.split(records, np.flatnonzero((np.diff(steps) != 1) | (plans[1:] != plans[:-1])) + 1)
 
 
 def load_run(path: Path) -> RunRecord:
-    """Read a run directory; what is wrong with it becomes findings.
+    """Read a run directory. What is wrong with it becomes a finding.
 
     Raises:
         NotFoundError: there is no run.
@@ -129,7 +145,9 @@ def load_run(path: Path) -> RunRecord:
     if not (path / "ledger").is_dir() and not (path / "journal").is_dir():
         raise NotFoundError(f"{path} is no run directory: it has neither a ledger/ nor a journal/")
     run = RunRecord(path)
-    run.settings = _read_settings(run)
+    run.settings, _, wrong = read_settings(path)
+    if wrong:
+        run.add("violated", "settings", "run.json", wrong)
     _read_ledger(run)
     run.checkpoints, broken = read_checkpoints(path)
     for name, text in broken:
@@ -138,90 +156,109 @@ def load_run(path: Path) -> RunRecord:
     return run
 
 
-def _read_settings(run: RunRecord) -> dict[str, Any]:
-    data = read_file(run.path / "run.json")
-    settings = {} if data is None else json_object(data)
+def read_settings(path: Path) -> tuple[dict[str, Any], str | None, str]:
+    """(run.json, its SHA-256, what is wrong with it); the digest is None if there is no file."""
+    try:
+        data = read_file(path / "run.json", _MAX_SETTINGS)
+    except FormatError as error:
+        return {}, "", str(error)
+    if data is None:
+        return {}, None, ""
+    settings, digest = json_object(data), sha256_digest(data)
     if settings is None:
-        run.add("violated", "settings", "run.json", "is no JSON object any more")
-    return settings or {}
+        return {}, digest, "is no JSON object any more"
+    sections = [settings.get(name) or {} for name in ("configuration", "parts", "software")]
+    inner = sections[0].values() if isinstance(sections[0], dict) else ()
+    if not all(isinstance(one, dict) for one in (*sections, *inner)):
+        return {}, digest, "is not what a trainer writes: its sections are no objects"
+    return settings, digest, ""
 
 
 # ---- ledger
 
 
 def _read_ledger(run: RunRecord) -> None:
-    before = len(run.findings)
-    _read_files(run)
-    if len(run.findings) > before:
-        _find_sequence(run, run.records)
-        run.branch = run.records
-        return
+    before, state = len(run.findings), None
     try:
-        run.ledger = Ledger(run.path)
-        run.merge = Merge(run.ledger)
-    except (IntegrityError, FormatError) as error:
-        run.add("violated", "ledger", "ledger/" if run.ledger is None else "journal/", str(error))
+        state = Ledger(run.path).state
+    except ShardkitError as error:
+        run.add("violated", "ledger", "ledger/", str(error))
+    _read_files(run, state)
+    run.branch = run.records
+    if state is None or len(run.findings) > before:
         _find_sequence(run, run.records)
-        run.branch = run.records if run.ledger is None else Ledger(run.path).branch_records()
         return
-    _check_journals(run)
+    run.ledger = Ledger(run.path)
+    try:
+        run.merge = Merge(run.ledger)
+    except ShardkitError as error:
+        run.add("violated", "ledger", "journal/", str(error))
+        run.ledger = Ledger(run.path)
+    _check_journals(run, state)
     run.records, run.branch = run.ledger.records(), run.ledger.branch_records()
     run.events = run.ledger.event_documents()
     _find_sequence(run, run.records)
-    _check_trees(run)
-    for name, count in run.merge.torn:
+    for event, text in contradictions(run.events, run.records["step"].tolist()):
+        run.add("violated", "event", f"step {event['step']}", f"the event {event['kind']!r} {text}")
+    _check_trees(run, run.ledger)
+    for name, count in [] if run.merge is None else run.merge.torn:
         run.add(
             "note", "torn", f"journal/{name}", f"its last {count} bytes were torn by a kill and do not count"
         )
 
 
-def _check_journals(run: RunRecord) -> None:
-    """What was merged is in the ledger; the journals must not have been touched all the same."""
+def _check_journals(run: RunRecord, state: LedgerState) -> None:
+    """Merged entries are in the ledger. The journals must still hold them, in the order in which they were written."""
+    attempts: dict[tuple[int, ...], list[JournalFile]] = {}
     for path in journal_paths(run.path / "journal"):
         try:
-            deque(JournalFile(path).entries(), maxlen=0)
-        except FormatError as error:
+            file = JournalFile(path)
+        except ShardkitError as error:
             run.add("violated", "ledger", f"journal/{path.name}", str(error))
+            continue
+        if (header := file.header) is not None:
+            attempts.setdefault((header.started, header.rank, header.worker), []).append(file)
+    settled = {name: (at, check) for name, (at, check, *_) in state.journals.items()}
+    for files in attempts.values():
+        try:
+            check_order(files, settled)
+        except ShardkitError as error:
+            run.add("violated", "ledger", f"journal/{files[0].path.name}", str(error))
 
 
-def _read_files(run: RunRecord) -> None:
+def _read_files(run: RunRecord, state: LedgerState | None) -> None:
+    """The committed records, events and heads; all that is there if it is not known how much is committed."""
     folder = run.path / "ledger"
+    sizes: dict[str, int | None] = {"steps": None, "events": None, "heads": None}
+    if state is not None:
+        records = len(STEPS_MAGIC) + RECORD_BYTES * state.records
+        sizes = {"steps": records, "events": state.events_bytes, "heads": state.heads_bytes}
+    data = {}
     try:
-        run.records = parse_records(read_file(folder / "steps") or b"")
-    except FormatError as error:
-        run.add("violated", "ledger", "ledger/steps", str(error))
-    committed = _committed_records(run)
-    bad = [index for index in damaged_records(run.records) if index < committed]
+        for name, size in sizes.items():
+            data[name] = read_file(folder / name, _MAX_FILE, size=size) or b""
+        run.records = parse_records(data["steps"])
+        run.events = list(parse_events(data["events"]))
+        run.heads = [document for document, _ in parse_lines(data["heads"], "ledger/heads")]
+        for number, head in enumerate(run.heads, 1):
+            convert(head, Head, f"ledger/heads line {number}")
+    except ShardkitError as error:
+        run.add("violated", "ledger", "ledger/", str(error))
+    bad = damaged_records(run.records)
     for index in bad[:_SHOWN]:
         run.add(
             "violated", "ledger", f"ledger/steps record {index}",
             f"the record for step {int(run.records[index]['step'])} is damaged, or is not the one that was written "
-            "there: its checksum does not go on from the record before",
+            "there: its checksum does not continue from the record before",
         )  # fmt: skip
     if len(bad) > _SHOWN:
         run.add("violated", "ledger", "ledger/steps", f"{len(bad) - _SHOWN} more records are damaged")
-    for name in ("events", "heads"):
-        lines = run.events if name == "events" else run.heads
-        try:
-            lines.extend(
-                document for document, _ in parse_lines(read_file(folder / name) or b"", f"ledger/{name}")
-            )
-        except FormatError as error:
-            run.add("violated", "ledger", f"ledger/{name}", str(error))
-
-
-def _committed_records(run: RunRecord) -> int:
-    """How many records are committed; what an interrupted commit left behind them does not count."""
-    try:
-        return Ledger(run.path).state.records
-    except ShardkitError:
-        return len(run.records)
 
 
 def _find_sequence(run: RunRecord, records: StepRecords) -> None:
-    """Every record's step follows the one before, but where an event says that the run forked."""
+    """Every record's step follows the one before, except where an event says that the run forked."""
     steps = records["step"].astype(np.int64)
-    forks = {event.get("record"): event.get("step") for event in run.events if event.get("kind") == "fork"}
+    forks = {event["record"]: event["step"] for event in run.events if event["kind"] == "fork"}
     for index in (np.flatnonzero(np.diff(steps) != 1) + 1).tolist():
         before, step = int(steps[index - 1]), int(steps[index])
         if forks.get(index) == step:
@@ -236,22 +273,25 @@ def _find_sequence(run: RunRecord, records: StepRecords) -> None:
         run.add("violated", "ledger", f"ledger/steps record {index}", what)
 
 
-def _check_trees(run: RunRecord) -> None:
+def _check_trees(run: RunRecord, ledger: Ledger) -> None:
     """Recompute both trees and compare every head that was ever committed or put into a checkpoint."""
-    assert run.ledger is not None
-    state = run.ledger.state
     roots = Roots(run.records, run.events)
     for number, head in enumerate(run.heads, 1):
-        if head["records"] > len(run.records):
-            continue  # of a commit that never happened
         if not roots.holds(head):
-            run.add("violated", "ledger", f"ledger/heads line {number}", _unequal(head, "was committed"))
-    if run.ledger.head()["steps"]["root"] != roots.step_root(run.ledger.steps.size):
+            run.add(
+                "violated", "ledger", f"ledger/heads line {number}",
+                f"a head of {head['steps']['size']} steps (root {head['steps']['root'][:12]}…) and "
+                f"{head['events']['size']} events was committed, and the recorded steps and events do not give it: "
+                "they were changed since",
+            )  # fmt: skip
+    if ledger.head()["steps"]["root"] != roots.step_root(ledger.steps.size):
         run.add(
-            "violated",
-            "ledger",
-            "ledger/state.json",
-            f"its tree of {state.size} steps has another root than the records",
+            "violated", "ledger", "ledger/state.json",
+            f"its tree of {ledger.steps.size} steps has another root than the records",
+        )  # fmt: skip
+    if ledger.head()["events"]["root"] != roots.event_root():
+        run.add(
+            "violated", "ledger", "ledger/state.json", "its tree of events has another root than the events"
         )
     run.roots = roots
 
@@ -276,9 +316,13 @@ class Roots:
             self._branches.append((first, Tree(leaves)))
 
     def step_root(self, size: int) -> str:
-        """Root of the current branch; empty where it is shorter."""
+        """Root of the first steps of the current branch; empty if it is shorter."""
         tree = self._branches[-1][1] if self._branches else Tree()
         return tree.root(size).hex() if size <= len(tree) else ""
+
+    def event_root(self) -> str:
+        """Root of all events."""
+        return self._events.root().hex()
 
     def holds(self, head: dict[str, Any]) -> bool:
         """Whether some branch once had this head."""
@@ -295,19 +339,11 @@ class Roots:
         )
 
 
-def _unequal(head: dict[str, Any], what: str) -> str:
-    steps, events = head["steps"], head["events"]
-    return (
-        f"a head of {steps['size']} steps (root {steps['root'][:12]}…) and {events['size']} events {what}, and the "
-        "recorded steps and events do not give it: they were changed since"
-    )
-
-
 def _logged_steps(path: Path) -> int:
-    """The most steps that events.jsonl and metrics/train.jsonl speak of: these files are no evidence, but hints."""
+    """The largest number of steps in events.jsonl and metrics/train.jsonl, which are hints and no evidence."""
     reached = 0
     for name in ("events.jsonl", "metrics/train.jsonl"):
-        for record in read_documents(path / name):
+        for record in read_documents(path / name, _LOG_TAIL):
             if not isinstance(record.get("step"), int):
                 continue
             if "event" not in record:
@@ -325,15 +361,15 @@ STEP_NAME: Final = re.compile(r"step-(\d{12})")
 
 @dataclass(frozen=True)
 class CheckpointRecord:
-    """A checkpoint's claim: which steps it had consumed, and the ledger's head at that time.
+    """What a checkpoint claims: the steps that it had consumed, and the ledger's head at that time.
 
     Attributes:
-        name: of its ref; `inner_names` are those that the ref and the manifest say of themselves.
+        name: name of its ref; `inner_names` are those inside the ref and the manifest.
         digest: "sha256:…" of its manifest.
-        step, manifest, plan, head: of its meta; a writer of one's own need not say them: the step is then that of its
-            name or -1, the others are empty.
-        says_step: whether its meta does.
-        loader: state of the loader that it holds.
+        step, manifest, plan, head: from its meta. Without them, the step is that of its name or -1, the others are
+            empty.
+        says_step: whether its meta holds the step.
+        loader: state of the loader.
         objects: SHA-256 in hex → bytes, of its tensors.
     """
 
@@ -363,7 +399,7 @@ def read_checkpoints(run: Path) -> tuple[list[CheckpointRecord], list[tuple[str,
 
 
 def damaged_objects(run: Path, objects: Mapping[str, int], *, read: bool) -> dict[str, str]:
-    """What is wrong with tensor objects, by SHA-256: gone, of another size, or (where they are read) other bytes."""
+    """What is wrong with tensor objects, by SHA-256: missing, of another size, or (if they are read) other bytes."""
     store = open_store(run)
     found: dict[str, str] = {}
     for digest, size in objects.items():
@@ -402,11 +438,6 @@ def _claim(store: Store, name: str) -> CheckpointRecord:
 
 
 def _checked_head(head: dict[str, Any]) -> dict[str, Any]:
-    """The head with its parts in their types, whatever somebody has written there."""
-    steps, events = head["steps"], head["events"]
-    if min(steps["first"], steps["size"], events["size"]) < 0:
-        raise ValueError("its head of the ledger has negative sizes")
-    return {
-        "steps": {"first": int(steps["first"]), "size": int(steps["size"]), "root": str(steps["root"])},
-        "events": {"size": int(events["size"]), "root": str(events["root"])},
-    }
+    """The head, checked."""
+    convert(head, Head, "its head of the ledger")
+    return head

@@ -211,11 +211,11 @@ def _use(record: RunRecord, sample: int, epoch: int, place: Place, original: int
 
 def _ranks(record: RunRecord, step: int, lane: int) -> tuple[int, ...]:
     """The ranks that were handed a cell, over all starts of the run."""
-    reached: list[int] = record.ledger.state.start.get("reached", []) if record.ledger is not None else []
-    starts = {event["start"]: event["step"] for event in record.events if event.get("kind") == "start"}
+    reached: list[int] = record.ledger.state.start.reached if record.ledger is not None else []
+    starts = {event["start"]: event["step"] for event in record.events if event["kind"] == "start"}
     found: dict[int, int] = {}
     for event in record.events:
-        if event.get("kind") != "assignment" or event["step"] > step:
+        if event["kind"] != "assignment" or event["step"] > step:
             continue
         start = event["start"]
         if start not in starts or not starts[start] <= step < (reached[start] if start < len(reached) else 0):

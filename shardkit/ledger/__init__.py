@@ -15,8 +15,9 @@ from shardkit.ledger.bindings import (
     recorded_plan,
     setting_differences,
 )
+from shardkit.ledger.events import MASKED, SUBSTITUTED
 from shardkit.ledger.journal import CellRecord, Journal, journal_paths, read_journal
-from shardkit.ledger.ledger import MASKED, SUBSTITUTED, Ledger, step_digest, step_digests
+from shardkit.ledger.ledger import Ledger, step_digest, step_digests
 from shardkit.ledger.merging import Merge, merge_journals
 
 __all__ = [

@@ -1,4 +1,7 @@
-"""What checkpoints and run.json claim of a run, bound by its ledger: heads, names, settings (SPEC.md, "Bindings")."""
+"""Claims that a ledger binds: names of checkpoints, run.json, dealt lanes; and the heads that checkpoints hold.
+
+The process that makes a claim records its event, durably, before it makes the claim (SPEC.md, "Bindings").
+"""
 
 from __future__ import annotations
 
@@ -13,35 +16,45 @@ from typing import Any, Final
 from shardkit.errors import IntegrityError
 from shardkit.ledger.ledger import Ledger
 from shardkit.ledger.merging import Merge, Source, merge_journals
-from shardkit.plan import Plan, assign
+from shardkit.plan import Plan
 from shardkit.stores.file_operations import explained
 
 CHECKPOINT: Final = "checkpoint"
-"""Kind of the event that a checkpoint's ref is preceded by: `name`, `checkpoint` (digest of its manifest)."""
+"""Kind of the event that precedes the ref of a checkpoint."""
 CONFIGURATION: Final = "configuration"
-"""Kind of the event of a start under new settings: `run` (digest of run.json), `settings` (JSON text), `changed`."""
+"""Kind of the event of a start with new settings."""
 DEALT: Final = "dealt"
-"""Kind of the event of a start whose lanes were dealt by what lay where: `nodes` by rank, `owners` by lane."""
+"""Kind of the event of a start whose lanes were dealt by where data is cached."""
 
 
 def bind_checkpoint(
     run: str | os.PathLike[str], *, name: str, checkpoint: str, step: int | None = None
 ) -> None:
-    """Record, durably, which checkpoint will have a name; to be called after its bytes are written, before its ref is.
+    """Record, durably, which checkpoint a name will have. Call it when its bytes are written, before its ref is.
+
+    The journals are merged up to `step`: from here on, nothing can be added about the steps before it.
 
     Args:
-        run: directory.
-        name: of the checkpoint.
+        run: the run directory.
+        name: name of the checkpoint.
         checkpoint: "sha256:…" of its manifest, which names every tensor object by digest.
-        step: how many steps the run has taken; the ledger's own count where it is not given.
+        step: number of steps that the run has taken; by default the number of steps in the ledger.
 
     Raises:
         IntegrityError: the ledger was cut or damaged.
-        StoreError: it cannot be written.
+        StoreError: the ledger cannot be written.
     """
     with Ledger(Path(run), writing=True) as ledger:
-        at = ledger.next_step if step is None else step
-        ledger.add_event({"kind": CHECKPOINT, "step": at, "name": name, "checkpoint": checkpoint})
+        Merge(ledger, step)
+        event: dict[str, Any] = {
+            "kind": CHECKPOINT, "step": ledger.next_step if step is None else step, "name": name,
+            "checkpoint": checkpoint, "merged": ledger.next_step,
+        }  # fmt: skip
+        known = _last(ledger, CHECKPOINT, name=name)
+        if known is not None:
+            event["replaces"] = known["checkpoint"]
+        if known is None or known["checkpoint"] != checkpoint:
+            ledger.add_event(event)
         ledger.commit()
 
 
@@ -53,17 +66,17 @@ def bind_configuration(
     changed: Sequence[tuple[str, object, object]] = (),
     allowed: Sequence[str] = (),
 ) -> None:
-    """Record, durably, the settings that the run goes on with from here; nothing where they are those recorded last.
+    """Record, durably, the settings that the run continues with, unless they are those recorded last.
 
     Args:
-        run: directory.
+        run: the run directory.
         record: "sha256:…" of run.json.
-        settings: the whole configuration, as run.json has it.
-        changed: (key, old, new) of what differs from the settings before.
-        allowed: those keys among them that change the data or the model, and were allowed to.
+        settings: the whole configuration, as in run.json.
+        changed: (key, old, new) of the settings that differ from those before.
+        allowed: keys among them that change the data or the model, and were allowed to.
 
     Raises:
-        IntegrityError: run.json is another than was recorded, or the ledger was cut or damaged.
+        IntegrityError: run.json is not the one that was recorded, or the ledger was cut or damaged.
     """
     text = json.dumps(settings, sort_keys=True)
     with Ledger(Path(run), writing=True) as ledger:
@@ -84,7 +97,7 @@ def bind_configuration(
 
 
 def bound_settings(run: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """The settings that were recorded last; None where none were (runs of 0.1, and other trainers)."""
+    """The settings that were recorded last; None if there are none (runs of other trainers)."""
     if not (Path(run) / "ledger").is_dir():
         return None
     known = _last(Ledger(Path(run)), CONFIGURATION)
@@ -92,16 +105,16 @@ def bound_settings(run: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 
 def bind_assignment(run: str | os.PathLike[str], *, owners: Sequence[int], nodes: Sequence[str]) -> None:
-    """Record, durably, which rank begins with which lanes; nothing where that is what `bound_assignment` gives.
+    """Record, durably, which rank begins with which lanes, unless `bound_assignment` returns the same.
 
     Args:
-        run: directory.
-        owners: the rank of each lane.
-        nodes: where each rank is.
+        run: the run directory.
+        owners: rank of each lane.
+        nodes: node of each rank.
 
     Raises:
         IntegrityError: the ledger was cut or damaged.
-        StoreError: it cannot be written.
+        StoreError: the ledger cannot be written.
     """
     with Ledger(Path(run), writing=True) as ledger:
         known = _last(ledger, DEALT, nodes=list(nodes), lanes=len(owners))
@@ -116,33 +129,23 @@ def bind_assignment(run: str | os.PathLike[str], *, owners: Sequence[int], nodes
 def bound_assignment(
     run: str | os.PathLike[str], *, lanes: int, nodes: Sequence[str]
 ) -> tuple[int, ...] | None:
-    """The owners of lanes that were recorded last for these ranks on these nodes; None where none were.
-
-    Where this number of ranks has trained and no owners were ever recorded for it, as in runs of 0.1, they are those of
-    fixed shares.
-    """
+    """The owners of lanes that were recorded last for these ranks on these nodes; None if there are none."""
     if not (Path(run) / "ledger").is_dir():
         return None
-    ledger = Ledger(Path(run))
-    known = _last(ledger, DEALT, nodes=list(nodes), lanes=lanes)
-    if known is not None:
-        return tuple(known["owners"])
-    world, events = len(nodes), ledger.event_documents()
-    dealt = any(one.get("kind") == DEALT and len(one["nodes"]) == world for one in events)
-    began = any(one.get("kind") == "start" and one.get("ranks") == world for one in events)
-    return assign(lanes, world).owner if began and not dealt else None
+    known = _last(Ledger(Path(run)), DEALT, nodes=list(nodes), lanes=lanes)
+    return None if known is None else tuple(known["owners"])
 
 
 def recorded_plan(run: str | os.PathLike[str], digest: str) -> dict[str, Any] | None:
-    """The resolved settings of a plan that the run began with, as its first start journaled them; None: nothing was.
+    """The resolved settings of the plan that a run began with; None if it is not recorded.
 
     Args:
-        run: directory.
-        digest: of the plan, before any amendment.
+        run: the run directory.
+        digest: digest of the plan, before any amendment.
     """
     if not (Path(run) / "journal").is_dir():
         return None
-    for ledger in (Ledger(Path(run)), merge_journals(Path(run))[0]):  # what is committed, else what is to be
+    for ledger in (Ledger(Path(run)), merge_journals(Path(run))[0]):
         for event in ledger.event_documents():
             if event.get("kind") == "plan" and event.get("plan") == digest and event.get("history"):
                 return dict(event["history"][0]["settings"])
@@ -152,7 +155,7 @@ def recorded_plan(run: str | os.PathLike[str], digest: str) -> dict[str, Any] | 
 def configured_plans(
     make: Callable[..., Plan], data: Mapping[str, Any], recorded: Mapping[str, Any]
 ) -> list[Plan]:
-    """What the data section of a configuration asks for: the plan that a run begins with, then each stage's."""
+    """The plans of the data section of a configuration: the one that a run begins with, then each stage's."""
     chosen = {name: data.get(name) for name in ("lanes", "weights", "window_blocks", "cost", "balance")}
     settings = {name: recorded[name] for name in ("lanes", "window_blocks") if recorded.get(name)}
     settings |= {name: value for name, value in chosen.items() if value}
@@ -164,7 +167,7 @@ def configured_plans(
 
 
 def setting_differences(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(key, old, new) of every setting that differs, by section.key; None where one of them has no such key."""
+    """(section.key, old, new) of every setting that differs; None for a missing key."""
     found = []
     for section in dict.fromkeys((*old, *new)):
         before, after = (one.get(section) or {} for one in (old, new))
@@ -185,22 +188,22 @@ def _last(ledger: Ledger, kind: str, **values: object) -> dict[str, Any] | None:
 
 
 KEEP_BYTES: Final = 1 << 24
-"""Merged journals that stay, for those who want to look at single cells; beyond, the oldest are removed."""
+"""Size of merged journals that stay, so that single cells can be looked up. Beyond it, the oldest are removed."""
 
 
 def ledger_head(run: str | os.PathLike[str], step: int | None = None) -> dict[str, Any]:
-    """Merge the journals into the ledger, durably, and return its heads: to be stored in a checkpoint.
+    """Merge the journals into the ledger, durably, and return its heads, to be stored in a checkpoint.
 
-    To be called by one process, at a checkpoint after `step` steps, when all ranks have been handed those steps.
-    Journal files that are merged and will not be written again are removed, where there is much of them.
+    One process calls it at a checkpoint after `step` steps, when all ranks have been handed those steps. Journal files
+    that are merged and will not be written again are removed beyond `KEEP_BYTES`.
 
     Returns:
-        ``{"steps": {"first", "size", "root"}, "events": {"size", "root"}}``, roots in hex; of the steps before
-        `step` where it is given.
+        ``{"steps": {"first", "size", "root"}, "events": {"size", "root"}}``, roots in hex; only the steps before `step`
+        if it is given.
 
     Raises:
         IntegrityError: the ledger was cut or damaged.
-        StoreError: it cannot be written.
+        StoreError: the ledger cannot be written.
     """
     with Ledger(Path(run), writing=True) as ledger:
         merge = Merge(ledger, step)
@@ -211,7 +214,7 @@ def ledger_head(run: str | os.PathLike[str], step: int | None = None) -> dict[st
 
 
 def _prune(merge: Merge) -> None:
-    """Remove journal files that are merged whole, have a successor, and whose writer is gone; the oldest first."""
+    """Remove journal files that are merged, have a successor, and have no writer; the oldest first."""
     newest: dict[int, str] = {}
     for source in merge.sources:
         newest[source.header.rank] = max(newest.get(source.header.rank, ""), source.name)

@@ -1,7 +1,7 @@
-"""What one rank consumed, as it happened: an append-only file, one entry per step or event (SPEC.md, "Journal").
+"""A rank's record of what it handed out: an append-only file with one entry per step or event (SPEC.md, "Journal").
 
-Written without a collective and without a wait: one `write` per step. Each entry's checksum goes on from the one
-before: read back, torn tails are left out and every other change is found.
+A step costs one `write`, without a collective and without waiting for a disk. The checksum of an entry continues from
+the entry before it, so a reader leaves out a torn tail and finds every other change.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -24,25 +24,26 @@ from numpy.typing import NDArray
 
 from shardkit.errors import FormatError, StoreError
 from shardkit.formats.canonical_json import dumps, loads
+from shardkit.ledger.events import PlanFacts, convert, journaled_event
+from shardkit.ledger.files import read_file
 from shardkit.stores.file_operations import explained
 
 ROTATE_BYTES: Final = 1 << 20
-"""A rank goes on in a new file from here on, so that files whose steps are merged can be removed."""
+"""Size after which a rank continues in a new file, so that files whose steps are merged can be removed."""
 
 _sha256 = hashlib.sha256
 
 
 class Journal:
-    """Appends what a rank handed to its trainer.
+    """Record what a rank hands to its trainer.
 
     Args:
-        directory: ``journal/`` of a run directory; made if absent. Every start of a rank writes files of its own,
-            ``<rank>-<number>.cells``, so that nothing written earlier is ever touched again.
+        directory: ``journal/`` of a run directory, created if it is missing. Every start of a rank writes new files,
+            ``<rank>-<number>.cells``; an existing file is never changed.
         manifest: "sha256:…" of the dataset.
         plan: hex digest of the plan.
-        lanes: lanes of the plan, by which it is known when a step is complete; 0 if unknown (such steps are never
-            merged).
-        meta: written once at the start: what somebody needs to make the plan again.
+        lanes: lanes of the plan; a step is complete when all of them are recorded. Steps with 0 lanes are not merged.
+        meta: how the plan is made again (`events.PlanFacts`), written once.
         worker, workers: this process records the steps ≡ worker modulo workers.
     """
 
@@ -67,9 +68,11 @@ class Journal:
             directory.mkdir(parents=True, exist_ok=True)
         self._descriptor = -1
         self._size = self._check = 0
+        self._last = -1  # newest step recorded
         self._open()
         if meta is not None:
-            self._append(0, META, dumps({**meta, BINDINGS: 1}))
+            convert(dict(meta), PlanFacts, "journal: how the plan is made")
+            self._append(0, META, dumps(dict(meta)))
 
     def record_step(
         self, step: int, lanes: Sequence[int], counts: Sequence[int], samples: NDArray[np.int64]
@@ -94,21 +97,29 @@ class Journal:
             last = first + 8 * count
             digests.append(_sha256(data[first:last]).digest()[:16])
             first = last
+        if step <= self._last:
+            self.event(step, "rewind", reached=self._last + 1)
+        self._last = step
         self._append(step, CELLS, b"".join(digests))
 
     def event(self, step: int, kind: str, **details: Any) -> None:
-        """Append an event: what happened at a step that somebody who checks the run should know.
+        """Append an event that belongs to the step recorded last.
 
         Args:
-            step: the step that it belongs to.
-            kind: such as "failover", "substituted", "masked", "repair"; see SPEC.md.
-            details: integers, strings, lists and objects of these.
+            step: number of that step.
+            kind: one of `events.JOURNALED`.
+            details: the fields of that kind.
+
+        Raises:
+            FormatError: a journal holds no such event.
         """
         text = {name: _unicode(value) if isinstance(value, str) else value for name, value in details.items()}
-        self._append(step, EVENT, dumps({"kind": kind, **text}))
+        body = {"kind": kind, **text}
+        journaled_event(step, self._header.rank, 0, body, f"journal {self.path}")
+        self._append(step, EVENT, dumps(body))
 
     def close(self) -> None:
-        """Sync and close; may be called twice."""
+        """Sync and close. Closing twice is harmless."""
         if self._descriptor >= 0:
             with explained(f"close {self.path}", writing=True):
                 os.fsync(self._descriptor)
@@ -139,7 +150,7 @@ class Journal:
         header = self._header
         with explained(f"write a journal in {self._directory}", writing=True):
             self.path, self._descriptor = _new_file(self._directory, header.rank)
-            # Held as long as this process lives: a file whose lock is free is never written again (SPEC.md).
+            # Held while this process lives: a file whose lock is free is never written again (SPEC.md).
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._size = 0
         packed = HEADER.pack(MAGIC, _raw(header.manifest), _raw(header.plan), *header[2:], 0)[:-8]
@@ -148,14 +159,14 @@ class Journal:
 
 
 def _little_endian(samples: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The buffer that is hashed; a view wherever it can be one."""
+    """Return the samples as little-endian int64 in one buffer, without a copy where possible."""
     if samples.dtype != np.int64 or sys.byteorder != "little":
         return samples.astype("<i8")
     return np.ascontiguousarray(samples)
 
 
 def _unicode(text: str) -> str:
-    """Text without lone surrogates, which file names may hold."""
+    """Replace lone surrogates, which file names may hold."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -164,7 +175,7 @@ def _raw(digest: str) -> bytes:
 
 
 def _new_file(directory: Path, rank: int) -> tuple[Path, int]:
-    """A new file of the rank, numbered after all it has had; removed ones leave no number free (SPEC.md)."""
+    """Create the next file of a rank. The newest file is never removed, so numbers are not used twice."""
     numbers = [int(match[2]) for name in os.listdir(directory) if (match := FILE_NAME.fullmatch(name))
                and int(match[1]) == rank]  # fmt: skip
     number = max(numbers, default=-1) + 1
@@ -177,34 +188,32 @@ def _new_file(directory: Path, rank: int) -> tuple[Path, int]:
             number += 1
 
 
-BINDINGS: Final = "bindings"
-"""Key of the event of a plan: the version that recorded it binds every checkpoint."""
-
-MAGIC: Final = b"shardkit cells 2\n"
-"""Begins every journal of cells, with its version."""
+MAGIC: Final = b"shardkit cells 1\n"
+"""First bytes of a journal, with the version of its format."""
 
 HEADER: Final = struct.Struct("<24s32s32sIIIIIIQQ")
-"""Magic, manifest, plan, then rank, world, lanes and what else is fixed for a file (SPEC.md)."""
+"""Magic, manifest, plan, the numbers of `Header`, checksum."""
 
 HEAD: Final = struct.Struct("<QIIQ")
-"""Of an entry: step, kind, bytes of the body, XXH3 of these three."""
+"""Head of an entry: step, kind, size of the body, XXH3-64 of these three."""
 
 CHECK: Final = struct.Struct("<Q")
-"""XXH3-64 of the body of an entry, behind it."""
+"""XXH3-64 of an entry's body, stored after it."""
 
 CELL_BYTES: Final = 24
-"""Of a cell in the body of an entry: lane, rows and digest."""
+"""Size of a cell in the body of an entry: lane, rows and digest."""
 
-FILE_NAME: Final = re.compile(r"(\d{5,})-(\d{5,})\.cells")
-"""Name of a journal: rank and number of the session."""
+FILE_NAME: Final = re.compile(r"(\d{5,9})-(\d{5,9})\.cells")
+"""Name of a journal file: rank and number."""
 
+MAX_STEP: Final = 1 << 62
 _MAX_BODY: Final = 1 << 26
+_MAX_LANES: Final = 1 << 24
 
 CELLS, EVENT, META = 0, 1, 2
 """Kinds of entries."""
 
 xxh3 = xxhash.xxh3_64_intdigest
-"""XXH3-64 as a number."""
 
 
 class CellRecord(NamedTuple):
@@ -217,7 +226,7 @@ class CellRecord(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a journal file says of itself."""
+    """Header of a journal file."""
 
     manifest: str  # "sha256:…"
     plan: str  # hex
@@ -226,7 +235,7 @@ class Header(NamedTuple):
     lanes: int  # of the plan
     worker: int  # this process hands out the steps ≡ worker modulo workers
     workers: int
-    part: int  # number of this file in the attempt's sequence
+    part: int  # number of the file within its attempt
     started: int  # when the attempt began: nanoseconds since 1970
 
 
@@ -236,9 +245,9 @@ class Entry(NamedTuple):
     Attributes:
         step: counted over the whole run.
         kind: CELLS, EVENT or META.
-        body: CELLS: lanes (u32 each), rows (u32 each), digests (16 bytes each); else canonical JSON.
+        body: CELLS: lanes (u32 each), rows (u32 each), digests (16 bytes each); otherwise canonical JSON.
         end: offset of the byte after the entry.
-        check: its checksum, from which the next one goes on.
+        check: checksum of the entry, which the next one continues.
     """
 
     step: int
@@ -264,36 +273,36 @@ class JournalFile:
     """A journal file as it was when it was opened.
 
     Args:
-        path: of the file.
-        settled: (offset, checksum) where reading goes on; what lies before it is not read again.
+        path: path of the file.
+        settled: (offset, checksum) of the end of the last merged entry; reading begins there.
+
+    Attributes:
+        header: None if the writer was killed before it had written the header.
+        start: (offset, checksum) of the entry to be read first.
+        torn_bytes: size of the torn tail, known after `entries`.
 
     Raises:
-        FormatError: not a journal of this version, its header is damaged, or it ends before `settled`.
+        FormatError: no journal of this version, its header is damaged, or it ends before `settled`.
     """
 
     def __init__(self, path: Path, settled: tuple[int, int] | None = None) -> None:
-        self.path = path
-        self.torn_bytes = 0
+        self.path, self.torn_bytes = path, 0
         self.header: Header | None = None
-        """None where the file was killed while it was made."""
-        with explained(f"read {path}"), path.open("rb") as file:
-            head = file.read(HEADER.size)
-            if len(head) == HEADER.size:
-                self.header, check = _read_header(head, path)
-                self.start = (HEADER.size, check) if settled is None else settled
-                """(offset, checksum) from which the first entry goes on."""
-                file.seek(self.start[0])
-            else:
-                self.start, self.torn_bytes = (len(head), 0), len(head)
-            self._data = file.read()
-            size = os.fstat(file.fileno()).st_size
-        if size < self.start[0]:
+        data = read_file(path, ROTATE_BYTES + _MAX_BODY + HEADER.size) or b""
+        if len(data) < HEADER.size:
+            self.start, self.torn_bytes = (len(data), 0), len(data)
+        else:
+            self.header, check = _read_header(data[: HEADER.size], path)
+            self.start = (HEADER.size, check) if settled is None else settled
+        if settled is not None and len(data) < settled[0]:
             raise FormatError(
-                f"{path} ends at byte {size}, and {self.start[0]} bytes of it were merged before: it was cut"
+                f"{path} was cut: {len(data)} bytes, and {settled[0]} of them are merged in the ledger; restore it "
+                "from a copy"
             )
+        self._data = data[self.start[0] :]
 
     def entries(self) -> Iterator[Entry]:
-        """The whole entries; what a kill tore is counted in `torn_bytes`."""
+        """The whole entries from `start` on; a torn tail is counted in `torn_bytes`."""
         if self.header is None:
             return
         data = memoryview(self._data)
@@ -307,7 +316,7 @@ class JournalFile:
                     return
                 raise FormatError(
                     f"{self.path}: the entry at byte {before + offset} is damaged or not the one that was written "
-                    "there: its checksum does not go on from the entry before"
+                    "there: its checksum does not continue from the entry before"
                 )
             offset, check = entry.end, entry.check
             yield entry._replace(end=before + offset)
@@ -317,7 +326,14 @@ def _read_header(head: bytes, path: Path) -> tuple[Header, int]:
     magic, manifest, plan, *numbers, check = HEADER.unpack(head)
     if magic.rstrip(b"\0") != MAGIC or xxh3(head[:-8]) != check:
         raise FormatError(f"{path} is not a cell journal of this version, or its header is damaged")
-    return Header("sha256:" + manifest.hex(), plan.hex(), *numbers), int(check)
+    header = Header("sha256:" + manifest.hex(), plan.hex(), *numbers)
+    name = FILE_NAME.fullmatch(path.name)
+    if name is not None and int(name[1]) != header.rank:
+        raise FormatError(f"{path} is a journal of rank {header.rank}: it was renamed")
+    is_sound = header.rank < header.world < _MAX_LANES and header.worker < header.workers < _MAX_LANES
+    if not is_sound or header.lanes > _MAX_LANES or header.started >= MAX_STEP:
+        raise FormatError(f"{path}: its header holds impossible numbers {numbers}; do not trust it")
+    return header, int(check)
 
 
 def journal_paths(directory: Path) -> list[Path]:
@@ -332,7 +348,7 @@ def journal_paths(directory: Path) -> list[Path]:
 
 
 def read_journal(path: Path) -> Iterator[CellRecord]:
-    """The cells of a journal file in the order in which they were handed out; what a kill tore is left out.
+    """The cells of a journal file in the order in which they were handed out, without a torn tail.
 
     Raises:
         FormatError: not a journal, or damaged.
@@ -348,12 +364,69 @@ def read_journal(path: Path) -> Iterator[CellRecord]:
 
 
 def unpack_numbers(packed: bytes) -> tuple[int, ...]:
-    """u32 little-endian."""
+    """Unpack little-endian u32."""
     return struct.unpack(f"<{len(packed) // 4}I", packed)
 
 
+def check_order(files: Iterable[JournalFile], settled: Mapping[str, tuple[int, int]]) -> None:
+    """Raise FormatError unless the files of one attempt hold their entries as a rank writes them.
+
+    The plan comes first, once. Steps ascend, except after an event that says so. An event belongs to the step recorded
+    last, and nothing is said twice about one step. If the first files have been removed, their end is unknown.
+
+    Args:
+        files: whole files, by part.
+        settled: name → (offset, checksum) of the end of the last entry that the ledger has.
+    """
+    last: int | None = None
+    expected: int | None = None  # the step that a rewind announced
+    seen: set[object] = set()
+    for number, file in enumerate(files):
+        borders = {file.start, *((entry.end, entry.check) for entry in file.entries())}
+        if file.path.name in settled and settled[file.path.name] not in borders:
+            raise FormatError(
+                f"{file.path}: its entries are not those that are merged in the ledger: it was rewritten"
+            )
+        for place, entry in enumerate(file.entries()):
+            where = f"{file.path}: the entry that ends at byte {entry.end}"
+            if entry.kind == META:
+                if number or place or file.header is None or file.header.part:
+                    raise FormatError(f"{where} says again how the plan is made: it was put there later")
+            elif entry.kind == CELLS:
+                if expected not in (None, entry.step) or (
+                    expected is None and last is not None and entry.step <= last
+                ):
+                    raise FormatError(
+                        f"{where} records step {entry.step} after step {last}: it was moved or repeated"
+                    )
+                last, expected = entry.step, None
+                seen.clear()
+            else:
+                body = entry.document()
+                kind, identity = body.get("kind"), _identity(body)
+                if kind == "rewind":
+                    is_there = last is None or (entry.step <= last and body.get("reached") == last + 1)
+                    expected = entry.step
+                else:  # a decision to move lanes is made between two steps
+                    is_there = last is None or entry.step - last in ((0, 1) if kind == "rebalance" else (0,))
+                if not is_there or identity in seen:
+                    raise FormatError(
+                        f"{where} is an event of step {entry.step} after step {last}: it was moved, repeated, or put "
+                        "there by somebody else"
+                    )
+                seen.add(identity)
+
+
+def _identity(body: dict[str, Any]) -> tuple[str, ...]:
+    """What an event is about: one event per step may have it."""
+    kind = str(body.get("kind"))
+    if kind in ("substituted", "masked"):
+        return "replaced", str(body.get("lane")), str(body.get("slot"))
+    return kind, str(body.get("location"))
+
+
 def _entry(data: memoryview, offset: int, check: int) -> Entry | None:
-    """The entry at `offset`, None where there is none whose checksum goes on from `check`."""
+    """The entry at `offset`; None if there is none whose checksum continues from `check`."""
     if offset + HEAD.size + CHECK.size > len(data):
         return None
     step, kind, size, head_check = HEAD.unpack_from(data, offset)
@@ -364,13 +437,17 @@ def _entry(data: memoryview, offset: int, check: int) -> Entry | None:
     (tail,) = CHECK.unpack_from(data, end - CHECK.size)
     if xxh3(body, seed=head_check) != tail or (kind == CELLS and size % CELL_BYTES):
         return None
+    if step >= MAX_STEP or kind not in (CELLS, EVENT, META):
+        raise FormatError(
+            f"journal: an entry of kind {kind} for step {step}, which no rank writes; do not trust it"
+        )
     return Entry(step, kind, bytes(body), end, tail)
 
 
 def _is_torn(data: memoryview, offset: int, check: int) -> bool:
     """Whether what follows is the beginning of an entry that was never written to its end."""
     rest = len(data) - offset
-    if rest < HEAD.size or not any(data[offset:]):
+    if rest < HEAD.size or not bytes(data[offset:]).strip(b"\0"):
         return True  # zeros: a power cut kept the size and lost the bytes
     _, _, size, head_check = HEAD.unpack_from(data, offset)
     if xxh3(data[offset : offset + HEAD.size - 8], seed=check) != head_check:

@@ -1,10 +1,7 @@
 """The ledger of a run: one record per step and one line per event, each under a Merkle tree, committed in one step.
 
-Files below ``RUN/ledger/`` (SPEC.md): `steps` and `events` and `heads` are only appended to; `state.json` says how much
-of each is committed and is replaced in one step, so that a commit that a kill interrupts never happened.
-
-The trees are those of RFC 6962 §2.1 (unchanged in RFC 9162 §2.1), so that any library for these proves what they hold:
-`Frontier` appends with a state of one hash per set bit of the size; `Tree` keeps all hashes and every root there was.
+Files below ``RUN/ledger/`` (SPEC.md): `steps`, `events` and `heads` are only appended to. `state.json` says how much of
+each is committed and is replaced in one step, so that a commit that a kill interrupts never happened.
 """
 
 from __future__ import annotations
@@ -13,9 +10,8 @@ import fcntl
 import hashlib
 import os
 import struct
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -26,99 +22,19 @@ from numpy.typing import NDArray
 
 from shardkit.errors import FormatError, IntegrityError
 from shardkit.formats.canonical_json import dumps, loads, sha256_digest
+from shardkit.ledger.events import check_event, convert
+from shardkit.ledger.files import opened, read_file, replace, write
+from shardkit.ledger.merkle import Frontier, Tree, leaf_hash
 from shardkit.stores.file_operations import explained
-
-HASH_BYTES = 32
-
-EMPTY_ROOT = hashlib.sha256(b"").digest()
-"""Root of a tree without leaves (RFC 6962 §2.1)."""
-
-_sha256 = hashlib.sha256
-
-
-def leaf_hash(entry: bytes) -> bytes:
-    """Hash of a leaf; the prefix keeps a leaf from being passed off as a node."""
-    return _sha256(b"\0" + entry).digest()
-
-
-def node_hash(left: bytes, right: bytes) -> bytes:
-    """Hash of two subtrees."""
-    return _sha256(b"\1" + left + right).digest()
-
-
-class Frontier:
-    """The right edge of a tree: enough to append to it and to know its root.
-
-    Args:
-        size: leaves so far.
-        peaks: hashes of the complete subtrees that the leaves make, the largest first: one per set bit of `size`.
-
-    Raises:
-        ValueError: another number of peaks than the size has.
-    """
-
-    def __init__(self, size: int = 0, peaks: Iterable[bytes] = ()) -> None:
-        self.size, self.peaks = size, list(peaks)
-        if len(self.peaks) != size.bit_count():
-            raise ValueError(f"{len(self.peaks)} peaks for {size} leaves, expected {size.bit_count()}")
-
-    def append(self, leaf: bytes) -> None:
-        """Add a leaf by its `leaf_hash`; amortised two hashes."""
-        node, rest = leaf, self.size
-        while rest & 1:
-            node = node_hash(self.peaks.pop(), node)
-            rest >>= 1
-        self.peaks.append(node)
-        self.size += 1
-
-    def root(self) -> bytes:
-        if not self.peaks:
-            return EMPTY_ROOT
-        node = self.peaks[-1]
-        for peak in reversed(self.peaks[:-1]):
-            node = node_hash(peak, node)
-        return node
-
-
-class Tree:
-    """A whole tree in memory, 64 bytes a leaf: the roots of every size it ever had."""
-
-    def __init__(self, leaves: Iterable[bytes] = ()) -> None:
-        # level h: hashes of the complete subtrees of 2**h leaves
-        self._levels = [b"".join(leaves)]
-        while len(below := self._levels[-1]) >= 2 * HASH_BYTES:
-            ends = range(2 * HASH_BYTES, len(below) + 1, 2 * HASH_BYTES)
-            level = (_sha256(b"\1" + below[end - 2 * HASH_BYTES : end]).digest() for end in ends)
-            self._levels.append(b"".join(level))
-
-    def __len__(self) -> int:
-        return len(self._levels[0]) // HASH_BYTES
-
-    def root(self, size: int | None = None) -> bytes:
-        """Root of the first `size` leaves; of all by default."""
-        return self.frontier(size).root()
-
-    def frontier(self, size: int | None = None) -> Frontier:
-        """What is needed to append to the first `size` leaves."""
-        size = len(self) if size is None else size
-        if not 0 <= size <= len(self):
-            raise ValueError(f"size {size}: the tree has {len(self)} leaves")
-        peaks, first = [], 0
-        for height in reversed(range(size.bit_length())):
-            if size >> height & 1:
-                at = (first >> height) * HASH_BYTES
-                peaks.append(self._levels[height][at : at + HASH_BYTES])
-                first += 1 << height
-        return Frontier(size, peaks)
 
 
 class Ledger:
     """A run's ledger, loaded to append to it (`writing`) or only to read it.
 
-    What is appended is seen by all methods at once, and by others after `commit`.
+    All methods see what was appended; other processes see it after `commit`.
 
     Raises:
-        IntegrityError: a file is shorter than what was committed, or `state.json` is damaged or gone.
+        IntegrityError: a file is shorter than its committed size, or `state.json` is damaged or missing.
     """
 
     def __init__(self, run: Path, *, writing: bool = False) -> None:
@@ -127,14 +43,12 @@ class Ledger:
         try:
             self.state = self._load_state(writing)
             self._check_sizes(writing)
+            self.steps, self.events = self.state.frontiers()
         except BaseException:
             self.close()
             raise
-        state = self.state
-        self.steps = Frontier(state.size, map(bytes.fromhex, state.peaks))
-        self.events = Frontier(state.events, map(bytes.fromhex, state.events_peaks))
         self._new_steps, self._new_events = bytearray(), bytearray()
-        self._committed_records = state.records
+        self._committed_records = self.state.records
 
     # ---- reading
 
@@ -159,8 +73,9 @@ class Ledger:
         return np.concatenate(parts) if parts else records[:0]
 
     def event_documents(self) -> list[dict[str, Any]]:
+        """All events in order, each of a known kind with the fields of that kind."""
         data = self._committed("events", self.state.events_bytes) + bytes(self._new_events)
-        return [document for document, _ in parse_lines(data, "ledger/events")]
+        return list(parse_events(data))
 
     def digest_of(self, step: int) -> bytes:
         """Digest of a step of the current branch."""
@@ -203,6 +118,7 @@ class Ledger:
         state.branch.append([step, state.records])
 
     def add_event(self, document: dict[str, Any]) -> None:
+        check_event(document, "ledger/events")
         line, self.state.events_check = encode_line(document, self.state.events_check)
         self._new_events += line
         self.events.append(leaf_hash(line[17:-1]))
@@ -213,9 +129,9 @@ class Ledger:
         state.size, state.peaks = self.steps.size, [peak.hex() for peak in self.steps.peaks]
         state.events, state.events_peaks = self.events.size, [peak.hex() for peak in self.events.peaks]
         if not (self._new_steps or self._new_events):
-            if read_file(self.directory / "state.json") != state.to_bytes():
+            if read_file(self.directory / "state.json", _MAX_STATE) != state.to_bytes():
                 with explained(f"write {self.directory}", writing=True):
-                    _replace(self.directory / "state.json", state.to_bytes())
+                    replace(self.directory / "state.json", state.to_bytes())
             return
         head, state.heads_check = encode_line({**self.head(), "records": state.records}, state.heads_check)
         steps = bytes(self._new_steps) if self._committed_records else STEPS_MAGIC + bytes(self._new_steps)
@@ -227,10 +143,10 @@ class Ledger:
             }
             for name, data in appended.items():
                 if data:
-                    _write(self.directory / name, data, os.O_APPEND)
+                    write(self.directory / name, data, os.O_APPEND)
             state.events_bytes += len(self._new_events)
             state.heads_bytes += len(head)
-            _replace(self.directory / "state.json", state.to_bytes())
+            replace(self.directory / "state.json", state.to_bytes())
         self._committed_records = state.records
         self._new_steps.clear()
         self._new_events.clear()
@@ -258,18 +174,18 @@ class Ledger:
             return descriptor
 
     def _load_state(self, writing: bool) -> LedgerState:
-        data = read_file(self.directory / "state.json")
+        data = read_file(self.directory / "state.json", _MAX_STATE)
         if data is not None:
             return LedgerState.from_bytes(data)
-        if any(read_file(self.directory / name) for name in ("steps", "events", "heads")):
+        if any(read_file(self.directory / name, _MAX_FILE, size=1) for name in ("steps", "events", "heads")):
             raise IntegrityError(
-                f"{self.directory} has records and no state.json, which is written before them: somebody removed it; "
+                f"{self.directory} has records and no state.json, which is written before them: it was removed; "
                 "restore it from a copy, or move ledger/ and journal/ aside to begin a new record"
             )
         state = LedgerState()
         if writing:
             with explained(f"write {self.directory}", writing=True):
-                _replace(self.directory / "state.json", state.to_bytes())
+                replace(self.directory / "state.json", state.to_bytes())
         return state
 
     def _check_sizes(self, writing: bool) -> None:
@@ -292,66 +208,29 @@ class Ledger:
                     os.truncate(path, size)
 
     def _committed(self, name: str, size: int) -> bytes:
-        return (read_file(self.directory / name) or b"")[:size]
+        return read_file(self.directory / name, _MAX_FILE, size=size) or b""
 
     def _record(self, index: int) -> bytes:
         at = (index - self._committed_records) * RECORD_BYTES + 16
         if at >= 0:
             return bytes(self._new_steps[at : at + 32])
-        with explained(f"read {self.directory}"), _opened(self.directory / "steps") as descriptor:
+        with explained(f"read {self.directory}"), opened(self.directory / "steps") as descriptor:
             return os.pread(descriptor, 32, len(STEPS_MAGIC) + index * RECORD_BYTES + 16)
 
 
-def read_file(path: Path) -> bytes | None:
-    """The bytes of a file, None where there is none."""
-    try:
-        with explained(f"read {path}"):
-            return path.read_bytes() if path.exists() else None
-    except FileNotFoundError:
-        return None
-
-
-@contextmanager
-def _opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
-    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o644)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def _write(path: Path, data: bytes, flag: int) -> None:
-    """Durably; `flag` says whether it is appended or begins the file."""
-    with _opened(path, os.O_WRONLY | os.O_CREAT | flag) as descriptor:
-        rest = memoryview(data)
-        while rest:
-            rest = rest[os.write(descriptor, rest) :]
-        os.fsync(descriptor)
-
-
-def _replace(path: Path, data: bytes) -> None:
-    temporary = path.with_name(path.name + ".new")
-    _write(temporary, data, os.O_TRUNC)
-    os.replace(temporary, path)
-    with _opened(path.parent) as folder:
-        os.fsync(folder)
-
-
 STEPS_MAGIC: Final = b"shardkit steps 1\n".ljust(24, b"\0")
-"""Begins the file of merged steps, with its version."""
+"""First bytes of the file of merged steps, with the version of its format."""
 
 RECORD: Final = np.dtype(
     [("step", "<u8"), ("rows", "<u4"), ("plan", "<u4"), ("digest", "u1", 32), ("check", "<u8")]
 )
-"""A merged step: its number, rows, the plan in force, its leaf, and the XXH3-64 of all of these."""
+"""A merged step: number, rows, number of the plan, step digest, XXH3-64 of these."""
 
 RECORD_BYTES: Final = RECORD.itemsize
 
-SUBSTITUTED: Final = "substituted"
-"""Kind of the event of a sample that was handed out in the place of another: `lane`, `slot`, `sample`, `by`."""
-MASKED: Final = "masked"
-"""Kind of the event of a sample that was handed out as not valid; its cell's digest is the plan's."""
-MAX_LINE: Final = 1 << 26
+_MAX_LINE: Final = 1 << 26
+_MAX_FILE: Final = 1 << 33
+_MAX_STATE: Final = 1 << 28
 _BODY: Final = struct.Struct("<QII32s")
 _CHECK: Final = struct.Struct("<Q")
 _PREFIX: Final = struct.Struct("<32s32sQ")
@@ -426,30 +305,58 @@ def parse_lines(data: bytes, name: str) -> Iterator[tuple[dict[str, Any], int]]:
                 f"{name}: line {number} is damaged or not the one that was written there: its checksum does not go on "
                 "from the line before"
             )
-        document = loads(body, MAX_LINE)
+        document = loads(body, _MAX_LINE)
         if not isinstance(document, dict):
             raise FormatError(f"{name}: line {number} is no JSON object; do not trust it")
         yield document, check
 
 
-_MAX_STATE: Final = 1 << 28
+def parse_events(data: bytes) -> Iterator[dict[str, Any]]:
+    """The events of the ledger's file, checked; a torn last line is left out."""
+    for number, (document, _) in enumerate(parse_lines(data, "ledger/events"), 1):
+        check_event(document, f"ledger/events line {number}")
+        yield document
+
+
+@dataclass
+class StartState:
+    """The newest start of the run.
+
+    Attributes:
+        number: number of the start, counted from 0.
+        shape: plan digest, ranks and workers that the attempts of a start share.
+        lanes: lanes of the plan.
+        members: (rank, worker) of the attempts that belong to it.
+        told: number of the newest start that has an event.
+        owners: fingerprint of the assignment that was recorded last, and the runs of lanes of its event.
+        reached: of each start, the step after the newest one recorded.
+    """
+
+    number: int = -1
+    shape: list[str | int] = field(default_factory=list)
+    lanes: int = 0
+    members: list[list[int]] = field(default_factory=list)
+    told: int = -1
+    owners: list[Any] = field(default_factory=list)
+    reached: list[int] = field(default_factory=list)
 
 
 @dataclass
 class LedgerState:
-    """What `state.json` holds: how much is committed, and what the next merge goes on from.
+    """Contents of `state.json`: how much is committed, and where the next merge begins.
 
     Attributes:
         records: step records in `steps`, abandoned branches included.
         check: checksum of the last of them.
         first: step of the first leaf.
-        branch: [step, record] pairs: from which step on the records of the current branch begin where.
-        peaks: frontier of the tree of steps; its size is the number of leaves.
-        events, events_bytes, events_check, events_peaks: the same of `events`.
-        heads_bytes, heads_check: of `heads`.
+        size, peaks: frontier of the tree of steps.
+        branch: [step, record] pairs: the current branch has the records from `record` on for the steps from `step` on.
+        events, events_bytes, events_check, events_peaks: number, size, last checksum and frontier of the events.
+        heads_bytes, heads_check: size and last checksum of `heads`.
         plans: (manifest id, plan digest) by number.
-        journals: file name → [offset, checksum, start]: what of it is merged.
-        start: the newest start of the run, see `merging`.
+        journals: file name → (offset and checksum of the end of the last merged entry, number of the start, end of the
+            last merged event).
+        start: the newest start of the run.
     """
 
     records: int = 0
@@ -465,21 +372,29 @@ class LedgerState:
     heads_bytes: int = 0
     heads_check: int = 0
     plans: list[list[str]] = field(default_factory=list)
-    journals: dict[str, list[int]] = field(default_factory=dict)
-    start: dict[str, Any] = field(default_factory=dict)
+    journals: dict[str, tuple[int, int, int, int]] = field(default_factory=dict)
+    start: StartState = field(default_factory=StartState)
+
+    def frontiers(self) -> tuple[Frontier, Frontier]:
+        """The frontiers of the trees of steps and events."""
+        try:
+            return (
+                Frontier(self.size, map(bytes.fromhex, self.peaks)),
+                Frontier(self.events, map(bytes.fromhex, self.events_peaks)),
+            )
+        except ValueError as error:
+            raise IntegrityError(
+                f"ledger/state.json contradicts itself: {error}; restore it from a copy"
+            ) from None
 
     def to_bytes(self) -> bytes:
         """Canonical JSON with its own digest; checksums as text, since they may exceed int64."""
-        body = {
-            name: f"{value:016x}" if name.endswith("check") else value for name, value in vars(self).items()
-        }
+        body = {name: _as_text(name, value) for name, value in asdict(self).items()}
         body["journals"] = {
-            name: [at, f"{check:016x}", start] for name, (at, check, start) in self.journals.items()
+            name: [at, f"{check:016x}", *rest] for name, (at, check, *rest) in self.journals.items()
         }
-        return (
-            dumps({"format": "shardkit-ledger/1", "state": body, "digest": sha256_digest(dumps(body))})
-            + b"\n"
-        )
+        document = {"format": "shardkit-ledger/1", "state": body, "digest": sha256_digest(dumps(body))}
+        return dumps(document) + b"\n"
 
     @classmethod
     def from_bytes(cls, data: bytes) -> LedgerState:
@@ -489,11 +404,32 @@ class LedgerState:
             body = dict(document["state"])
             if document["format"] != "shardkit-ledger/1" or document["digest"] != sha256_digest(dumps(body)):
                 raise FormatError("its digest does not fit")
-            for name in list(body):
-                body[name] = int(body[name], 16) if name.endswith("check") else body[name]
-            body["journals"] = {
-                n: [at, int(check, 16), start] for n, (at, check, start) in body["journals"].items()
+            numbers = {name: int(value, 16) for name, value in body.items() if name.endswith("check")}
+            journals = {
+                name: [at, int(check, 16), *rest] for name, (at, check, *rest) in body["journals"].items()
             }
-            return cls(**body)
-        except (FormatError, KeyError, TypeError, ValueError) as error:
-            raise IntegrityError(f"ledger/state.json is damaged: {error}") from error
+            state: LedgerState = convert(body | numbers | {"journals": journals}, cls, "its contents")
+            state.check_numbers()
+        except (FormatError, KeyError, TypeError, ValueError, AttributeError) as error:
+            raise IntegrityError(f"ledger/state.json is damaged: {error}; restore it from a copy") from error
+        return state
+
+    def check_numbers(self) -> None:
+        """Raise ValueError unless the numbers can be those of a ledger."""
+        numbers = (self.records, self.first, self.size, self.events, self.events_bytes, self.heads_bytes)
+        starts = [step for step, _ in self.branch]
+        places = [record for _, record in self.branch]
+        is_branch = starts[:1] == [self.first] or not self.size
+        if min(numbers) < 0 or max(numbers) >= 1 << 62 or not is_branch:
+            raise ValueError("it holds impossible numbers")
+        ends = [*starts[1:], self.first + self.size][: len(starts)]
+        parts = zip(starts, ends, places, strict=True)
+        if (
+            any(not 0 <= end - step <= self.records - record for step, end, record in parts)
+            or min([0, *places]) < 0
+        ):
+            raise ValueError("its branch is not in the records")
+
+
+def _as_text(name: str, value: Any) -> Any:
+    return f"{value:016x}" if name.endswith("check") else value

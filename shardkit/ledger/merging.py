@@ -1,7 +1,7 @@
-"""From the ranks' journals to one leaf per step: the same on any topology (SPEC.md, "Merging").
+"""Merge the journals of all ranks into one leaf per step, the same on any topology (SPEC.md, "Merging").
 
-A *start* is one launch of the run: the ranks (and their workers) that began together. Within a start, steps are taken
-in order; a step is complete when all lanes of the plan have been recorded, by whichever ranks.
+A *start* is one launch of the run: the ranks and workers that began together. Within a start, steps are taken in order.
+A step is complete when all lanes of the plan are recorded, by any ranks.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from shardkit.errors import FormatError
+from shardkit.ledger.events import PlanFacts, convert, journaled_event
 from shardkit.ledger.journal import (
     CELLS,
     EVENT,
@@ -23,7 +24,7 @@ from shardkit.ledger.journal import (
     journal_paths,
     unpack_numbers,
 )  # fmt: skip
-from shardkit.ledger.ledger import Ledger, step_digest
+from shardkit.ledger.ledger import Ledger, StartState, step_digest
 
 Conflict: TypeAlias = tuple[int, bytes, bytes]
 """A lane whose cell was recorded twice, with different digests."""
@@ -38,15 +39,18 @@ class Source:
     """A journal file in this merge.
 
     Attributes:
-        start: number of the start that it belongs to.
-        reached: up to where it has been read.
+        start: number of the start that the file belongs to.
+        reached: end of the last entry that was read.
+        told: end of the last event that is in the ledger.
+        held: beginning of the first entry that is left for a later merge.
     """
 
     file: JournalFile
     header: Header
     start: int
     reached: Place
-    held: Place | None = None  # where the first entry begins that is left for a later merge
+    told: int = 0
+    held: Place | None = None
 
     @property
     def name(self) -> str:
@@ -62,7 +66,7 @@ class Source:
         return self.reached if self.held is None else self.held
 
     def hold(self, place: Place) -> None:
-        """What begins at ``place`` is left for a later merge."""
+        """Leave the entry at ``place``, and what follows it, for a later merge."""
         self.held = place if self.held is None else min(self.held, place)
 
 
@@ -71,14 +75,14 @@ class PartialStep:
     """The cells of a step that are known so far.
 
     Attributes:
-        step, lanes: which step, of how many lanes.
+        step, lanes: number of the step, lanes of its plan.
         start: number of the start that took it.
         cells: 16 bytes per lane.
-        rows: per lane; -1 where the cell is not known.
-        missing: lanes that are not known.
+        rows: per lane; -1 if the cell is not known.
+        missing: number of lanes that are not known.
         parts: packed lane numbers → rank.
-        places: where the journal entries lie that it is made of.
-        older: what an earlier start recorded of it before it was killed.
+        places: the journal entries that it is made of.
+        older: cells of the same step that an earlier, killed start recorded.
     """
 
     step: int
@@ -124,20 +128,20 @@ class PartialStep:
         return conflicts
 
     def attempts(self) -> Iterator[PartialStep]:
-        """This one, and what earlier starts recorded of the step."""
+        """This attempt at the step, then those of earlier starts."""
         one: PartialStep | None = self
         while one is not None:
             yield one
             one = one.older
 
     def hold(self) -> None:
-        """Its journal entries are left for a later merge."""
+        """Leave its journal entries for a later merge."""
         for one in self.attempts():
             for source, place in one.places:
                 source.hold(place)
 
     def cell(self, lane: int) -> bytes | None:
-        """Digest of a cell that is known."""
+        """Digest of a cell; None if it is not known."""
         return None if self.rows[lane] < 0 else bytes(self.cells[16 * lane : 16 * lane + 16])
 
     def known_cells(self) -> Iterator[tuple[int, bytes]]:
@@ -147,7 +151,7 @@ class PartialStep:
                 yield lane, digest
 
     def conflicts_with_older(self) -> list[Conflict]:
-        """Cells that earlier starts recorded otherwise; forgets them."""
+        """Cells for which earlier starts recorded another digest; forget those starts."""
         found: list[Conflict] = []
         for older in list(self.attempts())[1:]:
             for lane, before in older.known_cells():
@@ -173,17 +177,20 @@ Key = tuple[str, str, int]  # manifest, plan, step
 
 
 class Merge:
-    """One pass over the journals that the ledger has not seen.
+    """One pass over the entries of journals that are not in the ledger.
 
     Args:
         ledger: extended in memory; the caller commits it.
-        limit: steps from here on are left for a later merge.
+        limit: steps from this one on are left for a later merge.
 
     Attributes:
-        repeated: complete steps that were consumed again, with equal digests.
+        repeated: number of complete steps that were consumed again, with equal digests.
         sources: the journal files.
-        torn: (file, bytes) of tails that a kill tore.
-        pending: what is recorded and not in the tree: steps that are not complete, or lie behind a gap.
+        torn: (file, bytes) of torn tails.
+        pending: recorded steps that are not in the tree: incomplete, or after a gap.
+
+    Raises:
+        FormatError: a journal is damaged, or holds an entry that no rank writes.
     """
 
     def __init__(self, ledger: Ledger, limit: int | None = None) -> None:
@@ -200,18 +207,18 @@ class Merge:
         for step in self.pending.values():
             step.hold()
         for source in self.sources:
-            ledger.state.journals[source.name] = [*source.settled, source.start]
+            ledger.state.journals[source.name] = (*source.settled, source.start, source.told)
 
     def pending_steps(self) -> list[int]:
         """Numbers of the recorded steps that are not in the tree, ascending."""
         return sorted({step for _, _, step in self.pending})
 
     def complete_behind_gap(self) -> list[int]:
-        """Complete steps that cannot extend the tree, since one before them is missing."""
+        """Complete steps that cannot extend the tree, because a step before them is missing."""
         return sorted(self._ready)
 
     def pending_cells(self) -> Iterator[tuple[str, int, int, str]]:
-        """(plan, step, lane, digest in hex) of the recorded cells that no record of the ledger stands for."""
+        """(plan, step, lane, digest in hex) of the recorded cells that are in no record of the ledger."""
         for (_, plan, number), step in sorted(self.pending.items(), key=lambda item: item[0]):
             for one in step.attempts():
                 yield from ((plan, number, lane, digest.hex()) for lane, digest in one.known_cells())
@@ -230,7 +237,7 @@ class Merge:
             if file.header is None:
                 continue
             if place is not None:
-                sources.append(Source(file, file.header, place[2], file.start))
+                sources.append(Source(file, file.header, place[2], file.start, place[3]))
             else:
                 fresh.append(Source(file, file.header, -1, file.start))
         starts = {source.attempt: source.start for source in sources}
@@ -247,30 +254,22 @@ class Merge:
         for source in self.sources:
             places.setdefault(source.start, set()).add((source.header.rank, source.header.worker))
         newest = self.ledger.state.start
-        if newest:
-            places[newest["number"]] = {(rank, worker) for rank, worker in newest["members"]}
+        if newest.number >= 0:
+            places[newest.number] = {(rank, worker) for rank, worker in newest.members}
         sizes = {one.start: one.header.world * one.header.workers for one in self.sources}
         return {start for start, found in places.items() if len(found) == sizes.get(start)}
 
     def _start_of(self, header: Header) -> int:
-        """The start that a new attempt belongs to: the newest, unless its place there is taken."""
+        """The start that a new attempt belongs to: the newest one, unless its place there is taken."""
         newest = self.ledger.state.start
-        shape = [header.plan, header.world, header.workers]
+        shape: list[str | int] = [header.plan, header.world, header.workers]
         place = [header.rank, header.worker]
-        if (
-            not newest
-            or newest["shape"] != shape
-            or place in newest["members"]
-            or newest["lanes"] != header.lanes
-        ):
-            number = newest.get("number", -1) + 1
-            newest = self.ledger.state.start = {
-                "number": number, "shape": shape, "lanes": header.lanes, "members": [],
-                "told": newest.get("told", -1), "owners": newest.get("owners", []),
-                "reached": [*newest.get("reached", []), 0],
-            }  # fmt: skip
-        newest["members"].append(place)
-        return int(newest["number"])
+        if newest.shape != shape or newest.lanes != header.lanes or place in newest.members:
+            newest = self.ledger.state.start = StartState(
+                newest.number + 1, shape, header.lanes, [], newest.told, newest.owners, [*newest.reached, 0]
+            )
+        newest.members.append(place)
+        return newest.number
 
     # ---- one start
 
@@ -283,49 +282,61 @@ class Merge:
         for source, place, entry in merged:
             header = source.header
             if entry.kind == META:
-                self._know_plan(header.manifest, header.plan, header.lanes, entry.document())
-                continue
-            if self._limit is not None and entry.step >= self._limit:
-                source.hold(place)
+                facts = entry.document()
+                convert(facts, PlanFacts, f"journal/{source.name}")
+                self._know_plan(header.manifest, header.plan, header.lanes, entry.step, facts)
                 continue
             self._tell_start(number, entry.step, header)
             if entry.kind == EVENT:
-                self.ledger.add_event(
-                    {"step": entry.step, "rank": header.rank, "start": number, **entry.document()}
-                )
-            elif entry.kind == CELLS:
-                reached = self.ledger.state.start["reached"]
+                if entry.end > source.told:
+                    self.ledger.add_event(
+                        journaled_event(
+                            entry.step, header.rank, number, entry.document(), f"journal/{source.name}"
+                        )
+                    )
+                    source.told = entry.end
+            else:
+                reached = self.ledger.state.start.reached
                 reached[number] = max(reached[number], entry.step + 1)
                 self._add(source, place, entry, number)
 
     def _entries(self, parts: list[Source]) -> Iterator[tuple[Source, Place, Entry]]:
-        """(File, where the entry begins, entry)."""
+        """(File, beginning of the entry, entry) of an attempt.
+
+        Events after the first entry beyond the limit are left for later, so that none is added twice.
+        """
+        is_held = False
         for source in parts:
             for entry in source.file.entries():
                 place, source.reached = source.reached, (entry.end, entry.check)
-                yield source, place, entry
+                is_beyond = self._limit is not None and entry.step >= self._limit
+                is_held = is_held or is_beyond
+                if is_beyond or (is_held and entry.kind != CELLS):
+                    source.hold(place)
+                else:
+                    yield source, place, entry
 
     def _tell_start(self, number: int, step: int, header: Header) -> None:
-        """The event of a start, once, with how far the run had come before."""
+        """Add the event of a start, once, with the number of steps that the run had reached before."""
         newest = self.ledger.state.start
-        if number <= newest["told"]:
+        if number <= newest.told:
             return
-        newest["told"] = number
-        before = max(newest["reached"][:number], default=0)
+        newest.told = number
+        before = max(newest.reached[:number], default=0)
         self.ledger.add_event(
             {"kind": "start", "start": number, "step": step, "ranks": header.world, "workers": header.workers,
              "reached": before, "repeats": max(0, before - step), "time": header.started}
         )  # fmt: skip
 
-    def _know_plan(self, manifest: str, plan: str, lanes: int, meta: dict[str, Any]) -> int:
-        """Number of a plan; said in an event when it is met first."""
+    def _know_plan(self, manifest: str, plan: str, lanes: int, step: int, facts: dict[str, Any]) -> int:
+        """Number of a plan; the first time, add its event."""
         plans = self.ledger.state.plans
         pair = [manifest, plan]
         if pair not in plans:
             plans.append(pair)
             self.ledger.add_event(
-                {"kind": "plan", "number": len(plans) - 1, "manifest": manifest, "plan": plan, "lanes": lanes,
-                 **meta}
+                {"kind": "plan", "step": step, "number": len(plans) - 1, "manifest": manifest, "plan": plan,
+                 "lanes": lanes, **facts}
             )  # fmt: skip
         return plans.index(pair)
 
@@ -365,14 +376,14 @@ class Merge:
                 self._ready[number][1].hold()
             self._ready[number] = (key, step)
             return
-        plan = self._know_plan(key[0], key[1], step.lanes, {})
+        plan = self._know_plan(key[0], key[1], step.lanes, number, {})
         digest = step_digest(key[0], key[1], number, step.cells)
         if ledger.steps.size and number < ledger.next_step:
             if number >= ledger.state.first and ledger.digest_of(number) == digest:
                 self.repeated += 1
                 self._note_owners(step)
                 return
-            # The run left what it had consumed from here on: said in an event, never hidden.
+            # The run abandoned what it had consumed from here on. An event says so: nothing is hidden.
             ledger.add_event(
                 {"kind": "fork", "step": number, "record": ledger.state.records, "start": step.start, "plan": plan,
                  "abandoned": ledger.head()["steps"]}
@@ -382,17 +393,20 @@ class Merge:
         ledger.append(number, sum(step.rows), plan, digest)
 
     def _note_owners(self, step: PartialStep) -> None:
-        """An assignment event wherever other ranks work the lanes than in the step before."""
+        """Add an assignment event if other ranks work the lanes than in the step before."""
         newest = self.ledger.state.start
-        owners = [step.start, *sorted([rank, lanes.hex()] for lanes, rank in step.parts.items())]
-        if owners != newest["owners"]:
-            newest["owners"] = owners
+        owners: list[Any] = [step.start, sorted([rank, lanes.hex()] for lanes, rank in step.parts.items())]
+        if owners == newest.owners[:2]:
+            return
+        runs = step.owners()
+        if [step.start, runs] != [*newest.owners[:1], *newest.owners[2:]]:
             self.ledger.add_event(
-                {"kind": "assignment", "step": step.step, "start": step.start, "lanes": step.owners()}
+                {"kind": "assignment", "step": step.step, "start": step.start, "lanes": runs}
             )
+        newest.owners = [*owners, runs]
 
 
 def merge_journals(run: Path, *, limit: int | None = None) -> tuple[Ledger, Merge]:
-    """The ledger with everything that the journals hold merged into it in memory; nothing is written."""
+    """Return the ledger with all journals merged into it, in memory; nothing is written."""
     ledger = Ledger(run)
     return ledger, Merge(ledger, limit)

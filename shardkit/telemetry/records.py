@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -185,6 +186,9 @@ def read_lines(path: Path, tail_bytes: int = _WHOLE) -> list[bytes]:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
+        return []
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
         return []
     with open(descriptor, "rb") as file:
         size = file.seek(0, os.SEEK_END)

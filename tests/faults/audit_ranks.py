@@ -76,7 +76,7 @@ def work(rank: int, told: dict[str, Any], barrier: Any) -> None:
                     if told.get("failover") == [rank, step]:
                         journal = loader._open_resources().journal
                         assert journal is not None
-                        journal.event(step, "failover", location="mirror", block=3)
+                        journal.event(step, "failover", location="mirror", count=1, what="a shard")
                     barrier.wait()  # what a collective does
                     step += 1
                     if rank == 0 and step % told["every"] == 0:

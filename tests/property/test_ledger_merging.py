@@ -18,7 +18,7 @@ from shardkit.errors import IntegrityError
 from shardkit.ledger import Journal, Ledger, ledger_head, merge_journals
 from shardkit.ledger import bindings as heads_module
 from shardkit.ledger import journal as journal_module
-from shardkit.ledger.ledger import Tree, leaf_hash
+from shardkit.ledger.merkle import Tree, leaf_hash
 from tests.journal_cells import record_cells
 
 MANIFEST = "sha256:" + "ab" * 32
@@ -52,7 +52,7 @@ class Start:
         self.salt = salt
         self.journals = [
             Journal(run / "journal", manifest=MANIFEST, plan=plan, rank=rank, world=world, lanes=LANES,
-                    meta={"settings": {"seed": 1}, "dataset": []})
+                    meta={"dataset": ["data"]})
             for rank in range(world)
         ]  # fmt: skip
         self.lanes = [list(range(r * LANES // world, (r + 1) * LANES // world)) for r in range(world)]
@@ -135,7 +135,7 @@ def test_starts_repeats_and_assignments_are_events(tmp_path: Path) -> None:
 
 def test_events_of_a_rank_come_with_step_and_rank(tmp_path: Path) -> None:
     start = run_of(tmp_path, 3)
-    start.journals[0].event(2, "failover", shard="sha256:00", location="mirror")
+    start.journals[0].event(2, "failover", location="mirror", count=1, what="a shard")
     start.step(3)
     start.kill()
     events = merge_journals(tmp_path)[0].event_documents()
@@ -145,8 +145,9 @@ def test_events_of_a_rank_come_with_step_and_rank(tmp_path: Path) -> None:
         "step": 2,
         "rank": 0,
         "start": 0,
-        "shard": "sha256:00",
         "location": "mirror",
+        "count": 1,
+        "what": "a shard",
     }
 
 
@@ -240,7 +241,7 @@ def test_a_commit_that_a_kill_interrupts_never_happened(tmp_path: Path, crash: s
     shutil.copytree(tmp_path / "ledger", before)
     for step in range(5, 9):
         start.step(step)
-    start.journals[0].event(6, "repair", shard="sha256:00")
+    start.journals[0].event(6, "repair", location="mirror", count=1, what="a shard")
     start.kill()
     complete = ledger_head(tmp_path)
     order = ["steps", "events", "heads", "state.json"]
@@ -287,4 +288,6 @@ def test_a_journal_that_does_not_say_how_its_plan_was_made_is_merged_too(tmp_pat
     assert ledger_head(tmp_path)["steps"]["root"] == expected_root(3)
     with Ledger(tmp_path) as ledger:
         plan = next(event for event in ledger.event_documents() if event["kind"] == "plan")
-    assert plan == {"kind": "plan", "number": 0, "manifest": MANIFEST, "plan": PLAN, "lanes": LANES}
+    assert plan == {
+            "kind": "plan", "step": 0, "number": 0, "manifest": MANIFEST, "plan": PLAN, "lanes": LANES,
+        }  # fmt: skip

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import shardkit
 from shardkit.errors import ConfigurationError, StateError, StoreError
-from shardkit.ledger import Ledger, bound_assignment
+from shardkit.ledger import Ledger
 from shardkit.loader import Loader, Rebalancing
 from shardkit.loader.dealing import bytes_nearby
 from shardkit.loader.sharing import find_address
@@ -160,18 +160,6 @@ def test_the_same_ranks_on_the_same_nodes_go_on_with_what_the_ledger_has(
     )
     assert [one.lanes for one in _start(ds, plan, caches, run=run, assignment="fixed")] == first[::-1]
     assert [one.lanes for one in _start(ds, plan, caches, run=run)] == first
-
-
-def test_a_run_without_a_record_keeps_its_fixed_shares(
-    ds: shardkit.Dataset, plan: Plan, tmp_path: Path
-) -> None:
-    caches, run = [tmp_path / "a", tmp_path / "b"], tmp_path / "run"
-    _fill(caches[0], ds, plan, list(range(8, 16)))
-    with Ledger(run, writing=True) as ledger:
-        ledger.add_event({"kind": "start", "step": 0, "start": 0, "ranks": 2})  # as 0.1 began one
-        ledger.commit()
-    assert bound_assignment(run, lanes=LANES, nodes=["a", "b", "c"]) is None
-    assert [one.lanes for one in _start(ds, plan, caches, run=run)] == assign(LANES, 2).shares()
 
 
 def test_copies_on_this_host_count_as_bytes_that_are_near(plan: Plan, tmp_path: Path) -> None:

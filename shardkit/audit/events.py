@@ -1,0 +1,190 @@
+"""Events of a ledger against each other: no event may contradict, repeat or undo another one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from shardkit.ledger import setting_differences
+from shardkit.ledger.bindings import CONFIGURATION, DEALT
+from shardkit.telemetry.records import json_object
+
+Event = dict[str, Any]
+
+
+def contradictions(events: Iterable[Event], steps: Sequence[int]) -> Iterator[tuple[Event, str]]:
+    """The events that cannot stand where they stand, each with what is wrong.
+
+    Args:
+        events: events of a ledger, in order.
+        steps: steps of all its records, in order.
+    """
+    history = _History(steps)
+    for event in events:
+        text = history.add(event)
+        if text:
+            yield event, text
+
+
+class _History:
+    """What the events said so far.
+
+    Attributes:
+        sealed: per start, the step before which no rank may add anything: a checkpoint was taken there.
+        lowest: per start and rank, the step that a rank went back to after that.
+    """
+
+    def __init__(self, steps: Sequence[int]) -> None:
+        self._steps = steps
+        self.plans: list[tuple[str, str]] = []
+        self.starts: list[Event] = []
+        self.newest: dict[object, Event] = {}
+        self.sealed: dict[int, int] = {}
+        self.lowest: dict[tuple[int, int], int] = {}
+        self.seen: set[tuple[object, ...]] = set()
+
+    def add(self, event: Event) -> str:
+        """What is wrong with the next event; empty if nothing is."""
+        match event["kind"]:
+            case "plan":
+                return self._plan(event)
+            case "start":
+                return self._start(event)
+            case "assignment":
+                return self._assignment(event)
+            case "fork":
+                return self._fork(event)
+            case "conflict":
+                return (
+                    "names one digest twice" if event["before"] == event["now"] else self._of_start(event, [])
+                )
+            case "checkpoint":
+                return self._checkpoint(event)
+            case "configuration":
+                return self._configuration(event)
+            case "dealt":
+                return self._dealt(event)
+            case _:
+                return self._journaled(event)
+
+    def _plan(self, event: Event) -> str:
+        pair = (event["manifest"], event["plan"])
+        if event["number"] != len(self.plans) or pair in self.plans:
+            return "introduces a plan that is known, or skips a number"
+        self.plans.append(pair)
+        return ""
+
+    def _start(self, event: Event) -> str:
+        if event["start"] != len(self.starts):
+            return f"is of start {event['start']}, and {len(self.starts)} is the next one"
+        if (
+            not event["ranks"]
+            or not event["workers"]
+            or event["repeats"] != max(0, event["reached"] - event["step"])
+        ):
+            return "contradicts itself"
+        self.starts.append(event)
+        return ""
+
+    def _of_start(self, event: Event, ranks: list[int]) -> str:
+        """Whether an event is of a known start that has these ranks."""
+        if event["start"] >= len(self.starts):
+            return f"is of start {event['start']}, which no event introduces"
+        if max(ranks, default=0) >= self.starts[event["start"]]["ranks"]:
+            return f"names rank {max(ranks)} of a start of {self.starts[event['start']]['ranks']} ranks"
+        return ""
+
+    def _assignment(self, event: Event) -> str:
+        end = 0
+        for _, first, count in event["lanes"]:
+            if first != end or not count:
+                return "does not give every lane one rank"
+            end += count
+        before = self.newest.get("assignment")
+        if before is not None and (before["start"], before["lanes"]) == (event["start"], event["lanes"]):
+            return "repeats the assignment before it"
+        self.newest["assignment"] = event
+        return self._of_start(event, [rank for rank, *_ in event["lanes"]])
+
+    def _fork(self, event: Event) -> str:
+        at, step = event["record"], event["step"]
+        if not 0 < at < len(self._steps) or self._steps[at] != step or self._steps[at - 1] < step:
+            return f"is not in the records: record {at} does not leave a branch at step {step}"
+        if ("fork", at) in self.seen or event["plan"] >= len(self.plans):
+            return "repeats a fork, or names a plan that is not known"
+        self.seen.add(("fork", at))
+        return self._of_start(event, [])
+
+    def _checkpoint(self, event: Event) -> str:
+        before = self.newest.get(("name", event["name"]))
+        expected = None if before is None else before["checkpoint"]
+        if event.get("replaces") != expected:
+            return (
+                f"binds the name {event['name']} again, which the ledger has bound to {short(expected)} before"
+                if expected
+                else f"replaces a checkpoint {event['name']} that the ledger never had"
+            )
+        self.newest["name", event["name"]] = event
+        sealed = min(event["step"], event["merged"])
+        self.sealed = dict.fromkeys(range(len(self.starts)), sealed)
+        self.lowest.clear()
+        return ""
+
+    def _configuration(self, event: Event) -> str:
+        settings, before = json_object(event["settings"]), self.newest.get(CONFIGURATION)
+        if settings is None:
+            return "holds settings that are no JSON object"
+        self.newest[CONFIGURATION] = event
+        changed = {key: (old, new) for key, old, new in event["changed"]}
+        if not set(event["allowed"]) <= set(changed):
+            return "allows changes that it does not name"
+        if before is None:
+            return "names changes, and no settings are recorded before it" if changed else ""
+        if before["run"] != event["run"]:
+            return f"records the run.json {short(event['run'])}, and the one before it {short(before['run'])}"
+        if before["settings"] == event["settings"]:
+            return "repeats the settings before it"
+        old = json_object(before["settings"]) or {}
+        differing = {key for key, was, now in setting_differences(old, settings) if None not in (was, now)}
+        if not differing <= set(changed):
+            return f"does not name changes: {', '.join(sorted(differing - set(changed)))}"
+        return ""
+
+    def _dealt(self, event: Event) -> str:
+        place = (DEALT, event["lanes"], *event["nodes"])
+        before = self.newest.get(place)
+        self.newest[place] = event
+        if len(event["owners"]) != event["lanes"] or max(event["owners"], default=0) >= len(event["nodes"]):
+            return "does not give every lane one rank"
+        return "repeats what was dealt before" if before and before["owners"] == event["owners"] else ""
+
+    def _journaled(self, event: Event) -> str:
+        kind, start, rank, step = event["kind"], event["start"], event["rank"], event["step"]
+        wrong = self._of_start(event, [rank])
+        if wrong:
+            return wrong
+        if kind == "rewind":
+            if step >= event["reached"]:
+                return "does not go back"
+            self.lowest[start, rank] = min(step, self.lowest.get((start, rank), step))
+            self.seen = {one for one in self.seen if one[:2] != (start, rank)}
+            return ""
+        if step < self.lowest.get((start, rank), self.sealed.get(start, 0)):
+            return "was added after the checkpoint that follows its step"
+        identity = (start, rank, step, *_identity(event))
+        if identity in self.seen:
+            return "is a second one about the same thing"
+        self.seen.add(identity)
+        return ""
+
+
+def _identity(event: Event) -> tuple[object, ...]:
+    if event["kind"] in ("substituted", "masked"):
+        return "replaced", event["lane"], event["slot"]
+    return event["kind"], event.get("location"), event.get("number")
+
+
+def short(value: object) -> str:
+    """A digest or another value, in few characters."""
+    text = str(value)
+    return f"{text[:19]}…" if len(text) > 24 else text

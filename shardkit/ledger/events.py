@@ -1,0 +1,226 @@
+"""Events of a ledger: every kind has one writer, one place and one shape (SPEC.md, "Events").
+
+Documents are validated when they are written and whenever they are read, so that other modules work with fields of
+known types and sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, TypeAlias
+
+import msgspec
+from msgspec import Meta, Struct
+
+from shardkit.errors import FormatError
+from shardkit.formats.canonical_json import DIGEST
+
+Count: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 62)]
+Rank: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 20)]
+Lane: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 24)]
+Hex: TypeAlias = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+CellDigest: TypeAlias = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+Digest: TypeAlias = Annotated[str, Meta(pattern=f"^{DIGEST.pattern}$")]
+Text: TypeAlias = Annotated[str, Meta(max_length=1 << 16)]
+
+
+class _Event(Struct, forbid_unknown_fields=True):
+    kind: str
+    step: Count
+
+
+# ---- written by the merge of the journals
+
+
+class PlanRecipe(Struct, forbid_unknown_fields=True):
+    """One version of a plan: how it was made, or what changed (`Plan.history`)."""
+
+    manifest: Digest
+    settings: dict[str, Any]
+    change: dict[str, Any] | None
+
+
+class PlanFacts(Struct, forbid_unknown_fields=True):
+    """The first entry of a journal: what is needed to make the plan again."""
+
+    history: list[PlanRecipe] = []
+    dataset: list[Text] = []
+    beside: list[Text] = []
+
+
+class _Plan(_Event):
+    number: Count
+    manifest: Digest
+    plan: Hex
+    lanes: Lane
+    history: list[PlanRecipe] = []
+    dataset: list[Text] = []
+    beside: list[Text] = []
+
+
+class _Start(_Event):
+    start: Count
+    ranks: Rank
+    workers: Rank
+    reached: Count
+    repeats: Count
+    time: Count
+
+
+class _Assignment(_Event):
+    start: Count
+    lanes: list[tuple[Rank, Lane, Lane]]
+
+
+class TreeHead(Struct, forbid_unknown_fields=True):
+    """Size and root of a tree; of the steps also the first step."""
+
+    size: Count
+    root: Hex
+    first: Count = 0
+
+
+class Head(Struct, forbid_unknown_fields=True):
+    """Heads of both trees; `records` only in the ledger's own file of heads."""
+
+    steps: TreeHead
+    events: TreeHead
+    records: Count = 0
+
+
+class _Fork(_Event):
+    record: Count
+    start: Count
+    plan: Count
+    abandoned: TreeHead
+
+
+class _Conflict(_Event):
+    start: Count
+    lane: Lane
+    before: CellDigest
+    now: CellDigest
+
+
+# ---- written by the process that makes the claim
+
+
+class _Checkpoint(_Event):
+    name: Text
+    checkpoint: Digest
+    merged: Count
+    replaces: Digest | None = None
+
+
+class _Configuration(_Event):
+    run: Digest
+    settings: Annotated[str, Meta(max_length=1 << 24)]
+    changed: list[tuple[Text, Text, Text]]
+    allowed: list[Text]
+
+
+class _Dealt(_Event):
+    nodes: list[Text]
+    lanes: Lane
+    owners: list[Rank]
+
+
+# ---- written by ranks, through their journals
+
+
+class _Journaled(_Event):
+    rank: Rank
+    start: Count
+
+
+class _Replaced(_Journaled):
+    lane: Lane
+    slot: Count
+    sample: Count
+    by: Count
+    field: Text
+    reason: Text
+
+
+class _Rewind(_Journaled):
+    reached: Count
+
+
+class _Stage(_Journaled):
+    number: Count
+
+
+class _Decoders(_Journaled):
+    made_by: dict[Text, Text]
+
+
+class _Rebalance(_Journaled):
+    number: Count
+    from_step: Count
+    owner: list[Rank]
+    moved: Count
+    before_us: Count
+    expected_us: Count
+    undoes: Count
+
+
+class _Read(_Journaled):
+    location: Text
+    count: Annotated[int, Meta(gt=0, lt=1 << 62)]
+    what: Text
+
+
+SUBSTITUTED: Final = "substituted"
+"""Kind of the event of a sample that was handed out in place of another one: `sample` was planned, `by` was used."""
+MASKED: Final = "masked"
+"""Kind of the event of a sample that was handed out as not valid; the digest of its cell is the plan's."""
+READS: Final = (
+    "failover", "mismatch", "missing", "rebuild", "repair", "repair_failed", "location_lost", "location_back",
+)  # fmt: skip
+"""Kinds of events of reads: how often something happened at a location, and the first object that it happened to."""
+
+JOURNALED: Final[Mapping[str, type[_Event]]] = {
+    SUBSTITUTED: _Replaced, MASKED: _Replaced, "rewind": _Rewind, "stage": _Stage, "decoders": _Decoders,
+    "rebalance": _Rebalance, **dict.fromkeys(READS, _Read),
+}  # fmt: skip
+"""Kinds that ranks write, through their journals; no other kind may stand in one."""
+MERGED: Final[Mapping[str, type[_Event]]] = {
+    "plan": _Plan, "start": _Start, "assignment": _Assignment, "fork": _Fork, "conflict": _Conflict,
+}  # fmt: skip
+"""Kinds that the merge of the journals writes."""
+BOUND: Final[Mapping[str, type[_Event]]] = {
+    "checkpoint": _Checkpoint, "configuration": _Configuration, "dealt": _Dealt,
+}  # fmt: skip
+"""Kinds that a process writes itself, before it makes the claim."""
+
+_SHAPES: Final[Mapping[str, type[_Event]]] = {**JOURNALED, **MERGED, **BOUND}
+
+
+def check_event(document: Mapping[str, Any], where: str) -> None:
+    """Raise FormatError unless the document is an event of a ledger: of a known kind, with that kind's fields alone."""
+    shape = _SHAPES.get(str(document.get("kind")))
+    if shape is None:
+        raise FormatError(
+            f"{where}: {str(document.get('kind'))[:40]!r} is no kind of event; do not trust the record"
+        )
+    convert(document, shape, where)
+
+
+def journaled_event(step: int, rank: int, start: int, body: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the ledger's event of a journal entry; raise FormatError where a journal may not hold it."""
+    if body.get("kind") not in JOURNALED or not body.keys().isdisjoint(("step", "rank", "start")):
+        raise FormatError(
+            f"{where}: a rank's journal holds an event of the kind {str(body.get('kind'))[:40]!r} with the fields "
+            f"{', '.join(map(str, body))[:200]}, and ranks write none like that: it was put there by somebody else"
+        )
+    event = {"step": step, "rank": rank, "start": start, **body}
+    check_event(event, where)
+    return event
+
+
+def convert(document: object, shape: Any, where: str) -> Any:
+    """Return the document as a value of a type; raise FormatError where it is none."""
+    try:
+        return msgspec.convert(document, shape)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise FormatError(f"{where}: {error}; do not trust it") from None

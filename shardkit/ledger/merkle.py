@@ -1,0 +1,92 @@
+"""Merkle trees of RFC 6962 §2.1 (unchanged in RFC 9162 §2.1), so that any library for these verifies their proofs.
+
+`Frontier` appends with one hash per set bit of the size; `Tree` keeps all hashes, and with them every root there was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+HASH_BYTES = 32
+
+EMPTY_ROOT = hashlib.sha256(b"").digest()
+"""Root of a tree without leaves (RFC 6962 §2.1)."""
+
+_sha256 = hashlib.sha256
+
+
+def leaf_hash(entry: bytes) -> bytes:
+    """Hash of a leaf; the prefix keeps a leaf from being passed off as a node."""
+    return _sha256(b"\0" + entry).digest()
+
+
+def node_hash(left: bytes, right: bytes) -> bytes:
+    """Hash of two subtrees."""
+    return _sha256(b"\1" + left + right).digest()
+
+
+class Frontier:
+    """The right edge of a tree: enough to append to it and to know its root.
+
+    Args:
+        size: leaves so far.
+        peaks: hashes of the complete subtrees that the leaves make, the largest first: one per set bit of `size`.
+
+    Raises:
+        ValueError: another number of peaks than the size has.
+    """
+
+    def __init__(self, size: int = 0, peaks: Iterable[bytes] = ()) -> None:
+        self.size, self.peaks = size, list(peaks)
+        if len(self.peaks) != size.bit_count():
+            raise ValueError(f"{len(self.peaks)} peaks for {size} leaves, expected {size.bit_count()}")
+
+    def append(self, leaf: bytes) -> None:
+        """Add a leaf by its `leaf_hash`; amortised two hashes."""
+        node, rest = leaf, self.size
+        while rest & 1:
+            node = node_hash(self.peaks.pop(), node)
+            rest >>= 1
+        self.peaks.append(node)
+        self.size += 1
+
+    def root(self) -> bytes:
+        if not self.peaks:
+            return EMPTY_ROOT
+        node = self.peaks[-1]
+        for peak in reversed(self.peaks[:-1]):
+            node = node_hash(peak, node)
+        return node
+
+
+class Tree:
+    """A whole tree in memory, 64 bytes a leaf: the roots of every size it ever had."""
+
+    def __init__(self, leaves: Iterable[bytes] = ()) -> None:
+        # level h: hashes of the complete subtrees of 2**h leaves
+        self._levels = [b"".join(leaves)]
+        while len(below := self._levels[-1]) >= 2 * HASH_BYTES:
+            ends = range(2 * HASH_BYTES, len(below) + 1, 2 * HASH_BYTES)
+            level = (_sha256(b"\1" + below[end - 2 * HASH_BYTES : end]).digest() for end in ends)
+            self._levels.append(b"".join(level))
+
+    def __len__(self) -> int:
+        return len(self._levels[0]) // HASH_BYTES
+
+    def root(self, size: int | None = None) -> bytes:
+        """Root of the first `size` leaves; of all by default."""
+        return self.frontier(size).root()
+
+    def frontier(self, size: int | None = None) -> Frontier:
+        """What is needed to append to the first `size` leaves."""
+        size = len(self) if size is None else size
+        if not 0 <= size <= len(self):
+            raise ValueError(f"size {size}: the tree has {len(self)} leaves")
+        peaks, first = [], 0
+        for height in reversed(range(size.bit_length())):
+            if size >> height & 1:
+                at = (first >> height) * HASH_BYTES
+                peaks.append(self._levels[height][at : at + HASH_BYTES])
+                first += 1 << height
+        return Frontier(size, peaks)
