@@ -10,6 +10,7 @@
     │   └── ConfigurationError     configuration      mend the named setting
     ├── SourceError                source             mend the named source file and row
     ├── NotFoundError (LookupError) not-found         name something that exists
+    │   ├── AbsentError            absent             correct the list, or allow absent entries
     │   └── SampleIndexError (IndexError) sample-index  ask for a sample number that exists
     ├── IntegrityError             integrity          read another copy; repair
     ├── FormatError                format             not trust whoever wrote these bytes
@@ -32,6 +33,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 __all__ = [
+    "AbsentError",
     "CommitConflict",
     "CommitError",
     "CommitUnknown",
@@ -101,6 +103,12 @@ class NotFoundError(ShardkitError, LookupError):
     """A dataset, ref, object, sample or run that does not exist."""
 
     kind = "not-found"
+
+
+class AbsentError(NotFoundError):
+    """Entries of a list that a dataset does not hold."""
+
+    kind = "absent"
 
 
 class SampleIndexError(NotFoundError, IndexError):

@@ -7,7 +7,7 @@
     2    wrong command line
     3    could not check: a dataset, run or location that is asked about is not there or does not answer
     4    damaged and not repaired, lost; or an audit violated
-    5    the answer is no: runs diverge, an excluded sample was used, slower, not found, would be lost
+    5    the answer is no: runs diverge, an excluded sample was used, slower, not found or absent, would be lost
     130  interrupted
 
 An error never shares a code with a success or an answer.
@@ -18,6 +18,7 @@ from __future__ import annotations
 from enum import IntEnum
 
 from shardkit.errors import (
+    AbsentError,
     ConfigurationError,
     FormatError,
     IntegrityError,
@@ -50,6 +51,8 @@ def exit_code(error: BaseException, *, checking: bool = False) -> ExitCode:
         return ExitCode.INTERRUPTED
     if isinstance(error, (IntegrityError, FormatError)):
         return ExitCode.DAMAGED
+    if isinstance(error, AbsentError):
+        return ExitCode.NO
     if checking and isinstance(error, (NotFoundError, StoreError)):
         return ExitCode.UNCHECKED
     # Schemas, samples and plans fail by what the data is; these two by what was typed alone.

@@ -20,7 +20,6 @@ from shardkit.audit.run_record import RunRecord, load_run
 from shardkit.audit.trace import (
     StepSample,
     Use,
-    resolve_samples,
     sample_lineage,
     samples_of_step,
     uses_of,
@@ -43,7 +42,6 @@ __all__ = [
     "load_run",
     "make_statement",
     "read_envelope",
-    "resolve_samples",
     "sample_lineage",
     "samples_of_step",
     "sign_statement",

@@ -10,18 +10,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.audit.plans import RunPlan, stretches
-from shardkit.audit.run_record import Place, RunRecord
+from shardkit.audit.run_record import Place, RunRecord, consecutive
 from shardkit.dataset import Dataset
 from shardkit.dataset.about import unpack_sources
-from shardkit.dataset.lookups import find_samples, hash_values
-from shardkit.errors import NotFoundError, UsageError
+from shardkit.errors import NotFoundError
 from shardkit.plan import Plan
 from shardkit.reading.inventory import read_root
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import Part
 
 _MANY = 256
-"""From so many samples on, one walk through the whole plan is quicker than asking it for each."""
+"""Number of samples from which one walk through the whole plan is faster than a search for each."""
 _SAMPLES_AT_ONCE = 1 << 20
 
 
@@ -30,12 +29,13 @@ class Use:
     """One time that a run consumed a sample.
 
     Attributes:
-        sample: its number in the dataset.
-        epoch: of the plan; with explicit weights the pass of its stratum.
-        step, lane, slot: its place in the grid.
-        ranks: the ranks that were handed it; several where a restart repeated the step.
-        checkpoint: the first checkpoint that was taken after it; None where there is none any more.
-        substitute_for: the sample in whose place it was handed out, where it was not planned here.
+        sample: number in the dataset.
+        epoch: epoch of the plan; with explicit weights the pass of its stratum.
+        step, lane, slot: place in the grid.
+        ranks: the ranks that were handed the sample; several if a restart repeated the step.
+        checkpoint: the first checkpoint that was taken after it; None if there is none.
+        substitute_for: the planned sample in whose place it was handed out.
+        branch: False if the step was abandoned by a fork, or never complete on all ranks.
     """
 
     sample: int
@@ -46,17 +46,18 @@ class Use:
     ranks: tuple[int, ...]
     checkpoint: str | None
     substitute_for: int | None = None
+    branch: bool = True
 
 
 @dataclass(frozen=True)
 class StepSample:
-    """A sample of a step, and where its bytes came from.
+    """A sample of a step, with the origin of its bytes.
 
     Attributes:
-        lane, slot: its place in the step.
-        sample, key: its number and its key.
+        lane, slot: place in the step.
+        sample, key: number and key.
         shard: digest of the shard; `row` and `block` are counted inside it.
-        source: (file, row in it) that it was built from, where the build recorded it.
+        source: (file, row) that it was built from, if the build recorded them.
         substitute_for: as in `Use`.
     """
 
@@ -77,76 +78,80 @@ def uses_of(record: RunRecord, plans: dict[int, RunPlan], sample: int) -> list[U
     Raises:
         NotFoundError: the dataset has no such sample.
     """
-    found: list[Use] = []
-    for plan, first, last in _legs(record, plans):
-        rows = plan.plan.population.rows
-        if not 0 <= sample < rows:
-            raise NotFoundError(f"sample {sample} does not exist: this dataset has samples 0 to {rows - 1}")
-        replaced = record.substitutions(first, last)
-        places = _places(plan, sample, first, last)
-        found += [_use(record, sample, epoch, place) for epoch, place in places if place not in replaced]
-        found += _substituted(record, plan, replaced, {sample})
-    return sorted(found, key=_place_of)
+    return uses_of_many(record, plans, [sample])
 
 
 def uses_of_many(record: RunRecord, plans: dict[int, RunPlan], samples: Iterable[int]) -> list[Use]:
-    """The uses of any of many samples, in order; empty is the proof that none of them was ever consumed."""
-    wanted = np.unique(np.fromiter(samples, dtype=np.int64))
-    if len(wanted) < _MANY:
-        return sorted(
-            (use for sample in wanted.tolist() for use in uses_of(record, plans, sample)), key=_place_of
-        )
+    """The uses of any of many samples, in order. An empty list proves that none of them was ever handed out.
+
+    Steps that a fork abandoned, and cells of steps that are not complete, count as uses.
+
+    Raises:
+        NotFoundError: a dataset of the run has no such sample.
+    """
+    asked = np.unique(np.fromiter(samples, dtype=np.int64))
     found: list[Use] = []
-    for plan, first, last in _legs(record, plans):
-        replaced = record.substitutions(first, last)
-        member = np.zeros(plan.plan.population.rows + 1, dtype=np.bool_)  # the last one is for empty slots
-        member[wanted] = True
-        for begin, end in _parts(plan.plan, first, last):
-            cells = plan.plan.steps(begin, end)
-            for at, lane, slot in np.argwhere(member[cells]).tolist():
-                place = (begin + at, lane, slot)
-                if place not in replaced:
-                    epoch = place[0] // _pass_steps(plan.plan)
-                    found.append(_use(record, int(cells[at, lane, slot]), epoch, place))
-        found += _substituted(record, plan, replaced, set(wanted.tolist()))
-    return sorted(found, key=_place_of)
+    for plan, first, last, branch in _legs(record, plans):
+        rows = plan.plan.population.rows
+        if len(asked) and not 0 <= asked[0] <= asked[-1] < rows:
+            raise NotFoundError(
+                f"sample {asked[-1]} does not exist: this dataset has samples 0 to {rows - 1}"
+            )
+        replaced = record.substitutions(first, last, branch=branch)
+        for epoch, sample, place in _planned(plan.plan, asked, first, last):
+            if place not in replaced:
+                found.append(_use(record, sample, epoch, place, branch=branch))
+        for place, (original, by) in replaced.items():
+            if by in asked:
+                found.append(_use(record, by, place[0] // _pass_steps(plan.plan), place, original, branch))
+    found += _incomplete(record, plans, asked)
+    return sorted(found, key=lambda use: (use.step, use.lane, use.slot))
+
+
+def _planned(plan: Plan, asked: NDArray[np.int64], first: int, last: int) -> Iterator[tuple[int, int, Place]]:
+    """(epoch or pass, sample, place) of samples in steps [first, last) of a plan."""
+    if len(asked) < _MANY:
+        for sample in asked.tolist():
+            yield from ((epoch, sample, place) for epoch, place in _places(plan, sample, first, last))
+        return
+    member = np.zeros(plan.population.rows + 1, dtype=np.bool_)  # the last one is for empty slots
+    member[asked] = True
+    size = max(1, _SAMPLES_AT_ONCE // plan.global_batch)
+    for begin, end in stretches(plan, first, last):
+        for at in range(begin, end, size):
+            cells = plan.steps(at, min(end, at + size))
+            for step, lane, slot in np.argwhere(member[cells]).tolist():
+                place = (at + step, lane, slot)
+                yield place[0] // _pass_steps(plan), int(cells[step, lane, slot]), place
 
 
 def _pass_steps(plan: Plan) -> int:
     return plan.steps_per_pass or plan.loop_steps
 
 
-def _parts(plan: Plan, first: int, last: int) -> Iterator[tuple[int, int]]:
-    """Steps [first, last) some at a time."""
-    size = max(1, _SAMPLES_AT_ONCE // plan.global_batch)
-    for begin, end in stretches(plan, first, last):
-        for at in range(begin, end, size):
-            yield at, min(end, at + size)
-
-
-def _place_of(use: Use) -> Place:
-    return use.step, use.lane, use.slot
-
-
-def _substituted(
-    record: RunRecord, plan: RunPlan, replaced: dict[Place, tuple[int, int]], wanted: set[int]
-) -> list[Use]:
-    """Uses in the place of another sample."""
-    return [
-        _use(record, by, place[0] // _pass_steps(plan.plan), place, original)
-        for place, (original, by) in replaced.items()
-        if by in wanted
-    ]
+def _incomplete(record: RunRecord, plans: dict[int, RunPlan], asked: NDArray[np.int64]) -> Iterator[Use]:
+    """Uses in recorded cells of steps that are not in the ledger."""
+    by_digest = {one.plan.digest: one for one in plans.values()}
+    for digest, step, lane, _ in () if record.merge is None else record.merge.pending_cells():
+        plan = by_digest.get(digest)
+        if plan is None or lane >= plan.plan.lanes:
+            continue
+        (cells,) = plan.consumed(record, step, step + 1, branch=False)
+        for slot in np.flatnonzero(np.isin(cells[lane], asked)).tolist():
+            place = (step, lane, slot)
+            sample = int(cells[lane, slot])
+            original = record.replaced[False].get(place, (None, 0))[0]
+            yield _use(record, sample, step // _pass_steps(plan.plan), place, original, False)
 
 
 def samples_of_step(record: RunRecord, plans: dict[int, RunPlan], step: int) -> list[StepSample]:
-    """The samples of a step in the order of the grid, and where their bytes came from.
+    """The samples of a step of the branch in the order of the grid, with the origin of their bytes.
 
     Raises:
         NotFoundError: the run did not consume this step.
     """
-    for plan, first, last in _legs(record, plans):
-        if first <= step < last:
+    for plan, first, last, branch in _legs(record, plans):
+        if branch and first <= step < last:
             return list(_describe_step(record, plan, step))
     steps = record.branch["step"]
     holds = f"steps {steps[0]} to {steps[-1]}" if len(steps) else "no step"
@@ -175,38 +180,43 @@ def _describe_step(record: RunRecord, plan: RunPlan, step: int) -> Iterator[Step
 # ---- the run's legs
 
 
-def _legs(record: RunRecord, plans: dict[int, RunPlan]) -> Iterator[tuple[RunPlan, int, int]]:
-    """(plan, first step, end) of what the run consumed under each plan, in order."""
-    for number, first, end in record.legs():
-        plan = plans.get(number)
-        if plan is None:
-            raise NotFoundError(
-                f"the plan of steps {first} to {end - 1} cannot be made again; run: "
-                f"shardkit audit {record.path}"
-            )
-        yield plan, first, end
+def _legs(record: RunRecord, plans: dict[int, RunPlan]) -> Iterator[tuple[RunPlan, int, int, bool]]:
+    """(plan, first step, end, whether they are of the branch) of what the run consumed under each plan."""
+    for branch, records in ((True, record.branch), (False, record.abandoned())):
+        for one in consecutive(records):
+            first, end, plan = int(one[0]["step"]), int(one[-1]["step"]) + 1, plans.get(int(one[0]["plan"]))
+            if plan is None:
+                raise NotFoundError(
+                    f"the plan of steps {first} to {end - 1} cannot be made again; run: shardkit audit {record.path}"
+                )
+            yield plan, first, end, branch
 
 
-def _places(plan: RunPlan, sample: int, first: int, last: int) -> Iterator[tuple[int, Place]]:
+def _places(plan: Plan, sample: int, first: int, last: int) -> Iterator[tuple[int, Place]]:
     """(epoch or pass, place) of a sample in steps [first, last) of a plan."""
-    length = plan.plan.steps_per_pass
+    length = plan.steps_per_pass
     if length is not None:
         for epoch in range(first // length, (last - 1) // length + 1):
-            found = plan.plan.locate(sample, epoch)
+            found = plan.locate(sample, epoch)
             if found is not None and first <= found[0] < last:
                 yield epoch, found
         return
     turn = 0
-    while (found := plan.plan.locate(sample, turn)) is not None and found[0] < last:
+    while (found := plan.locate(sample, turn)) is not None and found[0] < last:
         if found[0] >= first:
             yield turn, found
         turn += 1
 
 
-def _use(record: RunRecord, sample: int, epoch: int, place: Place, original: int | None = None) -> Use:
+def _use(
+    record: RunRecord, sample: int, epoch: int, place: Place, original: int | None = None, branch: bool = True
+) -> Use:
     step, lane, slot = place
     after = (one.name for one in record.checkpoints if one.step > step)
-    return Use(sample, epoch, step, lane, slot, _ranks(record, step, lane), next(after, None), original)
+    return Use(
+        sample, epoch, step, lane, slot, _ranks(record, step, lane), next(after, None) if branch else None, original,
+        branch,
+    )  # fmt: skip
 
 
 def _ranks(record: RunRecord, step: int, lane: int) -> tuple[int, ...]:
@@ -224,59 +234,6 @@ def _ranks(record: RunRecord, step: int, lane: int) -> tuple[int, ...]:
             if first <= lane < first + count:
                 found[start] = rank
     return tuple(dict.fromkeys(found[start] for start in sorted(found)))
-
-
-def resolve_samples(
-    dataset: Dataset, field: str | None, values: list[str]
-) -> tuple[NDArray[np.int64], list[str], str]:
-    """Sample numbers of values of a field, of ``key``, or of ``number``.
-
-    Without a field they are keys; where every value is a whole number and none is a key, sample numbers.
-
-    Returns:
-        (numbers ascending, values that no sample has, the field that they were taken for).
-
-    Raises:
-        UsageError: they may be keys as well as numbers, which are other samples; or they are no numbers.
-    """
-    if field == "number":
-        return *_by_number(dataset, values), field
-    if field is not None:
-        return *_by_field(dataset, field, values), field
-    keyed, without = _by_field(dataset, "key", values)
-    if not all(map(_is_number, values)):
-        return keyed, without, "key"
-    numbered, outside = _by_number(dataset, values)
-    if not len(keyed):
-        return numbered, outside, "number"
-    if len(numbered) and not np.array_equal(keyed, numbered):
-        raise UsageError(
-            f"values such as {values[0]!r} are keys of {len(keyed)} samples, and numbers of {len(numbered)}, which are "
-            "others; say what the list holds: --field key or --field number"
-        )
-    return keyed, without, "key"
-
-
-def _is_number(value: str) -> bool:
-    return value.isascii() and value.strip().isdecimal()
-
-
-def _by_number(dataset: Dataset, values: list[str]) -> tuple[NDArray[np.int64], list[str]]:
-    wrong = [value for value in values if not _is_number(value)]
-    if wrong:
-        raise UsageError(
-            f"{wrong[0][:40]!r} is no sample number; expected 0 to {len(dataset) - 1}, one a line"
-        )
-    numbers = {value: int(value) for value in values}
-    inside = {number for number in numbers.values() if number < len(dataset)}
-    return np.array(sorted(inside), dtype=np.int64), [v for v in values if numbers[v] not in inside]
-
-
-def _by_field(dataset: Dataset, field: str, values: list[str]) -> tuple[NDArray[np.int64], list[str]]:
-    name, hashes = hash_values(dataset.schema, field, values)
-    matches = find_samples(dataset, name, hashes, scan=True)
-    hit = set(matches.value.tolist())
-    return np.unique(matches.sample), [value for place, value in enumerate(values) if place not in hit]
 
 
 def version_lineage(dataset: Dataset) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from shardkit.dataset.costs import cut_pieces
 from shardkit.dataset.expressions import split_names
-from shardkit.errors import FormatError, NotFoundError, UsageError
+from shardkit.errors import AbsentError, FormatError, NotFoundError, UsageError
 from shardkit.formats import FieldType, Schema, VariableColumn, pack_columns, unpack_columns
 from shardkit.manifest import Lookup, LookupPiece, ShardTable
 from shardkit.reading.blocks import BlockReader
@@ -30,7 +30,12 @@ KEY: Final = "key"
 PIECE_ROWS: Final = 2**22
 """Rows after which a piece ends: some 100 MB, read in one go by whoever looks something up."""
 
+NUMBER: Final = "number"
+"""What a list holds, if not keys or values of a field: sample numbers."""
+
 _KIND: Final = "lookup"
+_SHOWN: Final = 5
+_NUMBER: Final = re.compile(r"0|[1-9][0-9]{0,17}")
 _HASH_BYTES: Final = 16
 _READERS: Final = 4
 _SHA256: Final = re.compile(r"(?:sha256:)?([0-9a-f]{64})")
@@ -114,6 +119,86 @@ class Matches:
     sample: NDArray[np.int64]  # number of the sample in the version
     shard: NDArray[np.int64]  # where it lies
     row: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ListedSamples:
+    """Samples that a list names."""
+
+    samples: NDArray[np.int64]  # (n,) ascending, each once
+    absent: list[str]  # values that no sample has
+    field: str  # "key", "number" or the field that the values were taken for
+
+
+def list_samples(dataset: Dataset, values: Sequence[str], field: str | None = None) -> ListedSamples:
+    """Find the samples that a list names by key, by sample number, or by the value of a field.
+
+    Without a field, values are keys. If all are sample numbers and none is a key, they are sample numbers. A list that
+    can be read in both ways, and names other samples then, is refused; so is a list of numbers that are keys once
+    leading zeros are put back.
+
+    Args:
+        dataset: the version that is searched.
+        values: values as people write them.
+        field: "key", "number", or a field as in ``image:sha256``.
+
+    Raises:
+        UsageError: the list is ambiguous, or a value is no number or no value of the field.
+    """
+    if field == NUMBER:
+        return ListedSamples(*_by_number(dataset, values), field)
+    if field is not None:
+        return ListedSamples(*_by_field(dataset, field, values), field)
+    keyed, without = _by_field(dataset, KEY, values)
+    if not all(map(is_number, values)):
+        return ListedSamples(keyed, without, KEY)
+    numbered, outside = _by_number(dataset, values)
+    widths = {len(key) for key in (dataset.key(0), dataset.key(len(dataset) - 1)) if key.isdecimal()}
+    padded = [_by_field(dataset, KEY, [value.zfill(width) for value in values])[0] for width in widths]
+    for keys in (keyed, *padded):
+        if len(keys) and len(numbered) and not np.array_equal(keys, numbered):
+            raise UsageError(
+                f"values such as {values[0]!r} are keys of {len(keys)} samples, and numbers of {len(numbered)}, which "
+                "are others; say what the list holds: --field key or --field number"
+            )
+    if len(keyed):
+        return ListedSamples(keyed, without, KEY)
+    return ListedSamples(numbered, outside, NUMBER)
+
+
+def is_number(value: str) -> bool:
+    """Whether a text is a sample number: digits without leading zeros, signs or blanks."""
+    return _NUMBER.fullmatch(value) is not None
+
+
+def _by_number(dataset: Dataset, values: Sequence[str]) -> tuple[NDArray[np.int64], list[str]]:
+    wrong = next((value for value in values if not is_number(value)), None)
+    if wrong is not None:
+        raise UsageError(
+            f"{wrong[:40]!r} is not a sample number; expected 0 to {len(dataset) - 1}, without leading zeros; if it "
+            "is a key, say so: --keys, or --field key"
+        )
+    numbers = [int(value) for value in values]
+    inside = sorted({number for number in numbers if number < len(dataset)})
+    absent = [value for value, number in zip(values, numbers, strict=True) if number >= len(dataset)]
+    return np.array(inside, dtype=np.int64), absent
+
+
+def _by_field(dataset: Dataset, field: str, values: Sequence[str]) -> tuple[NDArray[np.int64], list[str]]:
+    name, hashes = hash_values(dataset.schema, field, values)
+    matches = find_samples(dataset, name, hashes, scan=True)
+    hit = set(matches.value.tolist())
+    return np.unique(matches.sample), [value for place, value in enumerate(values) if place not in hit]
+
+
+def check_absent(absent: Sequence[str], what: str) -> None:
+    """Raise AbsentError if there are absent values."""
+    if absent:
+        shown = ", ".join(repr(value[:80]) for value in absent[:_SHOWN])
+        raise AbsentError(
+            f"{what} holds {len(absent)} values that the dataset does not have, such as {shown}; correct the list, or "
+            "leave them out on purpose: --allow-absent"
+        )
 
 
 def parse_lookup(text: str | Sequence[str], schema: Schema) -> tuple[str, ...]:

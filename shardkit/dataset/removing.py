@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from shardkit.dataset.dataset import Dataset, open_dataset
 from shardkit.dataset.erasing import erase_rows, finish_erasures, plan_erasure
-from shardkit.dataset.lookups import KEY, find_samples, hash_values
+from shardkit.dataset.lookups import KEY, NUMBER, check_absent, list_samples
 from shardkit.dataset.rewriting import ErasureReport
 from shardkit.dataset.selecting import put_selected, select_rows, selected_rows
 from shardkit.errors import NotFoundError, UsageError
@@ -18,8 +18,6 @@ from shardkit.formats import canonical_json, sha256_digest
 from shardkit.repository.log import parse_dataset_url
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import Version, load_manifest
-
-_SHOWN = 5
 
 Places = dict[int, list[int]]
 """Shard → rows, ascending."""
@@ -42,12 +40,17 @@ def remove(
     keys: Sequence[str] | None = None,
     reason: str,
     author: str = "",
+    allow_absent: bool = False,
 ) -> Removal:
-    """Commit versions without some samples; their bytes stay, and so do tags and the old versions."""
+    """Commit versions without some samples; their bytes stay, and so do tags and the old versions.
+
+    Raises:
+        AbsentError: the dataset does not hold some of them, and `allow_absent` is not set.
+    """
     root, ref = parse_dataset_url(url)
     _check_reason(reason)
     repository = Repository.open(root)
-    version, places = _places(url, rows, keys)
+    version, places = _places(url, rows, keys, allow_absent)
     lost = {version.table.digest_text(shard): numbers for shard, numbers in places.items()}
     head = repository.head()
     refs = dict(head.refs) if head else {}
@@ -90,10 +93,14 @@ def erase(
     keys: Sequence[str] | None = None,
     reason: str,
     author: str = "",
+    allow_absent: bool = False,
 ) -> ErasureReport:
     """Erase samples of a version from every version of the root: refs, splits, selections, history; withdraw its tags.
 
-    May be killed at any moment: the same call, or `resume_erasures`, goes on.
+    After a kill at any moment, the same call or `resume_erasures` continues.
+
+    Raises:
+        AbsentError: the dataset does not hold some of them, and `allow_absent` is not set.
     """
     root, _ = parse_dataset_url(url)
     _check_reason(reason)
@@ -105,7 +112,7 @@ def erase(
     finished = finish_erasures(repository)
     if request in finished:
         return finished[request]
-    version, places = _places(url, rows, keys)
+    version, places = _places(url, rows, keys, allow_absent)
     return erase_rows(
         repository, plan_erasure(repository, version, places, request=request, reason=reason, author=author)
     )
@@ -117,38 +124,29 @@ def resume_erasures(root: str) -> list[ErasureReport]:
 
 
 def _places(
-    url: str, rows: Sequence[int] | NDArray[np.int64] | None, keys: Sequence[str] | None
+    url: str,
+    rows: Sequence[int] | NDArray[np.int64] | None,
+    keys: Sequence[str] | None,
+    allow_absent: bool,
 ) -> tuple[Version, Places]:
-    """The version that samples are named in, and where they lie."""
+    """The version that samples are named in, and their shards and rows."""
     if (rows is None) == (keys is None):
         raise UsageError("name the samples by their numbers or by their keys")
     dataset = open_dataset(url)
     if dataset.manifest.parts:
         names = ", ".join(name for name, _ in dataset.manifest.parts)
         raise UsageError(f"{url} is merged; remove from its parts ({names}), then merge them again")
-    if rows is not None:
-        samples = np.unique(np.asarray(rows, dtype=np.int64))
-    else:
-        samples = _samples_of_keys(dataset, url, list(dict.fromkeys(keys or ())))
-    if not len(samples):
+    values = [str(int(row)) for row in rows] if rows is not None else list(dict.fromkeys(keys or ()))
+    if not values:
         raise UsageError("no sample is named; give at least one")
-    where = dataset.rows.locate(samples)
+    listed = list_samples(dataset, values, NUMBER if rows is not None else KEY)
+    if not allow_absent or not len(listed.samples):
+        check_absent(listed.absent, f"the list for {url}")
+    where = dataset.rows.locate(listed.samples)
     places: Places = {}
     for shard, row in zip(where.shard.tolist(), where.row.tolist(), strict=True):
         places.setdefault(shard, []).append(row)
     return dataset.version, {shard: sorted(numbers) for shard, numbers in places.items()}
-
-
-def _samples_of_keys(dataset: Dataset, url: str, keys: list[str]) -> NDArray[np.int64]:
-    _, hashes = hash_values(dataset.schema, KEY, keys)
-    found = find_samples(dataset, KEY, hashes)
-    missing = sorted(set(range(len(keys))) - set(found.value.tolist()))
-    if missing:
-        shown = ", ".join(repr(keys[place])[:80] for place in missing[:_SHOWN])
-        raise NotFoundError(
-            f"{url} has no samples with {len(missing)} of the keys, such as {shown}; leave them out"
-        )
-    return np.unique(found.sample)
 
 
 def _without(

@@ -21,7 +21,8 @@ from shardkit.audit import audit_run, make_statement
 from shardkit.errors import NotFoundError
 from shardkit.formats.canonical_json import dumps, loads, sha256_digest
 from shardkit.ledger import Ledger
-from shardkit.ledger.ledger import RECORD_BYTES, STEPS_MAGIC, Tree, encode_line, leaf_hash, parse_lines
+from shardkit.ledger.ledger import RECORD_BYTES, STEPS_MAGIC, encode_line, parse_lines
+from shardkit.ledger.merkle import Tree, leaf_hash
 from shardkit.stores.store import object_name
 from shardkit.torch.checkpoint_format import decode_value, encode_value
 from shardkit_trainer import load_configuration

@@ -591,10 +591,11 @@ def test_trace_of_a_list_proves_that_none_was_used(
     unused = [sample for sample in range(ROWS) if sample not in used]
     listed = tmp_path / "list"
     listed.write_text("".join(f"{dataset.key(sample)}\n" for sample in unused) + "elsewhere\n")
-    code, out = command("trace", str(run), "--exclude", str(listed), "--json", capsys=capsys)
-    document = json.loads(out)
-    assert (code, document["uses"], document["absent"]) == (0, [], ["elsewhere"])
-    assert document["in_dataset"] == unused
+    for more, expected in (([], 5), (["--allow-absent"], 0)):
+        code, out = command("trace", str(run), "--exclude", str(listed), *more, "--json", capsys=capsys)
+        document = json.loads(out)
+        assert (code, document["uses"], document["absent"]) == (expected, [], ["elsewhere"])
+        assert document["in_dataset"] == unused
     listed.write_text(f"{unused[0]}\n{plan.cell(4, 1)[2]}\n")
     code, out = command(
         "trace", str(run), "--exclude", str(listed), "--field", "number", "--json", capsys=capsys

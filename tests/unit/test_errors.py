@@ -26,6 +26,7 @@ ShardkitError: shardkit
   IntegrityError: integrity
   MissingDependency(ImportError): dependency
   NotFoundError(LookupError): not-found
+    AbsentError: absent
     SampleIndexError(IndexError): sample-index
   RunError(RuntimeError): run
   SourceError: source

@@ -1,46 +1,106 @@
-"""Values, keys and sample numbers as people give them: on the command line, or in files, one a line."""
+"""Lists of keys, values and sample numbers: on the command line, or in text files with one a line.
+
+One reader for all commands. `shardkit.dataset.lookups.list_samples` decides which samples a list names.
+"""
 
 from __future__ import annotations
 
+import os
+import stat
+import unicodedata
 from pathlib import Path
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Annotated, Final
 
 from shardkit.dataset import Dataset
-from shardkit.errors import NotFoundError, SourceError
+from shardkit.dataset.lookups import KEY, check_absent, list_samples
+from shardkit.errors import SourceError, UsageError
+from shardkit_tools.options import option
+
+MAX_BYTES: Final = 1 << 30
+_QUOTES: Final = "\"'`´«»‘’‚“”„‹›"
+_JOINERS: Final = "\u200c\u200d"  # parts of words and of emoji
+
+AbsentOption = Annotated[
+    bool, option("--allow-absent", "Leave out entries of the list that the dataset does not hold.")
+]
 
 
-def read_lines(path: Path, *, may_be_empty: bool = False) -> list[str]:
-    """The lines of a UTF-8 file without their ends; empty ones are left out."""
+def read_values(path: Path, *, may_be_empty: bool = False, quoted: bool = False) -> list[str]:
+    """Return the values of a text file, one a line.
+
+    The file is UTF-8, with or without a byte order mark. Empty lines are skipped. Lines with control characters,
+    blanks or quotes at an end are refused, since nobody can say whether these belong to the value.
+
+    Args:
+        path: path of the file.
+        may_be_empty: a file without values is no error.
+        quoted: values are JSON, in which texts have quotes.
+
+    Raises:
+        SourceError: the file cannot be read, holds no value, or a line is refused.
+    """
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe must not block us
+        with os.fdopen(descriptor, "rb") as file:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_BYTES:
+                raise SourceError(f"{path}: expected a regular file of at most {MAX_BYTES >> 20} MiB")
+            text = file.read(MAX_BYTES).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise SourceError(
-            f"{path}: cannot be read ({error}); give a text file with one value a line"
+            f"{path}: cannot be read ({error}); give a UTF-8 text file, one value a line"
         ) from error
-    if not lines and not may_be_empty:
+    lines = [line.removesuffix("\r") for line in text.split("\n")]
+    values = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            wrong = _wrong_with(line, quoted=quoted)
+            if wrong:
+                raise SourceError(f"{path} line {number}: {line[:80]!r} {wrong}; remove it")
+            values.append(line)
+    if not values and not may_be_empty:
         raise SourceError(f"{path}: holds no line; give a text file with one value a line")
-    return [line.removesuffix("\r") for line in lines]
+    return values
 
 
-def read_numbers(path: Path, count: int, *, may_be_empty: bool = False) -> NDArray[np.int64]:
-    """Sample numbers below ``count``, ascending, each once."""
-    numbers = set()
-    for text in " ".join(read_lines(path, may_be_empty=may_be_empty)).split():
-        if not text.isascii() or not text.isdecimal() or int(text) >= count:
-            raise SourceError(f"{path}: {text[:40]!r} is not a sample number; expected 0 to {count - 1}")
-        numbers.add(int(text))
-    return np.array(sorted(numbers), dtype=np.int64)
+def split_values(text: str, name: str) -> list[str]:
+    """Return the values of an option, separated by commas.
+
+    Raises:
+        UsageError: a value is empty, or is refused as in `read_values`.
+    """
+    values = text.split(",")
+    for value in values:
+        wrong = _wrong_with(value) if value else "is empty"
+        if wrong:
+            raise UsageError(
+                f"{name}: {value[:80]!r} {wrong}; remove it, or give a file with one value a line"
+            )
+    return values
 
 
-def sample_number(dataset: Dataset, text: str) -> int:
-    """The number of a sample that is named by its number or its key."""
-    from shardkit.audit import resolve_samples
+def _wrong_with(text: str, *, quoted: bool = False) -> str:
+    for character in text:
+        kind = unicodedata.category(character)
+        if kind in ("Cc", "Cs", "Zl", "Zp") or (kind == "Cf" and character not in _JOINERS):
+            return f"holds the control character U+{ord(character):04X}"
+    if text != text.strip():
+        return "begins or ends with a blank"
+    if not quoted and (text[0] in _QUOTES or text[-1] in _QUOTES):
+        return "begins or ends with a quote"
+    return ""
 
-    if text.isdecimal():
-        return int(text)
-    samples, _, _ = resolve_samples(dataset, "key", [text])
-    if not len(samples):
-        raise NotFoundError(f"no sample has the key {text!r}")
-    return int(samples[0])
+
+def sample_number(dataset: Dataset, text: str, field: str | None = None) -> int:
+    """Return the number of the sample that a text names by number or by key.
+
+    Raises:
+        AbsentError: there is no such sample.
+        UsageError: it is the number of one sample and the key of another.
+    """
+    if field is None:
+        is_key = len(list_samples(dataset, [text], KEY).samples)
+        field = None if is_key or not text.isdecimal() else "number"
+    listed = list_samples(dataset, [text], field)
+    check_absent(listed.absent, f"--sample {text[:80]}")
+    return int(listed.samples[0])

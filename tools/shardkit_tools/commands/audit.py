@@ -19,7 +19,6 @@ from shardkit.audit import (
     load_run,
     make_statement,
     read_envelope,
-    resolve_samples,
     samples_of_step,
     sign_statement,
     uses_of,
@@ -30,6 +29,7 @@ from shardkit.audit.plans import RunPlan
 from shardkit.audit.result import HEADINGS, facts_of
 from shardkit.audit.run_record import RunRecord
 from shardkit.copies.verify import Level
+from shardkit.dataset.lookups import list_samples
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, UsageError
 from shardkit.exit_codes import ExitCode
 from shardkit.stores.file_operations import explained
@@ -38,9 +38,10 @@ from shardkit_tools.commands.verify import parse_share
 from shardkit_tools.console import count_text
 from shardkit_tools.help_pages import CommandPage, GroupPage
 from shardkit_tools.options import argument, option
-from shardkit_tools.row_lists import read_lines, sample_number
+from shardkit_tools.row_lists import AbsentOption, read_values, sample_number
 
 _SHOWN = 20
+_DEFAULT = "check"
 _STATEMENT = "audit.dsse.json"
 
 RunArgument = Annotated[Path, argument("RUN", "The run directory.")]
@@ -50,30 +51,19 @@ DatasetOption = Annotated[
 ]
 
 
-class RunFirst(GroupPage):
-    """`audit RUN` is a command without a word of its own; it goes by "RUN" in the list of commands."""
+class AuditGroup(GroupPage):
+    """A group of commands; without the name of one, `check` runs."""
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Put the word in where the first one is no subcommand."""
-        if args and args[0] not in self.commands and args[0] not in ("-h", "--help"):
-            args = ["RUN", *args]
-        return super().parse_args(ctx, args)
-
-
-class RunPage(CommandPage):
-    """Its page, without that word."""
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the page; called by typer for ``--help``."""
-        super().format_help(ctx, formatter)
-        formatter.buffer = [text.replace("audit RUN RUN", "audit RUN") for text in formatter.buffer]
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Choose the command; called by typer."""
+        return super().resolve_command(ctx, args if args[0] in self.commands else [_DEFAULT, *args])
 
 
 group = typer.Typer(
-    cls=RunFirst,
+    cls=AuditGroup,
     no_args_is_help=True,
     rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "ignore_unknown_options": True},
 )
 
 
@@ -81,10 +71,10 @@ group = typer.Typer(
 def audit() -> None:
     """Prove what a run consumed, compare two runs, trace samples; no sample data is read unless asked.
 
-    audit RUN checks the ledger, every step against the plan, coverage, checkpoints and the data.
+    audit RUN is audit check RUN: the ledger, every step against the plan, coverage, checkpoints and the data.
 
     Exit codes: 0 clean, or deviations that the ledger explains; 3 could not check; 4 violated. diff: 5 where the runs
-    diverge. trace --exclude: 5 where one of the list was used.
+    diverge. trace --exclude: 5 where one of the list was used, or an entry of it is absent from the dataset.
 
     Example: shardkit audit runs/a && shardkit audit trace runs/a --exclude takedown.txt
     """
@@ -93,8 +83,8 @@ def audit() -> None:
 # ---- audit RUN
 
 
-@group.command("RUN", cls=RunPage)
-def run_command(
+@group.command(_DEFAULT, cls=CommandPage)
+def check_command(
     run: RunArgument,
     level: Annotated[
         Level,
@@ -248,17 +238,18 @@ def trace_command(
         str | None,
         option(
             "--field FIELD",
-            "What --exclude lists: key, number, url, image:sha256, …; default: keys, or else numbers.",
+            "What --exclude or --sample names: key, number, url, image:sha256, …; default: keys, or else numbers.",
         ),
     ] = None,
+    allow_absent: AbsentOption = False,
     dataset: DatasetOption = None,
     as_json: options.JsonFlag = False,
 ) -> None:
     """Trace a sample, a step, or a list of samples that must not have been used.
 
     The answer follows from the plan and the ledger; run `shardkit audit RUN` first to know that the ledger is sound.
-    Exit codes of --exclude: 0 none of them was used; 5 some were, or nothing of the list is in the dataset, which
-    proves nothing; 4 where the record of the run is not sound.
+    Exit codes of --exclude: 0 none of them was used; 5 some were, or some are not in the dataset (--allow-absent leaves
+    these out); 4 where the record of the run is not sound.
 
     Example: shardkit audit trace runs/a --exclude takedown.txt --field url
     """
@@ -278,14 +269,15 @@ def trace_command(
     code = ExitCode.DONE
     document: dict[str, Any]
     if sample is not None:
-        number = sample_number(next(iter(plans.values())).dataset, sample)
+        number = sample_number(next(iter(plans.values())).dataset, sample, field)
         uses = uses_of(record, plans, number)
         document = {"sample": number, "consumed": len(uses), "uses": uses}
     elif step is not None:
         document = {"step": step, "samples": samples_of_step(record, plans, step)}
     elif exclude is not None:
-        document = _trace_list(record, plans, read_lines(exclude), field)
-        code = ExitCode.NO if document["used"] or not document["in_dataset"] else ExitCode.DONE
+        document = _trace_list(record, plans, read_values(exclude), field)
+        is_complete = allow_absent or not document["absent"]
+        code = ExitCode.DONE if is_complete and not document["used"] else ExitCode.NO
     console.present(as_json, lambda: document, exit_code=ExitCode.DAMAGED if violated else code)
 
 
@@ -295,12 +287,15 @@ def _trace_list(
     samples: set[int] = set()
     absent, taken = set(values), ""
     for plan in plans.values():
-        found, missing, taken = resolve_samples(plan.dataset, field, values)
-        samples |= set(found.tolist())
-        absent &= set(missing)
+        listed = list_samples(plan.dataset, values, field)
+        samples |= set(listed.samples.tolist())
+        absent &= set(listed.absent)
+        taken = listed.field
     uses = uses_of_many(record, plans, samples)
     answer = "these were used" if uses else "none of the list was ever used"
-    if not samples:
+    if not samples and absent:
         answer = f"nothing of the list is in the dataset, taken as {taken}: this proves nothing"
+    elif absent:
+        answer += f"; {len(absent)} of {len(values)} are not in the dataset, taken as {taken}: nothing is said of these"
     return {"answer": answer, "listed": len(values), "field": taken, "absent": sorted(absent),
             "in_dataset": sorted(samples), "used": sorted({use.sample for use in uses}), "uses": uses}  # fmt: skip

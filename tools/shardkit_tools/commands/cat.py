@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import numpy as np
 
 import shardkit
+from shardkit.dataset.lookups import is_number
 from shardkit.errors import NotFoundError, UsageError
 from shardkit.formats.tar_members import sniff_extension
 from shardkit.formats.values import logical_text
@@ -30,7 +31,7 @@ _SPACES = str.maketrans("\t\n\r", "   ")
 
 def cat(
     root: options.VersionArgument,
-    row: Annotated[int, argument("ROW", "The sample's number, from 0.")],
+    row: Annotated[str, argument("ROW", "The sample's number, from 0.")],
     field: Annotated[str | None, option("--field -f NAME", "Only this field, and whole.")] = None,
     out: Annotated[
         Path | None,
@@ -51,7 +52,8 @@ def cat(
     dataset = shardkit.open(root)
     if field is not None and field not in dataset.schema:
         raise NotFoundError(f"{root} has no field {field!r}; its fields are {', '.join(dataset.schema)}")
-    sample, source = dataset[row], dataset.source(row)
+    number = _number(row)
+    sample, source = dataset[number], dataset.source(number)
     if out is not None and field is not None:
         data = _payload(sample[field], npy=out.suffix == ".npy")
         with console.new_file(out) as stream, explained(f"write {out}", writing=True):
@@ -59,17 +61,26 @@ def cat(
         console.print_line(f"{out}: {bytes_text(len(data))}")
     elif as_json:
         fields = {name: _plain(sample[name]) for name in ([field] if field is not None else sample)}
-        console.print_json({"sample": row, "key": dataset.key(row), "fields": fields, "source": source})
+        console.print_json({"sample": number, "key": dataset.key(number), "fields": fields, "source": source})
     elif field is not None:
         _print_whole(sample[field])
     else:
         came = f", from {source[0]} row {source[1]}" if source is not None else ""
-        about = f"sample {row} of {count_text(len(dataset))}, key {dataset.key(row)}{came}"
+        about = f"sample {number} of {count_text(len(dataset))}, key {dataset.key(number)}{came}"
         console.print_line(about, "bold")
         for name, value in sample.items():
             has_class = name == "label" and dataset.classes and isinstance(value, int)
             label = f" ({dataset.classes[value]})" if has_class else ""
             _print_field(f"{name}: {dataset.schema[name]}", value, label)
+
+
+def _number(text: str) -> int:
+    if not is_number(text):
+        raise UsageError(
+            f"ROW: {text[:40]!r} is no sample number; expected a number without leading zeros; the number of a key: "
+            f"shardkit find ROOT --field key={text[:40]}"
+        )
+    return int(text)
 
 
 def _print_field(head: str, value: Any, label: str) -> None:

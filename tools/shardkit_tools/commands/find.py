@@ -13,7 +13,7 @@ from shardkit.exit_codes import ExitCode
 from shardkit.formats import Schema
 from shardkit_tools import console, options
 from shardkit_tools.options import option
-from shardkit_tools.row_lists import read_lines
+from shardkit_tools.row_lists import read_values
 
 _FIELD_HELP = (
     "url=https://…, key=cat-17 or image:sha256=HEX; may be repeated. Without a value: what --list holds."
@@ -76,7 +76,9 @@ def _asked(fields: list[str], listed: Path | None, schema: Schema) -> dict[str, 
     if len(bare) > 1:
         raise UsageError(f"find: --list holds values of one field, not of {' and '.join(bare)}")
     if listed is not None:
-        asked.setdefault(bare[0] if bare else KEY, []).extend(read_lines(listed))
+        name = bare[0] if bare else KEY
+        is_json = name in schema and schema[name].kind == "json"
+        asked.setdefault(name, []).extend(read_values(listed, quoted=is_json))
     return asked
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import shardkit
+from shardkit.dataset.lookups import is_number
 from shardkit.dataset.removing import Removal, erase, resume_erasures
 from shardkit.dataset.removing import remove as remove_samples
 from shardkit.dataset.rewriting import ErasureReport
@@ -14,7 +14,7 @@ from shardkit.errors import UsageError
 from shardkit_tools import console, options
 from shardkit_tools.console import bytes_text, count_text, short_id
 from shardkit_tools.options import argument, option
-from shardkit_tools.row_lists import read_lines, read_numbers
+from shardkit_tools.row_lists import AbsentOption, read_values, split_values
 from shardkit_tools.versions import parse_url
 
 
@@ -33,13 +33,15 @@ def remove(
     resume: Annotated[
         bool, option("--resume", "Finish an erasure that was interrupted; takes no samples.")
     ] = False,
+    allow_absent: AbsentOption = False,
     as_json: options.JsonFlag = False,
 ) -> None:
     """Remove samples: a version without them; with --erase their bytes, everywhere in ROOT.
 
     Without --erase the samples stay readable in tags and old versions. With it, the shards that hold them are
     rewritten, look-ups, selections and refs follow, tags on them are withdrawn, and old objects are deleted; what
-    this command cannot reach is listed. After an interruption the same command goes on.
+    this command cannot reach is listed. After an interruption the same command continues. Exit code 5: the dataset does
+    not hold some of them, and nothing was removed.
 
     Example: shardkit remove data/web --list takedown.txt --reason "request 2026-117" --erase
     """
@@ -53,7 +55,7 @@ def remove(
         raise UsageError("remove takes one of --rows, --keys and --list")
     if not reason.strip():
         raise UsageError("remove needs --reason TEXT: the log keeps it")
-    given = _given(root, rows, keys, listed)
+    given = _given(rows, keys, listed) | {"allow_absent": allow_absent}
     if erase_bytes:
         report = erase(root, reason=reason, author=author, **given)
         console.present(as_json, report.to_json, lambda: _print_reports([report]))
@@ -64,20 +66,20 @@ def remove(
         )
 
 
-def _given(root: str, rows: str | None, keys: str | None, listed: Path | None) -> dict[str, Any]:
+def _given(rows: str | None, keys: str | None, listed: Path | None) -> dict[str, Any]:
+    text = str(rows or keys)
+    named = listed or Path(text)
+    is_file = listed is not None or named.is_file()
+    values = read_values(named) if is_file else split_values(text, "--keys" if rows is None else "--rows")
     if rows is None:
-        named = listed or Path(str(keys))
-        is_file = listed is not None or named.is_file()
-        return {"keys": read_lines(named) if is_file else str(keys).split(",")}
-    if Path(rows).is_file():
-        return {"rows": read_numbers(Path(rows), len(shardkit.open(root)))}
-    texts = [text.strip() for text in rows.split(",")]
-    wrong = next((text for text in texts if not (text.isascii() and text.isdecimal())), None)
+        return {"keys": values}
+    wrong = next((value for value in values if not is_number(value)), None)
     if wrong is not None:
         raise UsageError(
-            f"--rows: {wrong!r} is no sample number; give numbers such as 17,203, or a file of them"
+            f"--rows: {wrong[:40]!r} is no sample number; give numbers without leading zeros such as 17,203, or a file "
+            "of them; keys are given with --keys"
         )
-    return {"rows": [int(text) for text in texts]}
+    return {"rows": [int(value) for value in values]}
 
 
 def _document(removal: Removal) -> dict[str, Any]:

@@ -11,12 +11,13 @@ from numpy.typing import NDArray
 import shardkit
 from shardkit.dataset import Dataset
 from shardkit.dataset.committing import move_refs, standing_refs
+from shardkit.dataset.lookups import NUMBER, check_absent, list_samples
 from shardkit.dataset.selecting import put_selected, select_rows
 from shardkit.errors import UsageError
 from shardkit.repository.repository import Repository
 from shardkit_tools import console, options
 from shardkit_tools.options import argument, option
-from shardkit_tools.row_lists import read_numbers
+from shardkit_tools.row_lists import AbsentOption, read_values
 from shardkit_tools.versions import moved_document, parse_url
 
 
@@ -32,6 +33,7 @@ def select(
     exclude: Annotated[
         Path | None, option("--exclude FILE", "A file with the sample numbers to leave out, one a line.")
     ] = None,
+    allow_absent: AbsentOption = False,
     message: options.MessageOption = "",
     author: options.AuthorOption = "",
     as_json: options.JsonFlag = False,
@@ -53,7 +55,7 @@ def select(
     if where is not None:
         view, note, said = dataset.select(where=where), {"where": where}, f"select {where}"
     else:
-        view = dataset.select(rows=_numbers(dataset, rows, exclude))
+        view = dataset.select(rows=_numbers(dataset, rows, exclude, allow_absent))
         note, said = {"rows": "listed" if rows is not None else "all but listed"}, "select by list"
     masks = {shard: _mask(view, shard) for shard in range(len(view.table))}
     manifest, table, selections = select_rows(
@@ -78,9 +80,14 @@ def _mask(view: Dataset, shard: int) -> NDArray[np.bool_]:
     return mask
 
 
-def _numbers(dataset: Dataset, rows: Path | None, exclude: Path | None) -> NDArray[np.int64]:
+def _numbers(
+    dataset: Dataset, rows: Path | None, exclude: Path | None, allow_absent: bool
+) -> NDArray[np.int64]:
+    path = rows or exclude
+    assert path is not None
+    listed = list_samples(dataset, read_values(path, may_be_empty=True), NUMBER)
+    if not allow_absent:
+        check_absent(listed.absent, str(path))
     if rows is not None:
-        return read_numbers(rows, len(dataset), may_be_empty=True)
-    assert exclude is not None
-    left_out = read_numbers(exclude, len(dataset), may_be_empty=True)
-    return np.setdiff1d(np.arange(len(dataset), dtype=np.int64), left_out, assume_unique=True)
+        return listed.samples
+    return np.setdiff1d(np.arange(len(dataset), dtype=np.int64), listed.samples, assume_unique=True)
