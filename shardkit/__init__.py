@@ -27,10 +27,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
-
-from shardkit.repository import COMMIT_HOOKS
 
 if TYPE_CHECKING:
     from shardkit.dataset import Dataset, Writer, create
@@ -49,15 +46,6 @@ def __getattr__(name: str) -> Any:
         module = importlib.import_module(f"shardkit.dataset.{_PUBLIC[name]}")
         return getattr(module, "open_dataset" if name == "open" else name)
     raise AttributeError(f"module 'shardkit' has no attribute {name!r}")
-
-
-def _copies_of_commit(repository: Any, table: Any, versions: Sequence[str]) -> Callable[[], None]:
-    from shardkit.copies.replicate import copies_of_commit
-
-    return copies_of_commit(repository, table, versions)
-
-
-COMMIT_HOOKS.append(_copies_of_commit)  # here, where the rooms meet: a repository does not know who copies
 
 
 def __dir__() -> list[str]:

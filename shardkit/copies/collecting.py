@@ -1,51 +1,55 @@
-"""`collect`: objects that nothing names go in two rounds, over all locations, and may race with anything.
+"""`collect`: delete objects that no version needs, in all locations, whatever else happens at the same time.
 
-A collection marks in one round and deletes in a later one; a commit checks that nothing it names is being collected
-(SPEC.md, "Garbage").
+An object goes if it was garbage when it was marked and still is a grace period later. What goes is announced by one
+entry of the log, which is put only if it is absent, and commits are checked against it (SPEC.md, "Garbage").
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import re
 import time
-import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 from shardkit.copies.documents import log_conflict
 from shardkit.copies.placement import Holdings
 from shardkit.copies.replicate import mirror
-from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, StoreError, UsageError
+from shardkit.errors import (
+    FormatError,
+    IntegrityError,
+    NotFoundError,
+    ShardkitError,
+    StoreError,
+    UsageError,
+)
 from shardkit.formats.canonical_json import seconds_of
 from shardkit.reading.inventory import walk_versions
 from shardkit.reading.objects import ROOT_NAME
 from shardkit.reading.parity.sets import parity_names
-from shardkit.repository.garbage_lists import (
+from shardkit.repository.garbage import (
     MAX_NAMES,
     forget_lists,
-    list_seen,
     put_list,
-    put_seen,
     read_list,
+    read_marks,
+    write_marks,
 )
-from shardkit.repository.log import NO_COMMIT, LogEntry
+from shardkit.repository.log import LOG, NO_COMMIT, Deletion, LogEntry
 from shardkit.repository.repository import Repository
 from shardkit.stores.file_operations import FOLDER
 from shardkit.stores.local import LocalStore
 from shardkit.stores.store import EXTENSIONS, Store, object_name, parse_object_name, root_store
 
 GRACE_S: Final = 7 * 86_400
-"""From the marking of an object to its deletion, by default."""
+"""Seconds from the marking of an object to its deletion, by default."""
 
 HISTORY_S: Final = 30 * 86_400
-"""For how long versions stay that a ref or tag named, by default."""
+"""Seconds for which versions stay that a ref or tag named, by default."""
 
-TAKE_OVER_S: Final = 3_600
 COLLECTED: Final = frozenset(EXTENSIONS) - {"tensor", "checkpoint"}
 """Extensions that a collection may take: checkpoints belong to runs, which remove their own."""
 
@@ -53,13 +57,12 @@ _HEX: Final = re.compile(rb"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
 _MAX_RECORD_BYTES: Final = 64 * 2**20
 
 _CHECK_EVERY_S: Final = 1.0
-_SETTLE_S: Final = 3.0
-"""From the taking over of a collection to its end: its collector, if it lives after all, has looked by then."""
-_KEEP_LISTS_S: Final = 365 * 86_400
+_PAUSE_S: Final = 3.0
+"""Shortest time from taking a deletion over to its end: a collector that lives after all has noticed by then."""
 
 _OBJECTS: Final = "objects/"
 _FIRST: Final = ("manifest", "page", "selection", "lookup", "cost", "sources", "about")
-"""Kinds that go first: a version of which something is gone has no manifest, so that nothing names it by mistake."""
+"""Kinds that are deleted first: a version that lacks an object then has no manifest."""
 
 Report = Callable[[int, int], None]
 """(objects deleted, objects to delete)."""
@@ -70,14 +73,14 @@ class Collection:
     """What `collect` found and did.
 
     Attributes:
-        live: objects that are needed.
-        garbage: objects, over all locations, that nothing names; each once. garbage_bytes: in the root.
-        marked: of those, how many were seen unreferenced for the first time.
-        waiting: how many were seen before, but not long enough ago.
-        due: how many may be deleted now. due_bytes: their bytes in the root.
-        deleted: copies deleted, by location.
-        finished: collections of killed calls that were finished first.
-        unreachable: location → what it said; its garbage stays until the next call.
+        live: number of objects that are needed.
+        garbage: number of objects, over all locations, that no version needs. garbage_bytes: their bytes in the root.
+        marked: garbage that was marked now, for the first time.
+        waiting: garbage that was marked less than a grace period ago.
+        due: garbage that may be deleted now. due_bytes: its bytes in the root.
+        deleted: location → number of copies deleted.
+        finished: deletions of killed calls that were finished first.
+        unreachable: location → its error; its garbage stays until the next call.
     """
 
     live: int = 0
@@ -98,15 +101,22 @@ def collect(
     delete: bool = False,
     grace_s: int = GRACE_S,
     history_s: int = HISTORY_S,
-    take_over_s: int = TAKE_OVER_S,
-    settle_s: float = _SETTLE_S,
-    clock: Callable[[], float] = time.time,
     report: Report | None = None,
 ) -> Collection:
-    """Find objects that nothing names; with `delete`, mark new ones and delete those that were marked long enough ago.
+    """Find objects that no version needs; with `delete`, mark them, and delete those marked a grace period ago.
 
-    Safe whatever else happens, whatever clocks say, and however often it is killed (SPEC.md, "Garbage"); the grace only
-    spares builds under way the work of putting objects again, and readers of dropped versions a surprise.
+    Args:
+        repository: The root, opened for writing.
+        delete: False: nothing is changed.
+        grace_s: Seconds from marking to deletion. It spares builds under way from putting objects again. A deletion
+            that was announced so long ago and has not ended counts as killed, and is finished.
+        history_s: Versions that a ref or tag named within so many seconds stay.
+        report: Called with progress.
+
+    Raises:
+        UsageError: An erasure or another deletion is under way.
+        IntegrityError: The log of a copy has entries that the root's lacks.
+        StoreError: A location does not answer, so that its log cannot be compared.
     """
     work = _Collector(repository, report)
     done, store = work.done, work.store
@@ -114,54 +124,73 @@ def collect(
         raise UsageError(f"an erasure was begun; finish it first: shardkit remove {repository.url} --resume")
     if delete:
         work.check_logs()
-        work.finish_killed(clock, take_over_s, settle_s)
-    before = _begun_ever(repository.head())
+        work.finish_killed(grace_s)
+    before = (repository.head() or NO_COMMIT).deletion
     reading = Repository.open(repository.url, read_only=True)
-    since = clock() - history_s
-    live = mark_live(reading, repository.newest_commits(), since)
+    now = time.time()
+    live = mark_live(reading, repository.newest_commits(), now - history_s)
     listed = work.listed()
     garbage = {name for name in listed if _is_ours(name)} - live
     done.live, done.garbage = len(listed) - len(garbage), len(garbage)
-    due = _rounds(store, garbage, int(clock()), grace_s, done, write=delete)
-    done.due = len(due)
+    # A mark from the future, of a clock that was ahead, must not keep garbage for ever: it is made again.
+    marks = {name: when for name, when in read_marks(store).items() if name in garbage and when <= now}
+    due = {name for name, when in marks.items() if now - when >= grace_s}
+    done.marked, done.waiting, done.due = len(garbage - marks.keys()), len(marks) - len(due), len(due)
     if not delete:
         done.garbage_bytes, done.due_bytes = _bytes(store, garbage), _bytes(store, due)
         return done
+    write_marks(store, {**dict.fromkeys(garbage, int(now)), **marks})
     if due:
         chosen = set(sorted(due)[:MAX_NAMES])
 
-        def still_due() -> list[str]:
-            return sorted(chosen - mark_live(reading, repository.newest_commits(), since))
+        def still_due(head: LogEntry | None) -> list[str]:
+            if (head or NO_COMMIT).deletion != before:
+                return []  # another one came and went: what is due by this listing may have been put again
+            return sorted(chosen - mark_live(reading, repository.newest_commits(), now - history_s))
 
-        work.collect(before, still_due, int(clock()))
-    head = repository.head()
-    forget_lists(store, int(clock()), _KEEP_LISTS_S, head.collecting.values() if head else ())
+        work.collect(still_due)
+    forget_lists(store, repository.head())
     return done
 
 
-def _rounds(
-    store: Store, garbage: set[str], now: int, grace_s: int, done: Collection, *, write: bool
-) -> set[str]:
-    """First round: remember what is seen unreferenced. Second: what was remembered long enough ago is due."""
-    first: dict[str, int] = {}
-    for seen in list_seen(store):
-        # A clock that was ahead must not keep garbage for ever: what it wrote is remembered again.
-        still = {name for name in seen.names & garbage if seen.time <= now}
-        for name in still:
-            first[name] = min(first.get(name, seen.time), seen.time)
-        if write and still != seen.names:  # what is needed again starts over when it is not
-            put_seen(store, seen.time, still)
-            store.delete(seen.document)
-    new = garbage - first.keys()
-    if write and new:
-        put_seen(store, now, new)
-    due = {name for name, seconds in first.items() if now - seconds >= grace_s}
-    done.marked, done.waiting = len(new), len(first) - len(due)
-    return due
+def announce_deletion(
+    repository: Repository,
+    names: Callable[[LogEntry | None], Sequence[str]],
+    message: str = "garbage: deleting",
+) -> Deletion | None:
+    """Announce in the log what is going to be deleted: from then on no commit may name any of it.
+
+    Args:
+        repository: The root.
+        names: Head → objects to delete; called again if another commit came first. None of them: no deletion.
+        message: Of the entry.
+
+    Raises:
+        UsageError: Another deletion is under way: the log allows one at a time.
+    """
+
+    def change(head: LogEntry | None) -> Mapping[str, Any] | None:
+        chosen = names(head)
+        if not chosen:
+            return None
+        return {"deletion": put_list(root_store(repository.store), (head or NO_COMMIT).n + 1, chosen)}
+
+    entry = repository.append(change, repository.head(), message)
+    return entry.deletion if entry else None
+
+
+def end_deletion(repository: Repository, deletion: Deletion) -> bool:
+    """Note in the log that all of it was deleted. Return False if somebody else took it over."""
+
+    def change(head: LogEntry | None) -> Mapping[str, Any] | None:
+        is_current = head is not None and head.deletion == deletion
+        return {"deletion": deletion._replace(is_ended=True)} if is_current else None
+
+    return repository.append(change, repository.head(), "garbage: deleted") is not None
 
 
 class _Collector:
-    """One call of `collect` that deletes, over all locations."""
+    """One call of `collect`, over all locations."""
 
     def __init__(self, repository: Repository, report: Report | None) -> None:
         self._repository, self._report, self.done = repository, report, Collection()
@@ -184,55 +213,74 @@ class _Collector:
                 raise IntegrityError(f"nothing was deleted: {conflict}")
 
     def listed(self) -> set[str]:
-        """Objects over all locations that answer."""
+        """Return the objects that the locations list."""
         self._found.fill()
         self._is_listed = True
         self.done.unreachable |= self._found.problems
         return set().union(*self._found.held.values())
 
-    def collect(self, before: int, still_due: Callable[[], list[str]], now: int) -> None:
-        """Announce in the log what is due, and delete it."""
-        names: list[str] = []
+    def collect(self, names: Callable[[LogEntry | None], Sequence[str]]) -> None:
+        """Announce in the log what goes, and delete it."""
 
-        def put(head: LogEntry | None) -> str | None:
-            for under_way in head.collecting if head else ():  # of two that begin at once the log lets one
-                _refuse_second(self._repository, _time_of_begin(self._repository, under_way))
-            if _begun_ever(head) != before:
-                return None  # another one came and went: what is due by our listing may be gone, or put again
-            names[:] = still_due()
-            return put_list(self.store, now, names) if names else None
+        def chosen(head: LogEntry | None) -> Sequence[str]:
+            if head is not None and head.deletion is not None and not head.deletion.is_ended:
+                self._refuse_second(head.deletion)
+            return names(head)
 
-        identity = begin_collection(self._repository, put)
-        if identity is not None and self._sweep(identity, names):
-            rename_collection(self._repository, identity, None)
+        deletion = announce_deletion(self._repository, chosen)
+        if deletion is not None and self._delete(deletion):
+            end_deletion(self._repository, deletion)
             mirror(self._found)
             for name, one in self._found.all.items():
                 if one.state == "failed":
                     self.done.unreachable.setdefault(name, one.problem)
 
-    def finish_killed(self, clock: Callable[[], float], take_over_s: int, settle_s: float) -> None:
-        """Collections that were begun and not ended: nothing can name their objects, so they are deleted again."""
-        repository, head = self._repository, self._repository.head()
-        for identity, digest in dict(head.collecting if head else {}).items():
-            begun = _time_of_begin(repository, identity)
-            if clock() - seconds_of(begun) < take_over_s:
-                _refuse_second(repository, begun)
-            names = read_list(self.store, digest)
-            taken, since = uuid.uuid4().hex, time.monotonic()
-            if rename_collection(repository, identity, taken) and self._sweep(taken, names):
-                time.sleep(max(0.0, settle_s - (time.monotonic() - since)))
-                rename_collection(repository, taken, None)
-            self.done.finished += 1
+    def finish_killed(self, grace_s: int) -> None:
+        """Finish a deletion that was announced a grace period ago: its collector was killed.
 
-    def _sweep(self, identity: str, names: Iterable[str]) -> bool:
-        """Delete everywhere; copies first, so that what the root does not have is nowhere.
+        It is announced again, so that a collector which lives after all sees that it was taken over, and stops.
+        """
+        found = (self._repository.head() or NO_COMMIT).deletion
+        if found is None or found.is_ended:
+            return
+        if time.time() - seconds_of(self._time_of(found)) < grace_s:
+            self._refuse_second(found)
+        since = time.monotonic()
+        names: Sequence[str] = ()
+        with contextlib.suppress(
+            NotFoundError, IntegrityError, FormatError
+        ):  # without its list it can only be ended
+            names = read_list(self.store, found)
+
+        def unchanged(head: LogEntry | None) -> Sequence[str]:
+            return names if head is not None and head.deletion == found else ()
+
+        deletion = announce_deletion(self._repository, unchanged, "garbage: taken over") if names else found
+        if deletion is not None and (not names or self._delete(deletion)):
+            time.sleep(max(0.0, _PAUSE_S - (time.monotonic() - since)))
+            end_deletion(self._repository, deletion)
+        self.done.finished += 1
+
+    def _time_of(self, deletion: Deletion) -> str:
+        return LOG.read(self.store, deletion.begun, self._repository.id)[0].time
+
+    def _refuse_second(self, deletion: Deletion) -> None:
+        url = self._repository.url
+        raise UsageError(
+            f"{url}: garbage has been deleted since {self._time_of(deletion)}; wait for it. If that command was "
+            f"killed: shardkit gc {url} --delete --grace 0s"
+        )
+
+    def _delete(self, deletion: Deletion) -> bool:
+        """Delete everywhere, copies first, so that what the root does not have is nowhere.
 
         A location that does not answer keeps its copies until the next call; a root that does not answer ends this one.
 
         Returns:
-            False where somebody else finished this collection: what is put from then on is not ours to delete.
+            False if somebody else took the deletion over: what is put from then on is not ours to delete.
         """
         done, checked = self.done, time.monotonic()
+        names = read_list(self.store, deletion)
         ordered = sorted(names, key=lambda name: (parse_object_name(name)[1] not in _FIRST, name))
         locations = sorted(self._found.stores.values(), key=lambda one: one.name == ROOT_NAME)
         total, gone = len(ordered) * len(locations), 0
@@ -240,8 +288,7 @@ class _Collector:
             held = self._found.held[location.name]
             for name in ordered:
                 if time.monotonic() - checked > _CHECK_EVERY_S:
-                    head = self._repository.head()
-                    if head is None or identity not in head.collecting:
+                    if (self._repository.head() or NO_COMMIT).deletion != deletion:
                         return False
                     checked = time.monotonic()
                 try:
@@ -257,58 +304,6 @@ class _Collector:
                 if self._report is not None:
                     self._report(gone, total)
         return True
-
-
-def begin_collection(repository: Repository, put_list: Callable[[LogEntry | None], str | None]) -> str | None:
-    """Announce in the log what is going to be deleted: from then on no commit may name any of it.
-
-    Returns:
-        Id of the collection; None where there is nothing to collect.
-    """
-    identity = uuid.uuid4().hex
-
-    def change(head: LogEntry | None) -> Mapping[str, Any] | None:
-        digest, head = put_list(head), head or NO_COMMIT
-        under_way = {**head.collecting, identity: digest}
-        return None if digest is None else {"collected": head.collected + 1, "collecting": under_way}
-
-    return identity if repository.append(change, repository.head(), "garbage: deleting") else None
-
-
-def rename_collection(repository: Repository, old: str, new: str | None) -> bool:
-    """Give a collection that is under way another id: it is taken over from a collector that cannot end it.
-
-    None ends it: everything on its list was deleted, and nobody deletes any more of it.
-
-    Returns:
-        Whether it was under way.
-    """
-
-    def change(head: LogEntry | None) -> Mapping[str, Any] | None:
-        collecting = dict((head or NO_COMMIT).collecting)
-        digest = collecting.pop(old, None)
-        if digest is None:
-            return None
-        return {"collecting": {**collecting, **({new: digest} if new else {})}}
-
-    message = "garbage: taken over" if new else "garbage: deleted"
-    return repository.append(change, repository.head(), message) is not None
-
-
-def _refuse_second(repository: Repository, begun: str) -> NoReturn:
-    raise UsageError(
-        f"{repository.url}: a collection is under way since {begun}; wait for it. If it was killed: "
-        f"shardkit gc {repository.url} --delete --take-over"
-    )
-
-
-def _begun_ever(head: LogEntry | None) -> int:
-    return head.collected if head else 0
-
-
-def _time_of_begin(repository: Repository, identity: str) -> str:
-    under_way = itertools.takewhile(lambda entry: identity in entry.collecting, repository.newest_commits())
-    return min(entry.time for entry in under_way)
 
 
 def _is_ours(name: str) -> bool:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
@@ -46,7 +47,7 @@ from shardkit.repository.location_table import (
     read_mark,
     read_table,
 )
-from shardkit.repository.log import LOG
+from shardkit.repository.log import LOG, LogEntry
 from shardkit.repository.repository import Repository
 from shardkit.stores.store import root_store
 from shardkit.stores.waiting import RateLimiter
@@ -298,14 +299,36 @@ def over_all(repository: Repository) -> Repository:
     return Repository.open(repository.url, read_only=True)
 
 
-def copies_of_commit(
-    repository: Repository, table: LocationTable, versions: Sequence[str]
-) -> Callable[[], None]:
-    """The hook of a commit: makes the copies that it waits for; lets copies have the log once it stands.
+def commit(
+    repository: Repository,
+    set_refs: Mapping[str, str | None] | None = None,
+    set_tags: Mapping[str, str] | None = None,
+    *,
+    message: str,
+    author: str = "",
+    expected: Mapping[str, str | None] | None = None,
+    withdraw: Mapping[str, str] | None = None,
+) -> LogEntry:
+    """Commit as `Repository.commit` does, with the copies that the policy's mode asks for.
 
-    Sync: all that the policy asks for, parity included. Hybrid: those of metadata and of shards with critical strata.
-    Async: none beside the root's.
+    Sync: all copies, parity included, are made before the commit. Hybrid: those of metadata and of shards with critical
+    strata. Async: none. After the commit, in sync and hybrid mode, copies that answer get the log.
     """
+    return repository.commit(
+        set_refs,
+        set_tags,
+        message=message,
+        author=author,
+        expected=expected,
+        withdraw=withdraw,
+        copies=functools.partial(_copies_of_commit, repository),
+    )
+
+
+def _copies_of_commit(repository: Repository, versions: Sequence[str]) -> Callable[[], None]:
+    table = read_table(root_store(repository.store), repository.id)
+    if table is None or not table.others:
+        return lambda: None
     _check_no_copy_is_ahead(repository, table)
     mode = table.policy.mode
     if mode == "async":

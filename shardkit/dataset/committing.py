@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from shardkit.copies.replicate import commit
 from shardkit.dataset.costs import put_costs
 from shardkit.dataset.layout import BLOCK_BYTES
 from shardkit.dataset.lookups import put_lookups
@@ -235,7 +236,7 @@ def move_refs(
         return NOT_MOVED
     before = {name: now.get(name) for name in wanted} if expected is None else expected
     try:
-        entry = repository.commit(wanted, message=message, author=author, expected=before)
+        entry = commit(repository, wanted, message=message, author=author, expected=before)
     except CommitConflict as error:
         raise _conflict(repository, wanted, before, error) from error
     return Moved(

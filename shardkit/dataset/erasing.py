@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from shardkit.copies.placement import Holdings, live_versions
+from shardkit.copies.replicate import commit
 from shardkit.dataset.rewriting import ErasurePlan, ErasureReport, Journal, Rewriter, unfinished
 from shardkit.dataset.store_survey import ROW_KINDS, StoreSurvey, find_equal_rows
 from shardkit.errors import (
@@ -197,7 +198,8 @@ def _commit(repository: Repository, plan: ErasurePlan, report: ErasureReport) ->
         if not refs and not tags:
             return
         new_refs = {name: report.versions[old] or None for name, old in refs.items()}
-        repository.commit(
+        commit(
+            repository,
             new_refs,
             message=f"erased {report.rows} rows: {plan.reason[:9_000]} {_mark(plan)}",
             author=plan.author,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from shardkit.copies.replicate import commit
 from shardkit.dataset.dataset import Dataset, open_dataset
 from shardkit.dataset.erasing import erase_rows, finish_erasures, plan_erasure
 from shardkit.dataset.lookups import KEY, NUMBER, check_absent, list_samples
@@ -77,7 +78,8 @@ def remove(
     still += [
         f"{tag} (tag)" for tag, held_id in tags.items() if _held(load_manifest(repository, held_id), lost)
     ]
-    entry = repository.commit(
+    entry = commit(
+        repository,
         {name: new for name, (new, _) in moved.items()},
         message=f"removed {sum(map(len, places.values()))} samples: {reason}"[:9_000],
         author=author,

@@ -176,7 +176,36 @@ class Row(Generic[Document_co]):
 _FORMAT: Final = "shardkit-log/1"
 _REF: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _KEYS: Final = (*NUMBERED, "refs", "tags", "software", "digest")
-_OPTIONAL: Final = ("withdrawn", "collected", "collecting")
+_OPTIONAL: Final = ("withdrawn", "deletion")
+
+
+class Deletion(NamedTuple):
+    """The newest deletion of garbage that the log announced.
+
+    Attributes:
+        begun: Number of the entry that announced it.
+        names: Digest of the list of objects that it takes away.
+        is_ended: True if all of them were deleted.
+    """
+
+    begun: int
+    names: str
+    is_ended: bool = False
+
+    @classmethod
+    def read(cls, fields: Fields) -> Deletion | None:
+        """Read the field `deletion` of an entry."""
+        if not fields.has("deletion"):
+            return None
+        found = Fields(
+            fields.table("deletion", maximum=3), f"deletion of {fields.where}", ("begun", "names", "ended")
+        )
+        return cls(
+            found.integer("begun", minimum=1), found.digest("names"), bool(found.integer("ended", maximum=1))
+        )
+
+    def to_json(self) -> dict[str, object]:
+        return {"begun": self.begun, "names": self.names, "ended": int(self.is_ended)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,10 +219,8 @@ class LogEntry(Numbered):
     software: str
     withdrawn: Mapping[str, str] = field(default_factory=dict)
     """All tags that were ever withdrawn, because what they named was erased: name → manifest id."""
-    collected: int = 0
-    """How many collections of garbage were ever begun."""
-    collecting: Mapping[str, str] = field(default_factory=dict)
-    """Collections that are not finished: id → digest of the list of objects that they take away."""
+    deletion: Deletion | None = None
+    """The newest deletion of garbage that was announced; None before the first."""
 
     @property
     def digest(self) -> str:
@@ -217,8 +244,7 @@ class LogEntry(Numbered):
             tags=_names(fields, "tags"),
             software=fields.text("software", maximum=1_000),
             withdrawn=_names(fields, "withdrawn") if fields.has("withdrawn") else {},
-            collected=fields.integer("collected", minimum=1) if fields.has("collected") else 0,
-            collecting=_names(fields, "collecting") if fields.has("collecting") else {},
+            deletion=Deletion.read(fields),
         )
         check_spelling(data, entry.to_bytes(), fields)
         return entry
@@ -227,8 +253,7 @@ class LogEntry(Numbered):
         return {
             # Written only where there are some: an entry without has one spelling, the one of old.
             **({"withdrawn": dict(self.withdrawn)} if self.withdrawn else {}),
-            **({"collected": self.collected} if self.collected else {}),
-            **({"collecting": dict(self.collecting)} if self.collecting else {}),
+            **({"deletion": self.deletion.to_json()} if self.deletion else {}),
             "format": _FORMAT,
             **self.numbered(),
             "refs": dict(self.refs),

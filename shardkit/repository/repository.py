@@ -8,7 +8,7 @@ import os
 import random
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -25,14 +25,12 @@ from shardkit.formats.canonical_json import DIGEST, parse_digest, sha256_digest,
 from shardkit.reading.located_store import Locations, locate
 from shardkit.reading.objects import is_good, publish
 from shardkit.reading.read_path import ReadSettings
-from shardkit.repository import COMMIT_HOOKS
-from shardkit.repository.garbage_lists import check_not_collected
+from shardkit.repository.garbage import check_not_deleted
 from shardkit.repository.location_table import (
     check_log_is_not_lost,
     check_root_is_not_lost,
     over_all,
     read_identity,
-    read_table,
     refuse_copy,
 )
 from shardkit.repository.log import (
@@ -65,6 +63,9 @@ DEFAULT_REF: Final = "main"
 
 Change = Callable[[LogEntry | None], Mapping[str, Any] | None]
 """Head, None for an empty log → the fields in which the next entry differs from it; None for no entry at all."""
+
+CommitCopies = Callable[[Sequence[str]], Callable[[], None]]
+"""Versions that a commit is to name → what follows once it stands. Raises if the commit must not be made."""
 
 _ATTEMPTS: Final = 1_000
 _LONGEST_PAUSE_S: Final = 0.05
@@ -324,41 +325,41 @@ class Repository(CommitLog):
         author: str = "",
         expected: Mapping[str, str | None] | None = None,
         withdraw: Mapping[str, str] | None = None,
+        copies: CommitCopies | None = None,
     ) -> LogEntry:
         """Move refs and add tags, all or nothing, durably.
 
         All objects that the manifests name must have been put before: what `put_object` has returned is
-        durable. Commits of other processes that touch other refs are rebased over.
+        durable. Commits of other processes that touch other refs are rebased over. `shardkit.copies.replicate.commit`
+        also makes the copies that the policy's mode asks for.
         """
         self._check_writable()
         changes = Changes(set_refs or {}, set_tags or {}, expected or {}, withdraw or {})
         base = self.head()
         try:
             self._check_manifests(changes.manifests)
-            table = read_table(root_store(self.store), self.id)
-            hooks = COMMIT_HOOKS if table is not None and table.others else ()
-            follow_ups = [hook(self, table, sorted(changes.manifests)) for hook in hooks]
+            follow_up = copies(sorted(changes.manifests)) if copies else None
         except ShardkitError as error:
-            self._check_not_collected(self.head(), changes.manifests, error)
+            self._check_not_deleted(self.head(), changes.manifests, error)
             raise
 
         def change(head: LogEntry | None) -> Mapping[str, Any]:
             tables = changes.apply(base, head)
-            self._check_not_collected(head, changes.manifests)
+            self._check_not_deleted(head, changes.manifests)
             return tables
 
         entry = self.append(change, base, message, author)
         assert entry is not None
-        for follow_up in follow_ups:
+        if follow_up is not None:
             follow_up()
         return entry
 
-    def _check_not_collected(
+    def _check_not_deleted(
         self, head: LogEntry | None, manifests: Collection[str], problem: ShardkitError | None = None
     ) -> None:
-        opened = self._base or NO_COMMIT  # what was being collected then may have ended since
-        if head and (head.collected != opened.collected or head.collecting or opened.collecting):
-            check_not_collected(self.store, self.newest_commits(), opened, head, manifests, problem)
+        opened = self._base or NO_COMMIT
+        if head is not None:
+            check_not_deleted(self.store, self.newest_commits(), opened, head, manifests, problem)
 
     def _check_manifests(self, manifests: Collection[str]) -> None:
         for manifest in sorted(manifests):

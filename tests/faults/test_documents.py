@@ -22,9 +22,9 @@ from shardkit.reading.adopted import location_name, read_tar_place
 from shardkit.reading.attestations import Attestation, read_attestations
 from shardkit.reading.inventory import parse_version_record
 from shardkit.reading.parity.sets import SetRecord
-from shardkit.repository.garbage_lists import list_seen, put_list, put_seen, read_list
+from shardkit.repository.garbage import put_list, read_list, read_marks, write_marks
 from shardkit.repository.location_table import CopyMark, LocationTable
-from shardkit.repository.log import Identity, LogEntry
+from shardkit.repository.log import Deletion, Identity, LogEntry
 from shardkit.repository.versions import PartLocation
 from shardkit.stores.file_operations import FileOperations, Handle, substituted
 from shardkit.stores.local import LocalStore
@@ -173,10 +173,10 @@ def _kinds(base: Path) -> dict[str, tuple[bytes, Parse]]:
     """Name → a good document, and what reads it."""
     digest = "sha256:" + "ab" * 32
     store = MemoryStore()
-    put_seen(store, 1, [f"objects/sha256/ab/{'ab' * 32}.tar"])
-    listed = put_list(store, 1, [f"objects/sha256/ab/{'ab' * 32}.tar"])
-    garbage = store.get(f"gc/lists/{listed.removeprefix('sha256:')}.json", max_bytes=10**6)
-    seen = store.get(next(iter(store.list_after("gc/seen/"))), max_bytes=10**6)
+    put_list(store, 1, [f"objects/sha256/ab/{'ab' * 32}.tar"])
+    garbage = store.get(next(iter(store.list_after("gc/lists/"))), max_bytes=10**6)
+    write_marks(store, {f"objects/sha256/ab/{'ab' * 32}.tar": 1})
+    marks = store.get("gc/marked.json", max_bytes=10**6)
     part = PartLocation(digest, "web", "b7e2a8f0-0000-0000-0000-000000000000", ("a", "b"))
     tar = dumps({"format": "shardkit-adopted/1", "digest": digest, "urls": ["/x.tar"]})
     attested = Attestation(
@@ -207,8 +207,8 @@ def _kinds(base: Path) -> dict[str, tuple[bytes, Parse]]:
             attested,
             lambda data: read_attestations([_in_memory("attest/root/2026-01-01/a.json", data)]),
         ),
-        "garbage": (garbage, lambda data: read_list(_renamed_list(data), _digest(data))),
-        "unreferenced": (seen, lambda data: list(list_seen(_in_memory(f"gc/seen/{'0' * 32}.json", data)))),
+        "garbage": (garbage, lambda data: read_list(_renamed_list(data), Deletion(1, _digest(data)))),
+        "marks": (marks, lambda data: read_marks(_in_memory("gc/marked.json", data))),
         "erasure": (plan, ErasurePlan.from_bytes),
     }
 
@@ -218,7 +218,7 @@ def _digest(data: bytes) -> str:
 
 
 def _renamed_list(data: bytes) -> MemoryStore:
-    return _in_memory(f"gc/lists/{_digest(data).removeprefix('sha256:')}.json", data)
+    return _in_memory(f"gc/lists/{1:020d}-{_digest(data).removeprefix('sha256:')}.json", data)
 
 
 def _broken(good: bytes) -> Iterator[bytes]:
@@ -284,7 +284,7 @@ def _reseals(good: bytes) -> bool:
 
 KINDS = (
     *("identity", "log entry", "locations", "mark", "parity set", "parity version", "manifest", "part"),
-    *("adopted tar", "attestation", "attestations", "garbage", "unreferenced", "erasure"),
+    *("adopted tar", "attestation", "attestations", "garbage", "marks", "erasure"),
 )
 
 

@@ -10,17 +10,17 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 import shardkit
 from shardkit.copies import collecting
-from shardkit.copies.collecting import begin_collection, collect, rename_collection
+from shardkit.copies.collecting import announce_deletion, collect, end_deletion
 from shardkit.copies.place import Change, place
 from shardkit.copies.placement import find_needed
-from shardkit.errors import CommitConflict
+from shardkit.errors import CommitConflict, UsageError
 from shardkit.reading.inventory import take_inventory
-from shardkit.repository.garbage_lists import put_list
 from shardkit.repository.location_table import LocationRecord, read_table
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import put_manifest
@@ -101,10 +101,9 @@ def race(root: Path, rounds: int, copies: list[str]) -> dict[str, int]:
                 one.stdin.write("2\n")
                 one.stdin.flush()
             for _ in range(4):  # by machines whose clocks are days apart
-                done = collect(
-                    Repository.open(root), delete=True, grace_s=0, history_s=0, take_over_s=-10**8, settle_s=0,
-                    clock=lambda: 1_800_000_000 + skew.choice((-30, 0, 30)) * 86_400,
-                )  # fmt: skip
+                now = 1_800_000_000 + skew.choice((-30, 0, 30)) * 86_400
+                with mock.patch("time.time", return_value=now):
+                    done = collect(Repository.open(root), delete=True, grace_s=0, history_s=0)
                 total["deleted"] += done.deleted.get("root", 0)
             for one in committers:
                 assert one.stdout is not None
@@ -131,8 +130,9 @@ def test_nothing_that_a_ref_needs_is_collected(
     assert total["commits"] > 0
     assert total["deleted"] > 0
 
-    for _ in range(2):  # garbage is gone after two rounds
-        collect(Repository.open(root), delete=True, grace_s=0, history_s=0, clock=lambda: 1_900_000_000)
+    with mock.patch("time.time", return_value=1_900_000_000):
+        for _ in range(2):  # garbage is gone after two rounds
+            collect(Repository.open(root), delete=True, grace_s=0, history_s=0)
     repository = Repository.open(root)
     needed = {
         name
@@ -174,12 +174,12 @@ def test_a_commit_that_relies_on_what_goes_is_refused_and_done_again(tmp_path: P
     put_manifest(before, manifest, [])
     collector = Repository.open(root)
     names = sorted(name for name, _ in take_inventory(collector.store, version).names())
-    identity = begin_collection(collector, lambda head: put_list(collector.store, 0, names))
-    assert identity is not None
-    with pytest.raises(CommitConflict, match="being collected as garbage"):
+    deletion = announce_deletion(collector, lambda _head: names)
+    assert deletion is not None
+    with pytest.raises(CommitConflict, match="being deleted as garbage"):
         before.commit({"main": version}, message="relies on it")
     during = Repository.open(root)  # comes while it is being deleted: the objects are still there
-    with pytest.raises(CommitConflict, match="being collected as garbage"):
+    with pytest.raises(CommitConflict, match="being deleted as garbage"):
         during.commit({"main": version}, message="relies on it")
     data = {name: collector.store.get(name, max_bytes=2**20) for name in names}
     for name in names[1:]:
@@ -187,7 +187,7 @@ def test_a_commit_that_relies_on_what_goes_is_refused_and_done_again(tmp_path: P
     with pytest.raises(CommitConflict):
         during.commit({"main": version}, message="relies on it")
     collector.store.delete(names[0])
-    rename_collection(collector, identity, None)
+    end_deletion(collector, deletion)
     for name in names:
         if name.endswith(".manifest"):
             collector.store.put_new(name, data[name])
@@ -199,26 +199,46 @@ def test_a_commit_that_relies_on_what_goes_is_refused_and_done_again(tmp_path: P
     assert dangling(root) == []
 
 
-def test_a_killed_collection_is_finished_and_its_objects_are_refused_until_then(tmp_path: Path) -> None:
+def test_a_killed_deletion_is_finished_and_its_objects_are_refused_until_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = tmp_path / "root"
     version = _version(root)
     Repository.open(root).commit({"main": None}, message="drop")
     collector = Repository.open(root)
     names = sorted(name for name, _ in take_inventory(collector.store, version).names())
-    from shardkit.errors import UsageError
-
-    begin_collection(collector, lambda head: put_list(collector.store, 0, names))
-    with pytest.raises(UsageError, match="--take-over"):
+    announce_deletion(collector, lambda _head: names)
+    with pytest.raises(UsageError, match="--grace 0s"):
         collect(Repository.open(root), delete=True)
-    done = collect(Repository.open(root), delete=True, take_over_s=0, settle_s=0)
+    monkeypatch.setattr(collecting, "_PAUSE_S", 0)
+    done = collect(Repository.open(root), delete=True, grace_s=0)
     assert done.finished == 1
     assert list(collector.store.list_after("objects/")) == []
     assert _version(root) == version  # the same work done again
     assert dangling(root) == []
 
 
+@pytest.mark.parametrize("is_damaged", [True, False])
+def test_a_killed_deletion_whose_list_is_lost_stops_nobody_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_damaged: bool
+) -> None:
+    root = tmp_path / "root"
+    names = _garbage(root)
+    collector = Repository.open(root)
+    announce_deletion(collector, lambda _head: names)
+    (listed,) = (root / "gc" / "lists").iterdir()
+    listed.chmod(0o644)
+    listed.write_bytes(b"{}") if is_damaged else listed.unlink()
+    with pytest.raises(CommitConflict):
+        _version(root)
+    monkeypatch.setattr(collecting, "_PAUSE_S", 0)
+    collect(Repository.open(root), delete=True, grace_s=0)
+    _version(root)
+    assert dangling(root) == []
+
+
 def _garbage(root: Path) -> list[str]:
-    """Marked, and due: a version that nothing names any more."""
+    """Objects of a version that no ref names any more: marked, and due."""
     _version(root)
     Repository.open(root).commit({"main": None}, message="drop")
     collect(Repository.open(root), delete=True, grace_s=0, history_s=0)
@@ -227,73 +247,64 @@ def _garbage(root: Path) -> list[str]:
 
 def test_of_two_collections_at_once_the_log_lets_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both have seen that none is under way, and marked the same objects, when the first one begins."""
-    from shardkit.errors import UsageError
-
     root = tmp_path / "root"
     names = _garbage(root)
     inner: list[Any] = []
-
     late = Repository.open(root)
 
-    def begin(repository: Repository, put_list: Any) -> str | None:
+    def announce(repository: Repository, *given: Any) -> Any:
         if repository is late:
             inner.append(collect(Repository.open(root), delete=True, grace_s=0, history_s=0, report=pause))
-        return begin_collection(repository, put_list)
+        return announce_deletion(repository, *given)
 
-    def pause(gone: int, total: int) -> None:
+    def pause(gone: int, _total: int) -> None:
         if gone == 2:  # in the middle of the first one's deletions comes a third
-            with pytest.raises(UsageError, match="is under way since"):
-                collect(Repository.open(root), delete=True, grace_s=0, history_s=0)
+            with pytest.raises(UsageError, match="has been deleted since"):
+                collect(Repository.open(root), delete=True, history_s=0)
 
-    monkeypatch.setattr(collecting, "begin_collection", begin)
+    monkeypatch.setattr(collecting, "announce_deletion", announce)
     done = collect(late, delete=True, grace_s=0, history_s=0)
     assert inner[0].deleted == {"root": len(names)}
     assert done.deleted == {}, "what was due is gone when the second one may begin"
     assert list(late.store.list_after("objects/")) == []
     head = late.head()
     assert head is not None
-    assert (head.collected, dict(head.collecting)) == (1, {})
+    assert head.deletion is not None
+    assert head.deletion.is_ended
 
 
 def test_one_that_begins_while_another_deletes_is_refused_by_the_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from shardkit.errors import UsageError
-
     root = tmp_path / "root"
     names = _garbage(root)
     first = Repository.open(root)
-    begun: list[str | None] = []
+    begun: list[Any] = []
 
-    def begin(repository: Repository, put_list_of: Any) -> str | None:
-        begun.append(begin_collection(first, lambda head: put_list(first.store, 0, names)))
-        return begin_collection(repository, put_list_of)
+    def announce(repository: Repository, *given: Any) -> Any:
+        begun.append(announce_deletion(first, lambda _head: names))
+        return announce_deletion(repository, *given)
 
-    monkeypatch.setattr(collecting, "begin_collection", begin)
-
-    with pytest.raises(UsageError, match="is under way since"):
+    monkeypatch.setattr(collecting, "announce_deletion", announce)
+    with pytest.raises(UsageError, match="has been deleted since"):
         collect(Repository.open(root), delete=True, grace_s=0, history_s=0)
     assert sorted(first.store.list_after("objects/")) == names, "the one that came second deleted nothing"
-    rename_collection(first, str(begun[0]), None)
+    assert end_deletion(first, begun[0])
 
 
 def test_a_collector_that_lives_stops_when_it_is_taken_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its objects are put again and named after the other one has ended: it must not go on deleting them."""
-    from shardkit.copies import collecting
-
     root = tmp_path / "root"
     names = _garbage(root)
     naps: list[float] = []
     monkeypatch.setattr(collecting, "_CHECK_EVERY_S", 0.0)
     monkeypatch.setattr("time.sleep", naps.append)
 
-    def taken_over(gone: int, total: int) -> None:
+    def taken_over(gone: int, _total: int) -> None:
         if gone == 2:
-            other = collect(
-                Repository.open(root), delete=True, grace_s=0, history_s=0, take_over_s=-10, settle_s=600
-            )
+            other = collect(Repository.open(root), delete=True, grace_s=0, history_s=0)
             assert other.finished == 1
             _version(root)
 

@@ -33,8 +33,9 @@ from tests.faults.faulty_operations import FaultyOperations
 DRIVER = """
 import json, sys
 import shardkit
-import shardkit.dataset.creating, shardkit.repository.garbage_lists, shardkit.copies.replicate
+import shardkit.dataset.creating, shardkit.repository.garbage, shardkit.copies.replicate
 from shardkit.repository.repository import Repository
+from shardkit.copies import collecting
 from shardkit.copies.collecting import collect
 from shardkit.stores.file_operations import substituted
 from shardkit.repository.location_table import LocationRecord
@@ -55,9 +56,11 @@ def move(root, folder):
     change = Change(locations=(LocationRecord.parse(f"c={folder}/c"),), empty=("a",))
     place(Repository.open(root), change, grace_s=0)
 
+collecting._PAUSE_S = 0
+
 def sweep(root, folder):
     for _ in range(2):
-        collect(Repository.open(root), delete=True, grace_s=0, history_s=0, take_over_s=-10, settle_s=0)
+        collect(Repository.open(root), delete=True, grace_s=0, history_s=0)
 
 folder, scenario = sys.argv[1], sys.argv[2]
 work = {"build": build, "replicate": copy, "place": move, "gc": sweep}[scenario]
@@ -156,7 +159,7 @@ def check_after_repeat(folder: Path, scenario: str) -> None:
     assert missing_copies(root) == []
     assert values(root, "main") == list(range(120))
     for _ in range(2):
-        collect(Repository.open(root), delete=True, grace_s=0, history_s=0, take_over_s=-10, settle_s=0)
+        collect(Repository.open(root), delete=True, grace_s=0, history_s=0)
     repository = Repository.open(root)
     needed = {
         name

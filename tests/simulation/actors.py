@@ -125,7 +125,6 @@ def collect_garbage(world: World) -> None:
             delete=True,
             grace_s=DAY,
             history_s=DAY,
-            clock=world.scheduler.time,
         )
         world.scheduler.sleep(1.5 * DAY)
 
@@ -336,8 +335,6 @@ def _collect(world: World) -> None:
                 delete=True,
                 grace_s=DAY,
                 history_s=0,
-                take_over_s=0,
-                clock=lambda: clock.now,
             )
         clock.now += 2 * DAY
 

@@ -18,6 +18,7 @@ from shardkit.dataset.rewriting import Journal
 from shardkit.errors import StoreError
 from shardkit.formats import reading, sha256_digest
 from shardkit.reading import inventory, located_store, objects, read_path
+from shardkit.repository import garbage
 from shardkit.repository import repository as committing
 from shardkit.repository.log import LOG, NO_COMMIT
 from shardkit.repository.repository import Repository
@@ -223,9 +224,11 @@ def _placed(kind: str) -> Patch:
     )
 
 
-def _unannounced(repository: Any, put_list: Any) -> str | None:
+def _unannounced(repository: Any, names: Any, _message: str = "") -> Any:
     """Garbage is deleted without a word in the log."""
-    return None if put_list(repository.head()) is None else "nobody"
+    head = repository.head()
+    chosen = names(head)
+    return garbage.put_list(repository.store, head.n + 1, chosen) if chosen else None
 
 
 def _last_one_wins(self: Any, _base: Any, head: Any) -> dict[str, Any]:
@@ -270,8 +273,8 @@ MUTATIONS: Final[dict[str, Patch]] = {
     "a copy is not checked": _both(replicate, repair, "copy_object", _unchecked_copy),
     "blocks are not checked": _blocks_unchecked,
     "surplus goes without a look at what stays": _replaced(place, "drop_surplus", _moved_at_once),
-    "commits do not look at collections": _replaced(committing, "check_not_collected", _nothing),
-    "collections are not announced": _replaced(collecting, "begin_collection", _unannounced),
+    "commits do not look at collections": _replaced(committing, "check_not_deleted", _nothing),
+    "collections are not announced": _replaced(collecting, "announce_deletion", _unannounced),
     "only main is alive": _replaced(collecting, "mark_live", _marked_by_main),
     "selections are garbage": _marked(".selection"),
     "indexes are garbage": _marked(".index"),

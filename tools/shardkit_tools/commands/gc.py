@@ -1,10 +1,10 @@
-"""`shardkit gc`: objects that nothing names any more."""
+"""`shardkit gc`: find and delete objects that no version needs."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
-from shardkit.copies.collecting import GRACE_S, HISTORY_S, TAKE_OVER_S, Collection, collect
+from shardkit.copies.collecting import GRACE_S, HISTORY_S, Collection, collect
 from shardkit.ranges import duration_text as short_duration
 from shardkit.ranges import parse_duration
 from shardkit.repository.log import parse_dataset_url
@@ -22,22 +22,19 @@ def gc(
         bool, option("--delete", "Mark what is found, and delete what was marked before.")
     ] = False,
     grace: Annotated[
-        str, option("--grace AGE", "From being marked to being deleted, such as 7d.")
+        str, option("--grace AGE", "Time from marking an object to deleting it, such as 7d.")
     ] = short_duration(GRACE_S),
     history: Annotated[
         str, option("--history AGE", "Keep versions that a ref or tag named so long ago.")
     ] = short_duration(HISTORY_S),
-    take_over: Annotated[
-        bool, option("--take-over", "Finish a collection that was killed less than an hour ago.")
-    ] = False,
     as_json: options.JsonFlag = False,
 ) -> None:
-    """Find objects that no version needs, in all locations; with --delete take them away, in two rounds.
+    """Find objects that no version needs, in all locations; with --delete, mark them, and delete them after --grace.
 
-    Kept is what refs and tags need, what they named within --history, parity, and what unfinished builds have put.
-    What builds over several machines left below scratch/, if they were begun longer ago than --grace, goes as well.
-    The first round with --delete marks the rest; a round after --grace deletes what is still not needed. Commits may
-    go on meanwhile: one that names an object which is being deleted is refused, and done again.
+    Objects stay that refs and tags need or needed within --history, parity, and objects of unfinished builds.
+    With --delete, the other objects are marked, and those marked longer ago than --grace are deleted, together with
+    the scratch folders of builds that began before that. Builds may run meanwhile: a commit that needs an object which
+    is being deleted is refused, and the build can be run again. Nothing is deleted while the log of a copy differs.
 
     Example: shardkit gc data/cats --delete
     """
@@ -55,7 +52,6 @@ def gc(
             delete=delete,
             grace_s=grace_s,
             history_s=int(parse_duration(history, "--history")),
-            take_over_s=0 if take_over else TAKE_OVER_S,
             report=lambda gone, total: status.show(f"deleted {gone:,} of {count_text(total, 'object')}"),
         )
     if as_json:
@@ -71,7 +67,7 @@ def gc(
 
 def _print(done: Collection, root: str, *, delete: bool, grace: str) -> None:
     if done.finished:
-        console.print_line(f"finished {count_text(done.finished, 'collection')} that was cut short", "yellow")
+        console.print_line("finished a deletion that was cut short", "yellow")
     size = "" if delete else f", {bytes_text(done.garbage_bytes)} in the root"
     console.print_line(
         f"{root}: {count_text(done.live, 'object')} needed, {done.garbage:,} that nothing names{size}", "bold"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from shardkit.copies.replicate import commit
 from shardkit.repository.log import parse_dataset_url
 from shardkit.repository.repository import DEFAULT_REF, Repository
 from shardkit_tools import console, options
@@ -28,7 +29,7 @@ def tag(
     manifest = repository.resolve(wanted)
     known = repository.tags.get(name) == manifest
     if not known:
-        repository.commit({}, {name: manifest}, message=message or f"tag {name} for {wanted}", author=author)
+        commit(repository, {}, {name: manifest}, message=message or f"tag {name} for {wanted}", author=author)
     if as_json:
         console.print_json({"root": path, "tag": name, "id": manifest, "created": not known})
     else:

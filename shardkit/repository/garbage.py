@@ -1,0 +1,156 @@
+"""Garbage in the log and below ``gc/``: what is marked, what is being deleted, and what a commit checks by that.
+
+A writer that finds an object in the root does not put it again. If the object were deleted before the commit, a version
+would name a missing object. So a deletion is announced in the log first, and a commit that names any of it is refused
+(SPEC.md, "Garbage"). No clock is involved in that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Final
+
+from shardkit.errors import CommitConflict, FormatError, IntegrityError, NotFoundError, ShardkitError
+from shardkit.formats.canonical_json import (
+    TIME,
+    dumps,
+    read_document,
+    seconds_of,
+    sha256_digest,
+    utc_text,
+)
+from shardkit.reading.inventory import walk_versions
+from shardkit.repository.log import Deletion, LogEntry
+from shardkit.stores.store import Store, parse_object_name, put_over
+
+MAX_NAMES: Final = 100_000
+"""Most objects that are marked, and deleted, at once; the next round takes the rest."""
+
+_MARKS: Final = "gc/marked.json"
+_LISTS: Final = "gc/lists/"
+_MAX_LISTS: Final = 64
+_MAX_BYTES: Final = 32 * 2**20
+
+
+def read_marks(store: Store) -> dict[str, int]:
+    """Return since when each marked object has been garbage, in seconds since 1970.
+
+    Marks that are damaged or missing are made again: the grace period then starts anew.
+    """
+    try:
+        data = store.get(_MARKS, max_bytes=_MAX_BYTES)
+        fields = read_document(data, _MARKS, "shardkit-marked/1", ("rounds",), _MAX_BYTES)
+        rounds = fields.objects("rounds", ("time", "names"), "round", maximum=MAX_NAMES)
+        return {
+            name: seconds_of(one.text("time", pattern=TIME))
+            for one in rounds
+            for name in one.texts("names", maximum=MAX_NAMES)
+        }
+    except (NotFoundError, FormatError, IntegrityError):
+        return {}
+
+
+def write_marks(store: Store, marks: Mapping[str, int]) -> None:
+    """Replace the marks. Of two callers at once the last one wins: what it lacks is marked again."""
+    rounds: dict[int, list[str]] = {}
+    for name, seconds in sorted(marks.items())[:MAX_NAMES]:
+        rounds.setdefault(seconds, []).append(name)
+    listed = [{"time": utc_text(seconds), "names": names} for seconds, names in sorted(rounds.items())]
+    put_over(store, _MARKS, dumps({"format": "shardkit-marked/1", "rounds": listed}))
+
+
+def read_list(store: Store, deletion: Deletion) -> tuple[str, ...]:
+    """Return the names that a deletion takes away.
+
+    Raises:
+        NotFoundError, IntegrityError, FormatError: The list is gone or damaged.
+    """
+    name = _list_name(deletion)
+    data = store.get(name, max_bytes=_MAX_BYTES)
+    if sha256_digest(data) != deletion.names:
+        raise IntegrityError(
+            f"{name} in {store.url}: its SHA-256 is another; run: shardkit repair {store.url}"
+        )
+    names = read_document(data, name, "shardkit-garbage/1", ("names",), _MAX_BYTES).texts(
+        "names", maximum=MAX_NAMES
+    )
+    for one in names:
+        parse_object_name(one)  # nothing but objects is ever deleted by such a list
+    return names
+
+
+def forget_lists(store: Store, head: LogEntry | None) -> None:
+    """Delete all but the newest lists; a commit that needs an older one is a conflict."""
+    current = _list_name(head.deletion) if head and head.deletion else ""
+    for name in sorted(store.list_after(_LISTS))[:-_MAX_LISTS]:
+        if name != current:
+            store.delete(name)
+
+
+def _list_name(deletion: Deletion) -> str:
+    return f"{_LISTS}{deletion.begun:020d}-{deletion.names.removeprefix('sha256:')}.json"
+
+
+def put_list(store: Store, begun: int, names: Iterable[str]) -> Deletion:
+    """Put the list of what the entry `begun` will announce."""
+    data = dumps({"format": "shardkit-garbage/1", "names": sorted(names)})
+    deletion = Deletion(begun, sha256_digest(data))
+    store.put_new(_list_name(deletion), data)
+    return deletion
+
+
+def check_not_deleted(
+    store: Store,
+    commits: Iterable[LogEntry],
+    opened: LogEntry,
+    head: LogEntry,
+    versions: Collection[str],
+    problem: ShardkitError | None = None,
+) -> None:
+    """Refuse a commit that names an object that is being deleted, or was deleted since its writer began.
+
+    Args:
+        store: Of the root.
+        commits: Newest first.
+        opened: Head when the writer opened the repository: it relies on nothing older.
+        head: Head that the commit would follow.
+        versions: Manifest ids that the commit names.
+        problem: Why the commit failed; a deletion may be the reason.
+
+    Raises:
+        CommitConflict: The writer must put the objects again.
+    """
+    if not versions or head.deletion is None:
+        return
+    found = {opened.deletion} if opened.deletion and not opened.deletion.is_ended else set[Deletion]()
+    if head.deletion.begun > opened.n:
+        for entry in commits:
+            if entry.n <= opened.n:
+                break
+            if entry.deletion is not None and entry.deletion.begun > opened.n:
+                found.add(entry.deletion._replace(is_ended=False))
+    if not found and head.deletion.is_ended:
+        return
+    if problem is not None:
+        raise CommitConflict(
+            f"{store.url}: garbage was deleted while this was prepared, which may be why it failed ({problem}); "
+            "run the same command again"
+        ) from problem
+    under_way = None if head.deletion.is_ended else head.deletion
+    try:
+        going = set(read_list(store, under_way)) if under_way else set[str]()
+        gone = {name for one in found if one != under_way for name in read_list(store, one)} - going
+        needed = {name for one in walk_versions(store, versions) for name, _ in one.names()}
+    except ShardkitError as error:
+        raise CommitConflict(
+            f"{store.url}: garbage was deleted meanwhile, and its list cannot be compared ({error}); run the same "
+            "command again"
+        ) from error
+    names = sorted(going & needed)
+    names += [name for name in sorted(gone & needed) if store.head(name) is None]
+    if names:
+        raise CommitConflict(
+            f"{store.url}: {len(names)} objects that this commit names, such as {names[0]}, are being deleted as "
+            "garbage; run the same command again when that is done (a deletion that was killed is finished by: "
+            f"shardkit gc {store.url} --delete --grace 0s)"
+        )
