@@ -187,9 +187,11 @@ def convert(kind: type[T], value: object, where: str) -> T:
         FormatError: A field is missing, unknown, of another type or too large.
     """
     try:
-        return msgspec.convert(value, kind)
+        return msgspec.convert(value, kind, dec_hook=_typed)
     except (msgspec.ValidationError, RecursionError) as error:
         raise _format_error(where, error) from None
+    except (FormatError, UsageError) as error:
+        raise FormatError(f"{where}: {error}") from error
 
 
 # ---- Sealed documents

@@ -8,18 +8,18 @@ and the caps allow.
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
+from shardkit.documents import Natural, Record, check_plain, convert, decode, encode
 from shardkit.errors import FormatError, UsageError
 
-from . import canonical_json
 from .compression import compress_frame, decompress_frame
 
 MAGIC = b"SHRDCOL1"
@@ -32,9 +32,38 @@ MAX_RATIO = 256  # raw bytes per byte of file; the writer stores plain columns r
 FREE_RAW_BYTES = 1 << 20  # small containers need no ratio
 LEVEL = 3
 _PREFIX = len(MAGIC) + 8
-_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}\Z")
-_DTYPES = frozenset({"|u1", "<u2", "<u4", "<u8", "|i1", "<i2", "<i4", "<i8"})
-_KEYS = frozenset({"codec", "dtype", "name", "offset", "raw", "shape", "size"})
+
+
+class _Column(Record, frozen=True, kw_only=True):
+    """Where a column is stored; offsets count from the first 64-byte boundary after the header."""
+
+    name: Annotated[str, Meta(pattern=r"\A[a-z][a-z0-9_]{0,63}\Z")]
+    dtype: Literal["|u1", "<u2", "<u4", "<u8", "|i1", "<i2", "<i4", "<i8"]
+    shape: Annotated[tuple[Natural, ...], Meta(max_length=8)]
+    codec: Literal["none", "zstd"]
+    offset: Natural
+    size: Natural
+    raw: Natural
+
+    def __post_init__(self) -> None:
+        if self.codec == "none" and self.raw != self.size:
+            raise ValueError(
+                f"column {self.name!r}: {self.size} stored and {self.raw} raw bytes, expected equal sizes"
+            )
+        if prod(self.shape) * int(self.dtype[-1]) != self.raw:
+            raise ValueError(
+                f"column {self.name!r} of shape {self.shape} and dtype {self.dtype} is not {self.raw} bytes"
+            )
+
+
+class _Header(Record, frozen=True, kw_only=True):
+    kind: str
+    version: Literal[1]
+    meta: dict[str, Any]
+    columns: tuple[_Column, ...]
+
+    def __post_init__(self) -> None:
+        check_plain(self.meta)
 
 
 class Columns(NamedTuple):
@@ -61,38 +90,31 @@ def pack_columns(
     Raises:
         UsageError: a column's name or dtype cannot be written.
     """
-    entries: list[dict[str, object]] = []
+    entries: list[_Column] = []
     stored: list[bytes] = []
     offset = 0
     total_raw = 0
     for name, array in columns.items():
         array = np.asarray(array)
         array = array.astype(array.dtype.newbyteorder("<"), copy=False)
-        if not _NAME.match(name) or array.dtype.str not in _DTYPES:
-            raise UsageError(
-                f"column {name!r} of {array.dtype}: expected a lower-case name and an integer dtype"
-            )
         raw = array.tobytes()
         frame = compress_frame(raw, LEVEL) if compress and len(raw) > ALIGNMENT else raw
         codec, data = ("zstd", frame) if len(frame) < len(raw) else ("none", raw)
         offset = -(-offset // ALIGNMENT) * ALIGNMENT
-        entries.append(
-            {
-                "codec": codec,
-                "dtype": array.dtype.str,
-                "name": name,
-                "offset": offset,
-                "raw": len(raw),
-                "shape": list(array.shape),
-                "size": len(data),
-            }
-        )
+        entry = {
+            "codec": codec, "dtype": array.dtype.str, "name": name, "offset": offset, "raw": len(raw),
+            "shape": array.shape, "size": len(data),
+        }  # fmt: skip
+        try:
+            entries.append(convert(_Column, entry, f"column {name!r} of {array.dtype}"))
+        except FormatError as error:
+            raise UsageError(str(error)) from None
         stored.append(data)
         offset += len(data)
         total_raw += len(raw)
     if compress and total_raw > FREE_RAW_BYTES + MAX_RATIO * offset:
         return pack_columns(kind, meta, columns, compress=False)
-    header = canonical_json.dumps({"columns": entries, "kind": kind, "meta": dict(meta), "version": 1})
+    header = encode(_Header(kind=kind, version=1, meta=dict(meta), columns=tuple(entries)))
     if len(header) > MAX_HEADER:
         raise UsageError(f"{kind}: header of {len(header)} bytes, expected at most {MAX_HEADER}")
     parts = [MAGIC, len(header).to_bytes(8, "little"), header]
@@ -120,11 +142,7 @@ def unpack_columns(
     """
     view = memoryview(data).cast("B")
     header, start = _read_header(view, kind)
-    entries = header["columns"]
-    if not isinstance(entries, list) or not isinstance(header["meta"], dict):
-        raise FormatError(f"{kind}: header without columns or meta")
-    checked = [_check_entry(entry, kind) for entry in entries]
-    total = sum(entry["raw"] for entry in checked)
+    total = sum(entry.raw for entry in header.columns)
     cap = min(max_raw_bytes, FREE_RAW_BYTES + MAX_RATIO * len(view))
     if total > cap:
         raise FormatError(
@@ -133,76 +151,44 @@ def unpack_columns(
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     end = start
     first = -(-start // ALIGNMENT) * ALIGNMENT
-    for entry in checked:
-        begin = first + entry["offset"]
-        if entry["name"] in arrays or begin != -(-end // ALIGNMENT) * ALIGNMENT:
+    for entry in header.columns:
+        begin = first + entry.offset
+        if entry.name in arrays or begin != -(-end // ALIGNMENT) * ALIGNMENT:
             raise FormatError(
-                f"{kind}: column {entry['name']!r} appears twice or lies at {begin}, not after {end}"
+                f"{kind}: column {entry.name!r} appears twice or begins at {begin}, not after {end}"
             )
-        if begin + entry["size"] > len(view) or any(view[end:begin]):
-            raise FormatError(f"{kind}: column {entry['name']!r} runs past the end, or padding is not zero")
-        end = begin + entry["size"]
-        arrays[entry["name"]] = _read_column(view[begin:end], entry, kind)
+        if begin + entry.size > len(view) or any(view[end:begin]):
+            raise FormatError(f"{kind}: column {entry.name!r} runs past the end, or padding is not zero")
+        end = begin + entry.size
+        arrays[entry.name] = _read_column(view[begin:end], entry, kind)
     if end != len(view):
         raise FormatError(f"{kind}: {len(view) - end} bytes after the last column")
-    return Columns(header["meta"], arrays)
+    return Columns(header.meta, arrays)
 
 
-def _read_header(view: memoryview, kind: str) -> tuple[dict[str, Any], int]:
+def _read_header(view: memoryview, kind: str) -> tuple[_Header, int]:
     if len(view) < _PREFIX or view[: len(MAGIC)] != MAGIC:
         raise FormatError(f"{kind}: not a shardkit container (expected magic {MAGIC.decode()})")
     length = int.from_bytes(view[len(MAGIC) : _PREFIX], "little")
     if length > min(MAX_HEADER, len(view) - _PREFIX):
         raise FormatError(f"{kind}: header of {length} bytes in a file of {len(view)}, cap {MAX_HEADER}")
-    header = canonical_json.loads(view[_PREFIX : _PREFIX + length], MAX_HEADER)
-    if not isinstance(header, dict) or set(header) != {"columns", "kind", "meta", "version"}:
-        raise FormatError(f"{kind}: header without columns, kind, meta and version")
-    if header["version"] != 1 or isinstance(header["version"], bool) or header["kind"] != kind:
-        raise FormatError(
-            f"expected {kind} version 1, got {header['kind']!r:.60} version {header['version']!r:.20}; "
-            "a newer shardkit may read it"
-        )
+    header = decode(_Header, view[_PREFIX : _PREFIX + length], kind, max_bytes=MAX_HEADER)
+    if header.kind != kind:
+        raise FormatError(f"expected {kind}, got a container of kind {header.kind!r:.60}")
     return header, _PREFIX + length
 
 
-def _check_entry(entry: object, kind: str) -> dict[str, Any]:
-    if not isinstance(entry, dict) or set(entry) != _KEYS:
-        raise FormatError(f"{kind}: a column is described by {entry!r:.120}")
-    sizes = [entry["offset"], entry["raw"], entry["size"]]
-    shape = entry["shape"]
-    if not isinstance(shape, list) or len(shape) > 8:
-        raise FormatError(f"{kind}: a column of shape {shape!r:.120}")
-    if any(type(number) is not int or number < 0 for number in [*sizes, *shape]):
-        raise FormatError(f"{kind}: a column has a size that is no natural number")
-    name, dtype = entry["name"], entry["dtype"]
-    if (
-        not isinstance(name, str)
-        or not _NAME.match(name)
-        or not isinstance(dtype, str)
-        or dtype not in _DTYPES
-    ):
-        raise FormatError(f"{kind}: column {name!r:.80} of dtype {dtype!r:.20}")
-    if entry["codec"] not in ("none", "zstd") or (entry["codec"] == "none" and entry["raw"] != entry["size"]):
-        raise FormatError(f"{kind}: column {name!r} has codec {entry['codec']!r:.20} and sizes {sizes}")
-    if prod(shape) * np.dtype(dtype).itemsize != entry["raw"]:
-        raise FormatError(
-            f"{kind}: column {name!r} of shape {shape} and dtype {dtype} is not {entry['raw']} bytes"
-        )
-    return entry
-
-
-def _read_column(stored: memoryview, entry: dict[str, Any], kind: str) -> np.ndarray[Any, Any]:
-    if entry["codec"] == "zstd":
-        raw: bytes | memoryview = decompress_frame(stored, entry["raw"], f"{kind}: column {entry['name']!r}")
-    else:
-        raw = stored
-    dtype = np.dtype(entry["dtype"])
+def _read_column(stored: memoryview, entry: _Column, kind: str) -> np.ndarray[Any, Any]:
+    raw: bytes | memoryview = stored
+    if entry.codec == "zstd":
+        raw = decompress_frame(stored, entry.raw, f"{kind}: column {entry.name!r}")
+    dtype = np.dtype(entry.dtype)
+    octets = np.frombuffer(raw, np.uint8)
+    octets = octets if octets.ctypes.data % dtype.itemsize == 0 else octets.copy()
     try:
-        octets = np.frombuffer(raw, np.uint8)
-        octets = octets if octets.ctypes.data % dtype.itemsize == 0 else octets.copy()
-        array: np.ndarray[Any, Any] = octets.view(dtype).reshape(entry["shape"])
-    except (ValueError, OverflowError, MemoryError) as error:
-        raise FormatError(f"{kind}: column {entry['name']!r}: {error}") from None
+        array: np.ndarray[Any, Any] = octets.view(dtype).reshape(entry.shape)
+    except (ValueError, OverflowError) as error:
+        raise FormatError(f"{kind}: column {entry.name!r}: {error}") from None
     array.flags.writeable = False
     return array
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, cast
+from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
+from shardkit.documents import Natural, Positive, Record, Text, convert
 from shardkit.errors import FormatError, NotFoundError, SchemaError
 
 from .columns import Texts, pack_columns, unpack_columns
@@ -17,10 +19,26 @@ from .compression import normalise_compression
 from .schema import Schema
 
 KIND = "index"
-VERSION = 1
-_NUMBERS = ("rows", "block_rows", "shard_size", "head_size")
-_TEXTS = ("format", "compression", "head_sha256", "tail_sha256")
-_META = frozenset({"version", "schema", "sources", *_NUMBERS, *_TEXTS})
+_Sha256 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+_MAX_SOURCES = 2**24
+
+
+class _Facts(Record, frozen=True, kw_only=True):
+    """What the header of an index says beside its columns; named as the attributes of `ShardIndex`."""
+
+    schema: Schema
+    format: Literal["tar", "arrow"]
+    compression: Text
+    rows: Natural
+    block_rows: Positive
+    shard_size: Natural
+    head_size: Natural
+    head_sha256: _Sha256
+    tail_sha256: _Sha256
+    source_names: Annotated[tuple[str, ...], Meta(max_length=_MAX_SOURCES)] = ()
+
+
+_FACTS = _Facts.__struct_fields__
 
 
 class BlockSpan(NamedTuple):
@@ -149,12 +167,8 @@ class ShardIndex:
 
     @cached_property
     def _bytes(self) -> bytes:
-        meta = {
-            "version": VERSION,
-            "schema": self.schema.to_json(),
-            "sources": list(self.source_names),
-            **{name: getattr(self, name) for name in (*_NUMBERS, *_TEXTS)},
-        }
+        meta = {name: getattr(self, name) for name in _FACTS}
+        meta["schema"] = self.schema.to_json()
         columns: dict[str, NDArray[Any] | None] = {
             **{name: getattr(self, name) for name in _BLOCK_COLUMNS},
             **_text_columns("key", self.key_texts),
@@ -171,18 +185,8 @@ class ShardIndex:
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> ShardIndex:
         """Read an index whose digest has been checked."""
         unpacked = unpack_columns(data, KIND)
-        meta, arrays = unpacked.meta, dict(unpacked.arrays)
-        if set(meta) != _META or meta["version"] != VERSION:
-            raise FormatError(
-                f"index: fields {sorted(meta)!r:.200}, expected {sorted(_META)} of version {VERSION}"
-            )
-        sources = meta["sources"]
-        if not isinstance(sources, list) or not all(isinstance(name, str) for name in sources):
-            raise FormatError("index: sources are not a list of names")
-        if any(type(meta[name]) is not int for name in _NUMBERS) or any(
-            type(meta[name]) is not str for name in _TEXTS
-        ):
-            raise FormatError("index: a number or a text of the header has another type")
+        arrays = dict(unpacked.arrays)
+        facts = convert(_Facts, unpacked.meta, "index")
         key_texts = _take_texts(arrays, "key")
         original_texts = _take_texts(arrays, "original")
         if key_texts is None or any(name not in arrays for name in _BLOCK_COLUMNS):
@@ -191,11 +195,9 @@ class ShardIndex:
         if unknown:
             raise FormatError(f"index: unknown columns {sorted(unknown)}; a newer shardkit may read it")
         return cls(
-            schema=Schema.from_json(meta["schema"]),
-            source_names=tuple(sources),
+            **{name: getattr(facts, name) for name in _FACTS},
             key_texts=key_texts,
             original_texts=original_texts,
-            **{name: meta[name] for name in (*_NUMBERS, *_TEXTS)},
             **cast(dict[str, Any], arrays),
         )
 
