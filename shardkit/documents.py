@@ -238,11 +238,19 @@ def decode_toml(kind: type[T], text: str, where: str) -> T:
     Raises:
         ConfigurationError: The text is not TOML, or a key is unknown, missing, of another type or out of range.
     """
+    return configure(kind, parse_toml(text, where), where)
+
+
+def parse_toml(text: str, where: str) -> dict[str, Any]:
+    """Parse TOML that a person wrote.
+
+    Raises:
+        ConfigurationError: The text is not TOML.
+    """
     try:
-        values = tomllib.loads(text)
+        return tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"{where} is no TOML: {error}") from None
-    return configure(kind, values, where)
 
 
 def configure(kind: type[T], values: Mapping[str, object], where: str) -> T:
@@ -252,7 +260,7 @@ def configure(kind: type[T], values: Mapping[str, object], where: str) -> T:
         ConfigurationError: A key is unknown, missing, of another type or out of range.
     """
     try:
-        return msgspec.convert(values, kind)
+        return msgspec.convert(values, kind, dec_hook=_typed)
     except (msgspec.ValidationError, RecursionError) as error:
         raise ConfigurationError(f"{where}: {_reason(error)}{_nearest(kind, str(error))}") from None
 

@@ -10,125 +10,134 @@ from __future__ import annotations
 import difflib
 import os
 import tomllib
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from shardkit.credentials import redact, refuse_credentials
+from shardkit.documents import Document, Natural, Record, Text, configure, convert, decode, encode
 from shardkit.errors import ConfigurationError, FormatError, SourceError
-from shardkit.formats import Texts, canonical_json, pack_columns, unpack_columns
-from shardkit.formats.canonical_json import Fields, read_document
+from shardkit.formats import Texts, pack_columns, unpack_columns
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import Version
 from shardkit.stores.file_operations import read_small_file
 
 MAX_ABOUT_BYTES: Final = 4 * 2**20
 
-_FORMAT: Final = "shardkit-about/1"
-_LONGEST: Final = 10_000
 _MAX_STRATA: Final = 2**17
 _SPELLINGS: Final = {"license": "licence", "strata": "stratum"}
 
 
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """Under what terms samples may be used, and who answers for them; "" where it is not said."""
+class Terms(Record, frozen=True):
+    """Under what terms samples may be used, and who answers for them; a text is empty if nothing is said."""
 
-    licence: str = ""  # an SPDX expression such as `CC-BY-4.0`, or the URL of a text
-    source: str = ""  # where the samples come from
-    contact: str = ""  # who is asked, and told of errors and takedowns
-    citation: str = ""  # how the work is cited
-    note: str = ""  # anything else
+    licence: Text = ""  # an SPDX expression such as `CC-BY-4.0`, or the URL of a text
+    source: Text = ""  # where the samples come from
+    contact: Text = ""  # whom to ask, and to tell of errors and takedowns
+    citation: Text = ""  # how the work is cited
+    note: Text = ""  # anything else
 
     def over(self, other: Terms) -> Terms:
-        """These terms, with what they leave open filled from others."""
+        """Return these terms with open texts taken from others."""
         return Terms(*(getattr(self, name) or getattr(other, name) for name in _TERMS))
 
 
-_TERMS: Final = tuple(item.name for item in fields(Terms))
+_TERMS: Final = Terms.__struct_fields__
 
 
-@dataclass(frozen=True, slots=True)
-class About:
-    """What ``about.toml`` says."""
+class About(Document, frozen=True, kw_only=True, tag="shardkit-about/1"):
+    """The content of ``about.toml``."""
 
-    name: str = ""  # of the dataset; "" where not said
-    description: str = ""
-    version: str = ""
-    homepage: str = ""
-    terms: Terms = field(default_factory=Terms)  # of everything that no stratum says otherwise
+    name: Text = ""  # of the dataset
+    description: Text = ""
+    version: Text = ""
+    homepage: Text = ""
+    terms: Terms = Terms()  # of every stratum that has none of its own
     # (stratum name or pattern such as `web/*`, terms) in the order of the file; the first match counts
-    strata: tuple[tuple[str, Terms], ...] = ()
+    strata: Annotated[tuple[tuple[Text, Terms], ...], Meta(max_length=_MAX_STRATA)] = ()
 
     def of_stratum(self, name: str) -> Terms:
+        """Return the terms of a stratum, completed by those of the whole dataset."""
         for pattern, terms in self.strata:
             if pattern == name or fnmatchcase(name, pattern):
                 return terms.over(self.terms)
         return self.terms
 
     def to_json(self) -> dict[str, Any]:
-        """As ``show --json`` prints it: what is said, and nothing else."""
+        """Return what is said, as ``show --json`` prints it."""
         document: dict[str, Any] = {name: getattr(self, name) for name in _HEAD if getattr(self, name)}
-        document |= _said(self.terms)
+        document |= msgspec.to_builtins(self.terms)
         if self.strata:
-            document["stratum"] = {pattern: _said(terms) for pattern, terms in self.strata}
+            document["stratum"] = {pattern: msgspec.to_builtins(terms) for pattern, terms in self.strata}
         return document
 
     def to_bytes(self) -> bytes:
-        """The object's bytes: the same for the same content."""
-        return canonical_json.dumps(
-            {
-                "format": _FORMAT,
-                **{name: getattr(self, name) for name in _HEAD},
-                "terms": asdict(self.terms),
-                "strata": [[pattern, asdict(terms)] for pattern, terms in self.strata],
-            }
-        )
+        """Return the canonical bytes of the object."""
+        return encode(self)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> About:
         """Read an object whose digest has been checked."""
-        document = read_document(data, "about", _FORMAT, (*_HEAD, "terms", "strata"), MAX_ABOUT_BYTES)
-        strata: list[tuple[str, Terms]] = []
-        for item in document.items("strata", maximum=_MAX_STRATA):
-            match item:
-                case [str(pattern), terms] if len(pattern) <= _LONGEST:
-                    strata.append((pattern, _read_terms(terms)))
-                case _:
-                    document.refuse(f"has the stratum {str(item)[:100]}, expected [name, terms]")
-        return cls(
-            **{name: document.text(name, maximum=_LONGEST) for name in _HEAD},
-            terms=_read_terms(document.table("terms", maximum=len(_TERMS))),
-            strata=tuple(strata),
-        )
+        return decode(cls, data, "about", max_bytes=MAX_ABOUT_BYTES)
 
 
 _HEAD: Final = ("name", "description", "version", "homepage")
 
 
+class _File(Terms, frozen=True):
+    """``about.toml`` as people write it."""
+
+    name: Text = ""
+    description: Text = ""
+    version: Text = ""
+    homepage: Text = ""
+    stratum: Annotated[dict[Text, Terms], Meta(max_length=_MAX_STRATA)] = msgspec.field(default_factory=dict)
+
+
 def parse_about(document: Mapping[str, Any], where: str = "about") -> About:
-    """What a parsed ``about.toml`` says."""
-    given = _checked(document, (*_HEAD, *_TERMS, "stratum"), where)
-    strata = given.pop("stratum", {})
-    if not isinstance(strata, Mapping):
-        raise ConfigurationError(
-            f'{where}: stratum is a {type(strata).__name__}; expected tables such as [stratum."web/de"]'
-        )
-    parsed = []
-    for pattern, terms in strata.items():
-        place = f"{where}: stratum {_checked_text(pattern, f'{where}: the name of a stratum')!r:.200}"
-        if not isinstance(terms, Mapping):
-            raise ConfigurationError(
-                f"{place} is a {type(terms).__name__}; expected a table with licence, source, contact"
-            )
-        parsed.append((str(pattern), Terms(**_texts(_checked(terms, _TERMS, place), place))))
-    texts = _texts(given, where)
-    head = {name: texts.pop(name) for name in _HEAD if name in texts}
-    return About(**head, terms=Terms(**texts), strata=tuple(parsed))
+    """Return the content of a parsed ``about.toml``.
+
+    Raises:
+        ConfigurationError: A key is unknown or given twice, or a value is no text, too long, or holds a credential.
+    """
+    given = _own_spelling(document, where)
+    if isinstance(given.get("stratum"), Mapping):
+        given["stratum"] = {
+            name: _own_spelling(terms, where) if isinstance(terms, Mapping) else terms
+            for name, terms in given["stratum"].items()
+        }
+    try:
+        file = configure(_File, given, where)
+    except ConfigurationError as error:
+        raise ConfigurationError(redact(str(error))[:500]) from None
+    about = About(
+        **{name: getattr(file, name) for name in _HEAD},
+        terms=Terms(*(getattr(file, name) for name in _TERMS)),
+        strata=tuple(file.stratum.items()),
+    )
+    for name in (*_HEAD, *_TERMS):
+        refuse_credentials(getattr(file, name), f"{where}: {name}")
+    for pattern, terms in about.strata:
+        refuse_credentials(pattern, f"{where}: the name of a stratum")
+        for name in _TERMS:
+            refuse_credentials(getattr(terms, name), f"{where}: stratum {pattern!r:.200}: {name}")
+    return about
+
+
+def _own_spelling(document: Mapping[str, Any], where: str) -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    for key, value in document.items():
+        name = _SPELLINGS.get(key, key)
+        if name in given:
+            raise ConfigurationError(f"{where}: key {name!r:.60} is given twice")
+        given[name] = value
+    return given
 
 
 def given_about(about: About | Mapping[str, Any] | str | os.PathLike[str] | None) -> About | None:
@@ -187,42 +196,6 @@ def _literal(name: str) -> str:
     return name.replace("[", "[[]").replace("*", "[*]").replace("?", "[?]")
 
 
-def _said(terms: Terms) -> dict[str, str]:
-    return {name: text for name, text in asdict(terms).items() if text}
-
-
-def _read_terms(value: object) -> Terms:
-    given = Fields(value, "about, terms", _TERMS)
-    return Terms(**{name: given.text(name, maximum=_LONGEST) for name in _TERMS})
-
-
-def _checked(document: Mapping[str, Any], known: Iterable[str], where: str) -> dict[str, Any]:
-    """The keys in our spelling; unknown ones are refused."""
-    expected = tuple(known)
-    given: dict[str, Any] = {}
-    for key, value in document.items():
-        name = _SPELLINGS.get(key, key)
-        if name not in expected or name in given:
-            near = difflib.get_close_matches(key, expected, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(expected)}"
-            shown = redact(str(key))[:60]
-            raise ConfigurationError(f"{where}: key {shown!r} is unknown or given twice; {hint}")
-        given[name] = value
-    return given
-
-
-def _texts(given: Mapping[str, Any], where: str) -> dict[str, str]:
-    return {key: _checked_text(value, f"{where}: {key}") for key, value in given.items()}
-
-
-def _checked_text(value: object, where: str) -> str:
-    if not isinstance(value, str) or len(value) > _LONGEST:
-        what = f"{len(value)} characters" if isinstance(value, str) else f"a {type(value).__name__}"
-        raise ConfigurationError(f"{where} is {what}; expected a text of at most {_LONGEST} characters")
-    refuse_credentials(value, where)
-    return value
-
-
 # ---- The files that a version was built from, and the rows that were left out
 
 _KIND = "sources"
@@ -244,6 +217,11 @@ class SourcesObject:
     files: tuple[SourceDigest, ...]  # sorted by name
     # (source name, row, kind of error) of rows that were left out, in source order
     skipped: tuple[tuple[str, int, str], ...] = ()
+
+
+class _SourcesMeta(Record, frozen=True, kw_only=True):
+    files: Natural
+    skipped: tuple[tuple[str, Natural, str], ...]
 
 
 def pack_sources(sources: SourcesObject) -> bytes:
@@ -272,10 +250,10 @@ def joined_sources(one: SourcesObject, other: SourcesObject) -> SourcesObject:
 def unpack_sources(data: bytes) -> SourcesObject:
     """Read an object whose digest has been checked."""
     unpacked = unpack_columns(data, _KIND)
-    arrays, meta = unpacked.arrays, unpacked.meta
-    if set(arrays) != {"name_data", "name_offset", "size", "sha256"} or set(meta) != {"files", "skipped"}:
+    arrays, meta = unpacked.arrays, convert(_SourcesMeta, unpacked.meta, "sources")
+    if set(arrays) != {"name_data", "name_offset", "size", "sha256"}:
         raise FormatError("sources: other columns than names, sizes and digests; do not trust it")
-    count = meta["files"]
+    count = meta.files
     names = Texts(arrays["name_data"], arrays["name_offset"])
     names.check("source names", count)
     if arrays["size"].shape != (count,) or arrays["sha256"].shape != (count, 32):
@@ -286,4 +264,4 @@ def unpack_sources(data: bytes) -> SourcesObject:
         SourceDigest(name, size, bytes(digest).hex())
         for name, size, digest in zip(names.to_list(), arrays["size"].tolist(), arrays["sha256"], strict=True)
     )
-    return SourcesObject(files, tuple((name, row, kind) for name, row, kind in meta["skipped"]))
+    return SourcesObject(files, meta.skipped)

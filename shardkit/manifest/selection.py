@@ -13,12 +13,18 @@ from typing import Final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from shardkit.documents import Natural, Record, convert
 from shardkit.errors import FormatError, UsageError
-from shardkit.formats.canonical_json import dumps, sha256_digest
+from shardkit.formats.canonical_json import sha256_digest
 from shardkit.formats.columns import pack_columns, unpack_columns
 
 _KIND: Final = "selection"
 _OVERHEAD_BYTES: Final = 4_096
+
+
+class _Meta(Record, frozen=True, kw_only=True):
+    rows: Natural
+    selected: Natural
 
 
 class Selection:
@@ -112,10 +118,9 @@ class Selection:
             if columns.arrays.keys() != {"bits"}:
                 raise FormatError(f"columns {sorted(columns.arrays)[:5]}, expected bits")
             selection = cls(rows, columns.arrays["bits"])
-            if dumps(columns.meta) != dumps({"rows": rows, "selected": selection.count}):  # True is not 1
-                raise FormatError(
-                    f"{selection.count} of {rows} rows, the header says {str(columns.meta)[:100]}"
-                )
+            meta = convert(_Meta, columns.meta, "header")
+            if (meta.rows, meta.selected) != (rows, selection.count):
+                raise FormatError(f"{selection.count} of {rows} rows, the header says {columns.meta}")
         except FormatError as error:
             raise FormatError(f"{where}: {error}") from error
         return selection

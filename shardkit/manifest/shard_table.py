@@ -13,8 +13,9 @@ from typing import Any, Final, NamedTuple, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from shardkit.documents import Natural, Record, convert
 from shardkit.errors import FormatError, SchemaError, UsageError
-from shardkit.formats.canonical_json import dumps, format_digest, parse_digest, sha256_digest
+from shardkit.formats.canonical_json import format_digest, parse_digest, sha256_digest
 from shardkit.formats.columns import pack_columns, unpack_columns
 from shardkit.formats.schema import Schema
 from shardkit.manifest.manifest import (
@@ -289,6 +290,11 @@ _SHARD_BYTES: Final = 3 * 32 + 7 * 8 + 4
 _SEGMENT_BYTES: Final = 4 + 8 + 8
 
 
+class _PageMeta(Record, frozen=True, kw_only=True):
+    shards: Natural
+    segments: Natural
+
+
 def pack_page(table: ShardTable) -> bytes:
     """The bytes of one page: the same for the same shards.
 
@@ -333,9 +339,8 @@ def unpack_page(data: bytes, ref: PageRef | None = None, *, strata: int | None =
         if len(arrays) != len(_STORED) - 1 or counts.ndim != 1:
             raise FormatError(f"unexpected columns: {sorted(arrays.keys() - _STORED.keys())[:5]}")
         segments = int(counts.sum(dtype=np.int64))
-        if dumps(columns.meta) != dumps({"shards": shards, "segments": segments}) or segments != len(
-            arrays["segment_rows"]
-        ):
+        meta = convert(_PageMeta, columns.meta, "header")
+        if (meta.shards, meta.segments) != (shards, segments) or segments != len(arrays["segment_rows"]):
             raise FormatError(
                 f"{shards} shards and {segments} segments, the header and the columns say otherwise"
             )

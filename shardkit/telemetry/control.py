@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import tomllib
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
+import msgspec
+from msgspec import Meta
+
+from shardkit.documents import configure, parse_toml
 from shardkit.errors import ConfigurationError
 from shardkit.telemetry.records import Record, parse_lanes
 
@@ -49,24 +52,31 @@ class Knob:
         return min(target, max(1, now) * 2) if target > now else max(target, now // 2)
 
 
+class _Watch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The section ``[change]``."""
+
+    guard_s: Annotated[float, Meta(ge=0, lt=1e6)] = 60.0
+    ranks: Annotated[str, Meta(max_length=10_000)] | None = None
+
+
 @dataclass(frozen=True)
 class Change:
-    """What a control file asks for."""
+    """The content of a control file."""
 
     targets: Mapping[str, Any]  # knob → value
-    guard_s: float = 60.0  # watch so long, take it back if the run got slower by a third; 0: do not
-    ranks: tuple[int, ...] | None = None  # that heed it; None: all
+    guard_s: float = (
+        60.0  # seconds after which the change is taken back if the run is slower by a third; 0: never
+    )
+    ranks: tuple[int, ...] | None = None  # ranks that follow it; None: all
 
 
 def parse_control(text: str, knobs: Mapping[str, Knob]) -> Change:
     """Read a control file."""
-    try:
-        document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigurationError(f"control.toml is no TOML: {error}") from error
-    change = document.pop("change", {})
-    if not isinstance(change, dict):
-        raise ConfigurationError("control.toml: change must be a section [change]")
+    document = parse_toml(text, "control.toml")
+    watch = configure(_Watch, document.pop("change", {}), "control.toml, [change]")
+    ranks = parse_lanes(watch.ranks)
+    if ranks is None and watch.ranks is not None:
+        raise ConfigurationError(f'control.toml: change.ranks = {watch.ranks!r}: expected such as "0-3,8"')
     targets = {}
     for key, value in _leaves(document):
         if key not in knobs:
@@ -78,20 +88,7 @@ def parse_control(text: str, knobs: Mapping[str, Knob]) -> Change:
         if knobs[key].read() is None:
             raise ConfigurationError(f"control.toml: {key} has no effect in this run; take it out")
         targets[key] = knobs[key].parse(key, value)
-    unknown = change.keys() - {"guard_s", "ranks"}
-    if unknown:
-        raise ConfigurationError(
-            f"control.toml: unknown key change.{min(unknown)}; known: change.guard_s, change.ranks"
-        )
-    guard_s, ranks = change.get("guard_s", 60.0), change.get("ranks")
-    if type(guard_s) not in (int, float) or not 0 <= guard_s < 1e6:
-        raise ConfigurationError(
-            f"control.toml: change.guard_s = {guard_s!r}: expected seconds, 0 for no watch"
-        )
-    heeding = parse_lanes(ranks)
-    if heeding is None and ranks is not None:
-        raise ConfigurationError(f'control.toml: change.ranks = {ranks!r}: expected such as "0-3,8"')
-    return Change(targets, float(guard_s), heeding)
+    return Change(targets, watch.guard_s, ranks)
 
 
 def _leaves(document: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

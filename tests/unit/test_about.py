@@ -66,11 +66,11 @@ def test_strata_take_what_they_leave_open_from_the_whole(tmp_path: Path) -> None
     [
         ({"licnce": "MIT"}, "licence"),
         ({"licence": "MIT", "license": "MIT"}, "twice"),
-        ({"licence": 3}, "text"),
+        ({"licence": 3}, "Expected `str`, got `int` at `licence`"),
         ({"source": "https://me:secret@example.org/"}, "password"),
         ({"stratum": "fr"}, "stratum"),
         ({"stratum": {"fr": {"name": "x"}}}, "name"),
-        ({"stratum": {"fr": "MIT"}}, "fr"),
+        ({"stratum": {"fr": "MIT"}}, "stratum"),
         ({"note": "x" * 10_001}, "10000"),
     ],
 )
