@@ -25,7 +25,7 @@ MODULES = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH", 
 LAUNCH = """
 import sys
 from shardkit_trainer import launch
-sys.exit(launch(None, sys.argv[3:], nproc=int(sys.argv[1]), restarts=int(sys.argv[2])))
+sys.exit(launch(None, sys.argv[3:], nproc=int(sys.argv[1]), max_restarts=int(sys.argv[2])))
 """
 
 
@@ -169,10 +169,10 @@ def fork_trainer(tmp_path: Path) -> Launch:
 
     launches = count()
 
-    def launch(nproc: int, settings: dict[str, Any], fault: str = "", restarts: int = 0) -> Any:
+    def launch(nproc: int, settings: dict[str, Any], fault: str = "") -> Any:
         environment = {**os.environ, "SHARDKIT_TEST_FAULT": fault}
         output = tmp_path / f"launch-{next(launches)}"
-        return launch_forked(nproc, arguments_of(settings), environment, output, restarts)
+        return launch_forked(nproc, arguments_of(settings), environment, output)
 
     return launch
 

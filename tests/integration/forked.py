@@ -14,17 +14,15 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stderr
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 sys.path.append(
     str(Path(__file__).parent)
 )  # settings name models of these modules, here and in forked processes
-PRELOADED = [__name__, "trainer_ranks", "trainer_regroups", "trainer_histogram", "shardkit_trainer.training"]
+PRELOADED = [__name__, "trainer_ranks", "trainer_histogram", "shardkit_trainer.training"]
 OUTPUT = "SHARDKIT_TEST_OUTPUT"
 """Environment variable: where a forked process writes what it prints, with .out and .err behind it."""
 
@@ -78,7 +76,6 @@ def become_rank(arguments: Sequence[str]) -> None:
     """``python -m shardkit_trainer …``."""
     from shardkit_trainer.__main__ import main
 
-    os.environ.pop("SHARDKIT_LIFELINE", None)  # the parent of a forked process is not the supervisor
     sys.exit(main(list(arguments)))
 
 
@@ -87,16 +84,6 @@ def train_alone(overrides: Sequence[str]) -> None:
     from shardkit_trainer import launch
 
     sys.exit(launch(None, overrides, nproc=1))
-
-
-class ForkedRank(Forked):
-    """The supervisor's `subprocess.Popen`, for ``python -m shardkit_trainer …``."""
-
-    work = staticmethod(become_rank)
-
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], pass_fds: Sequence[int] = ()):
-        at = list(command).index("shardkit_trainer")
-        super().__init__(self.work, command[at + 1 :], environment=env)
 
 
 def side_by_side(
@@ -115,26 +102,14 @@ def side_by_side(
 
 
 def launch_forked(
-    nproc: int, overrides: Sequence[str], environment: Mapping[str, str], output: Path, restarts: int = 0
+    nproc: int, overrides: Sequence[str], environment: Mapping[str, str], output: Path
 ) -> subprocess.CompletedProcess[str]:
     """`shardkit_trainer.launch` with forked ranks; none is killed where another has died."""
-    from shardkit_trainer import launch, supervisor
-
     environment = {**environment, OUTPUT: str(output)}
-    files = [output.with_name(f"{output.name}.{kind}") for kind in ("out", "err")]
-    if "parallel.recovery=in-process" in overrides:
-        supervised = patch.object(supervisor, "subprocess", SimpleNamespace(Popen=ForkedRank))
-        with (
-            supervised,
-            patch.dict(os.environ, environment),
-            files[1].open("a") as told,
-            redirect_stderr(told),
-        ):
-            code = launch(None, overrides, nproc=nproc, restarts=restarts)
-    elif nproc == 1:
+    if nproc == 1:
         code = Forked(train_alone, overrides, environment=environment).wait() or 0
     else:
-        assert not restarts, "torchrun restarts ranks"
         code = max(code or 0 for code in side_by_side(nproc, become_rank, overrides, environment=environment))
-    out, err = (path.read_text() if path.exists() else "" for path in files)
-    return subprocess.CompletedProcess(["forked", *overrides], code or 0, out, err)
+    paths = [output.with_name(f"{output.name}.{kind}") for kind in ("out", "err")]
+    out, err = (path.read_text() if path.exists() else "" for path in paths)
+    return subprocess.CompletedProcess(["forked", *overrides], code, out, err)

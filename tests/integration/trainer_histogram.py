@@ -5,8 +5,8 @@ differs from step to step, its final value is −Σ rate(step) / batch over the 
 or misplaced sample changes it.
 
 Faults are scripted by the environment: ``SHARDKIT_TEST_FAULT=kill:1:7`` kills rank 1 when it prepares step 7;
-``freeze`` stops it, ``nan`` gives it a loss that is not a number, ``term`` sends SIGTERM to itself, ``group2`` waits
-until the supervisor has announced group 2. ``put``, ``finish`` and ``prune`` kill it inside its n-th write of an
+``freeze`` stops it, ``nan`` gives it a loss that is not a number, ``term`` sends SIGTERM to itself, ``hold2`` waits
+until it is asked to stop if there are two ranks. ``put``, ``finish`` and ``prune`` kill it inside its n-th write of an
 object, in publishing, and in pruning a checkpoint. For `straggler`: ``slow:3:12`` makes a cell of rank 3 cost 12 ms at
 least, those of other ranks 6 ms. ``flip:0:4`` changes bytes of every shard of the store at SHARDKIT_TEST_STORE, and
 ``vanish`` removes them.
@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 
 from shardkit_trainer.configuration import ModelConfig
-from shardkit_trainer.supervisor import Membership
 from shardkit_trainer.tasks import ClassifierTask, Inputs
 
 
@@ -46,10 +45,7 @@ class HistogramTask:
         self.faults = [
             fault.split(":") for fault in os.environ.get("SHARDKIT_TEST_FAULT", "").split(",") if fault
         ]
-        # under the supervisor a process keeps its number, whatever rank it has among those that are left
-        self.rank = int(
-            os.environ.get("RANK") or os.environ.get("SHARDKIT_MEMBER", "process-0").partition("-")[2]
-        )
+        self.rank = int(os.environ.get("RANK", "0"))
         for kind, rank, count in self.faults:
             if int(rank) == self.rank and kind in {"put", "finish", "prune"}:
                 kill_inside(kind, int(count))
@@ -63,8 +59,8 @@ class HistogramTask:
                     os.kill(os.getpid(), numbers[kind])
                 elif kind in {"flip", "vanish"}:
                     spoil(kind)
-                elif kind.startswith("group"):
-                    wait_for_generation(int(kind.removeprefix("group")))
+                elif kind == f"hold{os.environ.get('WORLD_SIZE')}":
+                    wait_for_stop()
                 elif kind == "nan":
                     return Inputs(
                         {"samples": torch.as_tensor(cell.samples), "nan": torch.ones(1)}, valid, valid
@@ -147,10 +143,10 @@ def spoil(kind: str) -> None:
         spoiled.replace(shard)
 
 
-def wait_for_generation(number: int) -> None:
-    """Until the supervisor has announced group ``number``; the rank sees it in the step's exchange."""
-    membership = Membership.from_environment(300.0)
-    while membership.newest() < number:
+def wait_for_stop() -> None:
+    """Until this process was asked to stop; it notices in the step's exchange."""
+    request: Any = signal.getsignal(signal.SIGTERM)
+    while not request.__self__.is_set():
         time.sleep(0.02)
 
 

@@ -9,14 +9,11 @@ import sys
 def main(arguments: list[str]) -> int:
     """Train on this rank; errors that shardkit raises are one line, with the rank named."""
     from shardkit.errors import ShardkitError
-    from shardkit.exit_codes import exit_code
+    from shardkit.exit_codes import ExitCode, exit_code
 
-    from .agent import end_with_supervisor
     from .configuration import load_configuration
+    from .signals import RESTART
 
-    # under the supervisor ranks change: a process keeps its name
-    name = os.environ.get("SHARDKIT_MEMBER") or f"rank {os.environ.get('RANK', '0')}"
-    end_with_supervisor(name)
     option = "--allow-changes="
     allowed = [
         key for a in arguments if a.startswith(option) for key in a.removeprefix(option).split(",") if key
@@ -26,16 +23,18 @@ def main(arguments: list[str]) -> int:
     overrides = [a for a in arguments if "=" in a]
     if len(files) > 1:
         print(f"usage: shardkit_trainer run.toml section.key=value …; got files: {files}", file=sys.stderr)
-        return 2
+        return ExitCode.USAGE
     try:
         config = load_configuration(files[0] if files else None, overrides)
         from .training import train
 
-        train(config, allow_changes=allowed)
+        summary = train(config, allow_changes=allowed)
     except ShardkitError as error:
-        print(f"{name}: {error.kind}: {error}", file=sys.stderr, flush=True)
+        print(f"rank {os.environ.get('RANK', '0')}: {error.kind}: {error}", file=sys.stderr, flush=True)
         return exit_code(error)
-    return 0
+    if summary.finished:
+        return ExitCode.DONE
+    return ExitCode.INTERRUPTED if summary.asked else RESTART
 
 
 if __name__ == "__main__":

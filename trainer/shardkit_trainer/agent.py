@@ -1,89 +1,221 @@
-"""How processes of a run end: by stop signals, with the one that started them, or as torchrun reports it.
+"""The ranks of this machine under torchrun's elastic agent (SPEC.md §5).
 
-``python -m shardkit_trainer.agent …`` is torchrun whose failed ranks are a line each, and that does not outlive the
-command.
+The agent decides who takes part, starts ranks, and starts them again. What is added here is the meaning of exit codes:
+ranks that have saved because the members change are started again without using up one of ``max_restarts``.
 """
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import signal
+import socket
+import struct
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
 
+from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousTimeoutError,
+)
+
+from shardkit.errors import RunError
 from shardkit.exit_codes import ExitCode
 
-LIFELINE = "SHARDKIT_LIFELINE"
-"""Environment variable: descriptor of a pipe whose other end the supervisor holds as long as it lives."""
+from .signals import LAUNCHER, RESTART, on_stop_signals
+
+INTERFACE = "GLOO_SOCKET_IFNAME"
+"""Environment variable of gloo: the network interface that ranks reach each other by."""
+
+RENDEZVOUS: Mapping[str, int] = {
+    "join_timeout": 600,  # seconds that a machine waits for the fewest machines
+    "last_call_timeout": 3,  # … and for further ones once those are there
+    "keep_alive_interval": 2,  # seconds between signs of life of a machine
+    "keep_alive_max_attempt": 5,  # missing ones until it counts as lost
+}
 
 
-def end_with_supervisor(name: str) -> None:
-    """End this process as soon as its supervisor has died; nothing where it has none.
+@dataclass(frozen=True)
+class Machines:
+    """Machines that train together.
 
-    Nobody can tell such a rank of a new group, and what it waits for may never come. What it has written is safe
-    wherever it stops: a checkpoint that is being written was not there yet.
+    Attributes:
+        fewest, most: how many there may be.
+        host, port: where they meet; the first machine started at ``host`` serves it.
     """
-    descriptor = int(os.environ.pop(LIFELINE, "-1"))
 
-    def follow() -> None:
-        os.read(descriptor, 1)  # nothing is ever written: it returns when the other end is closed
-        advice = "start the run again: it goes on from its newest checkpoint"
-        os.write(2, f"{name}: run: the supervisor has died, and this rank ends; {advice}\n".encode())
-        os._exit(1)
+    fewest: int
+    most: int
+    host: str
+    port: int
 
-    if descriptor >= 0:
-        threading.Thread(target=follow, name="lifeline", daemon=True).start()
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
 
 
-@contextmanager
-def on_stop_signals(handler: Callable[[int, object], None]) -> Iterator[None]:
-    """SIGTERM and SIGINT go to ``handler`` inside; only in a process's main thread, elsewhere nothing changes."""
-    main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT) if main}
-    try:
-        yield
-    finally:
-        for number, earlier in before.items():
-            signal.signal(number, earlier)
+class Agent(LocalElasticAgent):
+    """torchrun's agent that knows the exit codes of ranks."""
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> Any:
+        result = super()._monitor_workers(worker_group)
+        codes = {failure.exitcode for failure in result.failures.values()}
+        # a rank that is ending may still get the SIGTERM that the agent sends when the first of them has ended
+        if RESTART in codes and codes <= {RESTART, -signal.SIGTERM}:
+            self._remaining_restarts += 1
+        elif codes and codes <= {RESTART, -signal.SIGTERM, ExitCode.INTERRUPTED}:
+            self._remaining_restarts = 0  # somebody stopped a rank: the run ends here
+        else:
+            _print_failures(result.failures, self._remaining_restarts)
+        return result
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        self._shutdown(timeout=self._shutdown_timeout)
+
+    def exit_codes(self) -> set[int]:
+        """Exit codes of the ranks that were started last."""
+        handlers = getattr(self._pcontext, "subprocess_handlers", {})
+        return {handler.proc.returncode for handler in handlers.values()}
 
 
-def main(arguments: list[str]) -> int:
-    """Run torchrun with its own arguments; returns the exit code."""
-    # its loggers take their levels from here when they are made; what it has to say is said below, in a line
-    os.environ.setdefault("LOGLEVEL", "CRITICAL")
-    from torch.distributed import run
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+def run_ranks(
+    arguments: Sequence[str], *, nproc: int, machines: Machines | None, max_restarts: int, shutdown_s: int
+) -> int:
+    """Run ``python -m shardkit_trainer ARGUMENTS`` in ``nproc`` processes of this machine; returns the exit code.
 
+    Args:
+        arguments: of each rank.
+        nproc: ranks of this machine.
+        machines: None: this one alone.
+        max_restarts: failures after which all ranks are started again.
+        shutdown_s: what ranks get to save before they are killed.
+
+    Raises:
+        RunError: the machines do not find each other, or the job has ended.
+    """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    threading.Thread(target=_follow, args=(os.getppid(),), daemon=True).start()
-    try:
-        run.main(arguments)
-    except SignalException:
-        return ExitCode.INTERRUPTED
-    except ChildFailedError as error:
-        codes = set()
-        for rank, failure in sorted(error.failures.items()):
-            code = failure.exitcode
-            codes.add(code)
-            ended = f"was killed by signal {-code}" if code < 0 else f"exited with {code}"
-            print(f"torchrun: rank {rank} (process {failure.pid}) {ended}", file=sys.stderr, flush=True)
-        # the others were stopped by a signal, or failed in turn because one was gone
-        told = {ExitCode(code) for code in codes & {*ExitCode}} - {ExitCode.FAILED}
-        return told.pop() if len(told) == 1 else ExitCode.FAILED
-    return ExitCode.DONE
+    here = machines or Machines(1, 1, "localhost", 0)
+    address = None
+    if machines is not None:
+        interface, address = own_place(machines.host)
+        if interface:
+            os.environ.setdefault(INTERFACE, interface)
+    os.environ[LAUNCHER] = str(os.getpid())
+    agent: Agent | None = None
+    with tempfile.TemporaryDirectory(prefix="shardkit-ranks-") as folder, on_stop_signals(_raise_stop):
+        try:
+            meeting = _meeting(here, address)
+            spec = WorkerSpec(
+                role="rank", local_world_size=nproc, rdzv_handler=meeting, max_restarts=max_restarts,
+                entrypoint=sys.executable, args=("-m", "shardkit_trainer", *arguments), local_addr=address,
+            )  # fmt: skip
+            logs = DefaultLogsSpecs(log_dir=folder)
+            agent = Agent(spec, logs, exit_barrier_timeout=shutdown_s, shutdown_timeout=shutdown_s)
+            result = agent.run()
+            meeting.shutdown()  # for all machines: the run has ended
+        except SignalException:
+            return _after_signal(agent)
+        except RendezvousError as error:
+            raise _rendezvous_failure(error, here) from error
+    if result is None:  # a spare machine of a job that has ended
+        return ExitCode.DONE
+    codes = {failure.exitcode for failure in result.failures.values()}
+    if not codes:
+        return ExitCode.DONE
+    # the others were stopped by a signal, or failed in turn because one was gone
+    own = {ExitCode(code) for code in codes & {*ExitCode}} - {ExitCode.FAILED}
+    return own.pop() if len(own) == 1 else ExitCode.FAILED
 
 
-def _follow(parent: int) -> None:
-    """Stop the ranks (they save) when the command that started them is gone."""
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os.kill(os.getpid(), signal.SIGTERM)
+def _meeting(machines: Machines, address: str | None) -> RendezvousHandler:
+    serves = machines.port == 0 or _can_listen(machines.host, machines.port)
+    parameters = RendezvousParameters(
+        backend="c10d", endpoint=str(machines), run_id="shardkit", min_nodes=machines.fewest,
+        max_nodes=machines.most, local_addr=address, is_host=serves, **RENDEZVOUS,
+    )  # fmt: skip
+    return registry.get_rendezvous_handler(parameters)
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def _rendezvous_failure(error: RendezvousError, machines: Machines) -> RunError:
+    if isinstance(error, RendezvousClosedError):
+        return RunError(f"the job at {machines} has ended; start the run again")
+    if isinstance(error, RendezvousTimeoutError):
+        return RunError(
+            f"fewer than {machines.fewest} machines came to {machines} within {RENDEZVOUS['join_timeout']} s; start the"
+            " same command on the others, or lower MIN in --nnodes MIN:MAX"
+        )
+    return RunError(
+        f"the rendezvous at {machines} does not answer: the machine that serves it has ended or cannot be reached;"
+        " start the run again, first on that machine"
+    )
+
+
+def _after_signal(agent: Agent | None) -> int:
+    """The exit code after the ranks were told to stop: whether all of them ended by themselves."""
+    codes = agent.exit_codes() if agent is not None else set()
+    if codes == {ExitCode.DONE}:
+        return ExitCode.DONE
+    saved = {ExitCode.DONE, ExitCode.INTERRUPTED, RESTART, -signal.SIGTERM, -signal.SIGINT}
+    return ExitCode.INTERRUPTED if codes <= saved else ExitCode.FAILED
+
+
+def _raise_stop(number: int, _frame: object) -> None:
+    raise SignalException(f"signal {number}", signal.Signals(number))
+
+
+def _print_failures(failures: Mapping[int, Any], restarts: int) -> None:
+    for rank, failure in sorted(failures.items()):
+        code = failure.exitcode
+        if code in {RESTART, -signal.SIGTERM, ExitCode.INTERRUPTED}:
+            continue  # it was stopped because another one failed
+        ended = f"was killed by signal {-code}" if code < 0 else f"exited with {code}"
+        after = f"; starting all ranks again, restarts left: {restarts - 1}" if restarts else ""
+        print(f"torchrun: rank {rank} (process {failure.pid}) {ended}{after}", file=sys.stderr, flush=True)
+
+
+def _can_listen(host: str, port: int) -> bool:
+    """Return True if ``host`` is this machine and nothing listens at ``port`` yet."""
+    with suppress(OSError), socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        return True
+    return False
+
+
+def own_place(toward: str) -> tuple[str, str]:
+    """(network interface, its IPv4 address) by which other machines reach this one.
+
+    The interface is that of ``GLOO_SOCKET_IFNAME`` if it is set, otherwise the one that leads to the host ``toward``;
+    its name is empty if it is unknown.
+    """
+    known = _interfaces()
+    if name := os.environ.get(INTERFACE, "").split(",")[0]:
+        return name, known.get(name, "127.0.0.1")
+    address = "127.0.0.1"
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        asked.connect((toward, 9))  # nothing is sent: the kernel looks up the route
+        address = asked.getsockname()[0]
+    return next((name for name, one in known.items() if one == address), ""), address
+
+
+def _interfaces() -> dict[str, str]:
+    """Name and IPv4 address of this machine's network interfaces."""
+    found: dict[str, str] = {}
+    if sys.platform == "linux":
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+            for _, name in socket.if_nameindex():
+                with suppress(OSError):
+                    answer = fcntl.ioctl(asked, 0x8915, struct.pack("256s", name.encode()))  # SIOCGIFADDR
+                    found[name] = socket.inet_ntoa(answer[20:24])
+    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +31,7 @@ from shardkit.torch import (
 from shardkit.torch.checkpoint_format import read_checkpoint_manifest
 
 from .configuration import Configuration
-from .distributed import World, is_collective_failure
+from .distributed import World
 from .strategy import Strategy, local_part
 
 
@@ -111,7 +110,7 @@ class Checkpointer:
         self.wait()
         self.last_saved_step = step
         if self._exists(step):
-            return  # a step's state is a function of the step: it was saved before the ranks changed
+            return  # a step's state is a function of the step
         state = strategy.state()
         later: list[Entry] = []
         if self._asynchronous and not wait:
@@ -123,8 +122,7 @@ class Checkpointer:
             self._stage([entry for entry in entries if entry[:2] not in steady], state)
             self._copied.clear()
             strategy.before_update = self._copied.wait
-        # the group is this save's and is never looked up again: the ranks may have changed meanwhile
-        what = (step, state, later, dict(meta), self._group)
+        what = (step, state, later, dict(meta))
         self._thread = threading.Thread(target=self._write, args=what, name="checkpoint", daemon=True)
         self._thread.start()
         if wait or not self._asynchronous:
@@ -134,16 +132,6 @@ class Checkpointer:
         name = checkpoint_name(step)
         found = self._world.rank == 0 and name not in self._damaged and name in checkpoint_names(self._store)
         return bool(self._world.gather_integers([int(found)])[0][0])
-
-    def abandon(self, patience_s: float) -> None:
-        """After the process group was destroyed: a save in the background ends, published or not; it may not go on."""
-        self._group = None  # a save that runs has the last reference, and its sockets close with that
-        gc.collect()
-        if self._thread is not None:
-            self._thread.join(patience_s)
-            if self._thread.is_alive():
-                raise RunError(f"a checkpoint's writer does not end within {patience_s} s; restart the run")
-        self._thread, self._error = None, None
 
     def wait(self) -> None:
         """Until the save in the background is published."""
@@ -165,9 +153,7 @@ class Checkpointer:
                 self._staged[key].copy_(source)
             state[part][name] = _with_part(tensor, self._staged[key])
 
-    def _write(
-        self, step: int, state: State, later: Sequence[Entry], meta: dict[str, object], group: Any
-    ) -> None:
+    def _write(self, step: int, state: State, later: Sequence[Entry], meta: dict[str, object]) -> None:
         """Runs in the thread: copy what is left, write, then prune before any rank may begin the next save."""
         name, started = checkpoint_name(step), time.monotonic()
         try:
@@ -178,7 +164,7 @@ class Checkpointer:
             if name in self._damaged and self._world.rank == 0:
                 self._store.delete(f"checkpoints/{name}.json")
             writer = CheckpointWriter(self._store, name, meta, distrust=self._distrust)
-            save_state(state, storage_writer=writer, process_group=group)
+            save_state(state, storage_writer=writer, process_group=self._group)
             self.written_bytes = writer.written_bytes
             if self._world.rank == 0:
                 self._damaged.discard(name)
@@ -187,18 +173,13 @@ class Checkpointer:
                 if self._keep:
                     prune_checkpoints(self._store, self._keep)
                 self._replicas.copy(self._store, name, self._keep)
-            dist.barrier(group)
+            dist.barrier(self._group)
         except BaseException as error:  # noqa: BLE001 - DCP's own error is no Exception; `wait` raises what is kept
             first = _first(error)
+            # a failed collective is named by the rank's main thread, which knows who is gone
+            failed = isinstance(first, RuntimeError) and not isinstance(first, ShardkitError)
             told = f"checkpoint was not saved; the ones before it are intact: {first}"
-            # where a rank is gone: that is told, or survived, elsewhere
-            self._error = RuntimeError(str(first)) if is_collective_failure(first) else RunError(told)
-            del first
-        if self._error is not None:
-            # Other ranks wait in the group for this one until its sockets close, and hold what this rank's own thread
-            # waits for: it goes with this thread, not when that one asks. Frames of a failure refer to it in circles.
-            self._group = None
-            gc.collect()
+            self._error = RuntimeError(str(first)) if failed else RunError(told)
 
     def load_newest(self, strategy: Strategy, last: int | None = None) -> dict[str, Any] | None:
         """Load the newest checkpoint that is whole; collective.

@@ -241,7 +241,6 @@ class ParallelConfig(Section):
     )
     rebalance: bool = False  # move lanes away from slow ranks, by what cells are seen to cost
     rebalance_every: SomeSize = 16  # steps between two looks
-    recovery: Literal["restart", "in-process"] = "restart"  # when one dies: of all, or of that one
     timeout_s: Annotated[float, Range(0.1, 604_800)] = (
         120.0  # a rank that is silent for so long is named, the run ends
     )
@@ -362,7 +361,7 @@ def load_configuration(path: str | Path | None, overrides: Iterable[str] = ()) -
     if path is not None:
         try:
             text = Path(path).read_text(encoding="utf-8")
-            # run.json and job.json of a run directory hold the settings of their run
+            # run.json of a run directory holds the settings of the run
             raw = json.loads(text)["configuration"] if Path(path).suffix == ".json" else tomllib.loads(text)
         except FileNotFoundError as error:
             raise ConfigurationError(f"configuration {path}: no such file") from error

@@ -1,7 +1,4 @@
-"""The process group, the small collectives of a step, and the name of the rank that everybody waits for.
-
-Under a supervisor (`parallel.recovery = "in-process"`) a process joins the newest group that it is a member of.
-"""
+"""The process group, the small collectives of a step, and the name of the rank that everybody waits for."""
 
 from __future__ import annotations
 
@@ -11,8 +8,7 @@ import os
 import platform
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,12 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from shardkit.errors import RunError
 
 from .configuration import Configuration, expect
-from .supervisor import ADDRESS, Membership
 
 # the names since torch 2.13, which warns about the older ones
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -47,9 +41,7 @@ class World:
         device: where the model lives.
         store: of the rendezvous; carries the heartbeats.
         owned: whether `leave_world` destroys the process group (it was made here).
-        generation: which group of the supervisor's this is; −1 without a supervisor.
         bytes_moved: payload bytes of the collectives that the trainer itself issued, counted once per rank.
-        number: how many groups this process was in before; other ranks have other numbers.
     """
 
     rank: int
@@ -57,16 +49,9 @@ class World:
     device: torch.device
     store: c10d.Store
     owned: bool
-    generation: int = -1
-    membership: Membership | None = None
     bytes_moved: int = 0
-    number: int = field(default_factory=itertools.count().__next__)
     _place: tuple[int, str] = (0, "start")
     _exchanges: int = 0
-
-    def change(self) -> int:
-        """Whether there is a newer group (`Membership.change_after`)."""
-        return self.membership.change_after(self.generation) if self.membership is not None else 0
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over ranks, in place."""
@@ -108,45 +93,50 @@ class World:
         # the others can look for this process when it does not answer
         self.store.set(f"process/{self.rank}", f"{os.getpid()} {_kernel()}")
 
-    def describe_failure(self, error: BaseException) -> RunError:
-        """Turn a failed collective into an error that names the ranks that died, froze or did not get so far."""
+    def failure(self, error: RuntimeError) -> RunError | None:
+        """Return an error that names the ranks that ``error`` in a collective is due to; None if there are none.
+
+        Gloo raises plain RuntimeErrors, as a model does, so the state of the other ranks decides.
+        """
         step, stage = self._place
-        timed_out = "timed out" in str(error).lower()
-        accused = []
         time.sleep(0.2)  # a dying process needs a moment until the kernel says so
-        suspects = []
-        for rank in range(self.size):
-            place, condition = self._last_report(rank), self._condition(rank)
-            if rank != self.rank and (condition or place < (step, STAGES.index(stage))):
-                at = f"step {place[0]}, stage {STAGES[place[1]]}" if place[0] >= 0 else "its start"
-                if condition == "frozen" or (timed_out and not condition):
-                    accused.append(rank)
-                suspects.append(f"rank {rank} ({condition or 'late'}; last seen at {at})")
-        if accused and self.membership is not None:
-            self.membership.accuse(self.generation, accused)
-        names = ", ".join(suspects) or "no rank of this machine is dead, frozen or late: look at the network"
-        reason = str(error).partition(". This is")[0]
+        try:
+            suspects = [text for rank in range(self.size) if (text := self._suspicion(rank))]
+        except RuntimeError:
+            suspects = ["rank 0 (dead: the store that it serves is gone)"]
+        elsewhere = isinstance(error, dist.DistError)
+        if not suspects and not elsewhere:
+            return None
+        names = ", ".join(suspects) or "a rank of another machine that is dead or cannot be reached"
+        reason = str(error).partition(". This is")[0].partition("\n")[0]
         return RunError(
-            f"rank {self.rank} waited in step {step}, stage {stage}, for: {names}. Start the run again: it goes on"
+            f"rank {self.rank} waited in step {step}, stage {stage}, for: {names}. Start the run again: it continues"
             f" from its newest checkpoint; if a rank is only slow, raise parallel.timeout_s. ({reason})"
         )
 
-    def _condition(self, rank: int) -> str:
-        """What the kernel of this machine says of a rank: "dead", "frozen", or nothing."""
-        with suppress(RuntimeError, OSError, ValueError):
-            pid, node = self._stored(f"process/{rank}").split(" ", 1)
-            if node == _kernel() and os.path.exists("/proc/self/stat"):
-                if not os.path.exists(f"/proc/{pid}/stat"):
-                    return "dead"
-                state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-                return {"Z": "dead", "X": "dead", "T": "frozen", "t": "frozen"}.get(state, "")
-        return ""
+    def _suspicion(self, rank: int) -> str:
+        """What is wrong with another rank; empty if nothing is known to be."""
+        if rank == self.rank:
+            return ""
+        step, stage = self._place
+        here, condition = self._condition(rank)
+        last = self._stored(f"alive/{rank}").split()
+        place = (int(last[0]), int(last[1])) if last else (-1, 0)
+        if not condition and place >= (step, STAGES.index(stage)):
+            return "" if here else f"rank {rank} (on another machine, dead or out of reach)"
+        at = f"step {place[0]}, stage {STAGES[place[1]]}" if place[0] >= 0 else "its start"
+        return f"rank {rank} ({condition or 'late'}; last seen at {at})"
 
-    def _last_report(self, rank: int) -> tuple[int, int]:
-        with suppress(RuntimeError, ValueError):
-            step, stage = self._stored(f"alive/{rank}").split()
-            return int(step), int(stage)
-        return (-1, 0)
+    def _condition(self, rank: int) -> tuple[bool, str]:
+        """Whether a rank runs on this machine, and what its kernel says of it: "dead", "frozen", or nothing."""
+        pid, _, node = self._stored(f"process/{rank}").partition(" ")
+        if node != _kernel() or not os.path.exists("/proc/self/stat"):
+            return node in {"", _kernel()}, ""
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+        except OSError:
+            return True, "dead"
+        return True, {"Z": "dead", "X": "dead", "T": "frozen", "t": "frozen"}.get(state, "")
 
     def _stored(self, key: str) -> str:
         """A key's value, nothing where nobody has set it: looking it up would wait for it."""
@@ -161,18 +151,8 @@ def _kernel() -> str:
         return platform.node()
 
 
-def is_collective_failure(error: BaseException) -> bool:
-    """Whether another rank, or the way to it, is the reason: gloo raises plain RuntimeErrors."""
-    text = str(error).lower()
-    words = ("gloo", "nccl", "connection closed", "timed out", "connection reset")
-    plain = isinstance(error, RuntimeError) and not isinstance(error, RunError)
-    return isinstance(error, dist.DistError) or (plain and any(word in text for word in words))
-
-
-def join_world(config: Configuration, *, after: int = -1) -> World:
+def join_world(config: Configuration) -> World:
     """Join the process group that the environment describes, or make one of this process alone.
-
-    Under a supervisor: the newest group after number ``after`` that this process belongs to.
 
     The store is prefixed by torchrun's restart count: workers of a restarted job otherwise read the addresses of the
     dead ones from the agent's store and hang (pytorch issue 135712).
@@ -184,16 +164,17 @@ def join_world(config: Configuration, *, after: int = -1) -> World:
         store = c10d.PrefixStore(f"train-{next(_joined)}", given)  # of this run: a group may see several
         return World(dist.get_rank(), dist.get_world_size(), device, store, owned=False)
     timeout = timedelta(seconds=config.parallel.timeout_s)
-    if ADDRESS in os.environ:
-        membership = Membership.from_environment(config.parallel.timeout_s)
-        return _join_generation(membership, after, device, timeout)
+    patience = max(timeout, START_PATIENCE)
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     found: c10d.Store = dist.HashStore()  # type: ignore[attr-defined]
     if "RANK" in os.environ:
-        found, rank, size = next(iter(rendezvous("env://", rank, size, timeout=max(timeout, START_PATIENCE))))
+        try:
+            found, rank, size = next(iter(rendezvous("env://", rank, size, timeout=patience)))
+        except (RuntimeError, ValueError) as error:
+            raise _no_group(rank, size, error) from error
     store = c10d.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", found)
-    store.set_timeout(max(timeout, START_PATIENCE))
-    _form_group(device, store, rank, size, timeout, max(timeout, START_PATIENCE))
+    store.set_timeout(patience)
+    _form_group(device, store, rank, size, timeout, patience)
     return World(rank, size, device, store, owned=True)
 
 
@@ -221,36 +202,24 @@ def _form_group(
 ) -> None:
     """Make the process group; its ranks may start ``patience`` apart, silence for ``timeout`` means something later."""
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
-    dist.barrier()
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
+        dist.barrier()
+    except RuntimeError as error:
+        raise _no_group(rank, size, error) from error
     assert dist.group.WORLD is not None
     dist.group.WORLD.set_timeout(timeout)
 
 
-def _join_generation(membership: Membership, after: int, device: torch.device, timeout: timedelta) -> World:
-    """Form the supervisor's newest group; if a member dies meanwhile, the one after it."""
-    while True:
-        generation, rank, size = membership.wait_after(after)
-        store = c10d.PrefixStore(f"generation-{generation}", membership.store)
-        # later groups are of processes that run already, and a death among them must not cost a minute
-        patience = max(timeout, START_PATIENCE) if after < 0 else timeout
-        try:
-            _form_group(device, store, rank, size, timeout, patience)
-        except RuntimeError:
-            after = generation
-            if dist.is_initialized():
-                dist.destroy_process_group()
-            continue
-        world = World(rank, size, device, store, owned=True, generation=generation, membership=membership)
-        membership.store.set(f"formed/{generation}", "1")
-        return world
+def _no_group(rank: int, size: int, error: Exception) -> RunError:
+    reason = str(error).partition("\n")[0]
+    return RunError(
+        f"rank {rank} and the other ranks, {size} in all, did not form a group: one of them has ended while it started,"
+        f" or cannot be reached; look for the first error above, then start the run again ({reason})"
+    )
 
 
 def leave_world(world: World) -> None:
-    """Destroy the group that `join_world` made.
-
-    Torch keeps the meshes, hence the groups, of every operation on a DTensor that it has seen: it forgets them here.
-    """
+    """Destroy the group that `join_world` made."""
     if world.owned and dist.is_initialized():
         dist.destroy_process_group()
-        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]

@@ -34,11 +34,10 @@ class Cost:
     Args:
         config: with price and power of one rank.
         metrics: train.jsonl, of this and earlier processes.
-        started: time.monotonic() since which this process costs.
     """
 
-    def __init__(self, config: LogConfig, metrics: Path, started: float):
-        self._config, self.since = config, started
+    def __init__(self, config: LogConfig, metrics: Path):
+        self._config, self._since = config, time.monotonic()
         self.totals: dict[str, float] = {"rank_seconds": 0.0, "samples": 0, "bytes_moved": 0}
         before = last_record(metrics).get("total", {})
         self.totals |= {name: before[name] for name in self.totals if name in before}
@@ -47,7 +46,7 @@ class Cost:
     def step(self, samples: int, bytes_moved: int, ranks: int) -> dict[str, float]:
         """Add what was spent since the last call; returns the step's own share of it."""
         now = time.monotonic()
-        seconds, self.since = (now - self.since) * ranks, now
+        seconds, self._since = (now - self._since) * ranks, now
         moved = (bytes_moved - self._bytes_seen) * ranks
         self._bytes_seen = bytes_moved
         for name, value in (("rank_seconds", seconds), ("samples", samples), ("bytes_moved", moved)):
@@ -99,11 +98,6 @@ class Reporter:
         done = int(record["step"]) + 1
         if done % self._config.every == 0 or done == self._steps or self._progress is not None:
             self._show(done, record)
-
-    def catch_up(self, record: Mapping[str, Any]) -> None:
-        """The latest step that was taken: the rank that led may have died before writing it."""
-        if self._lead and last_record(self._path).get("step") != record["step"]:
-            append_document(self._path, record)
 
     def _show(self, done: int, record: Mapping[str, Any]) -> None:
         rate = record["targets"] / max(record["step_s"], 1e-9)

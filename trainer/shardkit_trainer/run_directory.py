@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
-from shardkit.errors import ConfigurationError, IntegrityError, NotFoundError, RunError, StateError
+from shardkit.errors import ConfigurationError, IntegrityError, RunError, StateError
 from shardkit.formats.canonical_json import sha256_digest
 from shardkit.ledger import bind_configuration, bound_settings, setting_differences
 from shardkit.stores.local import open_store
@@ -28,9 +28,6 @@ from shardkit.telemetry.recorder import EventLog
 from shardkit.telemetry.records import json_object, read_documents
 
 from .configuration import Configuration, expect
-
-JOB = "job.json"
-"""In a run directory while ranks that others can join train in it: the address of their store, settings, software."""
 
 
 def read_steps(run: Path) -> list[dict[str, Any]]:
@@ -44,36 +41,6 @@ def last_event(run: Path) -> str:
     """How far the run has come: "start", "stop" or "end"; empty where it was never begun."""
     events = [event.get("event") for event in read_documents(run / "events.jsonl")]
     return next((one for one in reversed(events) if one in {"start", "stop", "end"}), "")
-
-
-def running_job(run: Path) -> dict[str, Any]:
-    """job.json of a run."""
-    if not (run / "run.json").exists():
-        raise NotFoundError(
-            f"{run}: no run directory here; its machines share it, so name it as this one sees it"
-        )
-    try:
-        job = json.loads((run / JOB).read_bytes())
-        kinds = {"address": str, "configuration": dict, "software": dict}
-        if not all(isinstance(job[key], kind) for key, kind in kinds.items()):
-            raise ValueError(f"expected {', '.join(kinds)}")
-    except FileNotFoundError:
-        last = last_event(run)
-        recovery = (_known_settings(run) or {}).get("parallel", {}).get("recovery")
-        reason = "nobody trains in it; start it with: shardkit train CONFIG"
-        if last == "end":
-            reason = "the run is finished: all of its steps are taken"
-        elif last == "start" and recovery != "in-process":
-            reason = (
-                f"it runs with parallel.recovery = {recovery!r}, whose ranks stay as many as they are; stop it, and"
-                " start it again with parallel.recovery=in-process"
-            )
-        raise RunError(f"{run}: {reason}") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise StateError(
-            f"{run / JOB} is damaged ({error}); start the run again: it writes a new one"
-        ) from error
-    return dict(job)
 
 
 class RunDirectory:
@@ -156,10 +123,15 @@ _FREE: Final = {
     "run.directory", "run.device", "data.dataset", "data.parts", "data.locations", "data.cache", "data.cache_size",
     "data.share", "data.device_prefetch",
     "parallel.strategy", "parallel.shard_ranks", "parallel.pass_samples", "parallel.activation_checkpointing",
-    "parallel.compile", "parallel.assignment", "parallel.rebalance", "parallel.rebalance_every", "parallel.recovery",
+    "parallel.compile", "parallel.assignment", "parallel.rebalance", "parallel.rebalance_every",
     "parallel.timeout_s", "parallel.shutdown_s",
 }  # fmt: skip
-"""What says where and how fast. (The dataset's version is pinned by run.json, wherever the dataset lies.)"""
+"""Settings of where and how fast. (The dataset's version is pinned by run.json, wherever the dataset is stored.)"""
+
+OF_A_MACHINE: Final = frozenset({
+    "run.directory", "run.device", "data.dataset", "data.locations", "data.cache", "data.cache_size", "log.listen",
+})  # fmt: skip
+"""Settings in which the machines of a run may differ."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from shardkit.loader import Batch
 
 from .configuration import Configuration
 from .reporting import StageMeter
+from .signals import StopRequest
 from .strategy import LOSS_BITS, Strategy, learning_rate
 from .tasks import Inputs, mix
 
@@ -65,14 +65,6 @@ def _one_step(cells: list[Batch], cell_size: int, seed: int, strategy: Strategy)
     return totals
 
 
-class Regroup(Exception):
-    """Between two steps: the ranks shall form a new group; ``leaving``, whether some of them were asked to leave."""
-
-    def __init__(self, *, leaving: bool):
-        super().__init__()
-        self.leaving = leaving
-
-
 @dataclass(frozen=True)
 class StepResult:
     """What a step came to, the same on every rank.
@@ -84,7 +76,7 @@ class StepResult:
         norm: of the gradient, before clipping.
         rate: learning rate.
         stop: any rank was asked to stop.
-        change: there is a newer group; 2 where ranks of this one were asked to leave.
+        asked: this rank was.
     """
 
     loss: float
@@ -94,7 +86,7 @@ class StepResult:
     norm: float
     rate: float
     stop: bool
-    change: int
+    asked: bool
 
 
 @dataclass
@@ -103,7 +95,7 @@ class Stepper:
 
     _config: Configuration
     _strategy: Strategy
-    _stop: threading.Event
+    _stop: StopRequest
     _meter: StageMeter
     _event: Callable[..., None]
     cell_size: int = 1  # samples of a full cell of the plan that is in force
@@ -120,21 +112,21 @@ class Stepper:
     def take(self, step: int, steps: int, cells: list[Any], meanwhile: Callable[[], None]) -> StepResult:
         """Train on the cells of ``step`` of ``steps``; collective.
 
-        ``meanwhile`` is called before the first backward, unless this is the last step of this group.
+        ``meanwhile`` is called before the first backward, unless the ranks stop after this step.
         """
         meter = self._meter
         with meter.stage("prepare"):
             inputs = self._prepare(cells)
         with meter.stage("exchange", step):
+            asked = self._stop.is_set()
             mine = (sum(i.valid for i in inputs), sum(i.samples for i in inputs), len(inputs))
-            rows = self._world.gather_integers((*mine, int(self._stop.is_set()), self._world.change()))
-        targets, samples, _, stop, _ = (sum(column) for column in zip(*rows, strict=True))
-        change = max(row[-1] for row in rows)
+            rows = self._world.gather_integers((*mine, int(asked)))
+        targets, samples, _, stop = (sum(column) for column in zip(*rows, strict=True))
         with meter.stage("compute", step):
             started = time.perf_counter()
             passes = self._strategy.passes(inputs, [row[2] for row in rows], self.cell_size)
             divisor = self._strategy.divisor(mine[0], targets)
-            results = self._compute(passes, divisor, None if stop or change else meanwhile)
+            results = self._compute(passes, divisor, None if stop else meanwhile)
             self.computed_s = meter.seconds["prepare"] + self._strategy.computed_at() - started
         with meter.stage("reduce", step):
             norm = self._strategy.reduce() / self.loss_scale
@@ -148,7 +140,7 @@ class Stepper:
         with meter.stage("update"):
             self._update(step, norm, rate, finite=not bad)
         mean = math.nan if bad or not targets else loss / 2**LOSS_BITS / targets
-        return StepResult(mean, right, targets, samples, norm, rate, bool(stop), change)
+        return StepResult(mean, right, targets, samples, norm, rate, bool(stop), asked)
 
     def _prepare(self, cells: list[Any]) -> list[Inputs]:
         seed = self._config.run.seed
@@ -159,7 +151,6 @@ class Stepper:
 
     def _compute(self, passes: list[Inputs], divisor: int, meanwhile: Callable[[], None] | None) -> Tensor:
         """Forward and backward of every pass; int64 [loss in fixed point, right answers, trouble]."""
-        self._strategy.begin()
         factor = self._strategy.loss_scale * self.loss_scale / max(1, divisor)
         loss_sum, right, bad = 0, 0, 0
         for number, inputs in enumerate(passes):
@@ -187,9 +178,7 @@ class Stepper:
             factor = min(1.0, clip / (norm + 1e-6)) if clip else 1.0
             if factor != 1.0 or self.loss_scale != 1.0:
                 self._strategy.scale_gradients(factor / self.loss_scale)
-            self._strategy.torn = True
             self._strategy.update(rate)
-            self._strategy.torn = False
             self.skipped = 0
         else:
             self._skip(step, norm)

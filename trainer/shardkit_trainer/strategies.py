@@ -23,11 +23,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from shardkit.torch import FlatSlice
@@ -66,11 +64,9 @@ class FullySharded(Strategy):
         super().__init__(task, config, world, cells)
         shards = _shards(config.parallel.shard_ranks, world)
         self.replicas = world.size // shards
-        # Meshes of equal shape and names are equal to torch, which keeps what it has derived from the first of them,
-        # such as this process's place in it: the names tell the groups that a process has been in apart.
-        names = (f"replicas_{world.number}", f"shards_{world.number}")
+        names = ("replicas", "shards")
         mesh: DeviceMesh = init_device_mesh(world.device.type, (self.replicas, shards), mesh_dim_names=names)
-        self.mesh = mesh = mesh[names[1]] if self.replicas == 1 else mesh
+        mesh = mesh["shards"] if self.replicas == 1 else mesh
         self.equal_passes = config.parallel.strategy == "zero3"
         # torch's own classes for these are not exported: they are matched by what they can do
         timed: Any = TimedCollective
@@ -84,23 +80,6 @@ class FullySharded(Strategy):
                 sharded.set_custom_all_gather(self._gather)
                 sharded.set_custom_reduce_scatter(self._scatter)
         self.optimizer = LocalOptimizer(self._whole_parameters(), config.optimizer, fused=True)
-
-    def misplaced(self) -> str:
-        """Every DTensor must lie on the mesh of this group, at this rank's place of it."""
-        rank, shards = self.world.rank, self.world.size // self.replicas
-        place = [rank // shards, rank % shards][-self.mesh.ndim :]
-        placements = [Replicate(), Shard(0)][-self.mesh.ndim :]
-        for part, tensors in self.state().items():
-            for name, tensor in tensors.items():
-                if not isinstance(tensor, DTensor):
-                    continue
-                mesh = tensor.device_mesh
-                ranks = [dist.get_process_group_ranks(group) for group in mesh.get_all_groups()]
-                found = [list(mesh.get_coordinate() or ()), [one.index(rank) for one in ranks if rank in one]]
-                if found != [place, place] or list(tensor.placements) != placements:
-                    layout = f"at {found[0]} of {mesh.mesh.tolist()}, {list(tensor.placements)}"
-                    return f"holds {part}.{name} {layout}; expected {place} of {self.world.size} ranks, {placements}"
-        return ""
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
         """zero2 reduces in the last pass; zero3 in every one, since it may not keep whole gradients."""
@@ -124,23 +103,15 @@ class FullySharded(Strategy):
         return math.sqrt(float(self.world.all_reduce(total)))
 
 
-def _shards(wanted: int, world: World) -> int:
-    """Ranks that share one copy: those of ``parallel.shard_ranks``, else all.
-
-    Where ranks have died in process the others go on: all of them share one copy until their number fits again.
-    """
-    fits = not wanted or world.size % wanted == 0
-    reason = f"parallel.shard_ranks = {wanted}: {world.size} ranks are no multiple of it"
-    expect((fits or world.generation > 0, reason))
-    return wanted if wanted and fits else world.size
+def _shards(ranks: int, world: World) -> int:
+    """Ranks that share one copy: ``parallel.shard_ranks``, or all."""
+    reason = f"parallel.shard_ranks = {ranks}: {world.size} ranks are no multiple of it"
+    expect((not ranks or world.size % ranks == 0, reason))
+    return ranks or world.size
 
 
 class LastGradient:
-    """When the last gradient of a step was there: the backward goes on, waiting for others' buckets.
-
-    A hook of a parameter, and nothing but that: torch's collector does not see through such hooks, so a strategy that
-    was one would live on, and with it the group that it belongs to.
-    """
+    """When the last gradient of a step was there: the backward pass continues, waiting for others' buckets."""
 
     at: float | None = None
 
@@ -321,10 +292,6 @@ class LocalSteps(Strategy):
         self._since += 1
         if self._since == self.config.parallel.sync_every:
             self.settle()
-
-    def whole(self) -> bool:
-        """Only at a meeting: between two, replicas differ, and what a dead one has learned is nowhere else."""
-        return super().whole() and not self._since
 
     def settle(self) -> None:
         if not self._since:

@@ -173,12 +173,10 @@ class Strategy:
         before_update: called before parameters change; a checkpoint that is being copied makes the update wait.
         loss_scale: what the reduction of this strategy divides by.
         equal_passes: every rank must run the same number of passes.
-        torn: something that changes the state has begun and not ended: what this rank holds is of no step.
     """
 
     loss_scale: float = 1.0
     equal_passes = False
-    torn = False
 
     def __init__(self, task: Task, config: Configuration, world: World, cells: int):
         self.task, self.config, self.world = task, config, world
@@ -193,7 +191,6 @@ class Strategy:
         _wrap_blocks(task, config)
         self.forward: Any = self.module
         self.before_update: Callable[[], object] = lambda: None
-        self._buffers: list[tuple[Tensor, Tensor]] = []
         self.optimizer: LocalOptimizer
 
     # --- one step ----------------------------------------------------------------------------------------------------
@@ -209,17 +206,6 @@ class Strategy:
             joined += [self.task.empty() for _ in range(most - len(joined))]
         # torch's reductions are collective: a rank without cells takes part with a loss of zero
         return joined or [self.task.empty()]
-
-    def begin(self) -> None:
-        """Before the passes of a step, which change buffers: they are remembered where it may be taken again."""
-        if self.world.membership is not None:
-            self._buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
-
-    def abandon(self) -> None:
-        """The step that was begun is not taken: its buffers are restored."""
-        for buffer, before in self._buffers:
-            buffer.copy_(before)
-        self._buffers = []
 
     def divisor(self, own: int, everyone: int) -> int:
         """Targets that the loss is divided by, of this rank's and the step's: the step's."""
@@ -259,7 +245,6 @@ class Strategy:
 
     def clear(self) -> None:
         """The step is over: drop the gradients."""
-        self._buffers = []
         for parameter in self.module.parameters():
             parameter.grad = None
 
@@ -307,14 +292,6 @@ class Strategy:
 
     def inexact_after(self, ranks: int) -> str:
         """Why what ``ranks`` ranks saved goes on with other bits where it is compressed; empty where not."""
-        return ""
-
-    def whole(self) -> bool:
-        """Whether what this rank holds is its part of one state of all ranks, after the steps that were taken."""
-        return not self.torn
-
-    def misplaced(self) -> str:
-        """Why this rank's part of the state is not that of its place in the group; empty where it is."""
         return ""
 
     def whole_parameters(self) -> dict[str, Tensor]:

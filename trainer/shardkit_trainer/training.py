@@ -1,4 +1,4 @@
-"""A run: open, resume, step by step, evaluate, save; and go on with the ranks that are left.
+"""A run: open, resume, step by step, evaluate, save.
 
 Everything that a step does is a function of (configuration, step): a run that is killed and resumed, on any number of
 ranks, takes the same steps. What it reads, `RunData` and `CellsAhead`, stands at the end.
@@ -9,8 +9,6 @@ from __future__ import annotations
 import gc
 import json
 import math
-import signal
-import threading
 import time
 from bisect import bisect_right
 from collections.abc import Collection, Iterator
@@ -25,22 +23,20 @@ from torch.distributed import distributed_c10d as c10d
 
 import shardkit
 from shardkit.errors import RunError
-from shardkit.ledger import ledger_head, recorded_plan
+from shardkit.ledger import ledger_head, recorded_plan, setting_differences
 from shardkit.ledger.bindings import configured_plans
 from shardkit.loader import Rebalancing
 from shardkit.repository.log import parse_dataset_url
 
-from .agent import on_stop_signals
 from .checkpoints import Checkpointer
 from .configuration import Configuration
-from .distributed import World, is_collective_failure, join_world, leave_world
-from .recovery import Kept, Progress, carry_over, check_layout
+from .distributed import World, join_world, leave_world
 from .reporting import Cost, Efficiency, Reporter, StageMeter, profiler
-from .run_directory import JOB, Change, RunDirectory, check_changes, record_changes
-from .steps import Regroup, Stepper, StepResult, evaluate
+from .run_directory import OF_A_MACHINE, Change, RunDirectory, check_changes, record_changes, software
+from .signals import StopRequest, on_stop_signals
+from .steps import Stepper, StepResult, evaluate
 from .strategies import make_strategy
 from .strategy import Strategy
-from .supervisor import Left
 from .tasks import Task, make_task
 
 
@@ -50,7 +46,8 @@ class Summary:
 
     Attributes:
         step: steps of the whole run so far.
-        finished: whether that is all of them; else a signal stopped it after a save.
+        finished: whether that is all of them; otherwise a rank was asked to stop, and the state is saved.
+        asked: whether it was this rank that was asked to stop.
         loss: mean loss per valid target of the last step (nan if none was taken).
         evaluation: results of the last evaluation pass.
         parameters_sha256: of all parameters in name order; exact mode only.
@@ -59,6 +56,7 @@ class Summary:
 
     step: int
     finished: bool
+    asked: bool = False
     loss: float = math.nan
     evaluation: dict[str, Any] = field(default_factory=dict)
     parameters_sha256: str = ""
@@ -66,127 +64,83 @@ class Summary:
 
 
 def train(config: Configuration, *, allow_changes: Collection[str] = ()) -> Summary:
-    """Run or resume ``config`` on this rank, until it is finished or a signal asks it to stop."""
-    stop = threading.Event()
-
-    def ask(number: int, _frame: object) -> None:
-        if stop.is_set() and number == signal.SIGINT:
-            raise KeyboardInterrupt  # the second one
-        stop.set()
-
-    run = _Run(config, stop, allow_changes)
-    with on_stop_signals(ask):
+    """Run or resume ``config`` on this rank, until it is finished or a signal asks a rank to stop."""
+    stop = StopRequest()
+    with on_stop_signals(stop.ask):
         world = join_world(config)
+        run = _Run(config, world, stop, allow_changes)
         try:
-            while not run.taken_part_in(world):
-                # outside of the handlers: a live traceback would keep the old groups, and their sockets, open
-                world = _next_world(config, world, run)
-        except Left:
-            pass
+            run.open()
+            run.finish()
+        except RuntimeError as error:
+            # an exact type: errors of memory and devices have their own
+            if world.size > 1 and (type(error) is RuntimeError or isinstance(error, DistError)):
+                raise world.failure(error) or error from error
+            raise
         finally:
             run.close()
             leave_world(world)
     return run.summary
 
 
-def _next_world(config: Configuration, world: World, run: _Run) -> World:
-    """Leave a broken or outdated group; wait for the supervisor's next one.
-
-    Its sockets close when nothing refers to it any more, and not before: a rank that waits in one of its collectives
-    for this one, which has left because a third one died, is told by that alone.
-    """
-    run.close()
-    leave_world(world)
-    gc.collect()
-    if run.checkpointer is not None:
-        run.checkpointer.abandon(config.parallel.timeout_s)
-    return join_world(config, after=world.generation)
-
-
 class _Run:
-    """The parts of one run on one rank; those that depend on the ranks are made by `attach`, let go by `close`."""
+    """The parts of one run on one rank, made by `open` and released by `close`."""
 
-    world: World
     directory: RunDirectory
     reporter: Reporter
     profile: torch.profiler.profile | None
     strategy: Strategy
     stepper: Stepper
+    checkpointer: Checkpointer
     loader: Any
     cells: CellsAhead
 
-    def __init__(self, config: Configuration, stop: threading.Event, allow_changes: Collection[str]):
-        self.config, self.stop, self.allow_changes = config, stop, allow_changes
+    def __init__(
+        self, config: Configuration, world: World, stop: StopRequest, allow_changes: Collection[str]
+    ):
+        self.config, self.world, self.stop, self.allow_changes = config, world, stop, allow_changes
         self.step = 0
-        self.paid_until = time.monotonic()  # what this process costs is accounted for up to here
         self.summary = Summary(0, finished=False)
         self.data: RunData | None = None
-        self.kept: Kept | None = None  # of the state, from the latest group that has come to take steps
-        self.attached = self.handed_over = (
-            False  # the latter: the state is in a checkpoint, for a group without those that leave
-        )
-        self.record: dict[str, Any] = {}
-        self.checkpointer: Checkpointer | None = None
         self.parts = ExitStack()
         self.frozen = False
 
-    def taken_part_in(self, world: World) -> bool:
-        """Train with these ranks; whether that was to the end, or until the ranks have changed."""
-        try:
-            self.attach(world)
-            self.finish()
-            return True
-        except Regroup:
-            return False
-        except RuntimeError as error:
-            if not is_collective_failure(error):
-                raise
-            failure = world.describe_failure(error)
-            if world.membership is None:
-                raise failure from error
-            return False
-
     # --- the parts ---------------------------------------------------------------------------------------------------
 
-    def attach(self, world: World) -> None:
-        """Make the parts of this rank of ``world``; take over the state of the ranks that have one, or resume."""
-        config, self.world = self.config, world
+    def open(self) -> None:
+        """Make the parts and load the newest checkpoint."""
+        config, world = self.config, self.world
         lead = world.rank == 0
         self.directory = directory = self.parts.enter_context(
             closing(RunDirectory(config.run.directory, lead=lead))
         )
-        self.data = data = self.data or RunData(config, world, directory)
+        _check_same(config, world)
+        self.data = data = RunData(config, world, directory)
         changes: list[Change] = []
         if lead:
             changes = check_changes(config, self.allow_changes)
             directory.begin(config.to_json(), data.manifest, data.plans[0].digest, data.parts)
             record_changes(directory, config, changes)
-            if (membership := world.membership) is not None:
-                directory.store.replace(JOB, membership.store.get("job"))  # by which others find these ranks
-                membership.store.set("lanes", str(min(plan.lanes for plan in data.plans)))
         self.steps = data.steps
         self.task: Task = make_task(config.model, data.dataset, config.run.seed)
         # before the model is wrapped and sharded: one process can still run it alone
         self.efficiency = Efficiency(config.log, self.task, world.device, config.parallel.precision)
-        strategy = make_strategy(self.task, config, world, max(plan.lanes for plan in data.plans))
+        self.strategy = make_strategy(self.task, config, world, max(plan.lanes for plan in data.plans))
         reporter = Reporter(config.log, directory, lead, self.steps, self.task.unit)
         self.reporter = self.parts.enter_context(closing(reporter))
         if changes:
             self.reporter.say("settings differ from the start before: " + ", ".join(map(str, changes)))
-        wanted = lead and config.log.profile_steps
-        self.profile = self.parts.enter_context(profiler(config.log, directory)) if wanted else None
+        profiles = lead and config.log.profile_steps
+        self.profile = self.parts.enter_context(profiler(config.log, directory)) if profiles else None
         self.meter = StageMeter(self.steps, world)
-        self.stepper = Stepper(config, strategy, self.stop, self.meter, directory.event)
-        self.checkpointer = Checkpointer(directory.store, world, config, self._tell)
-        self._take_over(strategy)
-        self.cost = Cost(config.log, directory.path / "metrics" / "train.jsonl", self.paid_until)
-        self.strategy, self.attached, self.handed_over = strategy, True, False
-        self.kept = None
-        ranks = {"ranks": world.size, "generation": world.generation}
-        directory.event("start", step=self.step, steps=self.steps, **ranks)
+        self.stepper = Stepper(config, self.strategy, self.stop, self.meter, directory.event)
+        self.checkpointer = Checkpointer(directory.store, world, config, self._checkpoint_event)
+        self._resume()
+        self.cost = Cost(config.log, directory.path / "metrics" / "train.jsonl")
+        directory.event("start", step=self.step, steps=self.steps, ranks=world.size)
 
-    def _tell(self, kind: str, **details: Any) -> None:
-        """An event of checkpointing; on the console where it says why a run goes on from another one."""
+    def _checkpoint_event(self, kind: str, **details: Any) -> None:
+        """Record an event; print those that say why a run continues from another checkpoint."""
         self.directory.event(kind, **details)
         if kind == "checkpoint-damaged":
             self.reporter.say(f"checkpoint {details['name']} is damaged and passed over: {details['error']}")
@@ -194,7 +148,7 @@ class _Run:
             self.reporter.say(f"checkpoint {details['name']} is taken from {details['store']}")
 
     def _open_loader(self) -> None:
-        """The loader of the stage that the next step belongs to."""
+        """Open the loader of the stage that the next step belongs to."""
         assert self.data is not None
         self.loader, self.cells, self.stage_end = self.data.open_loader(self.step, self.world)
         self.stepper.cell_size = self.loader.plan.cell_size
@@ -202,78 +156,36 @@ class _Run:
         self.loader.telemetry.add_table("stage", self.meter.table)
 
     def close(self) -> None:
-        """Let go of everything that belongs to the present ranks; the state is kept."""
         if self.frozen:
             gc.unfreeze()
-            self.frozen = False
         if self.data is not None:
             self.data.close_loader()
         self.parts.close()
-        if self.attached:
-            self.attached, stepper, updates = False, self.stepper, self.strategy.optimizer.updates
-            if self.world.membership is not None:  # else no group follows
-                progress = Progress(self.step, updates, stepper.loss_scale, stepper.skipped, self.record)
-                self.kept = Kept.of(self.strategy, progress, held=not self.handed_over)
-            del self.strategy, self.stepper, self.task, self.loader, self.cells, self.efficiency
 
-    def _take_over(self, strategy: Strategy) -> None:
-        """From the ranks that have a state together where it is whole, else from the newest checkpoint."""
-        alone = self.world.membership is None  # there was no group before this one
-        carried = None if alone else carry_over(self.world, self.kept, strategy)
-        if carried is not None and (at := carried.progress) is not None:
-            self.step, self.stepper.skipped, self.stepper.loss_scale = at.step, at.skipped, at.loss_scale
-            self._open_loader()
-            self.reporter.say(f"{self.world.size} ranks go on from step {self.step}, in process")
-            if carried.unsent[0]:
-                self.directory.event("unsent-lost", step=self.step, ranks=carried.unsent)
-        else:
-            at = None if carried is None else carried.furthest
-            self._resume(strategy, at.step if at is not None else -1)
-        if at is not None and at.record.get("step") == self.step - 1:
-            self.reporter.catch_up(at.record)
-        if self.world.size > 1:
-            check_layout(self.world, strategy)
-
-    def _resume(self, strategy: Strategy, reached: int) -> None:
-        """From the newest checkpoint, or the beginning; ``reached``: steps that these ranks have taken, or −1."""
-        assert self.checkpointer is not None
-        steps, resume = self.steps, self.config.checkpoint.resume
-        # a run that shall not resume has no part in what lies ahead of it
-        last = steps if resume else reached
-        meta = self.checkpointer.load_newest(strategy, last) if last >= 0 else None
+    def _resume(self) -> None:
+        """Continue from the newest checkpoint, or from the beginning."""
+        resume = self.config.checkpoint.resume
+        meta = self.checkpointer.load_newest(self.strategy, self.steps) if resume else None
         self.step = meta["step"] if meta is not None else 0
         self._open_loader()
-        if meta is not None:
-            self.loader.load_state_dict(meta["loader"])
-            strategy.after_load(meta["updates"])
-            self.summary.step = self.checkpointer.last_saved_step = self.step
-            self.stepper.loss_scale = meta["loss_scale"]
-            ranks = f"{self.world.size} ranks (was {meta['ranks']})"
-            self.reporter.say(f"resumed at step {self.step} of {steps} on {ranks}")
-            if reason := strategy.inexact_after(meta["ranks"]):
-                self.reporter.say(f"last bits may differ from an undisturbed run's: {reason}")
-        if reached > self.step:
-            self.directory.event("rewind", step=self.step, reached=reached)
-            self.reporter.say(
-                f"the state after step {self.step} is gone with a rank: steps up to {reached} are retaken"
-            )
+        if meta is None:
+            return
+        self.loader.load_state_dict(meta["loader"])
+        self.strategy.after_load(meta["updates"])
+        self.summary.step = self.checkpointer.last_saved_step = self.step
+        self.stepper.loss_scale = meta["loss_scale"]
+        ranks = f"{self.world.size} ranks (was {meta['ranks']})"
+        self.reporter.say(f"resumed at step {self.step} of {self.steps} on {ranks}")
+        if reason := self.strategy.inexact_after(meta["ranks"]):
+            self.reporter.say(f"last bits may differ from an undisturbed run's: {reason}")
 
     # --- the run -----------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
+        """Take all steps that are left, then save and evaluate."""
         if self.step >= self.steps:
             self.reporter.say(f"nothing is left to do: the run has {self.steps} steps, all of them taken")
-        try:
-            self._end(self._take_steps())
-        except Regroup as change:
-            # all ranks of this group are here still
-            self.strategy.settle()
-            if change.leaving:
-                self._save(wait=True)
-                self.handed_over = True
-            assert self.checkpointer is not None
-            self.checkpointer.wait()
-            raise
+        self._end(self._take_steps())
 
     def _take_steps(self) -> bool:
         """Steps up to the end, or until any rank was asked to stop; True in that case."""
@@ -284,7 +196,7 @@ class _Run:
             with self.meter.stage("data", self.step):
                 cells = self.cells.take()
             result = self.stepper.take(self.step, self.steps, cells, self.cells.ask)
-            self.step += 1  # taken: whatever fails from here on must not take it again
+            self.step += 1
             more = self.step < self.steps and not result.stop
             try:
                 self.loader.computed(self.stepper.computed_s)
@@ -298,20 +210,18 @@ class _Run:
             if more and self.config.evaluation.every and self.step % self.config.evaluation.every == 0:
                 self._evaluate()
             if result.stop:
+                self.summary.asked = result.asked
                 return self.step < self.steps
-            if result.change and more:
-                raise Regroup(leaving=result.change == 2)
         return False
 
     def _freeze(self) -> None:
-        """After the first step: a full collection would look at what lives as long as the run, for many steps' time."""
+        """After the first step: a full collection would visit everything that lives as long as the run."""
         if not self.frozen:
             gc.freeze()
             self.frozen = True
 
     def _end(self, stopped: bool) -> None:
         """The last save, evaluation, and the record of the end."""
-        assert self.checkpointer is not None
         if self.checkpointer.last_saved_step != self.step:
             self._save(wait=True)
         self.checkpointer.wait()
@@ -327,10 +237,11 @@ class _Run:
         )  # fmt: skip
         self.world.report(self.step, "end")
         if stopped:
-            self.reporter.say(f"stopped by a signal after step {self.step}; saved; start again to go on")
+            self.reporter.say(
+                f"stopped after step {self.step} and saved; the same command continues from there"
+            )
 
     def _save(self, *, wait: bool = False) -> None:
-        assert self.checkpointer is not None
         assert self.data is not None
         self.world.report(self.step, "checkpoint")
         self.strategy.settle()
@@ -352,12 +263,11 @@ class _Run:
 
     def _report(self, result: StepResult, step_s: float) -> None:
         spent = self.cost.step(result.samples, self.world.bytes_moved, self.world.size)
-        self.paid_until = self.cost.since
         seconds = self.meter.step(
             computed_s=self.stepper.computed_s, cells=len(self.loader.lanes), loss=result.loss,
             moved_bytes=self.world.bytes_moved,
         )  # fmt: skip
-        self.record = record = {
+        record = {
             "step": self.step - 1, "loss": result.loss, "gradient_norm": result.norm, "learning_rate": result.rate,
             "samples": result.samples, "targets": result.targets, "ranks": self.world.size, "step_s": round(step_s, 6),
             "bytes_moved": self.world.bytes_moved, **spent, "total": self.cost.run(), "cells": len(self.loader.lanes),
@@ -369,6 +279,26 @@ class _Run:
         self.reporter.step(record)
         if self.profile is not None:
             self.profile.step()
+
+
+def _check_same(config: Configuration, world: World) -> None:
+    """Refuse ranks that were started with other settings or other software than rank 0; collective."""
+    if world.size == 1:
+        return
+    names = ("shardkit", "torch", *(["cpu"] if config.parallel.exact != "off" else []))
+    versions = {name: version for name, version in software().items() if name in names}
+    first, *others = world.exchange({**config.to_json(), "software": versions})
+    for rank, other in enumerate(others, 1):
+        differing = [
+            f"{key} = {theirs!r} (rank 0: {mine!r})"
+            for key, mine, theirs in setting_differences(first, other)
+            if key not in OF_A_MACHINE
+        ]
+        if differing:
+            raise RunError(
+                f"rank {rank} was started with {'; '.join(differing)}; start all machines with the same settings and"
+                f" software; they may differ in {', '.join(sorted(OF_A_MACHINE))}"
+            )
 
 
 class RunData:
@@ -409,7 +339,6 @@ class RunData:
         number = min(bisect_right(begins, step), len(self.plans)) - 1
         rebalance: Rebalancing | bool = False
         if parallel.rebalance:
-            # the store's keys hold the attempt or generation already
             store = c10d.PrefixStore(f"rebalance-{number}", world.store)
             rebalance = Rebalancing(every=parallel.rebalance_every, store=store, timeout_s=parallel.timeout_s)
         try:

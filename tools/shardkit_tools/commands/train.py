@@ -28,9 +28,25 @@ def train(
         list[str] | None, argument("[KEY=VALUE]…", "Settings over the file's: optimizer.lr=0.001")
     ] = None,
     nproc: Annotated[int, option("--nproc", "Ranks on this machine.", min=1)] = 1,
-    restarts: Annotated[
-        int, option("--restarts", "How often ranks are started again after one has died.", min=0)
-    ] = 0,
+    nnodes: Annotated[
+        str,
+        option("--nnodes N|MIN:MAX", "Machines that train together; within the range they may come and go."),
+    ] = "1",
+    rendezvous: Annotated[
+        str,
+        option(
+            "--rendezvous HOST:PORT",
+            "Where the machines meet; the first one that is started at HOST serves it.",
+        ),
+    ] = "",
+    max_restarts: Annotated[
+        int | None,
+        option(
+            "--max-restarts",
+            "Failures after which ranks start again from the newest checkpoint [default: 0, with MIN:MAX 3].",
+            min=0,
+        ),
+    ] = None,
     allow_changes: Annotated[
         str,
         option(
@@ -38,15 +54,6 @@ def train(
             "Go on although these settings differ from the start before and change the data or the model.",
         ),
     ] = "",
-    join: Annotated[
-        str, option("--join RUN", "Add --nproc ranks to those that train in RUN, here or on another machine.")
-    ] = "",
-    leave: Annotated[
-        tuple[str, int] | None,
-        typer.Option(
-            "--leave", metavar="RUN RANK", help="Let one rank of RUN end: the others take over its lanes."
-        ),
-    ] = None,
     settings: Annotated[
         bool,
         option(
@@ -57,31 +64,23 @@ def train(
     """Train a model on a dataset, resuming from the run directory's newest checkpoint.
 
     The run directory keeps the settings, checkpoints, metrics and the ledger. Ctrl-C saves and stops; the same command,
-    with any --nproc, goes on from there. What differs from the start before is printed; what changes the data or the
-    model is refused unless --allow-changes names it.
+    with any --nproc, continues from there. Settings that differ from the start before are printed; those that change
+    the data or the model are refused unless --allow-changes names them.
 
-    A run with parallel.recovery=in-process goes on when a rank dies, and takes in and lets go ranks between two steps:
-    shardkit train --join RUN --nproc 1, shardkit train --leave RUN 0.
+    Several machines: start the same command on each, with --nnodes MIN:MAX and --rendezvous, and the run directory on
+    storage that all of them share. A machine that is started later makes the job larger; one that is stopped or lost
+    makes it smaller. Ranks save and restart when the machines change; a lost machine costs the steps since the newest
+    checkpoint.
 
     Example: shardkit train examples/stdlib_gpt.toml run.steps=200 --nproc 2
     """
     import shardkit_trainer as trainer
 
-    if leave is not None:
-        console.print_line(trainer.leave(*leave))
-        return
-    given = list(overrides or [])
-    if join and config is not None and "=" in config:
-        given.insert(0, config)
-        config = None
-    if config is None and not join:
-        raise ConfigurationError(
-            "expected a configuration: shardkit train CONFIG [KEY=VALUE]…, or --join RUN"
-        )
-    allowed = [key.strip() for key in allow_changes.split(",") if key.strip()]
-    if join:
-        code = trainer.join(config, join, given, nproc=nproc, restarts=restarts)
-    else:
-        code = trainer.launch(config, given, nproc=nproc, restarts=restarts, allow_changes=allowed)
+    if config is None:
+        raise ConfigurationError("expected a configuration: shardkit train CONFIG [KEY=VALUE]…")
+    code = trainer.launch(
+        config, overrides or [], nproc=nproc, nnodes=nnodes, rendezvous=rendezvous, max_restarts=max_restarts,
+        allow_changes=[key.strip() for key in allow_changes.split(",") if key.strip()],
+    )  # fmt: skip
     if code:
         raise typer.Exit(code)

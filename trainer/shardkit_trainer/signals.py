@@ -1,0 +1,47 @@
+"""How a rank is told to stop, and how it tells why it ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+RESTART = 75
+"""Exit code of a rank that has saved and ended because another rank was told to stop (EX_TEMPFAIL)."""
+
+LAUNCHER = "SHARDKIT_LAUNCHER"
+"""Environment variable: process id of the command that started the rank."""
+
+
+@contextmanager
+def on_stop_signals(handler: Callable[[int, object], None]) -> Iterator[None]:
+    """Send SIGTERM and SIGINT to ``handler`` inside; only in the main thread, in others nothing changes."""
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT) if main}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+class StopRequest:
+    """Whether this rank shall end after the step that is being taken.
+
+    A signal asks for it, and the death of the command that started the rank: nobody could stop the rank afterwards.
+    """
+
+    def __init__(self) -> None:
+        self._asked = threading.Event()
+        self._launcher = int(os.environ.get(LAUNCHER, "0"))
+
+    def ask(self, number: int = signal.SIGTERM, _frame: object = None) -> None:
+        """Handle a signal; the second SIGINT interrupts at once."""
+        if self._asked.is_set() and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._asked.set()
+
+    def is_set(self) -> bool:
+        return self._asked.is_set() or bool(self._launcher and os.getppid() != self._launcher)
