@@ -8,10 +8,14 @@ bit:
 
     undisturbed on 1 rank · 2 ranks, then 3, then 1 · 4 ranks of unequal shares · read ahead, then thrown away
 
-For real, the same is one command: what was killed is started again, with whatever is there now.
+For real, the same is one command. It starts torchrun's agent, which restarts ranks that were killed:
 
-    shardkit train run.toml --nproc 8 --restarts 20
-    shardkit train run.toml --nproc 3
+    shardkit train run.toml --nproc 8 --max-restarts 20
+    shardkit train run.toml --nproc 3                                           # later, with fewer ranks
+
+Started on several machines, it makes one job that machines join and leave while it trains:
+
+    shardkit train run.toml --nproc 8 --nnodes 1:4 --rendezvous node-1:29400
 
 In a loop of your own (examples/ddp.py, fsdp2.py, lightning_trainer.py, accelerate_loop.py, hf_trainer.py are whole
 programs):
@@ -22,7 +26,7 @@ programs):
         ...
         saved["loader"] = loader.state_dict(after=batch)  # exact, however far the loader has read ahead
 
-Which world sizes divide the lanes, ``shardkit plan`` tells. Trainers that average over ranks (DDP) need equal shares;
+``shardkit plan`` says which world sizes divide the lanes. Trainers that average over ranks (DDP) need equal shares;
 the loader refuses others unless ``uneven=True``, and ``batch.weight`` is then the factor for the loss.
 """
 
@@ -66,7 +70,7 @@ def play(
 ) -> tuple[NDArray[np.float64], list[list[int]]]:
     """Train up to each (step, world) in turn; returns the weights and the samples of every step.
 
-    Ranks live one after the other in this process; what they exchange is the sum of their gradients.
+    Ranks take turns in this process; what they exchange is the sum of their gradients.
     """
     dataset = sk.open("data/points")
     plan = dataset.plan(global_batch=48, lanes=LANES, seed=0)

@@ -119,7 +119,7 @@ def test_slurm_trains_and_audits(
 ) -> None:
     """With fewer ranks, another run directory and another port than the placeholders."""
     text = (DEPLOYMENT / "slurm" / "train.sbatch").read_text()
-    for placeholder, here in (("--nproc-per-node=8", "--nproc-per-node=1"), ("/runs/cats", str(tmp_path / "run")),
+    for placeholder, here in (("--nproc=8", "--nproc=1"), ("/runs/cats", str(tmp_path / "run")),
                               (":29500", f":{environment['PORT']}")):  # fmt: skip
         assert placeholder in text
         text = text.replace(placeholder, here)

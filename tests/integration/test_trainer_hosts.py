@@ -1,4 +1,4 @@
-"""A job of several machines, each a network namespace: one dies whole, the others go on, it comes back."""
+"""A job of several machines, each a network namespace: it grows, one machine dies whole, it grows again."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ import pytest
 
 from shardkit.audit import audit_run
 from shardkit.telemetry.records import read_documents
-from tests.integration.conftest import MODULES, arguments_of
+from shardkit_trainer.run_directory import read_steps
+from tests.drills import drill_count
+from tests.integration.conftest import MODULES, arguments_of, descendants
 from tests.integration.test_trainer_recovery import expected, histogram, settings, starts
 
-PATIENCE_S = 300.0
-ADDRESSES = {"a": "10.213.7.1", "b": "10.213.7.2"}
+PATIENCE_S = 400.0
+PORT = 29400
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 
 
@@ -29,31 +31,33 @@ def ip(*arguments: str) -> str:
     return subprocess.run(["ip", *arguments], capture_output=True, text=True, check=True).stdout
 
 
+def train_command(
+    arguments: list[str], output: Path, fault: str = "", inside: tuple[str, ...] = ()
+) -> subprocess.Popen[bytes]:
+    """``shardkit train …``, its output in a file."""
+    environment = {**os.environ, "PYTHONPATH": MODULES, "SHARDKIT_TEST_FAULT": fault, "OMP_NUM_THREADS": "1"}
+    command = [str(Path(sys.executable).with_name("shardkit")), "train", *arguments]
+    with output.open("wb") as written:
+        return subprocess.Popen(
+            [*inside, *command], env=environment, stdout=written, stderr=subprocess.STDOUT
+        )
+
+
 class Machine:
-    """A network namespace, with nothing but a wire to the other one."""
+    """A network namespace that is connected to the switch."""
 
-    def __init__(self, name: str):
-        self.space = f"shardkit-{os.getpid()}-{name}"
+    def __init__(self, number: int, switch: str):
+        self.space, self.address = f"{switch}-{number}", f"10.213.7.{number}"
+        wire = f"sk{os.getpid() % 100_000}-{number}"
         ip("netns", "add", self.space)
-
-    def connect(self, interface: str, address: str) -> None:
-        ip("link", "set", interface, "netns", self.space)
-        ip("-n", self.space, "address", "add", f"{address}/24", "dev", interface)
-        for one in (interface, "lo"):
+        ip("-n", switch, "link", "add", wire, "type", "veth", "peer", "name", "eth0", "netns", self.space)
+        ip("-n", switch, "link", "set", wire, "master", "bridge", "up")
+        ip("-n", self.space, "address", "add", f"{self.address}/24", "dev", "eth0")
+        for one in ("eth0", "lo"):
             ip("-n", self.space, "link", "set", one, "up")
 
-    def train(self, *arguments: str, output: Path, fault: str = "") -> subprocess.Popen[bytes]:
-        """``shardkit train …`` on this machine."""
-        environment = {
-            **os.environ,
-            "PYTHONPATH": MODULES,
-            "SHARDKIT_TEST_FAULT": fault,
-            "OMP_NUM_THREADS": "1",
-        }
-        command = [str(Path(sys.executable).with_name("shardkit")), "train", *arguments]
-        with output.open("wb") as told:
-            inside = ["ip", "netns", "exec", self.space, *command]
-            return subprocess.Popen(inside, env=environment, stdout=told, stderr=subprocess.STDOUT)
+    def train(self, arguments: list[str], output: Path, fault: str) -> subprocess.Popen[bytes]:
+        return train_command(arguments, output, fault, ("ip", "netns", "exec", self.space))
 
     def kill(self) -> None:
         """Everything at once, as when the power fails."""
@@ -67,63 +71,140 @@ class Machine:
 
 
 @pytest.fixture
-def machines() -> Iterator[dict[str, Machine]]:
-    made: dict[str, Machine] = {}
-    wires = {name: f"sk{os.getpid() % 100_000}{name}" for name in ADDRESSES}
+def machines() -> Iterator[list[Machine]]:
+    """Five machines on one switch."""
+    switch, made = f"shardkit-{os.getpid()}", list[Machine]()
     try:
-        made |= {name: Machine(name) for name in ADDRESSES}
-        ip("link", "add", wires["a"], "type", "veth", "peer", "name", wires["b"])
-        for name, machine in made.items():
-            machine.connect(wires[name], ADDRESSES[name])
+        ip("netns", "add", switch)
+        ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+        ip("-n", switch, "link", "set", "bridge", "up")
+        made += [Machine(number, switch) for number in range(1, 6)]
     except (OSError, subprocess.CalledProcessError) as error:
-        for machine in made.values():
-            machine.remove()
         pytest.skip(f"network namespaces cannot be made here: {error}")
-    yield made
-    for machine in made.values():
-        machine.remove()
+    else:
+        yield made
+    finally:
+        for machine in made:
+            machine.remove()
+        with suppress(OSError, subprocess.CalledProcessError):
+            ip("netns", "delete", switch)
 
 
-def until(holds: Callable[[], bool], process: subprocess.Popen[bytes], output: Path) -> None:
+def wait_until(holds: Callable[[], bool], outputs: list[Path]) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not holds():
-        assert process.poll() is None, output.read_text()
-        assert time.monotonic() < deadline, output.read_text()
+        assert time.monotonic() < deadline, "\n".join(path.read_text() for path in outputs)
         time.sleep(0.05)
 
 
-def test_a_machine_dies_whole_and_comes_back(
-    tmp_path: Path, numbers: str, machines: dict[str, Machine], fork_trainer: Any
-) -> None:
-    """The first machine's rank waits in steps 3, 8 and 12 for the groups to come; nothing is lost or repeated."""
-    run, plain = tmp_path / "run", tmp_path / "plain"
-    assert fork_trainer(1, settings(plain, numbers)).returncode == 0
-    outputs = {name: tmp_path / name for name in ("first", "second", "back")}
-    pace = "group1:0:3,group2:0:8,group3:0:12"
-    (tmp_path / "run.toml").write_text("")
-    given = [str(tmp_path / "run.toml"), *arguments_of(settings(run, numbers))]
-    first = machines["a"].train(*given, output=outputs["first"], fault=pace)
-    until((run / "job.json").exists, first, outputs["first"])
-    assert ADDRESSES["a"] in (run / "job.json").read_text()
-    second = machines["b"].train("--join", str(run), output=outputs["second"])
-    until(lambda: len(starts(run)) == 2, second, outputs["second"])
-    time.sleep(1.0)  # the second machine's rank is in step 8, or on its way
-    machines["b"].kill()
-    assert second.wait() == -signal.SIGKILL
-    until(lambda: len(starts(run)) == 3, first, outputs["first"])
-    back = machines["b"].train("--join", str(run), output=outputs["back"])
-    assert (first.wait(PATIENCE_S), back.wait(PATIENCE_S)) == (0, 0), [
-        o.read_text() for o in outputs.values()
-    ]
-    assert "does not answer: the others go on without it" in outputs["first"].read_text()
-    assert [ranks for _, ranks in starts(run)] == [1, 2, 1, 2]
+def check_result(run: Path, numbers: str) -> Any:
+    """Nothing was lost, the ledger explains every repeat, and the weights are those of an undisturbed run."""
     np.testing.assert_allclose(histogram(run), expected(numbers), rtol=0, atol=1e-6)
-    ends = [
-        one for path in (run, plain) for one in read_documents(path / "events.jsonl") if one["event"] == "end"
-    ]
-    assert ends[0]["parameters_sha256"] == ends[1]["parameters_sha256"]
-    steps = [one["step"] for one in read_documents(run / "metrics" / "train.jsonl")]
-    assert steps == list(range(30)), "a step was taken twice"
+    assert [one["step"] for one in read_steps(run)] == list(range(30))
     record = audit_run(run, level=None)
-    assert not [one for one in record.findings if one.severity != "note"], record.findings
-    assert [one["repeats"] for one in record.starts[1:]] == [0, record.starts[2]["repeats"], 0]
+    assert record.exit_code == 0, record.findings
+    return record
+
+
+def last_hash(run: Path) -> str:
+    ends = [one for one in read_documents(run / "events.jsonl") if one["event"] == "end"]
+    return str(ends[-1]["parameters_sha256"])
+
+
+def test_a_job_grows_loses_a_machine_and_grows_again(
+    tmp_path: Path, numbers: str, machines: list[Machine], fork_trainer: Any
+) -> None:
+    """2 → 3 machines, one is killed, → 4; rank 0 waits in steps 5, 12, 15 and 17 for the changes."""
+    run, plain = tmp_path / "run", tmp_path / "plain"
+    every = {"checkpoint.every": 5}
+    assert fork_trainer(1, settings(plain, numbers, **every)).returncode == 0
+    (tmp_path / "run.toml").write_text("")
+    arguments = [str(tmp_path / "run.toml"), *arguments_of(settings(run, numbers, **every)), "--nproc", "1",
+                 "--nnodes", "2:4", "--rendezvous", f"{machines[0].address}:{PORT}"]  # fmt: skip
+    pace = "hold2:0:5,hold3:0:12,hold2:0:15,hold3:0:17"
+    outputs = [tmp_path / f"machine-{number}" for number in range(5)]
+
+    def start(number: int) -> subprocess.Popen[bytes]:
+        return machines[number].train(arguments, outputs[number], pace)
+
+    def ranks_of_starts() -> list[int]:
+        return [ranks for _, ranks in starts(run)] if (run / "events.jsonl").exists() else []
+
+    def in_step(step: int) -> bool:
+        return bool(steps := read_steps(run)) and steps[-1]["step"] >= step - 1
+
+    trainers = [start(0), start(1)]
+    wait_until(lambda: ranks_of_starts() == [2] and in_step(5), outputs[:2])
+    trainers.append(start(2))
+    wait_until(lambda: 3 in ranks_of_starts() and in_step(12), outputs[:3])
+    machines[2].kill()
+    assert trainers.pop().wait() == -signal.SIGKILL
+    wait_until(lambda: ranks_of_starts()[-1] == 2 and in_step(15), outputs[:3])
+    trainers += [start(3), start(4)]
+    codes = [one.wait(PATIENCE_S) for one in trainers]
+    assert codes == [0, 0, 0, 0], [path.read_text() for path in outputs]
+    assert "Traceback" not in "".join(path.read_text() for path in outputs)
+    found = starts(run)
+    assert found[:3] == [(0, 2), (6, 3), (10, 2)], "the third machine's death costs the steps since step 10"
+    assert found[-1][1] == 4
+    record = check_result(run, numbers)
+    grown, lost, *later = [one["repeats"] for one in record.starts[1:]]
+    assert (grown, sum(later)) == (0, 0), "who joins costs nothing"
+    assert 2 <= lost <= 3
+    assert last_hash(run) == last_hash(plain)
+
+
+@pytest.mark.drill
+def test_random_sequences_of_kills_leaves_and_joins(
+    tmp_path: Path, numbers: str, fork_trainer: Any, free_tcp_port: int
+) -> None:
+    """Commands on one machine that meet at one address; the first one serves it and is left alone."""
+    random = np.random.Generator(np.random.PCG64(11))
+    plain = tmp_path / "plain"
+    assert fork_trainer(1, settings(plain, numbers)).returncode == 0
+    (tmp_path / "run.toml").write_text("")
+    for sequence in range(drill_count(20)):
+        run, outputs = tmp_path / f"run-{sequence}", list[Path]()
+        more = {"checkpoint.every": 4, "parallel.strategy": str(random.choice(["ddp", "zero1", "zero2"]))}
+        arguments = [str(tmp_path / "run.toml"), *arguments_of(settings(run, numbers, **more)), "--max-restarts", "20",
+                     "--nnodes", "1:4", "--rendezvous", f"127.0.0.1:{free_tcp_port}"]  # fmt: skip
+        # rank 0 waits, so that whatever happens to the machines happens while the run goes on
+        holds = [f"hold{ranks}:0:{random.integers(2, 29)}" for ranks in (1, 2, 2, 3)]
+
+        def start() -> subprocess.Popen[bytes]:
+            outputs.append(run.with_name(f"{run.name}-{len(outputs)}"))  # noqa: B023
+            return train_command([*arguments, "--nproc", "1"], outputs[-1], ",".join(holds))  # noqa: B023
+
+        first, others = start(), list[subprocess.Popen[bytes]]()
+        wait_until(lambda: (run / "events.jsonl").exists(), outputs)  # noqa: B023
+        deadline = time.monotonic() + PATIENCE_S
+        while first.poll() is None:
+            assert time.monotonic() < deadline, [path.read_text() for path in outputs]
+            others = [one for one in others if one.poll() is None]
+            doing = str(random.choice(["join", "join", "kill", "leave", "kill rank"]))
+            if doing == "join" and len(others) < 3:
+                others.append(start())
+            elif others and doing != "join":
+                one = others[random.integers(len(others))]
+                pids = [*descendants(one.pid), one.pid]
+                for pid in (
+                    pids[:1] if doing == "kill rank" else pids[-1:] if doing == "leave" else pids[::-1]
+                ):
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGTERM if doing == "leave" else signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):
+                first.wait(float(random.uniform(5, 20)))
+        for one in others:
+            one.wait(PATIENCE_S)
+        assert first.returncode == 0, [path.read_text() for path in outputs]
+        check_result(run, numbers)
+        assert last_hash(run) == last_hash(plain)
+
+
+@pytest.fixture
+def free_tcp_port() -> int:
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

@@ -62,7 +62,7 @@ def start(nproc: int, config: Path, *, restarts: int = 0, **settings: Any) -> su
         f"{k.replace('__', '.')}={json.dumps(v) if isinstance(v, bool) else v}" for k, v in settings.items()
     ]
     command = [sys.executable, "-m", "shardkit_tools", "train", str(config), *overrides,
-               "--nproc", str(nproc), *(["--restarts", str(restarts)] if restarts else [])]  # fmt: skip
+               "--nproc", str(nproc), *(["--max-restarts", str(restarts)] if restarts else [])]  # fmt: skip
     return subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, start_new_session=True)
 
 
@@ -176,7 +176,7 @@ def _descends(pid: int, parent: int) -> bool:
 
 def restarts(data: Path) -> dict[str, Any]:
     """Seconds from SIGKILL of one rank of three to the next step, and the steps that had to be taken again."""
-    found: dict[str, list[dict[str, float]]] = {"in process": [], "torchrun": [], "cold": []}
+    found: dict[str, list[dict[str, float]]] = {"torchrun": [], "cold": []}
     for repeat in range(3):
         for kind, seen in found.items():
             run = data / f"restart-{kind.replace(' ', '-')}-{repeat}"
@@ -184,7 +184,6 @@ def restarts(data: Path) -> dict[str, Any]:
                 "run__directory": run, "data__dataset": data / "stdlib", "run__steps": 100000, "data__lanes": 6,
                 "data__global_batch": 12, "model__width": 64, "model__layers": 2, "model__context": 64,
                 "checkpoint__every": 20, "log__telemetry_s": 0.0, "run__device": "cpu",
-                "parallel__recovery": "in-process" if kind == "in process" else "restart",
             }  # fmt: skip
             process = start(3, data / "empty.toml", restarts=0 if kind == "cold" else 1, **settings)
 

@@ -26,6 +26,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
+    RendezvousConnectionError,
     RendezvousError,
     RendezvousHandler,
     RendezvousTimeoutError,
@@ -83,6 +84,11 @@ class Agent(LocalElasticAgent):
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._shutdown(timeout=self._shutdown_timeout)
 
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        super()._shutdown(
+            signal.SIGTERM, timeout
+        )  # whatever this process got: SIGTERM is what makes ranks save
+
     def exit_codes(self) -> set[int]:
         """Exit codes of the ranks that were started last."""
         handlers = getattr(self._pcontext, "subprocess_handlers", {})
@@ -139,12 +145,19 @@ def run_ranks(
 
 
 def _meeting(machines: Machines, address: str | None) -> RendezvousHandler:
-    serves = machines.port == 0 or _can_listen(machines.host, machines.port)
-    parameters = RendezvousParameters(
-        backend="c10d", endpoint=str(machines), run_id="shardkit", min_nodes=machines.fewest,
-        max_nodes=machines.most, local_addr=address, is_host=serves, **RENDEZVOUS,
-    )  # fmt: skip
-    return registry.get_rendezvous_handler(parameters)
+    def meet(*, serve: bool) -> RendezvousHandler:
+        parameters = RendezvousParameters(
+            backend="c10d", endpoint=str(machines), run_id="shardkit", min_nodes=machines.fewest,
+            max_nodes=machines.most, local_addr=address, is_host=serve, **RENDEZVOUS,
+        )  # fmt: skip
+        return registry.get_rendezvous_handler(parameters)
+
+    if machines.port == 0:
+        return meet(serve=True)
+    if _can_listen(machines.host, machines.port):
+        with suppress(RendezvousConnectionError):  # another process of this machine was faster
+            return meet(serve=True)
+    return meet(serve=False)
 
 
 def _rendezvous_failure(error: RendezvousError, machines: Machines) -> RunError:
@@ -186,9 +199,12 @@ def _print_failures(failures: Mapping[int, Any], restarts: int) -> None:
 
 def _can_listen(host: str, port: int) -> bool:
     """Return True if ``host`` is this machine and nothing listens at ``port`` yet."""
+    named = (
+        host.partition(".")[0] == socket.gethostname().partition(".")[0]
+    )  # also if its name does not resolve yet
     with suppress(OSError), socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
+        listener.bind(("" if named else host, port))
         return True
     return False
 

@@ -58,15 +58,14 @@ def launch(
     """
     config = load_configuration(path, overrides)
     fewest, most = _parse_nnodes(nnodes)
-    if (most > 1) != bool(rendezvous):
+    if most > 1 and not rendezvous:
         raise ConfigurationError(
-            f"--nnodes {nnodes} --rendezvous {rendezvous!r}: several machines need a place to meet, one does not;"
-            " expected --nnodes MIN:MAX --rendezvous HOST:PORT"
+            f"--nnodes {nnodes}: expected --rendezvous HOST:PORT too, the place where the machines meet"
         )
     host, port = _parse_endpoint(rendezvous) if rendezvous else ("", 0)
     check_changes(config, allow_changes)
     _expect_torch()
-    if nproc == 1 and most == 1 and not max_restarts:
+    if nproc == 1 and not rendezvous and not max_restarts:
         os.environ.setdefault("OMP_NUM_THREADS", str(config.parallel.threads))
         from .training import train
 

@@ -16,15 +16,20 @@ LAUNCHER = "SHARDKIT_LAUNCHER"
 
 
 @contextmanager
-def on_stop_signals(handler: Callable[[int, object], None]) -> Iterator[None]:
-    """Send SIGTERM and SIGINT to ``handler`` inside; only in the main thread, in others nothing changes."""
+def on_stop_signals(handler: Callable[[int, object], None], *, ending: bool = False) -> Iterator[None]:
+    """Send SIGTERM and SIGINT to ``handler`` inside; only in the main thread, in others nothing changes.
+
+    Args:
+        handler: gets the signal's number and the frame.
+        ending: the process ends next, so signals are ignored afterwards: its exit code says how it ended.
+    """
     main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT) if main}
     try:
         yield
     finally:
         for number, earlier in before.items():
-            signal.signal(number, earlier)
+            signal.signal(number, signal.SIG_IGN if ending else earlier)
 
 
 class StopRequest:
@@ -35,7 +40,10 @@ class StopRequest:
 
     def __init__(self) -> None:
         self._asked = threading.Event()
-        self._launcher = int(os.environ.get(LAUNCHER, "0"))
+        launcher = int(os.environ.get(LAUNCHER, "0"))
+        self.launcher = (
+            launcher if launcher == os.getppid() else 0
+        )  # 0: this is not a rank that a command started
 
     def ask(self, number: int = signal.SIGTERM, _frame: object = None) -> None:
         """Handle a signal; the second SIGINT interrupts at once."""
@@ -44,4 +52,4 @@ class StopRequest:
         self._asked.set()
 
     def is_set(self) -> bool:
-        return self._asked.is_set() or bool(self._launcher and os.getppid() != self._launcher)
+        return self._asked.is_set() or bool(self.launcher and os.getppid() != self.launcher)

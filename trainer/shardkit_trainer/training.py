@@ -66,7 +66,7 @@ class Summary:
 def train(config: Configuration, *, allow_changes: Collection[str] = ()) -> Summary:
     """Run or resume ``config`` on this rank, until it is finished or a signal asks a rank to stop."""
     stop = StopRequest()
-    with on_stop_signals(stop.ask):
+    with on_stop_signals(stop.ask, ending=bool(stop.launcher)):
         world = join_world(config)
         run = _Run(config, world, stop, allow_changes)
         try:

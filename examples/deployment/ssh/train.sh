@@ -1,11 +1,11 @@
 #!/bin/bash
-# A training run on machines that one can log in to: torchrun on each, over plain ssh.
+# A training run on machines that one can log in to: shardkit train on each, over plain ssh.
 #
 #   ./ssh/train.sh run.toml node-1 node-2 node-3
-#   ./ssh/train.sh run.toml node-1 -- --allow-changes=run.epochs    # what follows -- is the trainer's
+#   ./ssh/train.sh run.toml node-1 -- --allow-changes=run.epochs    # what follows -- are options of shardkit train
 #
 # Every machine has the same environment at $VENV, mounts the run directory, and sees the same CONFIG path. Ctrl-C here
-# saves a checkpoint everywhere and stops; the same command, with other machines, goes on from there.
+# saves a checkpoint everywhere and stops; the same command, with other machines, continues from there.
 set -euo pipefail
 
 usage='usage: train.sh CONFIG NODE… [-- OPTION…]'
@@ -20,18 +20,15 @@ VENV=${VENV:-/opt/shardkit}
 RANKS_PER_NODE=${RANKS_PER_NODE:-8}
 PORT=${PORT:-29500}
 CACHE=${CACHE:-/var/cache/shardkit}
-run=$(date +%s)
 
 pids=()
-# When its ssh ends, the remote side of the pseudo terminal gets SIGHUP; torchrun then stops its ranks, which save.
+# When its ssh ends, the remote side of the pseudo terminal gets SIGHUP; its ranks then save and end.
 trap 'kill "${pids[@]}" 2>/dev/null || true' INT TERM
 
 for node in "${nodes[@]}"; do
     ssh -tt -o BatchMode=yes "$node" \
-        "OMP_NUM_THREADS=1 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 $VENV/bin/python -m torch.distributed.run" \
-        "--nnodes=${#nodes[@]} --nproc-per-node=$RANKS_PER_NODE --rdzv-backend=c10d --rdzv-id=$run" \
-        "--rdzv-endpoint=${nodes[0]}:$PORT --max-restarts=20 --shutdown-timeout=60" \
-        "-m shardkit_trainer '$config' 'data.cache=$CACHE' data.cache_size=800GiB $options" \
+        "$VENV/bin/shardkit train '$config' 'data.cache=$CACHE' data.cache_size=800GiB" \
+        "--nproc=$RANKS_PER_NODE --nnodes=${#nodes[@]} --rendezvous=${nodes[0]}:$PORT --max-restarts=20 $options" \
         </dev/null > >(sed -u "s/^/$node: /") 2>&1 &
     pids+=($!)
 done
