@@ -106,7 +106,8 @@ def _rank(rank: int, records: Sequence[Record], at: float, telemetry: RunTelemet
     last, found = records[-1], window(records)
     seconds = sum(one.seconds for one in found) or 1.0
     steps, cells = sum(one.steps for one in found), sum(one.cells for one in found)
-    busy = sum(one.busy_s for one in found)
+    # a loop that does not say what it computed: its wait for data alone is not its own work
+    busy = sum(one.busy_s for one in found) if found and found[-1].is_timed else None
     # what further DataLoader workers of a rank hand out counts as the rank's
     rates = [_rates(window(one)) for (owner, _), one in telemetry.series.items() if owner == rank]
     return {
@@ -121,8 +122,8 @@ def _rank(rank: int, records: Sequence[Record], at: float, telemetry: RunTelemet
         "num_lanes": len(last.lanes),
         "samples_per_s": sum(samples for samples, _ in rates),
         "step_s": seconds / steps if steps else 0.0,
-        "busy_step_s": busy / steps if steps else 0.0,
-        "cell_s": busy / cells if cells else 0.0,
+        "busy_step_s": None if busy is None else busy / steps if steps else 0.0,
+        "cell_s": None if busy is None else busy / cells if cells else 0.0,
         "data_share": min(1.0, sum(one.data_wait_s for one in found) / seconds),
         "wait_share": min(1.0, sum(one.waiting_s for one in found) / seconds),
         "bytes_per_s": sum(num_bytes for _, num_bytes in rates),

@@ -9,6 +9,7 @@ import pytest
 from shardkit.telemetry import Record, RunTelemetry, summarise
 from shardkit.telemetry.recorder import BlockTimes
 from shardkit.telemetry.summary import chart_series, lane_history, lane_moves
+from shardkit_tools.commands.top import _rank_row
 from tests.unit.telemetry_series import made_series
 
 STEADY = {
@@ -33,6 +34,14 @@ def test_rates_are_per_second_and_summed_over_ranks_and_workers() -> None:
     assert view["bytes"] == {"disk": 3 * 39 * 4_000, "cache": 3 * 39 * 2_000}
     assert view["state"] == "running"
     assert view["world"] == 2
+
+
+def test_own_work_is_not_measured_unless_the_loop_reports_it() -> None:
+    for reported, own in (({}, None), ({"loader.computed_s": 1.0}, 0.15)):
+        series = made_series(per_interval=STEADY | reported)
+        (row,) = summarise(of(series), [], series[-1].time)["ranks"]
+        assert row["busy_step_s"] == (None if own is None else pytest.approx(own))
+        assert ("not measured" in _rank_row(row)) == (own is None)
 
 
 @pytest.mark.parametrize(("state", "age", "shown"), [

@@ -18,6 +18,7 @@ from shardkit_tools.tuning.proposing import (
     Needs,
     Proposal,
     Ranges,
+    Saving,
     fit_line,
     power_below,
     propose,
@@ -96,6 +97,12 @@ def test_how_often_to_sum_gradients() -> None:
     slow = {1_000_000: 0.1, 10_000_000: 1.0}  # 10 s for 100 MB: 5000 cells, 64 · 128 are enough
     found = values(MACHINE, None, slow, NEEDS)
     assert (found["accumulation"], found["sync_every"]) == (64, 128)
+
+
+def test_how_often_to_save() -> None:
+    """300 MB of state, steps of 160 ms: copying may take 1 % of the time, writing half of it."""
+    for saving, every in ((Saving(30e9, 1e9), 7), (Saving(300e9, 0.1e9), 38), (Saving(300e9, 30e9), 1)):
+        assert values(MACHINE, None, None, NEEDS, saving)["checkpoint_every"] == every
 
 
 def test_every_proposal_says_why() -> None:

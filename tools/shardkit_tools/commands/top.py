@@ -124,11 +124,15 @@ def _rank_row(row: Mapping[str, Any]) -> list[str]:
     return [
         str(row["rank"]), clean(row["host"]), clean(state), clean(row["stage"]) or "–", count_text(row["step"]),
         lanes if len(lanes) <= 20 else lanes[:19] + "…", f"{row['samples_per_s']:,.0f}",
-        *(duration_text(row[name]) if row[name] else "–" for name in ("step_s", "busy_step_s", "cell_s")),
+        *(_time_text(row[name]) for name in ("step_s", "busy_step_s", "cell_s")),
         f"{100 * row['data_share']:.0f} %",
         f"{100 * row['wait_share']:.0f} %", f"{bound} {100 * shares[bound]:.0f} %" if bound else "–",
         bytes_text(int(row["bytes_per_s"])), bytes_text(int(row["memory_bytes"])),
     ]  # fmt: skip
+
+
+def _time_text(seconds: float | None) -> str:
+    return "not measured" if seconds is None else duration_text(seconds) if seconds else "–"
 
 
 def _rank_table(
@@ -165,7 +169,7 @@ def _most_telling(rows: Sequence[Mapping[str, Any]], most: int) -> Sequence[Mapp
     """All of few ranks; of many, those that work longest and those that are silent."""
 
     def worth(row: Mapping[str, Any]) -> tuple[float, float]:
-        return (-row["age_s"] if row["age_s"] > _SILENT_S else 0, -row["busy_step_s"])
+        return (-row["age_s"] if row["age_s"] > _SILENT_S else 0, -(row["busy_step_s"] or 0))
 
     return (
         rows

@@ -19,10 +19,11 @@ from shardkit_tools import console, options
 from shardkit_tools.console import bytes_text
 from shardkit_tools.options import argument, option
 from shardkit_tools.tuning.all_reduce import measure_all_reduce
-from shardkit_tools.tuning.measuring import measure_machine, measure_ranges
-from shardkit_tools.tuning.proposing import Needs, Proposal, Ranges, propose
+from shardkit_tools.tuning.measuring import measure_checkpoint, measure_machine, measure_ranges
+from shardkit_tools.tuning.proposing import Needs, Proposal, Ranges, Saving, propose
 
-_TRAINER = {"window_blocks": ("data", "window_blocks"), "sync_every": ("parallel", "sync_every")}
+_TRAINER = {"window_blocks": ("data", "window_blocks"), "sync_every": ("parallel", "sync_every"),
+            "checkpoint_every": ("checkpoint", "every")}  # fmt: skip
 _BYTES = ("block_size", "shard_size", "read_ahead", "memory")  # other settings are counts
 _BEGIN, _END = "# shardkit tune: for builds and loaders", "# shardkit tune: end"
 _NOTED = {
@@ -106,7 +107,9 @@ def tune(
     nodes: Annotated[int, typer.Option(min=1, help="Machines.")] = 1,
     cell: Annotated[str, option("TIME", "What computing a cell takes.")] = "20ms",
     gradient: Annotated[str, option("SIZE", "Bytes summed over the ranks.")] = "100MB",
-    reduce: Annotated[bool, option("--reduce/--no-reduce", "Measure an all-reduce; needs torch.")] = True,
+    reduce: Annotated[
+        bool, option("--reduce/--no-reduce", "Measure an all-reduce and a checkpoint; needs torch.")
+    ] = True,
     quick: Annotated[bool, option("--quick", "A quarter of the time, for a first idea.")] = False,
     apply: Annotated[
         Path | None, option("FILE", "Write the settings into this configuration; comments stay.")
@@ -115,14 +118,15 @@ def tune(
 ) -> None:
     """Measure this machine in under a minute and propose settings, each with the measurement behind it.
 
-    Block and shard size, window, reading ahead, memory, concurrency, accumulation and how often to synchronise. Busy
-    machines measure low: run it when nothing else runs.
+    Block and shard size, window, reading ahead, memory, concurrency, accumulation, how often to synchronise and to
+    save. Busy machines measure low: run it when nothing else runs.
 
     Example: shardkit tune data/cats --gradient 500MB --cell 35ms --apply train.toml
     """
     begun, share = time.perf_counter(), _QUICK if quick else 1.0
     needs_bytes, cell_s, gradient_bytes = parse_size(size), parse_duration(cell), parse_size(gradient)
     ranges: Ranges | None = None
+    saving: Saving | None = None
     reducing, missing = None, ""
     with console.long_work() as status:
 
@@ -134,12 +138,13 @@ def tune(
         machine = measure_machine(disk, seconds=2.0 * share, tell=tell)
         if reduce:
             try:
+                saving = measure_checkpoint(disk, tell=tell)
                 tell("all-reduce")
                 reducing = measure_all_reduce(ranks=max(2, min(4, ranks)))
             except (MissingDependency, RunError) as error:  # the rest is worth telling
                 missing = str(error)
     proposals = propose(
-        machine, ranges, reducing, Needs(needs_bytes, lanes, ranks, nodes, cell_s, gradient_bytes)
+        machine, ranges, reducing, Needs(needs_bytes, lanes, ranks, nodes, cell_s, gradient_bytes), saving
     )
     written: list[str] = []
     if apply is not None:
@@ -156,6 +161,8 @@ def tune(
         }
     if reducing is not None:
         document["all_reduce_s"] = reducing
+    if saving is not None:
+        document["checkpoint"] = saving
     rates = {name: rate for name, rate in vars(machine).items() if isinstance(rate, float)}
     page = document | {
         "not_measured": missing,

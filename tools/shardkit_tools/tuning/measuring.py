@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 
 import shardkit
-from shardkit.errors import StoreError, UsageError
+from shardkit.errors import MissingDependency, StoreError, UsageError
 from shardkit.formats.canonical_json import xxh3
 from shardkit.plan.permutation import order
 from shardkit.stores.store import Store
-from shardkit_tools.tuning.proposing import KIB, MIB, Machine, Ranges
+from shardkit_tools.tuning.proposing import KIB, MIB, Machine, Ranges, Saving
 
 _FILE_BYTES = 128 * MIB
 _RANDOM_BYTES = 128 * KIB
@@ -121,6 +121,36 @@ def _read_at_random(number: int, pool: ThreadPoolExecutor) -> int:
     _forget(number)
     places = order(7, _FILE_BYTES // _RANDOM_BYTES)[:256] * _RANDOM_BYTES
     return sum(pool.map(lambda place: len(os.pread(number, _RANDOM_BYTES, place)), places.tolist()))
+
+
+_STATE_BYTES = 32 * MIB
+
+
+def measure_checkpoint(folder: Path, *, tell: Tell) -> Saving:
+    """What saving a model's state in a directory takes, as the trainer does it."""
+    try:
+        import torch
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        from shardkit.torch import CheckpointWriter
+    except ImportError as error:
+        raise MissingDependency(
+            "measuring a checkpoint needs torch; run: pip install 'shardkit[train]'"
+        ) from error
+    tell(f"a checkpoint of {_STATE_BYTES // MIB} MiB")
+    numbers = itertools.count()
+
+    def write() -> int:
+        # other bytes each time: equal ones would not be written again
+        state = {"weights": torch.full((_STATE_BYTES // 4,), float(next(numbers)))}
+        save(state, storage_writer=CheckpointWriter(place, f"step-{next(numbers)}"), no_dist=True)
+        return _STATE_BYTES
+
+    source = torch.ones(_STATE_BYTES // 4)
+    target = torch.empty_like(source)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".shardkit-tune-") as place:
+        copied = rate_of(lambda: target.copy_(source).nbytes, 0.1)
+        return Saving(copied, rate_of(write, 0.5))
 
 
 _SINGLE = (64 * KIB, 256 * KIB, MIB, 4 * MIB)

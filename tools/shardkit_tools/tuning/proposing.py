@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -48,6 +49,14 @@ class Ranges:
 
 
 @dataclass(frozen=True)
+class Saving:
+    """What a checkpoint costs on this machine; bytes per second."""
+
+    copy: float  # of memory: training waits for it
+    write: float  # hashed and durable, in the background
+
+
+@dataclass(frozen=True)
 class Needs:
     """What is to be trained."""
 
@@ -67,7 +76,11 @@ class Proposal(NamedTuple):
 
 
 def propose(
-    machine: Machine, ranges: Ranges | None, reducing: Mapping[int, float] | None, needs: Needs
+    machine: Machine,
+    ranges: Ranges | None,
+    reducing: Mapping[int, float] | None,
+    needs: Needs,
+    saving: Saving | None = None,
 ) -> dict[str, Proposal]:
     """All settings that the measurements speak of by their names, in the order in which they rest on each other."""
     block = _block(machine, ranges)
@@ -86,6 +99,8 @@ def propose(
     memory = int(min(most_memory, max(4 * ahead, 2 * opened, 256 * MIB)))
     why = f"open windows of a rank are {opened / MIB:,.0f} MiB; a rank may have {most_memory / MIB:,.0f} MiB"
     found["memory"] = Proposal(memory, why)
+    if saving is not None:
+        found["checkpoint_every"] = _checkpoint_every(saving, needs)
     return found if reducing is None else found | _reduction(reducing, needs)
 
 
@@ -151,6 +166,16 @@ def _reduction(reducing: Mapping[int, float], needs: Needs) -> dict[str, Proposa
         "accumulation": Proposal(cells, f"{said}: a tenth of {cells} cells"),
         "sync_every": Proposal(every, enough),
     }
+
+
+def _checkpoint_every(saving: Saving, needs: Needs) -> Proposal:
+    size = 3 * needs.gradient_bytes  # parameters and two moments
+    copy_s, write_s, step_s = size / saving.copy, size / saving.write, needs.lanes * needs.cell_s
+    every = max(1, math.ceil(max(100 * copy_s, 2 * write_s) / max(step_s, 1e-9)))
+    cost = f"a checkpoint of {size / 1e6:,.0f} MB is copied in {copy_s:.3f} s and written in {write_s:.2f} s"
+    return Proposal(
+        every, f"{cost}: copying is 1 % of the time at most, writing half of it; a step {step_s:.3f} s"
+    )
 
 
 def fit_line(points: Mapping[int, float]) -> tuple[float, float]:

@@ -128,7 +128,7 @@ function ranks(run) {
     return cells(element("tr", { class: silent ? "silent" : slow ? "slow" : "" }), [
       [String(one.rank), "number"], [one.host, ""], [silent ? `silent for ${seconds(one.age_s)}` : one.state, ""], [one.stage || "–", ""],
       [count(one.step), "number"], [`${one.num_lanes}: ${one.lanes.slice(0, 24)}`, ""], [count(one.samples_per_s), "number"], [seconds(one.step_s), "number"],
-      [seconds(one.busy_step_s), "number"], [seconds(one.cell_s), "number"], [percent(one.data_share), "number"], [percent(one.wait_share), "number"],
+      ...[one.busy_step_s, one.cell_s].map((own) => [own === null ? "not measured" : seconds(own), "number"]), [percent(one.data_share), "number"], [percent(one.wait_share), "number"],
       [`${bytes(one.bytes_per_s)}/s`, "number"], [bytes(one.memory_bytes), "number"],
     ]);
   });
