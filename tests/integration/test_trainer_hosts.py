@@ -114,14 +114,14 @@ def last_hash(run: Path) -> str:
 def test_a_job_grows_loses_a_machine_and_grows_again(
     tmp_path: Path, numbers: str, machines: list[Machine], fork_trainer: Any
 ) -> None:
-    """2 → 3 machines, one is killed, → 4; rank 0 waits in steps 5, 12, 15 and 17 for the changes."""
+    """2 → 3 machines, one is killed, → 4; a rank waits in steps 5, 12, 15 and 17 for the changes."""
     run, plain = tmp_path / "run", tmp_path / "plain"
     every = {"checkpoint.every": 5}
     assert fork_trainer(1, settings(plain, numbers, **every)).returncode == 0
     (tmp_path / "run.toml").write_text("")
     arguments = [str(tmp_path / "run.toml"), *arguments_of(settings(run, numbers, **every)), "--nproc", "1",
                  "--nnodes", "2:4", "--rendezvous", f"{machines[0].address}:{PORT}"]  # fmt: skip
-    pace = "hold2:0:5,hold3:0:12,hold2:0:15,hold3:0:17"
+    pace = "hold2:0:5,hold3:2:12,hold2:0:15,hold3:0:17"  # ranks are in the order of addresses
     outputs = [tmp_path / f"machine-{number}" for number in range(5)]
 
     def start(number: int) -> subprocess.Popen[bytes]:

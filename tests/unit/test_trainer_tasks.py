@@ -1,11 +1,16 @@
 """Batch mapping: crops, padding, masks, seeds, images."""
 
+import ctypes.util
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812 - as torch's documentation imports it
 
 from shardkit.errors import ConfigurationError
 from shardkit.formats import Schema
@@ -179,3 +184,63 @@ def test_mix_never_changes() -> None:
     # first output of splitmix64 with seed 0 is in its authors' test vectors; the rest are pinned
     assert mix(0) == 0xE220A8397B1DCDAF
     assert len({mix(1, 2, 3), mix(3, 2, 1), mix(1, 2), mix(1, 2, 3, 0)}) == 4
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (1, 1), (5, 1), (8, 8, 1), (8, 8, 3), (1, 7, 4)])
+def test_convolutions_get_plain_strides(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dimensions of size 1 included: torch's convolution takes their strides for another layout."""
+    seen = 0
+    convolve = F.conv2d
+
+    def checked(images: torch.Tensor, weight: torch.Tensor, **more: Any) -> torch.Tensor:
+        nonlocal seen
+        for one in (images, weight):
+            assert one.stride() == torch.empty(one.shape).stride()
+            seen += 1
+        return convolve(images, weight, **more)
+
+    schema = Schema.parse({"image": f"uint8[{','.join(map(str, shape))}]", "label": "int64"})
+    for width in (1, 4):
+        config = ModelConfig(kind="classifier", classes=3, width=width, stages=2)
+        task = ClassifierTask(config, SimpleNamespace(schema=schema))
+        cells = [
+            Cell({"image": np.zeros((n, *shape), np.uint8), "label": np.zeros(n, np.int64)}) for n in (1, 2)
+        ]
+        inputs = concatenate([task.prepare(cell, 0) for cell in cells])
+        with monkeypatch.context() as patched:
+            patched.setattr(F, "conv2d", checked)
+            loss, _ = task.loss(task.model, inputs.tensors)
+        torch.autograd.backward(loss)
+    assert seen > 0
+
+
+MODELS = """
+import numpy as np, torch
+from types import SimpleNamespace
+from shardkit.formats import Schema
+from shardkit_trainer.configuration import ModelConfig
+from shardkit_trainer.tasks import ClassifierTask, LanguageTask
+from tests.unit.test_trainer_tasks import Cell
+for width in (1, 2, 4, 8):
+    for shape in ("8,8", "1,1", "9,5,3", "7,7,1"):
+        schema = Schema.parse({"image": f"uint8[{shape}]", "label": "int64"})
+        task = ClassifierTask(ModelConfig(kind="classifier", classes=3, width=width), SimpleNamespace(schema=schema))
+        images = np.zeros((6, *map(int, shape.split(","))), np.uint8)
+        for _ in range(3):
+            inputs = task.prepare(Cell({"image": images, "label": np.zeros(6, np.int64)}), 0)
+            torch.autograd.backward(task.loss(task.model, inputs.tensors)[0])
+task = LanguageTask(ModelConfig(kind="gpt", context=5, layers=1, width=8, heads=2), Schema.parse({"text": "str"}))
+torch.autograd.backward(task.loss(task.model, task.prepare(Cell({"text": ["abcdef", "a"]}), 0).tensors)[0])
+print("whole")
+"""
+
+
+@pytest.mark.skipif(
+    not ctypes.util.find_library("c_malloc_debug"), reason="glibc's checking malloc is not installed"
+)
+def test_no_model_writes_past_its_memory() -> None:
+    environment = {**os.environ, "MALLOC_CHECK_": "3", "LD_PRELOAD": "libc_malloc_debug.so.0"}
+    done = subprocess.run(
+        [sys.executable, "-c", MODELS], env=environment, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "whole\n"), done.stderr

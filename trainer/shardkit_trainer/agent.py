@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -69,8 +69,8 @@ class Machines:
 class Agent(LocalElasticAgent):
     """torchrun's agent that knows the exit codes of ranks."""
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> Any:
-        result = super()._monitor_workers(worker_group)
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result: RunResult = super()._monitor_workers(worker_group)
         codes = {failure.exitcode for failure in result.failures.values()}
         # a rank that is ending may still get the SIGTERM that the agent sends when the first of them has ended
         if RESTART in codes and codes <= {RESTART, -signal.SIGTERM}:
@@ -98,18 +98,7 @@ class Agent(LocalElasticAgent):
 def run_ranks(
     arguments: Sequence[str], *, nproc: int, machines: Machines | None, max_restarts: int, shutdown_s: int
 ) -> int:
-    """Run ``python -m shardkit_trainer ARGUMENTS`` in ``nproc`` processes of this machine; returns the exit code.
-
-    Args:
-        arguments: of each rank.
-        nproc: ranks of this machine.
-        machines: None: this one alone.
-        max_restarts: failures after which all ranks are started again.
-        shutdown_s: what ranks get to save before they are killed.
-
-    Raises:
-        RunError: the machines do not find each other, or the job has ended.
-    """
+    """Run ``python -m shardkit_trainer ARGUMENTS`` in ``nproc`` processes of this machine; return the exit code."""
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     here = machines or Machines(1, 1, "localhost", 0)
     address = None
@@ -134,12 +123,17 @@ def run_ranks(
             return _after_signal(agent)
         except RendezvousError as error:
             raise _rendezvous_failure(error, here) from error
-    if result is None:  # a spare machine of a job that has ended
+    return _exit_code(result)
+
+
+def _exit_code(result: RunResult | None) -> int:
+    """The ranks' own exit code if they agree on one."""
+    if result is None:  # this was a spare machine of a job that has ended
         return ExitCode.DONE
     codes = {failure.exitcode for failure in result.failures.values()}
     if not codes:
         return ExitCode.DONE
-    # the others were stopped by a signal, or failed in turn because one was gone
+    # other ranks were stopped by a signal, or failed in turn because one was gone
     own = {ExitCode(code) for code in codes & {*ExitCode}} - {ExitCode.FAILED}
     return own.pop() if len(own) == 1 else ExitCode.FAILED
 

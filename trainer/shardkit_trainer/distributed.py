@@ -154,8 +154,8 @@ def _kernel() -> str:
 def join_world(config: Configuration) -> World:
     """Join the process group that the environment describes, or make one of this process alone.
 
-    The store is prefixed by torchrun's restart count: workers of a restarted job otherwise read the addresses of the
-    dead ones from the agent's store and hang (pytorch issue 135712).
+    Under plain torchrun the agent's store outlives the group. It is prefixed by the restart count: restarted ranks
+    otherwise read the addresses of dead ones and hang (pytorch issue 135712).
     """
     device = _own_device(config.run.device)
     torch.set_num_threads(config.parallel.threads)
@@ -172,10 +172,11 @@ def join_world(config: Configuration) -> World:
             found, rank, size = next(iter(rendezvous("env://", rank, size, timeout=patience)))
         except (RuntimeError, ValueError) as error:
             raise _no_group(rank, size, error) from error
-    store = c10d.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", found)
-    store.set_timeout(patience)
-    _form_group(device, store, rank, size, timeout, patience)
-    return World(rank, size, device, store, owned=True)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        found = c10d.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", found)
+    found.set_timeout(patience)
+    _form_group(device, found, rank, size, timeout, patience)
+    return World(rank, size, device, found, owned=True)
 
 
 def _own_device(asked: str) -> torch.device:

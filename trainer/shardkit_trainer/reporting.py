@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardkit.errors import MissingDependency
+from shardkit.stores.file_operations import explained
 from shardkit.telemetry.records import append_document, read_documents
 
 from .configuration import LogConfig
@@ -91,13 +92,17 @@ class Reporter:
     def step(self, record: Mapping[str, Any]) -> None:
         if not self._lead:
             return
-        append_document(self._path, record)
+        self._append(record)
         if self._board is not None:
             for name in ("loss", "gradient_norm", "learning_rate", "step_s", "data_s", "flops_share"):
                 self._board.add_scalar(name, record[name], record["step"])
         done = int(record["step"]) + 1
         if done % self._config.every == 0 or done == self._steps or self._progress is not None:
             self._show(done, record)
+
+    def _append(self, record: Mapping[str, Any]) -> None:
+        with explained(f"write metrics to {self._path}", writing=True):
+            append_document(self._path, record)
 
     def _show(self, done: int, record: Mapping[str, Any]) -> None:
         rate = record["targets"] / max(record["step_s"], 1e-9)
@@ -118,7 +123,7 @@ class Reporter:
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
         if self._lead:
-            append_document(self._path, {"evaluation": dict(record)})
+            self._append({"evaluation": dict(record)})
         accuracy = f", accuracy {100 * record['accuracy']:.2f} %" if "accuracy" in record else ""
         loss = f"loss {record['loss']:.4f}" if record["targets"] else f"no valid {self._unit}"
         self.say(f"evaluation after step {record['step']}: {loss}{accuracy}"

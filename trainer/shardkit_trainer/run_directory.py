@@ -5,7 +5,6 @@ What of its settings may differ at a later start stands here too. No torch.
 
 from __future__ import annotations
 
-import dataclasses
 import fcntl
 import json
 import os
@@ -21,6 +20,7 @@ from typing import Any, Final
 from shardkit.errors import ConfigurationError, IntegrityError, RunError, StateError
 from shardkit.formats.canonical_json import sha256_digest
 from shardkit.ledger import bind_configuration, bound_settings, setting_differences
+from shardkit.stores.file_operations import explained
 from shardkit.stores.local import open_store
 from shardkit.stores.store import Store
 from shardkit.stores.vacancy import check_vacant
@@ -37,10 +37,9 @@ def read_steps(run: Path) -> list[dict[str, Any]]:
     return [last[step] for step in sorted(last)]
 
 
-def last_event(run: Path) -> str:
-    """How far the run has come: "start", "stop" or "end"; empty where it was never begun."""
-    events = [event.get("event") for event in read_documents(run / "events.jsonl")]
-    return next((one for one in reversed(events) if one in {"start", "stop", "end"}), "")
+def has_taken_steps(run: Path) -> bool:
+    """Return True if a step was recorded or a checkpoint saved."""
+    return any((run / "checkpoints").glob("*.json")) or bool(read_steps(run))
 
 
 class RunDirectory:
@@ -57,8 +56,11 @@ class RunDirectory:
         self._events = EventLog(self.path if lead else None, rank=None)
         if lead:
             check_vacant(self.path, "run")
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = self._take_lock()
+            with explained(f"train in run directory {self.path}", writing=True):
+                self.path.mkdir(parents=True, exist_ok=True)
+                self._lock = self._take_lock()
+                if not has_taken_steps(self.path):
+                    self._set_aside()
 
     def _take_lock(self) -> int:
         descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -75,6 +77,16 @@ class RunDirectory:
         os.close(descriptor)
         advice = "stop it or choose another one"
         raise RunError(f"run directory {self.path}: process {holder} is training in it; {advice}")
+
+    def _set_aside(self) -> None:
+        """Move what a start wrote that failed before its first step into ``failed-starts``: it binds nothing."""
+        if not (self.path / "run.json").exists():
+            return
+        folder = self.path / FAILED / f"{time.time_ns()}"
+        folder.mkdir(parents=True)
+        for name in ("run.json", "events.jsonl", "journal", "ledger", "metrics", "telemetry"):
+            if (self.path / name).exists():
+                (self.path / name).rename(folder / name)
 
     def manifest_of_run(self) -> dict[str, Any] | None:
         """run.json, None before the first start."""
@@ -118,15 +130,19 @@ def software() -> dict[str, str]:
     return {"shardkit": metadata.version("shardkit"), **kernels, **host}
 
 
+FAILED: Final = "failed-starts"
+"""Folder of a run directory with what starts wrote that failed before their first step."""
+
 _FREE_SECTIONS: Final = ("checkpoint", "evaluation", "log")
 _FREE: Final = {
-    "run.directory", "run.device", "data.dataset", "data.parts", "data.locations", "data.cache", "data.cache_size",
+    "run.directory", "run.steps", "run.epochs",
+    "run.device", "data.dataset", "data.parts", "data.locations", "data.cache", "data.cache_size",
     "data.share", "data.device_prefetch",
     "parallel.strategy", "parallel.shard_ranks", "parallel.pass_samples", "parallel.activation_checkpointing",
     "parallel.compile", "parallel.assignment", "parallel.rebalance", "parallel.rebalance_every",
     "parallel.timeout_s", "parallel.shutdown_s",
 }  # fmt: skip
-"""Settings of where and how fast. (The dataset's version is pinned by run.json, wherever the dataset is stored.)"""
+"""Settings of where, how fast and how long. (run.json pins the dataset's version, wherever the dataset is stored.)"""
 
 OF_A_MACHINE: Final = frozenset({
     "run.directory", "run.device", "data.dataset", "data.locations", "data.cache", "data.cache_size", "log.listen",
@@ -149,15 +165,16 @@ class Change:
 
 def check_changes(config: Configuration, allowed: Collection[str] = ()) -> list[Change]:
     """What differs from the settings that the run of this directory went on with last."""
-    now = _as_stored(config)
+    now = json.loads(json.dumps(config.to_json()))
     guarded = {f"{section}.{key}" for section, values in now.items() for key in values} - _free(config)
     for key in allowed:
         if key not in guarded:
             raise ConfigurationError(f"--allow-changes {key}: expected some of {', '.join(sorted(guarded))}")
-    before = _known_settings(Path(config.run.directory))
+    run = Path(config.run.directory)
+    before = _known_settings(run) if has_taken_steps(run) else None
     if before is None:
         return []
-    found = setting_changes(before, config, guarded)
+    found = [Change(key, old, new, key in guarded) for key, old, new in setting_differences(before, now)]
     if any(one.guarded and one.key not in allowed for one in found):
         keys = ",".join(one.key for one in found if one.guarded)
         raise ConfigurationError(
@@ -166,17 +183,6 @@ def check_changes(config: Configuration, allowed: Collection[str] = ()) -> list[
             f"go on with: --allow-changes {keys}"
         )
     return found
-
-
-def setting_changes(
-    before: Mapping[str, Any], config: Configuration, guarded: Collection[str] = ()
-) -> list[Change]:
-    """What differs from stored settings; ``guarded`` names the keys that change the data or the model."""
-    # settings that a later version brought were what they are by default; those that went away say nothing
-    now, defaults = _as_stored(config), _as_stored(config, default=True)
-    merged = {section: {key: before.get(section, {}).get(key, defaults[section][key]) for key in values}
-              for section, values in now.items()}  # fmt: skip
-    return [Change(key, old, new, key in guarded) for key, old, new in setting_differences(merged, now)]
 
 
 def record_changes(directory: RunDirectory, config: Configuration, changes: Sequence[Change]) -> None:
@@ -196,29 +202,16 @@ def _free(config: Configuration) -> set[str]:
     found = set(_FREE) | {
         f"{section}.{key}" for section in _FREE_SECTIONS for key in vars(getattr(config, section))
     }
-    if config.schedule.kind == "constant":
-        found |= {"run.steps", "run.epochs"}  # else the rate of every step follows from how many there are
     if config.parallel.exact == "off":
         found.add("parallel.threads")
     return found
 
 
-def _as_stored(config: Configuration, *, default: bool = False) -> dict[str, Any]:
-    """The settings as run.json has them; or what they all are by default."""
-    sections = {one.name: getattr(config, one.name) for one in dataclasses.fields(config)}
-    chosen = {name: type(section)() if default else section for name, section in sections.items()}
-    stored: dict[str, Any] = json.loads(json.dumps({n: dataclasses.asdict(one) for n, one in chosen.items()}))
-    return stored
-
-
 def _known_settings(run: Path) -> dict[str, Any] | None:
-    """As the ledger binds them; runs of 0.1 have them in their log, and before any change in run.json alone."""
+    """The settings of the start before, as the ledger binds them."""
     bound = bound_settings(run)
     if bound is not None:
         return bound
-    logged = [one for one in read_documents(run / "events.jsonl") if one.get("event") == "configuration"]
-    if logged:
-        return dict(logged[-1]["configuration"])
     record = _run_record(run, configuration=dict)
     return None if record is None else dict(record["configuration"])
 

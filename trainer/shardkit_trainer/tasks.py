@@ -11,6 +11,7 @@ A task owns its model. `prepare` maps one cell to tensors on the host and counts
 from __future__ import annotations
 
 import io
+import math
 import os
 import pkgutil
 import sys
@@ -171,7 +172,7 @@ class ClassifierTask:
         scaled = (wide - mean) / (spread + 1e-6)
         labels = torch.as_tensor(cell[self.label]).to(torch.int64)
         _check_range("model.classes", self.classes, "label", labels, cell)
-        tensors = {"images": scaled.permute(0, 3, 1, 2).contiguous(), "labels": labels}
+        tensors = {"images": row_major(scaled.permute(0, 3, 1, 2)), "labels": labels}
         return Inputs(tensors, len(labels), len(labels))
 
     def empty(self) -> Inputs:
@@ -255,6 +256,18 @@ def _decode(data: bytes, size: int) -> Tensor:
 # ---- the built-in models
 
 
+def row_major(tensor: Tensor) -> Tensor:
+    """Return the tensor with the strides of row-major order in all dimensions.
+
+    `contiguous` ignores dimensions of size 1. With one channel, strides left over from ``permute`` look like another
+    layout to torch's convolution, which then writes past its buffers (torch 2.13 on some processors).
+    """
+    strides = [math.prod(tensor.shape[at + 1 :]) for at in range(tensor.dim())]
+    return (
+        tensor if list(tensor.stride()) == strides else tensor.contiguous().as_strided(tensor.shape, strides)
+    )
+
+
 class GPTBlock(nn.Module):
     """Pre-norm attention and feed-forward: (batch, positions, width) → the same."""
 
@@ -324,7 +337,8 @@ class Convolution(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, channels_in, h, w) → (batch, channels, ⌈h/stride⌉, ⌈w/stride⌉)."""
-        return F.conv2d(x, self.weight.view(self.kernel), stride=self.stride, padding=self.kernel[-1] // 2)
+        weight = row_major(self.weight.view(self.kernel))
+        return F.conv2d(row_major(x), weight, stride=self.stride, padding=self.kernel[-1] // 2)
 
 
 def _norm(kind: str, channels: int) -> nn.Module:

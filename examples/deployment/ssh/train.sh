@@ -2,7 +2,7 @@
 # A training run on machines that one can log in to: shardkit train on each, over plain ssh.
 #
 #   ./ssh/train.sh run.toml node-1 node-2 node-3
-#   ./ssh/train.sh run.toml node-1 -- --allow-changes=run.epochs    # what follows -- are options of shardkit train
+#   ./ssh/train.sh run.toml node-1 -- run.epochs=4    # what follows -- is for shardkit train
 #
 # Every machine has the same environment at $VENV, mounts the run directory, and sees the same CONFIG path. Ctrl-C here
 # saves a checkpoint everywhere and stops; the same command, with other machines, continues from there.

@@ -141,9 +141,10 @@ def measure_checkpoint(folder: Path, *, tell: Tell) -> Saving:
     numbers = itertools.count()
 
     def write() -> int:
+        number = next(numbers)
         # other bytes each time: equal ones would not be written again
-        state = {"weights": torch.full((_STATE_BYTES // 4,), float(next(numbers)))}
-        save(state, storage_writer=CheckpointWriter(place, f"step-{next(numbers)}"), no_dist=True)
+        state = {"weights": torch.arange(_STATE_BYTES // 4, dtype=torch.float32) + number}
+        save(state, storage_writer=CheckpointWriter(place, f"step-{number}"), no_dist=True)
         return _STATE_BYTES
 
     source = torch.ones(_STATE_BYTES // 4)
