@@ -7,6 +7,7 @@ import os
 import statistics
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -144,7 +145,8 @@ def measure_checkpoint(folder: Path, *, tell: Tell) -> Saving:
         number = next(numbers)
         # other bytes each time: equal ones would not be written again
         state = {"weights": torch.arange(_STATE_BYTES // 4, dtype=torch.float32) + number}
-        save(state, storage_writer=CheckpointWriter(place, f"step-{number}"), no_dist=True)
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # that there is one process
+            save(state, storage_writer=CheckpointWriter(place, f"step-{number}"), no_dist=True)
         return _STATE_BYTES
 
     source = torch.ones(_STATE_BYTES // 4)
