@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -263,3 +264,25 @@ def _first(error: BaseException) -> BaseException:
     """The lowest rank's own error out of DCP's collection."""
     failures = error.failures if isinstance(error, CheckpointException) else {}
     return failures[min(failures)][0] if failures else error
+
+
+class CheckpointProbe:
+    """Saves a state of 32 MiB again and again, so that its cost can be measured."""
+
+    def __init__(self, folder: str):
+        self._folder, self._saves = folder, 0
+        self._state = torch.arange(1 << 23, dtype=torch.float32)
+        self._copy = torch.empty_like(self._state)
+
+    def copy(self) -> int:
+        """Copy the state as an asynchronous save does; return its bytes."""
+        return self._copy.copy_(self._state).nbytes
+
+    def write(self) -> int:
+        """Write a checkpoint, hashed and durable; return its bytes."""
+        self._saves += 1
+        self._state += 1  # equal bytes would not be written again
+        writer = CheckpointWriter(self._folder, f"step-{self._saves}")
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # that there is one process
+            save_state({"weights": self._state}, storage_writer=writer, no_dist=True)
+        return self._state.nbytes

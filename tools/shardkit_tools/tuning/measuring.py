@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import os
 import statistics
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -124,36 +124,16 @@ def _read_at_random(number: int, pool: ThreadPoolExecutor) -> int:
     return sum(pool.map(lambda place: len(os.pread(number, _RANDOM_BYTES, place)), places.tolist()))
 
 
-_STATE_BYTES = 32 * MIB
-
-
 def measure_checkpoint(folder: Path, *, tell: Tell) -> Saving:
     """What saving a model's state in a directory takes, as the trainer does it."""
-    try:
-        import torch
-        from torch.distributed.checkpoint.state_dict_saver import save
+    if importlib.util.find_spec("torch") is None:
+        raise MissingDependency("measuring a checkpoint needs torch; run: pip install 'shardkit[train]'")
+    from shardkit_trainer.checkpoints import CheckpointProbe
 
-        from shardkit.torch import CheckpointWriter
-    except ImportError as error:
-        raise MissingDependency(
-            "measuring a checkpoint needs torch; run: pip install 'shardkit[train]'"
-        ) from error
-    tell(f"a checkpoint of {_STATE_BYTES // MIB} MiB")
-    numbers = itertools.count()
-
-    def write() -> int:
-        number = next(numbers)
-        # other bytes each time: equal ones would not be written again
-        state = {"weights": torch.arange(_STATE_BYTES // 4, dtype=torch.float32) + number}
-        with warnings.catch_warnings(action="ignore", category=UserWarning):  # that there is one process
-            save(state, storage_writer=CheckpointWriter(place, f"step-{number}"), no_dist=True)
-        return _STATE_BYTES
-
-    source = torch.ones(_STATE_BYTES // 4)
-    target = torch.empty_like(source)
+    tell("checkpoint")
     with tempfile.TemporaryDirectory(dir=folder, prefix=".shardkit-tune-") as place:
-        copied = rate_of(lambda: target.copy_(source).nbytes, 0.1)
-        return Saving(copied, rate_of(write, 0.5))
+        probe = CheckpointProbe(place)
+        return Saving(rate_of(probe.copy, 0.1), rate_of(probe.write, 0.5))
 
 
 _SINGLE = (64 * KIB, 256 * KIB, MIB, 4 * MIB)
