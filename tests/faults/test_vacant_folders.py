@@ -1,0 +1,71 @@
+"""Folders that hold somebody's files, or are in a dataset, do not become datasets, copies, caches or runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import shardkit
+from shardkit.errors import UsageError
+from shardkit.stores.vacancy import Kind, check_vacant
+from tests.command_line import call
+
+KINDS: tuple[Kind, ...] = ("dataset", "copy", "cache", "run")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    with shardkit.create(tmp_path / "root", {"x": "int64"}) as writer:
+        for number in range(10):
+            writer.add({"x": number})
+    return tmp_path / "root"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_a_vacant_folder_is_accepted(tmp_path: Path, root: Path, kind: Kind) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "thesis.tex").write_text("…")
+    for bad in (tmp_path / "theirs", root / "inside", root / "objects" / "inside"):
+        with pytest.raises(UsageError, match="choose an empty folder"):
+            check_vacant(bad, kind)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "lost+found").mkdir()
+    for good in (tmp_path / "empty", tmp_path / "missing" / "folder", "s3://bucket/prefix"):
+        check_vacant(good, kind)
+
+
+@pytest.mark.parametrize("kind", ["cache", "run"])
+def test_a_dataset_is_neither_a_cache_nor_a_run(root: Path, kind: Kind) -> None:
+    with pytest.raises(UsageError, match="is a dataset"):
+        check_vacant(root, kind)
+    dataset = shardkit.open(root)
+    plan = dataset.plan(global_batch=2, lanes=2)
+    with pytest.raises(UsageError, match="is a dataset"):
+        list(dataset.loader(plan, tensors=False, **{kind: root}))
+
+
+def test_commands_refuse_somebody_elses_folder(tmp_path: Path, root: Path) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "thesis.tex").write_text("…")
+    source = tmp_path / "source.jsonl"
+    source.write_text('{"x": 1}\n')
+    for words in (["build", source, theirs], ["place", root, "--location", f"m={theirs}", "--copies", 2]):
+        code, told = call(*words)
+        assert code == 2, told
+        assert "thesis.tex" in told
+    assert [path.name for path in theirs.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("place", ["objects", "tmp/copy", "..", ".", "other/inside"])
+def test_a_location_is_neither_inside_nor_above_another(tmp_path: Path, root: Path, place: str) -> None:
+    other = tmp_path / "other"
+    code, told = call("place", root, "--location", f"other={other}", "--copies", 2)
+    assert code == 0, told
+    url = root / place if place != "other/inside" else other / "inside"
+    (tmp_path / "link").symlink_to(url)
+    for spelling in (url, f"file://{url}", tmp_path / "link"):
+        code, told = call("place", root, "--location", f"m={spelling},domain=m", "--copies", 3)
+        assert code in (1, 2), told
+        assert "fail together" in told or "named twice" in told
