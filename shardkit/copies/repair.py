@@ -222,7 +222,7 @@ class _Failed(Exception):
 class Repairer:
     """One call of `repair`, `replicate` or `scrub`: checks copies, and puts good bytes in the place of bad ones.
 
-    Opening it repairs the root's documents and metadata, without which the rest cannot be known.
+    Entering it repairs the root's documents and metadata, without which the rest cannot be known.
 
     Args:
         url: of the root.
@@ -256,14 +256,18 @@ class Repairer:
         *,
         heal: bool = True,
     ) -> None:
-        how = settings or CheckSettings()
-        self._pace, self._check_all, self._report, self._heal = how.pace, how.check_all, how.report, heal
+        self._url, self._by, self._level, self._heal = url, by, level, heal
+        self._how = how = settings or CheckSettings()
+        self._pace, self._check_all, self._report = how.pace, how.check_all, how.report
+
+    def __enter__(self) -> Repairer:
+        url, how, heal = self._url, self._how, self._heal
         restored = restore_lost_root(open_store(url), how.locations) if heal else []
         self.documents = check_documents(open_store(url), how.locations)
         healed = [*restored, *(self.documents.heal_root() if heal else [])]
         self.repository = Repository.open(url)
         self.absent = self.documents.absent
-        self.done = Repair(self.repository.url, level, healed=healed)
+        self.done = Repair(self.repository.url, self._level, healed=healed)
         self.done.unchecked = [Unchecked(name, "", why) for name, why in self.absent.items()]
         plain = root_store(self.repository.store)
         table = read_table(plain, self.repository.id)
@@ -283,8 +287,9 @@ class Repairer:
         self.done.versions = list(dict.fromkeys([*head.refs.values(), *head.tags.values()])) if head else []
         for version in self.done.versions:
             self._add(version)
-        self.records = Records(None if by is None else self.root, by or "")
+        self.records = Records(None if self._by is None else self.root, self._by or "")
         self._pool = ThreadPoolExecutor(how.jobs, thread_name_prefix="shardkit-check")
+        return self
 
     def _merge_forks(self) -> None:
         """Commit what only the log of a copy names, so that nothing is lost when the root's log is put over it."""
@@ -307,9 +312,6 @@ class Repairer:
                 if store.head(name) is not None:
                     return True
         return False
-
-    def __enter__(self) -> Repairer:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -283,6 +283,8 @@ class Dataset(Samples):
         """
         if run is not None:
             check_vacant(run, "run")
+        if cache is not None:
+            check_vacant(cache, "cache")
         config = LoaderConfig(
             rank=rank, world=world, mesh=mesh, lanes=lanes, fields=fields, by_cell=by_cell, uneven=uneven,
             assignment=assignment, store=store,

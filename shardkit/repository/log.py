@@ -1,4 +1,4 @@
-"""The log, read with its chain verified (SPEC.md §4), the identity before it, and what numbered documents are.
+"""The log, read with its chain verified (SPEC.md §5), the identity before it, and what numbered documents are.
 
 Those are put if absent, never changed, each naming its predecessor. An entry of the log is one commit and has the full
 table of refs and tags.

@@ -1,4 +1,4 @@
-"""A repository: content-addressed objects, and commits that name them, added without ever guessing (SPEC.md §4)."""
+"""A repository: content-addressed objects, and commits that name them, added without ever guessing (SPEC.md §5)."""
 
 from __future__ import annotations
 
