@@ -18,21 +18,16 @@ _DATASET: Final = frozenset(
 _NAMES: Final[dict[Kind, frozenset[str]]] = {
     "dataset": _DATASET,
     "copy": _DATASET,
-    "cache": frozenset({"shardkit-cache.json", "blocks", "tmp", "futures", "users", "lock", "catalogue"}),
+    "cache": frozenset({"blocks", "tmp", "futures", "users", "lock", "catalogue"}),
 }
-_RUN_NAMES: Final = frozenset(
-    {
-        "run.json",
-        "run.toml",
-        "journal",
-        "ledger",
-        "telemetry",
-        "events.jsonl",
-        "attest",
-        "checkpoints",
-        "lock",
-    }
-)
+"""Names that a folder may have while it is being made and has no mark yet."""
+
+_RUN_FILES: Final = ("run.json", "run.toml", "journal", "ledger", "telemetry", "events.jsonl", "attest")
+_MARKS: Final[dict[Kind, frozenset[str]]] = {
+    "cache": frozenset({"shardkit-cache.json"}),
+    "run": frozenset({*_RUN_FILES, "checkpoints", "lock"}),
+}
+"""Names by which a folder is known to be of a kind; other files in it are left alone."""
 
 
 def check_vacant(url: str | os.PathLike[str], kind: Kind) -> None:
@@ -60,9 +55,7 @@ def check_vacant(url: str | os.PathLike[str], kind: Kind) -> None:
         found = sorted(name for name in os.listdir(path) if name != "lost+found")
     except OSError:
         return  # it does not exist, or using it says what is wrong with it
-    if kind == "run":
-        foreign = [] if _RUN_NAMES.intersection(found) else found
-    else:
-        foreign = [name for name in found if name not in _NAMES[kind]]
+    is_marked = kind in _MARKS and not _MARKS[kind].isdisjoint(found)
+    foreign = [] if is_marked else [name for name in found if name not in _NAMES.get(kind, ())]
     if foreign:
         raise UsageError(f"{path} holds other files, such as {foreign[0]!r}; {action}")

@@ -208,6 +208,7 @@ class TestDamage:
             "blocks/ab/notes.txt": b"nor me",
             "tmp/draft": b"nor me",
             "catalogue": b"torn record",
+            "shardkit-cache.json": b"",
         }
         for name, text in foreign.items():
             (path / name).write_bytes(text)

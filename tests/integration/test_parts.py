@@ -105,9 +105,9 @@ def test_what_does_not_belong_together_is_refused(tmp_path: Path) -> None:
             shardkit.create(tmp_path, SCHEMA, part=bad)
     with pytest.raises(UsageError, match="commit_parts"):
         shardkit.create(tmp_path, SCHEMA, part="c", lookup="text")
-    shardkit.create(tmp_path / "new", SCHEMA, part="c").abort()
+    shardkit.create(tmp_path.with_name("new"), SCHEMA, part="c").abort()
     with pytest.raises(NotFoundError, match="no parts"):
-        commit_parts(tmp_path / "new")
+        commit_parts(tmp_path.with_name("new"))
 
 
 def test_damage_is_found(tmp_path: Path) -> None:
