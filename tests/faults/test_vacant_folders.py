@@ -41,8 +41,9 @@ def test_a_dataset_is_neither_a_cache_nor_a_run(root: Path, kind: Kind) -> None:
         check_vacant(root, kind)
     dataset = shardkit.open(root)
     plan = dataset.plan(global_batch=2, lanes=2)
+    run, cache = (root, None) if kind == "run" else (None, root)
     with pytest.raises(UsageError, match="is a dataset"):
-        list(dataset.loader(plan, tensors=False, **{kind: root}))
+        dataset.loader(plan, tensors=False, run=run, cache=cache)
 
 
 def test_commands_refuse_somebody_elses_folder(tmp_path: Path, root: Path) -> None:
