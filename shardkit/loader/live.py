@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import threading
 import time
 from collections import Counter
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from shardkit.errors import ConfigurationError, StateError, UsageError
 from shardkit.loader.batch import Batch
 from shardkit.loader.block_window import WindowCounts
-from shardkit.loader.pipeline import LoaderCounts, Pipeline, StepBatches
+from shardkit.loader.pipeline import LoaderCounts, Pipeline
 from shardkit.loader.resources import LoaderResources
 from shardkit.plan import Plan
 from shardkit.plan.natural import NaturalGrid
@@ -23,7 +22,7 @@ from shardkit.ranges import Range, shown
 if TYPE_CHECKING:
     from shardkit.telemetry import Telemetry
 
-__all__ = ["STATE_VERSION", "LiveLoader", "Loop", "StepCosts", "Steps", "check_geometry", "check_state"]
+__all__ = ["STATE_VERSION", "LiveLoader", "Loop", "StepCosts", "check_geometry", "check_state"]
 
 _RECENT, _SPARSE, _EVERY = 32, 32, 16  # the last steps, and those before of which each is a multiple of 16
 
@@ -78,85 +77,30 @@ def _runs(steps: Sequence[int]) -> list[range]:
     return found
 
 
-class Steps:
-    """The steps of a pipeline, each taken once; dropping this closes the pipeline, once it has been asked for a step.
-
-    What the pipeline raises is raised by every later call too: an error that was met in looking ahead does not end a
-    loop as if there were no more steps.
+class Loop(Iterator[Batch]):
+    """Iterator over the steps of one epoch, as ``iter(loader)`` returns it.
 
     Args:
-        pipeline: over `numbers`.
+        hand_out: takes the next step of this loop from its pipeline and returns it as the trainer gets it.
+        finish: called when the loop is asked for more after its last step.
+        pipeline: reads the steps; replaced when lanes move.
         numbers: the steps.
-        lanes: whose cells they are.
-        counts: of the loop; a step counts when it is taken, not when it is looked at.
-        to_device: makes of the steps of the pipeline those that are taken.
-        goes_on: the pipeline has those of the next epoch behind them.
+        stop: end of the epoch.
+        counts: counters of this loop.
     """
 
     def __init__(
         self,
+        hand_out: Callable[[Loop], Batch],
+        finish: Callable[[Loop], None],
         pipeline: Pipeline,
         numbers: range,
-        lanes: list[int],
+        stop: int,
         counts: LoaderCounts,
-        to_device: Callable[[Pipeline], Iterator[StepBatches]] = iter,
-        *,
-        goes_on: bool = False,
-    ) -> None:
-        self.pipeline, self.numbers, self.lanes, self.counts = pipeline, numbers, lanes, counts
-        self.goes_on = goes_on
-        self._steps = to_device(pipeline)
-        self._next: StepBatches | None = None
-        self._waited_s = 0.0  # for the next one
-        self._error: Exception | None = None
-
-    def following(self, numbers: range) -> Steps:
-        """Those of the next epoch, of which the pipeline may have read some."""
-        more = copy.copy(self)
-        more.numbers, more.counts = numbers, LoaderCounts()
-        return more
-
-    def peek(self) -> StepBatches | None:
-        """The next step; None where there is none, or where the pipeline was closed."""
-        if self._error is not None:
-            raise self._error
-        if self._next is None:
-            started = time.perf_counter()
-            try:
-                self._next = next(self._steps, None)
-            except BaseException as error:
-                self._error = error if isinstance(error, Exception) else _interrupted(error)
-                raise
-            self._waited_s = time.perf_counter() - started
-        return self._next
-
-    def take(self) -> StepBatches | None:
-        """The next step, which is the trainer's from now on."""
-        one, self._next = self.peek(), None
-        if one is not None:
-            self.counts.last_wait_s = self._waited_s
-            self.counts.consumer_wait_s += self._waited_s
-            self.counts.steps += 1
-            self.counts.samples += len(one.samples)
-        return one
-
-
-class Loop(Iterator[Batch]):
-    """What `iter(loader)` gives.
-
-    Args:
-        hand_out: makes the next batch of this loop the trainer's.
-        finish: called when more is asked for than there is.
-        steps: of the loop.
-        stop: the end of its epoch.
-    """
-
-    def __init__(
-        self, hand_out: Callable[[Loop], Batch], finish: Callable[[Loop], None], steps: Steps, stop: int
     ) -> None:
         self._hand_out, self._finish = hand_out, finish
-        self.steps, self.stop = steps, stop
-        self.left = steps.numbers  # not handed out yet
+        self.pipeline, self.stop, self.counts = pipeline, stop, counts
+        self.left = numbers  # not handed out yet
         self.ended_by: str | None = None  # what ended it before its last step
         self._turn = threading.Lock()
 
@@ -196,10 +140,14 @@ class Loop(Iterator[Batch]):
         )
 
     def close(self) -> None:
-        """Leave the loop here: nothing is read for it any more; may be called twice."""
+        """Leave the loop here and stop reading for it; may be called twice."""
         self.ended_by = self.ended_by or "it was closed"
         if self.left:
-            self.steps.pipeline.close()
+            self.pipeline.close()
+
+    def __del__(self) -> None:
+        if self.left:
+            self.pipeline.close()
 
     @property
     def is_under_way(self) -> bool:
@@ -207,18 +155,16 @@ class Loop(Iterator[Batch]):
         return bool(self.left) and self.ended_by is None
 
 
-def _interrupted(error: BaseException) -> UsageError:
-    return UsageError(f"this loop was interrupted by {type(error).__name__}; iterate again, or load a state")
-
-
 class LiveLoader:
     """What of a loader changes while it runs: whoever watches or steers it holds this and not the loader.
 
     Attributes:
         lanes: that the rank works now.
-        counts, pipeline: of the current or last loop.
+        counts: counters of the current or last loop.
+        pipeline: reads for the current loop, or for the next one; None if nothing is read.
         resources: that are open in this process.
         handed_out: the step after the last one handed out.
+        started_at, handed_at: when the loop began and its last batch was handed out, by ``time.perf_counter``.
         cells: handed out in all loops.
         chosen_prefetch: how many finished steps may wait, where that was changed on the way; else 0.
     """
@@ -229,14 +175,16 @@ class LiveLoader:
         self.pipeline: Pipeline | None = None
         self.resources: LoaderResources | None = None
         self.handed_out = self.cells = self.chosen_prefetch = 0
+        self.started_at = self.handed_at = 0.0
         self._lock = threading.Lock()
         self._past: Counter[str] = Counter()  # counts of loops that are over
 
-    def begin_loop(self, counts: LoaderCounts, pipeline: Pipeline) -> None:
-        """Counters of the loop before will not change any more, and others take their place."""
+    def begin_loop(self, counts: LoaderCounts) -> None:
+        """Replace the counters of the last loop, which no longer change."""
         with self._lock:
             self._past.update(_numbers(self.counts, but="last_wait_s"))
-            self.counts, self.pipeline = counts, pipeline
+            self.counts = counts
+        self.started_at = self.handed_at = time.perf_counter()
 
     @property
     def prefetch(self) -> int | None:
@@ -251,12 +199,11 @@ class LiveLoader:
 
     def of_loop(self) -> dict[str, float]:
         """`Loader.stats`: counters of the loop, and of all block loads."""
-        counts, pipeline = self.counts, self.pipeline
+        counts = self.counts
         found = _numbers(counts) | self._now() | {"lanes": float(len(self.lanes))}
         found["wait_per_step_s"] = counts.consumer_wait_s / max(1, counts.steps)
-        if pipeline is not None:
-            elapsed = found["elapsed_s"] = pipeline.elapsed_s
-            found["samples_per_s"] = counts.samples / elapsed if elapsed else 0.0
+        elapsed = found["elapsed_s"] = self.handed_at - self.started_at
+        found["samples_per_s"] = counts.samples / elapsed if elapsed else 0.0
         return found | self.reads()
 
     def of_all_loops(self) -> dict[str, float]:

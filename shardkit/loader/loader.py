@@ -25,7 +25,6 @@ from shardkit.loader.live import (
     LiveLoader,
     Loop,
     StepCosts,
-    Steps,
     check_geometry,
     check_state,
     check_step,
@@ -53,6 +52,13 @@ class Loader:
 
     Batches come in the plan's order, whatever the order in which blocks arrive. The state is a step number and two
     digests: it fits any other rank and world.
+
+    At any time a loader is in one of three states (SPEC.md §3), and at most one pipeline reads for it::
+
+        idle ──── iter() ───────────▶ loop under way ──── last step handed out ────▶ ahead
+          │                             ▲  │                                          │
+          ├──── peek() ──▶ ahead ─ iter() ─┘ ◀────────────── iter() ──────────────────┘
+          └◀─── seek(), load_state_dict(), close(), a loop left early ─── from any state
     """
 
     def __init__(self, plan: Plan, sources: Sources, config: LoaderConfig) -> None:
@@ -100,10 +106,9 @@ class Loader:
         )
         self._memory = self._setup.memory_bound(len(lanes))  # at the start
         self._loop: Callable[[], Loop | None] = lambda: None  # the last one, while somebody holds it
-        self._ahead: Steps | None = None  # of the next one, where it was looked at
+        self._ahead: range | None = None  # steps of the next loop, if the pipeline reads them already
         self._with_trainer: LoaderCounts | None = None  # of the loop whose batch the trainer has
         self._stages = {start: number for number, (start, _) in enumerate(plan.settings.stages) if number}
-        self._handed_at = 0.0  # of the step that the trainer has
         self._computed_s = -1.0  # what it took to compute; below 0: nobody has said
         self.allocate: Allocate = np.empty  # the arrays of batches; of the loops that begin after it was set
         self.reads_on = config.stride == 1  # of the next epoch while the last steps of one are worked
@@ -193,24 +198,25 @@ class Loader:
         counts: one that was under way raises UsageError when it is asked for more.
         """
         start = self._next_start
-        steps = self._read_ahead(start)
-        if steps.pipeline is self.live.pipeline:  # it goes on from the epoch before
-            self._follow(steps.numbers, steps.lanes)
+        numbers, pipeline = self._read_ahead(start)
+        if numbers is not pipeline.numbers:  # the pipeline went on from the epoch before
+            self._follow(numbers, pipeline.lanes)
         self._ahead = None
         self._end_loop("another loop over this loader has begun")
         self.live.handed_out = start
         if self._rebalancer is not None:
             self._rebalancer.seek(start)
             self.live.lanes = self._rebalancer.lanes_now()
-        self.live.begin_loop(steps.counts, steps.pipeline)
-        steps.pipeline.begin_epoch(steps.counts)
+        counts = LoaderCounts()
+        self.live.begin_loop(counts)
+        pipeline.begin_loop(counts)
         stop = self.plan.epoch_bounds(start)[1]
         if self.plan.is_cut_at(stop):
             _log.warning(
                 "this loop ends at step %d, where the plan is amended in mid-epoch; iterate again to continue there",
                 stop,
             )
-        loop = Loop(self._hand_out, self._finish, steps, stop)
+        loop = Loop(self._hand_out, self._finish, pipeline, numbers, stop, counts)
         self._loop = weakref.ref(loop)
         return loop
 
@@ -227,10 +233,10 @@ class Loader:
         if loop is not None and loop.is_under_way:
             with loop.turn():
                 if self._rebalancer is not None:
-                    self._read_with(loop, self._rebalancer.lanes_ahead(loop.left[0]))
-                one = loop.steps.peek()
+                    self._move_lanes(loop, self._rebalancer.lanes_ahead(loop.left[0]))
+                one = loop.pipeline.peek()
         else:
-            one = self._read_ahead(self._next_start).peek()
+            one = self._read_ahead(self._next_start)[1].peek()
         if one is None:
             raise UsageError(
                 f"there is no batch from step {self._next_start} on in this loader's share of the steps"
@@ -243,28 +249,29 @@ class Loader:
         step = self.live.handed_out
         return self.plan.epoch_bounds(step)[0] if self._setup.config.restart else step
 
-    def _read_ahead(self, start: int) -> Steps:
-        """The steps of the loop that begins at `start`, read from now on if they were not before."""
+    def _read_ahead(self, start: int) -> tuple[range, Pipeline]:
+        """Return the steps of the loop that begins at `start`, and the pipeline that reads them."""
         lanes = self.lanes if self._rebalancer is None else self._rebalancer.lanes_ahead(start)
-        if self._ahead is not None and self._ahead.lanes != lanes:
-            self._drop_pipeline()
-        if self._ahead is None or self._is_forked():
+        pipeline = self.live.pipeline
+        if self._ahead is None or pipeline is None or pipeline.lanes != lanes or self._is_forked():
             check_geometry(self.plan, start)
-            self._close_pipeline(self.live.pipeline)
             config = self._setup.config
             numbers = range(start + config.offset, self.plan.epoch_bounds(start)[1], config.stride)
-            self._ahead = self._open_steps(numbers, lanes, LoaderCounts())
-        return self._ahead
+            pipeline = self._open_pipeline(numbers, lanes)
+            self._ahead = numbers
+        return self._ahead, pipeline
 
-    def _open_steps(self, numbers: range, lanes: list[int], counts: LoaderCounts) -> Steps:
-        resources, goes_on = self._open_resources(), self.reads_on
+    def _open_pipeline(self, numbers: range, lanes: list[int]) -> Pipeline:
+        """Close the pipeline, and open one that reads these steps of these lanes."""
+        self._close_pipeline()
+        resources = self._open_resources()
         self._follow(numbers, lanes)
         resources.memory = max(resources.memory, self.memory_needed)  # lanes may have come
-        epochs = _and_after(numbers, self.plan) if goes_on else iter([numbers])
-        pipeline = Pipeline(
-            self._setup, resources, epochs, lanes, counts, self.allocate, self.live.chosen_prefetch
-        )
-        return Steps(pipeline, numbers, lanes, counts, self._to_device, goes_on=goes_on)
+        self.live.pipeline = Pipeline(
+            self._setup, resources, numbers, lanes, self.allocate, self._to_device,
+            goes_on=self.reads_on, prefetch=self.live.chosen_prefetch,
+        )  # fmt: skip
+        return self.live.pipeline
 
     def _follow(self, numbers: range, lanes: list[int]) -> None:
         """Tell what reads over a network which steps come; how far it looks is counted from the first of them."""
@@ -272,57 +279,45 @@ class Loader:
         if resources is not None and resources.remote is not None and numbers:
             resources.remote.start(numbers.start, lanes, resources.window.is_loaded)
 
-    def _end_epoch(self, loop: Loop) -> None:
-        """The last step of a loop is handed out; what the pipeline reads of the next epoch is that of the next loop."""
-        steps = loop.steps
-        steps.pipeline.end_epoch()
-        if steps.goes_on:
-            self._ahead = steps.following(range(loop.stop, self.plan.epoch_bounds(loop.stop)[1]))
-
-    def _to_device(self, pipeline: Pipeline) -> Iterator[StepBatches]:
-        config, steps = self._setup.config, iter(pipeline)
+    def _to_device(self, pipeline: Pipeline, steps: Iterator[StepBatches]) -> Iterator[StepBatches]:
         if self._device is None:
             return steps
         from shardkit.loader.device import CudaStream, DeviceFeed
 
         stream = None if self._device.type == "cpu" else CudaStream(self._device)
-        return DeviceFeed(
-            steps,
-            lambda: pipeline.queued_steps,
-            self._device,
-            config.device_prefetch,
-            self._finish_on,
-            stream,
-        )
+        ahead = self._setup.config.device_prefetch
+        return DeviceFeed(steps, lambda: pipeline.queued_steps, self._device, ahead, self._finish_on, stream)
 
-    def _read_with(self, loop: Loop, lanes: list[int], *, again: bool = False) -> None:
-        """Read ahead with these lanes from the next step on, if they are others than before or to read it `again`."""
-        if again or lanes != loop.steps.lanes:
-            self._drop_pipeline()
-            loop.steps = self._open_steps(loop.left, lanes, loop.steps.counts)
-            self.live.pipeline = loop.steps.pipeline
+    def _move_lanes(self, loop: Loop, lanes: list[int], *, again: bool = False) -> None:
+        """Read the rest of a loop with these lanes, if they are others than before, or to read it `again`.
+
+        Rebalancing and `resize` move lanes; both do it here.
+        """
+        if again or lanes != loop.pipeline.lanes:
+            loop.pipeline = self._open_pipeline(loop.left, lanes)
+            loop.pipeline.begin_loop(loop.counts)
 
     def _hand_out(self, loop: Loop) -> Batch:
         live, rebalancer = self.live, self._rebalancer
         self._came_back(loop)
         if rebalancer is not None:
             live.lanes = rebalancer.lanes_at(loop.left[0])
-            self._read_with(loop, live.lanes)
-        one = loop.steps.take()
+            self._move_lanes(loop, live.lanes)
+        one = loop.pipeline.take()
         if one is None:  # another thread has closed the pipeline
             loop.ended_by = loop.ended_by or "the loader was closed"
             raise loop.ended()
         if rebalancer is not None:
-            rebalancer.handed_out(int(np.count_nonzero(one.lane_counts)), loop.steps.counts.last_wait_s)
+            rebalancer.handed_out(int(np.count_nonzero(one.lane_counts)), loop.counts.last_wait_s)
         left = loop.left = loop.left[1:]
         self._record(one, last=not left)
-        if not left:
-            self._end_epoch(loop)
+        if not left and loop.pipeline.goes_on:
+            self._ahead = range(loop.stop, self.plan.epoch_bounds(loop.stop)[1])
         config = self._setup.config
         live.handed_out = one.step - config.offset + config.stride if left else loop.stop
         live.cells += len(live.lanes)
-        self._with_trainer = loop.steps.counts
-        self._handed_at, self._computed_s = time.perf_counter(), -1.0
+        self._with_trainer = loop.counts
+        live.handed_at, self._computed_s = time.perf_counter(), -1.0
         return self._handed(one)
 
     def _handed(self, one: StepBatches) -> Batch:
@@ -355,7 +350,7 @@ class Loader:
 
     def _came_back(self, loop: Loop) -> None:
         """The trainer has done with the last batch of this loop, if it had one."""
-        counts = loop.steps.counts
+        counts = loop.counts
         if self._with_trainer is counts:
             self._with_trainer = None
             counts.computed_s += max(0.0, self._computed_s)
@@ -364,8 +359,8 @@ class Loader:
 
     def _finish(self, loop: Loop) -> None:
         self._came_back(loop)
-        if not loop.steps.goes_on:
-            loop.steps.take()  # there is none: the pipeline ends
+        if not loop.pipeline.goes_on:
+            loop.pipeline.close()
         if loop.ended_by is None:
             self.live.handed_out = loop.stop  # also if this loader had no step of the epoch
 
@@ -402,7 +397,7 @@ class Loader:
         To be called in every step before ranks wait for each other; of several calls the last holds. It tells slow
         ranks from those that wait for them: for telemetry, and for `rebalance`.
         """
-        self._computed_s = time.perf_counter() - self._handed_at if seconds is None else seconds
+        self._computed_s = time.perf_counter() - self.live.handed_at if seconds is None else seconds
         if self._rebalancer is not None:
             self._rebalancer.computed(seconds)
 
@@ -436,16 +431,11 @@ class Loader:
         """Whether what is open is a parent process's."""
         return self.resources is None or self.resources.process != os.getpid()
 
-    def _close_pipeline(self, pipeline: Pipeline | None) -> None:
-        """End what runs."""
-        if pipeline is not None and not self._is_forked():
-            pipeline.close()
-
-    def _drop_pipeline(self) -> None:
-        """Of the loop under way, and of the one that was read ahead."""
-        ahead, self._ahead = self._ahead, None
-        self._close_pipeline(self.live.pipeline)
-        self._close_pipeline(None if ahead is None else ahead.pipeline)
+    def _close_pipeline(self) -> None:
+        """Stop reading for the loop under way, or for the next one."""
+        self._ahead = None
+        if self.live.pipeline is not None and not self._is_forked():
+            self.live.pipeline.close()
         self.live.pipeline = None
 
     # ---- state
@@ -486,7 +476,7 @@ class Loader:
         """
         step = check_step("step", step)
         self._end_loop(f"the loader was moved to step {step}")
-        self._drop_pipeline()
+        self._close_pipeline()
         self.live.handed_out = step
 
     def resize(self, *, rank: int, world: int) -> None:
@@ -515,7 +505,7 @@ class Loader:
         memory = self._setup.memory_bound(len(lanes))
         loop = self._loop()
         with contextlib.nullcontext() if loop is None else loop.turn():
-            self._drop_pipeline()
+            self._close_pipeline()
             self._close_resources()
             self._setup = dataclasses.replace(self._setup, topology=topology)
             self.topology, self.assignment, self.live.lanes, self._memory = (
@@ -527,7 +517,7 @@ class Loader:
             if "telemetry" in self.__dict__:
                 self.telemetry.rank, self.telemetry.world = topology.rank, topology.world
             if loop is not None and loop.is_under_way:
-                self._read_with(loop, lanes, again=True)
+                self._move_lanes(loop, lanes, again=True)
 
     # ---- the rest
 
@@ -586,7 +576,7 @@ class Loader:
     def close(self) -> None:
         """Stop threads and processes, sync and close the journal; may be called twice."""
         self._end_loop("the loader was closed")
-        self._drop_pipeline()
+        self._close_pipeline()
         self._close_resources()
         if self._served is not None:
             self._served.close()
@@ -601,13 +591,6 @@ class Loader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _and_after(numbers: range, plan: Plan) -> Iterator[range]:
-    """These steps of an epoch, and all of each that follows."""
-    while numbers:
-        yield numbers
-        numbers = range(numbers.stop, plan.epoch_bounds(numbers.stop)[1])
 
 
 def _fields_of(sources: Sources, config: LoaderConfig) -> list[str]:

@@ -29,6 +29,7 @@ from shardkit.loader.resources import LoaderResources, Watchdog
 from shardkit.loader.row_work import BegunRows, RowWork
 from shardkit.loader.schedule import StepGroup, first_lanes, most_steps, plan_group, steps_that_fit
 from shardkit.loader.settings import LoaderSetup
+from shardkit.plan import Plan
 
 __all__ = ["LoaderCounts", "Pipeline", "StepBatches"]
 
@@ -92,28 +93,35 @@ class StepBatches(NamedTuple):
 
 
 class Pipeline:
-    """Steps of one epoch after the other: those of the next are read while the last of one are worked.
+    """Reads steps ahead of the trainer, epoch after epoch; each is taken once.
+
+    An error is raised again by every later call, so that a loop that met one does not end like a complete one.
 
     Args:
         setup, resources: of the loader.
-        epochs: the steps of each, ascending; asked for when those before it are planned.
-        lanes: whose cells they are.
-        counts: where time goes.
+        numbers: steps of the first epoch, ascending.
+        goes_on: read the next epoch after the last step of one is planned.
+        lanes: lanes whose cells are read.
         allocate: makes the arrays of batches.
-        prefetch: how many finished steps may wait, where somebody has changed that on the way; else 0.
+        to_device: turns finished steps into the steps that are taken.
+        prefetch: how many finished steps may wait, if that was changed while the loader ran; else 0.
     """
 
     def __init__(
         self,
         setup: LoaderSetup,
         resources: LoaderResources,
-        epochs: Iterator[range],
+        numbers: range,
         lanes: Sequence[int],
-        counts: LoaderCounts,
         allocate: Allocate,
+        to_device: Callable[[Pipeline, Iterator[StepBatches]], Iterator[StepBatches]],
+        *,
+        goes_on: bool,
         prefetch: int = 0,
     ) -> None:
-        self._setup, self._resources, self._lanes, self._counts = setup, resources, list(lanes), counts
+        self._setup, self._resources, self.lanes = setup, resources, list(lanes)
+        self.numbers, self.goes_on = numbers, goes_on
+        self._counts = LoaderCounts()
         self._allocate = allocate
         self._rows_per_step = max(1, setup.plan.cell_size * len(lanes))
         self._bytes_per_step = self._rows_per_step * setup.sources.row_bytes(setup.fields)
@@ -129,15 +137,18 @@ class Pipeline:
         self._watchdog = Watchdog(setup, resources, len(lanes), self._work)
         self._process = os.getpid()
         self._stopping = threading.Event()
-        self._started = time.perf_counter()
-        self._ended: float | None = None
         self._current: StepGroup | None = None  # the group that is gathered or waited for
         self._loop = resources.window.begin_loop()
+        epochs = _and_after(numbers, setup.plan) if goes_on else iter([numbers])
         self._groups = self._behind("plan", self._planned(epochs), 1, "plan")
         self._ahead: _Background[StepBatches] | None = None
         if self._prefetch:
             self._ahead = self._behind("assembly", self._steps(), self._prefetch, "assemble")
         self._output: Iterator[StepBatches] = self._steps() if self._ahead is None else self._ahead
+        self._taken = to_device(self, self._outputs())
+        self._next: StepBatches | None = None
+        self._waited_s = 0.0  # for the next one
+        self._error: Exception | None = None
         resources.close_pipeline = self.close
 
     def _steps_ahead(self, changed: int) -> int:
@@ -162,34 +173,49 @@ class Pipeline:
             stall_s=self._setup.config.stall_s, stop=self._stop,
         )  # fmt: skip
 
-    def __iter__(self) -> Iterator[StepBatches]:
-        try:
-            while True:
-                if self._process != os.getpid():
-                    raise UsageError(
-                        "this loop was begun in the parent process, and its threads and blocks are there; iterate "
-                        "over the loader again to begin one here"
-                    )
-                with contextlib.nullcontext() if self._work is None else self._work.trainer_waits:
-                    one = next(self._output, None)
-                if one is None:
-                    return
-                yield one
-        finally:
-            self.close()
+    def _outputs(self) -> Iterator[StepBatches]:
+        while True:
+            if self._process != os.getpid():
+                raise UsageError(
+                    "this loop was begun in the parent process, and its threads and blocks are there; iterate "
+                    "over the loader again to begin one here"
+                )
+            with contextlib.nullcontext() if self._work is None else self._work.trainer_waits:
+                one = next(self._output, None)
+            if one is None:
+                return
+            yield one
 
-    def begin_epoch(self, counts: LoaderCounts) -> None:
-        """Count anew: the steps of another epoch are asked for from now on."""
-        self._counts, self._started, self._ended = counts, time.perf_counter(), None
+    def peek(self) -> StepBatches | None:
+        """Return the next step; None after the last one, or if the pipeline was closed."""
+        if self._error is not None:
+            raise self._error
+        if self._next is None:
+            started = time.perf_counter()
+            try:
+                self._next = next(self._taken, None)
+            except BaseException as error:
+                self._error = error if isinstance(error, Exception) else _interrupted(error)
+                self.close()
+                raise
+            self._waited_s = time.perf_counter() - started
+            if self._next is None:
+                self.close()
+        return self._next
 
-    def end_epoch(self) -> None:
-        """All steps of an epoch were handed out; what was read of the next one waits."""
-        self._ended = time.perf_counter()
+    def take(self) -> StepBatches | None:
+        """Return the next step, which is the trainer's from now on, and count it."""
+        one, self._next = self.peek(), None
+        if one is not None:
+            self._counts.last_wait_s = self._waited_s
+            self._counts.consumer_wait_s += self._waited_s
+            self._counts.steps += 1
+            self._counts.samples += len(one.samples)
+        return one
 
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds since the start of the epoch, or until its end."""
-        return (self._ended or time.perf_counter()) - self._started
+    def begin_loop(self, counts: LoaderCounts) -> None:
+        """Count in `counts` from now on."""
+        self._counts = counts
 
     @property
     def queued_groups(self) -> int:
@@ -216,7 +242,6 @@ class Pipeline:
         if self._process != os.getpid():
             return  # a forked child has none of the threads, and perhaps their locks as they were held
         self._stop()
-        self._ended = self._ended or time.perf_counter()
         if self._ahead is not None:
             self._ahead.close()
         self._groups.close()
@@ -260,7 +285,7 @@ class Pipeline:
 
     def _plan(self, numbers: range) -> StepGroup:
         plan, times = self._setup.plan, self._resources.times
-        found = plan_group(plan, self._setup.sources.rows.locate, self._lanes, numbers)
+        found = plan_group(plan, self._setup.sources.rows.locate, self.lanes, numbers)
         if times is not None:
             times.expect(found.blocks.tolist(), first_lanes(found, plan.cell_size))
         return found
@@ -360,7 +385,7 @@ class Pipeline:
         lane_counts = group.lane_counts[steps.start : steps.stop]
         borders: list[int] = group.borders[steps.start : steps.stop + 1].tolist()
         ends = list(accumulate(lane_counts.ravel().tolist(), initial=borders[0])) if by_cell else borders
-        lanes = self._lanes if by_cell else [-1]
+        lanes = self.lanes if by_cell else [-1]
         parts = [
             # copies: a batch that is kept keeps no other step of its group
             (lane, *split(fields), group.samples[a:b].copy(), group.slots[a:b].copy())
@@ -397,7 +422,7 @@ class Pipeline:
         if world == 1:
             return 1.0
         everyone = plan.global_batch
-        if rows != plan.cell_size * len(self._lanes):  # a short step: count what all ranks hold
+        if rows != plan.cell_size * len(self.lanes):  # a short step: count what all ranks hold
             everyone = int((plan.step(step) >= 0).sum())
         return rows * world / everyone
 
@@ -407,6 +432,17 @@ class Pipeline:
     ) -> Batch:  # fmt: skip
         batch = Batch(fields, step=step, lane=lane, samples=samples, slots=slots, weight=weight, valid=valid)
         return to_tensors(batch, pin=self._pin) if self._setup.tensors else batch
+
+
+def _and_after(numbers: range, plan: Plan) -> Iterator[range]:
+    """These steps of an epoch, and all of each that follows."""
+    while numbers:
+        yield numbers
+        numbers = range(numbers.stop, plan.epoch_bounds(numbers.stop)[1])
+
+
+def _interrupted(error: BaseException) -> UsageError:
+    return UsageError(f"this loop was interrupted by {type(error).__name__}; iterate again, or load a state")
 
 
 def _together(
