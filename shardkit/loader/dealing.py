@@ -6,6 +6,7 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +15,50 @@ from numpy.typing import NDArray
 
 from shardkit.formats.canonical_json import dumps, loads
 from shardkit.ledger import bind_assignment, bound_assignment
-from shardkit.loader.agreement import Exchange
+from shardkit.loader.agreement import Exchange, agree
 from shardkit.loader.ranks import Dealt, Holders, Topology
-from shardkit.loader.settings import LoaderConfig, Sources
-from shardkit.loader.sharing import holders_of
+from shardkit.loader.settings import LoaderConfig, LoaderSetup, Sources
+from shardkit.loader.sharing import ServedCache, find_address, holders_of
 from shardkit.plan import Assignment, Plan, assign
 from shardkit.plan.locality import LaneOfBlock
 from shardkit.reading.cache.catalogue import cached_places
 from shardkit.reading.located_store import LocatedStore
 from shardkit.telemetry.pages import parse_listen
 
-__all__ = ["bytes_nearby", "deal"]
+__all__ = ["bytes_nearby", "compare_and_deal", "deal"]
 
 _MAX_BYTES = 1 << 26
 _SLAB = 1 << 18  # blocks that are looked up at once
+
+
+def compare_and_deal(
+    setup: LoaderSetup, fixed: Dealt | None, own: Sequence[int], made_by: Mapping[str, str]
+) -> tuple[Dealt | None, ServedCache | None]:
+    """Compare what all ranks are about to read, then deal the lanes and serve this node's cache.
+
+    Args:
+        setup: setup of the loader.
+        fixed: fixed shares; None if the lanes of this rank were chosen.
+        own: lanes of this rank by `fixed` or by choice.
+        made_by: version of the library behind each row decoder.
+    """
+    plan, config, (rank, world, _) = setup.plan, setup.config, setup.topology
+    exchange = Exchange.of_process_group() if config.store is None else Exchange(config.store, rank, world)
+    if exchange is None:
+        return fixed, None
+    asked = config.assignment
+    mine = {"software": version("shardkit"), "manifest": setup.sources.manifest, "plan": plan.digest,
+            "world": world, "fields": setup.fields, "chosen": fixed is None, "lanes": own,
+            "assignment": asked.digest if isinstance(asked, Assignment) else asked,
+            **({"decoders": made_by} if made_by else {})}  # fmt: skip
+    found = agree(exchange, mine, lanes=plan.lanes, shared=config.mesh is not None)
+    if world == 1 or isinstance(asked, Assignment) or any(one["chosen"] for one in found):
+        return fixed, None
+    served = None
+    if config.share and config.cache is not None and os.environ.get("LOCAL_RANK", "0") == "0":
+        served = ServedCache(config.cache, find_address(config.share, exchange.store))
+    address = "" if served is None else served.address
+    return deal(plan, setup.sources, config, setup.topology, exchange, address), served
 
 
 def deal(

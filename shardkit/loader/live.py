@@ -235,8 +235,10 @@ class LiveLoader:
             {} if self.resources is None or self.resources.remote is None else self.resources.remote.stats()
         )
 
-    def register(self, telemetry: Telemetry) -> None:
-        """Be polled from now on."""
+    def register(self, telemetry: Telemetry, plan: Plan) -> None:
+        """Poll this loader from now on."""
+        costs = StepCosts(plan, lambda: self.lanes, lambda: self.handed_out)
+        telemetry.add_table("step_costs", costs.table)
 
         def of_blocks(name: str, default: Any) -> Callable[[], Any]:
             def read() -> Any:

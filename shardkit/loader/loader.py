@@ -7,7 +7,6 @@ import copy
 import dataclasses
 import logging
 import os
-import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,15 +15,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from shardkit.errors import ConfigurationError, MissingDependency, UsageError
-from shardkit.formats import presence_of
+from shardkit.errors import ConfigurationError, UsageError
 from shardkit.loader.batch import Batch, MissingValues
 from shardkit.loader.gather import Allocate
 from shardkit.loader.live import (
     STATE_VERSION,
     LiveLoader,
     Loop,
-    StepCosts,
     check_geometry,
     check_state,
     check_step,
@@ -33,12 +30,11 @@ from shardkit.loader.pipeline import LoaderCounts, Pipeline, StepBatches
 from shardkit.loader.ranks import Dealt, check_chosen, check_shares, find_topology, fixed_shares
 from shardkit.loader.rebalancing import Rebalancer, make_rebalancer
 from shardkit.loader.resources import LoaderResources
-from shardkit.loader.settings import LoaderConfig, LoaderSetup, Sources
+from shardkit.loader.settings import LoaderConfig, LoaderSetup, Sources, gathered_fields, makes_tensors
 from shardkit.loader.transforms import RowFunction, find_decoders, split_decoders
-from shardkit.plan import Assignment, Plan
+from shardkit.plan import Plan
 
 if TYPE_CHECKING:
-    from shardkit.ledger import Journal
     from shardkit.loader.sharing import ServedCache
     from shardkit.telemetry import Telemetry
 
@@ -53,28 +49,17 @@ class Loader:
     Batches come in the plan's order, whatever the order in which blocks arrive. The state is a step number and two
     digests: it fits any other rank and world.
 
-    At any time a loader is in one of three states (SPEC.md §3), and at most one pipeline reads for it::
+    A loader is in one of three states, and at most one pipeline reads for it (SPEC.md §3)::
 
-        idle ──── iter() ───────────▶ loop under way ──── last step handed out ────▶ ahead
-          │                             ▲  │                                          │
-          ├──── peek() ──▶ ahead ─ iter() ─┘ ◀────────────── iter() ──────────────────┘
-          └◀─── seek(), load_state_dict(), close(), a loop left early ─── from any state
+        idle ── iter() ──▶ under way ── last step handed out ──▶ ahead ── iter() ──▶ under way
+        idle ── peek() ──▶ ahead
+        any  ── seek(), load_state_dict(), close(), a loop that is left early ──▶ idle
     """
 
     def __init__(self, plan: Plan, sources: Sources, config: LoaderConfig) -> None:
         self.plan = plan
         self.topology = topology = find_topology(config.rank, config.world, mesh=config.mesh)
-        tensors = "torch" in sys.modules if config.tensors is None else config.tensors
-        tensors = tensors or config.device is not None
-        if tensors:
-            try:
-                __import__("torch")  # only where a caller asked for tensors before importing it
-            except ImportError as error:
-                raise MissingDependency(
-                    'ds.loader(tensors=True) needs torch; run: pip install "shardkit[train]", or take numpy arrays: '
-                    "tensors=False"
-                ) from error
-        fields = _fields_of(sources, config)
+        fields, tensors = gathered_fields(sources.schema, config), makes_tensors(config)
         self._setup = LoaderSetup(
             plan=plan, sources=sources, config=config, topology=topology, fields=fields, tensors=tensors,
             missing=MissingValues(sources.schema, fields, config.fill),
@@ -102,13 +87,14 @@ class Loader:
             self._setup = dataclasses.replace(self._setup, holders=dealt.holders)
         self.assignment = None if dealt is None else dealt.assignment
         lanes = (
-            sorted(config.lanes or ()) if dealt is None else list(dealt.assignment.lanes_of(topology.rank))
+            check_chosen(plan.lanes, config.lanes or ())
+            if dealt is None
+            else list(dealt.assignment.lanes_of(topology.rank))
         )
         self._memory = self._setup.memory_bound(len(lanes))  # at the start
         self._loop: Callable[[], Loop | None] = lambda: None  # the last one, while somebody holds it
         self._ahead: range | None = None  # steps of the next loop, if the pipeline reads them already
         self._with_trainer: LoaderCounts | None = None  # of the loop whose batch the trainer has
-        self._stages = {start: number for number, (start, _) in enumerate(plan.settings.stages) if number}
         self._computed_s = -1.0  # what it took to compute; below 0: nobody has said
         self.allocate: Allocate = np.empty  # the arrays of batches; of the loops that begin after it was set
         self.reads_on = config.stride == 1  # of the next epoch while the last steps of one are worked
@@ -133,49 +119,27 @@ class Loader:
             rank=topology.rank, world=topology.world, worker=self._setup.config.offset,
             lanes=lambda: list(live.lanes),
         )  # fmt: skip
-        live.register(found)
-        found.add_table("step_costs", StepCosts(self.plan, lambda: live.lanes, lambda: live.handed_out).table)
+        live.register(found, self.plan)
         return found
 
     def _deal(self) -> Dealt | None:
-        """Compare with the ranks that begin together, and deal; None where the lanes of this one are chosen."""
+        """Compare with the ranks that begin together, and deal; None if the lanes of this one were chosen."""
         setup, plan, (rank, world, source) = self._setup, self.plan, self.topology
-        config, chosen = setup.config, setup.config.lanes
-        if chosen is None:
+        config, dealt = setup.config, None
+        if config.lanes is None:
             check_shares(plan, world, uneven=config.uneven)
             dealt = fixed_shares(plan, world, config.assignment)
             own = list(dealt.assignment.lanes_of(rank))
         else:
-            dealt, own = None, check_chosen(plan.lanes, chosen)
+            own = check_chosen(plan.lanes, config.lanes)
         if config.store is None and source not in ("the process group", "the device mesh"):
             return dealt
-        from importlib.metadata import version  # slow to import, and asked where there are several ranks only
+        from shardkit.loader.dealing import compare_and_deal  # slow to import, and for several ranks only
 
-        from shardkit.loader.agreement import Exchange, agree
-        from shardkit.loader.dealing import deal
-
-        exchange = (
-            Exchange.of_process_group() if config.store is None else Exchange(config.store, rank, world)
-        )
-        if exchange is None:
-            return dealt
-
-        asked = config.assignment
-        mine = {"software": version("shardkit"), "manifest": setup.sources.manifest, "plan": plan.digest,
-                "world": world, "fields": setup.fields, "chosen": chosen is not None, "lanes": own,
-                "assignment": asked.digest if isinstance(asked, Assignment) else asked,
-                **({"decoders": self._made_by} if self._made_by else {})}  # fmt: skip
-        found = agree(exchange, mine, lanes=plan.lanes, shared=config.mesh is not None)
-        if world == 1 or isinstance(asked, Assignment) or any(one["chosen"] for one in found):
-            return dealt
-        address = ""
-        if config.share and config.cache is not None and os.environ.get("LOCAL_RANK", "0") == "0":
-            from shardkit.loader.sharing import ServedCache, find_address
-
-            self._served = served = ServedCache(config.cache, find_address(config.share, exchange.store))
-            weakref.finalize(self, served.close)
-            address = served.address
-        return deal(plan, setup.sources, config, self.topology, exchange, address)
+        dealt, self._served = compare_and_deal(setup, dealt, own, self._made_by)
+        if self._served is not None:
+            weakref.finalize(self, self._served.close)
+        return dealt
 
     def __repr__(self) -> str:
         rank, world, _ = self.topology
@@ -310,7 +274,8 @@ class Loader:
         if rebalancer is not None:
             rebalancer.handed_out(int(np.count_nonzero(one.lane_counts)), loop.counts.last_wait_s)
         left = loop.left = loop.left[1:]
-        self._record(one, last=not left)
+        assert live.resources is not None, "the step came from there"
+        live.resources.record_step(one, live.lanes, loop.counts, last=not left)
         if not left and loop.pipeline.goes_on:
             self._ahead = range(loop.stop, self.plan.epoch_bounds(loop.stop)[1])
         config = self._setup.config
@@ -325,28 +290,6 @@ class Loader:
         handed: Any = one.batches if self._setup.config.by_cell else one.batches[0]
         batch: Batch = handed
         return batch
-
-    def _record(self, one: StepBatches, *, last: bool) -> None:
-        """Journal a step that is about to be handed out."""
-        resources = self.live.resources
-        assert resources is not None, "a step came from there"
-        journal, remote = resources.journal, resources.remote
-        if journal is None and remote is None and not one.replaced:
-            return
-        if journal is not None:
-            journal.record_step(one.step, self.lanes, one.lane_counts.tolist(), one.samples)
-        for facts in one.replaced:
-            self._record_replaced(facts, journal)
-        if remote is not None:
-            remote.supply.advance(one.step)
-            if journal is not None:
-                remote.journaled.flush(one.step, journal, everything=last)
-        if journal is not None and self.lanes[:1] == [0]:
-            if one.step in self._stages:
-                journal.event(one.step, "stage", number=self._stages[one.step])
-            if self._made_by and "decoders" not in resources.told:
-                resources.told.add("decoders")
-                journal.event(one.step, "decoders", made_by=self._made_by)
 
     def _came_back(self, loop: Loop) -> None:
         """The trainer has done with the last batch of this loop, if it had one."""
@@ -400,17 +343,6 @@ class Loader:
         self._computed_s = time.perf_counter() - self.live.handed_at if seconds is None else seconds
         if self._rebalancer is not None:
             self._rebalancer.computed(seconds)
-
-    def _record_replaced(self, facts: dict[str, Any], journal: Journal | None) -> None:
-        self.live.counts.substitutions += 1
-        self._setup.events.record(
-            facts["kind"], **{name: value for name, value in facts.items() if name != "kind"}
-        )
-        if journal is not None:
-            from shardkit.ledger import MASKED, SUBSTITUTED
-
-            kind = SUBSTITUTED if facts["kind"] == "substitution" else MASKED
-            journal.event(**(facts | {"kind": kind}))  # the audit accounts for it
 
     def _open_resources(self) -> LoaderResources:
         """Threads and files, opened by the first loop of this process: a loader that was forked opens its own."""
@@ -591,18 +523,3 @@ class Loader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _fields_of(sources: Sources, config: LoaderConfig) -> list[str]:
-    """Columns that are gathered, in the order asked for; behind an optional field, which of its rows have a value."""
-    fields = list(sources.schema if config.fields is None else config.fields)
-    for name in fields:
-        if name not in sources.schema:
-            raise ConfigurationError(
-                f"fields: {name!r} is not in the schema; it has {', '.join(sources.schema)}"
-            )
-    gathered = dict.fromkeys(fields)
-    for name in fields:
-        if sources.schema[name].optional:
-            gathered[presence_of(name)] = None
-    return list(gathered)

@@ -16,12 +16,13 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, cycle, pairwise
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.errors import UsageError
+from shardkit.loader.background import Background
 from shardkit.loader.batch import Batch, may_pin, to_tensors
 from shardkit.loader.block_window import GroupBlocks
 from shardkit.loader.gather import Allocate, RowAddresses, is_only_copied
@@ -141,7 +142,7 @@ class Pipeline:
         self._loop = resources.window.begin_loop()
         epochs = _and_after(numbers, setup.plan) if goes_on else iter([numbers])
         self._groups = self._behind("plan", self._planned(epochs), 1, "plan")
-        self._ahead: _Background[StepBatches] | None = None
+        self._ahead: Background[StepBatches] | None = None
         if self._prefetch:
             self._ahead = self._behind("assembly", self._steps(), self._prefetch, "assemble")
         self._output: Iterator[StepBatches] = self._steps() if self._ahead is None else self._ahead
@@ -163,12 +164,12 @@ class Pipeline:
             chosen = 0 if is_cheap or alone else _DEFAULT_PREFETCH
         return chosen and (changed or chosen)
 
-    def _behind(self, name: str, items: Iterator[T], depth: int, stage: str) -> _Background[T]:
+    def _behind(self, name: str, items: Iterator[T], depth: int, stage: str) -> Background[T]:
         def note(what: str, seconds: float) -> None:
             key = f"{name}_{what}_s"
             setattr(self._counts, key, getattr(self._counts, key) + seconds)
 
-        return _Background(
+        return Background(
             items, depth, name=f"shardkit-{name}", waited=note, on_stall=lambda waited: self._report(waited, stage),
             stall_s=self._setup.config.stall_s, stop=self._stop,
         )  # fmt: skip
@@ -453,120 +454,3 @@ def _together(
     else:
         samples = np.concatenate([batch.samples for batch in batches]) if batches else _NO_SAMPLES
     return StepBatches(step, batches, samples, lane_counts, replaced)
-
-
-class _Background(Generic[T]):
-    """Items of an iterator, made ahead on a daemon thread.
-
-    Whatever the iterator raises is raised by `__next__`, after the items before it. `close` stops the thread, closes
-    the iterator where it is a generator, and joins; it may be called twice and from any thread.
-
-    Args:
-        items: what to run ahead; from now on touched by the thread only.
-        depth: how many finished items may wait.
-        name: of the thread.
-        waited: told how many seconds the producing side was "blocked" for want of room, or the consuming one "starved".
-        on_stall: called by the waiting consumer every `stall_s` seconds without an item.
-        stall_s: seconds.
-        stop: set by `close` before it joins; a producer that waits for anything else must look at it.
-    """
-
-    def __init__(
-        self,
-        items: Iterator[T],
-        depth: int,
-        *,
-        name: str,
-        waited: Callable[[str, float], None],
-        on_stall: Callable[[float], None],
-        stall_s: float,
-        stop: Callable[[], None],
-    ) -> None:
-        self._items, self._depth, self._waited = items, depth, waited
-        self._on_stall, self._stall_s, self._stop = on_stall, stall_s, stop
-        self._ready: deque[T] = deque()
-        self._changed = threading.Condition()
-        self._finished = self._closed = False
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def __len__(self) -> int:
-        """Finished items that wait."""
-        return len(self._ready)
-
-    @property
-    def depth(self) -> int:
-        """How many finished items may wait."""
-        return self._depth
-
-    @depth.setter
-    def depth(self, value: int) -> None:
-        with self._changed:
-            self._depth = value
-            self._changed.notify_all()
-
-    def __iter__(self) -> Iterator[T]:
-        return self
-
-    def __next__(self) -> T:
-        with self._changed:
-            if not self._ready and not self._finished:
-                self._wait_for_item()
-            if self._ready:
-                item = self._ready.popleft()
-                self._changed.notify()
-                return item
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-        raise StopIteration
-
-    def _wait_for_item(self) -> None:
-        started = time.perf_counter()
-        limit = self._stall_s
-        while not self._ready and not self._finished and not self._closed:
-            if not self._changed.wait(self._stall_s):
-                waited = time.perf_counter() - started
-                if waited >= limit:
-                    limit += self._stall_s
-                    self._on_stall(waited)
-        self._waited("starved", time.perf_counter() - started)
-
-    def close(self) -> None:
-        """Stop, drop what was made ahead, join."""
-        with self._changed:
-            self._closed = True
-            self._ready.clear()
-            self._changed.notify_all()
-        self._stop()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            for item in self._items:
-                if not self._put(item):
-                    break
-        except BaseException as error:  # noqa: BLE001  every failure must reach the caller's thread
-            self._error = error
-        finally:
-            closing = getattr(self._items, "close", None)
-            if closing is not None:
-                closing()
-            with self._changed:
-                self._finished = True
-                self._changed.notify_all()
-
-    def _put(self, item: T) -> bool:
-        with self._changed:
-            if len(self._ready) >= self._depth and not self._closed:
-                started = time.perf_counter()
-                while len(self._ready) >= self._depth and not self._closed:
-                    self._changed.wait()
-                self._waited("blocked", time.perf_counter() - started)
-            if self._closed:
-                return False
-            self._ready.append(item)
-            self._changed.notify()
-        return True

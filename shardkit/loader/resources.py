@@ -27,6 +27,7 @@ from shardkit.reading.located_store import LocatedStore
 
 if TYPE_CHECKING:
     from shardkit.ledger import Journal
+    from shardkit.loader.pipeline import LoaderCounts, StepBatches
     from shardkit.loader.remote_blocks import RemoteBlocks
     from shardkit.telemetry.recorder import BlockTimes, RunWatch
 
@@ -63,6 +64,9 @@ class LoaderResources:
         self.process = os.getpid()
         self._setup, self._function = setup, function
         self._bound = None if config.memory is None else memory  # that of its user, or later of control.toml
+        row_decoders = {} if function is None else function.row_decoders
+        self._made_by = {name: one.made_by for name, one in row_decoders.items()}
+        self._stages = {start: number for number, (start, _) in enumerate(plan.settings.stages) if number}
         self.told: set[str] = set()  # of what is said once
         self.remote: RemoteBlocks | None = None
         if _needs_network(sources):
@@ -147,6 +151,36 @@ class LoaderResources:
     def verification_failures(self) -> int:
         """How many blocks were not what was written."""
         return self._load.verification_failures
+
+    def record_step(
+        self, one: StepBatches, lanes: Sequence[int], counts: LoaderCounts, *, last: bool
+    ) -> None:
+        """Journal a step that is about to be handed out; `last` of its epoch."""
+        journal, remote = self.journal, self.remote
+        if journal is not None:
+            journal.record_step(one.step, lanes, one.lane_counts.tolist(), one.samples)
+        for facts in one.replaced:
+            self._record_replaced(facts)
+            counts.substitutions += 1
+        if remote is not None:
+            remote.supply.advance(one.step)
+            if journal is not None:
+                remote.journaled.flush(one.step, journal, everything=last)
+        if journal is not None and lanes[:1] == [0]:
+            if one.step in self._stages:
+                journal.event(one.step, "stage", number=self._stages[one.step])
+            if self._made_by and "decoders" not in self.told:
+                self.told.add("decoders")
+                journal.event(one.step, "decoders", made_by=self._made_by)
+
+    def _record_replaced(self, facts: dict[str, Any]) -> None:
+        details = {name: value for name, value in facts.items() if name != "kind"}
+        self._setup.events.record(facts["kind"], **details)
+        if self.journal is not None:
+            from shardkit.ledger import MASKED, SUBSTITUTED
+
+            kind = SUBSTITUTED if facts["kind"] == "substitution" else MASKED
+            self.journal.event(kind=kind, **details)  # the audit accounts for it
 
     def row_work(self, allocate: Allocate) -> RowWork | None:
         """Decoding and transforms for one loop; None where rows are handed out as they are stored.

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
-from shardkit.errors import ConfigurationError
-from shardkit.formats import Schema
+from shardkit.errors import ConfigurationError, MissingDependency
+from shardkit.formats import Schema, presence_of
 from shardkit.loader.batch import MissingValues
 from shardkit.loader.ranks import Holders, Topology
 from shardkit.loader.rebalancing import Rebalancing
@@ -166,6 +167,34 @@ class LoaderConfig:
             raise ConfigurationError(
                 "rebalance deals the lanes itself, in one process per rank: leave out lanes= and stride="
             )
+
+
+def gathered_fields(schema: Schema, config: LoaderConfig) -> list[str]:
+    """Columns that are gathered, in the order asked for; after an optional field its presence column."""
+    fields = list(schema if config.fields is None else config.fields)
+    for name in fields:
+        if name not in schema:
+            raise ConfigurationError(f"fields: {name!r} is not in the schema; it has {', '.join(schema)}")
+    gathered = dict.fromkeys(fields)
+    for name in fields:
+        if schema[name].optional:
+            gathered[presence_of(name)] = None
+    return list(gathered)
+
+
+def makes_tensors(config: LoaderConfig) -> bool:
+    """Whether batches hold torch tensors; imports torch if they were asked for before it was imported."""
+    wanted = "torch" in sys.modules if config.tensors is None else config.tensors
+    if not wanted and config.device is None:
+        return False
+    try:
+        __import__("torch")
+    except ImportError as error:
+        raise MissingDependency(
+            'ds.loader(tensors=True) needs torch; run: pip install "shardkit[train]", or take numpy arrays: '
+            "tensors=False"
+        ) from error
+    return True
 
 
 @dataclass(frozen=True, kw_only=True)
