@@ -3,7 +3,7 @@
 What a plan says comes when, this package fetches: plan → load → gather → decode and transform → hand out. What is read
 and how is one `LoaderSetup`, which does not change; what is open in a process (threads, workers, journal, memory) is
 `LoaderResources`; one pass over some steps is a `Pipeline`; what watches and steers a running loader holds a
-`LiveLoader`. Modules import one another one way; `schedule` and `state` are pure. Nothing here imports torch.
+`LiveLoader`. Modules import one another one way; `schedule` is pure. Nothing here imports torch.
 """
 
 from shardkit.loader.batch import Batch

@@ -12,25 +12,24 @@ import os
 import sys
 import threading
 import time
-from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.errors import UsageError
-from shardkit.loader.block_loading import AFTER, SLOT, BlockMemory, Loan, capacity_of
-from shardkit.loader.gather import GatherColumns, RowAddresses
+from shardkit.loader.block_loading import AFTER, SLOT, BlockLoading
+from shardkit.loader.block_memory import BlockMemory, Loan, capacity_of
+from shardkit.loader.group_blocks import CLOSED, GroupBlocks
 from shardkit.loader.schedule import StepGroup
 
-__all__ = ["BlockSource", "BlockWindow", "GroupBlocks", "WindowCounts"]
+__all__ = ["BlockWindow", "WindowCounts"]
 
 Int64s = NDArray[np.int64]
 
-_CLOSED = "the loader was closed while this loop waited for a block; begin another loop"
 _BLOCKS_AT_ONCE: Final = 16  # threads are woken for some blocks and not for each
 _BLOCKS_A_TURN: Final = 64  # get their slots before the interpreter is let go of for a moment
 _TURN_S: Final = 5e-5
@@ -38,19 +37,6 @@ _NICER: Final = 3  # of a processor that both want, a thread that loads gets hal
 _NOBODY: Final = -1
 _SLOT_BITS: Final = 24
 _SLOT_MASK: Final = (1 << _SLOT_BITS) - 1
-
-
-class BlockSource(Protocol):
-    """Where a window's blocks come from; `BlockLoading`."""
-
-    def sizes(self, blocks: Int64s, until: int, now: int) -> tuple[Int64s, Int64s]:
-        """(n,) bytes that blocks take at most, and of their slots' memory; 0: they bring their own."""
-
-    def jobs(self, blocks: Int64s, addresses: Int64s, own: Int64s) -> Int64s:
-        """What is added to the loads."""
-
-    def read(self, block: int) -> tuple[GatherColumns, int, int]:
-        """A block by way of Python, and its bytes."""
 
 
 @dataclass(slots=True)
@@ -90,57 +76,13 @@ class _Wanted(NamedTuple):
     last: Int64s
 
 
-class GroupBlocks:
-    """The blocks of one group of steps.
-
-    Attributes:
-        which: (n,) the slot of each row.
-    """
-
-    def __init__(
-        self, window: BlockWindow, loop: int, group: StepGroup, slots: Int64s, needs: list[int], origin: int,
-        stopped: Callable[[], bool],
-    ) -> None:  # fmt: skip
-        self.group, self.which = group, slots[group.which] if len(slots) else group.which
-        self._window, self._loop, self._needs, self._origin = window, loop, needs, origin
-        self._stopped = stopped
-
-    def wait(self, step: int, most: int, timeout_s: float, on_stall: Callable[[float], None]) -> range:
-        """Once what a step needs is there: it and those after it whose blocks are there too, at most so many.
-
-        Raises what loading a block of the step raised.
-        """
-        self._check()
-        done = self._window.wait_for(self._needs[step], timeout_s, on_stall)
-        self._check()
-        end = min(step + most, bisect_right(self._needs, done))
-        if failed := self._window.first_failed:
-            number, error = failed
-            if number < self._needs[step]:
-                raise error
-            end = min(end, bisect_right(self._needs, number))
-        return range(step, end)
-
-    def take(self, steps: range, borders: list[int], rows: RowAddresses) -> list[dict[str, Any]]:
-        """Rows of these steps, which are over then: as `RowAddresses.take` cuts them."""
-        with self._window.in_use:
-            self._check()
-            found = rows.take(self._window.facts, borders, self._window.loads)
-            self._window.advance(self._origin + steps.stop)
-        return found
-
-    def _check(self) -> None:
-        if self._stopped() or self._window.loop != self._loop:
-            raise UsageError(_CLOSED)
-
-
 class BlockWindow:
     """Loads blocks on threads and keeps them until their room is needed, least recently used ones going first.
 
     Steps are counted over all loops, so that it is one comparison whether a step is over.
 
     Args:
-        source: of the blocks.
+        source: finds and reads the blocks.
         loads: a `block_rows.Loads`, which only the source has used before.
         memory: of slots.
         budget: bytes. What one step needs is loaded even if it alone exceeds them.
@@ -149,7 +91,7 @@ class BlockWindow:
     """
 
     def __init__(
-        self, source: BlockSource, loads: Any, memory: BlockMemory, budget: int, threads: int, width: int
+        self, source: BlockLoading, loads: Any, memory: BlockMemory, budget: int, threads: int, width: int
     ) -> None:
         self._source, self.loads, self._memory = source, loads, memory
         self._budget = budget
@@ -413,7 +355,7 @@ class BlockWindow:
         while (done := self.loads.wait(jobs, timeout_s)) == -1:
             on_stall(time.perf_counter() - started)
         if done < 0:
-            raise UsageError(_CLOSED)
+            raise UsageError(CLOSED)
         return int(done)
 
     def advance(self, step: int) -> None:

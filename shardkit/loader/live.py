@@ -106,31 +106,34 @@ class Loop(Iterator[Batch]):
 
     def __next__(self) -> Batch:
         """The next batch."""
-        with self.turn():
+        self._take_turn()
+        try:
             if not self.left:
                 self._finish(self)
                 raise StopIteration
             if self.ended_by is not None:
                 raise self.ended()
             return self._hand_out(self)
+        finally:
+            self._turn.release()
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Refuse a second thread while one takes a batch; the loop stays as it is.
+        """Keep other threads from taking a batch meanwhile."""
+        self._take_turn()
+        try:
+            yield
+        finally:
+            self._turn.release()
 
-        Raises:
-            UsageError: another thread is in there.
-        """
+    def _take_turn(self) -> None:
+        """Refuse a second thread while one takes a batch; the loop stays as it is."""
         if not self._turn.acquire(blocking=False):
             raise UsageError(
                 f"another thread is taking step {self.left[0] if self.left else self.stop} from this loop, and batches "
                 "come in order, one at a time: take them in one thread, or hold a lock around next(); the loop "
                 "continues in the other thread"
             )
-        try:
-            yield
-        finally:
-            self._turn.release()
 
     def ended(self) -> UsageError:
         """The error of a loop that ended before its last step."""

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from shardkit.errors import UsageError
 from shardkit.loader.background import Background
 from shardkit.loader.batch import Batch, may_pin, to_tensors
-from shardkit.loader.block_window import GroupBlocks
 from shardkit.loader.gather import Allocate, RowAddresses, is_only_copied
+from shardkit.loader.group_blocks import GroupBlocks
 from shardkit.loader.resources import LoaderResources, Watchdog
 from shardkit.loader.row_work import BegunRows, RowWork
 from shardkit.loader.schedule import StepGroup, first_lanes, most_steps, plan_group, steps_that_fit
@@ -196,6 +196,8 @@ class Pipeline:
             try:
                 self._next = next(self._taken, None)
             except BaseException as error:
+                if self._stopping.is_set() and isinstance(error, Exception):
+                    return None  # another thread has closed it, and cancelled what this one waited for
                 self._error = error if isinstance(error, Exception) else _interrupted(error)
                 self.close()
                 raise

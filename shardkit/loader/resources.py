@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.loader import gather
-from shardkit.loader.block_loading import BlockLoading, BlockMemory
+from shardkit.loader.block_loading import BlockLoading
+from shardkit.loader.block_memory import BlockMemory
 from shardkit.loader.block_window import BlockWindow
 from shardkit.loader.gather import FACTS, Allocate
 from shardkit.loader.row_work import RowWork, open_workers

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from ctypes import string_at
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -23,9 +23,11 @@ from hypothesis import strategies as st
 from shardkit.errors import IntegrityError, UsageError
 from shardkit.formats import xxh3
 from shardkit.loader import gather, plain_rows
-from shardkit.loader.block_loading import ADDRESS, BLOCK, FILE, HASH, JOB, OFFSET, SIZE, BlockMemory
-from shardkit.loader.block_window import BlockWindow, GroupBlocks
+from shardkit.loader.block_loading import ADDRESS, BLOCK, FILE, HASH, JOB, OFFSET, SIZE
+from shardkit.loader.block_memory import BlockMemory
+from shardkit.loader.block_window import BlockWindow
 from shardkit.loader.gather import GatherColumns, RowAddresses
+from shardkit.loader.group_blocks import GroupBlocks
 from shardkit.loader.schedule import StepGroup, group_rows, steps_that_fit
 
 pytestmark = pytest.mark.usefixtures("copies")
@@ -72,7 +74,9 @@ class Blocks:
 
 
 def window_of(source: Blocks, budget: int, threads: int) -> BlockWindow:
-    return BlockWindow(source, gather.block_rows.Loads(1), BlockMemory(1 << 20), budget, threads, 1)
+    return BlockWindow(
+        cast(Any, source), gather.block_rows.Loads(1), BlockMemory(1 << 20), budget, threads, 1
+    )
 
 
 class _Facts(RowAddresses):
@@ -203,7 +207,7 @@ def test_blocks_of_all_sizes_are_what_was_written(
     budget = max(sum(sizes[block] for block in set(step)) for step in steps) + room
     loads = gather.block_rows.Loads(2)
     source.open(loads)
-    window = BlockWindow(source, loads, BlockMemory(1 << 20), budget, threads, 2)
+    window = BlockWindow(cast(Any, source), loads, BlockMemory(1 << 20), budget, threads, 2)
     for _ in range(2):
         loop = window.begin_loop()
         for step, there in zip(steps, work(window, steps, _Contents), strict=True):

@@ -1,0 +1,67 @@
+"""The blocks of a group of steps: waited for step by step, then gathered from."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardkit.errors import UsageError
+from shardkit.loader.gather import RowAddresses
+from shardkit.loader.schedule import StepGroup
+
+if TYPE_CHECKING:
+    from shardkit.loader.block_window import BlockWindow
+
+__all__ = ["CLOSED", "GroupBlocks"]
+
+Int64s = NDArray[np.int64]
+
+CLOSED = "the loader was closed while this loop waited for a block; begin another loop"
+
+
+class GroupBlocks:
+    """The blocks of one group of steps.
+
+    Attributes:
+        which: (n,) the slot of each row.
+    """
+
+    def __init__(
+        self, window: BlockWindow, loop: int, group: StepGroup, slots: Int64s, needs: list[int], origin: int,
+        stopped: Callable[[], bool],
+    ) -> None:  # fmt: skip
+        self.group, self.which = group, slots[group.which] if len(slots) else group.which
+        self._window, self._loop, self._needs, self._origin = window, loop, needs, origin
+        self._stopped = stopped
+
+    def wait(self, step: int, most: int, timeout_s: float, on_stall: Callable[[float], None]) -> range:
+        """Wait for the blocks of a step; return it and the next steps whose blocks are loaded too, at most `most`.
+
+        Raises whatever loading a block of the step raised.
+        """
+        self._check()
+        done = self._window.wait_for(self._needs[step], timeout_s, on_stall)
+        self._check()
+        end = min(step + most, bisect_right(self._needs, done))
+        if failed := self._window.first_failed:
+            number, error = failed
+            if number < self._needs[step]:
+                raise error
+            end = min(end, bisect_right(self._needs, number))
+        return range(step, end)
+
+    def take(self, steps: range, borders: list[int], rows: RowAddresses) -> list[dict[str, Any]]:
+        """Return the rows of these steps as `RowAddresses.take` cuts them, and let their blocks be replaced."""
+        with self._window.in_use:
+            self._check()
+            found = rows.take(self._window.facts, borders, self._window.loads)
+            self._window.advance(self._origin + steps.stop)
+        return found
+
+    def _check(self) -> None:
+        if self._stopped() or self._window.loop != self._loop:
+            raise UsageError(CLOSED)
