@@ -7,6 +7,7 @@ import os
 import threading
 import weakref
 from collections import deque
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
