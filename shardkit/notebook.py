@@ -1,4 +1,4 @@
-"""Facts as a notebook shows them: a line and tables, without scripts or addresses, everything escaped."""
+"""Values as a person prints them, and facts as a notebook shows them: tables without scripts, everything escaped."""
 
 from __future__ import annotations
 
@@ -26,6 +26,60 @@ def escape(text: str) -> str:
     import html  # here, for it brings a table of all entities
 
     return html.escape(text)
+
+
+_TEXT = 60  # characters of a text
+_NUMBERS = 8  # items of an array that are written out
+
+
+def value_text(value: Any) -> str:
+    """Return one short line about a value of a sample, or a column of a batch.
+
+    ``48 × bytes, 6 to 87 KB``, ``int32[2048]``, ``'the first words…'``; numbers and small arrays as they are.
+    """
+    if isinstance(value, bytes):
+        return f"bytes, {_size_text(len(value))}"
+    if isinstance(value, str):
+        return repr(value if len(value) <= _TEXT else value[: _TEXT - 1] + "…")
+    if isinstance(value, tuple) and len(value) in (2, 3) and all(hasattr(part, "shape") for part in value):
+        lengths = value[1][1:] - value[1][:-1]
+        spread = f", {int(lengths.min())} to {int(lengths.max())} items" if len(lengths) else ""
+        return f"{len(lengths)} × {_dtype_text(value[0])}[*]{spread}"
+    if isinstance(value, list):
+        return _list_text(value)
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        if value.shape and (len(value.shape) > 1 or value.shape[0] > _NUMBERS):
+            return f"{_dtype_text(value)}[{','.join(map(str, value.shape))}]"
+        return str(value.tolist())
+    text = repr(value)
+    return text if len(text) <= _TEXT else text[: _TEXT - 1] + "…"
+
+
+def _list_text(items: list[Any]) -> str:
+    if not items:
+        return "[]"
+    kinds = {type(item).__name__ for item in items if item is not None} or {"None"}
+    kind = kinds.pop() if len(kinds) == 1 else "values"
+    missing = sum(item is None for item in items)
+    more = f", {missing} missing" if missing and kind != "None" else ""
+    if kind == "bytes":
+        sizes = [len(item) for item in items if item is not None]
+        low, high = _size_text(min(sizes)), _size_text(max(sizes))
+        more = f", {low}{more}" if low == high else f", {low.removesuffix(high[-3:])} to {high}{more}"
+    elif kind == "str":
+        more = f", {value_text(next(item for item in items if item is not None))} …{more}"
+    return f"{len(items)} × {kind}{more}"
+
+
+def _dtype_text(array: Any) -> str:
+    return str(array.dtype).removeprefix("torch.")
+
+
+def _size_text(num_bytes: int) -> str:
+    for unit, size in (("MB", 1e6), ("KB", 1e3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.3g} {unit}"
+    return f"{num_bytes} bytes"
 
 
 def table(names: Sequence[str], rows: Iterable[Sequence[object]], most: int = 12) -> str:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardkit.dataset.sample_view import samples_page
 from shardkit.dataset.samples import Samples, numbers_of
 from shardkit.errors import FormatError, ShardkitError, UsageError
-from shardkit.formats.tar_members import sniff_extension
 from shardkit.loader import Loader, LoaderConfig, Rebalancing, Sources
 from shardkit.manifest import Manifest, ShardTable, merge
-from shardkit.notebook import page, table
+from shardkit.notebook import escape, page, table
 from shardkit.plan import Assignment, Plan, Population, make_plan
 from shardkit.plan.settings import LEAST_LANES, few_lanes
 from shardkit.ranges import parse_size
@@ -68,7 +68,7 @@ class Dataset(Samples):
         fields = table(["field", "type"], self.schema.items(), most=200)
         counts = table(["stratum", "samples"], self.strata.items())
         said = f"{len(self):,} samples"
-        return page("dataset", f"{self.manifest.id[:19]}…", said, fields, counts, *_pictures(self))
+        return page("dataset", f"{self.manifest.id[:19]}…", said, fields, counts, _pictures(self))
 
     # ---- views
 
@@ -308,6 +308,7 @@ class Dataset(Samples):
             mean_block_bytes=plan.population.mean_block_bytes,
             row_bytes=self._row_bytes,
             fetch=self.__getitem__,
+            describe=self.name_of,
         )
         return Loader(plan, sources, config)
 
@@ -436,25 +437,12 @@ def check_plan(plan: object, manifest_id: str) -> None:
 # ---- In a notebook: the first pictures, from verified blocks
 
 _PICTURES = 6
-_MAX_BYTES = 64 << 10  # of a picture; what is shown is in the notebook's file
-_TYPES = {"jpg": "jpeg", "png": "png", "gif": "gif", "webp": "webp"}
 
 
-def _pictures(dataset: Dataset) -> Iterator[str]:
-    import base64  # where somebody looks
-    from html import escape
-
-    name = next((name for name, kind in dataset.schema.items() if kind.kind == "bytes"), None)
-    if name is None:
-        return
+def _pictures(dataset: Dataset) -> str:
+    if not any(kind.kind == "bytes" for kind in dataset.schema.values()):
+        return ""
     try:
-        samples = dataset.head(_PICTURES)
+        return samples_page(dataset.head(_PICTURES))
     except ShardkitError as error:  # a page that says so is more use than none
-        yield f"<p>its first samples cannot be shown: {escape(str(error))}</p>"
-        return
-    for sample in samples:
-        data = sample[name]
-        kind = _TYPES.get(sniff_extension(data)) if data is not None and len(data) <= _MAX_BYTES else None
-        if kind is not None:
-            text = base64.b64encode(data).decode()
-            yield f'<img alt="{escape(name)}" style="height:64px" src="data:image/{kind};base64,{text}">'
+        return f"<p>its first samples cannot be shown: {escape(str(error))}</p>"

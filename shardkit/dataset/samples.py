@@ -11,7 +11,8 @@ from typing import Any, NoReturn, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from shardkit.errors import MissingDependency, SampleIndexError, UsageError
+from shardkit.dataset.sample_view import Sample, SampleList
+from shardkit.errors import MissingDependency, SampleIndexError, ShardkitError, UsageError
 from shardkit.formats import Block, Schema
 from shardkit.manifest import Selection
 from shardkit.plan.permutation import Feistel, derive
@@ -70,28 +71,26 @@ class Samples:
     # ---- as Python values
 
     @overload
-    def __getitem__(self, sample: int | np.integer[Any]) -> dict[str, Any]: ...
+    def __getitem__(self, sample: int | np.integer[Any]) -> Sample: ...
 
     @overload
-    def __getitem__(
-        self, sample: slice | Sequence[int] | NDArray[np.integer[Any]]
-    ) -> list[dict[str, Any]]: ...
+    def __getitem__(self, sample: slice | Sequence[int] | NDArray[np.integer[Any]]) -> SampleList: ...
 
-    def __getitem__(self, sample: Any) -> dict[str, Any] | list[dict[str, Any]]:
+    def __getitem__(self, sample: Any) -> Sample | SampleList:
         """A sample as a dict of Python values and fresh arrays; of a slice, list or array of numbers a list of them.
 
         Negative numbers count from the end. ``select(rows=…)`` gives a dataset instead, with nothing read.
         """
         if is_one(sample):
             shard, block, inside, _ = self._locate_one(sample)
-            return dict(self.reader.read(shard, block).sample(inside))
+            return Sample(self.reader.read(shard, block).sample(inside), self.manifest.classes)
         return self._several(numbers_of(sample, len(self), "ds[…]"))
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Sample]:
         """All samples in order, each block read once and held until its last sample."""
         for block, rows in read_runs(self.reader, self.rows, all_numbers(len(self))):
             for row in rows.tolist():
-                yield dict(block.sample(row))
+                yield Sample(block.sample(row), self.manifest.classes)
 
     def __contains__(self, wanted: object) -> NoReturn:
         """Refused: a number, a key and a sample could all be meant, and two of them would read everything."""
@@ -100,11 +99,11 @@ class Samples:
             "`shardkit find ROOT --field key=KEY` for a key, ds.select(where=…) for the value of a field"
         )
 
-    def head(self, n: int = 5) -> list[dict[str, Any]]:
+    def head(self, n: int = 5) -> SampleList:
         """The first `n` samples, or all where there are fewer."""
         return self[: _COUNT.check("head: n", n)]
 
-    def sample(self, n: int, seed: int = 0) -> list[dict[str, Any]]:
+    def sample(self, n: int, seed: int = 0) -> SampleList:
         """`n` different samples in random order: the same ones for the same version and seed, on every machine."""
         if _COUNT.check("sample: n", n) > len(self):
             raise UsageError(
@@ -123,14 +122,22 @@ class Samples:
         shard, _, _, row = self._locate_one(sample, "ds.source(…)")
         return self.reader.index(shard).source(row)
 
-    def _several(self, numbers: NDArray[np.int64]) -> list[dict[str, Any]]:
+    def name_of(self, sample: int) -> str:
+        """Return number, key and source of a sample, for messages; only the number if its index cannot be read."""
+        try:
+            key, source = self.key(sample), self.source(sample)
+        except ShardkitError:
+            return str(sample)
+        return f"{sample} (key {key!r}{'' if source is None else f', row {source[1]} of {source[0]}'})"
+
+    def _several(self, numbers: NDArray[np.int64]) -> SampleList:
         """Samples in the order of `numbers`, each a dict of its own, each block read once."""
         order = np.argsort(numbers, kind="stable")
-        found: list[dict[str, Any]] = [{}] * len(numbers)
+        found = SampleList([Sample({})] * len(numbers))
         places = iter(order.tolist())
         for block, rows in read_runs(self.reader, self.rows, [numbers[order]]):
             for row in rows.tolist():
-                found[next(places)] = dict(block.sample(row))
+                found[next(places)] = Sample(block.sample(row), self.manifest.classes)
         return found
 
     def _locate_one(self, sample: object, call: str = "ds[…]") -> tuple[int, int, int, int]:

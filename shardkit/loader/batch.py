@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from shardkit.errors import ConfigurationError, SampleError, UsageError
 from shardkit.formats import Schema, presence_of
+from shardkit.notebook import value_text
 
 __all__ = ["Batch", "MissingValues", "may_pin", "to_tensors"]
 
@@ -65,6 +66,10 @@ class Batch(dict[str, Any]):
                 "from the batch as the loader handed it out"
             )
         raise AttributeError(name)
+
+    def __repr__(self) -> str:
+        lines = (f"\n  {name}: {value_text(value)}" for name, value in self.items() if name != "step")
+        return f"Batch(step={self.step}, {len(self.samples)} samples){''.join(lines)}"
 
     def array(self, name: str) -> NDArray[Any]:
         """A field as a numpy array, which a type checker knows too; it shares the memory of a tensor on the processor.

@@ -92,6 +92,7 @@ class RowWork:
             plan.settings.seed,
             lambda sample: setup.missing.of_sample(setup.sources.fetch(sample)),
         )
+        self._describe = setup.sources.describe
         self._replaced: list[dict[str, Any]] = []
         self.trainer_waits = TrainerWaits()
         self._watch_rows: GeneratorWatch | None = None
@@ -249,13 +250,13 @@ class RowWork:
     ) -> tuple[int, dict[str, Any], Mapping[str, Any]]:
         if not failure.decoding:
             raise RunError(
-                f"the transform failed on sample {sample}: {failure.reason}"
+                f"the transform failed on sample {self._describe(sample)}: {failure.reason}"
                 + ("" if failure.error else f"\n{failure.details}")
             ) from failure.error
         if self._on_error == "raise":
             raise RunError(
-                f"sample {sample} does not decode: field {failure.decoding!r}: {failure.reason}; its bytes are what "
-                'was written. Leave the sample out with a selection, or pass on_error="substitute"'
+                f"sample {self._describe(sample)} does not decode: field {failure.decoding!r}: {failure.reason}; its "
+                'bytes are what was written. Leave the sample out with a selection, or pass on_error="substitute"'
             ) from failure.error
         one = np.array([slot], dtype=np.int64)
         for attempt in range(_ATTEMPTS):
@@ -273,8 +274,8 @@ class RowWork:
             if not row.decoding:
                 return self._replace(function, row, step, other, slot, fields)
         raise RunError(
-            f"sample {sample} does not decode ({failure.reason}), and neither do {_ATTEMPTS} others of its stratum; "
-            "is this the right decoder?"
+            f"sample {self._describe(sample)} does not decode ({failure.reason}), and neither do {_ATTEMPTS} others of "
+            "its stratum; is this the right decoder?"
         )
 
 

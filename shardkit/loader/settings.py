@@ -74,6 +74,7 @@ class Sources:
     mean_block_bytes: int  # raw, of all blocks
     row_bytes: Callable[[Sequence[str]], int]  # typical bytes of these fields of a row
     fetch: Callable[[int], dict[str, Any]]  # one verified sample
+    describe: Callable[[int], str]  # number, key and source of a sample, for messages
 
 
 @dataclass(frozen=True, kw_only=True)

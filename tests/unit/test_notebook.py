@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import base64
 import io
+import pickle
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
+
 import shardkit
+from shardkit.notebook import value_text
 from shardkit.telemetry import Record, read_run
 from shardkit.telemetry.records import record_path
 
@@ -19,6 +23,13 @@ def png(shade: int) -> bytes:
     buffer = io.BytesIO()
     Image.new("L", (4, 3), shade).save(buffer, "png")
     return buffer.getvalue()
+
+
+def pixels(data: bytes) -> bytes:
+    from PIL import Image
+
+    with Image.open(io.BytesIO(data)) as image:
+        return image.convert("L").tobytes()
 
 
 def made(root: Path, pictures: list[bytes]) -> shardkit.Dataset:
@@ -37,12 +48,12 @@ def test_fields_strata_and_pictures_are_shown_escaped(tmp_path: Path) -> None:
     assert "40 samples" in page
     assert "and 8 more" in page
     shown = [base64.b64decode(text) for text in re.findall(r"base64,([^\"]+)", page)]
-    assert shown == [sample["image"] for sample in ds.head(6)]
+    assert [pixels(one) for one in shown] == [pixels(sample["image"]) for sample in ds.head(6)]
     tags: list[str] = []
     parser = HTMLParser()
     parser.handle_starttag = lambda tag, attrs: tags.append(tag)  # type: ignore[method-assign]
     parser.feed(page)
-    assert set(tags) == {"div", "p", "b", "code", "table", "tr", "th", "td", "img"}
+    assert set(tags) == {"div", "p", "b", "code", "table", "tr", "th", "td", "img", "figure", "figcaption"}
 
 
 def test_large_files_stay_out_of_the_notebook(tmp_path: Path) -> None:
@@ -116,3 +127,39 @@ def test_a_run_shows_its_ranks_escaped(tmp_path: Path) -> None:
     assert rows[1][4] == "640", "samples a second"
     assert "step 20" in page
     assert "no records yet" in read_run(tmp_path / "nothing")._repr_html_()
+
+
+def test_samples_and_batches_print_in_a_few_short_lines(tmp_path: Path) -> None:
+    schema = {"image": "bytes", "label": "int64", "tokens": "int32[2048]", "words": "int32[*]", "text": "str"}
+    with shardkit.create(tmp_path / "a", schema, classes=("cat", "dog"), shuffle=False) as writer:
+        for number in range(48):
+            writer.add({
+                "image": bytes(6_000 + 1_700 * number), "label": number % 2, "tokens": np.arange(2048, dtype=np.int32),
+                "words": np.arange(number, dtype=np.int32), "text": "a long text " * 100,
+            })  # fmt: skip
+    ds = shardkit.open(tmp_path / "a")
+    sample = repr(ds[17])
+    assert sample.startswith(
+        "{'image': bytes, 34.9 KB, 'label': 1 (dog), 'tokens': int32[2048], 'words': int32[17], "
+    )
+    assert len(sample) < 250
+    assert len(repr(ds.head(3)).splitlines()) == 3
+    copy = pickle.loads(pickle.dumps(ds[17]))
+    assert repr(copy) == sample
+    assert copy["image"] == ds[17]["image"]
+    with ds.loader(ds.plan(global_batch=48, lanes=1), tensors=False) as loader:
+        batch = repr(next(iter(loader)))
+    assert "\n  image: 48 × bytes, 6 to 85.9 KB\n" in batch
+    assert "\n  tokens: int32[48,2048]\n" in batch
+    assert "\n  words: 48 × int32[*], 0 to 47 items\n" in batch
+    assert len(batch) < 500
+    assert "dog" in ds.head(2)._repr_html_()
+
+
+def test_any_value_prints_in_one_short_line() -> None:
+    values = [None, b"", [], [None], ["x" * 999], [1] * 10**5, {"a": "b" * 10**5}, np.zeros(0), np.float16(1),
+              "\n" * 500, (np.zeros(0), np.zeros(1, np.int64)), [b"1", None, b"22"], np.zeros((2, 3)), float("nan")]  # fmt: skip
+    for value in values:
+        text = value_text(value)
+        assert 0 < len(text) < 150
+        assert "\n" not in text

@@ -28,7 +28,7 @@ def ls(
         console.print_line(f"{root} has no versions yet; build one: shardkit build SOURCE {root}")
     else:
         console.print_table(["name", "kind", ">samples", ">size", ">shards", "committed (UTC)", "id"], [
-            (one["name"], one["kind"], count_text(one["samples"]), bytes_text(one["stored_bytes"]),
+            (one["name"], one["kind"], count_text(one["samples"]), bytes_text(one["selected_bytes"]),
              count_text(one["shards"]), time_text(one["time"]), short_id(one["id"]))
             for one in document["versions"]
         ])  # fmt: skip
@@ -47,7 +47,8 @@ def list_versions(root: str) -> dict[str, Any]:
             "samples": manifest.selected,
             "rows": manifest.rows,
             "shards": manifest.shards,
-            "stored_bytes": manifest.stored_bytes,
+            "stored_bytes": manifest.stored_bytes,  # of its shards, which other versions share
+            "selected_bytes": manifest.stored_bytes * manifest.selected // max(1, manifest.rows),
             "commit": version.commit.n,
             "time": version.commit.time,
         })  # fmt: skip
