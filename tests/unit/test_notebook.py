@@ -157,8 +157,10 @@ def test_samples_and_batches_print_in_a_few_short_lines(tmp_path: Path) -> None:
 
 
 def test_any_value_prints_in_one_short_line() -> None:
-    values = [None, b"", [], [None], ["x" * 999], [1] * 10**5, {"a": "b" * 10**5}, np.zeros(0), np.float16(1),
-              "\n" * 500, (np.zeros(0), np.zeros(1, np.int64)), [b"1", None, b"22"], np.zeros((2, 3)), float("nan")]  # fmt: skip
+    values = [
+        None, b"", [], [None], ["x" * 999], [1] * 10**5, {"a": "b" * 10**5}, np.zeros(0), np.float16(1), "\n" * 500,
+        (np.zeros(0), np.zeros(1, np.int64)), [b"1", None, b"22"], np.zeros((2, 3)), float("nan"),
+    ]  # fmt: skip
     for value in values:
         text = value_text(value)
         assert 0 < len(text) < 150
