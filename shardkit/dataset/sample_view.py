@@ -37,7 +37,7 @@ class Sample(dict[str, Any]):
         return Sample, (dict(self), self.classes)
 
 
-class SampleList(list[Sample]):
+class SampleList(list[dict[str, Any]]):
     """Several samples: a list, one sample a line."""
 
     def __repr__(self) -> str:
@@ -47,15 +47,20 @@ class SampleList(list[Sample]):
         return samples_page(self[:_ROWS])
 
 
-def _texts(sample: Sample) -> Iterable[tuple[str, str]]:
+def _texts(sample: dict[str, Any]) -> Iterable[tuple[str, str]]:
     for name, value in sample.items():
         text = value_text(value)
-        if name == "label" and type(value) is int and 0 <= value < len(sample.classes):
+        if (
+            name == "label"
+            and type(value) is int
+            and isinstance(sample, Sample)
+            and 0 <= value < len(sample.classes)
+        ):
             text += f" ({sample.classes[value]})"
         yield name, text
 
 
-def samples_page(samples: Sequence[Sample]) -> str:
+def samples_page(samples: Sequence[dict[str, Any]]) -> str:
     """Return HTML: thumbnails with their class where a field holds pictures, then a table of the other fields."""
     figures, rows = [], []
     for sample in samples:

@@ -71,12 +71,14 @@ class Samples:
     # ---- as Python values
 
     @overload
-    def __getitem__(self, sample: int | np.integer[Any]) -> Sample: ...
+    def __getitem__(self, sample: int | np.integer[Any]) -> dict[str, Any]: ...
 
     @overload
-    def __getitem__(self, sample: slice | Sequence[int] | NDArray[np.integer[Any]]) -> SampleList: ...
+    def __getitem__(
+        self, sample: slice | Sequence[int] | NDArray[np.integer[Any]]
+    ) -> list[dict[str, Any]]: ...
 
-    def __getitem__(self, sample: Any) -> Sample | SampleList:
+    def __getitem__(self, sample: Any) -> dict[str, Any] | list[dict[str, Any]]:
         """A sample as a dict of Python values and fresh arrays; of a slice, list or array of numbers a list of them.
 
         Negative numbers count from the end. ``select(rows=…)`` gives a dataset instead, with nothing read.
@@ -86,7 +88,7 @@ class Samples:
             return Sample(self.reader.read(shard, block).sample(inside), self.manifest.classes)
         return self._several(numbers_of(sample, len(self), "ds[…]"))
 
-    def __iter__(self) -> Iterator[Sample]:
+    def __iter__(self) -> Iterator[dict[str, Any]]:
         """All samples in order, each block read once and held until its last sample."""
         for block, rows in read_runs(self.reader, self.rows, all_numbers(len(self))):
             for row in rows.tolist():
@@ -99,11 +101,11 @@ class Samples:
             "`shardkit find ROOT --field key=KEY` for a key, ds.select(where=…) for the value of a field"
         )
 
-    def head(self, n: int = 5) -> SampleList:
+    def head(self, n: int = 5) -> list[dict[str, Any]]:
         """The first `n` samples, or all where there are fewer."""
         return self[: _COUNT.check("head: n", n)]
 
-    def sample(self, n: int, seed: int = 0) -> SampleList:
+    def sample(self, n: int, seed: int = 0) -> list[dict[str, Any]]:
         """`n` different samples in random order: the same ones for the same version and seed, on every machine."""
         if _COUNT.check("sample: n", n) > len(self):
             raise UsageError(
