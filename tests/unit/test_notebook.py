@@ -153,7 +153,7 @@ def test_samples_and_batches_print_in_a_few_short_lines(tmp_path: Path) -> None:
     assert "\n  tokens: int32[48,2048]\n" in batch
     assert "\n  words: 48 × int32[*], 0 to 47 items\n" in batch
     assert len(batch) < 500
-    assert "dog" in ds.head(2)._repr_html_()
+    assert "dog" in ds.head(2)._repr_html_()  # type: ignore[attr-defined]
 
 
 def test_any_value_prints_in_one_short_line() -> None:
