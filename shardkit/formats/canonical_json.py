@@ -1,20 +1,9 @@
-"""Canonical JSON, one text for one value; documents of it, checked as they are read; and the digests of bytes.
-
-Sorted keys, no spaces, UTF-8 unescaped, integers below 2**63 in magnitude, no floats: the subset of RFC 8785
-in which every implementation agrees. SHA-256 names things, XXH3-64 finds flipped bits quickly.
-
-Documents have exact keys, exact types, stated limits and one form of times. Everything is checked here, once, so that
-the code behind it works with values of known type and size; whatever does not fit is a `FormatError` that names the
-document and the field. Documents that nothing else names by digest, such as the newest log entry, are *sealed*: they
-carry their own.
-"""
+"""Digests and times as text, and documents whose readers name every field (typed documents: `shardkit.documents`)."""
 
 from __future__ import annotations
 
 import datetime as dt
-import hashlib
 import itertools
-import json
 import re
 import time
 from collections.abc import Collection, Iterator, Mapping
@@ -22,17 +11,15 @@ from typing import Any, Final, NoReturn
 
 import xxhash
 
-from shardkit.errors import FormatError, IntegrityError, UsageError
+from shardkit.documents import DIGEST_PREFIX, decode_plain, encode, sha256_digest
+from shardkit.errors import FormatError, IntegrityError
 
-DIGEST_PREFIX = "sha256:"
-"""Stands before the hex digits of a digest in text."""
+__all__ = [
+    "DIGEST", "MAX_INTEGER", "TIME", "Fields", "check_spelling", "dumps", "format_digest", "loads", "parse_digest",
+    "read_document", "sealed", "seconds_of", "sha256_digest", "unseal", "utc_text", "xxh3",
+]  # fmt: skip
 
 DIGEST: Final = re.compile(r"sha256:[0-9a-f]{64}")
-
-
-def sha256_digest(data: bytes | bytearray | memoryview) -> str:
-    """Digest text ``sha256:<64 hex>`` of `data`: what `sha256sum`, S3 and OCI use."""
-    return DIGEST_PREFIX + hashlib.sha256(data).hexdigest()
 
 
 def format_digest(raw: bytes) -> str:
@@ -58,66 +45,12 @@ def xxh3(data: bytes | bytearray | memoryview) -> int:
     return xxhash.xxh3_64_intdigest(data)
 
 
-MAX_DEPTH = 64
-
-_LIMIT = 2**63
-
-
-def dumps(value: object) -> bytes:
-    """The canonical bytes of `value`."""
-    _check(value, 0)
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    try:
-        return text.encode()
-    except UnicodeEncodeError as error:
-        raise UsageError(f"canonical JSON: text that is not Unicode (lone surrogate): {error}") from None
+dumps = encode
 
 
 def loads(data: bytes | bytearray | memoryview, max_bytes: int) -> Any:
     """Parse canonical JSON; anything that `dumps` would not have written is refused."""
-    if len(data) > max_bytes:
-        raise FormatError(f"canonical JSON: {len(data)} bytes, expected at most {max_bytes}")
-    raw = bytes(data)
-    try:
-        value = json.loads(raw.decode(), parse_float=_refuse_float, parse_constant=_refuse_float)
-        again = dumps(value)
-    except FormatError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"canonical JSON: {error}; expected the canonical form") from None
-    if again != raw:
-        raise FormatError(
-            "canonical JSON: bytes are not in canonical form (order, spaces, escapes or duplicate keys)"
-        )
-    return value
-
-
-def _refuse_float(text: str) -> NoReturn:
-    raise FormatError(f"canonical JSON: number {text[:40]} is no integer")
-
-
-def _check(value: object, depth: int) -> None:
-    if depth > MAX_DEPTH:
-        raise UsageError(f"canonical JSON: nested deeper than {MAX_DEPTH}")
-    if value is None or isinstance(value, (bool, str)):
-        return
-    if isinstance(value, int):
-        if not -_LIMIT < value < _LIMIT:
-            raise UsageError(
-                f"canonical JSON: integer {value} is out of range, expected magnitude below 2**63"
-            )
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            if not isinstance(key, str):
-                raise UsageError(f"canonical JSON: key {key!r} is no str")
-            if type(item) is not str or depth == MAX_DEPTH:  # most are, and a call each is most of the time
-                _check(item, depth + 1)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            if type(item) is not str or depth == MAX_DEPTH:
-                _check(item, depth + 1)
-    else:
-        raise UsageError(f"canonical JSON: {type(value).__name__} value {value!r:.80} is not allowed")
+    return decode_plain(data, "canonical JSON", max_bytes=max_bytes)
 
 
 MAX_INTEGER: Final = 2**62
