@@ -14,7 +14,7 @@ MODULES = {
 }
 STARTS = (
     *(name for name in MODULES if name.endswith(".__main__") or name.startswith("shardkit_tools.commands.")),
-    *("shardkit", "shardkit.torch", "shardkit.audit", "shardkit_trainer", "shardkit_trainer.agent"),
+    *("shardkit", "shardkit.torch", "shardkit.audit", "shardkit_trainer"),
     *(
         "shardkit.testing.store_conformance",
         "shardkit.testing.memory_store",

@@ -1,7 +1,7 @@
 """The ranks of this machine under torchrun's elastic agent (SPEC.md §5).
 
-The agent decides who takes part, starts ranks, and starts them again. What is added here is the meaning of exit codes:
-ranks that have saved because the members change are started again without using up one of ``max_restarts``.
+The agent decides which machines take part, starts ranks, and starts them again. This module adds the meaning of exit
+codes: ranks that have saved because the machines change are started again without using up one of ``max_restarts``.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def _rendezvous_failure(error: RendezvousError, machines: Machines) -> RunError:
 
 
 def _after_signal(agent: Agent | None) -> int:
-    """The exit code after the ranks were told to stop: whether all of them ended by themselves."""
+    """Return the exit code after a signal: INTERRUPTED if every rank ended by itself."""
     codes = agent.exit_codes() if agent is not None else set()
     if codes == {ExitCode.DONE}:
         return ExitCode.DONE
@@ -204,10 +204,10 @@ def _can_listen(host: str, port: int) -> bool:
 
 
 def own_place(toward: str) -> tuple[str, str]:
-    """(network interface, its IPv4 address) by which other machines reach this one.
+    """Return the network interface and IPv4 address that other machines reach this one at.
 
-    The interface is that of ``GLOO_SOCKET_IFNAME`` if it is set, otherwise the one that leads to the host ``toward``;
-    its name is empty if it is unknown.
+    ``GLOO_SOCKET_IFNAME`` names the interface. Without it, the route to the host ``toward`` decides; the name is empty
+    if it is unknown.
     """
     known = _interfaces()
     if name := os.environ.get(INTERFACE, "").split(",")[0]:

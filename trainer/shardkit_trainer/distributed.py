@@ -81,7 +81,7 @@ class World:
         all_gather_single(whole, mine)
 
     def report(self, step: int, stage: str) -> None:
-        """Heartbeat: which stage of which step this rank has entered."""
+        """Send a heartbeat: this rank has entered a stage of a step."""
         self._place = (step, stage)
         self.store.set(f"alive/{self.rank}", f"{step} {STAGES.index(stage)}")
 
@@ -90,7 +90,7 @@ class World:
         return self._place[1]
 
     def __post_init__(self) -> None:
-        # the others can look for this process when it does not answer
+        # other ranks look for this process when it does not answer
         self.store.set(f"process/{self.rank}", f"{os.getpid()} {_kernel()}")
 
     def failure(self, error: RuntimeError) -> RunError | None:
@@ -115,7 +115,7 @@ class World:
         )
 
     def _suspicion(self, rank: int) -> str:
-        """What is wrong with another rank; empty if nothing is known to be."""
+        """Return the known trouble of another rank, or an empty text."""
         if rank == self.rank:
             return ""
         step, stage = self._place
@@ -139,7 +139,7 @@ class World:
         return True, {"Z": "dead", "X": "dead", "T": "frozen", "t": "frozen"}.get(state, "")
 
     def _stored(self, key: str) -> str:
-        """A key's value, nothing where nobody has set it: looking it up would wait for it."""
+        """Return a key's value, empty if it is not set: a plain look-up would wait for it."""
         return self.store.get(key).decode() if self.store.check([key]) else ""
 
 

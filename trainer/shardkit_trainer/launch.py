@@ -1,4 +1,4 @@
-"""From one command to N ranks: torchrun's agent, or this process where one is enough; imports no torch."""
+"""Start the ranks of a run: through torchrun's agent, or in this process if it is the only rank. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RANK_ENVIRONMENT: Mapping[str, str] = {
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     # torch's C++ prints a stack for every look at a store that went away with its rank; ranks say it in a line
     "TORCH_CPP_LOG_LEVEL": "ERROR",
-    # torch's loggers take their levels from here when they are made; what matters is printed in a line
+    # torch's loggers take their levels from here when they are made; failures are printed in a line each
     "LOGLEVEL": "CRITICAL",
 }
 

@@ -164,7 +164,7 @@ class Change:
 
 
 def check_changes(config: Configuration, allowed: Collection[str] = ()) -> list[Change]:
-    """What differs from the settings that the run of this directory went on with last."""
+    """Compare with the settings of the start before."""
     now = json.loads(json.dumps(config.to_json()))
     guarded = {f"{section}.{key}" for section, values in now.items() for key in values} - _free(config)
     for key in allowed:
@@ -217,7 +217,7 @@ def _known_settings(run: Path) -> dict[str, Any] | None:
 
 
 def _run_record(run: Path, **needed: type) -> dict[str, Any] | None:
-    """run.json; None where there is none."""
+    """Return run.json, or None before the first start."""
     path = run / "run.json"
     if not path.exists():
         return None

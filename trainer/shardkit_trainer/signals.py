@@ -1,4 +1,4 @@
-"""How a rank is told to stop, and how it tells why it ended."""
+"""Stop requests to a rank, and the exit code that says why it ended."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def on_stop_signals(handler: Callable[[int, object], None], *, ending: bool = Fa
 class StopRequest:
     """Whether this rank shall end after the step that is being taken.
 
-    A signal asks for it, and the death of the command that started the rank: nobody could stop the rank afterwards.
+    A signal asks for it. So does the death of the command that started the rank, since no other process could stop it.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """A run: open, resume, step by step, evaluate, save.
 
 Everything that a step does is a function of (configuration, step): a run that is killed and resumed, on any number of
-ranks, takes the same steps. What it reads, `RunData` and `CellsAhead`, stands at the end.
+ranks, takes the same steps. `RunData` and `CellsAhead`, which read the data, are at the end.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class _Run:
         directory.event("start", step=self.step, steps=self.steps, ranks=world.size)
 
     def _checkpoint_event(self, kind: str, **details: Any) -> None:
-        """Record an event; print those that say why a run continues from another checkpoint."""
+        """Record an event, and print it if the run continues from another checkpoint than its newest."""
         self.directory.event(kind, **details)
         if kind == "checkpoint-damaged":
             self.reporter.say(f"checkpoint {details['name']} is damaged and passed over: {details['error']}")
