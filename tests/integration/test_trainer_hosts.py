@@ -111,6 +111,7 @@ def last_hash(run: Path) -> str:
     return str(ends[-1]["parameters_sha256"])
 
 
+@pytest.mark.timeout(1800)  # fourteen starts of torch, one after the other on a busy machine
 def test_a_job_grows_loses_a_machine_and_grows_again(
     tmp_path: Path, numbers: str, machines: list[Machine], fork_trainer: Any
 ) -> None:
