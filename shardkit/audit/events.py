@@ -30,8 +30,10 @@ class _History:
     """What the events said so far.
 
     Attributes:
-        sealed: per start, the step before which no rank may add anything: a checkpoint was taken there.
+        sealed: per start, the step before which nothing may be added: a checkpoint was taken there.
         lowest: per start and rank, the step that a rank went back to after that.
+        merged: number of steps that the ledger had at the newest checkpoint.
+        rewinds: per start, rank and worker, how often it went back.
     """
 
     def __init__(self, steps: Sequence[int]) -> None:
@@ -41,6 +43,8 @@ class _History:
         self.newest: dict[object, Event] = {}
         self.sealed: dict[int, int] = {}
         self.lowest: dict[tuple[int, int], int] = {}
+        self.merged = 0
+        self.rewinds: dict[tuple[int, int, int], int] = {}
         self.seen: set[tuple[object, ...]] = set()
 
     def add(self, event: Event) -> str:
@@ -55,9 +59,8 @@ class _History:
             case "fork":
                 return self._fork(event)
             case "conflict":
-                return (
-                    "names one digest twice" if event["before"] == event["now"] else self._of_start(event, [])
-                )
+                same = event["before"] == event["now"]
+                return "names one digest twice" if same else self._of_start(event, []) or self._late(event)
             case "checkpoint":
                 return self._checkpoint(event)
             case "configuration":
@@ -104,7 +107,7 @@ class _History:
         if before is not None and (before["start"], before["lanes"]) == (event["start"], event["lanes"]):
             return "repeats the assignment before it"
         self.newest["assignment"] = event
-        return self._of_start(event, [rank for rank, *_ in event["lanes"]])
+        return self._of_start(event, [rank for rank, *_ in event["lanes"]]) or self._late(event)
 
     def _fork(self, event: Event) -> str:
         at, step = event["record"], event["step"]
@@ -113,6 +116,7 @@ class _History:
         if ("fork", at) in self.seen or event["plan"] >= len(self.plans):
             return "repeats a fork, or names a plan that is not known"
         self.seen.add(("fork", at))
+        self.merged = min(self.merged, step)
         return self._of_start(event, [])
 
     def _checkpoint(self, event: Event) -> str:
@@ -125,15 +129,31 @@ class _History:
                 else f"replaces a checkpoint {event['name']} that the ledger never had"
             )
         self.newest["name", event["name"]] = event
+        if event["merged"] < self.merged:
+            return f"is of {event['merged']} steps, and the ledger had {self.merged} before it"
+        self.merged = event["merged"]
         sealed = min(event["step"], event["merged"])
         self.sealed = dict.fromkeys(range(len(self.starts)), sealed)
         self.lowest.clear()
         return ""
 
+    def _late(self, event: Event, ranks: Sequence[int] | None = None) -> str:
+        """Whether a checkpoint was taken after the step of an event, and before the event."""
+        start = event["start"]
+        lowest = [
+            step for (one, rank), step in self.lowest.items() if one == start and (not ranks or rank in ranks)
+        ]
+        is_late = event["step"] < min([*lowest, self.sealed.get(start, 0)])
+        return "was added after the checkpoint that follows its step" if is_late else ""
+
     def _configuration(self, event: Event) -> str:
         settings, before = json_object(event["settings"]), self.newest.get(CONFIGURATION)
         if settings is None:
             return "holds settings that are no JSON object"
+        if event["step"] < self.merged:
+            return (
+                f"is of step {event['step']}, and the ledger had {self.merged} steps before it: it was moved"
+            )
         self.newest[CONFIGURATION] = event
         changed = {key: (old, new) for key, old, new in event["changed"]}
         if not set(event["allowed"]) <= set(changed):
@@ -154,23 +174,34 @@ class _History:
         place = (DEALT, event["lanes"], *event["nodes"])
         before = self.newest.get(place)
         self.newest[place] = event
+        if event["step"] < self.merged:
+            return (
+                f"is of step {event['step']}, and the ledger had {self.merged} steps before it: it was moved"
+            )
         if len(event["owners"]) != event["lanes"] or max(event["owners"], default=0) >= len(event["nodes"]):
             return "does not give every lane one rank"
         return "repeats what was dealt before" if before and before["owners"] == event["owners"] else ""
 
     def _journaled(self, event: Event) -> str:
         kind, start, rank, step = event["kind"], event["start"], event["rank"], event["step"]
-        wrong = self._of_start(event, [rank])
+        wrong = self._of_start(event, [rank, *event.get("owner", ())])
         if wrong:
             return wrong
         if kind == "rewind":
-            if step >= event["reached"]:
-                return "does not go back"
+            number = self.rewinds.get((start, rank, event["worker"]), 0)
+            workers = self.starts[start]["workers"]
+            if step >= event["reached"] or event["number"] != number or event["worker"] >= workers:
+                return "does not go back, or is not the next one of its rank"
+            if event["reached"] + workers - 1 < self.merged:
+                return f"goes back from step {event['reached']}, and the ledger had {self.merged} before it"
+            self.rewinds[start, rank, event["worker"]] = number + 1
             self.lowest[start, rank] = min(step, self.lowest.get((start, rank), step))
             self.seen = {one for one in self.seen if one[:2] != (start, rank)}
             return ""
-        if step < self.lowest.get((start, rank), self.sealed.get(start, 0)):
-            return "was added after the checkpoint that follows its step"
+        if kind == "decoders" and self.newest.setdefault((kind, start), event)["made_by"] != event["made_by"]:
+            return "names other decoders than one before it in the same start"
+        if self._late(event, [rank]):
+            return self._late(event, [rank])
         identity = (start, rank, step, *_identity(event))
         if identity in self.seen:
             return "is a second one about the same thing"

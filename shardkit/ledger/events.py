@@ -143,6 +143,8 @@ class _Replaced(_Journaled):
 
 
 class _Rewind(_Journaled):
+    worker: Rank
+    number: Count
     reached: Count
 
 

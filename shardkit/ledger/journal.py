@@ -68,11 +68,11 @@ class Journal:
             directory.mkdir(parents=True, exist_ok=True)
         self._descriptor = -1
         self._size = self._check = 0
-        self._last = -1  # newest step recorded
+        self._last, self._rewinds = -1, 0  # the step recorded last; how often a rank went back
         self._open()
         if meta is not None:
             convert(dict(meta), PlanFacts, "journal: how the plan is made")
-            self._append(0, META, dumps(dict(meta)))
+            self._append((0, META, dumps(dict(meta))))
 
     def record_step(
         self, step: int, lanes: Sequence[int], counts: Sequence[int], samples: NDArray[np.int64]
@@ -97,10 +97,13 @@ class Journal:
             last = first + 8 * count
             digests.append(_sha256(data[first:last]).digest()[:16])
             first = last
+        entries = [(step, CELLS, b"".join(digests))]
         if step <= self._last:
-            self.event(step, "rewind", reached=self._last + 1)
+            numbers = {"worker": self._header.worker, "number": self._rewinds, "reached": self._last + 1}
+            entries.insert(0, (step, EVENT, dumps({"kind": "rewind", **numbers})))
+            self._rewinds += 1
         self._last = step
-        self._append(step, CELLS, b"".join(digests))
+        self._append(*entries)
 
     def event(self, step: int, kind: str, **details: Any) -> None:
         """Append an event that belongs to the step recorded last.
@@ -116,7 +119,7 @@ class Journal:
         text = {name: _unicode(value) if isinstance(value, str) else value for name, value in details.items()}
         body = {"kind": kind, **text}
         journaled_event(step, self._header.rank, 0, body, f"journal {self.path}")
-        self._append(step, EVENT, dumps(body))
+        self._append((step, EVENT, dumps(body)))
 
     def close(self) -> None:
         """Sync and close. Closing twice is harmless."""
@@ -126,16 +129,20 @@ class Journal:
                 os.close(self._descriptor)
             self._descriptor = -1
 
-    def _append(self, step: int, kind: int, body: bytes) -> None:
+    def _append(self, *entries: tuple[int, int, bytes]) -> None:
+        """Append (step, kind, body) entries in one write."""
         with self._guard:
             if self._size >= ROTATE_BYTES:
                 self.close()
                 self._header = self._header._replace(part=self._header.part + 1)
                 self._open()
-            head = HEAD.pack(step, kind, len(body), 0)[:-8]
-            head_check = xxh3(head, seed=self._check)
-            self._check = xxh3(body, seed=head_check)
-            self._write(b"".join((head, CHECK.pack(head_check), body, CHECK.pack(self._check))))
+            data = []
+            for step, kind, body in entries:
+                head = HEAD.pack(step, kind, len(body), 0)[:-8]
+                head_check = xxh3(head, seed=self._check)
+                self._check = xxh3(body, seed=head_check)
+                data += [head, CHECK.pack(head_check), body, CHECK.pack(self._check)]
+            self._write(b"".join(data))
 
     def _write(self, data: bytes) -> None:
         with explained(f"write {self.path}", writing=True):
@@ -415,6 +422,10 @@ def check_order(files: Iterable[JournalFile], settled: Mapping[str, tuple[int, i
                         "there by somebody else"
                     )
                 seen.add(identity)
+        if expected is not None and not file.torn_bytes:
+            raise FormatError(
+                f"{file.path} ends where step {expected} was to follow: it was cut, or added to"
+            )
 
 
 def _identity(body: dict[str, Any]) -> tuple[str, ...]:

@@ -9,18 +9,21 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 
 import shardkit
 from shardkit.audit import audit_run, make_statement
 from shardkit.errors import NotFoundError
 from shardkit.formats.canonical_json import dumps, loads, sha256_digest
 from shardkit.ledger import Ledger
+from shardkit.ledger.events import BOUND, JOURNALED, MERGED, READS
 from shardkit.ledger.ledger import RECORD_BYTES, STEPS_MAGIC, encode_line, parse_lines
 from shardkit.ledger.merkle import Tree, leaf_hash
 from shardkit.stores.store import object_name
@@ -36,7 +39,7 @@ class Home:
     """A copy of a run, and what can be done to it."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.run, self.other = path, path / "run", path / "other"
+        self.path, self.run, self.other, self.data = path, path / "run", path / "other", path / "data"
 
     # ---- checkpoints
 
@@ -117,13 +120,15 @@ class Home:
         return len(out), check
 
     def forge(self, change: Callable[[Document], Document | None], checkpoint: Callable[..., object] | None = None,
-              settings: Callable[[Document], object] | None = None) -> None:  # fmt: skip
+              settings: Callable[[Document], object] | None = None,
+              after: Callable[[Document], list[Document]] = lambda _: []) -> None:  # fmt: skip
         """Rewrite events, heads, state and checkpoints throughout: nothing contradicts anything afterwards.
 
         Args:
             change: of every event; None drops it.
             checkpoint: of (manifest, meta) of the last checkpoint.
             settings: of run.json.
+            after: events that are added after an event.
         """
         if settings is not None:
             self.settings(settings)
@@ -143,7 +148,8 @@ class Home:
                         changed["name"], sizes, tree, checkpoint if last else None
                     )
                 events.append(changed)
-                tree = Tree(leaf_hash(dumps(one)) for one in events)
+            events += after(event)
+            tree = Tree(leaf_hash(dumps(one)) for one in events)
             sizes.append(len(events))
         state = Ledger(self.run).state
         heads = [one for one, _ in parse_lines((self.run / "ledger" / "heads").read_bytes(), "heads")]
@@ -357,6 +363,9 @@ def plan_of_first(home: Home) -> None:
     home.reseal(THIRD, lambda _, own: own.update(plan=plan))
 
 
+BAD = "violated"
+
+
 @dataclass(frozen=True)
 class Row:
     """One tampering.
@@ -375,7 +384,125 @@ class Row:
     signed: str = ""
 
 
-BAD = "violated"
+# ---- events of every kind, appended, repeated, moved and contradicting
+
+
+def append_entry(home: Home, step: int, kind: int, body: Document) -> None:
+    """Append an entry to the newest journal; its checksums are right."""
+    path = journals(home)[-1]
+    data = path.read_bytes()
+    head = struct.pack("<QII", step, kind, len(dumps(body)))
+    head_check = xxhash.xxh3_64_intdigest(head, seed=struct.unpack("<Q", data[-8:])[0])
+    check = xxhash.xxh3_64_intdigest(dumps(body), seed=head_check)
+    path.write_bytes(data + head + struct.pack("<Q", head_check) + dumps(body) + struct.pack("<Q", check))
+
+
+def of_plan(home: Home, step: int) -> int:
+    """The sample that the plan has in the first place of a step."""
+    plan = shardkit.open(str(home.data)).plan(global_batch=8, lanes=4)
+    return int(plan.step(step)[0, 0])
+
+
+ZEROS, ONES = "00" * 32, "11" * 32
+LATE = {"step": 2, "rank": 0, "start": 0}  # a step that a checkpoint follows
+REPLACED = {**LATE, "lane": 0, "slot": 0, "sample": 0, "by": 1, "field": "text", "reason": "does not decode"}
+READ = {**LATE, "location": "mirror", "count": 3, "what": "a shard"}
+SAMPLES: dict[str, Document] = {
+    "plan": {"step": 0, "number": 7, "manifest": f"sha256:{ONES}", "plan": ONES, "lanes": 4},
+    "start": {"step": 9, "start": 0, "ranks": 2, "workers": 1, "reached": 10, "repeats": 1, "time": 5},
+    "assignment": {"step": 2, "start": 0, "lanes": [[0, 0, 2], [0, 2, 2]]},
+    "fork": {"step": 4, "record": 4, "start": 0, "plan": 0, "abandoned": {"first": 0, "size": 9, "root": ZEROS}},
+    "conflict": {"step": 2, "start": 0, "lane": 1, "before": "00" * 16, "now": "11" * 16},
+    "checkpoint": {"step": 9, "name": THIRD, "checkpoint": f"sha256:{ONES}", "merged": 9},
+    "configuration": {"step": 2, "run": f"sha256:{ONES}", "settings": "{}", "changed": [], "allowed": []},
+    "dealt": {"step": 2, "nodes": ["a"], "lanes": 4, "owners": [0, 0, 0, 0]},
+    "substituted": REPLACED,
+    "masked": REPLACED,
+    "rewind": {**LATE, "worker": 0, "number": 0, "reached": 5},
+    "stage": {**LATE, "number": 1},
+    "decoders": {**LATE, "made_by": {"image": "pillow 11"}},
+    "rebalance": {**LATE, "number": 0, "from_step": 4, "owner": [0, 0, 0, 0], "moved": 1, "before_us": 9,
+                  "expected_us": 8, "undoes": 0},
+    **dict.fromkeys(READS, READ),
+}  # fmt: skip
+CONTRADICTING: dict[str, Document] = {
+    "plan": {"number": 0}, "start": {"repeats": 7}, "assignment": {"lanes": [[5, 0, 4]]}, "fork": {"record": 900},
+    "conflict": {"now": "00" * 16}, "checkpoint": {"replaces": f"sha256:{ZEROS}"}, "configuration": {"allowed": ["x"]},
+    "dealt": {"owners": [3, 0, 0, 0]}, "substituted": {"by": 399}, "masked": {"sample": 399}, "rewind": {"reached": 1},
+    "stage": {"number": 3}, "decoders": {"rank": 9}, "rebalance": {"owner": [8, 0, 0, 0]},
+    **{kind: {"start": 4} for kind in READS},
+}  # fmt: skip
+
+
+def event_of(home: Home, kind: str, **more: Any) -> Document:
+    event = {"kind": kind, **SAMPLES[kind], **more}
+    return event | {"sample": of_plan(home, 2)} if kind == "masked" and "sample" not in more else event
+
+
+def appended(kind: str) -> Act:
+    """In a journal, by somebody who knows its format."""
+    bare = ("step", "rank", "start") if kind in JOURNALED else ("step",)
+    body = {name: value for name, value in SAMPLES[kind].items() if name not in bare}
+    return lambda home: append_entry(home, SAMPLES[kind]["step"], 1, {"kind": kind, **body})
+
+
+def inserted(kind: str, place: str, times: int = 1, **more: Any) -> Act:
+    """In the ledger, after the event of a kind or a checkpoint, everything else rewritten to fit."""
+
+    def apply(home: Home) -> None:
+        event = event_of(home, kind, **more)
+        home.forge(
+            lambda one: one, after=lambda one: [event] * times * (place in (one["kind"], one.get("name")))
+        )
+
+    return apply
+
+
+def repeated(kind: str) -> Act:
+    """An event that is there comes again; one that is not comes twice, where it could have been."""
+
+    def apply(home: Home) -> None:
+        if any(one["kind"] == kind for one in home.events()):
+            home.forge(lambda one: one, after=lambda one: [one] * (one["kind"] == kind))
+        else:
+            inserted(kind, "start", 2)(home)
+
+    return apply
+
+
+def moved(kind: str) -> Act:
+    """The first event of a kind to the end; another one after the checkpoint that follows its step."""
+
+    def apply(home: Home) -> None:
+        found = next((one for one in home.events() if one["kind"] == kind), None)
+        if found is None:
+            inserted(kind, LAST)(home)
+            return
+        home.forge(
+            lambda one: None if one == found else one, after=lambda one: [found] * (one.get("name") == LAST)
+        )
+
+    return apply
+
+
+def events_rows() -> list[Row]:
+    """Every kind of event in the four ways."""
+    rows = []
+    for kind in SAMPLES:
+        rows += [
+            Row(f"{kind} event appended to a journal", appended(kind), BAD, ()),
+            Row(f"{kind} event repeated throughout", repeated(kind), BAD, ()),
+            Row(f"{kind} event moved throughout", moved(kind), BAD, ()),
+            Row(
+                f"{kind} event that contradicts, throughout",
+                inserted(kind, "start", **CONTRADICTING[kind]),
+                BAD,
+                (),
+            ),
+        ]
+    return rows
+
+
 CODES = {"clean": 0, BAD: 4}
 TABLE = [
     # checkpoints, by somebody who changes bytes
@@ -490,6 +617,7 @@ TABLE = [
     Row("forged: another start", forged(change=changed_event("start", time=7)), "clean", (), BAD),
     Row("forged: other ranks", forged(change=changed_event("assignment", lanes=[[5, 0, 4]])), BAD, ("rank 5",), BAD),
     Row("forged: a checkpoint never was", forget_first, "clean", (), BAD),
+    *events_rows(),
     Row("forged: other stages", forged(settings=lambda r: r["configuration"]["data"].update(stages=[])), BAD,
         ("plan", "run.json"), BAD),
 ]  # fmt: skip
@@ -499,6 +627,7 @@ TABLE = [
 def home(model: Path, tmp_path: Path) -> Home:
     shutil.copytree(model / "run", tmp_path / "run")
     os.symlink(model / "other", tmp_path / "other")
+    os.symlink(model / "data", tmp_path / "data")
     return Home(tmp_path)
 
 
@@ -521,7 +650,8 @@ def test_the_run_is_clean_as_it_is(home: Home) -> None:
 
 
 def test_the_table_is_long_enough() -> None:
-    assert len({row.what for row in TABLE}) == len(TABLE) >= 60
+    assert len({row.what for row in TABLE}) == len(TABLE) >= 130
+    assert set(SAMPLES) == {*JOURNALED, *MERGED, *BOUND}
 
 
 @pytest.mark.parametrize("row", TABLE, ids=[row.what.replace(" ", "-") for row in TABLE])
