@@ -6,17 +6,11 @@ recorded settings, and against the data. Auditing writes nothing. SPEC.md says w
 
 from shardkit.audit.auditing import audit_run
 from shardkit.audit.comparing import Comparison, compare_runs
+from shardkit.audit.page import html_report
 from shardkit.audit.plans import RunPlan, find_plans
-from shardkit.audit.result import (
-    Audit,
-    Finding,
-    html_report,
-    make_statement,
-    read_envelope,
-    sign_statement,
-    verify_envelope,
-)
+from shardkit.audit.result import Audit, Finding
 from shardkit.audit.run_record import RunRecord, load_run
+from shardkit.audit.signing import make_statement, read_envelope, sign_statement, verify_envelope
 from shardkit.audit.trace import (
     StepSample,
     Use,

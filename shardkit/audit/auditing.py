@@ -14,7 +14,8 @@ from typing import Any, Final
 import numpy as np
 
 from shardkit.audit.events import short
-from shardkit.audit.plans import RunPlan, cell_digest, find_plans, replay
+from shardkit.audit.plans import RunPlan, cell_digest, find_plans
+from shardkit.audit.replay import replay
 from shardkit.audit.result import Audit, Report, Severity
 from shardkit.audit.run_record import (
     STEP_NAME,

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardkit.audit.plans import RunPlan, stretches
+from shardkit.audit.plans import RunPlan
+from shardkit.audit.replay import stretches
 from shardkit.audit.run_record import Place, RunRecord, consecutive
 from shardkit.dataset import Dataset
 from shardkit.dataset.about import unpack_sources

@@ -808,7 +808,7 @@ def test_replay_in_processes_gives_the_same_digests(home: Path) -> None:
     code = f"""
 if __name__ == "__main__":
     import shardkit
-    from shardkit.audit.plans import replay
+    from shardkit.audit.replay import replay
     ds = shardkit.open({str(home / "data")!r})
     plan = ds.plan(**{SETTINGS!r}, remainder="short")
     results = []

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 import shardkit
 from shardkit.audit import load_run, sample_lineage, version_lineage
-from shardkit.audit.plans import cell_digests, made_again, open_recorded
-from shardkit.audit.result import verify_envelope
+from shardkit.audit.plans import made_again, open_recorded
+from shardkit.audit.replay import cell_digests
+from shardkit.audit.signing import verify_envelope
 from shardkit.dataset.dataset import population_of
 from shardkit.errors import FormatError, MissingDependency, NotFoundError, PlanError
 from shardkit.ledger.ledger import (

@@ -22,7 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from shardkit.audit.plans import RunPlan, replay
+from shardkit.audit.plans import RunPlan
+from shardkit.audit.replay import replay
 from shardkit.audit.run_record import RunRecord
 from shardkit.audit.trace import uses_of
 from shardkit.ledger import Journal, ledger_head

@@ -1,0 +1,223 @@
+"""Signed audits: an in-toto Statement v1 about a run in a DSSE v1.0.2 envelope, Ed25519.
+
+Anything that reads these formats can verify the envelopes. `cryptography` is needed only to sign and to verify.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+import shardkit
+from shardkit.audit.result import Audit
+from shardkit.errors import ConfigurationError, FormatError, IntegrityError, MissingDependency, NotFoundError
+from shardkit.formats.canonical_json import dumps, parse_digest
+from shardkit.ledger.events import Head, Hex, convert
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+STATEMENT_TYPE: Final = "https://in-toto.io/Statement/v1"
+PREDICATE_TYPE: Final = "urn:shardkit:audit:1"
+PAYLOAD_TYPE: Final = "application/vnd.in-toto+json"
+_MAX_ENVELOPE: Final = 1 << 24
+_GET_KEY = "get it with: openssl pkey -in key.pem -pubout -out key.pub"
+_MAKE_KEY = "make one with: openssl genpkey -algorithm ed25519 -out key.pem"
+
+
+class _Subject(msgspec.Struct):
+    name: str
+    digest: dict[str, Hex]
+
+
+class _Predicate(msgspec.Struct):
+    verdict: str
+    head: Head
+
+
+class _Statement(msgspec.Struct):
+    subject: list[_Subject]
+    predicate: _Predicate
+
+
+def make_statement(audit: Audit, *, lock: Path | None = None) -> dict[str, Any]:
+    """Return the in-toto Statement of an audit; outsiders can recompute its subjects.
+
+    Args:
+        audit: the result to state.
+        lock: lock file of the environment that ran; its digest becomes a subject.
+    """
+    steps, events = audit.head["steps"], audit.head["events"]
+    subjects = [("manifest", parse_digest(audit.manifest)), ("plan", audit.plan), ("ledger/steps", steps["root"]),
+                ("ledger/events", events["root"]), ("code", code_digest())]  # fmt: skip
+    if lock is not None:
+        subjects.append((f"lock/{lock.name}", hashlib.sha256(_read(lock, "lock file")).hexdigest()))
+    return {
+        "_type": STATEMENT_TYPE,
+        "subject": [{"name": name, "digest": {"sha256": digest}} for name, digest in subjects],
+        "predicateType": PREDICATE_TYPE,
+        "predicate": {
+            "verdict": audit.verdict,
+            "exit_code": int(audit.exit_code),
+            "steps": {
+                "first": audit.first,
+                "end": audit.steps,
+                "samples": audit.samples,
+                "recomputed": audit.checked,
+            },
+            "head": audit.head,
+            "epochs": [
+                {"epoch": one.epoch, "whole": one.is_whole, "exact": one.is_exact, "samples": one.distinct}
+                for one in audit.coverage
+            ],
+            "events": audit.event_counts,
+            "data": audit.verified or {},
+            "findings": [[one.severity, one.kind, one.subject, one.text] for one in audit.findings],
+            "software": {
+                "auditor": metadata.version("shardkit"),
+                "environment": environment_digest(),
+                "run": audit.software,
+            },
+        },
+    }
+
+
+def code_digest() -> str:
+    """SHA-256 over the names and digests of shardkit's own source files, in hex."""
+    root = Path(shardkit.__file__).parent
+    lines = [
+        f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(root).as_posix()}\n"
+        for path in sorted(root.rglob("*.py"))
+    ]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def environment_digest() -> str:
+    """SHA-256 over the sorted ``name==version`` lines of the installed distributions, in hex."""
+    lines = {f"{one.metadata['Name']}=={one.version}\n".lower() for one in metadata.distributions()}
+    return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()
+
+
+def sign_statement(statement: dict[str, Any], key: Path) -> bytes:
+    """A DSSE envelope around the statement.
+
+    Args:
+        statement: from `make_statement`.
+        key: an Ed25519 private key, PEM, PKCS #8, not encrypted.
+
+    Raises:
+        ConfigurationError: not such a key.
+        MissingDependency: `cryptography` is not installed.
+    """
+    private: Ed25519PrivateKey = _key(key, private=True)
+    payload = dumps(statement)
+    signature = private.sign(_encode(PAYLOAD_TYPE, payload))
+    envelope = {
+        "payload": base64.b64encode(payload).decode(),
+        "payloadType": PAYLOAD_TYPE,
+        "signatures": [{"keyid": _key_id(private.public_key()), "sig": base64.b64encode(signature).decode()}],
+    }
+    return json.dumps(envelope, indent=1).encode() + b"\n"
+
+
+def read_envelope(path: Path) -> bytes:
+    """The envelope's bytes.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    data = _read(path, "signed statement")
+    if len(data) > _MAX_ENVELOPE:
+        raise FormatError(f"{path}: {len(data)} bytes, expected at most {_MAX_ENVELOPE}")
+    return data
+
+
+def verify_envelope(data: bytes, key: Path) -> dict[str, Any]:
+    """The statement in an envelope whose signature by `key` (public, PEM) is good.
+
+    Raises:
+        IntegrityError: no signature by this key, or it does not fit.
+        FormatError: the envelope, or what is in it, is not what `sign_statement` writes.
+        MissingDependency: `cryptography` is not installed.
+    """
+    public: Ed25519PublicKey = _key(key, private=False)
+    try:
+        envelope = json.loads(data)
+        payload = base64.b64decode(envelope["payload"], validate=True)
+        kind = str(envelope["payloadType"])
+        signatures = [base64.b64decode(one["sig"], validate=True) for one in envelope["signatures"]]
+    except (ValueError, KeyError, RecursionError, TypeError, binascii.Error) as error:
+        raise FormatError(f"signed statement: no DSSE envelope: {error!r}") from error
+    if not any(_is_signed(public, signature, _encode(kind, payload)) for signature in signatures):
+        raise IntegrityError(
+            f"signed statement: no signature in it is by the key {key}: it was changed, or is of another"
+        )
+    if kind != PAYLOAD_TYPE:
+        raise FormatError(f"signed statement: payload type {kind!r}, expected {PAYLOAD_TYPE}")
+    try:
+        statement = json.loads(payload)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"signed statement: no JSON: {error}") from None
+    if not isinstance(statement, dict) or statement.get("predicateType") != PREDICATE_TYPE:
+        raise FormatError(
+            f"signed statement: not about an audit (predicate type {PREDICATE_TYPE} is expected)"
+        )
+    convert(statement, _Statement, "signed statement")
+    return statement
+
+
+def _encode(kind: str, payload: bytes) -> bytes:
+    """PAE of DSSE: what is signed, so that neither type nor payload can be taken for the other."""
+    return b"DSSEv1 %d %s %d %s" % (len(kind.encode()), kind.encode(), len(payload), payload)
+
+
+def _is_signed(public: Ed25519PublicKey, signature: bytes, data: bytes) -> bool:
+    from cryptography.exceptions import InvalidSignature
+
+    try:
+        public.verify(signature, data)
+    except InvalidSignature:
+        return False
+    return True
+
+
+def _key_id(public: Ed25519PublicKey) -> str:
+    return hashlib.sha256(public.public_bytes_raw()).hexdigest()
+
+
+def _key(path: Path, *, private: bool) -> Any:
+    try:
+        from cryptography.hazmat.primitives import serialization
+        from cryptography.hazmat.primitives.asymmetric import ed25519
+    except ImportError as error:
+        raise MissingDependency('signatures need cryptography; run: pip install "shardkit[audit]"') from error
+    kind: type[Any] = ed25519.Ed25519PublicKey
+    what, advice = "public", _GET_KEY
+    if private:
+        kind, what, advice = ed25519.Ed25519PrivateKey, "private", _MAKE_KEY
+    data = _read(path, "key")
+    try:
+        key = (
+            serialization.load_pem_private_key(data, None)
+            if private
+            else serialization.load_pem_public_key(data)
+        )
+    except (ValueError, TypeError) as error:
+        raise ConfigurationError(f"{path} holds no {what} key in PEM ({error}); {advice}") from error
+    if not isinstance(key, kind):
+        raise ConfigurationError(f"{path} is no Ed25519 key; {advice}")
+    return key
+
+
+def _read(path: Path, what: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise NotFoundError(f"{what} {path}: {error.strerror}; name a file that can be read") from error
