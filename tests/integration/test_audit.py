@@ -516,7 +516,7 @@ def test_diff_knows_rebuilt_data_with_equal_content(
     schema = {"value": "int64", "label": "int64"}
     rebuilt = tmp_path / "arrow"
     with shardkit.create(str(rebuilt), schema=schema, stratify="label", shard_size="64KiB", block_size="1KiB",
-                         compression="zstd") as writer:  # fmt: skip
+                         format="arrow", compression="zstd") as writer:  # fmt: skip
         for number in range(ROWS):
             writer.add(
                 {"value": number, "label": number % 3}, key=f"n{number}", source=("numbers.csv", number)
