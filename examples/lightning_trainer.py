@@ -8,7 +8,6 @@ torchrun --nproc-per-node 2 examples/lightning_trainer.py [DATA] RUN --steps 40
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as lightning
@@ -16,42 +15,15 @@ import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 
 from points import open_points, parse_arguments
-
-
-class Points(lightning.LightningDataModule):
-    """Loaders of this rank; what goes into the checkpoint is the batch that was trained on last."""
-
-    def __init__(self, data: str | None, run: Path) -> None:
-        super().__init__()
-        self.ds, self.run = open_points(data), run
-        self.plan = self.ds.plan(global_batch=32, lanes=8, seed=1)
-        self.position: dict[str, Any] | None = None
-
-    def train_dataloader(self) -> Any:
-        self.train = self.ds.loader(self.plan, run=self.run)
-        if self.position is not None:
-            self.train.load_state_dict(self.position)
-        return self.train
-
-    def val_dataloader(self) -> Any:
-        return self.ds.loader(self.ds.plan(global_batch=200, lanes=8, shuffle="none"))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.position = state["position"]
+from shardkit.integrations.lightning import PlanDataModule
 
 
 class Model(lightning.LightningModule):
-    def __init__(self, points: Points) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.points, self.layer = points, torch.nn.Linear(8, 2)
+        self.layer = torch.nn.Linear(8, 2)
 
     def training_step(self, batch: Any, _: int) -> torch.Tensor:
-        self.points.position = self.points.train.state_dict(
-            after=batch
-        )  # however far Lightning has read ahead
         return torch.nn.functional.cross_entropy(self.layer(batch["x"]), batch["y"])
 
     def validation_step(self, batch: Any, _: int) -> None:
@@ -65,7 +37,11 @@ def main() -> None:
     options = parse_arguments()
     os.environ.setdefault("TORCHELASTIC_RUN_ID", "example")  # ranks come from outside, as with torchrun
     lightning.seed_everything(0)
-    points = Points(options.data, options.run)
+    ds = open_points(options.data)
+    data = PlanDataModule(
+        lambda: ds.loader(ds.plan(global_batch=32, lanes=8, seed=1), run=options.run),
+        lambda: ds.loader(ds.plan(global_batch=200, lanes=8, shuffle="none"), restart=True),
+    )
     checkpoints = ModelCheckpoint(
         options.run / "lightning", every_n_train_steps=5, save_last=True, save_top_k=0
     )
@@ -75,9 +51,7 @@ def main() -> None:
         logger=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=options.run,
     )  # fmt: skip
     last = options.run / "lightning" / "last.ckpt"
-    trainer.fit(
-        Model(points), datamodule=points, ckpt_path=str(last) if last.exists() else None, weights_only=False
-    )
+    trainer.fit(Model(), datamodule=data, ckpt_path=str(last) if last.exists() else None, weights_only=False)
 
 
 if __name__ == "__main__":
