@@ -32,12 +32,10 @@ class PlanDataModule(LightningDataModule):  # type: ignore[misc]
 
     def __init__(self, train: Callable[[], Any], validate: Callable[[], Any] | None = None) -> None:
         super().__init__()
-        self._train, self._validate = train, validate
+        self._train = train
+        if validate is not None:  # Lightning validates if there is such a method
+            self.val_dataloader = validate
 
     def train_dataloader(self) -> Any:
         """Return the training loader."""
         return self._train()
-
-    def val_dataloader(self) -> Any:
-        """Return the validation loader, if any."""
-        return [] if self._validate is None else self._validate()

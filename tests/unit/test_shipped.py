@@ -18,6 +18,8 @@ STARTS = (
     *(
         "shardkit.testing.store_conformance",
         "shardkit.testing.memory_store",
+        "shardkit.integrations.transformers",
+        "shardkit.integrations.lightning",
     ),
 )
 
