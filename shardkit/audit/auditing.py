@@ -26,7 +26,8 @@ from shardkit.audit.run_record import (
     load_run,
     read_settings,
 )
-from shardkit.copies.verify import Level, verify
+from shardkit.copies.shard_checks import Level
+from shardkit.copies.verify import verify
 from shardkit.errors import ShardkitError
 from shardkit.ledger import MASKED, SUBSTITUTED, setting_differences
 from shardkit.ledger.bindings import CHECKPOINT, CONFIGURATION, DEALT

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from shardkit.copies.documents import log_conflict
+from shardkit.copies.mirroring import log_conflict
 from shardkit.copies.placement import Holdings
 from shardkit.copies.replicate import mirror
 from shardkit.errors import (

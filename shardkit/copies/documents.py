@@ -14,11 +14,8 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from shardkit.errors import FormatError, IntegrityError, MissingDependency, NotFoundError, ShardkitError
-from shardkit.formats.canonical_json import loads, sha256_digest
-from shardkit.reading.adopted import location_name
-from shardkit.reading.inventory import MAX_RECORD_BYTES, parse_version_record, version_record_name
+from shardkit.formats.canonical_json import sha256_digest
 from shardkit.reading.objects import ROOT_NAME, Location
-from shardkit.reading.parity.sets import SetRecord
 from shardkit.repository.location_table import (
     COPY_NAME,
     SPARES,
@@ -26,10 +23,8 @@ from shardkit.repository.location_table import (
     CopyMark,
     LocationRecord,
     LocationTable,
-    find_sibling_copies,
     location_of,
     read_mark,
-    read_table,
 )
 from shardkit.repository.log import (
     IDENTITY_NAME,
@@ -43,14 +38,9 @@ from shardkit.repository.log import (
     identity_named_by,
 )
 from shardkit.stores.store import Store
-from shardkit.stores.vacancy import check_vacant
 
 _DAMAGED: Final = (NotFoundError, IntegrityError, FormatError)
 _AT_ONCE: Final = 16
-_MAX_ERASURE_BYTES: Final = 2**28
-_MAX_PLACE_BYTES: Final = 2**20
-_MIRRORED: Final = ("locations/", "parity/", "erasures/")
-"""Folders of small documents that copies get from the root."""
 
 
 class BadCopy(NamedTuple):
@@ -217,7 +207,7 @@ def _put(one: _Put) -> Iterator[Healed]:
 def check_documents(root: Store, more: Sequence[LocationRecord]) -> Documents:
     """Check the documents of a root and of its copies; nothing is written."""
     found = Documents()
-    repository = _repository_id(root)
+    repository = repository_id(root)
     if not repository or root.head(COPY_NAME) is not None:
         return found  # whoever opens it says what is wrong with it
     tables = [_held(ROOT_NAME, root, row, repository) for row in (TABLES, SPARES)]
@@ -261,7 +251,7 @@ def check_documents(root: Store, more: Sequence[LocationRecord]) -> Documents:
     return found
 
 
-def _repository_id(root: Store) -> str:
+def repository_id(root: Store) -> str:
     """By the identity, else by the first good document that names it; "" where there is none."""
     with contextlib.suppress(*_DAMAGED):
         return identity_in(root).id
@@ -446,112 +436,3 @@ def _identities(
                 was = "missing" if store.head(IDENTITY_NAME) is None else "wrong"
                 data = good.to_bytes()
                 found.puts.append(_Put(name, store, IDENTITY_NAME, data, was, source or ROOT_NAME))
-
-
-def log_conflict(root: Store, copy: Store) -> str:
-    """Return why a copy's log is not the beginning of the root's, "" if it is.
-
-    The copy is listed first: a commit that is made meanwhile is in the root before it is in a copy.
-    """
-    held = list(copy.list_after(LOG.prefix))
-    foreign = sorted(set(held) - set(root.list_after(LOG.prefix)))
-    repair = f"the root lost entries of its log; run: shardkit repair {root.url}"
-    if foreign:
-        return f"{copy.url} has {foreign[0]}, which {root.url} does not have: {repair}"
-    last = max(held, default="")
-    if last and copy.get(last, max_bytes=MAX_ENTRY_BYTES) != root.get(last, max_bytes=MAX_ENTRY_BYTES):
-        return f"{last} in {copy.url} is not the one in {root.url}: {repair}"
-    return ""
-
-
-def mirror_log(root: Store, copy: Store) -> int:
-    """Copy the entries that a copy lacks and return their number."""
-    conflict = log_conflict(root, copy)
-    if conflict:
-        raise IntegrityError(conflict)
-    missing = sorted(set(root.list_after(LOG.prefix)) - set(copy.list_after(LOG.prefix)))
-    for name in missing:
-        data = root.get(name, max_bytes=MAX_ENTRY_BYTES)
-        LogEntry.from_bytes(data, f"{name} in {root.url}")  # a copy gets nothing damaged
-        if not copy.put_new(name, data) and copy.get(name, max_bytes=MAX_ENTRY_BYTES) != data:
-            raise IntegrityError(f"{name} in {copy.url} is another one; run: shardkit repair {root.url}")
-    return len(missing)
-
-
-def mirror_documents(root: Store, copy: Store) -> list[tuple[str, str]]:
-    """Copy the documents that a copy lacks or has otherwise; a damaged one of the root comes from the copy.
-
-    Returns:
-        (name, "missing" or "wrong") of each.
-    """
-    done: list[tuple[str, str]] = []
-    for folder in _MIRRORED:
-        held = set(copy.list_after(folder))
-        for name in root.list_after(folder):
-            if name.startswith(SPARES.prefix) or (name in held and TABLES.number(name) is not None):
-                continue  # spares are the root's; tables never change
-            data, other = _sound_bytes(root, name), _sound_bytes(copy, name) if name in held else None
-            if data is None:
-                if other is not None and root.head(name) is not None:
-                    root.replace(name, other)
-            elif data != other:
-                if name in held:
-                    copy.replace(name, data)
-                elif not copy.put_new(name, data):
-                    continue  # somebody else copies it
-                done.append((name, "wrong" if name in held else "missing"))
-    return done
-
-
-def _sound_bytes(store: Store, name: str) -> bytes | None:
-    """The bytes of a document that is what its name says; None if it is damaged, gone or another one."""
-    limit = MAX_RECORD_BYTES if name.startswith("parity/") else _MAX_PLACE_BYTES
-    with contextlib.suppress(ShardkitError):
-        data = store.get(name, max_bytes=_MAX_ERASURE_BYTES if name.startswith("erasures/") else limit)
-        check_document(name, data)
-        return data
-    return None
-
-
-def check_document(name: str, data: bytes) -> None:
-    """Raise FormatError if a document is not the one that its name says: whole, but of another set, part or tar."""
-    said = name
-    if name.startswith("parity/sets/"):
-        said = SetRecord.from_bytes(data, name).set.record_name
-    elif name.startswith("parity/versions/"):
-        said = version_record_name(parse_version_record(data, name)[0])
-    elif name.startswith("locations/") and TABLES.number(name) is None:
-        value = loads(data, _MAX_PLACE_BYTES)
-        table = value if isinstance(value, dict) else {}
-        said = location_name(str(table.get("manifest", table.get("digest"))))
-    elif name.startswith("locations/"):
-        LocationTable.from_bytes(data, name)
-    else:
-        loads(data, _MAX_ERASURE_BYTES)
-    if said != name:
-        raise FormatError(f"{name} is the document of {said}; run: shardkit repair")
-
-
-def restore_lost_root(root: Store, more: Sequence[LocationRecord]) -> list[Healed]:
-    """Give a root that has neither identity nor log nor tables the documents of a copy, the tables last.
-
-    The rest is repaired as ever from then on. Copies are those in `more`, else those in folders next to the root.
-    """
-    if _repository_id(root):
-        return []
-    done: list[Healed] = []
-    for record in more or find_sibling_copies(root):
-        with contextlib.suppress(*_DAMAGED):
-            copy = location_of(record).store
-            mark = read_mark(copy)
-            table = read_table(copy, mark.repository) if mark else None
-            if table is None:
-                continue
-            check_vacant(root.url, "dataset")
-            for folder in reversed(_MIRRORED):
-                for name in sorted(copy.list_after(folder), reverse=True):
-                    data = _sound_bytes(copy, name)
-                    if data is not None and root.put_new(name, data):
-                        done.append(Healed(ROOT_NAME, name, "missing", record.name, len(data)))
-            break
-    return done

@@ -24,7 +24,8 @@ from shardkit.reading.inventory import (
 from shardkit.reading.objects import check_object
 from shardkit.reading.parity.rebuilding import encode_set
 from shardkit.reading.parity.sets import ParitySet, read_record, sets_of
-from shardkit.repository.location_table import LocationTable, open_locations
+from shardkit.repository.location_table import LocationTable
+from shardkit.repository.opening import open_locations
 from shardkit.repository.repository import Repository
 from shardkit.stores.store import Store, put_over
 from shardkit.stores.waiting import RateLimiter

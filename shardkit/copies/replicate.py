@@ -15,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from shardkit.copies.documents import Healed, Unchecked, mirror_documents, mirror_log
+from shardkit.copies.documents import Healed, Unchecked
+from shardkit.copies.mirroring import log_conflict, mirror_documents, mirror_log
 from shardkit.copies.parity_encoding import encode_parity
 from shardkit.copies.placement import (
     Holding,
@@ -27,7 +28,8 @@ from shardkit.copies.placement import (
     live_versions,
     look,
 )
-from shardkit.copies.repair import CheckSettings, repair_listed
+from shardkit.copies.repair import repair_listed
+from shardkit.copies.repair_results import CheckSettings
 from shardkit.errors import (
     FormatError,
     IntegrityError,
@@ -40,14 +42,9 @@ from shardkit.errors import (
 from shardkit.exit_codes import ExitCode
 from shardkit.reading.adopted import AdoptedStore
 from shardkit.reading.objects import ROOT_NAME, Depth, Location, copy_object
-from shardkit.repository.location_table import (
-    LocationTable,
-    location_of,
-    open_locations,
-    read_mark,
-    read_table,
-)
-from shardkit.repository.log import LOG, LogEntry
+from shardkit.repository.location_table import LocationTable, location_of, read_mark, read_table
+from shardkit.repository.log import LogEntry
+from shardkit.repository.opening import open_locations
 from shardkit.repository.repository import Repository
 from shardkit.stores.store import root_store
 from shardkit.stores.waiting import RateLimiter
@@ -329,7 +326,7 @@ def _copies_of_commit(repository: Repository, versions: Sequence[str]) -> Callab
     table = read_table(root_store(repository.store), repository.id)
     if table is None or not table.others:
         return lambda: None
-    _check_no_copy_is_ahead(repository, table)
+    _check_logs(repository, table)
     mode = table.policy.mode
     if mode == "async":
         return lambda: None
@@ -343,20 +340,16 @@ def _copies_of_commit(repository: Repository, versions: Sequence[str]) -> Callab
     return follow_up
 
 
-def _check_no_copy_is_ahead(repository: Repository, table: LocationTable) -> None:
-    """Refuse to commit after a head that is not the newest: a copy has entries that the root lost."""
-    head, root = repository.head(), root_store(repository.store)
-    newest = LOG.name(head.n) if head else ""
+def _check_logs(repository: Repository, table: LocationTable) -> None:
+    """Refuse to commit if a copy's log has entries that the root lost: the commit would fork the log."""
     for record in table.others:
-        ahead: str | None = None
+        conflict = ""
         with contextlib.suppress(ShardkitError):  # a copy that does not answer says nothing
-            store = location_of(record).store
-            ahead = next(iter(store.list_after(LOG.prefix, newest)), None)
-        if ahead is not None and root.head(ahead) is None and read_mark(store) is not None:
-            raise IntegrityError(
-                f"{record.name} at {record.url} has {ahead}, which {root.url} does not have: the root lost entries of "
-                f"its log; run: shardkit repair {root.url}"
-            )
+            copy = location_of(record).store
+            if read_mark(copy) is not None:
+                conflict = log_conflict(root_store(repository.store), copy)
+        if conflict:
+            raise IntegrityError(f"nothing was committed: {conflict}")
 
 
 def _copy_before_commit(repository: Repository, table: LocationTable, versions: Sequence[str]) -> None:

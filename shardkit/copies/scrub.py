@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from shardkit.copies.documents import BadCopy, Unchecked
-from shardkit.copies.repair import CheckSettings, Placed, Repair, Repairer
+from shardkit.copies.repair_results import CheckSettings, Placed, Repair
+from shardkit.copies.repairer import Repairer
 from shardkit.errors import UsageError
 from shardkit.exit_codes import ExitCode
 from shardkit.formats.canonical_json import utc_text

@@ -27,18 +27,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
-from typing import Literal
 
 import numpy as np
 
-from shardkit.copies.documents import log_conflict
+from shardkit.copies.mirroring import log_conflict
+from shardkit.copies.shard_checks import LEVELS, Finding, Level, ShardCheck, failed_finding, finding_of
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError, UsageError
 from shardkit.exit_codes import ExitCode
-from shardkit.formats import ShardIndex, read_block, verify_block
 from shardkit.formats.canonical_json import sha256_digest, utc_text
-from shardkit.manifest import Manifest, ShardTable, check_against
+from shardkit.manifest import ShardTable, check_against
 from shardkit.ranges import duration_text
-from shardkit.reading.adopted import AdoptedStore, adopted_place, with_adopted_tars
+from shardkit.reading.adopted import with_adopted_tars
 from shardkit.reading.attestations import read_attestations
 from shardkit.reading.inventory import (
     Inventory,
@@ -47,7 +46,7 @@ from shardkit.reading.inventory import (
     take_inventory,
     version_record_name,
 )
-from shardkit.reading.objects import ROOT_NAME, CheckResult, Depth, check_object
+from shardkit.reading.objects import ROOT_NAME, Depth, check_object
 from shardkit.reading.parity.sets import known_sets, read_record
 from shardkit.repository.location_table import (
     SPARES,
@@ -69,42 +68,11 @@ from shardkit.repository.log import (
 from shardkit.repository.policy import Policy
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import find_part, load_shard_selection
-from shardkit.stores.store import Store, object_name, parse_object_name, read_object, root_store
+from shardkit.stores.store import Store, object_name, root_store
 
-Level = Literal["list", "attested", "stored", "read", "decode"]
-"""How deep to check; `LEVELS` from the least to the most."""
-
-LEVELS: tuple[Level, ...] = ("list", "attested", "stored", "read", "decode")
-"""Listed; vouched for by a scrub; the checksum that the store keeps; every byte; every sample decoded."""
-
-_RESTORE = "run: shardkit repair (another copy, or parity), or build again: it rewrites objects whose bytes are wrong"
-_RESTORE_ADOPTED = "put the tar back as it was when it was adopted, or adopt it as it is now: shardkit adopt"
 _RESTORE_LOG = (
     "restore it from a copy of the root; without one, its objects are still named by the good entries"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that is wrong, or that could not be checked.
-
-    Attributes:
-        name: of the object in its store.
-        expected: what the manifest, page or log says.
-        got: what was found instead.
-        action: what to do next.
-        blocks: damaged blocks of a shard, where they could be told apart.
-        rows: samples of the shard that are lost with it; 0 for other objects.
-        is_damage: False where the store did not answer: nothing is known about the object then.
-    """
-
-    name: str
-    expected: str
-    got: str
-    action: str
-    blocks: tuple[int, ...] = ()
-    rows: int = 0
-    is_damage: bool = True
 
 
 @dataclass(frozen=True)
@@ -202,11 +170,11 @@ class _Verifier:
         self.findings: list[Finding] = []
         self.versions: dict[str, str] = {}
         self.entries = self.metadata = 0
-        self.shards: dict[tuple[str, str], _Shard] = {}
+        self.shards: dict[tuple[str, str], ShardCheck] = {}
         self._seen: set[str] = set()
 
     def failed(self, name: str, expected: str, error: ShardkitError, *, rows: int = 0) -> None:
-        self.findings.append(_failed(name, expected, error, rows=rows))
+        self.findings.append(failed_finding(name, expected, error, rows=rows))
 
     def check_log(self, repository: Repository, ref: str | None) -> None:
         """Check every entry and the chain; so which versions there are, by the newest good entry."""
@@ -225,7 +193,7 @@ class _Verifier:
                 ):
                     raise IntegrityError(f"it follows another {IDENTITY_NAME}")
             except ShardkitError as error:
-                finding = _failed(name, f"log entry {number}", error)
+                finding = failed_finding(name, f"log entry {number}", error)
                 self.findings.append(dataclasses.replace(finding, action=_RESTORE_LOG))
                 earlier = None
                 continue
@@ -294,7 +262,7 @@ class _Verifier:
                 depth: Depth = "list" if level in ("list", "attested") else "read"
                 found = check_object(store, parity.name, parity.size, depth)
                 if not found.is_good:
-                    self.findings.append(_finding(parity.name, found))
+                    self.findings.append(finding_of(parity.name, found))
 
     def check_version(self, repository: Repository, manifest_id: str, level: Level) -> None:
         """Read the metadata of a version and its parts, and note its shards."""
@@ -328,7 +296,7 @@ class _Verifier:
         store = with_adopted_tars(repository.store, manifest)
         rows = zip(inventory.shards, inventory.indexes, inventory.shard_rows, strict=True)
         for found, index, count in rows:
-            shard = _Shard(store, manifest, found.name, found.size, index.name, index.size, count)
+            shard = ShardCheck(store, manifest, found.name, found.size, index.name, index.size, count)
             self.shards.setdefault((found.name, index.name), shard)
         for table in inventory.tables:
             self._check_selections(repository, table)
@@ -350,7 +318,7 @@ class _Verifier:
                 self.failed(object_name(digest, "selection"), digest, error, rows=rows)
 
 
-def _choose(shards: list[_Shard], share: Fraction, seed: str) -> list[_Shard]:
+def _choose(shards: list[ShardCheck], share: Fraction, seed: str) -> list[ShardCheck]:
     """The share of the shards whose names, hashed with the seed, come first."""
     wanted = ceil(len(shards) * share)
     if wanted == len(shards):
@@ -360,7 +328,7 @@ def _choose(shards: list[_Shard], share: Fraction, seed: str) -> list[_Shard]:
     return [one for one in shards if one.name in chosen]
 
 
-def _attested(repository: Repository, shards: list[_Shard]) -> list[Finding]:
+def _attested(repository: Repository, shards: list[ShardCheck]) -> list[Finding]:
     """What nobody has checked within the policy's age, and what was bad when somebody did."""
     store = root_store(repository.store)
     looks = read_attestations([store]).get(own_name(store), {})
@@ -384,134 +352,7 @@ def _attested(repository: Repository, shards: list[_Shard]) -> list[Finding]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Shard:
-    """What a page says of one shard, and where it lies."""
-
-    store: Store
-    manifest: Manifest
-    name: str
-    size: int
-    index_name: str
-    index_size: int
-    rows: int
-
-    def is_read(self, level: Level) -> bool:
-        """Whether every byte is read at a level: at "stored", files of this machine are."""
-        return level in ("read", "decode") or (level == "stored" and self._is_file(self.name))
-
-    def _is_file(self, name: str) -> bool:
-        try:
-            return self.store.local_path(name) is not None
-        except ShardkitError:
-            return False
-
-    def check(self, level: Level) -> list[Finding]:
-        """What is wrong with the shard and its index."""
-        if self.is_read(level):
-            index, found = self._index()
-            found += self._placed(self._bytes(index))
-            if level == "decode" and not found and index is not None:
-                found = self._placed(self._samples(index))
-            return found
-        if level == "stored":
-            found = self._placed(self._check(self.name, None, "stored"))
-            found += self._check(self.index_name, None, "stored")
-            if found:
-                return found
-        found = self._placed(self._check(self.name, self.size, "list"))
-        return found + self._check(self.index_name, self.index_size, "list")
-
-    def _check(self, name: str, size: int | None, depth: Depth) -> list[Finding]:
-        found = check_object(self.store, name, size, depth, may_read=self._is_file(name))
-        if found.is_good:
-            return []
-        if found.result == "unreadable" and found.error is None:
-            got = self.store.rewritten(name) if isinstance(self.store, AdoptedStore) else None
-            got = got or f"{self.store.url} keeps no checksums of its objects"
-            return [Finding(name, found.expected, got, "check with --level read", is_damage=False)]
-        return [
-            _finding(name, found if depth == "list" else found._replace(expected=parse_object_name(name)[0]))
-        ]
-
-    def _placed(self, findings: list[Finding]) -> list[Finding]:
-        """What was found of an adopted tar, by the name that its owner knows it by."""
-        place = adopted_place(self.store, self.name)
-        if place is None:
-            return findings
-        return [
-            dataclasses.replace(
-                found, name=place, action=_RESTORE_ADOPTED if found.is_damage else found.action
-            )
-            for found in findings
-        ]
-
-    def _index(self) -> tuple[ShardIndex | None, list[Finding]]:
-        digest, _ = parse_object_name(self.index_name)
-        try:
-            index = ShardIndex.from_bytes(read_object(self.store, digest, "index", self.index_size))
-            facts = (index.rows, index.shard_size, index.format, index.compression)
-            expected = (self.rows, self.size, self.manifest.format, self.manifest.compression)
-            if facts != expected:
-                raise FormatError(f"it describes another shard: {facts}, the page says {expected}")
-        except ShardkitError as error:
-            expected_of = f"the index of {self.name}, {digest}"
-            return None, [_failed(self.index_name, expected_of, error, rows=self.rows)]
-        return index, []
-
-    def _bytes(self, index: ShardIndex | None) -> list[Finding]:
-        found = check_object(self.store, self.name, self.size, "read")
-        if found.is_good:
-            return []
-        if found.error is not None or found.result == "missing" or index is None:
-            return [_finding(self.name, found, rows=self.rows)]
-        damaged = []
-        for block in range(index.blocks):
-            try:
-                verify_block(self._stored_block(index, block), index, block, verify="strong")
-            except ShardkitError:
-                damaged.append(block)
-        rows = sum(int(index.block_start[b + 1] - index.block_start[b]) for b in damaged)
-        return [_finding(self.name, found, blocks=tuple(damaged), rows=rows)]
-
-    def _stored_block(self, index: ShardIndex, block: int) -> bytes:
-        offset, size = int(index.block_offset[block]), int(index.block_size[block])
-        return self.store.get_range(self.name, offset, size)
-
-    def _samples(self, index: ShardIndex) -> list[Finding]:
-        found = []
-        for block in range(index.blocks):
-            rows = int(index.block_start[block + 1] - index.block_start[block])
-            row = 0
-            try:
-                decoded = read_block(self._stored_block(index, block), index, block, verify="strong")
-                for row in range(rows):
-                    decoded.sample(row)
-            except ShardkitError as error:
-                key = index.key(int(index.block_start[block]) + row)
-                expected = f"samples that decode (block {block}, sample {key!r})"
-                found.append(_failed(self.name, expected, error, blocks=(block,), rows=rows))
-        return found
-
-
 def _wrong_document(name: str, expected: str, error: ShardkitError) -> Finding:
     """The finding of a document; whatever hinders reading it, such as a symbolic link, a repair puts right."""
     got = "nothing of that name" if isinstance(error, NotFoundError) else str(error)
     return Finding(name, expected, got, "run: shardkit repair")
-
-
-def _finding(name: str, found: CheckResult, *, blocks: tuple[int, ...] = (), rows: int = 0) -> Finding:
-    if found.error is not None:
-        return _failed(name, found.expected, found.error, rows=rows)
-    return Finding(name, found.expected, found.got, _RESTORE, blocks, rows)
-
-
-def _failed(
-    name: str, expected: str, error: ShardkitError, *, blocks: tuple[int, ...] = (), rows: int = 0
-) -> Finding:
-    """The finding that an error amounts to: damage, or a store that does not answer."""
-    if isinstance(error, NotFoundError):
-        return Finding(name, expected, "nothing of that name", _RESTORE, blocks, rows)
-    if isinstance(error, (IntegrityError, FormatError)):
-        return Finding(name, expected, str(error), _RESTORE, blocks, rows)
-    return Finding(name, expected, str(error), "look at the disk, then verify again", is_damage=False)

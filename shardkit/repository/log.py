@@ -136,10 +136,9 @@ class Row(Generic[Document_co]):
         return read_checked(store, self.name(number), parse, max_bytes=self.max_bytes)
 
     def put(self, store: Store, document: Numbered, *, what: str, then: str) -> bool:
-        """Put the next document: True when it is durably there, False when another has its number.
+        """Put the next document durably. Return False if another document has its number.
 
-        After an error it is read back and compared, never guessed at: each holds random bits that no other has. Ours
-        is put again: that it exists then also says that it is durable.
+        After an error, it is read back and compared. Ours is put again: if it exists then, it is also durable.
         """
         name, data = self.name(document.n), document.to_bytes()
         failure: StoreError | None = None

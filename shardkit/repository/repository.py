@@ -26,13 +26,6 @@ from shardkit.reading.located_store import Locations, locate
 from shardkit.reading.objects import is_good, publish
 from shardkit.reading.read_path import ReadSettings
 from shardkit.repository.garbage import check_not_deleted
-from shardkit.repository.location_table import (
-    check_log_is_not_lost,
-    check_root_is_not_lost,
-    over_all,
-    read_identity,
-    refuse_copy,
-)
 from shardkit.repository.log import (
     IDENTITY_NAME,
     LOG,
@@ -44,6 +37,13 @@ from shardkit.repository.log import (
     LogEntry,
     check_ref_name,
     first_identity,
+)
+from shardkit.repository.opening import (
+    check_log_is_not_lost,
+    check_root_is_not_lost,
+    over_all,
+    read_identity,
+    refuse_copy,
 )
 from shardkit.stores.local import LocalStore, open_store
 from shardkit.stores.store import (

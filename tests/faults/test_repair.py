@@ -19,7 +19,8 @@ import pytest
 
 import shardkit
 from shardkit.copies.parity_encoding import encode_sets
-from shardkit.copies.repair import CheckSettings, repair
+from shardkit.copies.repair import repair
+from shardkit.copies.repair_results import CheckSettings
 from shardkit.copies.scrub import scrub
 from shardkit.copies.verify import verify
 from shardkit.dataset.removing import erase

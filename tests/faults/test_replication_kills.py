@@ -18,7 +18,7 @@ import shardkit
 from shardkit.copies.collecting import collect
 from shardkit.copies.place import Change, place
 from shardkit.copies.placement import find_needed, live_versions, look
-from shardkit.copies.repair import CheckSettings
+from shardkit.copies.repair_results import CheckSettings
 from shardkit.copies.replicate import replicate
 from shardkit.errors import ShardkitError
 from shardkit.reading.inventory import take_inventory
@@ -40,7 +40,7 @@ from shardkit.copies.collecting import collect
 from shardkit.stores.file_operations import substituted
 from shardkit.repository.location_table import LocationRecord
 from shardkit.copies.place import Change, place
-from shardkit.copies.repair import CheckSettings
+from shardkit.copies.repair_results import CheckSettings
 from shardkit.copies.replicate import replicate
 from tests.faults.killed_operations import KilledOperations, run_in_child
 

@@ -11,7 +11,8 @@ from typing import Any, Self
 import pytest
 
 import shardkit
-from shardkit.copies.repair import CheckSettings, repair
+from shardkit.copies.repair import repair
+from shardkit.copies.repair_results import CheckSettings
 from shardkit.copies.replicate import replicate
 from shardkit.copies.scrub import scrub
 from shardkit.errors import ConfigurationError

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 from unittest import mock
 
-from shardkit.copies import collecting, place, placement, repair, replicate
+from shardkit.copies import collecting, place, placement, repairer, replicate
 from shardkit.dataset import erasing, removing, store_survey
 from shardkit.dataset.rewriting import Journal
 from shardkit.errors import StoreError
@@ -218,9 +218,9 @@ def _needs(kind: str) -> Patch:
 
 def _placed(kind: str) -> Patch:
     """Repair does not look at a kind of objects."""
-    real = repair.Repairer.placed
+    real = repairer.Repairer.placed
     return _replaced(
-        repair.Repairer, "placed", lambda self: (one for one in real(self) if not one.name.endswith(kind))
+        repairer.Repairer, "placed", lambda self: (one for one in real(self) if not one.name.endswith(kind))
     )
 
 
@@ -270,7 +270,7 @@ MUTATIONS: Final[dict[str, Patch]] = {
     "put-if-absent puts over": _replaced(object_store.ObjectStore, "put_new", _put_over),
     "what exists after a lost answer is ours": _replaced(object_store.ObjectStore, "_is_mine", _always),
     "an object's digest is not checked": _replaced(inventory, "read_object", _unchecked_get),
-    "a copy is not checked": _both(replicate, repair, "copy_object", _unchecked_copy),
+    "a copy is not checked": _both(replicate, repairer, "copy_object", _unchecked_copy),
     "blocks are not checked": _blocks_unchecked,
     "surplus goes without a look at what stays": _replaced(place, "drop_surplus", _moved_at_once),
     "commits do not look at collections": _replaced(committing, "check_not_deleted", _nothing),
@@ -290,7 +290,7 @@ MUTATIONS: Final[dict[str, Patch]] = {
     "the last commit wins": _replaced(committing.Changes, "apply", _last_one_wins),
     "marking ignores tags": _replaced(collecting, "mark_live", _mark_refs),
     "tags may be moved": _replaced(committing.Changes, "_add_tags", _move_tags),
-    "repair believes what is there": _replaced(repair, "check_object", _listed),
+    "repair believes what is there": _replaced(repairer, "check_object", _listed),
     "a killed erasure is forgotten": _replaced(removing, "finish_erasures", _no_reports),
     "an erasure begins without a note": _replaced(Journal, "begin", _nothing),
     "erasing leaves the parity": _replaced(erasing, "delete_parity", _nothing),

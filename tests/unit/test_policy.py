@@ -24,11 +24,11 @@ from shardkit.repository.location_table import (
     LocationTable,
     commit_table,
     first_root,
-    open_locations,
     prepare_copy,
     read_table,
     read_tables,
 )
+from shardkit.repository.opening import open_locations
 from shardkit.repository.policy import Critical, Parity, Policy
 from shardkit.repository.repository import Repository
 from shardkit.stores.local import LocalStore

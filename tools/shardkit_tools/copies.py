@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from shardkit.copies.parity_encoding import encode_parity
 from shardkit.copies.place import Change, place
 from shardkit.copies.placement import live_versions, unknown_strata
-from shardkit.copies.repair import CheckAll, CheckSettings, CopyCheck
+from shardkit.copies.repair_results import CheckAll, CheckSettings, CopyCheck
 from shardkit.copies.replicate import CopyAll, CopyTask, Replication, copy_task, replicate
 from shardkit.errors import ConfigurationError, ShardkitError, StoreError, UsageError
 from shardkit.exit_codes import ExitCode

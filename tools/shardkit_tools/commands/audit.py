@@ -28,7 +28,7 @@ from shardkit.audit import (
 from shardkit.audit.plans import RunPlan
 from shardkit.audit.result import HEADINGS, facts_of
 from shardkit.audit.run_record import RunRecord
-from shardkit.copies.verify import Level
+from shardkit.copies.shard_checks import Level
 from shardkit.dataset.lookups import list_samples
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, UsageError
 from shardkit.exit_codes import ExitCode

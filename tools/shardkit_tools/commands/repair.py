@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from shardkit.copies.documents import Lost, Unchecked
-from shardkit.copies.repair import Repair
 from shardkit.copies.repair import repair as repair_root
+from shardkit.copies.repair_results import Repair
 from shardkit.copies.scrub import Scrub
 from shardkit.repository.log import parse_dataset_url
 from shardkit_tools import console, options

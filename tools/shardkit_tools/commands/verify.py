@@ -5,7 +5,8 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Annotated
 
-from shardkit.copies.verify import Finding, Level, Verification
+from shardkit.copies.shard_checks import Finding, Level
+from shardkit.copies.verify import Verification
 from shardkit.copies.verify import verify as verify_dataset
 from shardkit.errors import UsageError
 from shardkit_tools import console, options

@@ -1,0 +1,180 @@
+"""Check one shard and its index at a level, and say what is wrong as findings."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
+from shardkit.formats import ShardIndex, read_block, verify_block
+from shardkit.manifest import Manifest
+from shardkit.reading.adopted import AdoptedStore, adopted_place
+from shardkit.reading.objects import CheckResult, Depth, check_object
+from shardkit.stores.store import Store, parse_object_name, read_object
+
+Level = Literal["list", "attested", "stored", "read", "decode"]
+"""How deep to check; `LEVELS` from the least to the most."""
+
+
+LEVELS: tuple[Level, ...] = ("list", "attested", "stored", "read", "decode")
+"""Listed; vouched for by a scrub; the checksum that the store keeps; every byte; every sample decoded."""
+
+
+_RESTORE = "run: shardkit repair (another copy, or parity), or build again: it rewrites objects whose bytes are wrong"
+
+
+_RESTORE_ADOPTED = "put the tar back as it was when it was adopted, or adopt it as it is now: shardkit adopt"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong, or that could not be checked.
+
+    Attributes:
+        name: of the object in its store.
+        expected: what the manifest, page or log says.
+        got: what was found instead.
+        action: what to do next.
+        blocks: damaged blocks of a shard, where they could be told apart.
+        rows: samples of the shard that are lost with it; 0 for other objects.
+        is_damage: False where the store did not answer: nothing is known about the object then.
+    """
+
+    name: str
+    expected: str
+    got: str
+    action: str
+    blocks: tuple[int, ...] = ()
+    rows: int = 0
+    is_damage: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ShardCheck:
+    """What a page says of one shard, and where it lies."""
+
+    store: Store
+    manifest: Manifest
+    name: str
+    size: int
+    index_name: str
+    index_size: int
+    rows: int
+
+    def is_read(self, level: Level) -> bool:
+        """Whether every byte is read at a level: at "stored", files of this machine are."""
+        return level in ("read", "decode") or (level == "stored" and self._is_file(self.name))
+
+    def _is_file(self, name: str) -> bool:
+        try:
+            return self.store.local_path(name) is not None
+        except ShardkitError:
+            return False
+
+    def check(self, level: Level) -> list[Finding]:
+        """What is wrong with the shard and its index."""
+        if self.is_read(level):
+            index, found = self._index()
+            found += self._placed(self._bytes(index))
+            if level == "decode" and not found and index is not None:
+                found = self._placed(self._samples(index))
+            return found
+        if level == "stored":
+            found = self._placed(self._check(self.name, None, "stored"))
+            found += self._check(self.index_name, None, "stored")
+            if found:
+                return found
+        found = self._placed(self._check(self.name, self.size, "list"))
+        return found + self._check(self.index_name, self.index_size, "list")
+
+    def _check(self, name: str, size: int | None, depth: Depth) -> list[Finding]:
+        found = check_object(self.store, name, size, depth, may_read=self._is_file(name))
+        if found.is_good:
+            return []
+        if found.result == "unreadable" and found.error is None:
+            got = self.store.rewritten(name) if isinstance(self.store, AdoptedStore) else None
+            got = got or f"{self.store.url} keeps no checksums of its objects"
+            return [Finding(name, found.expected, got, "check with --level read", is_damage=False)]
+        return [
+            finding_of(
+                name, found if depth == "list" else found._replace(expected=parse_object_name(name)[0])
+            )
+        ]
+
+    def _placed(self, findings: list[Finding]) -> list[Finding]:
+        """What was found of an adopted tar, by the name that its owner knows it by."""
+        place = adopted_place(self.store, self.name)
+        if place is None:
+            return findings
+        return [
+            dataclasses.replace(
+                found, name=place, action=_RESTORE_ADOPTED if found.is_damage else found.action
+            )
+            for found in findings
+        ]
+
+    def _index(self) -> tuple[ShardIndex | None, list[Finding]]:
+        digest, _ = parse_object_name(self.index_name)
+        try:
+            index = ShardIndex.from_bytes(read_object(self.store, digest, "index", self.index_size))
+            facts = (index.rows, index.shard_size, index.format, index.compression)
+            expected = (self.rows, self.size, self.manifest.format, self.manifest.compression)
+            if facts != expected:
+                raise FormatError(f"it describes another shard: {facts}, the page says {expected}")
+        except ShardkitError as error:
+            expected_of = f"the index of {self.name}, {digest}"
+            return None, [failed_finding(self.index_name, expected_of, error, rows=self.rows)]
+        return index, []
+
+    def _bytes(self, index: ShardIndex | None) -> list[Finding]:
+        found = check_object(self.store, self.name, self.size, "read")
+        if found.is_good:
+            return []
+        if found.error is not None or found.result == "missing" or index is None:
+            return [finding_of(self.name, found, rows=self.rows)]
+        damaged = []
+        for block in range(index.blocks):
+            try:
+                verify_block(self._stored_block(index, block), index, block, verify="strong")
+            except ShardkitError:
+                damaged.append(block)
+        rows = sum(int(index.block_start[b + 1] - index.block_start[b]) for b in damaged)
+        return [finding_of(self.name, found, blocks=tuple(damaged), rows=rows)]
+
+    def _stored_block(self, index: ShardIndex, block: int) -> bytes:
+        offset, size = int(index.block_offset[block]), int(index.block_size[block])
+        return self.store.get_range(self.name, offset, size)
+
+    def _samples(self, index: ShardIndex) -> list[Finding]:
+        found = []
+        for block in range(index.blocks):
+            rows = int(index.block_start[block + 1] - index.block_start[block])
+            row = 0
+            try:
+                decoded = read_block(self._stored_block(index, block), index, block, verify="strong")
+                for row in range(rows):
+                    decoded.sample(row)
+            except ShardkitError as error:
+                key = index.key(int(index.block_start[block]) + row)
+                expected = f"samples that decode (block {block}, sample {key!r})"
+                found.append(failed_finding(self.name, expected, error, blocks=(block,), rows=rows))
+        return found
+
+
+def finding_of(name: str, found: CheckResult, *, blocks: tuple[int, ...] = (), rows: int = 0) -> Finding:
+    """Return the finding of a check that was not good."""
+    if found.error is not None:
+        return failed_finding(name, found.expected, found.error, rows=rows)
+    return Finding(name, found.expected, found.got, _RESTORE, blocks, rows)
+
+
+def failed_finding(
+    name: str, expected: str, error: ShardkitError, *, blocks: tuple[int, ...] = (), rows: int = 0
+) -> Finding:
+    """The finding that an error amounts to: damage, or a store that does not answer."""
+    if isinstance(error, NotFoundError):
+        return Finding(name, expected, "nothing of that name", _RESTORE, blocks, rows)
+    if isinstance(error, (IntegrityError, FormatError)):
+        return Finding(name, expected, str(error), _RESTORE, blocks, rows)
+    return Finding(name, expected, str(error), "look at the disk, then verify again", is_damage=False)

@@ -1,0 +1,180 @@
+"""What opening a root asks of its locations: its identity, whether it is lost, and the store to read from."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import os
+from typing import Final
+
+from shardkit.errors import (
+    IntegrityError,
+    MissingDependency,
+    NotFoundError,
+    ShardkitError,
+    StoreReadOnlyError,
+)
+from shardkit.reading.located_store import Locations, given_locations, locate
+from shardkit.reading.objects import ROOT_NAME, Location
+from shardkit.reading.read_path import ReadSettings
+from shardkit.repository.location_table import (
+    COPY_NAME,
+    LocationRecord,
+    LocationTable,
+    location_of,
+    own_name,
+    read_mark,
+    read_table,
+)
+from shardkit.repository.log import (
+    IDENTITY_NAME,
+    LOG,
+    Identity,
+    identity_in,
+)
+from shardkit.stores.local import open_store
+from shardkit.stores.store import Store, root_store, scheme_of
+
+
+def open_locations(root: Store, repository_id: str) -> list[Location]:
+    """All locations of a repository: the one where it was opened first, then the others in the table's order.
+
+    Locations that cannot be opened on this machine (a client is not installed) are left out.
+    """
+    store = root_store(root)
+    table = read_table(store, repository_id)
+    own = read_mark(store) if table is not None else None
+    record = (table.find(own.location) if own else table.root) if table else None
+    here = Location(
+        name=own.location if own else ROOT_NAME,
+        store=store,
+        domain=record.domain if record else ROOT_NAME,
+        rank=record.rank if record and own is None else 0,
+    )
+    return [here, *_others(table, here.name)]
+
+
+def _others(table: LocationTable | None, own: str, *, heal: bool = False) -> list[Location]:
+    found: list[Location] = []
+    for record in table.locations if table else ():
+        if record.name != own:
+            with contextlib.suppress(MissingDependency):
+                found.append(location_of(record, heal=heal))
+    return found
+
+
+def refuse_copy(store: Store, identity: Identity) -> None:
+    """Commits go to the root: two logs of one repository could never be joined again."""
+    mark = read_mark(root_store(store))
+    if mark is not None:
+        table = read_table(store, identity.id)
+        raise StoreReadOnlyError(
+            f"{store.url} is the copy {mark.location!r} of {table.root.url if table else 'another root'}; write there"
+        )
+
+
+def read_identity(store: Store, *, alone: bool = False) -> Identity:
+    """Return the identity of a root, read from one of its copies if the root's own is damaged or missing."""
+    try:
+        return identity_in(store)
+    except (NotFoundError, IntegrityError) as error:
+        found = None if alone else _identity_elsewhere(store)
+        if found is not None:
+            return found
+        if isinstance(error, IntegrityError):
+            raise
+        check_root_is_not_lost(store)
+        raise NotFoundError(
+            f"no dataset at {store.url}: expected {IDENTITY_NAME} in it; check the path, or run: shardkit build"
+        ) from None
+
+
+_MAX_SIBLINGS: Final = 10_000
+
+
+def find_sibling_copies(root: Store) -> list[LocationRecord]:
+    """Return the copies, in folders next to `root`, whose newest location table names it as their root.
+
+    A root that lost everything cannot say where its copies are; they still say whose copies they are.
+    """
+    found: list[LocationRecord] = []
+    if scheme_of(root.url):
+        return found
+    with contextlib.suppress(OSError), os.scandir(os.path.dirname(root.url)) as siblings:
+        for sibling in itertools.islice(siblings, _MAX_SIBLINGS):
+            if sibling.path == root.url or not os.path.isfile(os.path.join(sibling.path, COPY_NAME)):
+                continue
+            with contextlib.suppress(ShardkitError):
+                copy = open_store(sibling.path, read_only=True)
+                mark = read_mark(copy)
+                table = read_table(copy, mark.repository) if mark else None
+                record = table.find(mark.location) if mark and table else None
+                if table is not None and record is not None and table.root.url == root.url:
+                    found.append(dataclasses.replace(record, url=sibling.path))
+    return sorted(found, key=lambda one: one.name)
+
+
+def check_root_is_not_lost(root: Store) -> None:
+    """Raise IntegrityError if a root without an identity has copies next to it: it held their dataset."""
+    copies = find_sibling_copies(root)
+    if copies:
+        raise IntegrityError(
+            f"{root.url} has no {IDENTITY_NAME}, and {copies[0].url} is a copy of the dataset that was there: the root "
+            f"is lost; run: shardkit repair {root.url}"
+        )
+
+
+def check_log_is_not_lost(root: Store, repository_id: str) -> None:
+    """Raise IntegrityError if a root has no log and one of its copies has one."""
+    others: list[Location] = []
+    with contextlib.suppress(ShardkitError):
+        others = _others(read_table(root, repository_id), own_name(root))
+    others = others or [location_of(record) for record in find_sibling_copies(root)]
+    for location in others:
+        names: list[str] = []
+        with contextlib.suppress(ShardkitError):
+            names = list(location.store.list_after(LOG.prefix))
+        if names:
+            raise IntegrityError(
+                f"the log of {root.url} is lost; {location.name} at {location.store.url} has {len(names)} entries of "
+                f"it; run: shardkit repair {root.url}"
+            )
+
+
+def _identity_elsewhere(store: Store) -> Identity | None:
+    """The identity as a copy has it: the table of locations says of which repository it must be."""
+    with contextlib.suppress(ShardkitError):
+        table = read_table(store, None)
+        for location in _others(table, ROOT_NAME):
+            with contextlib.suppress(ShardkitError):
+                found = identity_in(location.store)
+                if table is not None and found.id == table.repository:
+                    return found
+    return None
+
+
+def over_all(
+    root: Store,
+    repository_id: str,
+    given: Locations | None,
+    settings: ReadSettings | None,
+    *,
+    heal: bool,
+    alone: bool,
+) -> Store:
+    """The store to read from: over the locations given and, unless `alone`, those that the root remembers.
+
+    Nothing that is read rests on the table: a damaged one costs a reader the other copies, not the data.
+    """
+    store, recorded, name = root_store(root), list[Location](), ROOT_NAME
+    with contextlib.suppress(ShardkitError):
+        table = None if alone else read_table(root, repository_id)
+        if table is not None:
+            mark = read_mark(root)
+            name = mark.location if mark else ROOT_NAME
+            recorded = _others(table, name, heal=heal)
+    others = given_locations(given, heal)
+    taken = {name, store.url}.union(*((one.name, one.store.url) for one in others))
+    others += [one for one in recorded if one.name not in taken and one.store.url not in taken]
+    return locate(store, others, settings=settings, heal=heal, name=name)
