@@ -250,7 +250,6 @@ class LogEntry(Numbered):
 
     def _body(self) -> dict[str, object]:
         return {
-            # Written only where there are some: an entry without has one spelling, the one of old.
             **({"withdrawn": dict(self.withdrawn)} if self.withdrawn else {}),
             **({"deletion": self.deletion.to_json()} if self.deletion else {}),
             "format": _FORMAT,

@@ -353,10 +353,9 @@ class World:
         if old is None or new is None or old == new:
             return
         manifest = json.loads(self.archive[object_name(new, "manifest")])
-        if manifest["parent"] not in (None, old) and "erased" not in manifest["build"]:
-            raise Violated(
-                f"main was {old}; its successor {new} follows {manifest['parent']}: an update is lost"
-            )
+        parent = manifest.get("parent", old)
+        if parent != old and "erased" not in manifest["build"]:
+            raise Violated(f"main was {old}; its successor {new} follows {parent}: an update is lost")
 
     def _note_too_late(self, before: dict[str, dict[str, str]], after: dict[str, dict[str, str]]) -> None:
         """A commit that races with an erasure may name a version that is going (SPEC.md of shardkit.dataset §10)."""
