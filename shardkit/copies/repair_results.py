@@ -1,4 +1,4 @@
-"""How copies are checked and repaired, and what comes of it."""
+"""Settings and results of checks and repairs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardkit.stores.store import Store
 from shardkit.stores.waiting import RateLimiter
 
 Report = Callable[[str, int, int], None]
-"""(what is done, how many are done, of how many)."""
+"""(action, number of copies done, number of copies)."""
 
 
 class CopyCheck(NamedTuple):
@@ -32,7 +32,7 @@ class CopyCheck(NamedTuple):
 
 
 CheckAll = Callable[[Sequence[CopyCheck]], Iterator[CheckResult]]
-"""Checks many copies and yields what was found, in their order: by threads, or by other machines."""
+"""Checks many copies, by threads or on other machines, and yields the results in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +40,11 @@ class CheckSettings:
     """How copies are checked.
 
     Attributes:
-        locations: where further copies lie, beside those of the root's table.
-        pace: how fast, and when.
-        jobs: copies checked at once.
-        check_all: checks copies in place of threads here.
-        report: told of progress.
+        locations: further copies that the root's table does not name.
+        pace: rate limit and schedule.
+        jobs: number of copies checked at once.
+        check_all: replaces the threads of this process.
+        report: called with progress.
     """
 
     locations: Sequence[LocationRecord] = ()
@@ -55,7 +55,7 @@ class CheckSettings:
 
 
 class Placed(NamedTuple):
-    """A copy that should be there."""
+    """A copy that the policy asks for."""
 
     location: str
     name: str
@@ -64,18 +64,18 @@ class Placed(NamedTuple):
 
 @dataclass
 class Repair:
-    """What was found and done.
+    """The result of a repair.
 
     Attributes:
-        url: of the root.
-        level: how deep every copy was checked; "attested" where only what was attested as bad.
-        versions: manifest ids.
-        copies: that were checked.
-        read_bytes: for it.
-        healed: copies that are good again, and log entries.
-        lost: objects of which no good bytes are left.
-        unchecked: copies of which nothing is known, or that may not be written.
-        encoded: parity sets that had no parity and got it.
+        url: URL of the root.
+        level: level of the checks; "attested" if only copies attested as bad were checked.
+        versions: manifest ids of the versions.
+        copies: number of copies checked.
+        read_bytes: bytes read to check them.
+        healed: copies and documents that are good again.
+        lost: objects without a good copy in any location.
+        unchecked: copies that could not be read or written.
+        encoded: number of parity sets that had no parity and got it.
     """
 
     url: str
@@ -90,7 +90,7 @@ class Repair:
 
     @property
     def exit_code(self) -> ExitCode:
-        """What is healed is done; what is lost comes before what could not be checked."""
+        """DAMAGED if an object is lost, otherwise UNCHECKED if a copy could not be checked."""
         return ExitCode.DAMAGED if self.lost else ExitCode.UNCHECKED if self.unchecked else ExitCode.DONE
 
     @property

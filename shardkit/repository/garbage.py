@@ -1,4 +1,4 @@
-"""Garbage in the log and below ``gc/``: what is marked, what is being deleted, and what a commit checks by that.
+"""Garbage in the log and below ``gc/``: marks, lists of deletions, and the check that a commit makes against them.
 
 A writer that finds an object in the root does not put it again. If the object were deleted before the commit, a version
 would name a missing object. So a deletion is announced in the log first, and a commit that names any of it is refused
@@ -35,7 +35,7 @@ _MAX_BYTES: Final = 32 * 2**20
 def read_marks(store: Store) -> dict[str, int]:
     """Return since when each marked object has been garbage, in seconds since 1970.
 
-    Marks that are damaged or missing are made again: the grace period then starts anew.
+    Damaged or missing marks are made again: the grace period then starts again.
     """
     try:
         data = store.get(_MARKS, max_bytes=_MAX_BYTES)
@@ -92,7 +92,7 @@ def _list_name(deletion: Deletion) -> str:
 
 
 def put_list(store: Store, begun: int, names: Iterable[str]) -> Deletion:
-    """Put the list of what the entry `begun` will announce."""
+    """Put the list of the deletion that entry `begun` will announce."""
     data = dumps({"format": "shardkit-garbage/1", "names": sorted(names)})
     deletion = Deletion(begun, sha256_digest(data))
     store.put_new(_list_name(deletion), data)

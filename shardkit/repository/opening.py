@@ -1,4 +1,4 @@
-"""What opening a root asks of its locations: its identity, whether it is lost, and the store to read from."""
+"""Open a root: find its identity and its copies, and refuse a root that has lost its log or everything."""
 
 from __future__ import annotations
 
