@@ -91,7 +91,7 @@ def mirror_documents(root: Store, copy: Store) -> list[tuple[str, str]]:
                 if name in held:
                     copy.replace(name, data)
                 elif not copy.put_new(name, data):
-                    continue  # somebody else copies it
+                    continue  # another process copies it
                 done.append((name, "wrong" if name in held else "missing"))
     return done
 
@@ -107,7 +107,7 @@ def _sound_bytes(store: Store, name: str) -> bytes | None:
 
 
 def check_document(name: str, data: bytes) -> None:
-    """Raise FormatError if a document is not the one that its name says: whole, but of another set, part or tar."""
+    """Raise FormatError if a document does not fit its name: it is damaged, or it is of another set, part or tar."""
     said = name
     if name.startswith("parity/sets/"):
         said = SetRecord.from_bytes(data, name).set.record_name
@@ -128,7 +128,7 @@ def check_document(name: str, data: bytes) -> None:
 def restore_lost_root(root: Store, more: Sequence[LocationRecord]) -> list[Healed]:
     """Give a root that has neither identity nor log nor tables the documents of a copy, the tables last.
 
-    The rest is repaired as ever from then on. Copies are those in `more`, else those in folders next to the root.
+    The rest is repaired as ever from then on. Copies come from `more`; if it is empty, from folders next to the root.
     """
     if repository_id(root):
         return []

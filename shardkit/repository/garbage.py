@@ -51,7 +51,7 @@ def read_marks(store: Store) -> dict[str, int]:
 
 
 def write_marks(store: Store, marks: Mapping[str, int]) -> None:
-    """Replace the marks. Of two callers at once the last one wins: what it lacks is marked again."""
+    """Replace the marks. If two callers race, the last one wins, and the next round marks the rest again."""
     rounds: dict[int, list[str]] = {}
     for name, seconds in sorted(marks.items())[:MAX_NAMES]:
         rounds.setdefault(seconds, []).append(name)
@@ -110,7 +110,7 @@ def check_not_deleted(
     """Refuse a commit that names an object that is being deleted, or was deleted since its writer began.
 
     Args:
-        store: Of the root.
+        store: Store of the root.
         commits: Newest first.
         opened: Head when the writer opened the repository: it relies on nothing older.
         head: Head that the commit would follow.
