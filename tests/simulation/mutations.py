@@ -300,14 +300,14 @@ MUTATIONS: Final[dict[str, Patch]] = {
 """What is taken out → how."""
 
 FOUND_BY: Final[dict[str, int]] = {
-    "a lost answer counts as a commit": 23,
-    "any entry counts as ours": 531,
-    "put-if-absent puts over": 101,
-    "a copy is not checked": 7,
-    "blocks are not checked": 2,
+    "a lost answer counts as a commit": 31,
+    "any entry counts as ours": 207,
+    "put-if-absent puts over": 24,
+    "a copy is not checked": 3,
+    "blocks are not checked": 72,
     "only main is alive": 7,
     "selections are garbage": 7,
-    "indexes are garbage": 5,
+    "indexes are garbage": 1,
     "erasing deletes before it commits": 3,
     "files are not synced": 6,
     "a file's name is not synced": 38,
@@ -315,11 +315,11 @@ FOUND_BY: Final[dict[str, int]] = {
     "a version is committed before its indexes are there": 1,
     "the last commit wins": 3,
     "marking ignores tags": 9,
-    "repair believes what is there": 9,
+    "repair believes what is there": 3,
     "a killed erasure is forgotten": 3,
     "tags may be moved": 189,
     "replication forgets pages": 5,
-    "repair passes over indexes": 22,
+    "repair passes over indexes": 9,
     "what exists after a lost answer is ours": 168,
 }
 """Mutation → the first seed that finds it."""
