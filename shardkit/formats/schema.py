@@ -472,6 +472,8 @@ def _encode_numbers(kind: FieldType, value: object) -> bytes:
         raise _Unfit(f"its shape is {array.shape}, expected {expected}")
     if array is not value and array.dtype.kind == "f" and not hasattr(value, "__array__"):
         array = _exact_integers(dtype, value, array)
+    if array.dtype.kind == "b":  # of `view`, a bool may be any byte
+        array = np.ascontiguousarray(array).view(np.uint8).reshape(array.shape) != 0
     if array.dtype != dtype:
         array = _convert(dtype, array)
     array = array.astype(dtype, copy=False)

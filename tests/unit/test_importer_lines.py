@@ -175,3 +175,32 @@ def test_large_files_are_cut_at_line_ends(tmp_path: Path, monkeypatch: pytest.Mo
     assert [(row.sample["text"], row.source_row) for row in check_importer(importer)] == list(
         zip(lines, range(60), strict=True)
     )
+
+
+def test_a_field_that_begins_late_is_kept_or_left_out_as_the_message_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardkit_tools.importers.json_lines.SCAN_ROWS", 2)
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"id": 1}\n{"id": 2}\n{"id": 3, "y": "late"}\n')
+    (task,) = open_source(str(path)).tasks()
+    (*_, failure) = open_source(str(path)).read(task)
+    assert isinstance(failure, SourceFailure)
+    assert "line 3" in str(failure.error)
+    assert "--schema y=str?, or leave it out: --drop y" in str(failure.error)
+    kept = open_source(str(path), options=ImportOptions(field_types={"y": "str?"}))
+    assert [row.sample.get("y") for row in read_all(kept)] == [None, None, "late"]
+    for options in (ImportOptions(drop=("y",)), ImportOptions(columns=("id",))):
+        dropped = open_source(str(path), options=options)
+        assert [dict(row.sample) for row in read_all(dropped)] == [{"id": 1}, {"id": 2}, {"id": 3}]
+
+
+def test_files_of_tokens_are_not_taken_for_blobs(tmp_path: Path) -> None:
+    for names in (["train.bin", "val.bin"], ["text.bin", "text.idx"]):
+        folder = tmp_path / names[0]
+        folder.mkdir()
+        for name in names:
+            (folder / name).write_bytes(bytes(100))
+        with pytest.raises(SourceError, match="look like files of tokens"):
+            open_source(str(folder))
+    assert list(open_source(str(tmp_path / "train.bin"), "folder").schema) == ["blob"]

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+import shardkit
+import shardkit_tools
 import shardkit_tools.importers.numpy_arrays as numpy_arrays
 from shardkit.errors import SchemaError, SourceError
 from shardkit_tools.importers import open_source
@@ -186,3 +188,29 @@ class TestArchives:
         np.savez(tmp_path / "1.npz", a=np.arange(3, dtype="int32"))
         with pytest.raises(SourceError, match=r"1\.npz: its arrays are a int32, those of 0\.npz are a int64"):
             open_source(str(tmp_path))
+
+
+@pytest.mark.parametrize("format", ["tar", "arrow"])
+def test_bools_of_any_byte_are_normalised(tmp_path: Path, format: str) -> None:
+    """A mask of `view(bool)` may hold 255: what is written must be readable again."""
+    mask = np.array([0, 1, 2, 255], np.uint8).view(bool)
+    np.save(tmp_path / "a.npy", np.stack([mask, mask]))
+    shardkit_tools.build(tmp_path / "a.npy", tmp_path / "built", format=format)
+    schema = {
+        "fixed": "bool[4]",
+        "ragged": "bool[*]",
+        "varying": "bool[*,1]",
+        "one": "bool",
+        "maybe": "bool[4]?",
+    }
+    with shardkit.create(tmp_path / "made", schema, format=format) as writer:
+        for maybe in (mask, None):
+            sample = {"fixed": mask, "ragged": mask, "varying": mask[:, None], "one": mask[3], "maybe": maybe}
+            writer.add(sample)
+    expected = [False, True, True, True]
+    assert [sample["value"].tolist() for sample in shardkit.open(tmp_path / "built")] == [expected, expected]
+    for sample in shardkit.open(tmp_path / "made"):
+        assert sample["fixed"].tolist() == sample["ragged"].tolist() == expected
+        assert sample["varying"].ravel().tolist() == expected
+        assert sample["one"] is True
+        assert sample["maybe"] is None or sample["maybe"].tolist() == expected

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import decimal
 import gzip
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +19,7 @@ import zstandard
 
 from shardkit.errors import SchemaError, SourceError
 from shardkit_tools.importers import ImportOptions, SourceFailure, detect, open_source
+from shardkit_tools.importers.protocol import DecodedRows, FileImporter
 from shardkit_tools.importers.source_files import list_source
 from tests.importer_conformance import check_importer, read_all
 
@@ -271,3 +274,55 @@ def test_detection(tmp_path: Path, names: list[str], kind: str) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"")
     assert detect(list_source(str(tmp_path))) == kind
+
+
+@pytest.mark.parametrize("nanoseconds", [0, 1])
+def test_int96_times_are_kept_or_refused(tmp_path: Path, nanoseconds: int) -> None:
+    """Nanoseconds of INT96 wrap around beyond 1677 and 2262; microseconds do not, and must lose nothing."""
+    times = [dt.datetime.fromisoformat(day) for day in ("9999-12-31 02:00", "1000-01-01", "2024-01-01")] + [
+        None
+    ]
+    table = pa.table({"t": pa.array(times, pa.timestamp("us"))})
+    if nanoseconds:
+        table = pa.table({"t": pa.array([0, nanoseconds], pa.timestamp("ns"))})
+    pq.write_table(table, tmp_path / "a.parquet", use_deprecated_int96_timestamps=True)
+    if nanoseconds:
+        with pytest.raises(SourceError, match=r"a\.parquet: column 't' has INT96 times with nanoseconds"):
+            read_all(open_source(str(tmp_path / "a.parquet")))
+        return
+    source = open_source(str(tmp_path / "a.parquet"))
+    assert str(source.schema["t"]) == "timestamp[us]?"
+    assert [row.sample["t"] for row in read_all(source)] == times
+
+
+def test_a_task_of_parquet_needs_the_chunks_of_the_fields_that_are_taken(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    columns = {"small": range(4000), "large": [bytes(50) + n.to_bytes(2, "big") for n in range(4000)]}
+    pq.write_table(pa.table(columns), path, row_group_size=1000, compression="none", use_dictionary=False)
+    data = path.read_bytes()
+    for taken in ((), ("small",), ("large",)):
+        source = open_source(str(path), options=ImportOptions(columns=taken))
+        assert isinstance(source, FileImporter)
+        expected = read_all(source)
+        blank = bytearray(len(data))  # only what `ranges` names, and the footer
+        for task in source.tasks():
+            for _, start, stop in source.ranges(task):
+                blank[start:stop] = data[start:stop]
+        footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+        blank[:4], blank[footer:] = data[:4], data[footer:]
+        stat = path.stat()
+        path.write_bytes(blank)
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        assert read_all(source) == expected
+        path.write_bytes(data)
+        assert blank != data or not taken
+
+
+def test_a_batch_of_parquet_is_bounded_by_bytes(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"v": [bytes(1 << 20)] * 100}), tmp_path / "a.parquet", use_dictionary=False)
+    source = open_source(str(tmp_path / "a.parquet"))
+    assert isinstance(source, FileImporter)
+    found = [one for task in source.tasks() for one in source.decode(task)]
+    sizes = [one.batch.nbytes for one in found if isinstance(one, DecodedRows)]
+    assert sum(sizes) >= 100 << 20
+    assert max(sizes) <= 20 << 20

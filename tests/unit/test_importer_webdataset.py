@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import pickle
@@ -12,7 +13,8 @@ import pytest
 import webdataset
 
 from shardkit.errors import SourceError
-from shardkit_tools.importers import ImportOptions, SourceFailure, open_source
+from shardkit_tools.importers import ImportOptions, SourceFailure, SourceSample, open_source
+from shardkit_tools.importers.source_files import find_source
 from shardkit_tools.importers.tar_members import read_members
 from tests.importer_conformance import check_importer, read_all
 
@@ -159,7 +161,10 @@ def test_pickles_are_never_loaded(tmp_path: Path, name: str) -> None:
     ("members", "message"),
     [
         ({"1.jpg": b"a", "1.png": b"b"}, r"member '1\.png': a second member for the field 'image'"),
-        ({"1.txt": b"a", "2.txt": b"b", "1.TXT": b"c"}, r"member '1\.TXT': the sample '1' appears twice"),
+        (
+            {"1.txt": b"a", "2.txt": b"b", "1.TXT": b"c"},
+            r"member '1\.TXT': the sample '1' appears a second time",
+        ),
         ({"1": b"a"}, "member '1': has no extension"),
         ({"1.cls": b"one"}, r"'1' \.cls: b'one' is not an integer"),
         ({"1.json": b"{"}, r"'1' \.json: not valid JSON"),
@@ -260,3 +265,35 @@ def test_a_flipped_bit_in_a_header_is_refused_or_changes_nothing() -> None:
         except SourceError:
             continue
         assert members == [("a.txt", b"hi"), ("b.txt", b"hi")], f"bit {bit}"
+
+
+def test_members_apart_are_said_to_be_apart(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "a.tar", {"0.png": b"A", "1.png": b"B", "0.cls": b"0", "1.cls": b"1"})
+    with pytest.raises(SourceError, match=r"a\.tar member '0\.cls'.*sorted by name \(tar --sort=name\)"):
+        open_source(path)
+
+
+def test_of_a_tar_that_is_cut_short_the_samples_before_the_cut_may_be_kept(tmp_path: Path) -> None:
+    """Also where types are still being inferred."""
+    for number in range(3):
+        path = Path(write_tar(tmp_path / f"{number}.tar", {f"{number}-{k}.txt": b"text" for k in range(5)}))
+        if number == 1:
+            path.write_bytes(path.read_bytes()[: 5 * 2048 - 100])
+    with pytest.raises(SourceError, match=r"1\.tar: the tar ends inside"):
+        open_source(str(tmp_path))
+    source = open_source(str(tmp_path), options=ImportOptions(skip_bad_rows=True))
+    keys = []
+    for task in source.tasks():
+        with contextlib.suppress(SourceError):
+            for row in source.read(task):
+                assert isinstance(row, SourceSample)
+                keys.append(row.key)
+    assert {f"{number}-{k}" for number in (0, 2) for k in range(5)} < set(keys)
+
+
+def test_names_whose_dots_become_fields_are_noted(tmp_path: Path) -> None:
+    names = ["12 Song 2.0 (Live).mp3", "13 Song 3.1 (Mix).mp3", "14 Plain.mp3"]
+    path = write_tar(tmp_path / "a.tar", dict.fromkeys(names, b"A"))
+    _, notes = find_source(path, None, ImportOptions())
+    assert "what follows the first dot of its name ('0 (live)'" in notes[0]
+    assert not find_source(write_tar(tmp_path / "b.tar", {"a.left.png": b"A"}), None, ImportOptions())[1]

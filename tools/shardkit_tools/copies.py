@@ -29,7 +29,8 @@ from shardkit.repository.repository import Repository
 from shardkit.stores.store import Store, root_store
 from shardkit.stores.waiting import Hours, RateLimiter, parse_bandwidth
 from shardkit_tools import console
-from shardkit_tools.building.engines import Engine, Report, open_engine
+from shardkit_tools.building.engines import Engine, open_engine
+from shardkit_tools.building.worker import Report
 from shardkit_tools.console import bytes_text, count_text, duration_text
 from shardkit_tools.options import EngineName
 

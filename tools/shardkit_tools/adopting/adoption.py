@@ -24,9 +24,10 @@ from shardkit.repository.repository import Repository
 from shardkit.repository.versions import put_manifest
 from shardkit.stores.store import Descriptor
 from shardkit_tools.adopting.scanning import TarScan, find_tars, place_of, stat_tar
-from shardkit_tools.building.engines import Engine, Report, is_small, open_engine
+from shardkit_tools.building.engines import Engine, is_small, open_engine
 from shardkit_tools.building.job import NO_FOLDER, Job, JobFolder, clear_temporaries
 from shardkit_tools.building.outcome import ProgressCallback, ProgressMeter
+from shardkit_tools.building.worker import Report
 from shardkit_tools.importers.protocol import ImportOptions, Source, SourceFile
 from shardkit_tools.importers.webdataset import open_webdataset
 

@@ -12,19 +12,18 @@ the locks of threads.
 
 from __future__ import annotations
 
-import importlib
 import multiprocessing
 import os
 import signal
 import threading
-import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any, Protocol, Self
 
-from shardkit.errors import ConfigurationError, RunError, ShardkitError
+from shardkit.errors import ConfigurationError, RunError
+from shardkit_tools.building.worker import Report, Worker, run_here, worker_error
 
 ENGINES = ("local", "ray")
 
@@ -35,19 +34,6 @@ SMALL_BYTES = 8 * 2**20
 # busy with it, and has done so many times as much before another one has started.
 _LIGHT = 64
 _FEW_PROCESSORS = 4
-
-Report = Callable[[int, int], None]
-"""Called by work with (rows, bytes) done since the last call."""
-
-
-class Worker(Protocol):
-    """What the processes do; made once in each of them."""
-
-    def work(self, item: Any, report: Report) -> Any:
-        """Do one item; items, results and errors cross process borders by pickling."""
-
-    def close(self) -> None:
-        """Let go of files."""
 
 
 class Engine(Protocol):
@@ -81,28 +67,12 @@ def open_engine(engine: str | Engine, jobs: int | None, address: str | None = No
     if not isinstance(engine, str):
         return engine
     if engine == "ray":
-        found: Engine = importlib.import_module("shardkit_tools.building.ray_engine").RayEngine(jobs, address)
-        return found
+        from shardkit_tools.building.ray_engine import RayEngine
+
+        return RayEngine(jobs, address)
     if engine != "local":
         raise ConfigurationError(f"engine {engine!r}: expected {' or '.join(ENGINES)}")
     return LocalEngine(jobs or os.cpu_count() or 1)
-
-
-def run_here(make: Callable[[], Worker], items: Iterable[Any], report: Report) -> Iterator[Any]:
-    """Work off all items in this process; see `Engine.run`."""
-    worker = make()
-    try:
-        for item in items:
-            yield worker.work(item, report)
-    finally:
-        worker.close()
-
-
-def told_error(item: Any, error: BaseException) -> ShardkitError:
-    """What a worker tells of an error: its own ones as they are, of all others where they came from."""
-    if isinstance(error, ShardkitError):
-        return error
-    return RunError(f"{item}: {error!r}\n{traceback.format_exc()}")
 
 
 def is_small(engine: Engine, size: int, *, is_light: bool = False) -> bool:
@@ -252,7 +222,7 @@ def _serve(connection: Connection) -> None:
             except BrokenPipeError:
                 raise  # the parent is gone: nobody is left to tell
             except BaseException as error:  # noqa: BLE001 (told to the parent)
-                answer = ("failed", told_error(value, error))
+                answer = ("failed", worker_error(value, error))
             connection.send(answer)
     except (EOFError, OSError):
         return

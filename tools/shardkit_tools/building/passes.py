@@ -35,10 +35,10 @@ from shardkit.formats.block import PayloadColumn, payloads_of, sizes_of
 from shardkit.manifest import ShardRecord
 from shardkit.repository.repository import Repository
 from shardkit.stores.store import object_name
-from shardkit_tools.building.engines import Report
 from shardkit_tools.building.job import Job, JobFolder
 from shardkit_tools.building.outcome import SkippedRow
 from shardkit_tools.building.source_digests import TaskDigests, check_unchanged, digest_record
+from shardkit_tools.building.worker import Report
 from shardkit_tools.importers.protocol import (
     DecodedRows,
     DecodedStream,

@@ -32,7 +32,7 @@ from shardkit.errors import (
     SourceError,
     StoreError,
 )
-from shardkit_tools.building.engines import Report, Worker, run_here, told_error
+from shardkit_tools.building.worker import Report, Worker, run_here, worker_error
 from shardkit_tools.installed import installed
 
 RETRIES = 5
@@ -185,7 +185,7 @@ def _work(key: str, made: list[Any], item: Any, given: _Given) -> Any:
         result = _worker(key, made, given).work(item, report)
         return "done", result, rows, size
     except Exception as error:  # noqa: BLE001 - told to the one who asked
-        return "failed", _told(told_error(item, error), given.node), rows, size
+        return "failed", _told(worker_error(item, error), given.node), rows, size
 
 
 def _told(error: ShardkitError, node: str) -> ShardkitError:

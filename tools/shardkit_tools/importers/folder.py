@@ -30,6 +30,7 @@ from shardkit_tools.importers.protocol import (
 )
 from shardkit_tools.importers.source_files import (
     SIDECARS,
+    SPLIT_NAMES,
     file_stem,
     file_suffix,
     group_files,
@@ -273,9 +274,6 @@ def open_text(source: Source, options: ImportOptions) -> TextImporter:
 
 # ---- What the folders mean: splits at the first level where they have such names, then classes
 
-SPLIT_FOLDERS = ("train", "val", "valid", "validation", "test", "dev")
-"""Names, in any case, that a first level of folders has where it holds splits and no classes."""
-
 _WORD = re.compile(r"[^a-z]")
 _MANY_CLASSES = 20
 _HOW = "pass --split-folders to make every first folder a ref, or --no-split-folders to make each a class"
@@ -321,7 +319,7 @@ def folder_layout(source: Source, options: ImportOptions, samples: Sequence[str]
 def split_notes(names: Iterable[str]) -> tuple[str, ...]:
     """What to say of files such as train-00000-of-00002.parquet and test/0.tar, which become one version."""
     words = {_WORD.split(part.lower())[0] for name in names for part in (name, name.rpartition("/")[2])}
-    found = [word for word in SPLIT_FOLDERS if word in words]
+    found = [word for word in SPLIT_NAMES if word in words]
     if len(found) < 2:
         return ()
     note = (
@@ -341,7 +339,7 @@ def _splits(source: Source, options: ImportOptions) -> dict[str, str]:
     if options.split_folders is False:
         return {}
     first = {file.name.partition("/")[0] if "/" in file.name else "" for file in source.files}
-    named = sorted(name for name in first if name.lower() in SPLIT_FOLDERS)
+    named = sorted(name for name in first if name.lower() in SPLIT_NAMES)
     others = sorted(first - set(named))
     if options.split_folders:
         named, others = sorted(first - {""}), sorted(first & {""})
@@ -386,7 +384,7 @@ def _notes(
         )
     elif single and len(samples) > 2 * len(classes):
         notes.append(f"one sample only is in {_listed(single)}")
-    likely = [name for name in classes if name.lower() in SPLIT_FOLDERS]
+    likely = [name for name in classes if name.lower() in SPLIT_NAMES]
     if likely:
         notes.append(f"{_listed(likely)} became a class; where it is a split: {_HOW}")
     deep = sorted({depths[name] for name in samples})

@@ -11,6 +11,7 @@ rows: what to do about it is a decision for whoever knows the data, and ``--sche
 
 from __future__ import annotations
 
+import difflib
 import io
 import itertools
 import json
@@ -194,6 +195,12 @@ def open_json_lines(source: Source, options: ImportOptions) -> JsonLinesImporter
     )
     structs = frozenset(first.objects - first.valued)  # objects whose members are fields, or null
     types = {name: kind for name, kind in types.items() if name not in structs}
+    # fields that begin later: a type says that rows may have none, and what is left out need not have been seen
+    types |= {n: kind for n, kind in options.field_types.items() if n not in types and kind.endswith("?")}
+    known = [*types, *first.left_out]
+    unseen = [name for name in options.drop if not difflib.get_close_matches(name, known, 1)]
+    source.notes.extend(f"--drop {shell_word(name)}: no row looked at has this field" for name in unseen)
+    first.left_out.update(dict.fromkeys(unseen))
     if not (types or first.left_out):
         raise SourceError(
             f"{source.given}: no fields found (no rows, or empty objects); give a file with samples in it"
@@ -481,7 +488,8 @@ def _check_fields(row: Mapping[str, object], types: Mapping[str, str], where: st
     if added is not None:
         raise SourceError(
             f"{where}: has the field {added!r}, which no row has that types were inferred from (the first "
-            f"{SCAN_ROWS}); put such a row among them"
+            f"{SCAN_ROWS}); say its type, such as --schema {shell_word(added)}=str?, or leave it out: "
+            f"--drop {shell_word(added)}"
         )
 
 

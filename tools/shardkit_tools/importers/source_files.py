@@ -355,6 +355,8 @@ MEDIA = {
     "video": ("mp4", "mkv", "webm", "avi", "mov", "mpg", "mpeg"),
 }  # fmt: skip
 """Field → file extensions that are of its kind."""
+SPLIT_NAMES = ("train", "val", "valid", "validation", "test", "dev")
+"""Names, in any case, that a first level of folders has if it holds splits and no classes."""
 SIDECARS = {"json": ("meta", "json"), "txt": ("text", "str")}
 """File extension of what describes a file of the same stem → its field and type."""
 
@@ -472,6 +474,14 @@ def detect(source: Source) -> str:
     if index := _index_of(source):
         return index
     suffixes = {file_suffix(file.name): file for file in reversed(source.files)}
+    if suffixes.keys() == {"bin", "idx"} or (
+        suffixes.keys() == {"bin"}
+        and {file_stem(file.name).lower() for file in source.files} <= set(SPLIT_NAMES)
+    ):
+        raise SourceError(
+            f"{source.given}: these look like files of tokens, whose type and rows nothing says; save them as .npy "
+            "(numpy.save, one row per sample), or keep each file as one sample of bytes with --from folder"
+        )
     records = {_RECORDS[suffix]: file for suffix, file in suffixes.items() if suffix in _RECORDS}
     others = [file for suffix, file in suffixes.items() if suffix not in _RECORDS]
     if suffixes.keys() == {"json"}:  # beside others it describes them; alone it is an array, or lines

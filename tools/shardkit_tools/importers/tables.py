@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet as pq
@@ -36,6 +37,8 @@ from shardkit_tools.importers.source_files import check_suffixes, is_url, open_f
 
 _TASK_BYTES = 64 << 20
 _BATCH_ROWS = 4096
+_BATCH_BYTES = 16 << 20
+_INT96_UNIT = "us"  # what Spark and Hive write
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +90,21 @@ class ParquetImporter(TableImporter):
 
     name: ClassVar[str] = "parquet"
     wanted: tuple[str, ...] | None  # columns that are read; None: all
+
+    def ranges(self, task: SourceTask) -> Sequence[tuple[SourceFile, int, int]]:
+        """Return the column chunks of the fields that are taken."""
+        (file,) = task.files
+        with open_file(file) as stream:
+            footer = _open(stream, file).metadata
+        names = None if self.wanted is None else set(self.wanted)
+        found = []
+        for group in map(footer.row_group, range(task.start, task.stop or 0)):
+            for chunk in map(group.column, range(group.num_columns)):
+                path = chunk.path_in_schema
+                if names is None or any(path == name or path.startswith(f"{name}.") for name in names):
+                    start = chunk.dictionary_page_offset or chunk.data_page_offset
+                    found.append((file, start, start + chunk.total_compressed_size))
+        return found
 
     def _batches(self, file: SourceFile, start: int, stop: int | None) -> Iterator[Any]:
         return _batches(file, range(start, stop or 0), self.wanted)
@@ -163,9 +181,10 @@ def _leaves(kind: Any) -> int:
     return sum(_leaves(kind.field(n).type) for n in range(kind.num_fields)) if pa.types.is_nested(kind) else 1
 
 
-def _open(stream: Any, file: SourceFile) -> Any:
+def _open(stream: Any, file: SourceFile, unit: str = _INT96_UNIT) -> Any:
     try:
-        parquet = pq.ParquetFile(stream)
+        # of INT96 the default, nanoseconds, would wrap around before 1677 and after 2262
+        parquet = pq.ParquetFile(stream, coerce_int96_timestamp_unit=unit)
         _ = parquet.schema_arrow.names  # they are decoded here: they may not be UTF-8
         return parquet
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
@@ -178,8 +197,14 @@ def _batches(file: SourceFile, groups: range, columns: Sequence[str] | None) -> 
     with open_file(file) as stream:
         parquet = _open(stream, file)
         only = None if columns is None else list(columns)
+        rows = _rows_of_batches(parquet.metadata, groups)
         try:
-            yield from parquet.iter_batches(_BATCH_ROWS, list(groups), only, use_threads=False)
+            exact = _int96_columns(parquet, only)
+            fine = _open(stream, file, "ns").iter_batches(rows, list(groups), exact) if exact else None
+            for batch in parquet.iter_batches(rows, list(groups), only, use_threads=False):
+                if fine is not None:
+                    _check_int96(batch, next(fine), file)
+                yield batch
         except (pa.ArrowException, OSError) as error:
             raise SourceError(
                 f"{file.path}: row groups {groups.start} to {groups.stop - 1} cannot be read ({error}); fetch or "
@@ -187,6 +212,35 @@ def _batches(file: SourceFile, groups: range, columns: Sequence[str] | None) -> 
             ) from error
 
 
+def _rows_of_batches(footer: Any, groups: range) -> int:
+    """Return rows that take about `_BATCH_BYTES`, whatever the size of one."""
+    found = [footer.row_group(number) for number in groups]
+    size = int(
+        sum(group.total_byte_size for group in found) // max(1, sum(group.num_rows for group in found))
+    )
+    return max(1, min(_BATCH_ROWS, _BATCH_BYTES // max(1, size)))
+
+
+def _int96_columns(parquet: Any, only: Sequence[str] | None) -> list[str]:
+    leaves = [parquet.schema.column(place) for place in range(len(parquet.schema))]
+    names = [leaf.name for leaf in leaves if leaf.physical_type == "INT96" and leaf.path == leaf.name]
+    return [name for name in names if only is None or name in only]
+
+
+def _check_int96(batch: Any, fine: Any, file: SourceFile) -> None:
+    """Refuse INT96 times that microseconds would cut; both batches hold the same rows."""
+    for name in fine.schema.names:
+        coarse, exact = (one.column(name).cast(pa.int64()) for one in (batch, fine))
+        micros, nanos = (one.fill_null(0).to_numpy(zero_copy_only=False) for one in (coarse, exact))
+        held = np.abs(micros) < _NANOS_END_MICROS  # of others, nanoseconds have wrapped around
+        if bool((nanos[held] % 1000 != 0).any()):
+            raise SourceError(
+                f"{file.path}: column {name!r} has INT96 times with nanoseconds, and INT96 is read as microseconds; "
+                "write the file again with timestamp[ns], or leave the column out: --drop"
+            )
+
+
+_NANOS_END_MICROS = 2**63 // 1000 - 1
 _MAGIC = b"ARROW1"
 _SCAN_ROWS = 100_000  # whose nulls tell which fields are optional
 _INFO, _STATE, _SPLITS = "dataset_info.json", "state.json", "dataset_dict.json"

@@ -121,7 +121,9 @@ def tar_samples(members: Iterable[Member], path: str) -> Iterator[TarSample]:
                 yield sample
             if key in keys:
                 raise SourceError(
-                    f"{path} member {member.name!r}: the sample {key!r} appears twice in the tar; rename one of them"
+                    f"{path} member {member.name!r}: the sample {key!r} appears a second time in the tar: its members "
+                    "are not next to each other, or two samples have one name; write the tar again sorted by name "
+                    "(tar --sort=name), or rename one"
                 )
             keys.add(key)
             sample = TarSample(key, len(keys) - 1)

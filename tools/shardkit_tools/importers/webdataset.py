@@ -41,7 +41,7 @@ from shardkit_tools.importers.protocol import (
     shell_word,
 )
 from shardkit_tools.importers.source_files import check_suffixes, open_plain
-from shardkit_tools.importers.tar_members import TEXTS, TarSample, read_members, tar_samples
+from shardkit_tools.importers.tar_members import TEXTS, Member, TarSample, read_members, tar_samples
 
 # The schema is inferred from this many samples, in source order; the rest are checked against it.
 _SCAN_SAMPLES = 1000
@@ -78,16 +78,11 @@ class WebDatasetImporter(FileImporter):
 def open_webdataset(source: Source, options: ImportOptions) -> WebDatasetImporter:
     """Infer the schema of tars from their first samples."""
     check_suffixes(source, ("tar", "tgz"), "a tar")
-    samples = (
-        (f"{file.path} sample {found.key!r}", found.members)
-        for file in source.files
-        for found in _samples(file)
-    )
     types: dict[str, str] = {}
     left_out: dict[str, None] = {}
     counts: Counter[str] = Counter()
     scanned = 0
-    for where, members in itertools.islice(samples, _SCAN_SAMPLES):
+    for where, members in itertools.islice(_first_samples(source, options), _SCAN_SAMPLES):
         scanned += 1
         counts.update(members.keys())
         for name, (extension, member) in members.items():
@@ -108,8 +103,32 @@ def open_webdataset(source: Source, options: ImportOptions) -> WebDatasetImporte
     for name, count in counts.items():
         if count < scanned and types.get(name, MIXED) != MIXED and name not in options.field_types:
             types[name] += "?"
+    source.notes.extend(_dotted_notes(counts, scanned))
     schema = options.schema(types, source.given, names=left_out)
     return WebDatasetImporter(source=source, fields=schema, options=options)
+
+
+def _first_samples(
+    source: Source, options: ImportOptions
+) -> Iterator[tuple[str, Mapping[str, tuple[str, Member]]]]:
+    """Yield the samples that types are inferred from; of a damaged tar those before the damage, if rows may go."""
+    for file in source.files:
+        try:
+            for found in _samples(file):
+                yield f"{file.path} sample {found.key!r}", found.members
+        except SourceError:
+            if not options.skip_bad_rows:
+                raise
+
+
+def _dotted_notes(counts: Mapping[str, int], scanned: int) -> list[str]:
+    """Say so if dots in names have become fields that few samples have."""
+    odd = [name for name, count in counts.items() if " " in name or ("." in name and 2 * count < scanned)]
+    if not odd:
+        return []
+    shown = ", ".join(map(repr, odd[:3])) + " …" * (len(odd) > 3)
+    note = f"a member's field is what follows the first dot of its name ({shown}); rename members with other dots"
+    return [note]
 
 
 def _value_or_bytes(extension: str, kind: str, data: bytes, where: str) -> object:
