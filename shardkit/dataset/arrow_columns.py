@@ -75,8 +75,55 @@ def _bool_bytes(kind: FieldType, array: Any) -> NDArray[np.uint8] | JoinedPayloa
         inner = array.values[int(borders[0]) : int(borders[-1])]
     for size in kind.shape:
         inner = _items(inner, size)
-    octets = inner.fill_null(False).to_numpy(zero_copy_only=False).view(np.uint8)
+    known = inner.fill_null(False) if inner.null_count else inner
+    octets = known.to_numpy(zero_copy_only=False).view(np.uint8)
     return octets.reshape(rows, -1) if borders is None else JoinedPayloads(octets, np.diff(borders))
+
+
+def index_array(values: NDArray[Any]) -> Any:
+    """Return numbers as int64; `pyarrow.array` would import pandas for it, if it is installed."""
+    numbers = np.ascontiguousarray(values, np.int64)
+    return pa.Array.from_buffers(pa.int64(), len(numbers), [None, pa.py_buffer(numbers)], null_count=0)
+
+
+def numbers_of(array: Any, absent: int) -> NDArray[Any]:
+    """Return integers, and `absent` in the place of nulls."""
+    kind = FieldType("scalar", str(array.type))
+    payloads = payload_column(kind, array)
+    assert isinstance(payloads, np.ndarray), "integers are of one size"
+    numbers = np.ascontiguousarray(payloads).view(kind.numpy_dtype).reshape(-1)
+    if not array.null_count:
+        return numbers
+    return np.where(array.is_valid().to_numpy(zero_copy_only=False), numbers, absent)
+
+
+def origin_arrays(
+    keys: Sequence[str | None],
+    originals: Sequence[str | None],
+    names: Sequence[str | None],
+    rows: Any,
+) -> list[Any]:
+    """Return key, original key, source name and row as scratch has them."""
+    texts = [
+        [None if text is None else text.encode("utf-8", "surrogatepass") for text in column]
+        for column in (keys, originals, names)
+    ]
+    kinds = ("str", "bytes", "str")
+    arrays = [_optional(kind, text) for kind, text in zip(kinds, texts, strict=True)]
+    return [*arrays, rows]
+
+
+def optional_rows(rows: Sequence[int | None]) -> Any:
+    """Return row numbers as int64, null where there is none."""
+    payloads = [(row or 0).to_bytes(8, "little") for row in rows]
+    presence = [b"\0" if row is None else b"\1" for row in rows]
+    return arrow_array(FieldType("scalar", "int64", optional=True), payloads, "row", presence)
+
+
+def _optional(kind: str, values: Sequence[bytes | None]) -> Any:
+    presence = [b"\0" if value is None else b"\1" for value in values]
+    payloads = [value or b"" for value in values]
+    return arrow_array(FieldType(kind, optional=True), payloads, "origin", presence)
 
 
 def spool_schema(schema: Schema) -> Any:

@@ -7,10 +7,10 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
+from shardkit.dataset.arrow_columns import index_array, origin_arrays
 from shardkit.dataset.layout import MAX_SHARD_BYTES, split_value
 from shardkit.errors import ConfigurationError, SampleError
 from shardkit.formats import Schema, fit_key, max_key_bytes, raw_row_bytes
@@ -348,16 +348,11 @@ class EncodedRows:
         """Whether the key of each row is made from its ordinal."""
         return np.array([key is None for key in self.keys] or np.ones(len(self)), np.bool_)
 
-    def origin_arrays(self) -> tuple[Any, Any, Any, Any]:
+    def origin_arrays(self) -> list[Any]:
         """Return key, original key, source name and row as scratch has them."""
-        rows = len(self)
-        originals = [None if one is None else one.encode("utf-8", "surrogatepass") for one in self.originals]
-        return (
-            pa.array(self.keys, pa.large_string()) if self.keys else pa.nulls(rows, pa.large_string()),
-            pa.array(originals, pa.large_binary()) if originals else pa.nulls(rows, pa.large_binary()),
-            pa.array(self.origin.source_names, pa.large_string()),
-            pa.array(self.origin.source_row, pa.int64()),
-        )
+        none = [None] * len(self)
+        rows = index_array(self.origin.source_row)
+        return origin_arrays(self.keys or none, self.originals or none, self.origin.source_names, rows)
 
 
 def _strata(

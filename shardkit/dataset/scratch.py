@@ -21,7 +21,13 @@ import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
-from shardkit.dataset.arrow_columns import spool_array, spool_schema
+from shardkit.dataset.arrow_columns import (
+    index_array,
+    optional_rows,
+    origin_arrays,
+    spool_array,
+    spool_schema,
+)
 from shardkit.dataset.encoding import EncodedRow, EncodedRows
 from shardkit.dataset.layout import RowTable, order_keys
 from shardkit.dataset.scratch_reading import (
@@ -373,7 +379,11 @@ class RowSpool:
         order = self._order(run.num_rows)
         number, row = (np.empty(run.num_rows, np.int32) for _ in range(2))
         for start, stop in self._cut(run.nbytes, run.num_rows):
-            piece = run.slice(start, stop - start) if self.seed is None else run.take(order[start:stop])
+            piece = (
+                run.slice(start, stop - start)
+                if self.seed is None
+                else run.take(index_array(order[start:stop]))
+            )
             message = memoryview(piece.combine_chunks().to_batches()[0].serialize())
             places = order[start:stop]
             number[places], row[places] = len(self._batches[0]), np.arange(stop - start)
@@ -411,19 +421,15 @@ def _batch_of(rows: Sequence[EncodedRow], schema: Schema, arrow: Any) -> Any:
         spool_array(kind, [row.payloads[place] for row in rows], name)
         for place, (name, kind) in enumerate(schema.stored.items())
     ]
-    originals = [
-        None if row.original_key is None else row.original_key.encode("utf-8", "surrogatepass")
-        for row in rows
-    ]
     sources = [row.source or (None, None) for row in rows]
+    origin = origin_arrays(
+        [row.key for row in rows],
+        [row.original_key for row in rows],
+        [name for name, _ in sources],
+        optional_rows([row for _, row in sources]),
+    )
     return pa.RecordBatch.from_arrays(
-        [
-            *columns,
-            pa.array([row.key for row in rows], pa.large_string()),
-            pa.array(originals, pa.large_binary()),
-            pa.array([name for name, _ in sources], pa.large_string()),
-            pa.array([row for _, row in sources], pa.int64()),
-        ],
+        [*columns, *origin],
         schema=arrow,
     )
 

@@ -20,7 +20,7 @@ import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
-from shardkit.dataset.arrow_columns import payload_column, spool_schema
+from shardkit.dataset.arrow_columns import index_array, numbers_of, payload_column, spool_schema
 from shardkit.dataset.encoding import generated_key, generated_keys
 from shardkit.errors import IntegrityError
 from shardkit.formats import RowBlock, Schema
@@ -255,7 +255,7 @@ class ScratchReader:
         places = first[batch] + records.row
         table = pa.Table.from_batches(held, self._arrow)
         if len(places) != table.num_rows or bool((places != np.arange(len(places))).any()):
-            table = table.take(places)
+            table = table.take(index_array(places))
         (rows,) = table.combine_chunks().to_batches()
         return SpooledRows(self._schema, rows, ordinal)
 
@@ -324,8 +324,6 @@ class SpooledRows:
         rows = slice(start, stop)
         originals = self._originals[rows]
         names = self._sources[rows].dictionary_encode()
-        source_id = names.indices.fill_null(-1).to_numpy(zero_copy_only=False)
-        source_row = self._rows[rows].fill_null(0).to_numpy(zero_copy_only=False)
         return RowBlock(
             keys=self._block_keys(rows),
             columns=[part_of(column, start, stop) for column in self._columns] if payloads else [],
@@ -337,8 +335,8 @@ class SpooledRows:
                 if text is not None
             ],
             source_names=tuple(names.dictionary.to_pylist()),
-            source_id=source_id.astype(np.int32),
-            source_row=source_row,
+            source_id=numbers_of(names.indices, -1).astype(np.int32),
+            source_row=numbers_of(self._rows[rows], 0),
             stratum=stratum,
             ends=ends,
         )

@@ -18,7 +18,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from shardkit.dataset.about import SourceDigest
-from shardkit.dataset.arrow_columns import stored_columns
+from shardkit.dataset.arrow_columns import index_array, stored_columns
 from shardkit.dataset.committing import write_shard
 from shardkit.dataset.encoding import RowEncoder
 from shardkit.dataset.scratch import Rows, RowSpool, ShardRows
@@ -277,7 +277,12 @@ class ReadWorker:
             return []
         good = np.array([row for row in range(len(names)) if row not in errors], np.int64)
         if len(good):
-            self._take(DecodedRows(found.batch.take(good), found.origin.take(good)), paths, spool, throttle)
+            self._take(
+                DecodedRows(found.batch.take(index_array(good)), found.origin.take(good)),
+                paths,
+                spool,
+                throttle,
+            )
         return [SourceFailure(names[row], int(numbers[row]), errors[row]) for row in sorted(errors)]
 
 

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from shardkit.dataset.arrow_columns import stored_columns
+from shardkit.dataset.arrow_columns import index_array, stored_columns
 from shardkit.dataset.encoding import RowOrigin
 from shardkit.errors import SampleError, SchemaError, ShardkitError, SourceError
 from shardkit.formats import FieldType, JoinedPayloads, Schema
@@ -62,7 +62,7 @@ def conform_batch(
         yield SourceFailure(file.name, first_row + row, columns.bad[row])
     if columns.bad:
         good = np.array([row for row in range(batch.num_rows) if row not in columns.bad], np.int64)
-        made, origin = made.take(good), origin.take(good)
+        made, origin = made.take(index_array(good)), origin.take(good)
     if len(origin):
         yield DecodedRows(made, origin)
 

@@ -23,6 +23,7 @@ import pyarrow as pa
 from numpy.lib import format as npy_format
 from numpy.typing import NDArray
 
+from shardkit.dataset.arrow_columns import index_array
 from shardkit.dataset.encoding import RowOrigin
 from shardkit.errors import SampleError, ShardkitError, SourceError
 from shardkit.formats import FieldType
@@ -124,7 +125,7 @@ class RowsImporter(FileImporter):
             batch = pa.RecordBatch.from_arrays(arrays, schema=arrow_schema(self.schema, keys=False))
             good = np.array([row for row in range(count) if row not in bad], np.int64)
             origin = RowOrigin([file.name] * len(good), start + good)
-            yield DecodedRows(batch.take(good) if bad else batch, origin)
+            yield DecodedRows(batch.take(index_array(good)) if bad else batch, origin)
 
     def _rows(self, task: SourceTask, seen: FileObserver) -> SampleStream:
         for start, columns, file in self._columns(task):
