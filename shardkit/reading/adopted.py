@@ -15,11 +15,14 @@ import stat
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 from urllib.parse import unquote
 
+from msgspec import Meta
+
+from shardkit.documents import Digest, Document, decode, encode
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
-from shardkit.formats.canonical_json import dumps, parse_digest, read_document
+from shardkit.formats.canonical_json import parse_digest
 from shardkit.manifest import MIXED, Manifest, ShardTable
 from shardkit.reading.inventory import version_record_name
 from shardkit.reading.located_store import LocatedStore
@@ -42,9 +45,13 @@ if TYPE_CHECKING:
     from shardkit.stores.remote.addresses import Address
     from shardkit.stores.remote.object_store import ForeignStore
 
-_FORMAT: Final = "shardkit-adopted/1"
-_KEYS: Final = ("digest", "urls")
 _MAX_BYTES: Final = 64 * 2**10
+
+
+class _Place(Document, frozen=True, kw_only=True, tag="shardkit-adopted/1"):
+    digest: Digest
+    urls: Annotated[tuple[Annotated[str, Meta(max_length=8_000)], ...], Meta(min_length=1, max_length=16)]
+    etag: Annotated[str, Meta(max_length=1_000)] = ""
 
 
 def location_name(digest: str) -> str:
@@ -71,8 +78,7 @@ def put_adopted(root: Store, digest: str, place: str, etag: str = "") -> None:
         urls = [os.path.abspath(place)]
         if not scheme_of(root.url):  # so that root and tars may move together
             urls.insert(0, os.path.relpath(urls[0], root.url))
-    fields = {"format": _FORMAT, "digest": digest, "urls": urls}
-    put_over(root, location_name(digest), dumps({**fields, "etag": etag} if etag else fields))
+    put_over(root, location_name(digest), encode(_Place(digest=digest, urls=tuple(urls), etag=etag or "")))
 
 
 class Tar(NamedTuple):
@@ -110,11 +116,10 @@ def read_tar_place(store: Store, digest: str) -> Tar | None:
     """What a root remembers of an adopted tar; None where it remembers nothing."""
 
     def parse(data: bytes, where: str) -> Tar:
-        fields = read_document(data, where, _FORMAT, _KEYS, _MAX_BYTES, ("etag",))
-        places = tuple(resolved(store.url, url) for url in fields.texts("urls", maximum=16, longest=8_000))
-        if fields.digest("digest") != digest or not places:
+        place = decode(_Place, data, where, max_bytes=_MAX_BYTES)
+        if place.digest != digest:
             raise FormatError(f"{where}: it is of another tar; adopt the tar again")
-        return Tar(digest, places, fields.text("etag", maximum=1_000) if fields.has("etag") else "")
+        return Tar(digest, tuple(resolved(store.url, url) for url in place.urls), place.etag)
 
     return find_checked(store, location_name(digest), parse, max_bytes=_MAX_BYTES)
 

@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final, TypeVar
+from typing import Annotated, Final, TypeVar
 
 import numpy as np
+from msgspec import Meta
 
+from shardkit.documents import Digest, Document, decode, encode
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
-from shardkit.formats.canonical_json import dumps, parse_digest, read_document
+from shardkit.formats.canonical_json import parse_digest
 from shardkit.manifest import MAX_MANIFEST_BYTES, MIXED, Manifest, PageRef, ShardTable, unpack_page
 from shardkit.reading.located_store import LocatedStore
 from shardkit.stores.store import Descriptor, Store, find_checked, object_name, read_object
@@ -124,19 +126,23 @@ MAX_RECORD_BYTES: Final = 64 * 2**10
 """Of a document of parity."""
 MAX_MEMBERS: Final = 128
 """Of a set of parity."""
-_PARITY_VERSION: Final = "shardkit-parity-version/1"
 _Found = TypeVar("_Found")
+
+
+class _VersionRecord(Document, frozen=True, kw_only=True, tag="shardkit-parity-version/1"):
+    manifest: Digest
+    members_per_set: Annotated[int, Meta(ge=1, le=MAX_MEMBERS)]
 
 
 def version_record(manifest_id: str, members: int) -> bytes:
     """The document that says into sets of how many members a version was cut."""
-    return dumps({"format": _PARITY_VERSION, "manifest": manifest_id, "members_per_set": members})
+    return encode(_VersionRecord(manifest=manifest_id, members_per_set=members))
 
 
 def parse_version_record(data: bytes, where: str) -> tuple[str, int]:
     """(manifest id, members of a set) of such a document."""
-    fields = read_document(data, where, _PARITY_VERSION, ("manifest", "members_per_set"), MAX_RECORD_BYTES)
-    return fields.digest("manifest"), fields.integer("members_per_set", minimum=1, maximum=MAX_MEMBERS)
+    record = decode(_VersionRecord, data, where, max_bytes=MAX_RECORD_BYTES)
+    return record.manifest, record.members_per_set
 
 
 def read_members(store: Store, manifest_id: str) -> int | None:

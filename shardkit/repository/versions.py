@@ -12,13 +12,14 @@ import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Annotated, Final, NamedTuple
 
 import numpy as np
+from msgspec import Meta
 
 from shardkit.credentials import refuse_credentials
+from shardkit.documents import Digest, Document, Name, decode, encode
 from shardkit.errors import FormatError, NotFoundError, ShardkitError
-from shardkit.formats.canonical_json import dumps, read_document
 from shardkit.manifest import (
     Manifest,
     Selection,
@@ -136,12 +137,10 @@ def put_selection(repository: Repository, selection: Selection) -> Descriptor:
     return repository.put_object(selection.to_bytes(), "selection")
 
 
-_FORMAT: Final = "shardkit-location/1"
-_KEYS: Final = ("manifest", "part", "repository", "urls")
 _MAX_BYTES: Final = 64 * 2**10
 
 
-class PartLocation(NamedTuple):
+class PartLocation(Document, frozen=True, tag="shardkit-location/1"):
     """Where one part was when it was merged.
 
     Attributes:
@@ -152,23 +151,17 @@ class PartLocation(NamedTuple):
             together.
     """
 
-    manifest: str
-    part: str
-    repository: str
-    urls: tuple[str, ...]
+    manifest: Digest
+    part: Annotated[str, Meta(max_length=100)]
+    repository: Annotated[str, Meta(max_length=36)]
+    urls: Annotated[tuple[Name, ...], Meta(max_length=16)]
 
     def to_bytes(self) -> bytes:
-        return dumps({"format": _FORMAT, **self._asdict()})
+        return encode(self)
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> PartLocation:
-        fields = read_document(data, where, _FORMAT, _KEYS, _MAX_BYTES)
-        return cls(
-            manifest=fields.digest("manifest"),
-            part=fields.text("part", maximum=100),
-            repository=fields.text("repository", maximum=36),
-            urls=fields.texts("urls", maximum=16),
-        )
+        return decode(cls, data, where, max_bytes=_MAX_BYTES)
 
 
 def put_location(
