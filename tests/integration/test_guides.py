@@ -27,6 +27,7 @@ SAYS = {
     "costs_of_pictures": r"step 2: \d+ patches on rank 0 of 4",
     "migrating": r"data/from-mds: 300 samples",
     "elastic_training": r"read ahead by 3 and thrown away: the same 60 batches, the same weights",
+    "quorums_of_torchft": r"24 steps in 25 tries with 6 quorums: every step is the plan's",
     "auditing": r"runs/b: clean: the run consumed exactly what its plan says(?s:.*)runs/c: violated",
     "copies_and_parity": r"missing +parity(?s:.*)data/cats: clean",
     "operating_a_cluster": r"lag: 0 bytes below policy(?s:.*)clean: the run consumed exactly what its plan says",

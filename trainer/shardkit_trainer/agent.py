@@ -122,6 +122,9 @@ def run_ranks(
         except SignalException:
             return _after_signal(agent)
         except RendezvousError as error:
+            # the run ended on another machine, which closed the meeting, while this one was about to restart its ranks
+            if isinstance(error, RendezvousClosedError) and agent is not None and agent.exit_codes() == {0}:
+                return ExitCode.DONE
             raise _rendezvous_failure(error, here) from error
     return _exit_code(result)
 
