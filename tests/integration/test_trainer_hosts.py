@@ -18,7 +18,7 @@ import pytest
 from shardkit.audit import audit_run
 from shardkit.telemetry.records import read_documents
 from shardkit_trainer.run_directory import read_steps
-from tests.drills import drill_count
+from tests.drills import DRILLS, drill_count
 from tests.integration.conftest import MODULES, arguments_of, descendants
 from tests.integration.test_trainer_recovery import expected, histogram, settings, starts
 
@@ -156,7 +156,7 @@ def test_a_job_grows_loses_a_machine_and_grows_again(
 
 
 @pytest.mark.drill
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(0 if DRILLS else 1800)
 def test_random_sequences_of_kills_leaves_and_joins(
     tmp_path: Path, numbers: str, fork_trainer: Any, free_tcp_port: int
 ) -> None:
