@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from shardkit.errors import ShardkitError
 from shardkit.ledger import Journal
-from shardkit.loader.ranks import Holders, ranks_beside
+from shardkit.loader.ranks import Holders
 from shardkit.loader.schedule import plan_group
 from shardkit.loader.settings import LoaderSetup
 from shardkit.plan.locality import LaneOfBlock
@@ -127,21 +127,9 @@ class RemoteBlocks:
             shard = np.searchsorted(shards, blocks, side="right") - 1
             return reader.places(shard, blocks - shards[shard])
 
-        def beside(block: int) -> range:
-            shard, _ = rows.shard_of_block(block)
-            return range(int(shards[shard]), int(shards[shard + 1]))
-
         loop = self._plan.steps_per_pass or self._plan.loop_steps
         horizon = (step // loop + _HORIZON_LOOPS) * loop
-        self.supply.follow(
-            self._uses, request, places, step=step, horizon=horizon, beside=beside if self._fits() else None
-        )
-
-    def _fits(self) -> bool:
-        """Whether the cache has room for what this machine needs of the dataset."""
-        cache = self.supply.cache
-        share = min(1.0, ranks_beside() * len(self._lanes) / self._plan.lanes)
-        return cache is not None and self.reader.stored_bytes * share <= cache.limit
+        self.supply.follow(self._uses, request, places, step=step, horizon=horizon)
 
     def _is_far(self) -> bool:
         """Whether any shard is not a local file: a root on a disk may have copies, and need none of them."""

@@ -139,32 +139,6 @@ class LocatedStore(StoreAround):
         rebuild = None if self.parity is None else functools.partial(self.parity, request)
         return self.path.fetch(wanted_block(request)._replace(rebuild=rebuild))
 
-    def read_blocks(self, requests: Sequence[BlockRequest]) -> list[Buffer]:
-        """Blocks of one shard that lie near each other, with one request; one by one where that comes wrong, or not."""
-        name, start = requests[0].name, min(one.offset for one in requests)
-        length = max(one.offset + one.length for one in requests) - start
-
-        def read(location: Location) -> Buffer:
-            return _read_range(location.store, name, start, length)
-
-        def parts(data: Buffer) -> list[Buffer]:
-            view = memoryview(data)
-            return [view[one.offset - start :][: one.length] for one in requests]
-
-        def check(data: Buffer) -> bool:
-            found = zip(parts(data), requests, strict=True)
-            return all(hashlib.sha256(part).digest() == one.sha256 for part, one in found)
-
-        self.read_events.note("coalesced", what=name, blocks=len(requests))
-        try:
-            return parts(
-                self.path.fetch(
-                    ReadRequest(f"{name} bytes {start} to {start + length}", length, read, check, name)
-                )
-            )
-        except ShardkitError:
-            return [self.read_block(one) for one in requests]  # each says what is wrong with it
-
     def get(self, name: str, *, max_bytes: int) -> bytes:
         """The whole object; see `Store.get`. An object is verified against its name."""
         check_name(name)

@@ -330,27 +330,6 @@ class TestLocations:
         finally:
             stall.set()
 
-    def test_near_blocks_come_in_one_request(self) -> None:
-        a = Fickle("a")
-        store = located(a, data=self.data)
-        name = shard_name(self.data)
-        requests = [
-            BlockRequest(name, i, 5_000, hashlib.sha256(self.data[i : i + 5_000]).digest())
-            for i in range(0, 50_000, 5_000)
-        ]
-        assert [bytes(part) for part in store.read_blocks(requests)] == [
-            self.data[i : i + 5_000] for i in range(0, 50_000, 5_000)
-        ]
-        assert a.reads == 1
-        spoiled = [0]
-
-        def third(data: bytes) -> bytes:
-            spoiled[0] += 1
-            return data[:12_000] + flipped(data[12_000:]) if spoiled[0] <= 2 else data
-
-        a.spoil = third
-        assert b"".join(bytes(part) for part in store.read_blocks(requests)) == self.data, "then one by one"
-
     def test_the_last_resort(self) -> None:
         a = Fickle("a", flipped)
         a.put_new(shard_name(self.data), self.data)

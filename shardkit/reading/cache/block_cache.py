@@ -14,8 +14,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -142,14 +141,6 @@ class BlockCache:
     def holds(self, request: BlockRequest) -> bool:
         """Whether a block was there a moment ago."""
         return request.sha256 in self._catalogue.entries
-
-    def claimed(self, requests: Sequence[BlockRequest]) -> AbstractContextManager[list[bool]]:
-        """Which of some blocks this process is to fetch: all; whoever keeps one waits for others that do."""
-        return contextlib.nullcontext([True] * len(requests))
-
-    def keep(self, request: BlockRequest, data: Buffer) -> Buffer:
-        """Verified bytes, unless they are there."""
-        return self.fetch(request, lambda: data)
 
     def drop(self, sha256: bytes) -> None:
         """Remove a block; nothing where it is not there."""
