@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future as Answer
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -80,9 +80,10 @@ class BlockFetcher:
                 self._changed.notify_all()
             self._reading.add(request.place)
         try:
-            # a block whose reading ahead failed or was cancelled is read again here, where errors are raised
-            if found is not None and not _has_failed(found.answer):
-                return found.answer.result()
+            if found is not None:
+                # a block whose reading ahead failed or was cancelled is read again below, where errors are raised
+                with contextlib.suppress(Exception):
+                    return found.answer.result()
             return self.obtain(request, lambda: store.read_block(request))
         finally:
             with self._changed:
@@ -199,12 +200,6 @@ class BlockFetcher:
         if used_steps and not stopped.is_set():
             future = Future.of(np.concatenate(used_places), np.concatenate(used_steps))
             self.cache.lease.publish(future, self._clock)
-
-
-def _has_failed(answer: Answer[Any]) -> bool:
-    """Wait until a block has been read ahead; return True if that failed or was cancelled."""
-    wait([answer])
-    return answer.cancelled() or answer.exception() is not None
 
 
 def _start(name: str, work: Callable[[], None]) -> None:
