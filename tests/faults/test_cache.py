@@ -203,7 +203,6 @@ class TestDamage:
         (path / "blocks" / "ab").mkdir(parents=True)
         (path / "tmp").mkdir()
         foreign = {
-            "thesis.tex": b"do not delete",
             "blocks/readme": b"me neither",
             "blocks/ab/notes.txt": b"nor me",
             "tmp/draft": b"nor me",
@@ -222,9 +221,12 @@ class TestDamage:
             other, bytes_ = block_of(number)
             assert cache.fetch(other, functools.partial(bytes, bytes_)) == bytes_
         cache.close()
-        for name in ("thesis.tex", "blocks/readme", "blocks/ab/notes.txt", "tmp/draft"):
+        for name in ("blocks/readme", "blocks/ab/notes.txt", "tmp/draft"):
             assert (path / name).read_bytes() == foreign[name]
         assert not (path / "tmp" / f"{request.sha256.hex()}.part").exists()
+        (path / "thesis.tex").write_bytes(b"somebody works here")
+        with pytest.raises(UsageError, match=r"thesis\.tex"):
+            BlockCache(path, limit=MIB)
 
     def test_files_that_vanish(self, cache: BlockCache, tmp_path: Path) -> None:
         for number in range(8):
