@@ -210,13 +210,10 @@ COUNTED: Final = (
     "cache_bypassed",
     "cache_damaged",
     "cache_failed",
-    "coalesced",
 )
 """Names of the counters; all are there from the beginning, so that a zero can be told from a misspelling."""
 
-_SILENT: Final = frozenset(
-    {"requests", "cache_hits", "cache_misses", "cache_fills", "cache_evictions", "coalesced"}
-)
+_SILENT: Final = frozenset({"requests", "cache_hits", "cache_misses", "cache_fills", "cache_evictions"})
 
 
 class ReadEvent(NamedTuple):

@@ -118,7 +118,7 @@ METRICS: Final = (
            (("disk", "blocks.local_bytes"), ("*", "reads.bytes_from_*")), "source"),
     _by("shardkit_read_events", "What reads over a network met with", "kind",
         "requests retries refetches failovers hedges hedges_won missing throttled timeouts circuit_opened "
-        "circuit_closed healed heal_failed rebuilt stale_log coalesced", "reads.remote_{}"),
+        "circuit_closed healed heal_failed rebuilt stale_log", "reads.remote_{}"),
     _by("shardkit_cache_events", "What the cache of this machine did", "kind",
         "hits misses fills waits evictions bypassed failed", "reads.cache_{}"),
     Metric("shardkit_verification_failures", "Blocks whose bytes were not those that were written",

@@ -138,10 +138,6 @@ class BlockCache:
         name = sha256.hex()
         return os.path.join(self.path, BLOCKS, name[:2], name)
 
-    def holds(self, request: BlockRequest) -> bool:
-        """Whether a block was there a moment ago."""
-        return request.sha256 in self._catalogue.entries
-
     def drop(self, sha256: bytes) -> None:
         """Remove a block; nothing where it is not there."""
         with contextlib.suppress(OSError, ShardkitError), self._catalogue_locked():
