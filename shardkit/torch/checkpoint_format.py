@@ -28,7 +28,7 @@ def as_store(location: Store | str | os.PathLike[str]) -> Store:
 
 
 def ref_name(name: str) -> str:
-    """Where the ref of checkpoint ``name`` lies; a name cannot leave ``checkpoints/``."""
+    """Return the path of the ref of checkpoint ``name``; a name cannot leave ``checkpoints/``."""
     if not NAME.fullmatch(name):
         raise ConfigurationError(
             f"checkpoint name {name!r}: expected {NAME.pattern}, such as step-000000000100"
@@ -173,7 +173,7 @@ def _objects(store: Store, name: str) -> dict[tuple[str, str], int]:
 def copy_checkpoint(
     source: Store | str | os.PathLike[str], target: Store | str | os.PathLike[str], name: str
 ) -> int:
-    """Copy a checkpoint, in the order in which it is written; what the target has already is not read.
+    """Copy a checkpoint in the order in which it is written; objects that the target has already are not read.
 
     Every object is verified on the way: damage does not spread.
 

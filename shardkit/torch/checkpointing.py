@@ -82,7 +82,7 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
 
 @dataclass
 class _OneCheckpoint:
-    """What writing and reading share: which checkpoint is meant, and that plans are taken as they are."""
+    """The checkpoint that a writer or reader works on; DCP's plans are not changed."""
 
     location: Store | str | os.PathLike[str]
     name: str | None = None
@@ -118,7 +118,7 @@ class CheckpointWriter(_OneCheckpoint, StorageWriter):
         name: the checkpoint's name; names sort by age, so count with leading zeros. Else DCP's checkpoint_id.
         meta: plain data kept in the manifest (loader state, step, configuration).
         threads: concurrent writes per rank.
-        distrust: read the objects that are there already, and replace those that are damaged.
+        distrust: read objects that exist already, and replace damaged ones.
     """
 
     meta: Mapping[str, object] = field(default_factory=dict)

@@ -34,11 +34,9 @@ class _Reader:
         return (batch[self.field] for batch in self.batches)
 
     def _workers(self, count: int) -> Any:
-        from torch.utils.data import DataLoader
-
         import shardkit.torch
 
-        return DataLoader(shardkit.torch.dataset(self.ds, self.plan), batch_size=None, num_workers=count)
+        return shardkit.torch.DataLoader(shardkit.torch.dataset(self.ds, self.plan), num_workers=count)
 
 
 def build(workload: Any, scale: float, directory: str) -> None:
