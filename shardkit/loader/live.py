@@ -14,6 +14,7 @@ from shardkit.errors import ConfigurationError, StateError, UsageError
 from shardkit.loader.batch import Batch
 from shardkit.loader.block_window import WindowCounts
 from shardkit.loader.pipeline import LoaderCounts, Pipeline
+from shardkit.loader.ranks import Topology
 from shardkit.loader.resources import LoaderResources
 from shardkit.plan import Plan
 from shardkit.plan.natural import NaturalGrid
@@ -238,8 +239,13 @@ class LiveLoader:
             {} if self.resources is None or self.resources.remote is None else self.resources.remote.stats()
         )
 
-    def register(self, telemetry: Telemetry, plan: Plan) -> None:
-        """Poll this loader from now on."""
+    def make_telemetry(self, plan: Plan, topology: Topology, worker: int) -> Telemetry:
+        """Return what is polled of this loader."""
+        from shardkit.telemetry import Telemetry  # here, for most loaders are not watched
+
+        telemetry = Telemetry(
+            rank=topology.rank, world=topology.world, worker=worker, lanes=lambda: list(self.lanes)
+        )
         costs = StepCosts(plan, lambda: self.lanes, lambda: self.handed_out)
         telemetry.add_table("step_costs", costs.table)
 
@@ -259,6 +265,7 @@ class LiveLoader:
         telemetry.add_table("hot_shards", of_blocks("hot_shards", []))
         telemetry.add_table("slow_blocks", of_blocks("slowest", []))
         telemetry.add_table("lane_loads", of_blocks("lane_loads", []))
+        return telemetry
 
 
 def _numbers(counts: LoaderCounts | WindowCounts, but: str = "") -> dict[str, float]:

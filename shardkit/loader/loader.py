@@ -18,19 +18,19 @@ import numpy as np
 from shardkit.errors import ConfigurationError, UsageError
 from shardkit.loader.batch import Batch, MissingValues
 from shardkit.loader.gather import Allocate
-from shardkit.loader.live import (
-    STATE_VERSION,
-    LiveLoader,
-    Loop,
-    check_geometry,
-    check_state,
-    check_step,
-)
+from shardkit.loader.live import STATE_VERSION, LiveLoader, Loop, check_geometry, check_state, check_step
 from shardkit.loader.pipeline import LoaderCounts, Pipeline, StepBatches
 from shardkit.loader.ranks import Dealt, check_chosen, check_shares, find_topology, fixed_shares
 from shardkit.loader.rebalancing import Rebalancer, make_rebalancer
 from shardkit.loader.resources import LoaderResources
-from shardkit.loader.settings import LoaderConfig, LoaderSetup, Sources, gathered_fields, makes_tensors
+from shardkit.loader.settings import (
+    LoaderConfig,
+    LoaderSetup,
+    Sources,
+    first_lanes,
+    gathered_fields,
+    makes_tensors,
+)
 from shardkit.loader.transforms import RowFunction, find_decoders, split_decoders
 from shardkit.plan import Plan
 
@@ -86,11 +86,8 @@ class Loader:
         if dealt is not None and dealt.holders is not None:
             self._setup = dataclasses.replace(self._setup, holders=dealt.holders)
         self.assignment = None if dealt is None else dealt.assignment
-        lanes = (
-            check_chosen(plan.lanes, config.lanes or ())
-            if dealt is None
-            else list(dealt.assignment.lanes_of(topology.rank))
-        )
+        chosen = check_chosen(plan.lanes, config.lanes or ())
+        lanes = chosen if dealt is None else list(dealt.assignment.lanes_of(topology.rank))
         self._memory = self._setup.memory_bound(len(lanes))  # at the start
         self._loop: Callable[[], Loop | None] = lambda: None  # the last one, while somebody holds it
         self._ahead: range | None = None  # steps of the next loop, if the pipeline reads them already
@@ -111,32 +108,17 @@ class Loader:
 
     @cached_property
     def telemetry(self) -> Telemetry:
-        """What of this loader is polled while a run is watched."""
-        from shardkit.telemetry import Telemetry  # here, for most loaders are not watched
-
-        topology, live = self.topology, self.live
-        found = Telemetry(
-            rank=topology.rank, world=topology.world, worker=self._setup.config.offset,
-            lanes=lambda: list(live.lanes),
-        )  # fmt: skip
-        live.register(found, self.plan)
-        return found
+        """Numbers and tables of this loader that are polled while a run is watched."""
+        return self.live.make_telemetry(self.plan, self.topology, self._setup.config.offset)
 
     def _deal(self) -> Dealt | None:
         """Compare with the ranks that begin together, and deal; None if the lanes of this one were chosen."""
-        setup, plan, (rank, world, source) = self._setup, self.plan, self.topology
-        config, dealt = setup.config, None
-        if config.lanes is None:
-            check_shares(plan, world, uneven=config.uneven)
-            dealt = fixed_shares(plan, world, config.assignment)
-            own = list(dealt.assignment.lanes_of(rank))
-        else:
-            own = check_chosen(plan.lanes, config.lanes)
-        if config.store is None and source not in ("the process group", "the device mesh"):
+        dealt, own = first_lanes(self.plan, self.topology, self._setup.config)
+        if self._setup.config.store is None and not self.topology.is_shared:
             return dealt
         from shardkit.loader.dealing import compare_and_deal  # slow to import, and for several ranks only
 
-        dealt, self._served = compare_and_deal(setup, dealt, own, self._made_by)
+        dealt, self._served = compare_and_deal(self._setup, dealt, own, self._made_by)
         if self._served is not None:
             weakref.finalize(self, self._served.close)
         return dealt
@@ -457,15 +439,6 @@ class Loader:
     def lanes(self) -> list[int]:
         """Of this rank, now."""
         return self.live.lanes
-
-    @property
-    def prefetch(self) -> int | None:
-        """How many finished steps may wait; None where each is gathered when it is asked for."""
-        return self.live.prefetch
-
-    @prefetch.setter
-    def prefetch(self, steps: int) -> None:
-        self.live.prefetch = steps
 
     @property
     def resources(self) -> LoaderResources | None:

@@ -47,6 +47,11 @@ class Topology(NamedTuple):
     world: int
     source: str  # where it was found, for messages
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether the other ranks can be talked to through torch's process group."""
+        return self.source in ("the process group", "the device mesh")
+
 
 def find_topology(
     rank: int | None, world: int | None, environ: Mapping[str, str] | None = None, mesh: Any = None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 from shardkit.errors import ConfigurationError, MissingDependency
 from shardkit.formats import Schema, presence_of
 from shardkit.loader.batch import MissingValues
-from shardkit.loader.ranks import Holders, Topology
+from shardkit.loader.ranks import Dealt, Holders, Topology, check_chosen, check_shares, fixed_shares
 from shardkit.loader.rebalancing import Rebalancing
 from shardkit.loader.transforms import BatchTransform, Decoder, RowDecoder, SampleTransform
 from shardkit.plan import Assignment, Plan
@@ -181,6 +181,15 @@ def gathered_fields(schema: Schema, config: LoaderConfig) -> list[str]:
         if schema[name].optional:
             gathered[presence_of(name)] = None
     return list(gathered)
+
+
+def first_lanes(plan: Plan, topology: Topology, config: LoaderConfig) -> tuple[Dealt | None, list[int]]:
+    """Fixed shares, None if lanes were chosen, and the lanes of this rank, before ranks talk."""
+    if config.lanes is not None:
+        return None, check_chosen(plan.lanes, config.lanes)
+    check_shares(plan, topology.world, uneven=config.uneven)
+    dealt = fixed_shares(plan, topology.world, config.assignment)
+    return dealt, list(dealt.assignment.lanes_of(topology.rank))
 
 
 def makes_tensors(config: LoaderConfig) -> bool:

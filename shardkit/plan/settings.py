@@ -70,7 +70,8 @@ class Settings:
 
     def _set(self, name: str, allowed: Range) -> None:
         """Check a whole number; integers of other libraries become Python's, as the canonical form needs them."""
-        if (value := getattr(self, name)) is not None:
+        value = getattr(self, name)
+        if value is not None or name != "epoch_steps":
             object.__setattr__(self, name, whole(f"plan: {name}", value, allowed))
 
     def canonical(self) -> dict[str, object]:

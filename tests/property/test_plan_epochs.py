@@ -112,8 +112,9 @@ def test_integers_of_every_library_are_integers() -> None:
 @pytest.mark.parametrize(
     "options",
     [{"global_batch": 2**62}, {"global_batch": 2**31}, {"global_batch": 8.0}, {"global_batch": True},
-     {"lanes": 2**62}, {"lanes": 2.0}, {"seed": "1"}, {"epoch_steps": 0}, {"epoch_steps": 1.5}, {"group_by": 5},
-     {"group_by": {}}, {"group_by": {"*": 1.5}}, {"sequence": 0, "row_tokens": 4}, {"window_blocks": 1.0}],
+     {"lanes": 2**62}, {"lanes": 2.0}, {"seed": "1"}, {"seed": None}, {"epoch_steps": 0}, {"epoch_steps": 1.5},
+     {"group_by": 5}, {"group_by": {}}, {"group_by": {"*": 1.5}}, {"sequence": 0, "row_tokens": 4},
+     {"window_blocks": 1.0}],
 )  # fmt: skip
 def test_numbers_that_are_out_of_range_are_refused_in_words(options: Any) -> None:
     with pytest.raises(PlanError, match="expected"):
