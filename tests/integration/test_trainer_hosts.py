@@ -179,11 +179,13 @@ def test_random_sequences_of_kills_leaves_and_joins(
 
         first, others = start(), list[subprocess.Popen[bytes]]()
         wait_until(lambda: (run / "events.jsonl").exists(), outputs)  # noqa: B023
-        deadline = time.monotonic() + PATIENCE_S
+        deadline, actions = time.monotonic() + PATIENCE_S, 0
         while first.poll() is None:
             assert time.monotonic() < deadline, [path.read_text() for path in outputs]
             others = [one for one in others if one.poll() is None]
             doing = str(random.choice(["join", "join", "kill", "leave", "kill rank"]))
+            if (actions := actions + 1) > 6:  # from here on nothing is lost, and ranks that wait are released
+                doing = "join" if len(others) < 3 else "leave"
             if doing == "join" and len(others) < 3:
                 others.append(start())
             elif others and doing != "join":
@@ -194,8 +196,9 @@ def test_random_sequences_of_kills_leaves_and_joins(
                 ):
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGTERM if doing == "leave" else signal.SIGKILL)
-            with suppress(subprocess.TimeoutExpired):
-                first.wait(float(random.uniform(5, 20)))
+            before, patience = len(starts(run)), time.monotonic() + 120
+            while first.poll() is None and len(starts(run)) == before and time.monotonic() < patience:
+                time.sleep(0.2)  # an action may have no consequence: it hit a machine that had not joined
         for one in others:
             one.wait(PATIENCE_S)
         assert first.returncode == 0, [path.read_text() for path in outputs]
