@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from shardkit.errors import ConfigurationError, SampleError, UsageError
 from shardkit.formats import Schema, presence_of
+from shardkit.loader.packed_rows import BOUNDARIES, Documents, documents_of
 from shardkit.notebook import value_text
 
 __all__ = ["Batch", "MissingValues", "may_pin", "to_tensors"]
@@ -83,6 +84,19 @@ class Batch(dict[str, Any]):
             raise UsageError(f"batch.array({name!r}): the field is a {kind}, no array; take batch[{name!r}]")
         array: NDArray[Any] = value if isinstance(value, np.ndarray) else value.numpy(force=True)
         return array
+
+    def documents(self, field: str = "tokens", boundaries: str = BOUNDARIES) -> Documents:
+        """Return where documents begin in packed rows, for attention that stays inside them.
+
+        Args:
+            field: (rows, length) tokens.
+            boundaries: ragged field with the documents of each row, as ``build --pack`` writes it; without such a
+                field each row is one document.
+
+        Raises:
+            UsageError: the field does not hold rows of one length.
+        """
+        return documents_of(self, field, boundaries)
 
     def to(self, device: Any, non_blocking: bool = False, **_: Any) -> Batch:
         """This batch with its tensors on `device`; frameworks that move batches call it by name.

@@ -155,7 +155,9 @@ class ModelConfig(Section):
     kind: str = "gpt"  # gpt, classifier, or package.module:factory
     field: str = ""  # the input field; empty: the only one that fits
     label: str = "label"  # classifier: the target field
-    context: SomeSamples = 128  # gpt: positions
+    context: Samples = (
+        0  # gpt: positions; 0: the length of a row, or 128 where rows have lengths of their own
+    )
     vocabulary: SomeSamples = 256  # gpt: tokens; bytes and text are 256
     layers: SomeSize = 4  # gpt: blocks
     heads: SomeSize = 4  # gpt

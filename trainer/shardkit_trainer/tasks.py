@@ -25,10 +25,12 @@ import torch.nn.functional as F  # noqa: N812 - as all of torch's own documentat
 from torch import Tensor, nn
 
 from shardkit.errors import ConfigurationError, MissingDependency
+from shardkit.loader.packed_rows import BOUNDARIES, documents_of
 from shardkit.plan.permutation import derive
 
 from .configuration import ModelConfig, expect
 
+_CONTEXT = 128  # positions where rows have lengths of their own
 IGNORED = -100  # target value that counts for nothing, torch's own default
 
 
@@ -111,8 +113,22 @@ class LanguageTask:
         self.field = _input(
             schema, config.field, _is_sequence, ("tokens", "text", "blob"), "a token sequence"
         )
-        self.context, self.vocabulary = config.context, config.vocabulary
-        self.model: nn.Module = GPT(config)
+        kind = schema[self.field]
+        length = kind.shape[0] if kind.kind == "array" else 0
+        self.context, self.vocabulary = config.context or length or _CONTEXT, config.vocabulary
+        packed = schema.get(BOUNDARIES) if length else None
+        self.has_documents = packed is not None and packed.kind == "ragged"
+        self.remarks: list[str] = []
+        if length > self.context:
+            self.remarks.append(
+                f"model.context = {self.context}: each row of {length} tokens gives one random crop of {self.context}; "
+                "leave model.context out to train on whole rows"
+            )
+        if not length and not config.context:
+            self.remarks.append(
+                f"model.context = {_CONTEXT}: a longer sample of {self.field!r} gives one random crop; set model.context"
+            )
+        self.model: nn.Module = GPT(config, self.context)
 
     def prepare(self, cell: Any, seed: int) -> Inputs:
         """(samples, context) inputs and targets; a crop's place depends on (seed, step, lane, slot) only."""
@@ -130,14 +146,38 @@ class LanguageTask:
         tokens = torch.where(there, line[places].to(torch.int64), 0)
         _check_range("model.vocabulary", self.vocabulary, "token", tokens, cell)
         targets = torch.where(there[:, 1:], tokens[:, 1:], IGNORED)
-        return Inputs({"tokens": tokens[:, :-1], "targets": targets}, valid, len(lengths))
+        tensors = {"tokens": tokens[:, :-1], "targets": targets}
+        if self.has_documents:
+            documents, positions = self._documents(cell, starts - borders[:-1])
+            across = documents[:, 1:] != documents[:, :-1]  # the next token begins another document
+            targets[across.to(targets.device)] = IGNORED
+            tensors |= {"documents": documents[:, :-1].clone(), "positions": positions}
+            valid = int((targets != IGNORED).sum())
+        return Inputs(tensors, valid, len(lengths))
+
+    def _documents(self, cell: Any, starts: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Return (samples, context + 1) documents, and (samples, context) positions in the part of each in the crop."""
+        found = documents_of(cell, self.field, BOUNDARIES)
+        length = found.document_ids.shape[1]
+        places = torch.from_numpy(starts[:, None] + np.arange(self.context + 1))
+        documents = torch.as_tensor(found.document_ids).gather(1, places.clamp(max=length - 1)).long()
+        documents[places >= length] = -1  # a filler
+        begins = torch.ones_like(documents, dtype=torch.bool)
+        begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+        steps = torch.arange(self.context + 1).expand_as(documents)
+        positions = steps - torch.where(begins, steps, 0).cummax(1).values
+        return documents, positions[:, :-1].clone()
 
     def empty(self) -> Inputs:
         tokens = torch.zeros((1, self.context), dtype=torch.int64)
-        return Inputs({"tokens": tokens, "targets": torch.full_like(tokens, IGNORED)}, 0, 0)
+        tensors = {"tokens": tokens, "targets": torch.full_like(tokens, IGNORED)}
+        if self.has_documents:
+            tensors |= {"documents": torch.zeros_like(tokens), "positions": torch.zeros_like(tokens)}
+        return Inputs(tensors, 0, 0)
 
     def loss(self, forward: Callable[..., Any], tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        logits = forward(tensors["tokens"]).float().flatten(0, 1)
+        inputs = [tensors[name] for name in ("tokens", "documents", "positions") if name in tensors]
+        logits = forward(*inputs).float().flatten(0, 1)
         loss = F.cross_entropy(logits, tensors["targets"].flatten(), reduction="sum", ignore_index=IGNORED)
         return loss, torch.zeros((), dtype=torch.int64, device=loss.device)
 
@@ -281,14 +321,17 @@ class GPTBlock(nn.Module):
         self.feed_in = nn.Linear(width, 4 * width)
         self.feed_out = nn.Linear(4 * width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """`mask`: (batch, 1, positions, positions) bool, where a query may look; None: at everything before it."""
         batch, positions, width = x.shape
         query, key, value = (
             part.view(batch, positions, self.heads, width // self.heads).transpose(1, 2)
             for part in self.query_key_value(self.attention_norm(x)).chunk(3, dim=-1)
         )
         dropout = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=dropout)
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, dropout_p=dropout
+        )
         x = x + self._drop(self.attention_out(mixed.transpose(1, 2).reshape(batch, positions, width)))
         return x + self._drop(self.feed_out(F.gelu(self.feed_in(self.feed_norm(x)))))
 
@@ -299,11 +342,11 @@ class GPTBlock(nn.Module):
 class GPT(nn.Module):
     """A decoder-only transformer (Radford et al. 2019): (batch, positions) int64 → (batch, positions, vocabulary)."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, context: int):
         super().__init__()
         width, layers = config.width, config.layers
         self.token_embedding = nn.Embedding(config.vocabulary, width)
-        self.position_embedding = nn.Embedding(config.context, width)
+        self.position_embedding = nn.Embedding(context, width)
         self.blocks = nn.ModuleList(GPTBlock(width, config.heads, config.dropout) for _ in range(layers))
         self.final_norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, config.vocabulary, bias=False)
@@ -315,11 +358,18 @@ class GPT(nn.Module):
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.token_embedding(tokens) + self.position_embedding(positions)
+    def forward(
+        self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor:
+        """`documents`, `positions`: (batch, positions) of packed rows; attention stays inside a document."""
+        order = torch.arange(tokens.shape[1], device=tokens.device)
+        mask = None
+        if documents is not None:
+            same = documents[:, :, None] == documents[:, None, :]
+            mask = (same & (order[:, None] >= order))[:, None]
+        x = self.token_embedding(tokens) + self.position_embedding(order if positions is None else positions)
         for block in self.blocks:
-            x = block(x)
+            x = block(x) if mask is None else block(x, mask)
         logits: Tensor = self.head(self.final_norm(x))
         return logits
 

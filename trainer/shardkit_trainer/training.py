@@ -128,6 +128,8 @@ class _Run:
         self.strategy = make_strategy(self.task, config, world, max(plan.lanes for plan in data.plans))
         reporter = Reporter(config.log, directory, lead, self.steps, self.task.unit)
         self.reporter = self.parts.enter_context(closing(reporter))
+        for remark in getattr(self.task, "remarks", ()):
+            self.reporter.say(remark)
         if changes:
             self.reporter.say("settings differ from the start before: " + ", ".join(map(str, changes)))
         profiles = lead and config.log.profile_steps
