@@ -126,7 +126,7 @@ class LanguageTask:
             )
         if not length and not config.context:
             self.remarks.append(
-                f"model.context = {_CONTEXT}: a longer sample of {self.field!r} gives one random crop; set model.context"
+                f"model.context = {_CONTEXT}: a longer sample gives one random crop; set it to the longest one"
             )
         self.model: nn.Module = GPT(config, self.context)
 
