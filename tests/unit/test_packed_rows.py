@@ -85,7 +85,8 @@ def test_the_built_in_model_attends_inside_documents_and_takes_whole_rows(datase
 
     def logits(tokens: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            return model(tokens, inputs.tensors["documents"], inputs.tensors["positions"])
+            found: torch.Tensor = model(tokens, inputs.tensors["documents"], inputs.tensors["positions"])
+        return found
 
     before = inputs.tensors["tokens"]
     after = before.clone()
