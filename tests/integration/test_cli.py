@@ -334,7 +334,7 @@ def test_select(call: Call, dataset: Path, tmp_path: Path) -> None:
         (["--where", "label ==", "--ref", "x"], 2, "cannot be read"),
         (["--where", "label > 7", "--ref", "x"], 2, "no row is selected"),
         (["--rows", "/nowhere", "--ref", "x"], 1, "/nowhere: cannot be read"),
-        (["--rows", __file__, "--ref", "x"], 1, "begins or ends with a quote"),
+        (["--rows", __file__, "--ref", "x"], 1, "begins or ends with a blank"),
         (["--where", "label == 0"], 2, "Missing option '--ref'"),
     ],
 )
