@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from shardkit.errors import UsageError
 from shardkit.loader.block_loading import AFTER, SLOT, BlockLoading
 from shardkit.loader.block_memory import BlockMemory, Loan, capacity_of
-from shardkit.loader.group_blocks import CLOSED, GroupBlocks
 from shardkit.loader.schedule import StepGroup
 
 __all__ = ["BlockWindow", "WindowCounts"]
@@ -74,6 +73,18 @@ class _Wanted(NamedTuple):
     own: Int64s  # bytes of memory that its slot has for it; 0: it brings its own
     first: Int64s  # steps that need them, counted over all loops
     last: Int64s
+
+
+class Admitted(NamedTuple):
+    """A group whose blocks are loaded, or will be."""
+
+    loop: int  # that it belongs to
+    slots: Int64s  # of its blocks
+    needs: list[int]  # per step: how many jobs are done once its blocks are loaded
+    origin: int  # steps planned before it
+
+
+CLOSED = "the loader was closed while this loop waited for a block; begin another loop"
 
 
 class BlockWindow:
@@ -170,12 +181,10 @@ class BlockWindow:
         group: StepGroup,
         sizes: Int64s,
         own: Int64s,
-        stopped: Callable[[], bool] = lambda: False,
-    ) -> GroupBlocks:
+    ) -> Admitted:
         """Have the blocks of a group loaded that are not there, as early as there is room, in the order of first need.
 
-        `sizes` and `own` are of its blocks, as `sizes` tells of it or of a longer one. Once `stopped` says so, who
-        waits for a block gets a UsageError; `wake` them.
+        `sizes` and `own` belong to its blocks, as `sizes` returns them for it or a longer one.
         """
         with self._lock:
             blocks, origin, slots = group.blocks.tolist(), self._planned, self._slots
@@ -200,7 +209,7 @@ class BlockWindow:
             base = self._add(wanted, places)
             steps = np.arange(origin, self._planned)
             needs = (base + np.searchsorted(wanted.first, steps, side="right")).tolist()
-            return GroupBlocks(self, self.loop, group, found, needs, origin, stopped)
+            return Admitted(self.loop, found, needs, origin)
 
     def _assign(self, wanted: _Wanted) -> Int64s:
         """Give each block a slot.

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from shardkit.errors import ConfigurationError
 from shardkit.loader.batch import Batch
 from shardkit.loader.gather import Allocate
-from shardkit.loader.pipeline import StepBatches
+from shardkit.loader.step_batches import StepBatches
 
 __all__ = ["CudaStream", "DeviceFeed", "SideStream", "find_device", "pinned"]
 

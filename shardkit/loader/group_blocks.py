@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.errors import UsageError
+from shardkit.loader.block_window import CLOSED, Admitted, BlockWindow
 from shardkit.loader.gather import RowAddresses
 from shardkit.loader.schedule import StepGroup
 
-if TYPE_CHECKING:
-    from shardkit.loader.block_window import BlockWindow
-
-__all__ = ["CLOSED", "GroupBlocks"]
+__all__ = ["GroupBlocks"]
 
 Int64s = NDArray[np.int64]
-
-CLOSED = "the loader was closed while this loop waited for a block; begin another loop"
 
 
 class GroupBlocks:
@@ -31,11 +27,16 @@ class GroupBlocks:
     """
 
     def __init__(
-        self, window: BlockWindow, loop: int, group: StepGroup, slots: Int64s, needs: list[int], origin: int,
-        stopped: Callable[[], bool],
-    ) -> None:  # fmt: skip
+        self,
+        window: BlockWindow,
+        group: StepGroup,
+        admitted: Admitted,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Once `stopped` returns True, a thread that waits for a block gets a UsageError; wake it."""
+        self._loop, slots, self._needs, self._origin = admitted
         self.group, self.which = group, slots[group.which] if len(slots) else group.which
-        self._window, self._loop, self._needs, self._origin = window, loop, needs, origin
+        self._window = window
         self._stopped = stopped
 
     def wait(self, step: int, most: int, timeout_s: float, on_stall: Callable[[float], None]) -> range:

@@ -19,7 +19,7 @@ from shardkit.errors import ConfigurationError, UsageError
 from shardkit.loader.batch import Batch, MissingValues
 from shardkit.loader.gather import Allocate
 from shardkit.loader.live import STATE_VERSION, LiveLoader, Loop, check_geometry, check_state, check_step
-from shardkit.loader.pipeline import LoaderCounts, Pipeline, StepBatches
+from shardkit.loader.pipeline import Pipeline
 from shardkit.loader.ranks import Dealt, check_chosen, check_shares, find_topology, fixed_shares
 from shardkit.loader.rebalancing import Rebalancer, make_rebalancer
 from shardkit.loader.resources import LoaderResources
@@ -31,6 +31,7 @@ from shardkit.loader.settings import (
     gathered_fields,
     makes_tensors,
 )
+from shardkit.loader.step_batches import LoaderCounts, StepBatches
 from shardkit.loader.transforms import RowFunction, find_decoders, split_decoders
 from shardkit.plan import Plan
 

@@ -14,7 +14,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, cycle, pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -30,9 +29,10 @@ from shardkit.loader.resources import LoaderResources, Watchdog
 from shardkit.loader.row_work import BegunRows, RowWork
 from shardkit.loader.schedule import StepGroup, first_lanes, most_steps, plan_group, steps_that_fit
 from shardkit.loader.settings import LoaderSetup
+from shardkit.loader.step_batches import LoaderCounts, StepBatches
 from shardkit.plan import Plan
 
-__all__ = ["LoaderCounts", "Pipeline", "StepBatches"]
+__all__ = ["Pipeline"]
 
 T = TypeVar("T")
 Int64s = NDArray[np.int64]
@@ -43,27 +43,6 @@ _INLINE_BYTES = 8 << 20
 _TOGETHER_BYTES, _LENT_BYTES, _TOGETHER_STEPS = 4 << 20, 1 << 20, 8
 _DEFAULT_PREFETCH = 4
 _NO_SAMPLES = np.zeros(0, dtype=np.int64)
-
-
-@dataclass(slots=True)
-class LoaderCounts:
-    """Of one loop: plain numbers that cost nanoseconds. Each is a key of `Loader.stats`; times are seconds."""
-
-    assembly_blocked_s: float = 0.0  # the assembly thread waited for room
-    assembly_starved_s: float = 0.0  # the trainer waited for it
-    computed_s: float = 0.0  # the rank's own part of steps, where the loop says when it is done
-    consumer_wait_s: float = 0.0  # the trainer waited in `next`
-    gather_s: float = 0.0
-    last_wait_s: float = 0.0  # of the step handed out last
-    load_wait_s: float = 0.0  # gathering waited for blocks
-    plan_blocked_s: float = 0.0  # the plan thread waited for room
-    plan_s: float = 0.0
-    plan_starved_s: float = 0.0  # gathering waited for it
-    samples: int = 0
-    stalls: int = 0  # reports of the watchdog
-    steps: int = 0
-    substitutions: int = 0  # rows replaced or masked
-    transform_s: float = 0.0  # decoding and transforms, as the assembling thread sees them
 
 
 class _GatheredStep(NamedTuple):
@@ -81,16 +60,6 @@ class _BegunStep(NamedTuple):
     rows: int
     parts: list[tuple[int, BegunRows]]  # (lane, rows)
     lane_counts: Int64s
-
-
-class StepBatches(NamedTuple):
-    """One step as it goes to the trainer."""
-
-    step: int
-    batches: list[Batch]  # one, or one per lane
-    samples: Int64s  # (n,) all samples of the step, lane after lane
-    lane_counts: Int64s
-    replaced: list[dict[str, Any]]  # rows that were substituted or masked, as the journal records them
 
 
 class Pipeline:
@@ -304,7 +273,8 @@ class Pipeline:
             self._watchdog.over_memory(planned.numbers[0], needed)
         group, rest = planned.split(steps)
         count = len(group.blocks)  # they are in the order of first need
-        return window.admit(group, sizes[:count], own[:count], self._stopping.is_set), rest
+        admitted = window.admit(group, sizes[:count], own[:count])
+        return GroupBlocks(window, group, admitted, self._stopping.is_set), rest
 
     # ---- gather and transform
 

@@ -99,7 +99,7 @@ def group_of(steps: Sequence[Sequence[int]], first: int = 0) -> StepGroup:
 def admitted(window: BlockWindow, steps: Sequence[Sequence[int]], **options: Any) -> GroupBlocks:
     group = group_of(steps)
     sizes, own, _ = window.sizes(group)
-    return window.admit(group, sizes, own, **options)
+    return GroupBlocks(window, group, window.admit(group, sizes, own), **options)
 
 
 def work(window: BlockWindow, steps: Sequence[Sequence[int]], rows_of: Any = _Facts) -> Iterator[set[Any]]:
@@ -112,7 +112,7 @@ def work(window: BlockWindow, steps: Sequence[Sequence[int]], rows_of: Any = _Fa
             fitting, _ = steps_that_fit(left, sizes, held, window.budget)
             group, left = left.split(fitting)
             count = len(group.blocks)
-            waiting.append(window.admit(group, sizes[:count], own[:count]))
+            waiting.append(GroupBlocks(window, group, window.admit(group, sizes[:count], own[:count])))
         one = waiting.popleft()
         rows = rows_of(one.which)
         for step in range(len(one.group.numbers)):

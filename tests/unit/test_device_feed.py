@@ -14,7 +14,7 @@ from shardkit import images
 from shardkit.errors import ConfigurationError
 from shardkit.loader.batch import Batch
 from shardkit.loader.device import DeviceFeed
-from shardkit.loader.pipeline import StepBatches
+from shardkit.loader.step_batches import StepBatches
 from tests.pictures import encoded, photograph
 
 torch = pytest.importorskip("torch")
