@@ -39,7 +39,7 @@ class RowTable:
 
 
 BLOCK_BYTES: Final = 2**18
-"""Raw bytes per block of new datasets: a loader has some hundred blocks in memory. 1 MiB in 0.1."""
+"""Raw bytes per block of new datasets: a loader has some hundred blocks in memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

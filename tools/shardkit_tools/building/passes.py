@@ -403,7 +403,7 @@ class WriteWorker:
             "index": [written.index_digest, written.index_size],
             "largest_block": written.largest_block,
             "raw_bytes": written.raw_bytes,
-        }  # as of 0.1: a build that another release had begun is finished
+        }
         self.folder.put_record(_shard_record_name(item), canonical_json.dumps(record))
         return item.number, written
 
