@@ -1,5 +1,5 @@
-"""Verified blocks from one or more locations, of which any may be slow, wrong, overloaded or gone; and their cache.
+"""Verified reads from several locations, each of which may be slow, damaged, overloaded or gone; the block cache.
 
-Only bytes whose digest is right are handed on; which location gave them, and what went wrong, is told as counters and
-events. Imports stores; a repository reads through it, so nothing here knows a log.
+Only bytes with the right digest are returned. Counters and events report the location of each read and each failure.
+This package imports stores and knows nothing of the log: repositories read through it.
 """

@@ -1,9 +1,8 @@
-"""Adopted tars: shards of somebody else, found and read where they lie, everything else in the root.
+"""Adopted tars: existing tar files that serve as shards without being copied into the root.
 
-An adopted shard is named by its SHA-256 in the manifest like any shard, and was not copied into the root. The root
-remembers its place in one small document, ``locations/<hex of the tar's digest>.json``: like the place of a part it is
-configuration, not data, and may be written again when the tar moves. Nothing is trusted because of it, nor because of
-a size or a modification time: blocks are verified on every read.
+The manifest names an adopted shard by its SHA-256, like any shard. The root records the tar's path or URL in one small
+document, ``locations/<hex of the tar's digest>.json``. The document is configuration, not data, and may be rewritten
+when the tar moves. Neither the document nor a size or modification time is trusted: blocks are verified on every read.
 """
 
 from __future__ import annotations
@@ -55,12 +54,12 @@ class _Place(Document, frozen=True, kw_only=True, tag="shardkit-adopted/1"):
 
 
 def location_name(digest: str) -> str:
-    """Where the place of a part (by its manifest) or of an adopted tar is kept below the root."""
+    """Return the name of the document with the place of a part (given its manifest id) or of an adopted tar."""
     return f"locations/{parse_digest(digest)}.json"
 
 
 def resolved(root: str, place: str) -> str:
-    """Where a place lies that a root remembers: a relative one counts from the root."""
+    """Return the path or URL of a recorded place; relative paths are relative to the root."""
     if place.lower().startswith("file:///"):
         return unquote(place[len("file://") :])
     joined = place if scheme_of(place) else os.path.join(root, place)
@@ -68,7 +67,7 @@ def resolved(root: str, place: str) -> str:
 
 
 def put_adopted(root: Store, digest: str, place: str, etag: str = "") -> None:
-    """Remember, durably, where an adopted tar lies; a place that was remembered before is replaced."""
+    """Record the place of an adopted tar durably, replacing any earlier record."""
     if scheme_of(place):
         from shardkit.stores.remote.addresses import split_url
 
@@ -87,7 +86,7 @@ class Tar(NamedTuple):
     Attributes:
         digest: ``sha256:<hex>``.
         places: absolute paths and URLs, tried in order.
-        etag: that its store had for these bytes; empty where that is not known.
+        etag: ETag of the tar in its store when it was adopted; empty if unknown.
     """
 
     digest: str
@@ -96,16 +95,16 @@ class Tar(NamedTuple):
 
     @property
     def place(self) -> str:
-        """Where it lies, or lay."""
+        """The first place that is a URL or an existing file; otherwise the last one."""
         return next((one for one in self.places if scheme_of(one) or os.path.exists(one)), self.places[-1])
 
     @property
     def is_far(self) -> bool:
-        """Whether it lies behind a URL."""
+        """Whether the tar is read from a URL."""
         return scheme_of(self.place) is not None
 
     def gone(self, root: str) -> NotFoundError:
-        """The error of a tar that is not where it was."""
+        """Return the error for a tar that is missing from all its places."""
         return NotFoundError(
             f"adopted tar {self.digest} is gone from where it was ({', '.join(dict.fromkeys(self.places))}); put it "
             f"back, or tell where it is now: shardkit adopt TARS… {root}"
@@ -113,7 +112,7 @@ class Tar(NamedTuple):
 
 
 def read_tar_place(store: Store, digest: str) -> Tar | None:
-    """What a root remembers of an adopted tar; None where it remembers nothing."""
+    """Return the recorded place of an adopted tar, or None if the root has no record of it."""
 
     def parse(data: bytes, where: str) -> Tar:
         place = decode(_Place, data, where, max_bytes=_MAX_BYTES)
@@ -127,12 +126,12 @@ def read_tar_place(store: Store, digest: str) -> Tar | None:
 _SHARDS: Final = ("objects/", ".tar")
 _THREADS: Final = 16
 _ASKED: Final = (
-    64  # shards by which to tell where the tars of a version lie: those of one adoption mostly lie together
+    64  # shards sampled to learn if tars are remote: those of one adoption are mostly in one place
 )
 
 
 def with_adopted_tars(store: Store, manifest: Manifest) -> Store:
-    """The store as a reader of `manifest` needs it: one that finds adopted tars, where the manifest has any."""
+    """Return a store that finds adopted tars if the manifest has any; otherwise return `store`."""
     if not manifest.adopted or _adopting(store) is not None:
         return store
     if not isinstance(store, LocatedStore):
@@ -142,9 +141,9 @@ def with_adopted_tars(store: Store, manifest: Manifest) -> Store:
 
 
 def store_of_version(store: Store, manifest: Manifest, table: ShardTable) -> Store:
-    """As a reader of a version needs it: finds adopted tars, and rebuilds from parity what no location has.
+    """Return a store for reading a version: it finds adopted tars and rebuilds lost objects from parity.
 
-    A local root without parity, copies and tars behind URLs is read as it is.
+    A local root without parity, copies and remote tars is returned as it is, or with its adopted tars.
     """
     store = with_adopted_tars(store, manifest)
     if not isinstance(store, LocatedStore):
@@ -153,7 +152,7 @@ def store_of_version(store: Store, manifest: Manifest, table: ShardTable) -> Sto
             store = LocatedStore([Location(name=ROOT_NAME, store=store, domain=store.url)])
     if isinstance(store, LocatedStore) and MIXED not in (manifest.format, manifest.compression):
         holders = [one.store for one in store.locations if one.holds == "objects"]
-        from shardkit.reading.parity.rebuilding import ParityReads  # few readers need it
+        from shardkit.reading.parity.rebuilding import ParityReads  # imported late: few readers need it
 
         parity = ParityReads(holders, manifest, table, attempt_s=store.settings.attempt_s)
         return store.with_parity(parity)
@@ -166,13 +165,13 @@ def _some_shards(table: ShardTable) -> list[str]:
 
 
 def adopted_place(store: Store, name: str) -> str | None:
-    """Path or URL of an adopted tar, as well as it is known; None where `name` is an object of the store itself."""
+    """Return the path or URL of an adopted tar, or None if `name` is not known to be one."""
     tar = find_tar(store, name)
     return None if tar is None else tar.place
 
 
 def find_tar(store: Store, name: str) -> Tar | None:
-    """The adopted tar that a shard is, where a store finds those; None for an object of the store itself."""
+    """Return the adopted tar of a shard's object name, or None if the shard is not known to be one."""
     adopting = _adopting(store)
     return None if adopting is None else adopting.tar(name)
 
@@ -186,16 +185,16 @@ def _adopting(store: Store) -> AdoptedStore | None:
 
 
 class AdoptedStore(StoreAround):
-    """The store of a root of which some shards lie outside of it; implements `shardkit.stores.store.Store`.
+    """Store of a root that has adopted tars; implements `shardkit.stores.store.Store`.
 
-    What is in the store itself is found there first. Adopted tars are never mapped: their owner may truncate or
-    rewrite them at any time, and a reader must get the very bytes that were verified. They are never written, listed
-    or deleted.
+    Objects in the root itself take precedence. Adopted tars are never memory-mapped: their owner may truncate or
+    rewrite them at any time, and a reader must use exactly the bytes that were verified. They are never written,
+    listed or deleted.
 
     Args:
-        inner: The root's own store.
-        documents: Where the documents are read that say where tars lie: the root with its locations, or `inner`.
-        retry: Of requests for tars behind URLs.
+        inner: Store of the root.
+        documents: Store from which the places of tars are read: the root with its locations; default `inner`.
+        retry: Retry policy for tars at URLs.
     """
 
     def __init__(
@@ -213,7 +212,7 @@ class AdoptedStore(StoreAround):
         return self._inner
 
     def with_retry(self, retry: RetryPolicy) -> AdoptedStore:
-        """The same, more or less patient; what either learns of tars is known to both."""
+        """Return a view with another retry policy; both share the places of tars found so far."""
         inner = self._inner
         patient: Store = inner.with_retry(retry) if hasattr(inner, "with_retry") else inner
         view = AdoptedStore(patient, documents=self._documents, retry=retry)
@@ -223,19 +222,19 @@ class AdoptedStore(StoreAround):
     # Adopted tars
 
     def tar(self, name: str) -> Tar | None:
-        """The adopted tar of a name; None for what is in the root, or unknown."""
+        """Return the adopted tar of an object name; None if the object is in the root, or unknown."""
         if not (name.startswith(_SHARDS[0]) and name.endswith(_SHARDS[1])):
             return None
         if name in self._tars:
             return self._tars[name]
         is_here = self._inner.head(name) is not None
         tar = None if is_here else read_tar_place(self._documents, parse_object_name(name)[0])
-        if is_here or tar is not None:  # what is in neither place may be adopted, or put, later
+        if is_here or tar is not None:  # an unknown object may be written or adopted later
             self._tars[name] = tar
         return tar
 
     def any_far(self, names: Iterable[str]) -> bool:
-        """Whether any of these shards is known to be a tar behind a URL."""
+        """Whether any of these shards is known to be a tar at a URL."""
 
         def is_far(name: str) -> bool:
             with contextlib.suppress(ShardkitError):
@@ -243,12 +242,12 @@ class AdoptedStore(StoreAround):
                 return tar is not None and tar.is_far
             return False
 
-        # at the same time: a dataset is opened meanwhile, and its root may be a bucket
+        # in parallel: opening a dataset waits for this, and its root may be a bucket
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardkit-places") as pool:
             return any(pool.map(is_far, names))
 
     def rewritten(self, name: str) -> str | None:
-        """Why an adopted tar may be another than the one that was hashed, by its ETag; None where nothing says so."""
+        """Return how a tar's ETag differs from the adopted one; None if it is equal or unknown."""
         tar = self.tar(name)
         found = self._stat(tar) if tar is not None and tar.etag else None
         if tar is None or found is None or not found.etag or found.etag == tar.etag:
@@ -280,9 +279,9 @@ class AdoptedStore(StoreAround):
             raise tar.gone(self.url) from None
 
     def head(self, name: str) -> ObjectStat | None:
-        """Size of an object; see `Store.head`.
+        """Return size and checksum of an object; see `Store.head`.
 
-        An ETag that is that of the pass in which a tar was hashed is its store's word for the tar's digest.
+        If a tar's ETag is unchanged since it was hashed, its digest counts as the checksum that the store keeps.
         """
         tar = self.tar(name)
         if tar is None:
@@ -294,7 +293,7 @@ class AdoptedStore(StoreAround):
         return ObjectStat(found.size, found.sha256 or (tar.digest.partition(":")[2] if is_same else None))
 
     def local_path(self, name: str) -> Path | None:
-        """The file of an object of the root; None for an adopted tar, which must not be mapped."""
+        """Return the file of an object in the root; None for an adopted tar, which must not be mapped."""
         return None if self.tar(name) else self._inner.local_path(name)
 
     # Writing
@@ -313,12 +312,12 @@ class AdoptedStore(StoreAround):
             with super().stage(suffix) as stage:
                 yield stage
         finally:
-            self._tars.clear()  # a tar that was healed is in the root from now on
+            self._tars.clear()  # a healed tar is an object of the root
 
-    # Where the tars lie
+    # Access to tars
 
     def _stat(self, tar: Tar) -> ObjectStat | None:
-        """What a tar's place says of it; None where nothing is there."""
+        """Return size and checksum of a tar at its place, or None if it is missing."""
         if tar.is_far:
             store, key = self._foreign(tar.place)
             return store.head(key)
@@ -364,9 +363,9 @@ class AdoptedStore(StoreAround):
 
 
 def _read_file(file: Handle, offset: int, length: int) -> bytes:
-    """Exactly `length` bytes; the file is somebody else's and may be shorter than it was."""
+    """Return exactly `length` bytes; another owner may have truncated the file."""
     size = os.fstat(file.fd).st_size
-    if offset + length > size:  # before anything of that length is allocated
+    if offset + length > size:  # checked before memory of that length is allocated
         raise IntegrityError(
             f"{file.path}: {size} bytes, expected at least {offset + length}; it was truncated since it was adopted"
         )

@@ -1,11 +1,10 @@
-"""What was found of copies, by readers, scrubs and repairs: append-only in ``attest/<location>/<day>/`` of a root.
+"""Attestations: results of checks of copies, kept as append-only documents in ``attest/<location>/<day>/`` of a root.
 
-An attestation says "this digest was good, bad or missing here then". It is soft state: nothing is believed because of
-it, and a copy that one calls bad is checked again. A reader writes one document for each bad copy that it meets, to its
-run directory where it has no right to write the root; checks of many copies write one for many results. `Healer` does
-what follows from a bad copy that a reader met.
+An attestation states that a digest was good, wrong, missing or healed in one location at one time. It is a hint: it is
+never trusted, and a copy reported as bad is checked again. A reader writes one document per bad copy, into its run
+directory if it may not write to the root. Scrubs and repairs write one document for many results.
 
-`ReadEvents` is what one process met: counted always, and handed to whoever listens.
+`Healer` attests and repairs bad copies that readers meet. `ReadEvents` counts the read events of one process.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _RESULT: Final = re.compile(r"good|wrong|missing|healed")
 _LEVEL: Final = re.compile(r"list|attested|stored|read|decode|block")
 
 _WEIGHT: Final = {"good": 0, "wrong": 1, "missing": 1, "healed": 2}
-"""Of two results of the same second the heavier one holds: a read that met bad bytes, then who healed them."""
+"""Order of results in the same second: the heavier one wins, so a repair overrides the read that found the damage."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +43,12 @@ class Attestation:
     """One check of one copy.
 
     Attributes:
-        location: name.
+        location: name of the location.
         digest: ``sha256:<hex>`` of the object.
-        extension: of the object.
+        extension: extension of the object's name.
         result: "good", "wrong", "missing" or "healed".
-        level: how closely it was checked: the levels of ``shardkit verify``, or "block" for one block of it.
-        by: what checked: "read", "scrub", "repair".
+        level: depth of the check: a level of ``shardkit verify``, or "block" if one block was read.
+        by: checking operation: "read", "scrub" or "repair".
         time: UTC, ``2026-11-20T19:00:00Z``.
     """
 
@@ -66,7 +65,7 @@ class Attestation:
         return self.result in ("wrong", "missing")
 
     def new_name(self) -> str:
-        """A name that no other document has."""
+        """Return a unique name for the document."""
         return _new_name(self.location, self.time)
 
     def to_bytes(self) -> bytes:
@@ -74,7 +73,7 @@ class Attestation:
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Attestation:
-        """Read the document of one."""
+        """Parse a document that holds one attestation."""
         names = [one.name for one in dataclasses.fields(cls)]
         fields = read_document(data, where, _ONE, names, _MAX_ONE_BYTES)
         return cls(
@@ -95,13 +94,13 @@ def _new_name(location: str, when: str) -> str:
 
 
 class Records:
-    """Collects results and appends them to a root, every few seconds and at the end.
+    """Collector of check results, which it writes to a root every 10 s, and when `flush` is called.
 
-    A killed process loses what it found since it last wrote: it checks that again.
+    A killed process loses the results since the last write and must check those copies again.
 
     Args:
-        store: of the root; None: nothing is kept.
-        by: what checks: "scrub", "repair".
+        store: store of the root; None to discard results.
+        by: checking operation: "scrub" or "repair".
     """
 
     def __init__(self, store: Store | None, by: str) -> None:
@@ -110,7 +109,7 @@ class Records:
         self._written_at = time.monotonic()
 
     def add(self, location: str, name: str, result: str, level: str) -> None:
-        """Note what was found of an object just now."""
+        """Add the result of checking an object now."""
         if self._store is None:
             return
         waiting = self._waiting.setdefault((location, level), [])
@@ -119,7 +118,7 @@ class Records:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is waiting, durably."""
+        """Write pending results durably."""
         for (location, level), results in sorted(self._waiting.items()):
             assert self._store is not None
             fields = {"format": _MANY, "location": location, "level": level, "by": self._by}
@@ -129,9 +128,12 @@ class Records:
 
 
 def read_attestations(stores: Iterable[Store]) -> dict[str, dict[str, Attestation]]:
-    """Location → object name → the latest attestation, from all documents of some roots and run directories.
+    """Return the latest attestation of each copy, by location and object name.
 
-    Documents that are damaged, or of something else, are passed over.
+    Damaged documents and documents of other kinds are skipped.
+
+    Args:
+        stores: stores of roots and run directories.
     """
     latest: dict[str, dict[str, Attestation]] = {}
     for one in (one for store in stores for one in _read(store)):
@@ -211,7 +213,7 @@ COUNTED: Final = (
     "cache_damaged",
     "cache_failed",
 )
-"""Names of the counters; all are there from the beginning, so that a zero can be told from a misspelling."""
+"""Names of the counters. All exist from the start, so that a zero differs from a misspelled name."""
 
 _SILENT: Final = frozenset({"requests", "cache_hits", "cache_misses", "cache_fills", "cache_evictions"})
 
@@ -231,8 +233,8 @@ class ReadEvents:
     """Counters and events of one process; safe from many threads.
 
     Args:
-        sink: Called with each event that is no everyday one, outside all locks; what it raises is dropped, because a
-            full disk under a log must not stop a read.
+        sink: Called with each event except routine ones, outside all locks. Its exceptions are dropped: a full disk
+            under a log must not stop a read.
     """
 
     def __init__(self, sink: Callable[[ReadEvent], None] | None = None) -> None:
@@ -242,22 +244,22 @@ class ReadEvents:
         self._bytes: Counter[str] = Counter()
 
     def note(self, kind: str, location: str = "", **details: object) -> None:
-        """Count, and tell whoever listens unless it is an everyday event."""
+        """Count an event and pass it to the sink, unless it is routine."""
         assert kind in COUNTED, kind
         with self._lock:
             self._counts[kind] += 1
         if kind not in _SILENT and self.sink is not None:
-            # a listener's fault is not the reader's
+            # a failing sink must not stop a read
             with contextlib.suppress(Exception):
                 self.sink(ReadEvent(time.time(), kind, location, details))
 
     def add_bytes(self, source: str, num_bytes: int) -> None:
-        """Verified bytes that came from a source: a location's name, or "cache"."""
+        """Add verified bytes to the total of a source: a location's name, or "cache"."""
         with self._lock:
             self._bytes[source] += num_bytes
 
     def stats(self) -> dict[str, int]:
-        """All counters by name, and ``bytes_from_<source>``."""
+        """Return all counters by name, and the bytes read as ``bytes_from_<source>``."""
         with self._lock:
             counts = {
                 f"remote_{name}" if not name.startswith("cache_") else name: self._counts[name]
@@ -270,14 +272,14 @@ _QUEUED: Final = 10_000
 
 
 class Healer:
-    """Attests each bad copy once, and puts the good bytes over it, one object at a time.
+    """Attests each bad copy once and replaces it with good bytes, one object at a time in the background.
 
     Args:
-        locations: Where good copies may be.
-        read_events: Where the outcome is counted.
+        locations: Sources of good copies.
+        read_events: Counters of the outcome.
 
     Attributes:
-        attest: Gets each attestation instead of the location: for those without the right to write there.
+        attest: Receives each attestation in place of the location; for readers that may not write there.
     """
 
     def __init__(self, locations: Sequence[Location], read_events: ReadEvents) -> None:
@@ -290,7 +292,7 @@ class Healer:
         self._thread: threading.Thread | None = None
 
     def report(self, location: Location, name: str, result: str) -> None:
-        """A reader met a bad copy of an object: "wrong" or "missing"."""
+        """Record that a reader met a bad copy: "wrong" or "missing"; heal it if the location allows that."""
         with self._lock:
             if (location.name, name) in self._seen:
                 return
@@ -298,17 +300,17 @@ class Healer:
         try:
             self._record(location, name, result, level="block")
         except FormatError:
-            return  # no object: nothing that a digest could heal
+            return  # the name has no digest, so a copy cannot be verified
         if location.heal:
             with self._lock:
                 if self._thread is None:
                     self._thread = threading.Thread(target=self._run, name="shardkit-heal", daemon=True)
                     self._thread.start()
-            with contextlib.suppress(queue.Full):  # what is not healed now is met again
+            with contextlib.suppress(queue.Full):  # a later read reports it again
                 self._work.put_nowait((location, name))
 
     def wait(self) -> None:
-        """Until everything reported so far was dealt with."""
+        """Wait until all reported copies have been processed."""
         self._work.join()
 
     def _run(self) -> None:
@@ -328,7 +330,7 @@ class Healer:
         found = Attestation(
             location=location.name, digest=digest, extension=extension, result=result, level=level, by="read"
         )
-        # attestations are soft state: a read does not fail for one
+        # a read must not fail because of an attestation
         with contextlib.suppress(ShardkitError, OSError):
             if self.attest is not None:
                 self.attest(found)

@@ -1,6 +1,6 @@
-"""Where samples lie, and verified blocks, by number. Everything that reads sample bytes goes through here.
+"""Lookup of samples (`RowMap`) and reads of verified blocks (`BlockReader`); all sample bytes are read through here.
 
-`RowMap` is columns in, columns out: sample number → shard, row, block; it reads no bytes but selections.
+`RowMap` maps arrays of sample numbers to arrays of shards, rows and blocks. It loads only selection bitmaps.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 Int64s = NDArray[np.int64]
 
 VerifySetting: TypeAlias = Literal["auto", "fast", "strong"]
-"""By which checksum blocks of local files are verified; "auto" is "strong" for files that other users can write."""
+"""Checksum for blocks of local files: "fast" is XXH3, "strong" SHA-256, "auto" strong if other users can write them."""
 
 
 class RowPlaces(NamedTuple):
-    """Where n samples lie; all arrays are (n,) int64 and in the order of the samples asked for."""
+    """Positions of n samples; all arrays are (n,) int64, in the order of the request."""
 
     shard: Int64s  # ordinal of the shard in the manifest
     row: Int64s  # row inside the shard
@@ -48,14 +48,14 @@ class RowPlaces(NamedTuple):
 
 
 class RowMap:
-    """The arithmetic that block layout rests on: blocks restart at segment borders and hold `block_rows` rows.
+    """Map from sample numbers to shards, rows and blocks, computed from the pages of a manifest alone.
 
-    Everything here follows from the pages of the manifest (formats/SPEC.md, "blocks"); no index is needed. Costs
-    O(segments) once and O(n log segments) per look-up of n samples.
+    A block holds `block_rows` rows, and a new block starts at each segment border (formats/SPEC.md, "blocks"), so no
+    index is needed. Construction costs O(segments); looking up n samples costs O(n log segments).
 
     Args:
         table: columns over all shards and segments.
-        load_selection: gives the bitmap of a shard; called once per shard that has one and is asked for.
+        load_selection: returns the bitmap of a shard; called at most once per shard with a selection.
     """
 
     def __init__(self, table: ShardTable, load_selection: Callable[[int], Selection]) -> None:
@@ -76,7 +76,7 @@ class RowMap:
         block_starts = _starts(-(-rows // np.maximum(per_block, 1)))
         self._segment_block = block_starts[:-1]
         self.shard_first_block: Int64s = block_starts[first_segment]  # (shards + 1,)
-        self._first_blocks: list[int] = self.shard_first_block.tolist()  # to ask for one block at a time
+        self._first_blocks: list[int] = self.shard_first_block.tolist()  # a list is faster to bisect
         self._selected_shards = table.has_selection
         self._any_selection = bool(self._selected_shards.any())
 
@@ -92,12 +92,16 @@ class RowMap:
         return np.diff(self._segment_block, append=self.blocks)
 
     def shard_of_block(self, block: int) -> tuple[int, int]:
-        """(shard, block inside it) of a dataset-wide block number."""
+        """Return (shard, block in that shard) of a dataset-wide block number."""
         shard = bisect.bisect_right(self._first_blocks, block) - 1
         return shard, block - self._first_blocks[shard]
 
     def locate(self, samples: Int64s) -> RowPlaces:
-        """Where `samples` ((n,) int64, any order) lie."""
+        """Return the positions of `samples` ((n,) int64, any order).
+
+        Raises:
+            NotFoundError: A sample number is out of range.
+        """
         samples = np.asarray(samples, dtype=np.int64)
         if samples.size and (int(samples.min()) < 0 or int(samples.max()) >= len(self)):
             bad = int(samples.min()) if int(samples.min()) < 0 else int(samples.max())
@@ -116,7 +120,7 @@ class RowMap:
         )
 
     def _through_selections(self, samples: Int64s, segment: Int64s, offset: Int64s) -> tuple[Int64s, Int64s]:
-        """Correct (segment, offset) of samples that lie in shards of which only some rows are selected."""
+        """Correct (segment, offset) of samples in shards that have a selection."""
         shard = self._segment_shard[segment]
         segment, offset = segment.copy(), offset.copy()
         for number in np.unique(shard[self._selected_shards[shard]]):
@@ -130,14 +134,14 @@ class RowMap:
         return segment, offset
 
     def selection(self, shard: int) -> Selection:
-        """The bitmap of a shard that has one; loaded once and kept."""
+        """Return the selection bitmap of a shard; loaded once and kept."""
         found = self._selections.get(shard)
         if found is None:
             found = self._selections[shard] = self._load_selection(shard)
         return found
 
     def rows_of_shard(self, shard: int) -> Int64s:
-        """Rows of a shard that the dataset holds, ascending, (selected,) int64."""
+        """Return the selected rows of a shard, ascending, (selected,) int64."""
         selected = int(self._shard_sample[shard + 1] - self._shard_sample[shard])
         if self._selected_shards[shard]:
             return np.asarray(self.selection(shard).select(np.arange(selected)), dtype=np.int64)
@@ -164,22 +168,22 @@ _MAX_INDEX_BYTES = 256 << 20
 
 
 class BlockReader:
-    """Reads blocks of one manifest; every block is verified every time it is read (DESIGN promise 2).
+    """Reads blocks of one manifest; every block is verified each time it is read.
 
-    What is checked is what is used: a block is read into memory of its own, and hashed, parsed and gathered from there;
-    nothing of a file is mapped. Indexes are kept in a bounded least-recently-used table.
-    Safe to call from many threads; after a fork the child may go on with it.
+    The bytes that are checked are the bytes that are used: a block is read into private memory, then hashed and parsed
+    there; no file is memory-mapped. Indexes are kept in a least-recently-used table of at most 256 MiB.
+    Readers may be shared by threads and used after a fork.
 
     Args:
         table: columns over all shards.
-        stores: of the root of each part; a dataset that was not merged has one part.
+        stores: store of the root of each part; a dataset that was not merged has one part.
         part_first_shard: first shard of each part, ascending.
         formats: format of each part.
         verify: "fast" compares XXH3 of each block, "strong" SHA-256; "auto" is "strong" for files that another user can
             write, and "fast" for others.
 
     Raises:
-        UsageError: `verify` is another word.
+        UsageError: `verify` has another value.
     """
 
     def __init__(
@@ -203,10 +207,10 @@ class BlockReader:
         self._lock = threading.Lock()
         self._indexes: OrderedDict[int, tuple[ShardIndex, int]] = OrderedDict()
         self._index_bytes = 0
-        self._paths: dict[int, str] = {}  # of shards that are local files
+        self._paths: dict[int, str] = {}  # of shards in local files
         self._access = WriteAccess()
         self._verify_of: dict[int, Verify] = {}
-        self.supply: BlockFetcher | None = None  # of this process: a cache is opened where it is used
+        self.supply: BlockFetcher | None = None  # not pickled: each process opens its own cache
         _readers.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -218,7 +222,7 @@ class BlockReader:
         self._open()
 
     def renew_lock(self) -> None:
-        """In a forked child: another thread of the parent may have held the lock, and does not exist here."""
+        """Replace the lock in a forked child: a thread that held it in the parent does not exist in the child."""
         self._lock = threading.Lock()
 
     @property
@@ -229,20 +233,20 @@ class BlockReader:
         return bisect.bisect_right(self._part_first_shard, shard) - 1
 
     def store_of(self, shard: int) -> Store:
-        """The store of the root that holds a shard."""
+        """Return the store of the root that holds a shard."""
         return self.stores[self._part(shard)]
 
     def shard_name(self, shard: int) -> str:
-        """Object name of a shard inside its store."""
+        """Return the object name of a shard in its store."""
         digest = "sha256:" + bytes(self._table.digest[shard]).hex()
         return object_name(digest, self._formats[self._part(shard)])
 
     def raw_size(self, shard: int, block: int) -> int:
-        """Bytes of a block, decompressed; reads the shard's index where it is not at hand."""
+        """Return the decompressed size of a block in bytes; reads the shard's index if necessary."""
         return int(self.index(shard).block_raw_size[block])
 
     def index(self, shard: int) -> ShardIndex:
-        """The verified index of a shard."""
+        """Return the verified index of a shard."""
         with self._lock:
             found = self._indexes.get(shard)
             if found is not None:
@@ -253,7 +257,7 @@ class BlockReader:
         get = functools.partial(read_object, self.store_of(shard), digest, "index", size)
         if self.supply is None or self.located(shard) is None or self.has_file(shard):
             index = ShardIndex.from_bytes(get())
-        else:  # every start on every node needs it again
+        else:  # indexes are cached too: every start on every node reads them
             sha256 = bytes(self._table.index_digest[shard])
             request = BlockRequest(object_name(digest, "index"), 0, size, sha256, shard=shard)
             index = ShardIndex.from_bytes(self.supply.obtain(request, get))
@@ -275,7 +279,19 @@ class BlockReader:
         fields: Sequence[str] | None = None,
         memory: TakeMemory = _fresh,
     ) -> Block:
-        """One verified block, in memory that nobody else writes to."""
+        """Return one verified block, in private memory.
+
+        Args:
+            shard: number of the shard in the dataset.
+            block: number of the block in the shard.
+            verify: checksum to compare; default `verify_of` the shard.
+            keys: passed to `read_block`, as is `fields`.
+            fields: see `keys`.
+            memory: allocates the buffer of the given size for blocks of local files.
+
+        Raises:
+            IntegrityError: no location has the right bytes.
+        """
         index, verify = self.index(shard), verify or self.verify_of(shard)
 
         def parsed(stored: memoryview, verify: Verify) -> Block:
@@ -285,7 +301,7 @@ class BlockReader:
             try:
                 return parsed(self._stored(shard, block, index, memory), verify)
             except (IntegrityError, NotFoundError) as error:
-                self._paths.pop(shard, None)  # another file may be there by now, or none
+                self._paths.pop(shard, None)  # the file may have been replaced or removed
                 self._verify_of.pop(shard, None)
                 store = self._elsewhere(shard, error)
                 if store is not None:
@@ -303,7 +319,7 @@ class BlockReader:
         return f"shard {shard} ({digest[:12]}…) block {block} in {place}"
 
     def request(self, shard: int, block: int) -> BlockRequest:
-        """What to ask a location for: a block's place, and the digest by which its bytes are known."""
+        """Return the request for a block: its byte range and its checksums."""
         index = self.index(shard)
         offset, size = int(index.block_offset[block]), int(index.block_size[block])
         place = int(place_ids(self._table.digest[shard : shard + 1], np.array([block]))[0])
@@ -311,7 +327,7 @@ class BlockReader:
                             int(index.block_xxh3[block]), place, shard, block)  # fmt: skip
 
     def places(self, shards: NDArray[np.int64], blocks: NDArray[np.int64]) -> NDArray[np.uint64]:
-        """`place_ids` of blocks given by shard and number in it, without their indexes."""
+        """Return `place_ids` of blocks, given by shard and number in the shard; reads no index."""
         return place_ids(self._table.digest[shards], blocks)
 
     @property
@@ -319,24 +335,24 @@ class BlockReader:
         return int(self._table.size.sum())
 
     def located(self, shard: int) -> LocatedStore | None:
-        """The locations that a shard is read from; None where that is one place, and it is local."""
+        """Return the locations of a shard; None if it is read from one local place only."""
         store = self.store_of(shard)
         return None if self._is_near_tar(shard) or not isinstance(store, LocatedStore) else store
 
     def _is_near_tar(self, shard: int) -> bool:
-        """Whether a shard is an adopted tar that lies in a local file."""
+        """Whether a shard is an adopted tar in a local file."""
         tar = find_tar(self.store_of(shard), self.shard_name(shard))
         return tar is not None and not tar.is_far
 
     def _elsewhere(self, shard: int, error: ShardkitError) -> LocatedStore | None:
-        """Where to look for a block that is wrong, or not, in a file; None where there is no other place."""
+        """Return the locations to ask after a local file had no good block, or None if there are no others."""
         store = self.store_of(shard)
         if not isinstance(store, LocatedStore):
             return None
         return None if isinstance(error, NotFoundError) and not self._is_near_tar(shard) else store
 
     def verify_of(self, shard: int) -> Verify:
-        """Return the checksum by which blocks of a shard are verified; remote reads have compared SHA-256 already."""
+        """Return the checksum to compare for blocks of a shard; remote reads have compared SHA-256 already."""
         if self.verify != "auto":
             return self.verify
         found = self._verify_of.get(shard)
@@ -352,15 +368,15 @@ class BlockReader:
         return self.store_of(shard).local_path(self.shard_name(shard)) is not None
 
     def through(self, supply: BlockFetcher | None) -> BlockReader:
-        """A reader of the same blocks whose remote ones come through `supply`, such as a cache."""
+        """Return a copy of this reader that reads remote blocks through `supply`; None to read them directly."""
         reader = copy.copy(self)
         reader.supply = supply
         return reader
 
     def verified_file(self, shard: int, index: ShardIndex) -> tuple[str, int] | None:
-        """(path, bytes) of a shard in a local file, plain or of zstd; otherwise None.
+        """Return (path, bytes) of a shard in a local file; otherwise None.
 
-        For those who read, hash and open several blocks at once in memory of their own; they have the shard's index.
+        For callers that read, verify and decompress several blocks at once.
         """
         path = self._path(shard)
         return None if path is None else (path, int(self._table.size[shard]))
@@ -373,7 +389,7 @@ class BlockReader:
                 read_file(path, int(self._table.size[shard]), span.offset, found)
             except StoreError:
                 if self.located(shard) is None:
-                    raise  # else its disk is failing, and there are other places
+                    raise  # otherwise the disk is failing, and the read path asks other locations
             else:
                 return found
         store = self.located(shard)

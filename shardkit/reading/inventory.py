@@ -1,4 +1,4 @@
-"""All objects that a version needs in its root, with their sizes."""
+"""Inventory of the objects that a version needs in its root; readers of manifests and parity records."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from shardkit.stores.store import Descriptor, Store, find_checked, object_name, 
 _READERS: Final = 8
 
 Unreadable = Callable[[str, str, ShardkitError], None]
-"""(object name, digest, error): told of a page that could not be read."""
+"""Called with (object name, digest, error) of a page that could not be read."""
 
 
 @dataclass(frozen=True)
 class Inventory:
-    """What a version needs, in rows of like objects; each row in manifest order, a digest may occur twice.
+    """Objects that a version needs, by kind; in manifest order, and a digest may occur twice.
 
     Attributes:
-        manifest: the version.
-        tables: its pages; none where the version was merged: the roots of its parts hold the shards.
+        manifest: manifest of the version.
+        tables: its pages; empty for a merged version, whose shards are in the roots of its parts.
     """
 
     manifest: Manifest
@@ -60,7 +60,7 @@ class Inventory:
 
     @cached_property
     def rest(self) -> tuple[Descriptor, ...]:
-        """The manifest, look-ups and pages: all that is small and of known size."""
+        """The small objects of known size: manifest, look-ups, costs and pages."""
         manifest = self.manifest
         return (
             Descriptor(manifest.id, len(manifest.to_bytes()), "manifest"),
@@ -74,7 +74,7 @@ class Inventory:
 
     @cached_property
     def unsized(self) -> tuple[tuple[str, str], ...]:
-        """(digest, extension) of sources, abouts and selections, whose size no page says."""
+        """(digest, extension) of sources, abouts and selections, whose sizes the manifest does not record."""
         found = [(digest, kind) for digest, kind, size in side_objects(self.manifest) if size is None]
         for table in self.tables:
             selected = np.flatnonzero(table.has_selection).tolist()
@@ -82,7 +82,7 @@ class Inventory:
         return tuple(dict.fromkeys(found))
 
     def names(self) -> Iterator[tuple[str, int | None]]:
-        """(object name, size where it is known) of everything."""
+        """Yield (object name, size, or None if unknown) of every object."""
         for row in (self.rest, self.indexes, self.shards):
             for member in row:
                 yield member.name, member.size
@@ -90,13 +90,13 @@ class Inventory:
             yield object_name(digest, kind), None
 
     def small(self, store: Store) -> tuple[Descriptor, ...]:
-        """Return `rest` and `unsized` with the sizes of good copies: a damaged one's would name another set."""
+        """Return `rest` and `unsized` with the sizes of good copies; a wrong size would name another parity set."""
         sized = (Descriptor(digest, _good_size(store, digest, kind), kind) for digest, kind in self.unsized)
         return (*self.rest, *sized)
 
 
 def side_objects(manifest: Manifest) -> Iterator[tuple[str, str, int | None]]:
-    """(digest, extension, size where it is known) of what a manifest names beside its pages and shards."""
+    """Yield (digest, extension, size or None) of the objects in a manifest other than pages and shards."""
     if manifest.sources is not None:
         yield manifest.sources, "sources", None
     if manifest.about is not None:
@@ -110,7 +110,7 @@ def side_objects(manifest: Manifest) -> Iterator[tuple[str, str, int | None]]:
 
 
 def _good_size(store: Store, digest: str, kind: str) -> int:
-    """Bytes of an object; a checksum that the store keeps spares reading it."""
+    """Return the size of an object in bytes; reads the object only if the store keeps no matching checksum."""
     stat = store.head(object_name(digest, kind))
     if stat is not None and stat.sha256 is not None and f"sha256:{stat.sha256}" == digest:
         return stat.size
@@ -118,14 +118,14 @@ def _good_size(store: Store, digest: str, kind: str) -> int:
 
 
 def version_record_name(manifest_id: str) -> str:
-    """Where the document lies below the root that says how a version was cut into sets of parity."""
+    """Return the name of the document that records how a version is divided into parity sets."""
     return f"parity/versions/{parse_digest(manifest_id)}.json"
 
 
 MAX_RECORD_BYTES: Final = 64 * 2**10
-"""Of a document of parity."""
+"""Maximum size of a parity document."""
 MAX_MEMBERS: Final = 128
-"""Of a set of parity."""
+"""Maximum number of members of a parity set."""
 _Found = TypeVar("_Found")
 
 
@@ -135,18 +135,18 @@ class _VersionRecord(Document, frozen=True, kw_only=True, tag="shardkit-parity-v
 
 
 def version_record(manifest_id: str, members: int) -> bytes:
-    """The document that says into sets of how many members a version was cut."""
+    """Return the bytes of the document that records the members per parity set of a version."""
     return encode(_VersionRecord(manifest=manifest_id, members_per_set=members))
 
 
 def parse_version_record(data: bytes, where: str) -> tuple[str, int]:
-    """(manifest id, members of a set) of such a document."""
+    """Parse a version record and return (manifest id, members per set)."""
     record = decode(_VersionRecord, data, where, max_bytes=MAX_RECORD_BYTES)
     return record.manifest, record.members_per_set
 
 
 def read_members(store: Store, manifest_id: str) -> int | None:
-    """Members of a set of a version; None where it has no parity."""
+    """Return the members per parity set of a version, or None if it has no parity."""
     name = version_record_name(manifest_id)
     found = read_matching(store, name, parse_version_record, lambda found: found[0] == manifest_id)
     return None if found is None else found[1]
@@ -155,7 +155,11 @@ def read_members(store: Store, manifest_id: str) -> int | None:
 def read_matching(
     store: Store, name: str, parse: Callable[[bytes, str], _Found], is_wanted: Callable[[_Found], bool]
 ) -> _Found | None:
-    """What a document of parity says; None where there is none."""
+    """Return the parsed parity document, or None if it does not exist.
+
+    Raises:
+        FormatError: `is_wanted` rejects the document.
+    """
 
     def checked(data: bytes, where: str) -> _Found:
         found = parse(data, where)
@@ -167,7 +171,7 @@ def read_matching(
 
 
 def first_good(stores: Sequence[Store], ask: Callable[[Store], _Found | None]) -> _Found | None:
-    """What the first store says that says anything good."""
+    """Return the first result of `ask` that is neither None nor an error; None if there is no such result."""
     for store in stores:
         with contextlib.suppress(ShardkitError):
             found = ask(store)
@@ -177,14 +181,23 @@ def first_good(stores: Sequence[Store], ask: Callable[[Store], _Found | None]) -
 
 
 def read_root(store: Store, manifest_id: str) -> Manifest:
-    """The root of a manifest, verified; its pages are not read."""
+    """Read and verify a manifest, without its pages."""
     return Manifest.from_bytes(read_object(store, manifest_id, "manifest", max_bytes=MAX_MANIFEST_BYTES))
 
 
 def read_pages(
     store: Store, manifest: Manifest, *, unreadable: Unreadable | None = None
 ) -> tuple[ShardTable, ...]:
-    """The pages of a manifest, verified, in order."""
+    """Read and verify the pages of a manifest.
+
+    Args:
+        store: store with the pages.
+        manifest: manifest of the version.
+        unreadable: called for each page that cannot be read, which is then left out; None to raise.
+
+    Returns:
+        The pages, in order.
+    """
 
     def read(ref: PageRef) -> ShardTable | ShardkitError:
         try:
@@ -208,7 +221,11 @@ def read_pages(
 
 
 def take_inventory(store: Store, manifest_id: str, *, unreadable: Unreadable | None = None) -> Inventory:
-    """Read a manifest and its pages; see `read_root` and `read_pages`."""
+    """Read a manifest and its pages; see `read_root` and `read_pages`.
+
+    Raises:
+        IntegrityError: the version is merged but has pages.
+    """
     manifest = read_root(store, manifest_id)
     if manifest.parts or MIXED in (manifest.format, manifest.compression):
         if manifest.pages:
@@ -220,7 +237,13 @@ def take_inventory(store: Store, manifest_id: str, *, unreadable: Unreadable | N
 
 
 def walk_versions(store: Store, versions: Iterable[str], *, optional: bool = False) -> Iterator[Inventory]:
-    """Yield versions, and their parts that are stored in this root, each once."""
+    """Yield the inventories of versions, and of their parts in this root, each once.
+
+    Args:
+        store: store of the root.
+        versions: manifest ids.
+        optional: skip versions whose manifest is missing.
+    """
     waiting, seen = sorted(versions), set[str]()
     while waiting:
         version = waiting.pop()
@@ -240,7 +263,7 @@ def walk_versions(store: Store, versions: Iterable[str], *, optional: bool = Fal
 
 
 def _is_here(store: Store, part: str) -> bool:
-    """Whether a part lies in this root: its manifest is there, or a copy of the root has it."""
+    """Whether this root, or a copy of it, holds the manifest of a part."""
     name = object_name(part, "manifest")
     if store.head(name) is not None:
         return True

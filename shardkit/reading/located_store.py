@@ -1,4 +1,4 @@
-"""Several locations that look like one store: reads go where good bytes are, changes go to the first."""
+"""A store that reads from several locations and writes to the first."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Buffer = Any
 
 
 class Rebuilds(Protocol):
-    """Rebuilds what no location has; None where that is not possible."""
+    """Rebuilds bytes that no location has; returns None if that is not possible."""
 
     def __call__(self, request: BlockRequest, /) -> bytes | None: ...
 
@@ -38,21 +38,21 @@ class Rebuilds(Protocol):
 
 
 class LocatedStore(StoreAround):
-    """A reader of one root over all its locations: an immutable value that implements `shardkit.stores.store.Store`.
+    """Store of one root, read over all its locations; immutable, implements `shardkit.stores.store.Store`.
 
-    Objects are verified here against the digest in their name, blocks against the one in the request. The log, the
-    identity and other documents have no digest in their name: `read_checked` checks them, and asks another location
-    only where the first has no good answer, which is counted as ``stale_log``. Listings and sizes come from the first
-    location, from another only while it does not answer. May be pickled; what is known of the locations is per process.
+    Objects are verified against the digest in their name, blocks against the digest in the request. The log, the
+    identity and other documents have no digest in their names: `read_checked` validates their content, and asks another
+    location only if the first has no good answer (counted as ``stale_log``). Listings and sizes come from the first
+    location, or from another one if it fails. Can be pickled; statistics of locations are kept per process.
 
     Args:
-        locations: The first is the root itself, with the adopted tars that it knows of (`AdoptedStore`): the only one
-            that is written to, but for healing.
-        settings: Of reads.
-        parity: Asked before giving up.
+        locations: The first is the root, with its adopted tars (`AdoptedStore`). Except for healing, only the root is
+            written to.
+        settings: Settings of reads.
+        parity: Rebuilds bytes that no location has.
 
     Raises:
-        ConfigurationError: A name occurs twice.
+        ConfigurationError: Two locations have the same name.
     """
 
     def __init__(
@@ -83,14 +83,14 @@ class LocatedStore(StoreAround):
         self.__dict__.update(state, _processes=_Processes())
 
     def with_parity(self, parity: Rebuilds) -> LocatedStore:
-        """The same locations with the parity of one version; threads, counters and listeners are those of both."""
+        """Return a view with the parity of one version; threads, counters and listeners are shared."""
         view = LocatedStore(self.locations, settings=self.settings, parity=parity)
         view._processes = self._processes
         return view
 
     @property
     def inner(self) -> Store:
-        """The root: the first location's store."""
+        """Store of the root, the first location."""
         return self.locations[0].store
 
     @property
@@ -100,16 +100,16 @@ class LocatedStore(StoreAround):
 
     @property
     def healer(self) -> Healer:
-        """What attests and heals bad copies in this process."""
+        """Healer of bad copies in this process."""
         return self._process()[1]
 
     @property
     def path(self) -> ReadPath:
-        """How this process reads; what is tuned there is not known to others."""
+        """Read path of this process; tuning it does not affect other processes."""
         return self._process()[0]
 
     def _process(self) -> tuple[ReadPath, Healer]:
-        """What this process knows; a forked child starts afresh: its parent's threads do not exist there."""
+        """Return the read path and healer of this process; a forked child needs new ones, as threads are not copied."""
         running = self._processes.running
         found = running.get(os.getpid())
         if found is None:
@@ -127,7 +127,7 @@ class LocatedStore(StoreAround):
         events: Callable[[ReadEvent], None] | None = None,
         attest: Callable[[Attestation], None] | None = None,
     ) -> None:
-        """Hand events and attestations of this process to a run, until another listens."""
+        """Set the listeners for events and attestations of this process; replaces earlier listeners."""
         self._processes.listeners = events, attest
         path, healer = self._process()
         path.read_events.sink, healer.attest = events, attest
@@ -135,12 +135,12 @@ class LocatedStore(StoreAround):
     # Reading
 
     def read_block(self, request: BlockRequest) -> Buffer:
-        """A block's stored bytes, verified by SHA-256; see `ReadPath.fetch` for what it goes through."""
+        """Return a block's stored bytes, verified by SHA-256; see `ReadPath.fetch`."""
         rebuild = None if self.parity is None else functools.partial(self.parity, request)
         return self.path.fetch(wanted_block(request)._replace(rebuild=rebuild))
 
     def get(self, name: str, *, max_bytes: int) -> bytes:
-        """The whole object; see `Store.get`. An object is verified against its name."""
+        """Return a whole object; see `Store.get`. Objects named by digest are verified against it."""
         check_name(name)
         digest = _digest_in(name)
         if digest is None:
@@ -158,29 +158,30 @@ class LocatedStore(StoreAround):
         )
 
     def get_range(self, name: str, offset: int, length: int) -> bytes:
-        """Part of an object, not verified: use `read_block` where a digest is known; see `Store.get_range`."""
+        """Return part of an object, not verified; see `Store.get_range`. Use `read_block` if a digest is known."""
         return self._unverified(name, lambda store: store.get_range(name, offset, length))
 
     def head(self, name: str) -> ObjectStat | None:
         return self._unverified(name, lambda store: store.head(name))
 
     def list_after(self, prefix: str, after: str = "") -> Iterator[str]:
-        """Names in the root; see `Store.list_after`."""
+        """Iterate over names in the root; see `Store.list_after`."""
         return iter(self._unverified(prefix, lambda store: list(store.list_after(prefix, after))))
 
     def read_checked(
         self, name: str, parse: Parse[_Result], *, max_bytes: int, is_optional: bool = False
     ) -> _Result:
-        """See `shardkit.stores.store.read_checked`; the same order of events as for objects (SPEC.md, "The read path").
+        """Read and parse a document; see `shardkit.stores.store.read_checked`.
 
-        Asked once more of the same place, then of the other locations, then an error says what each of them has.
+        As for objects (SPEC.md, "The read path"), the root is asked again after a wrong answer, then the other
+        locations. The error lists the problem of each location.
         """
         where = f"{name} in {self.url}"
         if is_optional:
             try:
                 return parse(self.path.root.store.get(name, max_bytes=max_bytes), where)
             except (IntegrityError, FormatError, StoreError):
-                pass  # the read path asks again, and elsewhere
+                pass  # the read path asks again, then other locations
         refused: list[ShardkitError] = []
         elsewhere: list[str] = []
 
@@ -211,7 +212,7 @@ class LocatedStore(StoreAround):
         return parse(data, where)
 
     def _unverified(self, name: str, ask: Callable[[Store], _Result]) -> _Result:
-        """Ask the root; while it does not answer, the other locations with whole objects."""
+        """Ask the root; if it fails, ask the other locations with whole objects."""
         try:
             return ask(self.inner)
         except StoreError:
@@ -227,7 +228,7 @@ class LocatedStore(StoreAround):
 
 
 def wanted_block(request: BlockRequest) -> ReadRequest:
-    """A block as the read path asks for it: by range where there are whole objects, else by its digest."""
+    """Return the read request for a block: by range from whole objects, by digest from caches."""
 
     def read(location: Location) -> Buffer:
         if location.holds == "blocks":
@@ -242,7 +243,7 @@ def wanted_block(request: BlockRequest) -> ReadRequest:
 
 
 class _Processes:
-    """What each process knows of the locations of one root, and who listens."""
+    """Read paths and healers of one root by process id, and the listeners for their events."""
 
     def __init__(self) -> None:
         self.running: dict[int, tuple[ReadPath, Healer]] = {}
@@ -253,7 +254,7 @@ class _Processes:
 
 
 def _asked_once(location: Location, settings: ReadSettings) -> Location:
-    """The location with a client that repeats nothing: when and where to ask again is decided by the read path."""
+    """Return the location with a client that does not retry, because the read path decides on retries."""
     if not hasattr(location.store, "with_retry"):
         return location
     retry = RetryPolicy(deadline_s=0, attempt_s=settings.attempt_s)
@@ -261,13 +262,13 @@ def _asked_once(location: Location, settings: ReadSettings) -> Location:
 
 
 def _read_range(store: Store, name: str, offset: int, length: int) -> Buffer:
-    """A range, without a copy where the store can do without."""
+    """Return a range of an object; without a copy if the store has `read_range`."""
     read: Callable[[str, int, int], Buffer] = getattr(store, "read_range", store.get_range)
     return read(name, offset, length)
 
 
 def _digest_in(name: str) -> str | None:
-    """The digest that an object is called by, None for other names."""
+    """Return the digest in an object's name, or None for other names."""
     try:
         return parse_object_name(name)[0]
     except FormatError:
@@ -275,7 +276,7 @@ def _digest_in(name: str) -> str | None:
 
 
 Locations = Mapping[str, str] | Sequence[Location]
-"""Name → URL, nearest first; or locations with all their properties."""
+"""Mapping of name → URL, nearest first, or fully specified locations."""
 
 
 def locate(
@@ -286,14 +287,14 @@ def locate(
     heal: bool = False,
     name: str = ROOT_NAME,
 ) -> Store:
-    """The store to read from: the root as it is where it is local and alone, else all locations as one.
+    """Return the store to read from: `root` itself if it is local and the only location; otherwise a `LocatedStore`.
 
     Args:
-        root: The store of the root; asked first, unless a location has a rank below 0.
-        others: Further copies.
-        settings: Of reads.
-        heal: Put good bytes over bad copies that are met, in the root too.
-        name: Of the location that `root` is.
+        root: Store of the root; asked first, unless another location has a rank below 0.
+        others: Locations of copies.
+        settings: Settings of reads.
+        heal: Replace bad copies that readers meet, including those in the root.
+        name: Name of the root's location.
     """
     if isinstance(root, LocalStore) and not others:
         return root
@@ -302,7 +303,7 @@ def locate(
 
 
 def given_locations(locations: Locations | None, heal: bool) -> list[Location]:
-    """What a caller gave, each opened; nothing is asked of them yet."""
+    """Return the given locations with opened stores; no request is sent yet."""
     if isinstance(locations, Mapping):
         return [_by_url(name, url, i + 1, heal) for i, (name, url) in enumerate(locations.items())]
     return list(locations or ())

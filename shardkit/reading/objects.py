@@ -1,6 +1,6 @@
-"""Content-addressed objects and where copies of them lie: one way to publish, to check and to copy any of them.
+"""Locations of content-addressed objects; functions to publish, check and copy an object.
 
-A location is known to a machine, never to a manifest.
+Locations are configuration of a machine and never appear in a manifest.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shardkit.stores.store import (
 )
 
 ROOT_NAME: Final = "root"
-"""The location where the log is: it holds every object, and is the only one that is committed to."""
+"""Name of the location with the log. It holds every object, and only it receives commits."""
 
 LOCATION_NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
 
@@ -40,13 +40,14 @@ class Location:
     """A store with a name and a failure domain.
 
     Attributes:
-        name: Short and unique on this machine: it stands in events, statistics and attestations.
-        store: How to reach it.
-        domain: What fails together: a machine, a rack, a bucket, a set of credentials. Copies count by domain.
-        rank: Nearer ones are asked first; equal ones by how fast they answer.
+        name: Short name, unique on this machine, used in events, statistics and attestations.
+        store: Store with the data.
+        domain: Failure domain, such as a machine, a rack, a bucket or a set of credentials. Copies in one domain
+            count as one.
+        rank: Locations of lower rank are asked first, and at equal rank the faster one.
         holds: "objects", a root with whole objects; or "blocks", a neighbour's cache, which has some blocks by digest
-            and whose lack of one is nothing to report.
-        heal: Whether bad or missing objects may be put there again from a good copy.
+            and where a missing block is not reported.
+        heal: Whether bad or missing objects may be replaced there by a good copy.
     """
 
     name: str
@@ -65,7 +66,7 @@ class Location:
 
 
 def check_location_name(name: str) -> None:
-    """Refuse what is no name of a location."""
+    """Raise ConfigurationError unless `name` is a valid location name."""
     if LOCATION_NAME.fullmatch(name) is None:
         raise ConfigurationError(
             f"location name {name[:60]!r}: expected at most 40 of [a-z0-9_-], starting with a letter or digit"
@@ -73,18 +74,18 @@ def check_location_name(name: str) -> None:
 
 
 class BlockRequest(NamedTuple):
-    """A block of a shard, and how to know it when it comes."""
+    """Byte range and checksums of a block of a shard."""
 
     name: str
-    """Of the shard's object in a root."""
+    """Name of the shard's object in a root."""
     offset: int
     length: int
     sha256: bytes
-    """Of the block's stored bytes: 32 bytes, from the verified index."""
+    """SHA-256 of the block's stored bytes: 32 bytes, from the verified index."""
     xxh3: int | None = None
-    """The fast checksum of the same bytes, for copies on this machine; SHA-256 is used where it is None."""
+    """XXH3 of the same bytes, for copies on this machine; None to use SHA-256."""
     place: int = 0
-    """`place_ids` of shard and block: what a plan knows of a block before any index is read."""
+    """`place_ids` of shard and block: identifies the block before an index is read."""
     shard: int = 0
     """Number of the shard in the dataset."""
     block: int = 0
@@ -92,10 +93,14 @@ class BlockRequest(NamedTuple):
 
 
 def place_ids(shard_digests: NDArray[np.uint8], blocks: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Numbers that tell blocks apart without their digests.
+    """Return an identifier of each block, computed without the block's digest.
+
+    Args:
+        shard_digests: (n, 32) uint8 digests of shards.
+        blocks: (n,) int64 numbers of blocks in their shards.
 
     Returns:
-        (n,) uint64; 64 bits of a digest, moved on by the block, so that two blocks share one by bad luck only.
+        (n,) uint64: 64 bits of the shard's digest plus a multiple of the block number, so collisions are unlikely.
     """
     heads = np.ascontiguousarray(shard_digests[:, :8]).view("<u8").reshape(-1)
     numbers: NDArray[np.uint64] = heads + blocks.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
@@ -103,23 +108,23 @@ def place_ids(shard_digests: NDArray[np.uint8], blocks: NDArray[np.int64]) -> ND
 
 
 def block_name(sha256: bytes) -> str:
-    """Name of a block in a cache, and in what a neighbour serves: by digest, like an object's."""
+    """Return the name of a block, given its digest, in a cache and on a cache server."""
     text = sha256.hex()
     return f"blocks/{text[:2]}/{text}"
 
 
 PIECE_BYTES: Final = 8 * 2**20
-"""Read and hashed at a time."""
+"""Bytes read and hashed at a time."""
 
 Depth = Literal["list", "stored", "read"]
-"""How deep to check; see `DEPTHS`."""
+"""Depth of a check; see `DEPTHS`."""
 
 DEPTHS: Final[tuple[Depth, ...]] = ("list", "stored", "read")
-"""Size alone; the checksum that the store keeps; every byte."""
+"""Compare the size only; the checksum that the store keeps; every byte."""
 
 
 def publish(store: Store, stage: Stage, extension: str) -> Descriptor:
-    """Give a finished stage the name of its digest, durably."""
+    """Publish a finished stage under the name of its digest, durably; a bad object of that name is replaced."""
     descriptor = Descriptor(f"sha256:{stage.digest}", stage.size, extension)
     if not stage.publish(descriptor.name) and not is_good(store, descriptor):
         stage.publish(descriptor.name, replace=True)
@@ -127,26 +132,26 @@ def publish(store: Store, stage: Stage, extension: str) -> Descriptor:
 
 
 def is_good(store: Store, descriptor: Descriptor) -> bool:
-    """Whether the bytes that lie there are those of the name; what cannot be read is as bad as what is wrong.
+    """Whether the stored object has the right bytes; an unreadable object counts as bad.
 
-    Callers have the good bytes in hand, so this is the moment to repair bad ones.
+    Callers hold the good bytes and can replace bad ones at once.
     """
     return check_object(store, descriptor.name, descriptor.size, "stored").is_good
 
 
 class CheckResult(NamedTuple):
-    """What a check found."""
+    """Result of checking one object."""
 
     result: str
-    """"good", "wrong", "missing", or "unreadable": nothing is known."""
+    """"good", "wrong", "missing", or "unreadable" if the check could not be made."""
     level: Depth
-    """How deep it was checked."""
+    """Depth of the check."""
     num_bytes: int = 0
-    """That were read for it."""
+    """Bytes read."""
     expected: str = ""
     got: str = ""
     error: ShardkitError | None = None
-    """What the store said instead of an answer."""
+    """Error raised by the store."""
 
     @property
     def is_good(self) -> bool:
@@ -162,7 +167,16 @@ def check_object(
     *,
     may_read: bool = True,
 ) -> CheckResult:
-    """Check an object."""
+    """Check an object.
+
+    Args:
+        store: store of the object.
+        name: name of the object.
+        size: expected bytes; None if unknown.
+        depth: "stored" reads every byte if the store keeps no checksum.
+        pace: called with the bytes of each piece before it is read; may sleep.
+        may_read: False to report an object without a stored checksum as "unreadable" at depth "stored".
+    """
     digest, _ = parse_object_name(name)
     there = "the object" if size is None else f"{size} bytes"
     try:
@@ -203,10 +217,23 @@ def copy_object(
     moved: Callable[[int], None] | None = None,
     bad_copy: Callable[[Location, str, str], None] | None = None,
 ) -> tuple[str, int]:
-    """Make good bytes of an object durable in a location.
+    """Copy an object durably from the first source with good bytes to a location.
+
+    Args:
+        name: name of the object.
+        sources: locations to try, in order; the target is skipped.
+        target: location to write to.
+        replace: overwrite an existing object without checking it.
+        pace: called with the bytes of each piece before it is read; may sleep.
+        moved: called with the bytes of each piece after it is written.
+        bad_copy: called with (source, name, "wrong" or "missing") for each bad source.
 
     Returns:
-        (name of the source that was good, bytes of the object).
+        (name of the source, bytes of the object).
+
+    Raises:
+        IntegrityError: every source is wrong or lacks the object.
+        StoreError: no source gave good bytes, and at least one could not be read.
     """
     digest, extension = parse_object_name(name)
     bad: dict[str, str] = {}
@@ -223,7 +250,7 @@ def copy_object(
                 bad[source.name] = "wrong"
             except ShardkitError as error:
                 if stage.is_broken:
-                    raise  # a write failed, and not a read: no other source helps
+                    raise  # a write to the target failed: another source does not help
                 silent = error if isinstance(error, StoreError) else StoreError(str(error))
             else:
                 if f"sha256:{stage.digest}" == digest:
@@ -260,7 +287,7 @@ def _fill(
 
 
 def _pieces(store: Store, name: str, size: int, pace: Callable[[int], None] | None) -> Iterator[bytes]:
-    """All bytes of an object, a piece at a time."""
+    """Yield all bytes of an object in pieces."""
     for offset in range(0, size, PIECE_BYTES):
         length = min(PIECE_BYTES, size - offset)
         if pace is not None:

@@ -1,9 +1,14 @@
-"""Getting the right bytes from locations of which any may be slow, wrong, overloaded or gone.
+"""Read path: verified bytes from locations that may be slow, wrong, overloaded or gone.
 
-Order of events for one read (SPEC.md, "The read path"): the nearest healthy location is asked; when it does not answer
-within the time in which 95 % of its answers came, another is asked beside it and the first good answer counts; wrong
-bytes are fetched once more from the same place, then from the next; errors go to the next at once; when all have
-failed, all are asked again after a pause with jitter, until the deadline. Nothing leaves here that was not verified.
+One read proceeds as follows (SPEC.md, "The read path"):
+
+1. The nearest healthy location is asked.
+2. If its answer takes longer than 95 % of earlier ones, another location is asked as well; the first good answer wins.
+3. Wrong bytes are fetched again from the same location, then from the next.
+4. After an error, the next location is asked at once.
+5. If all locations fail, all are asked again after a pause with jitter, until the deadline.
+
+Only verified bytes are returned.
 """
 
 from __future__ import annotations
@@ -27,28 +32,28 @@ from shardkit.stores.waiting import EXPIRED, FIRST_CONTACT, WAITS, RetryPolicy, 
 
 Buffer = Any
 
-_HEDGE_SHARE: Final = 0.03  # of all reads: what hedging may cost in requests and bytes
+_HEDGE_SHARE: Final = 0.03  # maximum share of reads that are hedged
 _HEDGES_FREE: Final = 4
-# where all answers take about as long, the slowest twentieth of them is not late
+# an answer above the 95th percentile is not late if all answers take about the same time
 _HEDGE_OVER_MEDIAN: Final = 2.0
 _LEAST_HEDGE_S: Final = 0.005
 _JITTER: Final = random.SystemRandom()
-_ANSWERS_KEPT: Final = 128  # their times, of each size
-_ANSWERS_ENOUGH: Final = 16  # for a percentile
-_RENEWAL_S: Final = 60.0  # how long to wait for the renewal of expired credentials
+_ANSWERS_KEPT: Final = 128  # response times kept per size class
+_ANSWERS_ENOUGH: Final = 16  # response times needed for a percentile
+_RENEWAL_S: Final = 60.0  # time to wait for the renewal of expired credentials
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadSettings:
-    """How patient and how greedy reads are.
+    """Timeouts and limits of reads.
 
     Attributes:
-        deadline_s: A read that has no good bytes by then raises.
-        attempt_s: Silence for so long is a failure of the location.
-        hedge: Ask a second time, elsewhere if possible, when an answer is later than 95 % of those before.
-        first_concurrency, most_concurrency: Requests under way per location, at the start and at most.
-        trip_after: Failures in a row after which a location rests.
-        cool_down_s: Its first rest.
+        deadline_s: Seconds after which a read without good bytes raises.
+        attempt_s: Seconds without an answer after which an attempt counts as failed.
+        hedge: Send a second request, to another location if possible, if an answer is later than 95 % of earlier ones.
+        first_concurrency, most_concurrency: Initial and maximum number of concurrent requests per location.
+        trip_after: Number of consecutive failures after which a location rests.
+        cool_down_s: Seconds of its first rest.
     """
 
     deadline_s: float = 300.0
@@ -70,47 +75,47 @@ class ReadRequest(NamedTuple):
     """One read."""
 
     what: str
-    """For messages: object name, and range."""
+    """Object name and range, for messages."""
     num_bytes: int
-    """About how many."""
+    """Approximate size of the answer."""
     read: Callable[[Location], Buffer]
-    """Asks a location, once."""
+    """Reads from a location, without retrying."""
     check: Callable[[Buffer], bool]
-    """Whether the bytes are the right ones."""
+    """Returns whether the bytes are right."""
     name: str
-    """Of the object in a root."""
+    """Name of the object in a root."""
     whole: bool = True
-    """Only locations with whole objects can answer."""
+    """Whether only locations with whole objects can answer."""
     rebuild: Callable[[], Buffer | None] | None = None
-    """The last resort, such as parity: makes the bytes, or gives None."""
+    """Last resort, such as parity: returns the bytes, or None."""
     root_first: bool = False
-    """Ask the first location before nearer ones: a copy may be behind."""
+    """Ask the first location before nearer ones, because copies may be out of date."""
     among: Sequence[str] | None = None
-    """Only locations of these names, in this order, without those that rest, and once: there are others besides."""
+    """Names of the only locations to ask, in this order. Resting ones are skipped, and a failure is not retried."""
 
 
 class _Known:
-    """What this process knows of a location: how fast it answers, how many requests it takes, and whether it rests.
+    """State of a location in this process: response times, limit of concurrent requests, circuit breaker.
 
-    How many may be under way grows by answers and halves when the location is overloaded: additive increase,
-    multiplicative decrease (Chiu and Jain 1989), as in TCP, so that many clients of one location find a fair share
-    without knowing of each other. One that only fails rests, and is tried again after pauses that double, at most 64
-    times as long as the first: a circuit breaker (Nygard, *Release It!*).
+    The limit grows with good answers and halves on overload: additive increase, multiplicative decrease (Chiu and Jain
+    1989), as in TCP, so that the clients of one location reach fair shares without coordination. A location that only
+    fails rests and is tried again after pauses that double, up to 64 times the first: a circuit breaker (Nygard,
+    *Release It!*).
     """
 
     def __init__(self, location: Location, settings: ReadSettings, read_events: ReadEvents) -> None:
         self.location = location
-        self.off = False  # switched off by whoever operates the run
+        self.off = False  # switched off by the operator of the run
         self._settings, self._read_events = settings, read_events
-        self._changed = threading.Condition()  # of all that follows
+        self._changed = threading.Condition()  # guards everything below
         self._recent: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_ANSWERS_KEPT))
         self._limit, self._running, self._last_cut = float(settings.first_concurrency), 0, 0.0
-        self._failures = 0  # in a row
-        self._rests = 0  # likewise
+        self._failures = 0  # consecutive
+        self._rests = 0  # consecutive
         self._rests_until = 0.0
 
     def quantile(self, num_bytes: int, share: float) -> float | None:
-        """Seconds within which a `share` of recent answers of about this size came; None before there are enough."""
+        """Return a quantile of recent response times in seconds for this size; None while there are too few."""
         with self._changed:
             recent = sorted(self._recent[_size_class(num_bytes)])
         if len(recent) < _ANSWERS_ENOUGH:
@@ -119,7 +124,7 @@ class _Known:
 
     @property
     def is_resting(self) -> bool:
-        """Whether it should not be asked now; one caller is let through when a trial is due."""
+        """Whether the location should not be asked now; False for one caller when a trial is due."""
         with self._changed:
             if self._failures < self._settings.trip_after:
                 return False
@@ -130,7 +135,7 @@ class _Known:
             return False
 
     def acquire(self, timeout_s: float) -> bool:
-        """Take a place among the requests under way; False where none became free in time."""
+        """Wait for a free request slot and take it; return False after the timeout."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._running < int(self._limit), timeout_s):
                 return False
@@ -143,10 +148,10 @@ class _Known:
             self._changed.notify()
 
     def succeeded(self, num_bytes: int, seconds: float) -> None:
-        """Good bytes came: one request more at a time after a whole round of them."""
+        """Record a good answer; the limit grows by one per round of good answers."""
         with self._changed:
             self._recent[_size_class(num_bytes)].append(seconds)
-            # an unused allowance says nothing about what the location takes
+            # a limit that is not reached does not show how much load the location bears
             if self._running * 2 >= self._limit:
                 self._limit = min(self._settings.most_concurrency, self._limit + 1 / self._limit)
                 self._changed.notify()
@@ -156,7 +161,7 @@ class _Known:
             self._read_events.note("circuit_closed", self.location.name)
 
     def failed(self, *, is_overloaded: bool = False) -> None:
-        """No answer, an error, or wrong bytes; overloaded: half as many requests, once per round of them."""
+        """Record a failed attempt; on overload, halve the limit, at most once per 0.5 s."""
         with self._changed:
             now = time.monotonic()
             self._failures += 1
@@ -176,7 +181,7 @@ class _Known:
 
 
 def _size_class(num_bytes: int) -> int:
-    """64 KiB, 256 KiB, 1 MiB, …: within a class the time to answer is about the same."""
+    """Return the size class (64 KiB, 256 KiB, 1 MiB, …); response times within a class are similar."""
     return max(0, (max(num_bytes, 1).bit_length() - 15) // 2)
 
 
@@ -184,11 +189,11 @@ class ReadPath:
     """Reads over several locations, for one process; threads may share it.
 
     Args:
-        locations: One or more; see `Location.rank` for their order.
-        settings: See there.
-        read_events: Where counts and events go.
-        bad_copy: Called when a location has answered twice with wrong bytes, or lacks an object, and another
-            location had it: (location, object name, "wrong" or "missing").
+        locations: One or more locations; see `Location.rank` for their order.
+        settings: Timeouts and limits.
+        read_events: Receives counts and events.
+        bad_copy: Called with (location, object name, "wrong" or "missing") if a location answered twice with wrong
+            bytes, or lacks the object, and the bytes were found elsewhere.
     """
 
     def __init__(
@@ -205,21 +210,27 @@ class ReadPath:
         self._bad_copy = bad_copy
         threads = 2 * settings.most_concurrency * len(self._known)
         self._pool = ThreadPoolExecutor(min(512, threads), thread_name_prefix="shardkit-reads")
-        self._lock = threading.Lock()  # of what follows
+        self._lock = threading.Lock()  # guards the two counters
         self._reads = self._hedges = 0
-        self._has_answer = False  # of any location
+        self._has_answer = False  # whether any location has answered
 
     @property
     def root(self) -> Location:
-        """The first location, as this process asks it."""
+        """The first location, with this process's client."""
         return self._known[0].location
 
     def close(self) -> None:
-        """Take no more reads; those under way end by themselves."""
+        """Accept no more reads; running ones finish in the background."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def fetch(self, request: ReadRequest) -> Buffer:
-        """The right bytes."""
+        """Return verified bytes.
+
+        Raises:
+            NotFoundError: No location has the object.
+            IntegrityError: Every location has wrong bytes or lacks the object.
+            StoreError: No location gave good bytes before the deadline.
+        """
         with self._lock:
             self._reads += 1
         started = time.monotonic()
@@ -243,7 +254,7 @@ class ReadPath:
                     break
                 wait.problem = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
                 if not any(map(_may_pass, problems.values())):
-                    break  # all have answered, and asking again does not change their answers
+                    break  # all locations have answered; asking again would not change the answers
                 if time.monotonic() - started > _RENEWAL_S and all(map(_has_expired, problems.values())):
                     break
         data = None if request.rebuild is None else request.rebuild()
@@ -254,7 +265,7 @@ class ReadPath:
         raise _summary(request, problems)
 
     def _order(self, request: ReadRequest) -> list[_Known]:
-        """Who is asked, in this order; resting locations last, in case all others fail."""
+        """Return the locations in the order to ask; resting ones come last, in case all others fail."""
         if request.among is not None:
             named = (self._by_name[name] for name in request.among)
             return [known for known in named if not known.is_resting]
@@ -266,12 +277,15 @@ class ReadPath:
 
         able = [known for known in self._known if known.location.holds == "objects" or not request.whole]
         on = [known for known in able if not known.off]
-        if any(known.location.holds == "objects" for known in on):  # else nobody would be left to ask
+        if any(known.location.holds == "objects" for known in on):  # otherwise no location would be left
             able = on
         return sorted(able, key=nearness)
 
     def tune(self, name: str, *, rank: int | None = None, off: bool | None = None) -> None:
-        """From the next read on: how near a location is, or whether it is asked at all while another has objects."""
+        """Change a location's rank, or switch it off or on, from the next read on.
+
+        Switching off has no effect while no other location has whole objects.
+        """
         for known in self._known:
             if known.location.name == name:
                 if rank is not None:
@@ -280,11 +294,11 @@ class ReadPath:
                     known.off = off
 
     def tuned(self, name: str) -> tuple[int, bool]:
-        """Rank of a location, and whether it is off."""
+        """Return (rank of a location, whether it is off)."""
         return next((known.location.rank, known.off) for known in self._known if known.location.name == name)
 
     def may_hedge(self) -> bool:
-        """Whether one more request beside another is within the share that hedging may cost."""
+        """Take one hedge from the budget; return False if hedging is off or the budget is spent."""
         with self._lock:
             if not self.settings.hedge or self._hedges >= _HEDGES_FREE + _HEDGE_SHARE * self._reads:
                 return False
@@ -292,7 +306,7 @@ class ReadPath:
             return True
 
     def start(self, known: _Known, request: ReadRequest, deadline: float) -> Future[Buffer]:
-        """One attempt at one location, on a thread that may be left behind."""
+        """Start one attempt at one location, on a thread that may outlive the read."""
         self.read_events.note("requests", known.location.name)
         return self._pool.submit(self._attempt, known, request, deadline)
 
@@ -350,10 +364,10 @@ class _Turn:
         self._hedged: set[Future[Buffer]] = set()
         self._refetched: set[str] = set()
         self.bad: dict[str, str] = {}
-        """Locations that have wrong bytes or none → which."""
+        """Location name → "wrong" or "missing"."""
 
     def run(self) -> Buffer | None:
-        """Good bytes, or None and what each location answered in `problems`."""
+        """Return good bytes; or None, with each location's error in `problems`."""
         self._start_next()
         try:
             while self._running:
@@ -366,7 +380,7 @@ class _Turn:
                     self._wake()
             return None
         finally:
-            for future in self._running:  # what has begun ends by itself
+            for future in self._running:  # started attempts finish in the background
                 future.cancel()
 
     def _start_next(self, *, hedging: bool = False) -> None:
@@ -381,7 +395,7 @@ class _Turn:
             self._path.read_events.note("hedges", known.location.name, what=self._request.what)
 
     def _wait_s(self) -> float:
-        """Until the next moment at which something other than an answer is due."""
+        """Return the seconds until a hedge or a timeout is due."""
         now = time.monotonic()
         known, begun = next(reversed(self._running.values()))
         oldest = min(begun for _, begun in self._running.values())
@@ -399,7 +413,7 @@ class _Turn:
         return max(_LEAST_HEDGE_S, late, _HEDGE_OVER_MEDIAN * typical)
 
     def _wake(self) -> None:
-        """Nothing came in time: hedge, or give up on those that were silent for too long."""
+        """Fail attempts that have timed out, and hedge one that is late if the budget allows."""
         now = time.monotonic()
         limit = self._path.settings.attempt_s
         for future, (known, begun) in list(self._running.items()):
@@ -414,7 +428,7 @@ class _Turn:
             else:
                 self._start(next(iter(self._running.values()))[0], hedging=True)
         elif self._running and not self._hedged:
-            self._hedged.add(next(iter(self._running)))  # not allowed now: do not ask again and again
+            self._hedged.add(next(iter(self._running)))  # over budget: do not ask for this read again
 
     def _settle(self, future: Future[Buffer]) -> Buffer | None:
         known, _ = self._running.pop(future)
@@ -445,7 +459,7 @@ class _Turn:
         return data
 
     def _fail(self, known: _Known, error: ShardkitError) -> None:
-        """This location has no good answer: on to the next."""
+        """Record a location's error and start the next location."""
         self._problems[known.location.name] = error
         if self._left and time.monotonic() < self._deadline:
             if known.location.holds == "objects":
@@ -456,7 +470,7 @@ class _Turn:
 
 
 def _may_pass(problem: ShardkitError) -> bool:
-    """Whether asking again later may help: not where the location knows us and refuses."""
+    """Whether asking again later may help; it does not if the location denies access."""
     return type(problem) is StoreError and problem.errno not in (errno.EACCES, errno.EINVAL)
 
 
