@@ -1,9 +1,9 @@
 """Delivers a plan's cells: verified, in order, resumable (SPEC.md).
 
-What a plan says comes when, this package fetches: plan → load → gather → decode and transform → hand out. What is read
-and how is one `LoaderSetup`, which does not change; what is open in a process (threads, workers, journal, memory) is
-`LoaderResources`; one pass over some steps is a `Pipeline`; what watches and steers a running loader holds a
-`LiveLoader`. Modules import one another one way; `schedule` is pure. Nothing here imports torch.
+The stages are plan → load → gather → decode and transform → hand out. A `LoaderSetup` holds what is read and how; it
+never changes. `LoaderResources` holds what is open in a process: threads, workers, journal and memory. A `Pipeline`
+reads some steps once. Code that watches or steers a running loader holds a `LiveLoader`. Imports between the modules
+have no cycles, `schedule` is pure, and nothing here imports torch at import time.
 """
 
 from shardkit.loader.batch import Batch

@@ -1,7 +1,7 @@
-"""At the start all ranks say what they are about to read, and refuse with the difference (DESIGN §5).
+"""Check at the start that all ranks are about to read the same data.
 
-One exchange of a few hundred bytes of canonical JSON through the process group's store: no collective, so it works
-with every backend and needs no device.
+Ranks exchange a few hundred bytes of canonical JSON through the process group's store. No collective is used, so the
+check works with every backend and needs no device.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ __all__ = ["Exchange", "agree", "check_agreement"]
 
 _MAX_BYTES = 1 << 20
 _PATIENCE_S = 600.0
-_QUIET_S = 10.0  # after which ranks that are waited for are named
+_QUIET_S = 10.0  # seconds until the ranks that have not answered are logged
 _log = logging.getLogger("shardkit.loader")
 _numbers = itertools.count()
 
 
 class Exchange:
-    """A part of a torch store, in which the ranks that begin together say small things.
+    """Small messages between the ranks that start together, under one prefix of a torch store.
 
     Args:
-        store: of torch; the ranks have it to themselves, or make their loaders in the same order. Its timeout is how
-            long the slowest is waited for, unless `patience_s` says so.
-        rank, world: of those that take part.
-        prefix: of the part.
+        store: torch store that only these ranks use, or in which they make their loaders in the same order.
+        rank: number of this rank among the participants.
+        world: number of participants.
+        prefix: prefix of all keys.
+        patience_s: seconds to wait for the slowest rank; None for the timeout of the store.
 
     Attributes:
-        store: the same.
+        store: the torch store.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Exchange:
 
     @classmethod
     def of_process_group(cls) -> Exchange | None:
-        """All ranks of torch's process group; None where there is none."""
+        """Return an exchange between all ranks of torch's process group; None without a process group."""
         distributed: Any = getattr(sys.modules.get("torch"), "distributed", None)
         if distributed is None or not distributed.is_available() or not distributed.is_initialized():
             return None
@@ -58,11 +59,15 @@ class Exchange:
         return cls(store, rank, world, patience_s=_PATIENCE_S, prefix=f"shardkit/loader/{next(_numbers)}/")
 
     def put(self, key: str, value: bytes) -> None:
-        """Say it."""
+        """Write a message."""
         self.store.set(self._prefix + key, value)
 
     def get(self, key: str, other: int) -> bytes:
-        """What rank `other` says."""
+        """Return the message that rank `other` writes under `key`; wait for it.
+
+        Raises:
+            RunError: the rank has not written it in time.
+        """
         try:
             self.store.wait([self._prefix + key], timedelta(seconds=self._patience_s - self._waited_s))
         except Exception as error:  # the stores of torch raise plain RuntimeErrors of several kinds
@@ -95,7 +100,18 @@ class Exchange:
 def agree(
     exchange: Exchange, mine: Mapping[str, Any], *, lanes: int, shared: bool
 ) -> Sequence[Mapping[str, Any]]:
-    """Exchange and compare; returns what all ranks said on every rank, or raises on every rank."""
+    """Compare the messages of all ranks and return them; every rank returns, or every rank raises.
+
+    Args:
+        exchange: connects the ranks.
+        mine: message of this rank.
+        lanes: number of lanes of the plan.
+        shared: ranks may work the same lanes, because a device mesh has dimensions other than data-parallel ones.
+
+    Raises:
+        RunError: a rank has made no loader in time.
+        StateError: ranks are about to read different data, or lanes are not distributed exactly once.
+    """
     exchange.put(str(exchange.rank), dumps(dict(mine)))
     exchange.say_who_is_late()
     found = [loads(exchange.get(str(other), other), _MAX_BYTES) for other in range(exchange.world)]
@@ -104,7 +120,7 @@ def agree(
 
 
 def check_agreement(found: Sequence[Mapping[str, Any]], *, lanes: int, shared: bool) -> None:
-    """Compare what the ranks said, rank by rank."""
+    """Raise StateError unless the messages agree and every lane is worked exactly once; see `agree`."""
     first = found[0]
     for rank, other in enumerate(found):
         differing = [name for name in sorted(first.keys() | other.keys())

@@ -1,4 +1,4 @@
-"""What the loader hands out."""
+"""Batches as the loader hands them out."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from shardkit.notebook import value_text
 __all__ = ["Batch", "MissingValues", "may_pin", "to_tensors"]
 
 _KNOWN_FIRST = ("lane", "slots", "weight", "valid")
-"""What a batch knows as the loader hands it out, and a framework's copy does not."""
+"""Attributes that are lost in a copy that a framework makes of the fields."""
 
 
 class Batch(dict[str, Any]):
     """One rank's samples of one step (or one cell of it): a dict of fields, with "step" and "samples" among them.
 
-    The arrays belong to whoever holds the batch: the loader never writes to them again.
+    The arrays belong to the holder of the batch: the loader never writes to them again.
 
     Attributes:
         step: the step, counted over the whole run.
-        lane: the lane of a cell; −1 where several lanes are concatenated.
+        lane: the lane of a cell; −1 if several lanes are concatenated.
         samples: (n,) int64 sample numbers (selected rows in manifest order), in the order of the rows.
-        slots: (n,) int64, lane · cell_size + slot of each row inside its cell; names the place in the grid.
+        slots: (n,) int64 places in the grid: lane · cell_size + slot of each row inside its cell.
         weight: factor for a rank's *mean* loss so that the average over ranks is the mean over the global batch;
-            1.0 where all ranks hold equally many samples.
-        valid: optional field → (n,) bool, which rows have a value of it.
+            1.0 if all ranks hold equally many samples.
+        valid: optional field → (n,) bool, True for rows that have a value.
     """
 
     __slots__ = ("lane", "samples", "slots", "step", "valid", "weight")
@@ -48,9 +48,9 @@ class Batch(dict[str, Any]):
         weight: float | None = None,
         valid: Mapping[str, NDArray[np.bool_]] | None = None,
     ) -> None:
-        """`Batch(fields)` alone is what frameworks make when they move a batch to a device.
+        """Make a batch from its fields; frameworks call `Batch(fields)` when they move a batch to a device.
 
-        Such a copy knows its step and samples, which are fields; what it does not know it refuses to say.
+        Such a copy has `step` and `samples`, which are fields. Its other attributes raise AttributeError.
         """
         super().__init__(fields)
         self.step = int(self["step"]) if step is None else step
@@ -73,10 +73,10 @@ class Batch(dict[str, Any]):
         return f"Batch(step={self.step}, {len(self.samples)} samples){''.join(lines)}"
 
     def array(self, name: str) -> NDArray[Any]:
-        """A field as a numpy array, which a type checker knows too; it shares the memory of a tensor on the processor.
+        """Return a field as a numpy array; the array of a CPU tensor shares the tensor's memory.
 
         Raises:
-            UsageError: the field is a list, or a ragged pair.
+            UsageError: the field is a list or ragged.
         """
         value = self[name]
         if isinstance(value, list | tuple):
@@ -99,9 +99,9 @@ class Batch(dict[str, Any]):
         return documents_of(self, field, boundaries)
 
     def to(self, device: Any, non_blocking: bool = False, **_: Any) -> Batch:
-        """This batch with its tensors on `device`; frameworks that move batches call it by name.
+        """Return a copy of this batch with its tensors on `device`; frameworks call this method by name.
 
-        From pinned memory and with ``non_blocking=True`` the copy overlaps with what runs on the device.
+        From pinned memory and with ``non_blocking=True`` the copy overlaps with other work of the device.
         """
         fields = {name: _move(value, device, non_blocking) for name, value in self.items()}
         copy = Batch(fields, step=self.step, samples=fields["samples"])
@@ -135,15 +135,15 @@ def _move(value: Any, device: Any, non_blocking: bool) -> Any:
 
 
 def may_pin() -> bool:
-    """Whether this process has begun to use CUDA: to ask whether it *could* would break a later fork."""
+    """Return True if this process has initialised CUDA; `cuda.is_available` would break a later fork."""
     cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)
     return bool(cuda is not None and cuda.is_initialized())
 
 
 def to_tensors(batch: Batch, *, pin: bool = False) -> Batch:
-    """Turn the arrays of a batch into torch tensors that share their memory, or pinned copies; lists stay lists.
+    """Turn the arrays of a batch into torch tensors that share their memory, or into pinned copies.
 
-    torch is taken from the running program: the loader never imports it (`import shardkit` stays light).
+    Lists stay lists. The program must have imported torch.
     """
     torch = sys.modules["torch"]
 
@@ -151,7 +151,7 @@ def to_tensors(batch: Batch, *, pin: bool = False) -> Batch:
         made = torch.from_numpy(array)
         return (
             made.pin_memory() if pin else made
-        )  # torch keeps and reuses pinned blocks once copies from them are done
+        )  # torch reuses a pinned block after the copies from it are done
 
     for name, value in batch.items():
         if isinstance(value, np.ndarray):
@@ -167,12 +167,12 @@ _RAGGED = ("ragged", "varying")
 
 
 class MissingValues:
-    """Of one loader.
+    """Presence masks and fill values of the optional fields of one loader.
 
     Args:
-        schema: the stored columns.
-        fields: those that are gathered.
-        fill: optional field → what its batches hold where there is no value.
+        schema: types of the stored columns.
+        fields: names of the gathered columns.
+        fill: optional field → value of rows that have none.
 
     Raises:
         ConfigurationError: `fill` names a field that is not optional, or has a value that the field does not take.
@@ -199,7 +199,7 @@ class MissingValues:
                 ) from None
 
     def split(self, columns: dict[str, Any]) -> tuple[dict[str, Any], dict[str, NDArray[np.bool_]]]:
-        """Gathered columns as (fields with their fills, field → (n,) which rows have a value)."""
+        """Split gathered columns into fields, with missing values filled, and presence masks, (n,) bool by field."""
         if not self._kinds:
             return columns, {}
         valid = {name: columns.pop(presence_of(name)) for name in self._kinds}
@@ -215,7 +215,7 @@ class MissingValues:
         return columns, valid
 
     def of_sample(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        """A sample as a row of gathered columns."""
+        """Return a sample as a row of gathered columns."""
         row = dict(sample)
         for name, kind in self._kinds.items():
             row[presence_of(name)] = row[name] is not None

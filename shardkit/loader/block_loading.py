@@ -1,4 +1,4 @@
-"""Blocks as a window loads them: what is known of each before it is loaded, and loading by way of Python."""
+"""Load jobs for the C module, computed from the indexes of local shards, and loading of other blocks in Python."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ Int64s = NDArray[np.int64]
 
 FILE, OFFSET, SIZE, ADDRESS, HASH, AFTER, SLOT, BLOCK, LAYOUT, RAW_SIZE, DIGEST = range(11)
 JOB: Final = 11
-"""Numbers of a job before its facts; see block_rows.pyi."""
+"""Number of int64 in a job before its facts; see block_rows.pyi."""
 
-_SHORT_BYTES: Final = 240  # XXH3 hashes longer blocks in another way
-_LONG_BYTES: Final = 1 << 14  # rows of which are read one by one, rather than the block and then they
-_MOST_OBJECTS: Final = 256  # of a block, as block_rows.c has it
+_SHORT_BYTES: Final = 240  # XXH3 uses another algorithm up to this size
+_LONG_BYTES: Final = 1 << 14  # mean size from which rows are read one by one into bytes objects
+_MOST_OBJECTS: Final = 256  # per block; the same as in block_rows.c
 _MOST_OBJECT_FIELDS: Final = 4
-_MOST_SHARDS: Final = 256  # known at a time, if steps that are planned need no more
-_HEAD_BYTES: Final = 1 << 16  # of an Arrow message, in which its metadata end
+_MOST_SHARDS: Final = 256  # shards kept, unless planned steps need more
+_HEAD_BYTES: Final = 1 << 16  # first bytes of an Arrow message, which contain its metadata
 
 
 class Layouts:
-    """How the columns of some fields are found in Arrow messages (`message_layout`), kept where jobs refer to them."""
+    """Layouts of Arrow messages (`message_layout`) for some fields, kept alive because jobs hold their addresses."""
 
     def __init__(self, fields: Sequence[str]) -> None:
         self._fields = fields
         self._kept: dict[bytes, Int64s] = {}
 
     def of(self, index: ShardIndex, head: NDArray[np.uint8]) -> Int64s | None:
-        """That of messages that begin like this one; None where only `read_block` can tell."""
-        with contextlib.suppress(FormatError):  # `read_block` says so
+        """Return the layout of messages that begin with `head`; None if only `read_block` can parse them."""
+        with contextlib.suppress(FormatError):  # `read_block` raises it again
             codec = index.compression.partition(":")[0]
             found = message_layout(head.data, index.schema, self._fields, codec)
             if found is not None:
@@ -63,12 +63,12 @@ class Layouts:
 
 
 class LocalShard:
-    """A shard in a local file, whose blocks are loaded without the interpreter.
+    """A shard in a local file whose blocks are loaded without the interpreter.
 
-    A gather needs a few integers of each block, its *facts* (`GatherColumns`). `read_block` finds them by way of a
-    block and its columns, forty objects and as many microseconds; here they follow from the index, or in block_rows.c
-    from the message: a shorter way to the same integers, never to others. Whatever is not as it is thought to be, is
-    left to `read_block`.
+    Gathering needs a few integers per block, its *facts* (see `GatherColumns`). Deriving them from a block and its
+    columns takes about forty Python objects and forty microseconds. Here they follow from the index, or block_rows.c
+    reads them from the message. Both ways give the same integers. Blocks that do not match the expected form go through
+    `read_block`.
     """
 
     def __init__(self, index: ShardIndex, fields: Sequence[str], file: int, *, strong: bool) -> None:
@@ -79,10 +79,10 @@ class LocalShard:
         self._width = 1 + FACTS * len(fields)
         self._offsets, self._hashes = index.block_offset.astype(np.int64), index.block_xxh3.view(np.int64)
         self._digests = np.ascontiguousarray(index.block_sha256)  # (blocks, 32)
-        self._layout: Int64s | None = None  # where fields lie in messages; of a tar, headers of members
-        self._headers: list[NDArray[np.uint8]] = []  # to which it refers
-        self.own_sizes = self.raw_sizes  # bytes of memory that a block needs beside its objects
-        self._members: list[tuple[Int64s, Int64s, int]] = []  # of each field (tar): starts, ends, pitch
+        self._layout: Int64s | None = None  # positions of fields in messages, or headers of tar members
+        self._headers: list[NDArray[np.uint8]] = []  # kept alive: `_layout` holds their addresses
+        self.own_sizes = self.raw_sizes  # bytes of memory per block, without its bytes objects
+        self._members: list[tuple[Int64s, Int64s, int]] = []  # per field of a tar shard: starts, ends, pitch
 
     @classmethod
     def of(
@@ -94,7 +94,7 @@ class LocalShard:
         *,
         strong: bool = False,
     ) -> LocalShard | None:
-        """None where the index tells that the bytes of all blocks need a closer look."""
+        """Return the shard; None if its blocks have to go through `read_block`."""
         self = cls(index, fields, file, strong=strong)
         if index.format == "arrow":
             if layout is None:
@@ -103,16 +103,16 @@ class LocalShard:
             if self._is_compressed:
                 self.own_sizes = self.raw_sizes + int(layout[1])
             return self
-        headers: dict[int, NDArray[np.uint8]] = {}  # of members, by the place of their field
+        headers: dict[int, NDArray[np.uint8]] = {}  # headers of members by index of the field
         for name in fields:
             if name not in index.schema or index.schema.stored[name].optional:
-                return None  # some have no member
+                return None  # not every row has a member
             kind, number = index.schema[name], index.schema.position(name)
             is_array = kind.item_bytes is not None and not kind.is_whole
             is_known = kind.is_opaque or kind.is_whole or (is_array and kind.dtype != "bool")
             if index.is_adopted or not is_known:
-                return None  # headers that vary, bits that are checked
-            # contiguous, and the index has seen that members lie inside their blocks
+                return None  # the headers vary, or the values need a check
+            # contiguous; the index has checked that members are inside their blocks
             starts, ends = index.member_places[number][0], index.member_ends[number]
             pitch = DECIMALS if kind.is_whole else 8
             if is_array:
@@ -137,7 +137,7 @@ class LocalShard:
         return self.index.compression != "none"
 
     def _choose_objects(self, is_bytes: list[bool]) -> None:
-        """Have long rows of these fields read into objects, and the others found where they lie then."""
+        """Read long rows of these fields into objects, and shift the positions of the other fields accordingly."""
         members, rows = self._members, int(self._rows.sum())
         chosen = [
             own and rows > 0 and int((ends - starts).sum()) >= _LONG_BYTES * rows
@@ -145,7 +145,7 @@ class LocalShard:
         ]
         if not 0 < sum(chosen) <= min(_MOST_OBJECT_FIELDS, _MOST_OBJECTS // int(self._rows.max())):
             return
-        # places in the raw blocks end to end
+        # positions in the concatenation of all raw blocks
         begins = np.cumsum(self.raw_sizes) - self.raw_sizes
         begin = np.repeat(begins, self._rows)
         spans = [(starts + begin, ends + begin) for starts, ends, _ in members]
@@ -165,7 +165,7 @@ class LocalShard:
 
     @property
     def is_fit(self) -> NDArray[np.bool_]:
-        """Of each block whether it may be loaded so."""
+        """(blocks,) bool: True if the block may be loaded without the interpreter."""
         fits: NDArray[np.bool_] = self.sizes > _SHORT_BYTES
         if self._is_compressed:
             fits &= self.raw_sizes // MAX_RATIO < self.sizes
@@ -174,7 +174,7 @@ class LocalShard:
         return fits
 
     def jobs(self, inside: Int64s, addresses: Int64s) -> Int64s:
-        """(n, JOB + facts) of blocks that go to these addresses, but for the columns that the window fills."""
+        """Return (n, JOB + facts) jobs that load blocks to these addresses; the window fills AFTER, SLOT and BLOCK."""
         jobs = np.zeros((len(inside), JOB + self._width), np.int64)
         jobs[:, FILE], jobs[:, OFFSET], jobs[:, SIZE] = self._file, self._offsets[inside], self.sizes[inside]
         jobs[:, ADDRESS], jobs[:, HASH] = addresses, self._hashes[inside]
@@ -200,7 +200,7 @@ def _address(array: NDArray[Any]) -> int:
 
 
 class _Removed:
-    """Spans that are taken out of a row of bytes, and where others lie then."""
+    """Positions of bytes after some spans of the sequence have been removed."""
 
     def __init__(self, spans: list[tuple[Int64s, Int64s]]) -> None:
         starts, ends = (np.concatenate(one) for one in zip(*spans, strict=True))
@@ -210,12 +210,12 @@ class _Removed:
         self.overlap = bool((self._starts[1:] < self._ends[:-1]).any())
 
     def bytes_before(self, places: Int64s) -> Int64s:
-        """Bytes taken out by spans that begin before these places."""
+        """Return the number of bytes removed by spans that begin before these positions."""
         before: Int64s = self._before[np.searchsorted(self._starts, places)]
         return before
 
     def places_of(self, starts: Int64s, ends: Int64s) -> Int64s | Literal[False]:
-        """Where spans begin once nothing but others has been taken out; False where that takes out of one of them."""
+        """Return the positions of spans after the removal; False if a removed span overlaps one of them."""
         number = np.searchsorted(self._starts, starts)
         past = np.append(0, self._ends)[number] > starts
         if bool(past.any()) or bool((np.searchsorted(self._starts, ends) != number).any()):
@@ -228,14 +228,15 @@ class BlockLoading:
     """Loads blocks by their numbers in the dataset.
 
     Args:
-        sources: of the dataset.
-        reader: of the blocks.
-        fields: to be gathered.
-        memory: into which those are read that need Python.
-        loads: knows the files of the others.
+        sources: shards and rows of the dataset.
+        reader: reads blocks.
+        fields: names of the columns to gather.
+        memory: allocates memory for blocks that are read in Python.
+        loads: a `block_rows.Loads`, which gets the files of local shards.
 
     Attributes:
-        verification_failures: how many blocks were not what was written, anywhere.
+        verification_failures: number of blocks that failed verification in all locations.
+        times: gets the duration of each load, if not None.
     """
 
     def __init__(
@@ -251,17 +252,17 @@ class BlockLoading:
         self._files: dict[tuple[str, int], int] = {}
         self._shards: dict[int, LocalShard | None] = {}
         self._layouts = Layouts(fields)
-        self._needed: dict[int, int] = {}  # shard → the step up to which what it knows is referred to
+        self._needed: dict[int, int] = {}  # shard → last step whose jobs refer to its `LocalShard`
         self._first_block: Int64s = sources.rows.shard_first_block
         self._has_file: dict[int, bool] = {}
-        self._lock = threading.Lock()  # several threads read
+        self._lock = threading.Lock()  # guards verification_failures; several threads read
         self.verification_failures = 0
-        self.times: BlockTimes | None = None  # told how long each block took
+        self.times: BlockTimes | None = None
 
     def sizes(self, blocks: Int64s, until: int, now: int) -> tuple[Int64s, Int64s]:
-        """(n,) bytes that blocks take at most, and of memory for those that are loaded without the interpreter, else 0.
+        """Return (n,) upper bounds of block sizes and (n,) bytes of slot memory, 0 for blocks that are read in Python.
 
-        What is known of their shards is kept until a later call with a `now` from `until` on.
+        The `LocalShard` of each block's shard is kept until a call with `now >= until`.
         """
         if len(self._shards) > _MOST_SHARDS and not self._loads.running():
             for shard in [shard for shard, step in self._needed.items() if step <= now]:
@@ -278,7 +279,7 @@ class BlockLoading:
         return _whole_pages(sizes), own
 
     def _by_shard(self, blocks: Int64s) -> list[tuple[int, Int64s, Int64s]]:
-        """(shard, places in `blocks`, blocks inside of it) of each shard."""
+        """Return, for each shard, its number, indices into `blocks`, and block numbers inside the shard."""
         shards = np.searchsorted(self._first_block, blocks, side="right") - 1
         order = np.argsort(shards, kind="stable")
         begins = np.flatnonzero(np.diff(shards[order], prepend=-1))
@@ -289,14 +290,14 @@ class BlockLoading:
         ]
 
     def has_file(self, shard: int) -> bool:
-        """Whether it lies in a local file; asked once."""
+        """Return True if the shard is a local file; the answer is cached."""
         found = self._has_file.get(shard)
         if found is None:
             found = self._has_file[shard] = self._reader.has_file(shard)
         return found
 
     def _size(self, shard: int, inside: int) -> int:
-        with contextlib.suppress(ShardkitError):  # loading the block says what is wrong
+        with contextlib.suppress(ShardkitError):  # loading the block raises it again
             if self.has_file(shard):
                 return self._reader.raw_size(shard, inside)
         return self._sources.block_bytes(int(self._first_block[shard]) + inside)
@@ -330,7 +331,7 @@ class BlockLoading:
         return number
 
     def jobs(self, blocks: Int64s, addresses: Int64s, own: Int64s) -> Int64s:
-        """(n, JOB + facts) what the window adds to its loads, after `sizes` of these blocks."""
+        """Return (n, JOB + facts) jobs for the window, after a call of `sizes` for these blocks."""
         jobs = np.zeros((len(blocks), JOB + 1 + FACTS * len(self._fields)), np.int64)
         jobs[:, FILE] = -1
         plain = np.flatnonzero(own)
@@ -342,7 +343,11 @@ class BlockLoading:
         return jobs
 
     def read(self, block: int) -> tuple[GatherColumns, int, int]:
-        """A block by way of Python, verified and in memory of its own; its bytes, and those that it takes."""
+        """Read and verify a block in Python.
+
+        Returns:
+            Its columns, its raw size, and the bytes of memory that it takes.
+        """
         shard, inside = self._sources.rows.shard_of_block(block)
         started = time.perf_counter()
         try:
@@ -357,7 +362,7 @@ class BlockLoading:
         return columns, size, _whole_pages(size)
 
     def note_times(self) -> None:
-        """Tell `times` what the loads have noted."""
+        """Pass the durations that the C module has recorded to `times`."""
         if self.times is not None:
             for block, nanoseconds in (
                 np.frombuffer(self._loads.take_times(), np.int64).reshape(-1, 2).tolist()

@@ -1,4 +1,4 @@
-"""Memory of blocks, lent while something refers to it and used again afterwards."""
+"""Memory for blocks: lent while something refers to it, then reused."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from numpy.typing import NDArray
 
 __all__ = ["BlockMemory", "Loan", "capacity_of"]
 
-_LEAST_PIECE: Final = 1 << 16  # bytes; the allocator keeps what is freed of smaller blocks
+_LEAST_PIECE: Final = 1 << 16  # bytes; the allocator already reuses smaller blocks
 
 
 class _Piece:
-    """An anonymous mapping, where it begins and how much it holds."""
+    """An anonymous mapping with its address and capacity."""
 
     __slots__ = ("__weakref__", "address", "capacity", "mapping")
 
     def __init__(self, capacity: int, *, inherited: bool, touched: bool) -> None:
-        # touched at once, which costs two thirds of touching it page by page
+        # touching all pages at once costs two thirds of touching them one by one
         populate = getattr(mmap, "MAP_POPULATE", 0) if touched else 0
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | populate
         try:
@@ -43,7 +43,7 @@ _of_parent: list[_Piece] = []
 
 
 def _leave_pieces() -> None:
-    """In a forked child other memory may lie where these did: they are never given back."""
+    """Keep the parent's pieces in a forked child: unmapping them could unmap other memory at the same address."""
     _of_parent.extend(_pieces)
 
 
@@ -51,7 +51,7 @@ os.register_at_fork(after_in_child=_leave_pieces)
 
 
 class Loan:
-    """Memory that nobody else writes to as long as this, or an array over it, is referred to."""
+    """Memory that is not reused while this object or an array over it is referenced."""
 
     __slots__ = ("_piece", "_returned", "address", "size")
 
@@ -65,18 +65,18 @@ class Loan:
 
     def __del__(self) -> None:
         if self._returned is not None:
-            self._returned.append(self._piece)  # on any thread, at any moment
+            self._returned.append(self._piece)  # without a lock: this runs on any thread at any moment
 
 
 class BlockMemory:
-    """Hands out memory that nobody else writes to; safe to call from many threads.
+    """Thread-safe pool of memory for blocks and batches.
 
-    It grows on demand, for memory that was never touched costs more than a copy into it, and is recycled only when no
-    array refers to it, so that a row can never be copied out of a block that was loaded after its own.
+    Memory is recycled because touching new pages costs more than a copy into them. It is recycled only when no array
+    refers to it, so a row is never copied out of a block that was loaded later.
 
     Args:
-        limit: bytes that it keeps; what is lent may be more.
-        inherited: whether a forked child gets it: what a program may hold it gets, as of any memory.
+        limit: bytes to keep; more may be lent.
+        inherited: a forked child gets a copy of the memory, which batches need because the program may hold them.
     """
 
     def __init__(self, limit: int, *, inherited: bool = False) -> None:
@@ -88,12 +88,12 @@ class BlockMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are lent or kept."""
+        """Bytes lent or kept."""
         return self._bytes
 
     @property
     def limit(self) -> int:
-        """Bytes that it keeps."""
+        """Bytes to keep."""
         return self._limit
 
     @limit.setter
@@ -104,11 +104,11 @@ class BlockMemory:
             self._shrink(0)
 
     def take(self, size: int) -> NDArray[np.uint8]:
-        """`size` bytes; their content is that of whatever they held before."""
+        """Return (size,) uint8 with arbitrary content."""
         return np.asarray(self.lend(size))
 
     def lend(self, size: int, *, touched: bool = True) -> Loan:
-        """The same; pages of new memory are left to whoever writes to it first unless they are `touched`."""
+        """Return a loan of `size` bytes; new pages are touched now if `touched`, otherwise at the first write."""
         with self._lock:
             self._collect()
             return self._lend(size, touched)
@@ -127,13 +127,13 @@ class BlockMemory:
         return Loan(piece.address, size, piece, self._returned)
 
     def _larger(self, capacity: int) -> _Piece | None:
-        """A free piece that holds up to twice as much: to touch new memory costs more than what it wastes."""
+        """Return a free piece of up to twice the capacity, because touching new memory costs more than the waste."""
         fitting = (more for more, some in self._free.items() if some and capacity < more <= 2 * capacity)
         free = self._free.get(min(fitting, default=0))
         return free.pop() if free else None
 
     def close(self) -> None:
-        """Keep nothing; what is lent goes when nothing refers to it."""
+        """Free the kept memory; lent memory is freed when nothing refers to it."""
         self.limit = 0
 
     def _collect(self) -> None:
@@ -142,7 +142,7 @@ class BlockMemory:
             self._free.setdefault(piece.capacity, []).append(piece)
 
     def _shrink(self, coming: int) -> None:
-        """Give back free pieces until so many bytes more are within the limit."""
+        """Unmap free pieces until `coming` more bytes fit within the limit."""
         for capacity in sorted(self._free, reverse=True):
             pieces = self._free[capacity]
             while pieces and self._bytes + coming > self._limit:
@@ -152,6 +152,6 @@ class BlockMemory:
 
 @lru_cache(maxsize=1 << 12)
 def capacity_of(size: int) -> int:
-    """Bytes of a piece, at most a sixteenth more: blocks of a dataset differ a little, and take each other's places."""
+    """Return `size` rounded up by at most a sixteenth, so that blocks of similar sizes can share pieces."""
     grain = max(mmap.PAGESIZE, 1 << max(0, size.bit_length() - 5))
     return -(-size // grain) * grain

@@ -1,8 +1,8 @@
-"""The blocks that are in memory: each loaded in the order of first need, verified once per load, within a bound.
+"""The window of blocks in memory: loaded in order of first use, verified once per load, within a memory bound.
 
-What the next steps need is known, so that nothing is decided while they run: with a group of steps each block that is
-missing is given a *slot*, the one that is longest out of use, and the step up to which that one is in use. Threads load
-it once that step is over. A block lies in its slot as it was verified until the next one is loaded there.
+All decisions are made when a group of steps is planned. Each missing block gets the least recently used *slot*. The
+last step that uses the slot's present block is recorded in the job, and threads load the new block only after that
+step. A block stays as it was verified until its slot is reused.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ __all__ = ["BlockWindow", "WindowCounts"]
 
 Int64s = NDArray[np.int64]
 
-_BLOCKS_AT_ONCE: Final = 16  # threads are woken for some blocks and not for each
-_BLOCKS_A_TURN: Final = 64  # get their slots before the interpreter is let go of for a moment
+_BLOCKS_AT_ONCE: Final = 16  # threads are woken once per so many blocks
+_BLOCKS_A_TURN: Final = 64  # blocks that get slots before the interpreter is released for a moment
 _TURN_S: Final = 5e-5
-_NICER: Final = 3  # of a processor that both want, a thread that loads gets half as much as another
+_NICER: Final = 3  # niceness: a loading thread gets half as much of a contested processor as another thread
 _NOBODY: Final = -1
 _SLOT_BITS: Final = 24
 _SLOT_MASK: Final = (1 << _SLOT_BITS) - 1
@@ -43,44 +43,44 @@ class WindowCounts:
     """Counters of one window; plain numbers, read without a lock."""
 
     block_loads: int = 0
-    block_reloads: int = 0  # of blocks that this epoch had already and dropped for want of room
+    block_reloads: int = 0  # blocks loaded again because they were evicted earlier in the epoch
     block_uses: int = 0
     bytes_loaded: int = 0
     evictions: int = 0
-    load_s: float = 0.0  # of all threads together
+    load_s: float = 0.0  # seconds, summed over threads
     peak_bytes: int = 0
 
 
 @dataclass(slots=True)
 class _Slot:
-    """A place for one block after the other."""
+    """Memory that holds one block at a time."""
 
-    block: int = _NOBODY  # that is there, or is planned last
-    last: int = -1  # the last planned step that needs it
-    job: int = -1  # that loads it
-    used_in: int = 0  # the last epoch that needs it
-    cost: int = 0  # bytes that count
-    capacity: int = 0  # of its own memory; 0 where blocks bring theirs
+    block: int = _NOBODY  # the block in the slot, or the last one planned for it
+    last: int = -1  # last planned step that uses the block
+    job: int = -1  # job that loads the block
+    used_in: int = 0  # last epoch that uses the block
+    cost: int = 0  # bytes counted against the budget
+    capacity: int = 0  # bytes of its own memory; 0 if blocks bring their own
     loan: Loan | None = None
-    keep: Any = None  # what the addresses of a block that brought its memory refer to
+    keep: Any = None  # keeps the memory of a block that brought its own
 
 
 class _Wanted(NamedTuple):
-    """Blocks of a group that are not there, in the order of first need."""
+    """Missing blocks of a group, ordered by first use."""
 
     block: Int64s
     size: Int64s
-    own: Int64s  # bytes of memory that its slot has for it; 0: it brings its own
-    first: Int64s  # steps that need them, counted over all loops
+    own: Int64s  # bytes of slot memory; 0 if the block brings its own memory
+    first: Int64s  # first step that needs each, counted over all loops
     last: Int64s
 
 
 class Admitted(NamedTuple):
-    """A group whose blocks are loaded, or will be."""
+    """A group whose blocks are loaded or queued."""
 
-    loop: int  # that it belongs to
-    slots: Int64s  # of its blocks
-    needs: list[int]  # per step: how many jobs are done once its blocks are loaded
+    loop: int  # number of the loop
+    slots: Int64s  # slot of each block
+    needs: list[int]  # per step: number of jobs that must be done before its blocks are loaded
     origin: int  # steps planned before it
 
 
@@ -88,17 +88,17 @@ CLOSED = "the loader was closed while this loop waited for a block; begin anothe
 
 
 class BlockWindow:
-    """Loads blocks on threads and keeps them until their room is needed, least recently used ones going first.
+    """Loads blocks on threads and evicts the least recently used ones when memory is needed.
 
-    Steps are counted over all loops, so that it is one comparison whether a step is over.
+    Steps are counted over all loops, so one comparison tells whether a step is over.
 
     Args:
-        source: finds and reads the blocks.
-        loads: a `block_rows.Loads`, which only the source has used before.
-        memory: of slots.
-        budget: bytes. What one step needs is loaded even if it alone exceeds them.
-        threads: how many blocks are loaded at once.
-        width: facts of a block.
+        source: makes jobs and reads blocks.
+        loads: a `block_rows.Loads` that only `source` has used before.
+        memory: allocates the memory of slots.
+        budget: bytes of blocks; the blocks of a single step are loaded even if they exceed it.
+        threads: number of blocks loaded at once.
+        width: number of int64 facts per block.
     """
 
     def __init__(
@@ -106,22 +106,22 @@ class BlockWindow:
     ) -> None:
         self._source, self.loads, self._memory = source, loads, memory
         self._budget = budget
-        self._lock = threading.Lock()  # of what follows
+        self._lock = threading.Lock()  # guards the attributes below
         self._slots: list[_Slot] = []
         self._slot_of: dict[int, int] = {}  # block → its slot
-        self._spare: list[int] = []  # keys of slots without memory and block, as of `_free_slots`
+        self._spare: list[int] = []  # heap of slots without memory, encoded as in `_free_slots`
         self._leaving: list[
             tuple[int, int, int, Any]
-        ] = []  # step, once which is over job, slot and memory go
+        ] = []  # (step, job, slot, memory): released after the step
         self._bytes = self._planned = self._now = 0
-        self._added = self._nobodys = 0  # jobs so far, and those of loops that are over
+        self._added = self._nobodys = 0  # jobs added so far, and jobs of earlier loops
         self.loop = self._epoch = 0
-        self._dropped: dict[int, int] = {}  # after this epoch has used them: bytes it had loaded by then
+        self._dropped: dict[int, int] = {}  # block evicted in this epoch → `_epoch_bytes` then
         self._epoch_bytes = 0
         self._counts = WindowCounts()
         self.count_anew()
         self.facts: Int64s = np.zeros((0, width), np.int64)
-        self._failed: dict[int, tuple[int, BaseException]] = {}  # job → slot, what loading raised
+        self._failed: dict[int, tuple[int, BaseException]] = {}  # job → slot and the error of loading
         self.in_use = threading.Lock()  # held while rows are copied out of slots
         self._threads = [
             threading.Thread(target=self._load, name=f"shardkit-blocks-{number}", daemon=True)
@@ -132,7 +132,7 @@ class BlockWindow:
 
     @property
     def first_failed(self) -> tuple[int, BaseException] | None:
-        """The first job of this loop that failed, and what it raised."""
+        """The first failed job of this loop and its error; None if all succeeded."""
         if not self._failed:
             return None
         with self._lock:
@@ -141,12 +141,12 @@ class BlockWindow:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all blocks that are loaded or planned to be."""
+        """Bytes of all blocks that are loaded or queued."""
         return self._bytes
 
     @property
     def budget(self) -> int:
-        """Bytes that blocks may take; a smaller one takes effect as steps end."""
+        """Bytes that blocks may take; a smaller value takes effect as steps end."""
         return self._budget
 
     @budget.setter
@@ -157,21 +157,21 @@ class BlockWindow:
 
     @property
     def counts(self) -> WindowCounts:
-        """What was loaded so far."""
+        """Counters of all loads so far."""
         _, loads, num_bytes, seconds = self.loads.counts()
         own = self._counts
         return WindowCounts(own.block_loads + loads, own.block_reloads, own.block_uses, own.bytes_loaded + num_bytes,
                             own.evictions, own.load_s + seconds, own.peak_bytes)  # fmt: skip
 
     def is_loaded(self, block: int) -> bool:
-        """Whether a block is in memory; one that still waits for its turn to be loaded is not."""
+        """Return True if a block is in memory, False if it is only queued."""
         slot = self._slot_of.get(block)
         return slot is not None and self._slots[slot].job < self.loads.counts()[0]
 
     # ---- what steps need
 
     def sizes(self, group: StepGroup) -> tuple[Int64s, Int64s, NDArray[np.bool_]]:
-        """Of the blocks of a group that is planned next: bytes, at most; those of their slots; which are there."""
+        """Return arrays over the blocks of the next group: upper bound of size, bytes of slot memory, and presence."""
         sizes, own = self._source.sizes(group.blocks, self._planned + len(group.numbers), self._now)
         there = [block in self._slot_of for block in group.blocks.tolist()]
         return sizes, own, np.array(there, np.bool_)
@@ -182,9 +182,9 @@ class BlockWindow:
         sizes: Int64s,
         own: Int64s,
     ) -> Admitted:
-        """Have the blocks of a group loaded that are not there, as early as there is room, in the order of first need.
+        """Queue the missing blocks of a group in order of first use; each is loaded as soon as its slot is free.
 
-        `sizes` and `own` belong to its blocks, as `sizes` returns them for it or a longer one.
+        `sizes` and `own` are the values that method `sizes` returned for the blocks of the group.
         """
         with self._lock:
             blocks, origin, slots = group.blocks.tolist(), self._planned, self._slots
@@ -212,23 +212,25 @@ class BlockWindow:
             return Admitted(self.loop, found, needs, origin)
 
     def _assign(self, wanted: _Wanted) -> Int64s:
-        """Give each block a slot.
+        """Assign a slot to each block.
+
+        A block that is planned later may take the same slot again.
 
         Returns:
-            (3, n) the slots, where their memory is (0: the block brings its own), and the steps up to which they are in
-            use: others may take slot and memory later in the same plan.
+            (3, n) slots, addresses of their memory (0 if the block brings its own), and the steps from which on
+            they are free.
         """
         slots = self._slots
         self._trim()
         heaps = self._free_slots()
-        same: dict[int, list[int]] = {}  # by capacity, those of just that
-        fitting: dict[int, list[list[int]]] = {}  # by capacity, those that hold it
+        same: dict[int, list[int]] = {}  # capacity → heap of slots of exactly that capacity
+        fitting: dict[int, list[list[int]]] = {}  # size → heaps of slots of one to two times that capacity
         chosen, addresses, afters = [], [], []
         for n, (block, cost, own, need, last) in enumerate(
             zip(*(one.tolist() for one in wanted), strict=True), 1
         ):
             if n % _BLOCKS_A_TURN == 0:
-                time.sleep(_TURN_S)  # else the trainer waits 5 ms for the interpreter after each copy
+                time.sleep(_TURN_S)  # otherwise the trainer waits 5 ms for the interpreter after each copy
             capacity = capacity_of(own) if own else 0
             if capacity not in same:
                 same[capacity] = heaps.setdefault(capacity, [])
@@ -259,25 +261,25 @@ class BlockWindow:
         return np.array([chosen, addresses, afters], np.int64)
 
     def _free_slots(self) -> dict[int, list[int]]:
-        """By capacity the slots that may be used again: from which step on, and slot, in one number; the first first.
+        """Return, by capacity, heaps of reusable slots, encoded as (step from which it is free) << 24 | slot.
 
-        One number, and no pair, for a pair is an object that the collector looks at.
+        The encoding avoids tuples, which the garbage collector would track.
         """
         last = np.array([one.last for one in self._slots], np.int64)
         capacity = np.array([one.capacity for one in self._slots], np.int64)
         used = (capacity > 0) | (np.array([one.cost for one in self._slots], np.int64) > 0)
         used[self.loads.running()] = False
         keys = last + 1 << _SLOT_BITS | np.arange(len(last))
-        # what is sorted is a heap
+        # a sorted list is a heap
         return {
             size: np.sort(keys[used & (capacity == size)]).tolist()
             for size in sorted(set(capacity[used].tolist()))
         }
 
     def _make_room(self, heaps: dict[int, list[int]], cost: int, need: int) -> int:
-        """Have slots of other sizes go until so many bytes more are within the budget, before step `need`.
+        """Dispose of slots that are free by step `need` until `cost` more bytes fit within the budget.
 
-        Returns the step from which on they are gone; what one step needs may exceed the budget all the same.
+        Returns the step from which on their memory is free. The budget may still be exceeded if no slot is left.
         """
         after = 0
         while self._bytes + cost > self._budget:
@@ -288,7 +290,7 @@ class BlockWindow:
         return after
 
     def _trim(self) -> None:
-        """Have free slots go while more is in memory than may be."""
+        """Dispose of free slots while the budget is exceeded."""
         self._let_go()
         if self._bytes <= self._budget:
             return
@@ -304,7 +306,7 @@ class BlockWindow:
         self._leaving = [one for one in self._leaving if one[0] > self._now]
 
     def _new_slot(self, capacity: int, cost: int, after: int) -> int:
-        """A slot of its own memory, or of none."""
+        """Make a slot with `capacity` bytes of memory, or without memory if 0, and return its number."""
         if self._spare and self._spare[0] >> _SLOT_BITS <= max(after, self._now):
             slot = heappop(self._spare) & _SLOT_MASK
         else:
@@ -321,7 +323,7 @@ class BlockWindow:
         return slot
 
     def _evict(self, slot: _Slot) -> None:
-        """What is in a slot goes."""
+        """Forget the block in a slot."""
         if slot.block == _NOBODY:
             return
         del self._slot_of[slot.block]
@@ -331,7 +333,7 @@ class BlockWindow:
         slot.block = _NOBODY
 
     def _dispose(self, key: int) -> int:
-        """A free slot has no memory any more from the step on that is returned."""
+        """Free the memory of a slot and return the step from which on it is free."""
         free_at, one = key >> _SLOT_BITS, self._slots[key & _SLOT_MASK]
         self._evict(one)
         self._bytes -= one.cost
@@ -344,7 +346,7 @@ class BlockWindow:
         return free_at
 
     def _add(self, wanted: _Wanted, places: Int64s) -> int:
-        """Have blocks loaded to their slots; the number of the first of these jobs."""
+        """Add jobs that load blocks into their slots; return the number of the first job."""
         if not len(wanted.block):
             return self._added
         (slots, addresses, after), first = places, wanted.first
@@ -359,7 +361,11 @@ class BlockWindow:
         return number
 
     def wait_for(self, jobs: int, timeout_s: float, on_stall: Callable[[float], None]) -> int:
-        """Until the first so many jobs are done; how many are."""
+        """Wait until the first `jobs` jobs are done; return how many are done.
+
+        Raises:
+            UsageError: the loop was closed.
+        """
         started = time.perf_counter()
         while (done := self.loads.wait(jobs, timeout_s)) == -1:
             on_stall(time.perf_counter() - started)
@@ -368,17 +374,17 @@ class BlockWindow:
         return int(done)
 
     def advance(self, step: int) -> None:
-        """Steps before this one are over."""
+        """Mark the steps before this one as over."""
         self._now = step
         self.loads.advance(step)
-        if self._leaving and self._lock.acquire(blocking=False):  # else a later step does it
+        if self._leaving and self._lock.acquire(blocking=False):  # if it is taken, a later step does it
             try:
                 self._let_go()
             finally:
                 self._lock.release()
 
     def wake(self, loop: int) -> None:
-        """This loop is stopped: nothing more is loaded for it, and whoever waits is told."""
+        """Cancel the jobs of a loop and wake threads that wait for them."""
         with self._lock:
             if loop == self.loop:
                 self._drop()
@@ -386,12 +392,12 @@ class BlockWindow:
     # ---- loading
 
     def longest_load(self) -> tuple[int, float] | None:
-        """What has been loading for the longest time: a block, and for how many seconds."""
+        """Return the block that has been loading longest, and for how many seconds; None if none is loading."""
         found: tuple[int, float] | None = self.loads.longest()
         return found
 
     def _load(self) -> None:
-        """A thread's life: it comes here only for blocks that need Python."""
+        """Run a thread: it loads blocks in the C module, which returns only for blocks that are read in Python."""
         _give_way()
         while (job := self.loads.work()) is not None:
             self._load_one(*job)
@@ -413,7 +419,7 @@ class BlockWindow:
         self.loads.finish(number, slot, facts)
 
     def _note_read(self, slot: _Slot, number: int, sizes: tuple[int, int], seconds: float) -> None:
-        """From what a block could at most have been to what it is."""
+        """Count a block read in Python, and replace the upper bound of its size by its size."""
         counts = self._counts
         counts.block_loads += 1
         counts.bytes_loaded += sizes[0]
@@ -426,9 +432,9 @@ class BlockWindow:
     # ---- loops
 
     def count_anew(self) -> None:
-        """From here on, what this epoch asks for."""
+        """Reset the counters of the epoch."""
         self.epoch_loads = self.epoch_reloads = 0
-        self.epoch_soon_again = 0  # of these what twice the budget would have kept
+        self.epoch_soon_again = 0  # reloads that twice the budget would have avoided
 
     def _count(self, wanted: _Wanted) -> None:
         blocks = wanted.block.tolist() if self._dropped else ()
@@ -440,14 +446,14 @@ class BlockWindow:
         self._epoch_bytes += int(wanted.size.sum())
 
     def begin_loop(self) -> int:
-        """What is admitted from now on is for another loop, of this number; the one before it has ended."""
+        """End the current loop; return the number of the new one."""
         with self.in_use, self._lock:
             self._end()
             self.loop += 1
             return self.loop
 
     def begin_epoch(self) -> None:
-        """What is admitted from now on is for another epoch: a block that is loaded for both is not loaded again."""
+        """Start counting for the next epoch; blocks in memory are kept."""
         with self._lock:
             self._epoch += 1
             self._dropped.clear()
@@ -455,13 +461,13 @@ class BlockWindow:
             self.count_anew()
 
     def mean_block(self) -> float:
-        """Bytes of a block, of those that are there."""
+        """Return the mean bytes of a loaded or queued block."""
         return self._bytes / max(1, len(self._slot_of))
 
     def end_loop(self, loop: int) -> None:
-        """No step of this loop needs anything any more; says nothing of one that was begun since.
+        """End a loop, unless another one has begun since.
 
-        What was not begun is forgotten, what failed is tried again.
+        Its queued jobs are cancelled; blocks that failed are loaded again when they are next needed.
         """
         with self.in_use, self._lock:
             if loop == self.loop:
@@ -474,7 +480,7 @@ class BlockWindow:
         self._let_go()
 
     def _drop(self) -> None:
-        """What was not loaded is not there, and nobody waits for it any more."""
+        """Cancel queued jobs and forget blocks that are not loaded; waiting threads are woken."""
         begun, running = self.loads.drop()
         lost = {*running, *(slot for slot, _ in self._failed.values())}
         self._nobodys = self._added
@@ -485,7 +491,7 @@ class BlockWindow:
         self._failed.clear()
 
     def close(self) -> None:
-        """Cancel what has not begun, wait for what has, drop everything; may be called twice."""
+        """Cancel queued loads, wait for running ones and free all blocks; may be called twice."""
         self.loads.close()
         for thread in self._threads:
             if thread is not threading.current_thread():
@@ -499,11 +505,12 @@ class BlockWindow:
 
 
 def _give_way() -> None:
-    """Have this thread wait where the program's others want its processor.
+    """Lower the priority of this thread below the program's other threads.
 
-    Blocks are loaded ahead, and what the others do is wanted now. Where the trainer waits for a block, it wants none.
+    Blocks are loaded ahead, while the work of other threads is needed now. A trainer that waits for a block does not
+    compete.
     """
-    if sys.platform == "linux":  # elsewhere threads have no priority of their own
+    if sys.platform == "linux":  # other systems have no priority per thread
         own = threading.get_native_id()
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, own, os.getpriority(os.PRIO_PROCESS, own) + _NICER)

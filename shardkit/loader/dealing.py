@@ -1,4 +1,4 @@
-"""Which rank begins with which lanes: every rank says what its node has of them, the leader deals (SPEC.md §9)."""
+"""Distribution of lanes at the start: ranks report the bytes on their nodes, the leader assigns (SPEC.md §9)."""
 
 from __future__ import annotations
 
@@ -28,19 +28,22 @@ from shardkit.telemetry.pages import parse_listen
 __all__ = ["bytes_nearby", "compare_and_deal", "deal"]
 
 _MAX_BYTES = 1 << 26
-_SLAB = 1 << 18  # blocks that are looked up at once
+_SLAB = 1 << 18  # blocks looked up at once
 
 
 def compare_and_deal(
     setup: LoaderSetup, fixed: Dealt | None, own: Sequence[int], made_by: Mapping[str, str]
 ) -> tuple[Dealt | None, ServedCache | None]:
-    """Compare what all ranks are about to read, then deal the lanes and serve this node's cache.
+    """Check that all ranks read the same data, distribute the lanes, and serve this node's cache.
 
     Args:
         setup: setup of the loader.
         fixed: fixed shares; None if the lanes of this rank were chosen.
-        own: lanes of this rank by `fixed` or by choice.
-        made_by: version of the library behind each row decoder.
+        own: lanes of this rank, from `fixed` or chosen.
+        made_by: library versions of each row decoder.
+
+    Returns:
+        The distribution (`fixed` without other ranks or with chosen lanes), and the served cache, if any.
     """
     plan, config, (rank, world, _) = setup.plan, setup.config, setup.topology
     exchange = Exchange.of_process_group() if config.store is None else Exchange(config.store, rank, world)
@@ -69,16 +72,17 @@ def deal(
     exchange: Exchange,
     address: str = "",
 ) -> Dealt:
-    """The lanes of all ranks: called on every rank, each learns the same.
+    """Distribute the lanes; called on every rank, it returns the same assignment on each.
 
-    The leader prefers what the run's ledger recorded for the same ranks on the same nodes, then what has most bytes at
-    hand; it records what it dealt before any rank hears of it. `address` is where neighbours read this node's cache.
+    The leader takes the assignment that the run's ledger recorded for the same ranks on the same nodes. Without one it
+    assigns lanes to the nodes that hold most of their bytes, and records the assignment before it publishes it.
+    `address` is the HOST:PORT at which other nodes read this node's cache; "" if it is not served.
     """
     node = platform.node()
-    if config.cache is not None:  # ranks of one machine that cache in different places are different nodes
+    if config.cache is not None:  # ranks of one machine with different cache directories are different nodes
         node += ":" + os.path.abspath(config.cache)
     near = bytes_nearby(plan, sources, config.cache)
-    held = np.flatnonzero(near)  # a node has its own lanes and few others
+    held = np.flatnonzero(near)  # usually a small part of all lanes
     mine = {"rank": topology.rank, "node": node, "lanes": held.tolist(), "bytes": near[held].tolist(),
             "cache": address}  # fmt: skip
     exchange.put(f"nearby/{exchange.rank}", dumps(mine))
@@ -96,7 +100,7 @@ def deal(
 
 
 def _others(heard: Mapping[str, Any], node: str) -> Holders | None:
-    """Whom this node asks: never itself, nor at anything but an address."""
+    """Return the caches that this node may ask, without its own; None if there are none."""
     caches = heard.get("caches", ())
     if not any(other != node for other, _ in caches):
         return None
@@ -110,7 +114,7 @@ def _others(heard: Mapping[str, Any], node: str) -> Holders | None:
 
 
 def _decide(plan: Plan, world: int, told: Sequence[Mapping[str, Any]], config: LoaderConfig) -> Dealt:
-    """The leader's part: ranks that share a data-parallel coordinate are one, on all of their nodes."""
+    """Assign lanes on the leader; ranks of one data-parallel coordinate count as one, on all of their nodes."""
     at: list[set[str]] = [set() for _ in range(world)]
     has: dict[str, NDArray[np.int64]] = {}
     for one in told:
@@ -141,9 +145,9 @@ def _numbered(nodes: Sequence[str]) -> tuple[int, ...]:
 
 
 def bytes_nearby(plan: Plan, sources: Sources, cache: Path | None) -> NDArray[np.int64]:
-    """int64[lanes]: bytes of each lane's blocks that a cache accounts for, or that lie in a copy on this machine.
+    """Return int64[lanes]: bytes of each lane's blocks in the cache or in a copy on this machine.
 
-    Reads no index and lists no folder.
+    The cache's catalogue is read; no index is read and no folder is listed.
     """
     found = np.zeros(plan.lanes, dtype=np.int64)
     rows, copied = sources.rows, _copied_here(sources)
@@ -151,7 +155,7 @@ def bytes_nearby(plan: Plan, sources: Sources, cache: Path | None) -> NDArray[np
     if not len(places) and not copied.any():
         return found
     order = np.argsort(places)
-    # behind all others one that is nobody's, so that there is always one to look at
+    # a sentinel at the end keeps every index from searchsorted valid
     places, sizes = np.append(places[order], np.uint64(0)), np.append(sizes[order], 0)
     typical = sources.reader.stored_bytes // max(1, rows.blocks)
     lane_of = LaneOfBlock(plan.population, plan.lanes, rows.segment_blocks)
@@ -168,7 +172,10 @@ def bytes_nearby(plan: Plan, sources: Sources, cache: Path | None) -> NDArray[np
 
 
 def _copied_here(sources: Sources) -> NDArray[np.bool_]:
-    """bool[shards]: which have a copy on the disk of this host, its failure domain, that is read before the root."""
+    """Return bool[shards]: True for shards with a copy on this host's disk that is read before the root.
+
+    A location belongs to this host if its failure domain is the host name.
+    """
     shards = len(sources.rows.shard_first_block) - 1
     found = np.zeros(shards, dtype=np.bool_)
     host = platform.node()

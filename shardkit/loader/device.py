@@ -1,6 +1,6 @@
-"""Batches on an accelerator before they are asked for: pinned memory, a stream of their own, events (SPEC.md §10).
+"""Copies of batches to a device ahead of the trainer, from pinned memory on a separate stream (SPEC.md §10).
 
-torch is the running program's: it is imported here only once a loader was given a device.
+torch is imported only if a loader was given a device.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from shardkit.loader.step_batches import StepBatches
 __all__ = ["CudaStream", "DeviceFeed", "SideStream", "find_device", "pinned"]
 
 Finish = Callable[[Any], Any]
-"""A tensor on the device → what the trainer gets in its place, in new memory of that device."""
+"""Maps a tensor on the device to the tensor that the trainer gets, in new memory of that device."""
 
 
 class SideStream(Protocol):
-    """Copies that run beside the trainer's work."""
+    """A stream of copies that run in parallel to the trainer's work."""
 
     def sending(self) -> AbstractContextManager[Any]:
-        """What is begun inside runs on the side stream."""
+        """Return a context in which operations run on the side stream."""
 
     def sent(self) -> Any:
-        """An event: all that was begun so far is done."""
+        """Return an event that occurs when all operations started so far are done."""
 
     def receive(self, event: Any, tensors: list[Any]) -> None:
-        """The trainer's stream waits for the event, and the tensors' memory is kept until its own work is done."""
+        """Make the trainer's stream wait for the event, and keep the tensors' memory until that stream is done."""
 
     def is_done(self, event: Any) -> bool:
-        """Whether what the event stands for has happened."""
+        """Return True if the event has occurred."""
 
 
 class CudaStream:
@@ -67,7 +67,11 @@ class CudaStream:
 
 
 def find_device(asked: Any) -> Any:
-    """The torch.device that is meant, an index included."""
+    """Return the torch.device, with an index if it is a CUDA device.
+
+    Raises:
+        ConfigurationError: the device is neither a CUDA device that torch sees nor the CPU.
+    """
     import torch
 
     device: Any
@@ -90,7 +94,7 @@ def find_device(asked: Any) -> Any:
 
 
 def pinned() -> Allocate:
-    """Memory of batches from torch's pool of pinned memory, which goes back to it when a batch is dropped."""
+    """Return an allocator from torch's pool of pinned memory; a dropped batch returns its memory to the pool."""
     import torch
 
     def allocate(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -102,18 +106,18 @@ def pinned() -> Allocate:
 
 
 class DeviceFeed(Iterator[StepBatches]):
-    """Steps whose batches lie on the device, ready on the stream that is current where they are asked for.
+    """Iterator over steps whose batches are on the device, ready for use on the caller's current stream.
 
-    Of steps that are finished on the host up to `ahead` are on their way; it waits for a step only where none is. What
-    making a step raises is raised after the steps before it.
+    Up to `ahead` finished steps are being copied while the trainer works. Waits for the host only if no step is being
+    copied. An error of the host is raised after the steps before it.
 
     Args:
-        steps: on the host, in tensors.
-        ready: how many of them can be had without waiting.
-        device: of torch.
-        ahead: how many may be on their way.
-        finish: field → what is done to it on the device.
-        stream: None: nothing is copied, the device is the host.
+        steps: steps on the host, in tensors.
+        ready: returns the number of steps available without waiting.
+        device: torch device.
+        ahead: maximum number of steps copied ahead.
+        finish: field → function applied to it on the device.
+        stream: stream of the copies; None if the device is the host, so that nothing is copied.
     """
 
     def __init__(
@@ -163,7 +167,7 @@ class DeviceFeed(Iterator[StepBatches]):
 
     def _copied(self, batch: Batch) -> Batch:
         copy = batch.to(self._device, non_blocking=True)
-        copy.samples = batch.samples  # the attribute stays on the host, where its users are
+        copy.samples = batch.samples  # the attribute stays on the host, where the loader reads it
         return self._finished(copy)
 
     def _finished(self, batch: Batch) -> Batch:

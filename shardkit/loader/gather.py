@@ -1,8 +1,8 @@
-"""Rows of many blocks → one buffer per field, without a Python step per row.
+"""Copy rows of many blocks into one buffer per field, without Python work per row.
 
-A batch comes from dozens of blocks, which lie anywhere in memory: rows are copied from absolute addresses. Safety rests
-on three facts, each held here: addresses are computed only from blocks that were verified, those blocks are referenced
-until the copy is done, and row numbers are checked against the block's row count before the copy.
+A batch comes from dozens of blocks at arbitrary addresses, so rows are copied from absolute addresses. Three rules make
+this safe: addresses are computed only from verified blocks, the blocks are referenced until the copy is done, and row
+numbers are checked against the block's row count before the copy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardkit.loader import plain_rows
 block_rows: Any
 try:
     import shardkit.loader.block_rows as block_rows
-except ImportError:  # not compiled where this was installed
+except ImportError:  # installed without the compiled module
     block_rows = plain_rows
 
 __all__ = [
@@ -42,34 +42,42 @@ __all__ = [
 
 Int64s = NDArray[np.int64]
 Allocate = Callable[[tuple[int, ...], np.dtype[Any]], NDArray[Any]]
-"""Memory for the rows of one field of one batch: `numpy.empty`, or what does the same."""
+"""Allocates the array of one field of one batch; `numpy.empty` by default."""
 
 FACTS = 4
-"""Per field of a block: addresses of values, or of starts, ends and data; bytes between rows."""
+"""Number of int64 facts per field of a block: address of values or starts, of ends, of data, and the row pitch.
+
+The pitch is the number of bytes from one row to the next, or one of the codes below.
+"""
 DECIMALS = -8
-"""Stands for the bytes between rows where a fixed-size field lies in its block as decimal texts, as in our tars: the
-addresses are then those of starts, ends and data."""
+"""Pitch code: the values of a fixed-size field are stored as decimal texts, as in shardkit's tar shards.
+
+The addresses are those of starts, ends and data.
+"""
 PLACED = -24
-"""The same where rows of one size lie anywhere: addresses of where they begin in the data, of ends, and of the data."""
+"""Pitch code: rows of one size at arbitrary offsets; the addresses are those of starts, ends and data."""
 OBJECTS = -16
-"""The same where the loads of block_rows.c read rows into bytes objects, which are then handed out as they are."""
+"""Pitch code: block_rows.c has read the rows into bytes objects, which are handed out without a copy."""
 
 
 def is_only_copied(field: FieldType) -> bool:
-    """Whether gathering a field is one copy of many rows, beside which other threads run."""
+    """Return True if a field is gathered by a copy of many rows in C, during which other threads run."""
     return field.item_bytes is not None or (
         block_rows is not plain_rows and field.kind != "json" and not field.is_packed
     )
 
 
 class GatherColumns:
-    """Where the columns of one loaded block lie: start address and row pitch per fixed field.
+    """Facts of one loaded block: its number of rows, and addresses and row pitch per field.
 
     Holds the block, so that the addresses stay valid while this object is alive.
 
     Args:
-        block: verified.
-        fields: which of its fields to gather.
+        block: a verified block.
+        fields: names of the fields to gather.
+
+    Attributes:
+        facts: bytes of 1 + FACTS · fields int64.
     """
 
     __slots__ = ("_keep", "facts")
@@ -101,7 +109,7 @@ class GatherColumns:
 
 
 def _checked_spans(column: VariableColumn) -> tuple[Int64s, Int64s]:
-    """Where rows begin and end in the column's data, seen to lie inside of it."""
+    """Return the offsets at which rows begin and end in the column's data, after a bounds check."""
     starts = np.ascontiguousarray(column.starts, dtype=np.int64)
     ends = np.ascontiguousarray(column.ends, dtype=np.int64)
     if len(starts) and (
@@ -114,13 +122,13 @@ def _checked_spans(column: VariableColumn) -> tuple[Int64s, Int64s]:
 
 
 class RowAddresses:
-    """Where the rows of a group of steps lie; `take` copies some of them.
+    """The rows of a group of steps, by slot and row number; `take` copies some of them.
 
     Args:
         schema: types of the fields.
-        fields: which of them to gather; the order of `GatherColumns`.
-        which: (n,) int64, the slot of the block of each row.
-        row: (n,) int64, row inside the block.
+        fields: names of the fields to gather, in the order of `GatherColumns`.
+        which: (n,) int64 slot that holds the block of each row.
+        row: (n,) int64 row number inside the block.
         allocate: makes the arrays that `take` fills.
     """
 
@@ -140,12 +148,12 @@ class RowAddresses:
         self._columns = tuple(one.column for one in self._fixed)
 
     def take(self, facts: Int64s, borders: Sequence[int], copier: Any = block_rows) -> list[dict[str, Any]]:
-        """Rows `borders[i]` … `borders[i + 1] - 1` for each i, in buffers of their own.
+        """Copy rows `borders[i]` … `borders[i + 1] - 1` for each i into separate buffers.
 
         Returns:
-            Per field a fresh array (n, *shape), a list (bytes, str, json, lists), or for ragged fields (values,
-            offsets): all rows end to end and (n + 1,) int64 borders. Arrays of varying shape are (values, offsets,
-            shapes), the shapes (n, dimensions) int64.
+            For each i a dict of fields. A fixed-size field is a new array (n, *shape); bytes, str, json and lists are a
+            list. A ragged field is (values, offsets): all rows end to end and (n + 1,) int64 offsets. Arrays of varying
+            shape are (values, offsets, shapes) with (n, dimensions) int64 shapes.
         """
         found: dict[str, list[Any]] = {}
         if self._fixed:
@@ -171,7 +179,7 @@ class RowAddresses:
     def _parse(
         self, facts: Int64s, one: _Gathered, targets: list[NDArray[Any]], borders: Sequence[int]
     ) -> None:
-        """Rows of which some lie as decimal texts."""
+        """Copy rows of a field that some blocks store as decimal texts."""
         row = self._row[borders[0] : borders[-1]]
         values, ends, data, pitch = self._facts_of(facts, one, borders[0], borders[-1])
         addresses, texts = values + row * pitch, pitch == DECIMALS
@@ -197,7 +205,7 @@ class RowAddresses:
         return [_varying(one, addresses[place], sizes[place], self._allocate) for place in places]
 
     def _facts_of(self, table: Int64s, one: _Gathered, first: int, end: int) -> Int64s:
-        """(4, n) the numbers of a field, of the block of each row; see `GatherColumns`."""
+        """Return (4, n) facts of a field for the block of each row; see `GatherColumns`."""
         which = self._which[first:end]
         _check_rows(table, which, self._row[first:end])
         return table[which, 1 + FACTS * one.column : 1 + FACTS * (one.column + 1)].T
@@ -211,13 +219,13 @@ def _check_rows(table: Int64s, which: Int64s, row: Int64s) -> None:
 
 
 class _Gathered(NamedTuple):
-    """One field that is gathered."""
+    """One gathered field."""
 
-    column: int  # its place among those that are
+    column: int  # index among the gathered fields
     name: str
     type: FieldType
     dtype: np.dtype[Any]
-    is_fixed: bool  # whether all rows have the same size
+    is_fixed: bool  # all rows have the same size
 
     @classmethod
     def of(cls, column: int, name: str, field: FieldType) -> _Gathered:
@@ -225,14 +233,14 @@ class _Gathered(NamedTuple):
 
 
 def _int64s(addresses: Int64s) -> Int64s:
-    """The number at each address."""
+    """Read the int64 at each address."""
     found = np.empty(len(addresses), np.int64)
     block_rows.copy_rows(found, addresses, 8)
     return found
 
 
 def _parsed(one: _Gathered, starts_at: Int64s, ends_at: Int64s, data: Int64s) -> NDArray[Any]:
-    """Values of decimal texts, of which it is given where starts, ends and blocks lie."""
+    """Parse decimal texts, given the addresses of their starts, of their ends and of the data."""
     starts = _int64s(starts_at)
     addresses, sizes, dtype = data + starts, _int64s(ends_at) - starts, one.dtype
     found = block_rows.decimals_at(addresses, sizes)
@@ -241,13 +249,13 @@ def _parsed(one: _Gathered, starts_at: Int64s, ends_at: Int64s, data: Int64s) ->
         least, most = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
         if not len(values) or least <= int(values.min()) <= int(values.max()) <= most:
             return values.astype(dtype, copy=False)
-    # long ones, or such that an error is due
+    # texts of more than 18 digits, or invalid ones, for which this raises
     texts = np.frombuffer(b"".join(block_rows.bytes_at(addresses, sizes)), np.uint8)
     return parse_decimals(texts, np.cumsum(sizes) - sizes, sizes, dtype, one.name, first=0)
 
 
 def _objects(one: _Gathered, facts: Int64s, which: Int64s, row: Int64s) -> list[Any]:
-    """bytes, str, list or parsed JSON of each row."""
+    """Return the bytes, str, list or parsed JSON of each row."""
     field = one.type
     try:
         found: list[Any] = block_rows.objects_of(facts, which, row, one.column, field.kind in ("str", "json"))
@@ -268,7 +276,7 @@ def _objects(one: _Gathered, facts: Int64s, which: Int64s, row: Int64s) -> list[
 def _ragged(
     one: _Gathered, addresses: Int64s, sizes: Int64s, allocate: Allocate
 ) -> tuple[NDArray[Any], Int64s]:
-    """Values of all rows, end to end, and their borders."""
+    """Return the values of all rows, end to end, and their (n + 1,) offsets."""
     borders = np.zeros(len(sizes) + 1, dtype=np.int64)
     np.cumsum(sizes, out=borders[1:])
     values = allocate((int(borders[-1]) // one.dtype.itemsize,), one.dtype)
@@ -279,9 +287,9 @@ def _ragged(
 def _varying(
     one: _Gathered, addresses: Int64s, sizes: Int64s, allocate: Allocate
 ) -> tuple[NDArray[Any], Int64s, Int64s]:
-    """Values of all rows, end to end, their borders, and their shapes: (n, dimensions).
+    """Return the values of all rows, end to end, their (n + 1,) offsets and (n, dimensions) shapes.
 
-    Headers are copied out and read; the items then go from block to batch in one copy.
+    Headers are copied and parsed first; the items are then copied from block to batch once.
     """
     items = one.type.items
     assert items is not None, "an array of varying shape says what it holds"
@@ -303,7 +311,7 @@ def _varying(
 
 
 def rows_of(value: Any, first: int, last: int) -> Any:
-    """Rows of a column as `RowAddresses.take` gives it; of an array, a view."""
+    """Return rows `first` … `last - 1` of a column that `RowAddresses.take` returned; a view of arrays."""
     if isinstance(value, tuple):
         values, borders, *shapes = value
         part = borders[first : last + 1]

@@ -1,7 +1,7 @@
-"""The process-wide random generators that transforms of other libraries draw from: Python's, numpy's and torch's.
+"""The process-wide random generators of Python, numpy and torch, from which transforms of other libraries draw.
 
-Threads share them, so what a row draws would depend on which thread comes first. Rows that have the generators for
-themselves are worked with seeds of their place in the plan; elsewhere a transform that draws from them is refused.
+Threads share these generators, so draws would depend on the order of threads. If only one thread of the process uses
+them, they are seeded for each row from its place in the plan. Otherwise a transform that draws from them is refused.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from shardkit.plan import Place, draws
 
 R = TypeVar("R")
 
-_CALLS: Final = 16  # of a loop that are judged
+_CALLS: Final = 16  # number of calls of a loop that are checked
 
 
 def _torch_generator() -> Any:
-    """Torch's default generator; None while torch is not imported."""
+    """Return torch's default generator; None if torch is not imported."""
     return getattr(sys.modules.get("torch"), "default_generator", None)
 
 
 def _states() -> dict[str, Any]:
-    """Name of each generator → its state, in a form that compares."""
+    """Return the state of each generator by name, comparable with ==."""
     numpy = np.random.get_state(legacy=False)  # noqa: NPY002  the generator of others
     words = numpy["state"]["key"].tobytes()
     found: dict[str, Any] = {
@@ -42,9 +42,9 @@ def _states() -> dict[str, Any]:
 
 @contextmanager
 def seeded(place: Place) -> Iterator[None]:
-    """Seed all three from a place of the plan; afterwards each continues as if nothing had been drawn.
+    """Seed the three generators from a place of the plan, and restore their states afterwards.
 
-    The caller sees to it that no other thread draws meanwhile.
+    The caller ensures that no other thread draws in the meantime.
     """
     of_python, of_numpy, of_torch = draws(place, "global generators", 3)
     python, numpy, generator = random.getstate(), np.random.get_state(), _torch_generator()  # noqa: NPY002
@@ -63,7 +63,10 @@ def seeded(place: Place) -> Iterator[None]:
 
 
 def work_seeded(place: Place, work: Callable[[], R]) -> R:
-    """Call `work` with seeded generators; again if it was the first to import torch, whose generator then was not."""
+    """Call `work` with seeded generators.
+
+    If the call imported torch, whose generator was not seeded then, `work` is called again.
+    """
     with seeded(place):
         had_torch = _torch_generator() is not None
         done = work()
@@ -74,7 +77,7 @@ def work_seeded(place: Place, work: Callable[[], R]) -> R:
 
 
 class TrainerWaits:
-    """Whether the trainer waits for the loader, and draws nothing meanwhile: ``with waits:`` around the wait."""
+    """Context manager around the time that the trainer waits for the loader, and thus draws nothing."""
 
     def __init__(self) -> None:
         self.number = 0  # odd while it waits
@@ -87,10 +90,10 @@ class TrainerWaits:
 
 
 class GeneratorWatch:
-    """Observes the first calls of a loop's function and refuses one that moves a global generator.
+    """Observes the first calls of a user's function and raises if they advance a global generator.
 
-    The trainer draws from the same generators, so only calls during all of which it waits are judged. Calls may
-    overlap: what moves a generator is then another call of the same function.
+    The trainer may draw from the same generators, so only calls during which it waits all the time are checked. If
+    calls overlap, the one that advances a generator is a call of the same function.
     """
 
     def __init__(self, waits: TrainerWaits, advice: str) -> None:
@@ -101,7 +104,7 @@ class GeneratorWatch:
         """Call `work`.
 
         Raises:
-            ConfigurationError: it moved a generator, and so did a call that ended before it began.
+            ConfigurationError: this call and an earlier one advanced a generator.
         """
         if self._left <= 0:
             return work()
@@ -114,7 +117,7 @@ class GeneratorWatch:
         moved = [name for name, state in before.items() if after[name] != state]
         if not moved:
             return done
-        if moved_before:  # a single one may have been another thread of the program
+        if moved_before:  # a single change may come from another thread of the program
             raise ConfigurationError(self._advice.format(" and ".join(moved)))
         self._moved = 1
         return done

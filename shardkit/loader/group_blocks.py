@@ -23,7 +23,8 @@ class GroupBlocks:
     """The blocks of one group of steps.
 
     Attributes:
-        which: (n,) the slot of each row.
+        group: the steps.
+        which: (n,) int64 slot that holds the block of each row.
     """
 
     def __init__(
@@ -33,16 +34,16 @@ class GroupBlocks:
         admitted: Admitted,
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Once `stopped` returns True, a thread that waits for a block gets a UsageError; wake it."""
+        """Take an admitted group; a waiting thread that is woken raises UsageError once `stopped` returns True."""
         self._loop, slots, self._needs, self._origin = admitted
         self.group, self.which = group, slots[group.which] if len(slots) else group.which
         self._window = window
         self._stopped = stopped
 
     def wait(self, step: int, most: int, timeout_s: float, on_stall: Callable[[float], None]) -> range:
-        """Wait for the blocks of a step; return it and the next steps whose blocks are loaded too, at most `most`.
+        """Wait for the blocks of a step; return up to `most` steps from it on whose blocks are loaded.
 
-        Raises whatever loading a block of the step raised.
+        An error of loading a block of the step is raised here.
         """
         self._check()
         done = self._window.wait_for(self._needs[step], timeout_s, on_stall)
@@ -56,7 +57,7 @@ class GroupBlocks:
         return range(step, end)
 
     def take(self, steps: range, borders: list[int], rows: RowAddresses) -> list[dict[str, Any]]:
-        """Return the rows of these steps as `RowAddresses.take` cuts them, and let their blocks be replaced."""
+        """Return the rows of these steps, see `RowAddresses.take`, and release their blocks."""
         with self._window.in_use:
             self._check()
             found = rows.take(self._window.facts, borders, self._window.loads)
