@@ -126,7 +126,7 @@ def read_tar_place(store: Store, digest: str) -> Tar | None:
 _SHARDS: Final = ("objects/", ".tar")
 _THREADS: Final = 16
 _ASKED: Final = (
-    64  # shards sampled to learn if tars are remote: those of one adoption are mostly in one place
+    64  # shards sampled to learn whether tars are remote: tars adopted together are mostly in one place
 )
 
 

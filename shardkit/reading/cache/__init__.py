@@ -1,5 +1,5 @@
-"""The per-node cache: blocks on a local disk, shared by all processes, evicted by what the plan knows.
+"""Per-node block cache on a local disk, shared by all processes and evicted by the steps at which plans use blocks.
 
-Blocks are verified when they enter and whenever they are read; a cache may be deleted at any time. Which block goes
-is decided without files, from the steps at which live processes need it.
+Blocks are verified when they are stored and whenever they are read. A cache may be deleted at any time. Eviction is
+decided by pure functions, without file access.
 """

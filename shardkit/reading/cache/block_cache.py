@@ -1,9 +1,9 @@
 """Blocks on a local disk, shared by all processes of a machine (SPEC.md, "The cache").
 
 A block is a file named by its SHA-256. It is verified before it gets that name and whenever it is read: by SHA-256 if
-another user can write the file, otherwise by XXH3. So nothing in the directory is trusted, and a restart after a crash,
-a power cut or a damaged disk costs a fetch. The cache never raises for its own troubles: a full or failing disk makes
-it useless, not wrong.
+another user can write the file, otherwise by XXH3. Nothing in the directory is trusted, so after a crash, a power cut
+or disk damage a lost block is fetched again. An open cache never raises for its own failures: a full or failing disk
+makes it useless, not wrong.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ BLOCKS: Final = "blocks"
 """Folder of the blocks in a cache."""
 
 MARKER: Final = "shardkit-cache.json"
-"""File by which a directory is known as a cache."""
+"""File that marks a directory as a cache."""
 
 _PARTS: Final = "tmp"
 _FORMAT: Final = "shardkit-cache/1"
 _HEX: Final = re.compile(r"[0-9a-f]{64}")
 _PART: Final = re.compile(r"[0-9a-f]{64}\.part")
 _REST_AFTER_FULL_S: Final = 30.0
-_WAIT_S: Final = 10.0  # for another process that fetches the same block; then we fetch it too
+_WAIT_S: Final = 10.0  # longest wait for another process that fetches the same block
 _MIN_LIMIT: Final = 1 << 20
 
 
 class BlockCache:
-    """One directory of blocks.
+    """Directory of cached blocks, shared by processes.
 
     Args:
-        path: The directory; made where it is missing. What lies in it and is not the cache's is left alone.
-        limit: Bytes of blocks, all processes together; the smallest limit of those that share it holds.
-        read_events: Where hits, fills and troubles are counted.
+        path: The directory; created if missing. Other files in it are left alone.
+        limit: Bytes of blocks over all processes; if processes give different limits, the smallest one holds.
+        read_events: Receives counts of hits, fills and failures.
 
     Raises:
         UsageError: The directory is on a network file system, or the limit is too small.
-        StoreError: It cannot be made.
+        StoreError: The directory cannot be created.
     """
 
     def __init__(
@@ -92,16 +92,16 @@ class BlockCache:
     # Use
 
     def fetch(self, request: BlockRequest, fetch: Callable[[], Buffer]) -> Buffer:
-        """The block's verified bytes: from the directory, else from `fetch`, which gives verified ones.
+        """Return the block's verified bytes from the directory, otherwise from `fetch`, which must verify them.
 
-        Of several processes and threads that want the same block one fetches it and the others wait.
+        If several processes or threads request a block, one of them fetches it while the rest wait.
         """
         data = self.get(request)
         if data is not None:
             return data
         self.read_events.note("cache_misses")
         with self._filling(request.sha256) as part:
-            if part is None:  # no lock, no disk: go without
+            if part is None:  # not locked in time, or the disk failed: bypass the cache
                 return fetch()
             data = self.get(request)
             if data is not None:
@@ -112,7 +112,7 @@ class BlockCache:
             return data
 
     def get(self, request: BlockRequest) -> bytes | None:
-        """The block from the directory, verified; None where it is not there. A damaged one is removed."""
+        """Return the block's verified bytes, or None if it is not cached; a damaged block is removed."""
         name = request.sha256.hex()
         try:
             data = self._read(name, request.length)
@@ -139,18 +139,18 @@ class BlockCache:
         return os.path.join(self.path, BLOCKS, name[:2], name)
 
     def drop(self, sha256: bytes) -> None:
-        """Remove a block; nothing where it is not there."""
+        """Remove a block if it is cached."""
         with contextlib.suppress(OSError, ShardkitError), self._catalogue_locked():
             self._unlink(sha256)
 
     @property
     def used(self) -> int:
-        """Bytes of blocks, by the account."""
+        """Bytes of cached blocks, according to the catalogue."""
         with self._catalogue_locked():
             return self._catalogue.total
 
     def close(self) -> None:
-        """Take the lease back and close; the blocks stay. May be called twice."""
+        """Withdraw the lease and close the directory; the blocks stay. May be called twice."""
         if self._process == os.getpid():
             self.lease.close()
         users, self._users = self._users, None
@@ -162,7 +162,7 @@ class BlockCache:
 
     @contextlib.contextmanager
     def _filling(self, sha256: bytes) -> Iterator[Handle | None]:
-        """Hold the right to fetch a block: the lock on its unfinished file, which the kernel drops if we die."""
+        """Hold the lock on a block's unfinished file; the kernel releases the lock if this process dies."""
         try:
             part = self._claim(f"{sha256.hex()}.part")
         except (OSError, StoreError) as error:
@@ -188,7 +188,7 @@ class BlockCache:
                     if links == 1:
                         return part
                     if links > 1:
-                        # whoever held it named the block, and was killed before it was removed here
+                        # the last holder published the block and was killed before it removed this name
                         with self._directories.opened((_PARTS,)) as folder:
                             operations.unlink(folder, name)
                 elif time.monotonic() > deadline:
@@ -200,10 +200,10 @@ class BlockCache:
             except BaseException:
                 operations.close(part)
                 raise
-            operations.close(part)  # whoever held it has finished and removed it: a new one, then
+            operations.close(part)  # the last holder has removed this file: open a new one
 
     def _keep(self, part: Handle, request: BlockRequest, data: Buffer) -> None:
-        """Publish verified bytes, if there is room or it is worth making some; troubles are noted, not raised."""
+        """Store verified bytes if they fit or eviction favours them; failures are counted, not raised."""
         size = memoryview(data).nbytes
         if size > self.limit or time.monotonic() < self._full_until:
             self.read_events.note("cache_bypassed")
@@ -212,9 +212,9 @@ class BlockCache:
             with self._catalogue_locked():
                 admitted = self._make_room(size, request.place)
             if admitted:
-                active().truncate(part, 0)  # what a killed process left in it
+                active().truncate(part, 0)  # a killed process may have left bytes in it
                 write_all(part, memoryview(data))
-                # named and accounted for in one step, or an eviction could come between
+                # linked and recorded under one lock, so that no eviction comes in between
                 with self._catalogue_locked():
                     admitted = self._make_room(size, request.place)
                     if admitted:
@@ -234,7 +234,7 @@ class BlockCache:
         ):
             active().link(parts, f"{name}.part", folder, name)
 
-    # Room; all of it inside the catalogue's lock
+    # Eviction; with the catalogue's lock held
 
     @contextlib.contextmanager
     def _catalogue_locked(self) -> Iterator[None]:
@@ -242,14 +242,14 @@ class BlockCache:
             yield
 
     def _make_room(self, size: int, place: int) -> bool:
-        """Evict for `size` bytes; False where the new block would be the first to go."""
+        """Evict blocks for `size` more bytes; return False if the new block would be evicted first."""
         if self._catalogue.total + size <= self.limit:
             return True
         digests = list(self._catalogue.entries)
         entries = list(self._catalogue.entries.values())
         places = np.array([entry.place for entry in entries] + [place], dtype=np.uint64)
         seconds = self.lease.seconds_until(places)
-        # The new block takes part, and what counts is when it is needed again, after its use now.
+        # The new block is compared as well, by its next use after the present one.
         seconds[-1:] = self.lease.seconds_until(places[-1:], after=1)
         np.minimum(seconds, self._neighbours.seconds_until(places, own=self.lease), out=seconds)
         victims = choose_victims(
@@ -280,7 +280,7 @@ class BlockCache:
     # Opening
 
     def _check_marker(self) -> None:
-        """Mark the directory as a cache; a mark that a power cut or a full disk has torn is made again."""
+        """Mark the directory as a cache; a mark torn by a power cut or a full disk is written again."""
         operations = active()
         marker = operations.open_shared(self._folder, MARKER)
         try:
@@ -301,7 +301,7 @@ class BlockCache:
             operations.close(marker)
 
     def _begin(self) -> None:
-        """Alone: account for what the directory holds, and sweep what killed processes left. Else: join."""
+        """Join the users of the cache; the only user first removes leftovers and rebuilds the catalogue."""
         operations = active()
         assert self._users is not None
         alone = operations.try_lock(self._users)
@@ -309,11 +309,11 @@ class BlockCache:
             if alone:
                 self._sweep()
                 self._catalogue.rewrite(self._scan())
-        while not operations.try_share(self._users):  # somebody else opens alone just now, for moments
+        while not operations.try_share(self._users):  # another process is opening the cache, which is brief
             time.sleep(0.01)
 
     def _scan(self) -> dict[bytes, Entry]:
-        """What lies in the directory under our names; places are not known, so these go first when room is needed."""
+        """Return the blocks in the directory; blocks without a known place are evicted first."""
         operations = active()
         known = dict(self._catalogue.entries)
         found: dict[bytes, Entry] = {}
@@ -345,7 +345,7 @@ class BlockCache:
                             operations.close(part)
 
     def _read(self, name: str, length: int) -> bytes | None:
-        """The file's bytes, None where its size is another."""
+        """Return the file's bytes, or None if it has another size."""
         operations = active()
         with self._directories.opened((BLOCKS, name[:2])) as folder:
             file = operations.open_file(folder, name)
@@ -371,7 +371,7 @@ _NETWORK_FUSE: Final = re.compile(
 
 
 def check_local(path: str) -> None:
-    """Refuse a cache directory on a network file system."""
+    """Raise UsageError if a cache directory is on a network file system."""
     kind = filesystem_of(path)
     if kind is not None and is_network(kind):
         raise UsageError(
@@ -389,7 +389,12 @@ def is_network(kind: str) -> bool:
 
 
 def filesystem_of(path: str, mounts: str | None = None) -> str | None:
-    """Kind of the file system that holds `path` or will: "ext4", "nfs4", "fuse.sshfs"; None where nobody tells."""
+    """Return the kind of file system of an existing or future `path`, such as "ext4" or "nfs4"; None if unknown.
+
+    Args:
+        path: path of a file or folder.
+        mounts: text in the format of ``/proc/self/mountinfo``; None to read that file.
+    """
     if mounts is None:
         mounts = ""
         with contextlib.suppress(OSError):
@@ -403,6 +408,6 @@ def filesystem_of(path: str, mounts: str | None = None) -> str | None:
             continue
         point = fields[4].encode("latin-1", "replace").decode("unicode_escape")  # spaces are written as octal
         inside = real == point or real.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= len(best):  # of two mounts at one place the later one covers the other
+        if inside and len(point) >= len(best):  # a later mount at the same point hides the earlier one
             best, kind = point, after.split()[0]
     return kind

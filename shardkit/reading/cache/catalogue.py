@@ -1,7 +1,7 @@
-"""Which blocks a cache holds, as all its processes see it: a shared file of fixed records, one per change.
+"""Catalogue of a cache: a file with one fixed-size record per change, shared by all processes.
 
-The directory is the truth, the catalogue an account of it: whoever opens the cache alone rewrites it from the
-directory, and a record without a file, or a file without a record, costs a little room and nothing else.
+The directory is authoritative. The first process to open the cache rewrites the catalogue from the directory. A record
+without a file, or a file without a record, only costs some room.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from shardkit.errors import ShardkitError
 from shardkit.stores.file_operations import Handle, active, write_all
 
-_RECORD: Final = struct.Struct("<32sQQdB7x")  # digest, size, place, time, what happened
+_RECORD: Final = struct.Struct("<32sQQdB7x")  # digest, size, place, time, _ADDED or _REMOVED
 _ADDED: Final = 1
 _REMOVED: Final = 2
 _MAX_BYTES: Final = 5 * 2**30
@@ -36,10 +36,10 @@ class Entry(NamedTuple):
 
 
 class Catalogue:
-    """The records of one cache; use it inside `locked`.
+    """Entries of one cache; use them inside `locked`.
 
     Args:
-        folder: The cache's directory, open; stays open as long as this is used.
+        folder: The cache's directory; must stay open.
     """
 
     def __init__(self, folder: Handle) -> None:
@@ -52,7 +52,7 @@ class Catalogue:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the cache's lock, with the entries brought up to date. Threads lock each other out as processes do."""
+        """Hold the cache's lock, with current entries. The lock excludes threads as well as processes."""
         operations = active()
         lock = operations.open_shared(self._folder, "lock")
         try:
@@ -63,14 +63,14 @@ class Catalogue:
             operations.close(lock)
 
     def add(self, digest: bytes, entry: Entry) -> None:
-        """Note a block that is about to be there."""
+        """Record a stored block."""
         self._append(_RECORD.pack(digest, entry.size, entry.place, entry.added, _ADDED))
 
     def remove(self, digest: bytes) -> None:
         self._append(_RECORD.pack(digest, 0, 0, time.time(), _REMOVED))
 
     def rewrite(self, entries: dict[bytes, Entry]) -> None:
-        """Start over with what the directory holds."""
+        """Replace the records by these entries, in one step."""
         operations = active()
         name = f"{NAME}.new"
         with contextlib.suppress(FileNotFoundError):
@@ -105,7 +105,7 @@ class Catalogue:
                 self._inode, self._offset, self.total = found.st_ino, 0, 0
                 self.entries.clear()
             torn = found.st_size % _RECORD.size
-            if torn:  # its writer was killed in the middle, and held the lock that we hold now
+            if torn:  # a process was killed while it wrote; no other one writes now, as we hold the lock
                 operations.truncate(file, found.st_size - torn)
             length = found.st_size - torn - self._offset
             data = operations.read(file, length, self._offset) if length > 0 else b""
@@ -126,14 +126,14 @@ class Catalogue:
 
     @property
     def is_long(self) -> bool:
-        """Whether most records are of the past and it should be rewritten."""
+        """Whether most records are obsolete, so that the catalogue should be rewritten."""
         return self._offset // _RECORD.size > _COMPACT_AFTER + 4 * len(self.entries)
 
 
 def cached_places(path: str | os.PathLike[str]) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-    """`place_ids` and bytes of the blocks that a cache accounts for; none where there is no cache, or none to be read.
+    """Return `place_ids` and sizes in bytes of the blocks in a cache's catalogue.
 
-    Reads the catalogue alone: no directory is listed, nothing is swept.
+    Reads only the catalogue and changes nothing else. Both arrays are empty if there is no cache or it is unreadable.
     """
     entries: list[Entry] = []
     if os.path.exists(os.path.join(path, NAME)):

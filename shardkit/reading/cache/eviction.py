@@ -1,11 +1,11 @@
-"""When each block is needed next, as the plan says; so what a full cache drops, and what it does not take.
+"""Eviction by next use: which blocks a full cache drops, and which it does not store.
 
-`choose_victims` is the rule on plain arrays; `BlockCache` uses it. `FurthestFirst` keeps the same rule in a heap for
-somebody who knows every next use as a step, such as a simulation over millions of reads; the two decide alike.
+`choose_victims` implements the rule on arrays, for `BlockCache`. `FurthestFirst` implements the same rule with a heap,
+for callers that know every next use, such as a simulation over millions of reads. Both decide alike.
 
-What other processes will need of a shared cache: each publishes its future in a file that it keeps locked (`Lease`).
-The kernel drops the lock when the process dies, and whoever finds an unlocked file removes it. No reference counts, no
-process numbers, no shared memory.
+Each process publishes its future uses of a shared cache in a file that it keeps locked (`Lease`). The kernel releases
+the lock when the process dies, and other processes remove unlocked files. No reference counts, process numbers or
+shared memory are needed.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from shardkit.formats import pack_columns, unpack_columns
 from shardkit.stores.file_operations import Directories, Handle, active, write_all
 
 NEVER: Final = np.iinfo(np.int64).max
-"""Distance of a block that no known plan needs again."""
+"""Distance of a block that no known plan uses again."""
 
 Int64s = NDArray[np.int64]
 UInt64s = NDArray[np.uint64]
 Float64s = NDArray[np.float64]
 
 SLACK: Final = 0.02
-"""Evicting makes room for this share of the limit at a time."""
+"""Share of the limit that one eviction frees at least."""
 
 
 class Future(NamedTuple):
-    """The uses that one process will make of blocks, over a stretch of its plan.
+    """Future uses of blocks by one process, over a part of its plan.
 
-    `uses` of block `places[i]` are `steps[starts[i] : starts[i + 1]]`, ascending.
+    Block `places[i]` is used at `steps[starts[i] : starts[i + 1]]`, ascending.
     """
 
     places: UInt64s  # (n,) ascending; see `place_ids`
@@ -50,7 +50,7 @@ class Future(NamedTuple):
 
     @classmethod
     def of(cls, places: UInt64s, steps: Int64s) -> Future:
-        """From uses in any order: block `places[i]` is needed at `steps[i]`."""
+        """Build from uses in any order: block `places[i]` is used at `steps[i]`."""
         order = np.lexsort((steps, places))
         places, steps = places[order], steps[order]
         first = np.ones(len(places), dtype=bool)
@@ -59,7 +59,7 @@ class Future(NamedTuple):
         return cls(places[first], starts, steps)
 
     def distance(self, places: UInt64s, now: int) -> Int64s:
-        """Steps from `now` until each of `places` ((k,) any order) is needed; NEVER where it is not.
+        """Return the steps from `now` until each of `places` ((k,) any order) is used; NEVER for unused ones.
 
         A use at `now` itself counts as 0. Costs O(m + k log m).
         """
@@ -71,7 +71,7 @@ class Future(NamedTuple):
         if not len(known):
             return result
         which = which[known]
-        # One sorted array for all blocks: the block's rank in the high part, the step in the low.
+        # One sorted array of keys for all blocks: block rank times span, plus step.
         base = int(self.steps.min(initial=now))
         span = int(self.steps.max(initial=now)) - base + 2
         ranks = np.repeat(np.arange(len(self.places)), np.diff(self.starts))
@@ -93,13 +93,23 @@ def choose_victims(
     new_size: int,
     new_distance: float,
 ) -> Int64s | None:
-    """Which entries go for a new block; None where it would be the first to go: it is used and not kept.
+    """Choose the entries to evict for a new block.
 
-    Whatever is needed furthest from now goes first, the new block included (Belady 1966, with bypass); of equal ones
-    what was added first. Room is made for `SLACK` of the limit at a time.
+    The block whose next use is furthest away is evicted first, the new block included (Belady 1966, with bypass); at
+    equal distance, the oldest one. At least `SLACK` of the limit is freed at a time.
+
+    Args:
+        sizes: (n,) sizes of the entries in bytes.
+        distances: (n,) distances to their next uses, inf for none, in any one unit.
+        added: (n,) times at which they were added.
+        held: bytes in the cache.
+        limit: bytes that the cache may hold.
+        new_size: size of the new block.
+        new_distance: distance to its next use.
 
     Returns:
-        Their indices; all of them where they do not suffice.
+        Indices of the victims; all entries if they do not free enough. None if the new block would be evicted first,
+        so that it should not be stored.
     """
     wanted = held + new_size - limit
     if wanted <= 0:
@@ -117,7 +127,7 @@ def choose_victims(
 
 
 class FurthestFirst:
-    """The entries of a cache whose user tells every next use; decides as `choose_victims` does, in O(log n)."""
+    """Cache entries with known next uses; evicts as `choose_victims` does, in O(log n) per operation."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.held = limit, 0
@@ -132,7 +142,7 @@ class FurthestFirst:
         return iter(self._entries)
 
     def use(self, key: Hashable, next_use: float) -> bool:
-        """A read: True where it is held, which sets its next use; inf for never."""
+        """Record a read; if the entry is held, set its next use (inf for none) and return True."""
         entry = self._entries.get(key)
         if entry is None:
             return False
@@ -142,7 +152,7 @@ class FurthestFirst:
         return True
 
     def add(self, key: Hashable, size: int, next_use: float) -> bool:
-        """A block was fetched: keep it, dropping others for it, or not (False)."""
+        """Add a fetched block, evicting others if necessary; return False if it is not kept."""
         wanted = self.held + size - self.limit
         if wanted > 0 and not self._make_room(wanted, size, next_use):
             return False
@@ -155,12 +165,12 @@ class FurthestFirst:
     def _make_room(self, wanted: int, size: int, next_use: float) -> bool:
         room, freed = max(wanted, int(self.limit * SLACK)), 0
         dropped: list[tuple[float, int, Hashable]] = []
-        counted = False  # whether the new block's turn to go has come
+        counted = False  # whether the new block is among the victims
         knows = math.isfinite(next_use)
         while freed < room:
             top = self._top()
             if not counted and (top is None or -top[0] < next_use):
-                # entries as far away as the new block were added before it, and go first
+                # entries as far away as the new block are older, and are evicted before it
                 if freed < wanted and (knows or self._knows(dropped)):
                     for one in dropped:
                         heapq.heappush(self._heap, one)
@@ -187,25 +197,25 @@ class FurthestFirst:
         return None
 
     def _knows(self, dropped: list[tuple[float, int, Hashable]]) -> bool:
-        """Whether any entry has a next use at all; without a plan the oldest goes, whatever is new."""
+        """Return True if any entry has a next use. Without a plan, the oldest entry is evicted."""
         return (self._top() is not None and math.isfinite(self._heap[0][0])) or any(
             math.isfinite(far) for far, _, _ in dropped
         )
 
 
 FOLDER: Final = "futures"
-"""Folder of what each process needs when."""
+"""Folder with the published futures of processes."""
 
 _KIND: Final = "cache-future"
 _HEADER: Final = struct.Struct("<qdQQ")  # step now, seconds per step, clock, bytes of the table that follows
 _MAX_TABLE_BYTES: Final = 2**31
 _PUBLISH_S: Final = 0.02
 _ENOUGH_STEPS: Final = 8
-_PACE_S: Final = 1.0  # until a process has measured its own
+_PACE_S: Final = 1.0  # assumed until a process has measured its own
 
 
 class Lease:
-    """This process's future, for itself and for the others."""
+    """Future of this process, published for other processes."""
 
     def __init__(self, directories: Directories) -> None:
         self._directories = directories
@@ -213,23 +223,23 @@ class Lease:
         self._future: Future | None = None
         self._step, self.pace_s = 0, _PACE_S
         self.clock = 0
-        self._started: tuple[int, float] | None = None  # a step that the trainer was handed, and when
+        self._started: tuple[int, float] | None = None  # a step that the trainer received, and the time
         self._file: Handle | None = None
         self.name = secrets.token_hex(16)
         self._published = 0.0
 
     def restart(self, step: int) -> None:
-        """The process begins, or begins again, at `step`."""
+        """Set the current step, at the start or after a jump."""
         self._step = step
 
     def publish(self, future: Future, clock: int) -> None:
-        """From now on this is what is needed."""
+        """Replace the published future; processes with the same `clock` count the same steps."""
         with self._lock:
             self._future, self.clock = future, clock
             self._write(table=True)
 
     def advance(self, step: int) -> None:
-        """The process has asked for the blocks of all steps before `step`: those uses are over."""
+        """Record that the blocks of all steps before `step` have been requested, so those uses are over."""
         self._step = step
         now = time.monotonic()
         if now - self._published < _PUBLISH_S or self._future is None:
@@ -238,7 +248,7 @@ class Lease:
             self._write(table=False)
 
     def tick(self, step: int) -> None:
-        """The trainer was handed `step`: how long steps take makes those of different runs comparable."""
+        """Record that the trainer received `step`; step durations make the futures of different runs comparable."""
         now = time.monotonic()
         if self._started is None or step < self._started[0]:
             self._started = (step, now)
@@ -246,14 +256,14 @@ class Lease:
             self.pace_s = (now - self._started[1]) / (step - self._started[0])
 
     def seconds_until(self, places: UInt64s, *, after: int = 0) -> Float64s:
-        """Estimated seconds until this process needs each block, inf where it does not."""
+        """Return the estimated seconds until this process uses each block, inf for unused ones."""
         future = self._future
         if future is None:
             return np.full(len(places), np.inf)
         return _seconds(future.distance(places, self._step + after), self.pace_s)
 
     def close(self) -> None:
-        """Take the future back; may be called twice."""
+        """Withdraw the future; may be called twice."""
         with self._lock:
             if self._file is not None:
                 with contextlib.suppress(OSError), self._directories.opened((FOLDER,)) as folder:
@@ -262,7 +272,7 @@ class Lease:
                 self._file = None
 
     def _write(self, *, table: bool) -> None:
-        """In place: a reader that sees half a table refuses it by its own checks and goes without. Best effort."""
+        """Write in place, best effort; a reader rejects a half-written table and does without it."""
         assert self._future is not None
         self._published = time.monotonic()
         operations = active()
@@ -283,14 +293,14 @@ class Lease:
 
 
 class Neighbours:
-    """The futures of the other live processes."""
+    """Futures of other live processes."""
 
     def __init__(self, directories: Directories) -> None:
         self._directories = directories
         self._tables: dict[str, Future] = {}
 
     def seconds_until(self, places: UInt64s, *, own: Lease) -> Float64s:
-        """Estimated seconds until any other process needs each block, inf where none does."""
+        """Return the estimated seconds until any other process uses each block, inf for unused ones."""
         soonest = np.full(len(places), np.inf)
         seen = {own.name}
         with contextlib.suppress(OSError), self._directories.opened((FOLDER,)) as folder:

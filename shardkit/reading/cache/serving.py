@@ -1,7 +1,7 @@
-"""The blocks of a cache for neighbours, over HTTP, read-only.
+"""Read-only HTTP server of a cache's blocks, for neighbouring nodes.
 
-A neighbour verifies what it gets by digest, so it needs not trust this machine; this machine gives out nothing but
-files that are called by 64 hexadecimal digits in the cache's own folder, and takes nothing.
+A neighbour verifies each block by its digest, so it need not trust this machine. The server sends only files that are
+named by 64 hexadecimal digits in the cache's folder, and accepts no data.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ _PATH: Final = re.compile(r"/blocks/([0-9a-f]{2})/(\1[0-9a-f]{62})")
 
 
 class CacheServer(PageServer):
-    """Serves ``/blocks/<ab>/<hex>`` of a cache directory; `url` is what neighbours give as a location.
+    """Serves ``/blocks/<ab>/<hex>`` of a cache directory; neighbours use `url` as a location.
 
     Args:
-        path: The cache.
-        bind: Host and port to listen on; port 0 takes a free one.
-        most_connections: More than so many requests at once are refused with 503.
+        path: Directory of the cache.
+        bind: Host and port to listen on; port 0 selects a free one.
+        most_connections: Maximum number of concurrent requests; more are refused with 503.
 
     Raises:
-        NotFoundError: No cache there.
-        StoreError: The address cannot be listened on.
+        NotFoundError: There is no cache at `path`.
+        StoreError: The server cannot listen on the address.
     """
 
     def __init__(

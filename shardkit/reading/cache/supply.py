@@ -1,4 +1,4 @@
-"""Blocks for a loader: from this machine's cache, caches of other nodes, or the locations; read ahead by plan."""
+"""Block supply of a loader: read-ahead by plan, from this machine's cache, other nodes' caches or the locations."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from shardkit.stores.remote.cache_client import CacheClient
 Buffer = Any
 Int64s = NDArray[np.int64]
 Uses = Callable[[int], Iterator[tuple[Int64s, Int64s]]]
-"""First step → runs of (steps, dataset-wide blocks), ordered by the first use of each block in its run."""
+"""Maps a first step to runs of (steps, dataset-wide blocks), ordered by the first use of each block in its run."""
 
 Request = Callable[[int], tuple[LocatedStore, BlockRequest] | None]
-"""Dataset-wide block → its store and request; None for blocks in local files or in memory."""
+"""Maps a dataset-wide block number to its store and request; None for blocks in local files or in memory."""
 
 
 class _Ahead(NamedTuple):
-    """A block that is being read ahead, or has been."""
+    """A block that is being, or has been, read ahead."""
 
     answer: Answer[Any]
     size: int
-    step: int  # that uses it first
+    step: int  # first step that uses the block
 
 
 class BlockFetcher:
@@ -45,9 +45,9 @@ class BlockFetcher:
     ahead waits in memory until the loader asks for it, and is stored in the cache if its next use is near enough.
 
     Args:
-        cache: of this machine; None to stream.
+        cache: cache of this machine; None to stream.
         ahead_bytes: memory for blocks that were read ahead.
-        threads: blocks read ahead at a time.
+        threads: number of blocks read ahead concurrently.
         nearby: caches of other nodes, asked before the locations.
         clock: number of the plan; processes with the same number count the same steps.
     """
@@ -90,7 +90,7 @@ class BlockFetcher:
                 self._reading.discard(request.place)
 
     def obtain(self, request: BlockRequest, fetch: Callable[[], Buffer]) -> Buffer:
-        """Return verified bytes from a cache, otherwise those of `fetch`, which are then cached."""
+        """Return verified bytes from a cache; otherwise call `fetch` and cache its result."""
 
         def fetch_nearby() -> Buffer:
             data = None if self._nearby is None else self._nearby.read(request)
@@ -120,7 +120,7 @@ class BlockFetcher:
         _start("shardkit-ahead", lambda: self._read_ahead(stopped, uses(step), request, horizon - step))
 
     def advance(self, step: int) -> None:
-        """The trainer has received `step`."""
+        """Record that the trainer has received `step`."""
         with self._changed:
             self._step = step
             self._drop_past()
@@ -203,7 +203,7 @@ class BlockFetcher:
 
 
 def _start(name: str, work: Callable[[], None]) -> None:
-    """Run a thread whose failure costs speed only: the reader of a block meets the error itself."""
+    """Run `work` on a thread and drop its errors; they cost only speed, as reading the block raises them again."""
 
     def run() -> None:
         with contextlib.suppress(ShardkitError, RuntimeError):
@@ -212,17 +212,17 @@ def _start(name: str, work: Callable[[], None]) -> None:
     threading.Thread(target=run, name=name, daemon=True).start()
 
 
-# a neighbour saves a request to the bucket and is worth no long wait: the first failure leaves it out for a while
+# a neighbour only saves a request to the bucket, so waits are short and one failure makes it rest
 _SETTINGS: Final = ReadSettings(deadline_s=4, attempt_s=2, hedge=False, trip_after=1, cool_down_s=10)
 
 
 class NearbyCaches:
-    """Implements the part of the read path that comes before the locations, for one process.
+    """Reads blocks from the caches of other nodes, which are asked before the locations.
 
     Args:
-        urls: of the cache servers, by number.
-        holders: block → the numbers of those that may have it, to be asked in this order.
-        read_events: where counts and events go, under the names ``neighbour-0``, ``neighbour-1`` …
+        urls: URLs of the cache servers, by number.
+        holders: maps a block to the numbers of the servers that may have it, in the order to ask.
+        read_events: receives counts and events under the names ``neighbour-0``, ``neighbour-1`` …
     """
 
     def __init__(
@@ -237,7 +237,7 @@ class NearbyCaches:
         )  # fmt: skip
 
     def read(self, request: BlockRequest) -> Buffer | None:
-        """The block's bytes, verified by SHA-256; None where no neighbour that is asked gives them."""
+        """Return the block's bytes, verified by SHA-256, or None if no neighbour provides them."""
         among = [self._names[number] for number in self._holders(request)]
         if not among:
             return None
@@ -247,5 +247,5 @@ class NearbyCaches:
             return None
 
     def close(self) -> None:
-        """Ask nobody any more; what is under way ends by itself."""
+        """Send no more requests; running ones finish in the background."""
         self._path.close()

@@ -1,4 +1,4 @@
-"""Parity sets: k objects and two more, of which any two may be lost (SPEC.md).
+"""Parity sets: two parity objects for every k objects, so that any two losses can be repaired (SPEC.md).
 
-What forms a set is a pure function of the version. Objects are verified before they are used and after they are made.
+The sets are a pure function of the version. Every rebuilt object or block is verified by digest.
 """

@@ -1,4 +1,4 @@
-"""P and Q over GF(2⁸), in numpy (SPEC.md §1)."""
+"""Parity P and Q over GF(2⁸), in NumPy (SPEC.md §1)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Bytes = NDArray[np.uint8]
 _POLYNOMIAL: Final = 0x11D
 _REDUCTION: Final = np.uint8(_POLYNOMIAL & 0xFF)
 _ROW: Final = 1 << 16
-"""Bytes worked on at once: four such rows stay in the second-level cache."""
+"""Bytes processed at a time: four rows of this size fit in the second-level cache."""
 
 
 def _powers() -> tuple[int, ...]:
-    """g^0 … g^254."""
+    """Return g^0 … g^254."""
     found = [1]
     while len(found) < 255:
         twice = found[-1] << 1
@@ -33,7 +33,13 @@ _TABLES: dict[int, NDArray[np.uint16]] = {}
 
 
 def sums(pieces: Sequence[Bytes | None], p: Bytes | None, q: Bytes | None) -> None:
-    """P and Q over the members that are there."""
+    """Compute P and Q over the given members, in place.
+
+    Args:
+        pieces: bytes of each member, None for missing ones; may be shorter than P and Q.
+        p: array to fill with P; None to skip it.
+        q: array to fill with Q, as long as `p`; None to skip it.
+    """
     length = len(p) if p is not None else len(q) if q is not None else 0
     mask = np.empty(min(_ROW, length), dtype=np.bool_)
     for start in range(0, length, _ROW):
@@ -58,7 +64,7 @@ def _horner(parts: Sequence[Bytes | None], q: Bytes, mask: NDArray[np.bool_]) ->
     signed, bits = q.view(np.int8), mask.view(np.uint8)
     begun = False
     for part in reversed(parts):
-        if begun:  # g·q: twice, and the reduction where the highest bit was set
+        if begun:  # multiply q by g: double it, and reduce if the highest bit was set
             np.less(signed, 0, out=mask)
             np.add(q, q, out=q)
             np.multiply(bits, _REDUCTION, out=bits)
@@ -76,10 +82,20 @@ def recover(
     length: int,
     wanted: Container[int] | None = None,
 ) -> Mapping[int, Bytes]:
-    """What is missing of a set, all pieces of it from the same place.
+    """Recover the missing pieces of a set; all pieces cover the same byte range of their objects.
+
+    Args:
+        pieces: bytes of each member, None for lost ones.
+        p: bytes of P; None if lost.
+        q: bytes of Q; None if lost.
+        length: bytes of P and Q.
+        wanted: positions to recover; None for all. Only P (position k) and Q (k + 1) can be left out.
 
     Returns:
-        Position → (length,) uint8, for each lost member, and for P and Q where they were lost and are wanted.
+        Position → (length,) uint8, for each lost member, and for P and Q if lost and wanted.
+
+    Raises:
+        UsageError: more than two pieces are lost.
     """
     count = len(pieces)
     lost = [i for i, piece in enumerate(pieces) if piece is None]
@@ -101,7 +117,7 @@ def recover(
 def _members(
     pieces: Sequence[Bytes | None], p: Bytes | None, q: Bytes | None, lost: Sequence[int], length: int
 ) -> dict[int, Bytes]:
-    """One or two lost members: from P, from Q, or from both (Anvin, §4, cases 2 to 4)."""
+    """Recover one or two lost members from P, Q or both (Anvin, §4, cases 2 to 4)."""
     a, b = (None if row is None else np.empty(length, dtype=np.uint8) for row in (p, q))
     if len(lost) == 1 and a is not None:
         b = None
@@ -142,7 +158,7 @@ def _scale(data: Bytes, constant: int) -> None:
 
 
 def _table(constant: int) -> NDArray[np.uint16]:
-    """(65,536,) products of a constant and each pair of bytes; at most 255 of them, 128 KiB each."""
+    """Return the (65,536,) products of a constant and each pair of bytes; at most 255 tables of 128 KiB are kept."""
     found = _TABLES.get(constant)
     if found is None:
         step = _LOGARITHM[constant]

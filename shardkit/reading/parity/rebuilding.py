@@ -1,4 +1,4 @@
-"""Objects of a set, and parts of them, made from the others and verified by digest (SPEC.md §4, §5)."""
+"""Rebuild objects of a parity set, and ranges of them, from the other objects; encode sets (SPEC.md §4, §5)."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from shardkit.stores.waiting import RetryPolicy
 Bytes = NDArray[np.uint8]
 
 ReadRange = Callable[[str, int, int], bytes]
-"""(object name, offset, length) → exactly these bytes; a ShardkitError where that is not possible."""
+"""Maps (object name, offset, length) to exactly these bytes, or raises ShardkitError."""
 
 MAX_RANGE_BYTES: Final = 2**30
 _PIECE_BYTES: Final = 2**20
 
 
 def _threads(reads: int) -> ThreadPoolExecutor:
-    """For so many reads at the same time."""
+    """Return a pool for this number of concurrent reads."""
     return ThreadPoolExecutor(min(16, max(1, reads)), thread_name_prefix="shardkit-parity")
 
 
 def _solve(
     one: ParitySet, pieces: Mapping[int, Bytes], length: int, wanted: Collection[int]
 ) -> Mapping[int, Bytes]:
-    """What is not among `pieces`, all of the same place of their objects; see `recover`."""
+    """Recover the pieces that are not in `pieces`; see `recover`."""
     members = [pieces.get(i) for i in range(one.k)]
     return recover(members, pieces.get(one.k), pieces.get(one.k + 1), length, wanted)
 
 
 def _read_piece(one: ParitySet, position: int, name: str, offset: int, length: int, read: ReadRange) -> Bytes:
-    """What an object has from `offset` on: members end early, parity objects begin with a header."""
+    """Read the bytes of an object at `offset` of its row: members may end early, parity objects have a header."""
     if position >= one.k:
         start = one.header_bytes + offset
     else:
@@ -56,26 +56,26 @@ def _read_piece(one: ParitySet, position: int, name: str, offset: int, length: i
 
 
 class ParityReads:
-    """Rebuilds blocks of shards, and whole indexes, of one version; nothing is read before it is needed.
+    """Rebuilds blocks of shards, and whole indexes, of one version; reads nothing in advance.
 
     May be used from any thread, after a fork, and pickled.
 
     Args:
-        stores: where objects of the sets may lie, nearest first.
-        manifest: the version; not merged.
-        table: its shards.
-        attempt_s: silence for so long is a failure of a store.
+        stores: stores that may hold objects of the sets, nearest first.
+        manifest: manifest of the version, which must not be merged.
+        table: columns over its shards.
+        attempt_s: seconds without an answer after which a store counts as failed.
     """
 
     def __init__(
         self, stores: Sequence[Store], manifest: Manifest, table: ShardTable, *, attempt_s: float = 30.0
     ) -> None:
-        retry = RetryPolicy(deadline_s=0, attempt_s=attempt_s)  # there are others to ask
+        retry = RetryPolicy(deadline_s=0, attempt_s=attempt_s)  # other stores are asked instead
         self._stores: list[Store] = [
             store.with_retry(retry) if hasattr(store, "with_retry") else store for store in stores
         ]
         self._manifest, self._table = manifest, table
-        # No locks: what two threads find out at the same time is the same, and a forked child has none to wait for.
+        # No locks: threads that race store equal values, and a forked child cannot inherit a held lock.
         self._sets: dict[str, ParitySet] = {}
         self._records: dict[str, SetRecord] = {}
 
@@ -83,11 +83,11 @@ class ParityReads:
         return {**self.__dict__, "_sets": {}, "_records": {}}
 
     def __call__(self, request: BlockRequest) -> bytes | None:
-        """The bytes of a block, verified; None where parity cannot give them."""
+        """Return the verified bytes of a block, or None if parity cannot rebuild them."""
         return self._rebuild(request.name, request.offset, request.length, request.sha256)
 
     def whole(self, name: str, max_bytes: int) -> bytes | None:
-        """The bytes of a whole object of at most `max_bytes`, verified; None where parity cannot give them."""
+        """Return the verified bytes of an object of at most `max_bytes`, or None if parity cannot rebuild them."""
         digest, _ = parse_object_name(name)
         record = self._record(digest)
         position = None if record is None else record.set.position(digest)
@@ -108,7 +108,7 @@ class ParityReads:
         return rebuild_range(record, position, offset, length, sha256, self._read)
 
     def _read(self, name: str, offset: int, length: int) -> bytes:
-        """A range, from the first store that has it."""
+        """Read a range from the first store that has it."""
         error: ShardkitError = NotFoundError(name)
         for store in self._stores:
             try:
@@ -118,8 +118,8 @@ class ParityReads:
         raise error
 
     def _record(self, digest: str) -> SetRecord | None:
-        """The document of the set of an object, from the first store that has it."""
-        if not self._sets:  # what could not be read just now is asked for again
+        """Return the record of the set of an object, from the first store that has it."""
+        if not self._sets:  # also tries again after a failed read
             k = first_good(self._stores, functools.partial(read_members, manifest_id=self._manifest.id))
             sets = [] if k is None else sets_of(Inventory(self._manifest, (self._table,)), k)
             self._sets = {member.digest: one for one in sets for member in one.members}
@@ -142,10 +142,10 @@ def rebuild_range(
     sha256: bytes,
     read: ReadRange,
 ) -> bytes | None:
-    """Part of a member, from the same part of k others.
+    """Rebuild a range of a member from the same range of k other objects of its set.
 
     Returns:
-        The bytes, verified; None where too much is lost.
+        The verified bytes, or None if too much is lost, or the range is over 1 GiB or past the end of the member.
     """
     one = record.set
     if length > MAX_RANGE_BYTES or offset + length > one.members[position].size:
@@ -170,7 +170,7 @@ def rebuild_range(
     failed = [i for i in others if i not in pieces]
     if found is not None or len(failed) > 1:
         return found
-    # with Q, the one that cannot be read is done without, or each in turn: one is silently wrong
+    # with Q, the unreadable object is left out; if all were read, one is silently wrong: leave out each in turn
     fetch(one.k + 1)
     tried = map(attempt, failed or (others if one.k + 1 in pieces else ()))
     return next((data for data in tried if data is not None), None)
@@ -180,15 +180,15 @@ def rebuild_range(
 
 
 class _BadSource(Exception):
-    """A copy that was read is wrong, missing or unreadable."""
+    """A source is wrong, missing or unreadable."""
 
 
 class _WrongResult(Exception):
-    """What was made has not the digest that it should have."""
+    """A rebuilt object does not have the expected digest."""
 
 
 class _Source:
-    """A copy that is read from front to back, and hashed where `is_hashed`."""
+    """A copy that is read from front to back, and hashed if `is_hashed`."""
 
     def __init__(
         self, one: ParitySet, position: int, store: Store, wanted: Descriptor, is_hashed: bool
@@ -209,7 +209,7 @@ class _Source:
         return data
 
     def check(self) -> None:
-        """Raise where what was read does not have the digest, or the object is longer."""
+        """Raise _BadSource if the bytes read do not have the digest, or the object is longer."""
         try:
             stat = self.store.head(self._wanted.name) if self._is_hashed else None
         except StoreError as error:
@@ -228,13 +228,24 @@ def restore(
     pace: Callable[[int], None] | None = None,
     without: Collection[tuple[int | None, str]] = (),
 ) -> dict[int, Descriptor]:
-    """Make objects of a set from k others, wherever those lie; a source that turns out bad is done without.
+    """Rebuild or encode objects of a set from k others; bad sources are replaced by other copies or objects.
+
+    Args:
+        one: the set.
+        objects: descriptor at each position: members, P, Q; None for parity objects that are not yet known.
+        targets: position to rebuild → store to publish it in.
+        stores: stores to read from, nearest first.
+        pace: called with the bytes read in each round; may sleep.
+        without: (position, store URL) of copies not to use.
 
     Returns:
-        Position → what was made, verified and published.
+        Position → descriptor of the verified, published object.
+
+    Raises:
+        IntegrityError: fewer than k good objects are left, or P and Q do not match the set.
     """
     excluded: set[tuple[int | None, str]] = set(without)
-    # The digests of what is made prove the sources as well: they are hashed only where those are not known, or wrong.
+    # Right digests of the results prove the sources too, so sources are hashed only if these are unknown or wrong.
     is_hashed = any(objects[i] is None for i in targets)
     while True:
         sources: list[_Source] = []
@@ -263,7 +274,7 @@ def restore(
 def _holder(
     position: int, wanted: Descriptor, stores: Sequence[Store], excluded: set[tuple[int | None, str]]
 ) -> Store | None:
-    """The nearest store that has an object of the right size, as far as it is known."""
+    """Return the nearest store with an object of the right size; stores without it are excluded from then on."""
     for store in stores:
         if (position, store.url) not in excluded:
             with contextlib.suppress(ShardkitError):
@@ -281,7 +292,7 @@ def _make(
     targets: Mapping[int, Store],
     pace: Callable[[int], None] | None,
 ) -> dict[int, Descriptor]:
-    """One attempt, from these sources; published once everything is verified."""
+    """Make one attempt from these sources; publish the results after all of them are verified."""
     kinds = {i: "parity" if i >= one.k else one.members[i].extension for i in sorted(targets)}
     sizes = {i: one.length if i >= one.k else one.members[i].size for i in targets}
     with contextlib.ExitStack() as staging:
@@ -323,7 +334,20 @@ def encode_set(
     *,
     pace: Callable[[int], None] | None = None,
 ) -> SetRecord:
-    """P and Q of one set, then its document."""
+    """Make P and Q of one set durable in `root`, then the set's document.
+
+    Args:
+        root: store to write to.
+        one: the set.
+        stores: stores to read members from, nearest first.
+        pace: called with the bytes read in each round; may sleep.
+
+    Returns:
+        The set with the digests of P and Q.
+
+    Raises:
+        IntegrityError: a member is good in no store.
+    """
     objects: list[Descriptor | None] = [*one.members, None, None]
     made = restore(one, objects, {one.k: root, one.k + 1: root}, stores, pace=pace)
     record = SetRecord(one, (made[one.k].digest, made[one.k + 1].digest))

@@ -1,4 +1,4 @@
-"""Which objects form a parity set, where its P and Q are, and the documents that say so (SPEC.md §2, §3)."""
+"""Parity sets: their members, headers, documents and parity objects (SPEC.md §2, §3)."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from shardkit.stores.store import (
 )
 
 MAX_HEADER_BYTES: Final = 64 * 2**10
-"""Of the header of a parity object."""
+"""Maximum size of the header of a parity object."""
 
 MAX_MEMBER_BYTES: Final = MAX_OBJECT_BYTES - MAX_HEADER_BYTES
-"""A larger object has no set: its parity would be larger than any store takes."""
+"""Maximum size of a member: the parity of a larger object would exceed what stores accept."""
 
 _CODE: Final = "pq-11d"
 _HEADER: Final = "shardkit-parity/1"
@@ -44,32 +44,32 @@ _ALIGNMENT: Final = 64
 
 @dataclass(frozen=True)
 class ParitySet:
-    """Up to 128 objects of which any two may be lost."""
+    """Members of a set: up to 128 objects that share two parity objects."""
 
     members: tuple[Descriptor, ...]
 
     @property
     def k(self) -> int:
-        """Members; position k is P, k + 1 is Q."""
+        """Number of members; P has position k, and Q position k + 1."""
         return len(self.members)
 
     @cached_property
     def length(self) -> int:
-        """Bytes of P and of Q, without headers: of the largest member."""
+        """Bytes of P and of Q without headers: the size of the largest member."""
         return max(member.size for member in self.members)
 
     @cached_property
     def id(self) -> str:
-        """``sha256:<hex>`` over code and members."""
+        """Identifier of the set: ``sha256:<hex>`` over code and members."""
         return sha256_digest(dumps({"code": _CODE, "members": _listed(self.members)}))
 
     @property
     def record_name(self) -> str:
-        """Where the document of the set lies below the root."""
+        """Name of the set's document in a root."""
         return f"parity/sets/{parse_digest(self.id)}.json"
 
     def header(self, row: int) -> bytes:
-        """The bytes before P (row 0) or Q (row 1); a function of the set alone."""
+        """Return the header of P (row 0) or Q (row 1); it depends only on the set."""
         document = dumps(
             {
                 "format": _HEADER,
@@ -91,25 +91,25 @@ class ParitySet:
         return self.header_bytes + self.length
 
     def position(self, digest: str) -> int | None:
-        """Where an object stands in the set, None where it is no member."""
+        """Return the position of an object in the set, or None if it is not a member."""
         return next((i for i, member in enumerate(self.members) if member.digest == digest), None)
 
 
 @dataclass(frozen=True)
 class SetRecord:
-    """What ``parity/sets/<hex>.json`` says: a set, and the digests of its P and Q."""
+    """A set and the digests of its P and Q, as stored in ``parity/sets/<hex>.json``."""
 
     set: ParitySet
     parity: tuple[str, str]
 
     def object_at(self, position: int) -> Descriptor:
-        """The object at a position: members, then P, then Q."""
+        """Return the object at a position: members, then P, then Q."""
         if position < self.set.k:
             return self.set.members[position]
         return Descriptor(self.parity[position - self.set.k], self.set.parity_bytes, "parity")
 
     def position(self, digest: str) -> int | None:
-        """Where an object stands, parity objects included."""
+        """Return the position of a member or parity object, or None if it is neither."""
         if digest in self.parity:
             return self.set.k + self.parity.index(digest)
         return self.set.position(digest)
@@ -121,7 +121,7 @@ class SetRecord:
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> SetRecord:
-        """Read a document."""
+        """Parse a set's document."""
         fields = read_document(data, where, _SET, ("code", "members", "parity"), MAX_RECORD_BYTES)
         if fields.text("code", maximum=100) != _CODE:
             fields.refuse("has another code")
@@ -132,7 +132,7 @@ class SetRecord:
 
 
 def form_sets(row: Iterable[Descriptor], k: int) -> Iterator[ParitySet]:
-    """Sets of k of a row of objects, in order; each digest once, none that is too large."""
+    """Yield sets of k objects of a row, in order; skips repeated digests and objects that are too large."""
     chosen: dict[str, Descriptor] = {}
     seen: set[str] = set()
     for member in row:
@@ -148,7 +148,11 @@ def form_sets(row: Iterable[Descriptor], k: int) -> Iterator[ParitySet]:
 
 
 def parse_header(data: bytes, object_bytes: int, where: str) -> tuple[ParitySet, int]:
-    """The set and the row of a parity object."""
+    """Return the set and the row of a parity object, given its first bytes and its size.
+
+    Raises:
+        FormatError: the header is not the one of such a parity object.
+    """
     if len(data) < _PREFIX.size:
         raise FormatError(f"{where}: {len(data)} bytes are no parity object; do not trust it")
     magic, version, length = _PREFIX.unpack_from(data)
@@ -193,15 +197,22 @@ VERSIONS: Final = "parity/versions/"
 
 
 def sets_of(inventory: Inventory, k: int, small: Iterable[Descriptor] = ()) -> list[ParitySet]:
-    """All sets of a version (SPEC.md §2)."""
+    """Return all sets of a version (SPEC.md §2).
+
+    Args:
+        inventory: objects of the version.
+        k: members per set.
+        small: `Inventory.small`, or nothing to leave out the sets of these objects.
+    """
     rows = (inventory.shards, inventory.indexes, sorted(small, key=lambda member: member.digest))
     return [found for row in rows for found in form_sets(row, k)]
 
 
 def known_sets(store: Store, inventory: Inventory, k: int, stores: Sequence[Store]) -> list[ParitySet]:
-    """All sets of a version, also where an object is lost without whose size one cannot tell how the rest was cut.
+    """Return all sets of a version, even if a small object of unknown size is lost.
 
-    Those of the rest are then the ones that documents and headers of parity objects tell of.
+    Without its size the sets of small objects cannot be computed. They are then taken from the documents and the
+    headers of parity objects.
     """
     try:
         return sets_of(inventory, k, inventory.small(store))
@@ -214,15 +225,19 @@ def known_sets(store: Store, inventory: Inventory, k: int, stores: Sequence[Stor
 
 
 def read_record(store: Store, wanted: ParitySet) -> SetRecord | None:
-    """The document of a set; None where there is none."""
+    """Return the record of a set, or None if it has no document."""
     return read_matching(store, wanted.record_name, SetRecord.from_bytes, lambda found: found.set == wanted)
 
 
 def parity_names(store: Store, inventory: Inventory, *, stores: Sequence[Store] | None = None) -> set[str]:
-    """Names of everything that the parity of a version consists of: documents and parity objects.
+    """Return the names of all parity objects and documents of a version, for garbage collection to keep.
 
-    What a collector of garbage must keep. Empty for a version without parity. A set that is being encoded is not among
-    them until its document is there.
+    Empty for a version without parity. A set that is being encoded is included once its document is written.
+
+    Args:
+        store: store of the root.
+        inventory: objects of the version.
+        stores: stores to search for records if objects or documents are damaged; None to raise instead.
     """
     k = read_members(store, inventory.manifest.id)
     if k is None:
@@ -245,10 +260,10 @@ def parity_names(store: Store, inventory: Inventory, *, stores: Sequence[Store] 
 
 
 def find_records(stores: Sequence[Store]) -> Iterator[SetRecord]:
-    """All sets that can be known of without any manifest: from documents, and from the headers of parity objects.
+    """Yield all sets found without a manifest, from documents and from the headers of parity objects.
 
-    Reads the beginning of every parity object; for repairs, where documents or manifests are lost. What is damaged is
-    passed over. A set whose P or Q is not in any store has its document, or is not found.
+    For repairs after the loss of documents or manifests: the header of every parity object is read. Damaged data is
+    skipped. A set without a document is found only if both P and Q are stored.
     """
     known: set[str] = set()
     for store in stores:
@@ -272,7 +287,7 @@ def find_records(stores: Sequence[Store]) -> Iterator[SetRecord]:
 
 
 def sets_that_hold(store: Store, digests: set[str]) -> Iterator[SetRecord]:
-    """Sets with at least one of these members: what an erasure must take away as well."""
+    """Yield sets with at least one of these members; an erasure must delete their parity too."""
     for record in find_records([store]):
         if any(member.digest in digests for member in record.set.members):
             yield record
