@@ -1,4 +1,4 @@
-"""A loader while it runs: its loops, the states to which it can go back, and what watches and steers it sees."""
+"""The changing part of a running loader: loops, states to resume from, and numbers for telemetry and control."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 __all__ = ["STATE_VERSION", "LiveLoader", "Loop", "StepCosts", "check_geometry", "check_state"]
 
-_RECENT, _SPARSE, _EVERY = 32, 32, 16  # the last steps, and those before of which each is a multiple of 16
+_RECENT, _SPARSE, _EVERY = 32, 32, 16  # number of last steps, and of earlier steps that are multiples of 16
 
 
 class StepCosts:
-    """Works when it is polled, for steps that it has not told before; nothing is counted where steps are made.
+    """Costs of recent steps, computed when telemetry polls them, so that making a step costs nothing.
 
     Args:
-        plan: of the loader.
-        lanes: gives the lanes of the rank.
-        handed_out: gives the step after the last one handed out.
+        plan: plan of the loader.
+        lanes: returns the lanes of the rank.
+        handed_out: returns the step after the last one handed out.
     """
 
     def __init__(self, plan: Plan, lanes: Callable[[], Sequence[int]], handed_out: Callable[[], int]) -> None:
@@ -44,9 +44,10 @@ class StepCosts:
         self._known: dict[int, tuple[float, float]] = {}
 
     def table(self) -> list[list[float]]:
-        """Rows of (step, its cost, its cost if the plan had no costs); empty where the plan has none.
+        """Return rows of (step, cost, cost if the plan ignored costs); empty if the plan has no costs.
 
-        Ranks are told at different moments: with the last steps alone, those of fast steps would have none in common.
+        Ranks are polled at different moments. Earlier multiples of 16 are included so that the ranks of a fast run
+        have steps in common.
         """
         grid, end = self._plan.grid, self._handed_out()
         if not isinstance(grid, NaturalGrid) or grid.costs is None:
@@ -69,7 +70,7 @@ class StepCosts:
 
 
 def _runs(steps: Sequence[int]) -> list[range]:
-    """Ascending numbers as runs of neighbours."""
+    """Group ascending numbers into runs of consecutive ones."""
     found: list[range] = []
     for step in steps:
         if found and found[-1].stop == step:
@@ -80,14 +81,14 @@ def _runs(steps: Sequence[int]) -> list[range]:
 
 
 class Loop(Iterator[Batch]):
-    """Iterator over the steps of one epoch, as ``iter(loader)`` returns it.
+    """Iterator over the steps of one epoch; ``iter(loader)`` returns one.
 
     Args:
         hand_out: takes the next step of this loop from its pipeline and returns it as the trainer gets it.
-        finish: called when the loop is asked for more after its last step.
+        finish: called when another batch is requested after the last step.
         pipeline: reads the steps; replaced when lanes move.
         numbers: the steps.
-        stop: end of the epoch.
+        stop: first step of the next epoch.
         counts: counters of this loop.
     """
 
@@ -103,11 +104,11 @@ class Loop(Iterator[Batch]):
         self._hand_out, self._finish = hand_out, finish
         self.pipeline, self.stop, self.counts = pipeline, stop, counts
         self.left = numbers  # not handed out yet
-        self.ended_by: str | None = None  # what ended it before its last step
+        self.ended_by: str | None = None  # reason why it ended before its last step
         self._turn = threading.Lock()
 
     def __next__(self) -> Batch:
-        """The next batch."""
+        """Return the next batch."""
         self._take_turn()
         try:
             if not self.left:
@@ -121,7 +122,7 @@ class Loop(Iterator[Batch]):
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Keep other threads from taking a batch meanwhile."""
+        """Return a context during which other threads may not take a batch."""
         self._take_turn()
         try:
             yield
@@ -129,7 +130,7 @@ class Loop(Iterator[Batch]):
             self._turn.release()
 
     def _take_turn(self) -> None:
-        """Refuse a second thread while one takes a batch; the loop stays as it is."""
+        """Raise UsageError if another thread is taking a batch; the loop does not change."""
         if not self._turn.acquire(blocking=False):
             raise UsageError(
                 f"another thread is taking step {self.left[0] if self.left else self.stop} from this loop, and batches "
@@ -138,14 +139,14 @@ class Loop(Iterator[Batch]):
             )
 
     def ended(self) -> UsageError:
-        """The error of a loop that ended before its last step."""
+        """Return the error that a loop raises if it ended before its last step."""
         return UsageError(
             f"this loop ended before step {self.left[0]}: {self.ended_by}. A loader has one loop at a time; to look at "
             "the next batch without leaving the loop call loader.peek()"
         )
 
     def close(self) -> None:
-        """Leave the loop here and stop reading for it; may be called twice."""
+        """End the loop and stop reading for it; may be called twice."""
         self.ended_by = self.ended_by or "it was closed"
         if self.left:
             self.pipeline.close()
@@ -156,22 +157,23 @@ class Loop(Iterator[Batch]):
 
     @property
     def is_under_way(self) -> bool:
-        """Whether it has a batch to hand out."""
+        """True if the loop has another batch to hand out."""
         return bool(self.left) and self.ended_by is None
 
 
 class LiveLoader:
-    """What of a loader changes while it runs: whoever watches or steers it holds this and not the loader.
+    """State of a running loader; telemetry and control hold this object, so that they do not keep the loader alive.
 
     Attributes:
-        lanes: that the rank works now.
+        lanes: lanes that the rank works now.
         counts: counters of the current or last loop.
-        pipeline: reads for the current loop, or for the next one; None if nothing is read.
-        resources: that are open in this process.
+        pipeline: reads for the current loop or for the next one; None if nothing is read.
+        resources: resources that are open in this process; None before the first loop.
         handed_out: the step after the last one handed out.
-        started_at, handed_at: when the loop began and its last batch was handed out, by ``time.perf_counter``.
-        cells: handed out in all loops.
-        chosen_prefetch: how many finished steps may wait, where that was changed on the way; else 0.
+        started_at: ``time.perf_counter`` at the start of the loop.
+        handed_at: ``time.perf_counter`` when the last batch was handed out.
+        cells: number of cells handed out in all loops.
+        chosen_prefetch: number of finished steps that may wait, if it was changed while the loader ran; otherwise 0.
     """
 
     def __init__(self, lanes: list[int]) -> None:
@@ -182,10 +184,10 @@ class LiveLoader:
         self.handed_out = self.cells = self.chosen_prefetch = 0
         self.started_at = self.handed_at = 0.0
         self._lock = threading.Lock()
-        self._past: Counter[str] = Counter()  # counts of loops that are over
+        self._past: Counter[str] = Counter()  # sums of the counters of earlier loops
 
     def begin_loop(self, counts: LoaderCounts) -> None:
-        """Replace the counters of the last loop, which no longer change."""
+        """Add the counters of the last loop to the sums, and count in `counts` from now on."""
         with self._lock:
             self._past.update(_numbers(self.counts, but="last_wait_s"))
             self.counts = counts
@@ -193,7 +195,7 @@ class LiveLoader:
 
     @property
     def prefetch(self) -> int | None:
-        """How many finished steps may wait; None where each is gathered when it is asked for."""
+        """Number of finished steps that may wait; None if each step is gathered on request."""
         return None if self.pipeline is None else self.pipeline.prefetch or None
 
     @prefetch.setter
@@ -203,7 +205,7 @@ class LiveLoader:
             self.pipeline.prefetch = steps
 
     def of_loop(self) -> dict[str, float]:
-        """`Loader.stats`: counters of the loop, and of all block loads."""
+        """Return counters of the loop and of all block loads, for `Loader.stats`."""
         counts = self.counts
         found = _numbers(counts) | self._now() | {"lanes": float(len(self.lanes))}
         found["wait_per_step_s"] = counts.consumer_wait_s / max(1, counts.steps)
@@ -212,7 +214,7 @@ class LiveLoader:
         return found | self.reads()
 
     def of_all_loops(self) -> dict[str, float]:
-        """The same for telemetry, whose counters only grow."""
+        """Return counters summed over all loops, for telemetry, whose counters only grow."""
         with self._lock:
             found: Counter[str] = self._past.copy()
             counts = self.counts
@@ -235,14 +237,14 @@ class LiveLoader:
         return found
 
     def reads(self) -> dict[str, float]:
-        """Of reads over a network, and of the cache; empty where all is local."""
+        """Return counters of network reads and of the cache; empty if all blocks are local."""
         return (
             {} if self.resources is None or self.resources.remote is None else self.resources.remote.stats()
         )
 
     def make_telemetry(self, plan: Plan, topology: Topology, worker: int) -> Telemetry:
-        """Return what is polled of this loader."""
-        from shardkit.telemetry import Telemetry  # here, for most loaders are not watched
+        """Return the numbers and tables of this loader that telemetry polls."""
+        from shardkit.telemetry import Telemetry  # imported here because most loaders are not watched
 
         telemetry = Telemetry(
             rank=topology.rank, world=topology.world, worker=worker, lanes=lambda: list(self.lanes)
@@ -278,11 +280,15 @@ def _numbers(counts: LoaderCounts | WindowCounts, but: str = "") -> dict[str, fl
 
 _STEPS = Range(0, 2**62)
 STATE_VERSION = 1
-"""Of what `Loader.state_dict` gives."""
+"""Version of the dict that `Loader.state_dict` returns."""
 
 
 def check_state(state: Mapping[str, Any], plan: Plan, manifest: str) -> int:
-    """The step at which a state continues; see `Loader.load_state_dict`."""
+    """Return the step at which a state continues.
+
+    Raises:
+        StateError: the state is malformed, or belongs to another plan or manifest; see `Loader.load_state_dict`.
+    """
     if not isinstance(state, Mapping):
         raise StateError(
             f"loader state: {shown(state)} is no state; pass the dict that loader.state_dict() returned"
@@ -306,7 +312,7 @@ def check_state(state: Mapping[str, Any], plan: Plan, manifest: str) -> int:
 
 
 def check_step(name: str, step: object) -> int:
-    """The number of a step as an int."""
+    """Return a step number as an int; raise StateError if it is not one."""
     try:
         return int(_STEPS.check(name, step))
     except ConfigurationError as error:
@@ -314,7 +320,7 @@ def check_step(name: str, step: object) -> int:
 
 
 def check_geometry(plan: Plan, step: int) -> None:
-    """Refuse to begin at a step that an amendment left to a plan with other cells or rows."""
+    """Raise StateError if the step belongs to a parent plan with other lanes, cells or rows."""
     found = plan
     while found.parent is not None and step < found.from_step:
         until, found = found.from_step, found.parent
@@ -328,7 +334,7 @@ def check_geometry(plan: Plan, step: int) -> None:
 
 
 def _fits(state: Mapping[str, Any], plan: Plan, step: int) -> bool:
-    """Whether the state was taken with `plan`, or with one that it amends, before they part."""
+    """Return True if the state was taken with `plan`, or with an ancestor of it before the amendment took effect."""
     found: Plan | None = plan
     while found is not None:
         if state.get("plan") == found.digest:

@@ -1,4 +1,4 @@
-"""The loader: a plan's cells, verified, in order, for one rank, resumable at any step."""
+"""The loader: delivers a plan's cells to one rank, verified and in order, resumable at any step."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ _log = logging.getLogger("shardkit.loader")
 
 
 class Loader:
-    """Iterates the steps of an epoch; iterate again for the next.
+    """Iterable over the batches of one rank; each iteration yields the steps of one epoch.
 
-    Batches come in the plan's order, whatever the order in which blocks arrive. The state is a step number and two
-    digests: it fits any other rank and world.
+    Batches come in the plan's order, regardless of the order in which blocks arrive. The state is a step number and two
+    digests, so any rank of any world can load it.
 
     A loader is in one of three states, and at most one pipeline reads for it (SPEC.md §3)::
 
         idle ── iter() ──▶ under way ── last step handed out ──▶ ahead ── iter() ──▶ under way
         idle ── peek() ──▶ ahead
-        any  ── seek(), load_state_dict(), close(), a loop that is left early ──▶ idle
+        any  ── seek(), load_state_dict(), close(), leaving a loop early ──▶ idle
     """
 
     def __init__(self, plan: Plan, sources: Sources, config: LoaderConfig) -> None:
@@ -67,12 +67,12 @@ class Loader:
         )  # fmt: skip
         decoders = find_decoders(config.decode, sources.schema) if config.decode else {}
         self._device: Any = None
-        self._finish_on: dict[str, Any] = {}  # field → what is done to it on the device
+        self._finish_on: dict[str, Any] = {}  # field → function applied to it on the device
         if config.device is not None:
             from shardkit.loader.device import find_device
 
             self._device = find_device(config.device)
-            if config.transform is None and config.batch_transform is None:  # nobody looks at it on the host
+            if config.transform is None and config.batch_transform is None:  # not read on the host
                 decoders, self._finish_on = split_decoders(decoders, self._device)
         self._function: RowFunction | None = None
         if config.decode or config.transform is not None:
@@ -82,20 +82,20 @@ class Loader:
             )  # fmt: skip
         row_decoders = {} if self._function is None else self._function.row_decoders
         self._made_by = {name: one.made_by for name, one in row_decoders.items()}
-        self._served: ServedCache | None = None  # this node's cache, for the others
+        self._served: ServedCache | None = None  # this node's cache, served to other nodes
         dealt = self._deal()
         if dealt is not None and dealt.holders is not None:
             self._setup = dataclasses.replace(self._setup, holders=dealt.holders)
         self.assignment = None if dealt is None else dealt.assignment
         chosen = check_chosen(plan.lanes, config.lanes or ())
         lanes = chosen if dealt is None else list(dealt.assignment.lanes_of(topology.rank))
-        self._memory = self._setup.memory_bound(len(lanes))  # at the start
-        self._loop: Callable[[], Loop | None] = lambda: None  # the last one, while somebody holds it
+        self._memory = self._setup.memory_bound(len(lanes))  # bytes that blocks may take at the start
+        self._loop: Callable[[], Loop | None] = lambda: None  # weak reference to the last loop
         self._ahead: range | None = None  # steps of the next loop, if the pipeline reads them already
-        self._with_trainer: LoaderCounts | None = None  # of the loop whose batch the trainer has
-        self._computed_s = -1.0  # what it took to compute; below 0: nobody has said
-        self.allocate: Allocate = np.empty  # the arrays of batches; of the loops that begin after it was set
-        self.reads_on = config.stride == 1  # of the next epoch while the last steps of one are worked
+        self._with_trainer: LoaderCounts | None = None  # loop whose batch the trainer has
+        self._computed_s = -1.0  # seconds of this rank's part of the step; negative if not reported
+        self.allocate: Allocate = np.empty  # makes the arrays of batches, from the next loop on
+        self.reads_on = config.stride == 1  # read the next epoch while the last steps of one are worked
         if self._device is not None and self._device.type != "cpu":
             from shardkit.loader.device import pinned
 
@@ -109,15 +109,15 @@ class Loader:
 
     @cached_property
     def telemetry(self) -> Telemetry:
-        """Numbers and tables of this loader that are polled while a run is watched."""
+        """Numbers and tables of this loader that are polled while a run is monitored."""
         return self.live.make_telemetry(self.plan, self.topology, self._setup.config.offset)
 
     def _deal(self) -> Dealt | None:
-        """Compare with the ranks that begin together, and deal; None if the lanes of this one were chosen."""
+        """Compare what all ranks read and distribute the lanes; None if the lanes of this rank were chosen."""
         dealt, own = first_lanes(self.plan, self.topology, self._setup.config)
         if self._setup.config.store is None and not self.topology.is_shared:
             return dealt
-        from shardkit.loader.dealing import compare_and_deal  # slow to import, and for several ranks only
+        from shardkit.loader.dealing import compare_and_deal  # slow to import; only several ranks need it
 
         dealt, self._served = compare_and_deal(self._setup, dealt, own, self._made_by)
         if self._served is not None:
@@ -134,19 +134,19 @@ class Loader:
     # ---- iteration
 
     def __len__(self) -> int:
-        """Steps of one loop."""
+        """Return the number of steps of one loop."""
         return self.plan.loop_steps
 
     def __iter__(self) -> Loop:
-        """Batches (with `by_cell`, lists of batches, one per lane) from the cursor to the end of its epoch.
+        """Return an iterator over the batches from the cursor to the end of its epoch.
 
-        The cursor is the batch after the last one that was handed out, so a loop that is left early continues in the
-        next one; with ``restart=True`` every loop starts where the cursor's epoch begins. The new loop is the one that
-        counts: one that was under way raises UsageError when it is asked for more.
+        With `by_cell` it yields lists of batches, one per lane. The cursor is the step after the last one handed out,
+        so a loop that is left early continues in the next one. With ``restart=True`` every loop starts at the first
+        step of the cursor's epoch. A loop that was under way raises UsageError from now on.
         """
         start = self._next_start
         numbers, pipeline = self._read_ahead(start)
-        if numbers is not pipeline.numbers:  # the pipeline went on from the epoch before
+        if numbers is not pipeline.numbers:  # the pipeline has continued from the epoch before
             self._follow(numbers, pipeline.lanes)
         self._ahead = None
         self._end_loop("another loop over this loader has begun")
@@ -168,13 +168,14 @@ class Loader:
         return loop
 
     def peek(self) -> Batch:
-        """The batch that comes next, in the loop under way, else in the next one; moves nothing.
+        """Return a copy of the next batch of the loop under way, or of the next loop, without advancing.
 
-        State, ledger, statistics and lanes stay as they are, and no rank waits for another, so that one rank may look
-        alone. It is a copy: what is done to it does not reach the loop.
+        State, ledger, statistics and lanes do not change. No rank waits for another, so a single rank may call it.
+        Changes to the copy do not affect the batch that is handed out.
 
         Raises:
-            ShardkitError: whatever handing it out would raise, and will.
+            UsageError: this loader has no further batch.
+            ShardkitError: the error that handing out the batch will raise.
         """
         loop = self._loop()
         if loop is not None and loop.is_under_way:
@@ -192,7 +193,7 @@ class Loader:
 
     @property
     def _next_start(self) -> int:
-        """Step at which the next loop begins."""
+        """The step at which the next loop begins."""
         step = self.live.handed_out
         return self.plan.epoch_bounds(step)[0] if self._setup.config.restart else step
 
@@ -209,11 +210,11 @@ class Loader:
         return self._ahead, pipeline
 
     def _open_pipeline(self, numbers: range, lanes: list[int]) -> Pipeline:
-        """Close the pipeline, and open one that reads these steps of these lanes."""
+        """Replace the pipeline by one that reads these steps of these lanes."""
         self._close_pipeline()
         resources = self._open_resources()
         self._follow(numbers, lanes)
-        resources.memory = max(resources.memory, self.memory_needed)  # lanes may have come
+        resources.memory = max(resources.memory, self.memory_needed)  # there may be more lanes
         self.live.pipeline = Pipeline(
             self._setup, resources, numbers, lanes, self.allocate, self._to_device,
             goes_on=self.reads_on, prefetch=self.live.chosen_prefetch,
@@ -221,7 +222,7 @@ class Loader:
         return self.live.pipeline
 
     def _follow(self, numbers: range, lanes: list[int]) -> None:
-        """Tell what reads over a network which steps come; how far it looks is counted from the first of them."""
+        """Start reading ahead over the network from the first of these steps."""
         resources = self.resources
         if resources is not None and resources.remote is not None and numbers:
             resources.remote.start(numbers.start, lanes, resources.window.is_loaded)
@@ -236,9 +237,9 @@ class Loader:
         return DeviceFeed(steps, lambda: pipeline.queued_steps, self._device, ahead, self._finish_on, stream)
 
     def _move_lanes(self, loop: Loop, lanes: list[int], *, again: bool = False) -> None:
-        """Read the rest of a loop with these lanes, if they are others than before, or to read it `again`.
+        """Read the rest of a loop with these lanes if they differ from the present ones or if `again`.
 
-        Rebalancing and `resize` move lanes; both do it here.
+        Both rebalancing and `resize` move lanes here.
         """
         if again or lanes != loop.pipeline.lanes:
             loop.pipeline = self._open_pipeline(loop.left, lanes)
@@ -269,13 +270,13 @@ class Loader:
         return self._handed(one)
 
     def _handed(self, one: StepBatches) -> Batch:
-        """What a step is to its user; lists are the rare way (`by_cell`), and every other program's loop is typed."""
+        """Return the batch of a step, or with `by_cell` the list; typed as a batch because lists are rare."""
         handed: Any = one.batches if self._setup.config.by_cell else one.batches[0]
         batch: Batch = handed
         return batch
 
     def _came_back(self, loop: Loop) -> None:
-        """The trainer has done with the last batch of this loop, if it had one."""
+        """Note that the trainer has finished the last batch of this loop, if it had one."""
         counts = loop.counts
         if self._with_trainer is counts:
             self._with_trainer = None
@@ -288,10 +289,10 @@ class Loader:
         if not loop.pipeline.goes_on:
             loop.pipeline.close()
         if loop.ended_by is None:
-            self.live.handed_out = loop.stop  # also if this loader had no step of the epoch
+            self.live.handed_out = loop.stop  # needed if this loader had no step in the epoch
 
     def _end_loop(self, reason: str) -> None:
-        """The loop under way, if there is one, hands out nothing more."""
+        """End the loop under way, if any, with this reason."""
         loop = self._loop()
         if loop is not None:
             loop.ended_by = loop.ended_by or reason
@@ -302,10 +303,11 @@ class Loader:
             self.resources.journal.event(step, "rebalance", **details)
 
     def watch(self, module: Any) -> None:
-        """A rank's part of a step is computed when the last gradient of `module` is there; see `computed`.
+        """Call `computed` whenever a gradient of `module` is ready; the last one marks the end of the rank's part.
 
-        For plain and DistributedDataParallel models, whose last gradient comes before ranks wait for each other. Where
-        they wait inside of the computation (fully_shard, pipelines), measure and tell `computed` instead.
+        This suits plain and DistributedDataParallel models, whose last gradient is ready before ranks wait for each
+        other. If ranks wait during the computation (fully_shard, pipelines), measure the time yourself and pass it to
+        `computed`.
         """
         own = weakref.ref(self)  # a model must not keep its loader alive
 
@@ -318,32 +320,35 @@ class Loader:
                 parameter.register_post_accumulate_grad_hook(note)
 
     def computed(self, seconds: float | None = None) -> None:
-        """This rank has computed its part of the step, now or in so many seconds.
+        """Report that this rank has computed its part of the step, by default now.
 
-        To be called in every step before ranks wait for each other; of several calls the last holds. It tells slow
-        ranks from those that wait for them: for telemetry, and for `rebalance`.
+        Call it in every step before ranks wait for each other; the last call of a step counts. Telemetry and
+        `rebalance` need it to distinguish slow ranks from ranks that wait for them.
+
+        Args:
+            seconds: time that the computation took; None for the time since the batch was handed out.
         """
         self._computed_s = time.perf_counter() - self.live.handed_at if seconds is None else seconds
         if self._rebalancer is not None:
             self._rebalancer.computed(seconds)
 
     def _open_resources(self) -> LoaderResources:
-        """Threads and files, opened by the first loop of this process: a loader that was forked opens its own."""
+        """Return the threads and files; the first loop of each process opens them, also in a forked child."""
         resources, live, setup = self.live.resources, self.live, self._setup
         if resources is None or resources.process != os.getpid():
             resources = live.resources = LoaderResources(
                 setup, self._memory, self.memory_needed, self._function
             )
-            if setup.config.run is not None:  # whoever has no run does not wait for these imports
+            if setup.config.run is not None:  # imported only for loaders with a run
                 from shardkit.loader.steering import open_watch
 
                 resources.watch = open_watch(setup, live, self.telemetry)
-            # not through `self`: what the threads of the resources hold must not keep the loader alive
+            # a method of the resources, not of `self`: the finaliser must not keep the loader alive
             weakref.finalize(self, resources.close_unwatched)
         return resources
 
     def _is_forked(self) -> bool:
-        """Whether what is open is a parent process's."""
+        """Return True if nothing is open in this process: not yet, or only in the parent process."""
         return self.resources is None or self.resources.process != os.getpid()
 
     def _close_pipeline(self) -> None:
@@ -356,10 +361,13 @@ class Loader:
     # ---- state
 
     def state_dict(self, after: Batch | Sequence[Batch] | None = None) -> dict[str, Any]:
-        """Where to continue: after `after`, else after the last batch handed out. JSON-able, < 1 KB.
+        """Return the state to resume from, a JSON-serialisable dict of less than 1 KB.
 
-        What was prefetched but not handed out does not count. A state taken after the last batch of an epoch begins
-        the next epoch.
+        Batches that were prefetched but not handed out come again. A state taken after the last batch of an epoch
+        resumes at the next epoch.
+
+        Args:
+            after: batch (or list of batches) after which to continue; None for the last one handed out.
         """
         if after is None:
             step = self.handed_out
@@ -373,13 +381,12 @@ class Loader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken, on any rank of any world.
+        """Continue where `state` was taken, on any rank of any world.
 
-        Where the plan is an amendment, the state of a plan that it descends from fits too, up to the step at which
-        they part.
+        An amended plan also accepts states of the plans that it descends from, up to the step of the amendment.
 
         Raises:
-            StateError: it was taken with another plan or manifest, or by a newer version; says in what they differ.
+            StateError: the state has another plan or manifest, which the message names, or another state version.
         """
         self.seek(check_state(state, self.plan, self._setup.sources.manifest))
 
@@ -387,7 +394,7 @@ class Loader:
         """Begin the next loop at `step`, counted over the whole run; with ``restart=True``, at its epoch's first step.
 
         Raises:
-            StateError: there is no such step.
+            StateError: `step` is not a valid step number.
         """
         step = check_step("step", step)
         self._end_loop(f"the loader was moved to step {step}")
@@ -395,16 +402,16 @@ class Loader:
         self.live.handed_out = step
 
     def resize(self, *, rank: int, world: int) -> None:
-        """Continue as rank `rank` of `world` from the next step on: what a restart does, without the restart.
+        """Continue as rank `rank` of `world` from the next step on, as a restart would.
 
-        Lanes and batches are those of a new loader that was made with these arguments, without a process group, and
-        loaded this one's state. A loop under way continues with its next step. Call it between two steps, before the
-        same step on every rank. A rank that leaves closes its loader; a rank that joins makes one and loads the state
-        of any other. The journal continues in a new file, and blocks in memory are read again.
+        Lanes and batches are those of a new loader with these arguments and this loader's state, without a process
+        group. A loop under way continues with its next step. Call it between two steps, before the same step on every
+        rank. A rank that leaves closes its loader; a rank that joins makes a loader and loads the state of any other
+        rank. The journal continues in a new file, and blocks in memory are read again.
 
         Raises:
-            ConfigurationError: so many ranks cannot share the lanes, or the lanes were chosen by mesh=, lanes= or
-                rebalance=. The loader stays as it was.
+            ConfigurationError: `world` ranks cannot share the lanes, or the lanes were chosen by mesh=, lanes= or
+                rebalance=. The loader does not change.
             UsageError: another thread is taking a batch.
         """
         config = self._setup.config
@@ -438,17 +445,17 @@ class Loader:
 
     @property
     def lanes(self) -> list[int]:
-        """Of this rank, now."""
+        """Lanes that this rank works now."""
         return self.live.lanes
 
     @property
     def resources(self) -> LoaderResources | None:
-        """What is open in this process."""
+        """Open threads and files; None before the first loop."""
         return self.live.resources
 
     @property
     def memory_needed(self) -> int:
-        """Bytes that the windows of this rank's lanes need."""
+        """Bytes of blocks that this rank's lanes mix at a time, plus a quarter."""
         return self._setup.memory_needed(len(self.lanes))
 
     @property
@@ -458,22 +465,23 @@ class Loader:
 
     @property
     def epoch(self) -> int:
-        """Number of the epoch in which the next batch lies, from 0; the next epoch's once its last batch is handed out.
+        """Number of the epoch that contains the next batch, from 0.
 
-        A run that resumes trains ``for epoch in range(loader.epoch, epochs)``.
+        It increases when the last batch of an epoch is handed out. A resumed run trains
+        ``for epoch in range(loader.epoch, epochs)``.
         """
         return self.plan.epoch_of(self.live.handed_out)
 
     def stats(self) -> dict[str, float]:
-        """Counters of the current or last loop, and of all block loads of this loader.
+        """Return counters of the current or last loop, and of all block loads of this loader.
 
-        Names are stable; times end in `_s` (seconds), sizes in `_bytes`; see SPEC.md for each.
+        Names are stable. Names of times end in `_s` (seconds), names of sizes in `_bytes`. SPEC.md §7 lists them.
         """
         moves = {} if self._rebalancer is None else {"moves": float(self._rebalancer.moves)}
         return self.live.of_loop() | moves
 
     def __reduce__(self) -> NoReturn:
-        """Threads and files do not travel."""
+        """Refuse to pickle: threads and files cannot be sent to another process."""
         raise UsageError(
             "a loader stays in its process (a forked child may go on with it); to another one send the dataset, the "
             "plan and loader.state_dict(), make the loader there and load the state"

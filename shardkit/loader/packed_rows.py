@@ -1,4 +1,4 @@
-"""Documents inside packed rows: what variable-length attention needs to keep them apart."""
+"""Boundaries of the documents in packed rows, in the forms that variable-length attention takes."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from numpy.typing import NDArray
 from shardkit.errors import UsageError
 
 BOUNDARIES = "boundaries"
-"""The field in which ``shardkit build --pack`` records documents: 0 and the end of each, per row."""
+"""The field in which ``shardkit build --pack`` records, per row, 0 and the end of each document."""
 
 
 @dataclass(frozen=True)
 class Documents:
     """The documents of a batch of token rows; padding after a row's last document counts as one more.
 
-    Arrays are tensors where the batch holds tensors, on the processor.
+    If the batch holds tensors, the arrays are CPU tensors.
 
     Attributes:
-        cu_seqlens: (documents + 1,) int32: where each begins in all rows end to end, and the end; as FlashAttention's
-            variable-length functions take it.
-        max_seqlen: tokens of the longest one.
-        position_ids: (rows, length) int64: place of each token in its document.
-        document_ids: (rows, length) int32: number of its document in the row, from 0.
+        cu_seqlens: (documents + 1,) int32 offsets of the documents in all rows end to end, and the total length; the
+            format of FlashAttention's variable-length functions.
+        max_seqlen: tokens of the longest document.
+        position_ids: (rows, length) int64 position of each token in its document.
+        document_ids: (rows, length) int32 number of each token's document in its row, from 0.
     """
 
     cu_seqlens: Any
@@ -34,10 +34,10 @@ class Documents:
     document_ids: Any
 
     def mask(self) -> Any:
-        """Return (rows, length, length) bool: True where a query (row of the matrix) may attend to a key.
+        """Return (rows, length, length) bool: True if a query (row of the matrix) may attend to a key (column).
 
-        Those are tokens of its own document, up to itself: what ``scaled_dot_product_attention(attn_mask=…)`` takes
-        with a dimension for heads, ``mask()[:, None]``.
+        A query attends to the tokens of its own document up to itself. ``mask()[:, None]`` adds the dimension of heads
+        that ``scaled_dot_product_attention(attn_mask=…)`` expects.
         """
         same = self.document_ids[:, :, None] == self.document_ids[:, None, :]
         length = same.shape[1]
@@ -51,19 +51,19 @@ def find_documents(values: NDArray[np.int64], offsets: NDArray[np.int64], length
     """Return the documents of rows of `length` tokens.
 
     Args:
-        values: boundaries of all rows end to end; each row's ascend from 0.
-        offsets: (rows + 1,), where each row's begin in `values`.
-        length: tokens of a row.
+        values: boundaries of all rows end to end; those in a row ascend from 0.
+        offsets: (rows + 1,) offsets of the rows in `values`.
+        length: tokens per row.
     """
     rows = len(offsets) - 1
     row = np.repeat(np.arange(rows), np.diff(offsets))
-    inside = (values > 0) & (values < length)  # 0 begins every row; its end is the next one's begin
+    inside = (values > 0) & (values < length)  # 0 and `length` are row starts, added below
     flat = np.concatenate([np.arange(rows) * length, (row * length + values)[inside]])
     starts = np.unique(flat)
     ends = np.append(starts[1:], rows * length)
     begins = np.zeros(rows * length, dtype=np.int64)
     begins[starts] = 1
-    number = np.cumsum(begins) - 1  # of all documents
+    number = np.cumsum(begins) - 1  # number of each token's document in the batch
     position = np.arange(rows * length) - starts[number] if rows else np.zeros(0, np.int64)
     of_row = number.reshape(rows, length)
     return Documents(
@@ -75,7 +75,7 @@ def find_documents(values: NDArray[np.int64], offsets: NDArray[np.int64], length
 
 
 def documents_of(batch: Any, field: str, boundaries: str) -> Documents:
-    """See `Batch.documents`."""
+    """Return the documents of a batch; see `Batch.documents`."""
     tokens = batch[field]
     if not hasattr(tokens, "ndim") or tokens.ndim != 2:
         raise UsageError(
@@ -101,6 +101,6 @@ def _host(part: Any) -> Any:
 
 
 def _tensor(array: NDArray[Any]) -> Any:
-    import torch  # a batch of tensors has imported it
+    import torch  # already imported if the batch holds tensors
 
     return torch.from_numpy(array)

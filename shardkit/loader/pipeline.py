@@ -1,9 +1,9 @@
-"""From steps to batches, ahead of the trainer and in order: plan → load → gather → transform.
+"""The pipeline that turns steps into batches, in order and ahead of the trainer: plan → load → gather → transform.
 
-Two stages on at most two threads of their own beside the block loaders. One plans groups of steps and has their blocks
-loaded; the other gathers a step at a time. Where gathering is all that a step needs and takes well below a millisecond,
-it runs in the trainer's own `next`: a copy into memory that this core has just freed costs less than handing it over,
-and no thread fights the trainer for the interpreter. Otherwise it runs ahead on a thread.
+It has up to two threads besides the block threads. The first plans groups of steps and queues their blocks. The second
+gathers one step at a time. A step that needs only gathering, for well below a millisecond, is gathered in the trainer's
+own `next` instead: copying into memory that this core has just freed costs less than handing the step over, and no
+thread competes with the trainer for the interpreter.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ __all__ = ["Pipeline"]
 T = TypeVar("T")
 Int64s = NDArray[np.int64]
 
-_GROUPS_AHEAD = 4  # beside the one that is gathered and the one that is planned
-# A step of at most this size is gathered in the trainer's own `next`: to hand it over would cost as much as it saves.
+_GROUPS_AHEAD = 4  # besides the group that is gathered and the one that is planned
+# Up to this size, handing a step over costs as much as gathering it in the trainer's own `next`.
 _INLINE_BYTES = 8 << 20
 _TOGETHER_BYTES, _LENT_BYTES, _TOGETHER_STEPS = 4 << 20, 1 << 20, 8
 _DEFAULT_PREFETCH = 4
@@ -50,11 +50,11 @@ class _GatheredStep(NamedTuple):
     rows: int
     lane_counts: Int64s
     parts: Sequence[tuple[int, dict[str, Any], Mapping[str, NDArray[np.bool_]], Int64s, Int64s]]
-    """(lane, fields, valid, samples, slots) of each batch to be; lane -1: of all."""
+    """(lane, fields, valid, samples, slots) for each batch; lane −1 stands for all lanes."""
 
 
 class _BegunStep(NamedTuple):
-    """A step whose rows may be in the hands of workers."""
+    """A step whose rows workers may be decoding."""
 
     step: int
     rows: int
@@ -63,18 +63,19 @@ class _BegunStep(NamedTuple):
 
 
 class Pipeline:
-    """Reads steps ahead of the trainer, epoch after epoch; each is taken once.
+    """Reads steps ahead of the trainer, epoch after epoch; each step is taken once.
 
-    An error is raised again by every later call, so that a loop that met one does not end like a complete one.
+    After an error every later call raises it again, so a loop that failed cannot look complete.
 
     Args:
-        setup, resources: of the loader.
+        setup: setup of the loader.
+        resources: open resources of the loader.
         numbers: steps of the first epoch, ascending.
         goes_on: read the next epoch after the last step of one is planned.
         lanes: lanes whose cells are read.
         allocate: makes the arrays of batches.
         to_device: turns finished steps into the steps that are taken.
-        prefetch: how many finished steps may wait, if that was changed while the loader ran; else 0.
+        prefetch: number of finished steps that may wait, if it was changed while the loader ran; otherwise 0.
     """
 
     def __init__(
@@ -99,15 +100,15 @@ class Pipeline:
         self._pin = setup.tensors and setup.config.device is None and may_pin()
         self._work = resources.row_work(allocate)
         self._prefetch = self._steps_ahead(prefetch)
-        # Every gather waits for the interpreter once it is done: some steps at a time where they are small.
-        # Memory that others lend for batches is used again the sooner the less of it is out.
+        # Small steps are gathered several at a time, because each gather waits for the interpreter when it ends.
+        # With another allocator fewer steps are gathered at once, so that its memory is reused sooner.
         most = _TOGETHER_BYTES if allocate is np.empty else _LENT_BYTES
         fit = most // max(1, self._bytes_per_step)
         self._together = 1 if self._prefetch else max(1, min(_TOGETHER_STEPS, fit))
         self._watchdog = Watchdog(setup, resources, len(lanes), self._work)
         self._process = os.getpid()
         self._stopping = threading.Event()
-        self._current: StepGroup | None = None  # the group that is gathered or waited for
+        self._current: StepGroup | None = None  # the group that is being gathered or awaited
         self._loop = resources.window.begin_loop()
         epochs = _and_after(numbers, setup.plan) if goes_on else iter([numbers])
         self._groups = self._behind("plan", self._planned(epochs), 1, "plan")
@@ -117,12 +118,12 @@ class Pipeline:
         self._output: Iterator[StepBatches] = self._steps() if self._ahead is None else self._ahead
         self._taken = to_device(self, self._outputs())
         self._next: StepBatches | None = None
-        self._waited_s = 0.0  # for the next one
+        self._waited_s = 0.0  # seconds that the next step was waited for
         self._error: Exception | None = None
         resources.close_pipeline = self.close
 
     def _steps_ahead(self, changed: int) -> int:
-        """How many finished steps may wait; 0 where each is gathered in the trainer's own `next`."""
+        """Return how many finished steps may wait; 0 to gather each step in the trainer's own `next`."""
         chosen = self._setup.config.prefetch
         if chosen is None:
             schema, fields = self._setup.sources.schema, self._setup.fields
@@ -166,7 +167,7 @@ class Pipeline:
                 self._next = next(self._taken, None)
             except BaseException as error:
                 if self._stopping.is_set() and isinstance(error, Exception):
-                    return None  # another thread has closed it, and cancelled what this one waited for
+                    return None  # another thread has closed the pipeline during the wait
                 self._error = error if isinstance(error, Exception) else _interrupted(error)
                 self.close()
                 raise
@@ -176,7 +177,7 @@ class Pipeline:
         return self._next
 
     def take(self) -> StepBatches | None:
-        """Return the next step, which is the trainer's from now on, and count it."""
+        """Remove the next step, count it and return it; None as in `peek`."""
         one, self._next = self.peek(), None
         if one is not None:
             self._counts.last_wait_s = self._waited_s
@@ -191,17 +192,17 @@ class Pipeline:
 
     @property
     def queued_groups(self) -> int:
-        """Groups planned ahead."""
+        """Number of groups planned ahead."""
         return len(self._groups)
 
     @property
     def queued_steps(self) -> int:
-        """Finished steps that wait for the trainer."""
+        """Number of finished steps that wait for the trainer."""
         return 0 if self._ahead is None else len(self._ahead)
 
     @property
     def prefetch(self) -> int:
-        """How many finished steps may wait; 0 where steps are gathered when they are asked for."""
+        """Number of finished steps that may wait; 0 if steps are gathered on request."""
         return 0 if self._ahead is None else self._ahead.depth
 
     @prefetch.setter
@@ -210,9 +211,9 @@ class Pipeline:
             self._ahead.depth = max(1, value)
 
     def close(self) -> None:
-        """Stop the threads, drop what was made ahead; may be called twice and from any thread."""
+        """Stop the threads and drop finished steps; may be called twice and from any thread."""
         if self._process != os.getpid():
-            return  # a forked child has none of the threads, and perhaps their locks as they were held
+            return  # a forked child has no threads, and their locks may be held for ever
         self._stop()
         if self._ahead is not None:
             self._ahead.close()
@@ -234,10 +235,7 @@ class Pipeline:
     # ---- plan and load
 
     def _planned(self, epochs: Iterator[range]) -> Iterator[GroupBlocks]:
-        """Groups of steps, handed on before their blocks are loaded.
-
-        These are loaded while the steps are worked: as early as there is room, in the order of first need.
-        """
+        """Yield groups of steps whose blocks are queued; block threads load them in order of first use."""
         size = 1  # the first batch waits for one step
         for left in epochs:
             self._resources.window.begin_epoch()
@@ -263,7 +261,7 @@ class Pipeline:
         return found
 
     def _admit(self, planned: StepGroup) -> tuple[GroupBlocks, StepGroup | None]:
-        """As many steps as there is room for, and the others."""
+        """Queue the blocks of as many steps as fit into memory; return these steps, and the rest or None."""
         window = self._resources.window
         sizes, own, held = window.sizes(planned)
         steps, needed = steps_that_fit(planned, sizes, held, window.budget)
@@ -272,19 +270,19 @@ class Pipeline:
                 return self._admit(planned)
             self._watchdog.over_memory(planned.numbers[0], needed)
         group, rest = planned.split(steps)
-        count = len(group.blocks)  # they are in the order of first need
+        count = len(group.blocks)  # blocks are ordered by first use, so the first ones belong to `group`
         admitted = window.admit(group, sizes[:count], own[:count])
         return GroupBlocks(window, group, admitted, self._stopping.is_set), rest
 
     # ---- gather and transform
 
     def _steps(self) -> Iterator[StepBatches]:
-        """Steps in order; where rows are decoded, finished while workers have those after them."""
+        """Yield steps in order; if rows are decoded, workers decode the following steps meanwhile."""
         if self._work is None:
             for gathered in self._gathered():
                 ready = [self._handed_on(one) for one in reversed(gathered)]
                 gathered.clear()
-                while ready:  # a batch that the trainer lets go of is nobody's
+                while ready:  # pop, so that a batch is freed when the trainer drops it
                     yield ready.pop()
             return
         ahead = min(self._prefetch, self._work.steps_ahead(self._rows_per_step))
@@ -310,7 +308,7 @@ class Pipeline:
                     done = self._finish(begun[0])
                     begun.popleft()
                     yield done
-                    del done  # the trainer may let go of it
+                    del done  # so that the trainer's reference is the last one
                 if one is None:
                     break
         finally:
@@ -335,9 +333,9 @@ class Pipeline:
                 yield _BegunStep(step, rows, begun, lane_counts)
 
     def _gathered(self) -> Iterator[list[_GatheredStep]]:
-        """Steps in order, some at a time, as soon as their blocks are there."""
+        """Yield gathered steps in order, several at a time, as soon as their blocks are loaded."""
         setup, stall_s = self._setup, self._setup.config.stall_s
-        short = self._most_steps  # first batches would wait for planning far ahead
+        short = self._most_steps  # planning far ahead at first would delay the first batches
         for needed in self._groups:
             self._current = group = needed.group
             short -= len(group.numbers)
@@ -360,7 +358,7 @@ class Pipeline:
         ends = list(accumulate(lane_counts.ravel().tolist(), initial=borders[0])) if by_cell else borders
         lanes = self.lanes if by_cell else [-1]
         parts = [
-            # copies: a batch that is kept keeps no other step of its group
+            # copies, so that a batch does not keep the arrays of the whole group alive
             (lane, *split(fields), group.samples[a:b].copy(), group.slots[a:b].copy())
             for lane, fields, (a, b) in zip(cycle(lanes), needed.take(steps, ends, rows), pairwise(ends))
         ]
@@ -374,13 +372,13 @@ class Pipeline:
         ]
 
     def _handed_on(self, gathered: _GatheredStep) -> StepBatches:
-        """A step of which nothing but rows as they are stored is wanted."""
+        """Return a step whose rows need no decoding and no transform."""
         step, rows, lane_counts, parts = gathered
         weight = self._weight(step, rows)
         return _together(step, [self._batch(step, weight, *part) for part in parts], lane_counts, [])
 
     def _finish(self, begun: _BegunStep) -> StepBatches:
-        """The step as it goes to the trainer; steps are finished in the order in which they were begun."""
+        """Return a step after decoding and transforms; steps are finished in the order in which they were begun."""
         work, weight, batches = self._work, self._weight(begun.step, begun.rows), []
         assert work is not None, "somebody has the rows"
         for lane, part in begun.parts:
@@ -408,7 +406,7 @@ class Pipeline:
 
 
 def _and_after(numbers: range, plan: Plan) -> Iterator[range]:
-    """These steps of an epoch, and all of each that follows."""
+    """Yield these steps of an epoch, then the steps of each following epoch."""
     while numbers:
         yield numbers
         numbers = range(numbers.stop, plan.epoch_bounds(numbers.stop)[1])

@@ -1,7 +1,7 @@
-"""What block_rows.c does, in Python and numpy: the same results without a compiler, in twice the time or more.
+"""The functions of block_rows.c in Python and numpy: the same results without a compiler, in up to twice the time.
 
-Rows of one size are gathered from the address space itself, one overlapping array of items over the whole of it:
-`numpy.take` takes from one array, and a batch comes from dozens of blocks.
+A batch comes from dozens of blocks, but numpy indexes one array at a time. Rows of one size are therefore taken from an
+array of overlapping items that spans the whole address space.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["COPIED", "Loads", "bytes_at", "copy_rows", "decimals_at", "gather_ro
 Int64s = NDArray[np.int64]
 
 COPIED = 0
-_PLACED = -24  # as gather.py has it
+_PLACED = -24  # gather.PLACED
 _FIRST_ADDRESS = 1 << 12  # the zero page is never mapped
 _ADDRESSES = 1 << 47  # user addresses on x86-64 and on arm64 with 4-level tables
 _MAX_ITEM = 1 << 15  # bytes of an item; times the addresses must stay below 2**63
@@ -29,7 +29,7 @@ _DECIMAL = re.compile(rb"0|-?[1-9][0-9]{0,17}")
 
 
 class Loads:
-    """As block_rows.pyi says; every job is the caller's, who reads and verifies blocks by way of Python anyway."""
+    """See block_rows.pyi; here `work` returns every job to the caller, which reads and verifies the block in Python."""
 
     def __init__(self, width: int, timed: bool = False) -> None:
         self._changed = threading.Condition()
@@ -133,7 +133,7 @@ class Loads:
 
 
 def copy_rows(target: NDArray[Any], addresses: Int64s, sizes: Int64s | int, /) -> None:
-    """As block_rows.pyi says."""
+    """See block_rows.pyi."""
     if isinstance(sizes, int) and 0 < sizes <= _MAX_ITEM:
         items = _address_space(sizes)[addresses - _FIRST_ADDRESS]
         target.reshape(-1).view(np.uint8)[:] = items.view(np.uint8)
@@ -148,10 +148,10 @@ def copy_rows(target: NDArray[Any], addresses: Int64s, sizes: Int64s | int, /) -
 def gather_rows(
     targets: list[NDArray[Any]], facts: Int64s, which: Int64s, row: Int64s, columns: tuple[int, ...], /
 ) -> int:
-    """As block_rows.pyi says."""
+    """See block_rows.pyi."""
     parts = len(targets) // len(columns)
     found = []
-    for column in columns:  # all, before any is copied
+    for column in columns:  # check all fields before any row is copied
         rows, values, data, pitch = facts[which][:, [0, 1 + 4 * column, 3 + 4 * column, 4 + 4 * column]].T
         placed = pitch == _PLACED
         if bool(((row < 0) | (row >= rows) | ((pitch < 0) & ~placed)).any()):
@@ -171,21 +171,21 @@ def gather_rows(
 
 @lru_cache(maxsize=64)
 def _address_space(item: int) -> NDArray[np.void]:
-    """All addresses as overlapping items of `item` bytes; element a is the item that begins at address a + 4096."""
+    """Return the address space as an array of overlapping items; element a is `item` bytes at address a + 4096."""
     space = (ctypes.c_char * (_ADDRESSES - _FIRST_ADDRESS)).from_address(_FIRST_ADDRESS)
     count = _ADDRESSES - _FIRST_ADDRESS - item
     return np.ndarray((count,), dtype=np.dtype((np.void, item)), buffer=memoryview(space), strides=(1,))
 
 
 def bytes_at(addresses: Int64s, sizes: Int64s, /) -> list[bytes]:
-    """As block_rows.pyi says."""
+    """See block_rows.pyi."""
     return list(map(ctypes.string_at, addresses.tolist(), sizes.tolist()))
 
 
 def objects_of(
     facts: Int64s, which: Int64s, row: Int64s, column: int, text: bool, /
 ) -> list[bytes] | list[str]:
-    """As block_rows.pyi says; no rows are objects already."""
+    """See block_rows.pyi; no rows are read into objects in advance."""
     values, ends, data = facts[which, 1 + 4 * column : 4 + 4 * column].T
     spans = np.empty((2, len(row)), np.int64)
     copy_rows(spans, np.concatenate([values + 8 * row, ends + 8 * row]), 8)
@@ -194,7 +194,7 @@ def objects_of(
 
 
 def decimals_at(addresses: Int64s, sizes: Int64s, /) -> bytes | None:
-    """As block_rows.pyi says."""
+    """See block_rows.pyi."""
     texts = bytes_at(addresses, sizes)
     if not all(map(_DECIMAL.fullmatch, texts)):
         return None

@@ -1,4 +1,4 @@
-"""Which rank of how many this process is, found and never guessed, and whether so many can share the lanes."""
+"""Rank and world size of this process, and the checks that its ranks can share the lanes."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ __all__ = [
     "ranks_beside",
 ]
 
-# Launchers that start several processes but leave RANK unset: a lone default of rank 0 of 1 would train every
-# process on all data.
+# Launchers that start several processes but may leave RANK unset. With a default of rank 0 of 1 every process would
+# train on all data.
 _LAUNCHERS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS")
 
 
-# What torch's own trainers call the dimensions over which data is dealt.
+# Names of data-parallel mesh dimensions in torch's own trainers.
 _DATA_PARALLEL = frozenset(
     {"dp", "ddp", "fsdp", "data", "dp_replicate", "dp_shard", "replicate", "shard", "batch"}
 )
@@ -41,29 +41,29 @@ _RANK, _WORLD = Range(0, 2**31 - 1), Range(1, 2**31 - 1)
 
 
 class Topology(NamedTuple):
-    """This process in the world, in torch's words."""
+    """Rank and world size of this process, as torch defines them."""
 
     rank: int
     world: int
-    source: str  # where it was found, for messages
+    source: str  # where the numbers come from, for messages
 
     @property
     def is_shared(self) -> bool:
-        """Whether the other ranks can be talked to through torch's process group."""
+        """True if the ranks can communicate through torch's process group."""
         return self.source in ("the process group", "the device mesh")
 
 
 def find_topology(
     rank: int | None, world: int | None, environ: Mapping[str, str] | None = None, mesh: Any = None
 ) -> Topology:
-    """Rank and world from the arguments, else the process group, else RANK and WORLD_SIZE, else a lone process.
+    """Return rank and world size from the arguments, the process group, or RANK and WORLD_SIZE, in this order.
 
-    With `mesh`, a torch DeviceMesh, the data-parallel coordinate takes the place of the rank: ranks that differ in
-    tensor, pipeline or context parallelism only read the same cells.
+    Without any of them this is the only process, rank 0 of 1. With `mesh`, a torch DeviceMesh, the data-parallel
+    coordinate is the rank, so ranks that differ only in tensor, pipeline or context parallelism read the same cells.
 
     Raises:
-        ConfigurationError: two of these contradict each other, one number of a pair is missing, or a launcher
-            started several processes without saying which one this is.
+        ConfigurationError: two sources contradict each other, one number of a pair is missing, or a launcher started
+            several processes without setting their ranks.
     """
     environ = os.environ if environ is None else environ
     if mesh is not None:
@@ -94,7 +94,11 @@ def find_topology(
 
 
 def check_chosen(lanes: int, chosen: Sequence[int]) -> list[int]:
-    """Lanes that a caller names, ascending."""
+    """Return the lanes chosen by the caller, ascending.
+
+    Raises:
+        ConfigurationError: they are not distinct numbers from 0 to `lanes` − 1.
+    """
     try:
         own = sorted(int(Range(0, lanes - 1).check("lanes", lane)) for lane in chosen)
     except TypeError:  # no sequence
@@ -105,7 +109,7 @@ def check_chosen(lanes: int, chosen: Sequence[int]) -> list[int]:
 
 
 def check_shares(plan: Plan, world: int, *, uneven: bool) -> None:
-    """Whether so many ranks can share the lanes; equally, unless `uneven`."""
+    """Raise ConfigurationError unless `world` ranks can share the lanes, in equal parts unless `uneven`."""
     lanes = plan.lanes
     if world > lanes:
         raise ConfigurationError(
@@ -126,11 +130,11 @@ def check_shares(plan: Plan, world: int, *, uneven: bool) -> None:
 
 
 class Holders(NamedTuple):
-    """Caches of other nodes that this one may read.
+    """Caches of other nodes that this node may read.
 
     Attributes:
-        urls: of their servers.
-        lanes: lane → numbers of those to ask for its blocks, in this order.
+        urls: URLs of their servers.
+        lanes: lane → indices into `urls` of the caches to ask for its blocks, in this order.
     """
 
     urls: Sequence[str]
@@ -139,13 +143,13 @@ class Holders(NamedTuple):
 
 @dataclass(frozen=True)
 class Dealt:
-    """Lanes as ranks begin with them.
+    """The distribution of lanes to ranks at the start.
 
     Attributes:
-        assignment: by data-parallel rank.
-        nodes: the node of each rank; empty where nobody said.
-        nearby: node → int64[lanes], bytes of each lane that lie there; the leader's, empty elsewhere.
-        holders: where nodes share their caches.
+        assignment: lanes of each data-parallel rank.
+        nodes: the node of each rank; empty if unknown.
+        nearby: node → int64[lanes], bytes of each lane stored there; empty except on the leader.
+        holders: caches that this node may read; None if nodes do not share their caches.
     """
 
     assignment: Assignment
@@ -155,7 +159,7 @@ class Dealt:
 
 
 def fixed_shares(plan: Plan, world: int, given: object = None) -> Dealt:
-    """Lanes without asking anybody: an Assignment that was given, else fixed shares."""
+    """Return the given Assignment, or fixed shares without one; no communication is needed."""
     if not isinstance(given, Assignment):
         return Dealt(assign(plan.lanes, world))
     if (len(given.owner), given.ranks) != (plan.lanes, world):
@@ -172,7 +176,7 @@ def _has_short_step(plan: Plan) -> bool:
 
 
 def ranks_beside(environ: Mapping[str, str] | None = None) -> int:
-    """How many ranks share this machine, this one among them, as torchrun sets it; 1 where nobody says."""
+    """Return the number of ranks on this machine, this one included, from torchrun's LOCAL_WORLD_SIZE; 1 if unset."""
     told = (os.environ if environ is None else environ).get("LOCAL_WORLD_SIZE", "")
     return max(1, int(told)) if told.isdecimal() else 1
 
@@ -186,7 +190,7 @@ def _from_arguments(rank: int | None, world: int | None) -> Topology | None:
 
 
 def _from_mesh(mesh: Any) -> Topology:
-    """The coordinate over the mesh's data-parallel dimensions, the outer one first."""
+    """Return the coordinate over the mesh's data-parallel dimensions, the outermost dimension first."""
     names = tuple(mesh.mesh_dim_names or ())
     chosen = [d for d in range(mesh.ndim) if mesh.ndim == 1 or (names and names[d] in _DATA_PARALLEL)]
     if not chosen:
