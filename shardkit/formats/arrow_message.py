@@ -1,7 +1,7 @@
 """A bounds-checked reader of the FlatBuffers metadata of Arrow IPC record batches.
 
-It sees the bytes before pyarrow does, so that no made-up length reaches an allocation. Sources: FlatBuffers
-internals (tables, vtables, vectors); Arrow columnar format, Message.fbs, Schema.fbs and File.fbs.
+Lengths are validated here before anything is allocated by them. Sources: FlatBuffers internals (tables, vtables,
+vectors); Arrow columnar format, Message.fbs, Schema.fbs and File.fbs.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import NamedTuple
 from shardkit.errors import FormatError
 
 FILE_MAGIC = b"ARROW1"
-"""Begins and ends an Arrow IPC file (Arrow columnar format, "IPC File Format")."""
+"""First and last bytes of an Arrow IPC file (Arrow columnar format, "IPC File Format")."""
 
 CONTINUATION = b"\xff\xff\xff\xff"
-"""Stands before the length of every message."""
+"""Marker before the length of every message."""
 
 END_OF_STREAM = CONTINUATION + bytes(4)
 """A message of length 0."""
@@ -27,23 +27,23 @@ _ZSTD = 1
 
 
 class NumberPlaces(NamedTuple):
-    """Where numbers lie behind the 8 bytes of prefix, by which two messages of one schema and writer may differ."""
+    """Offsets, after the 8-byte prefix, of the numbers that differ between messages of one schema and writer."""
 
     rows: int | None
     body: int | None
-    nodes: slice  # each (items, nulls), two int64
-    buffers: slice  # each (offset, length)
+    nodes: slice  # of (items, nulls), two int64 each
+    buffers: slice  # of (offset, length), two int64 each
 
 
 class BatchHeader(NamedTuple):
-    """What the metadata of a record batch says."""
+    """The parsed metadata of a record batch message."""
 
     rows: int
     lengths: tuple[int, ...]  # items of each array, parents first
-    nulls: int  # of all arrays together
-    buffers: tuple[tuple[int, int], ...]  # offset in the body and length of each; inside the body, in order
-    codec: str  # none or zstd; unknown otherwise
-    body_offset: int  # in the message
+    nulls: int  # sum over all arrays
+    buffers: tuple[tuple[int, int], ...]  # (offset in the body, bytes) of each, in order and inside the body
+    codec: str  # none, zstd or unknown
+    body_offset: int  # bytes before the body, prefix included
     message_bytes: int
     places: NumberPlaces
 
@@ -52,7 +52,7 @@ _I8, _U8, _I16, _U16, _I32, _U32, _I64 = map(struct.Struct, ("<b", "<B", "<h", "
 
 
 class MetadataTable:
-    """One FlatBuffers table; every access is inside `data` or a FormatError."""
+    """One FlatBuffers table; an access outside `data` raises FormatError."""
 
     def __init__(self, data: memoryview, position: int) -> None:
         self._data = data
@@ -70,22 +70,22 @@ class MetadataTable:
         raise FormatError(f"arrow metadata: a reference to {position} leaves its {len(self._data)} bytes")
 
     def place(self, slot: int) -> int | None:
-        """Where a field lies; None where it is absent."""
+        """Return the offset of a field, or None if it is absent."""
         offset = self._offsets[slot] if slot < len(self._offsets) else 0
         return self._position + offset if offset else None
 
     def number(self, slot: int, layout: struct.Struct) -> int:
-        """Scalar field, 0 where absent (the default of every field read here)."""
+        """Return a scalar field; 0 if it is absent, which is the default of every field read here."""
         place = self.place(slot)
         return 0 if place is None else self._read(layout, place)
 
     def table(self, slot: int) -> MetadataTable | None:
-        """Field that refers to another table."""
+        """Return the table that a field refers to, or None."""
         place = self.place(slot)
         return None if place is None else MetadataTable(self._data, place + self._read(_U32, place))
 
     def structs(self, slot: int, width: int) -> slice:
-        """Where the items of a vector of structs of `width` bytes lie; empty where it is absent."""
+        """Return the range of a vector of structs of `width` bytes; empty if it is absent."""
         place = self.place(slot)
         if place is None:
             return slice(0, 0)
@@ -97,7 +97,11 @@ class MetadataTable:
 
 
 def read_batch_header(message: memoryview) -> BatchHeader:
-    """Header of the encapsulated record batch message at the start of `message`, which may be longer."""
+    """Parse the header of the record batch message at the start of `message`, which may be longer.
+
+    Raises:
+        FormatError: The metadata is not a plain record batch, or refers to bytes outside of `message`.
+    """
     header = read_batch_head(message)
     if header.message_bytes > len(message):
         raise FormatError(f"arrow message: {header.message_bytes} bytes in a message of {len(message)}")
@@ -105,16 +109,16 @@ def read_batch_header(message: memoryview) -> BatchHeader:
 
 
 def read_batch_head(message: memoryview) -> BatchHeader:
-    """The same of a message that may be cut off in its body: nothing of that is read."""
+    """Parse the header of a message whose body may be cut off."""
     length = int.from_bytes(message[4:8], "little")
     if len(message) < 8 or message[:4] != CONTINUATION or length % 8 or not 8 <= length <= len(message) - 8:
         raise FormatError(f"arrow message: prefix {bytes(message[:8]).hex()} of {len(message)} bytes")
     return _read_metadata(bytes(message[8 : 8 + length]))
 
 
-@lru_cache(maxsize=64)  # blocks of fixed-size rows have the same metadata again and again
+@lru_cache(maxsize=64)  # blocks of fixed-size rows share their metadata
 def _read_metadata(data: bytes) -> BatchHeader:
-    """The header whose metadata, behind the 8 bytes of prefix, is `data`."""
+    """Parse the metadata that follows the 8-byte prefix."""
     metadata = memoryview(data)
     root = MetadataTable(metadata, int.from_bytes(metadata[:4], "little"))
     version, kind = root.number(0, _I16), root.number(1, _U8)
@@ -154,7 +158,7 @@ def _check_buffers(buffers: tuple[tuple[int, int], ...], body: int) -> None:
 
 
 def raw_message_bytes(header: BatchHeader, message: memoryview) -> int:
-    """Bytes that the message would have without compression; buffers padded to 8 as pyarrow does."""
+    """Return the size of the message without compression, with buffers padded to 8 bytes as pyarrow does."""
     if header.codec == "none":
         return header.message_bytes
     total = header.body_offset
@@ -166,9 +170,10 @@ def raw_message_bytes(header: BatchHeader, message: memoryview) -> int:
 
 
 def compressed_buffer(header: BatchHeader, message: memoryview, number: int) -> tuple[int | None, memoryview]:
-    """Of a buffer of a compressed message that is not empty: the bytes that it declares, and what lies behind that.
+    """Split a buffer of a compressed message, which must not be empty.
 
-    None where those behind it are not compressed.
+    Returns:
+        The declared uncompressed size (None if the buffer is not compressed), and the bytes after it.
     """
     offset, length = header.buffers[number]
     start = header.body_offset + offset
@@ -179,7 +184,7 @@ def compressed_buffer(header: BatchHeader, message: memoryview, number: int) -> 
 
 
 def file_head_size(data: memoryview) -> int:
-    """Bytes of magic and schema message at the start of an Arrow IPC file."""
+    """Return the size of magic and schema message at the start of an Arrow IPC file."""
     length = int.from_bytes(data[12:16], "little")
     if (
         len(data) < 16

@@ -1,8 +1,8 @@
 """Reading blocks of the `arrow` format: record batch messages of an Arrow IPC file (SPEC.md §4).
 
-Buffers are found by our own bounds-checked reader of the metadata, compared with the schema of the index, and viewed by
-numpy. Buffers of the requested columns are decompressed after every declared length has been bounded. The schema in the
-file is never used.
+The metadata is parsed by `arrow_message`, and its arrays and buffers are compared with the schema of the index. Columns
+are numpy views of the buffers. Buffers of the requested columns are decompressed after every declared length has been
+validated. The schema in the file is never used.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ _EMPTY = np.empty(0, np.uint8)
 
 
 def _aligned(stored: memoryview) -> NDArray[np.uint8]:
-    """`stored` as bytes, or a copy where it does not begin at a multiple of 8, as FlatBuffers and Arrow need it."""
+    """Return `stored` as an array that begins at a multiple of 8, as FlatBuffers and Arrow need; copy if necessary."""
     array = np.frombuffer(stored, np.uint8)
     return array if array.__array_interface__["data"][0] % 8 == 0 else array.copy()
 
 
 class BatchReader:
-    """Columns of one record batch message, each decoded when it is asked for.
+    """Columns of one record batch message, each decoded on request.
 
-    What the metadata declares is checked at once: kinds, numbers and order of arrays and buffers, sizes. What only the
-    bytes of a column can say (offsets, UTF-8) is checked with the column.
+    The constructor checks the metadata: number, order and sizes of arrays and buffers. Offsets and UTF-8 are checked
+    when the column is decoded.
 
     Args:
-        stored: The message, its digest checked.
-        schema: The index's schema; that of the file is never asked.
-        codec: ``none`` or ``zstd``, as the index says.
-        rows: Rows that the index counts.
-        raw_size: Bytes that the index declares; nothing beyond it is allocated.
-        columns: Those that will be asked for, the keys by their name; others are not decompressed. All where None.
+        stored: The message; its digest has been checked.
+        schema: Schema of the index.
+        codec: ``none`` or ``zstd``, from the index.
+        rows: Number of rows in the index.
+        raw_size: Raw size of the block in the index; no more is allocated.
+        columns: Columns that will be requested, with `KEY_FIELD` for the keys; others are not decompressed. None: all.
 
     Raises:
-        FormatError: not the message that `ArrowEncoder` writes for this schema.
+        FormatError: `stored` is not a message that `ArrowEncoder` writes for this schema.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class BatchReader:
         if codec == "none":
             self._spans, self._plain = header.buffers, message[header.body_offset :]
             self._decompressed: dict[int, NDArray[np.uint8]] | None = None
-        else:  # now, and not when a column is asked for: these bytes have just been verified
+        else:  # decompressed at once, because the caller has just verified these bytes
             self._decompressed = {}
             for name in self._places if columns is None else columns:
                 _, first = self._places[name]
@@ -82,11 +82,16 @@ class BatchReader:
                         self._decompressed[number] = _decompressed(message.data, header, number)
 
     def keys(self, *, checked_later: bool = False) -> VariableColumn:
-        """The keys; `checked_later` where the caller compares them with ones that are known to be text."""
+        """Return the keys; with `checked_later` the caller compares them with known text, so UTF-8 is not checked."""
         return self._variable(KEY_FIELD, _BYTES if checked_later else _TEXT)
 
     def column(self, name: str) -> Column:
-        """A stored column of the schema."""
+        """Decode one column of `Schema.stored`.
+
+        Raises:
+            FormatError: The buffers are not valid for the type.
+            UsageError: The column was not requested in the constructor.
+        """
         if name in self._presence:
             return FixedColumn(self._present(name))
         kind = self._schema[name]
@@ -107,7 +112,7 @@ class BatchReader:
         return _counts(_BYTES if name == KEY_FIELD else self._schema[name])[1]
 
     def _present(self, name: str) -> NDArray[np.bool_]:
-        """Which rows of an optional field have a value; Arrow leaves the bitmap out where all have."""
+        """Return a mask of the rows with a value; Arrow omits the bitmap if all rows have one."""
         _, buffer = self._places[name]
         if not len(self._buffer(buffer)):
             return _read_only(np.ones(self._rows, np.bool_))
@@ -119,7 +124,9 @@ class BatchReader:
             self._no_bitmap(buffer, name)
         offsets = self._offsets(buffer + 1, name)
         data = self._take(buffer + 2, int(offsets[-1]), name)
-        if kind.kind in ("str", "json") and len(data) and int(data.max()) >= 128:  # ASCII may be cut anywhere
+        if (
+            kind.kind in ("str", "json") and len(data) and int(data.max()) >= 128
+        ):  # ASCII is valid wherever it is cut
             check_text(data, offsets[:-1], offsets[1:], name)
         return VariableColumn(data, offsets[:-1], offsets[1:], kind)
 
@@ -155,7 +162,7 @@ class BatchReader:
     def _offsets(self, number: int, name: str) -> NDArray[np.int64]:
         raw = self._take(number, 8 * (self._rows + 1), name)
         offsets: NDArray[np.int64] = raw.view("<i8")
-        # A last offset beyond the data is refused where the data is taken; in between they may not fall.
+        # A last offset beyond the data is refused when the data is taken.
         if offsets[0] != 0 or bool((offsets[1:] < offsets[:-1]).any()):
             raise FormatError(f"arrow column {name!r}: offsets do not ascend from 0")
         if int(offsets[-1]) > 2**40:
@@ -170,7 +177,7 @@ class BatchReader:
 
 
 def _checked_header(message: memoryview, codec: str, rows: int, raw_size: int) -> BatchHeader:
-    """The header of a message, seen to be what the index says."""
+    """Return the header of a message after comparing it with the index."""
     header = read_batch_header(message)
     if header.message_bytes != len(message) or header.rows != rows or header.codec != codec:
         raise FormatError(
@@ -188,25 +195,29 @@ def _checked_header(message: memoryview, codec: str, rows: int, raw_size: int) -
 def message_layout(
     message: memoryview, schema: Schema, fields: Sequence[str], codec: str
 ) -> NDArray[np.int64] | None:
-    """How to find columns in messages of the same schema and writer without a reader of FlatBuffers (block_rows.c).
+    """Return the layout of messages of one schema and writer, so that C can read them without FlatBuffers (block_rows.c).
 
     Args:
-        message: begins with one of them, and may be cut off in its body. Nobody has verified it: what is read by the
-            layout has to equal its metadata but for the numbers named here.
-        schema: of the messages.
-        fields: whose columns are asked for.
-        codec: ``none`` or ``zstd``, as the index says.
+        message: An example, whose body may be cut off. It need not be verified: the metadata of every message read by
+            the layout must equal its metadata, except for the masked numbers.
+        schema: Schema of the messages.
+        fields: Fields to read.
+        codec: ``none`` or ``zstd``, from the index.
 
     Returns:
-        Bytes of metadata with prefix; bytes beyond the raw size that decompressed columns need, each of their buffers
-        at a multiple of 64; where the number of rows and that of bytes of the body lie; where nodes lie, and how many;
-        where buffers lie, and how many; how many fields. Of each node items for a row, -1 if any. Of each field: the
-        first of its buffers that must be empty, and how many; the buffer of values, or of offsets; of those of data,
-        or -1; bytes of an item; its node of items, or -1 if there is none. Then the metadata, and a mask that is 0 at
-        those numbers, each filled up to 8 bytes. None where a column needs a closer look: bits, presence.
+        None if a field is optional or bool, which C does not read. Otherwise int64 values:
+
+        * bytes of prefix and metadata; bytes of padding for decompressed buffers at multiples of 64; offset of the
+          number of rows; offset of the body size; offset and number of nodes; offset and number of buffers; number of
+          fields;
+        * for each node, items per row, or -1 if they vary;
+        * for each field, the first of its buffers that must be empty and their number; the buffer of values or offsets;
+          the buffer of data, or -1; bytes per item; the node of its items, or -1;
+        * prefix and metadata; a mask of the same size that is 0 at the offsets above and at nodes and buffers, and 255
+          elsewhere; both padded to 8 bytes.
 
     Raises:
-        FormatError: not the metadata that `ArrowEncoder` writes for this schema.
+        FormatError: The metadata is not what `ArrowEncoder` writes for this schema.
     """
     kinds = [schema.stored[name] for name in fields]
     if any(kind.optional or kind.dtype == "bool" for kind in kinds):
@@ -244,11 +255,11 @@ def message_layout(
     return np.concatenate([np.array(layout + per_row + places, np.int64), head.view("<i8"), mask.view("<i8")])
 
 
-@lru_cache(maxsize=64)  # most blocks have the metadata of another
+@lru_cache(maxsize=64)  # most blocks share their metadata with others
 def _places(
     rows: int, lengths: tuple[int, ...], nulls: int, buffers: int, schema: Schema
 ) -> dict[str, tuple[int, int]]:
-    """First (array, buffer) of each column, the keys first."""
+    """Return the first (array, buffer) of each column, the keys first."""
     if nulls and schema.stored is schema:
         raise FormatError("arrow message: a column declares nulls")
     array, buffer = 1, 3
@@ -271,7 +282,7 @@ def _places(
 
 
 def _counts(kind: FieldType) -> tuple[int, int]:
-    """(arrays, buffers) of a column."""
+    """Return the number of (arrays, buffers) of a column."""
     if kind.is_opaque:
         return 1, 3
     return (2, 4) if kind.kind == "ragged" else (1 + len(kind.shape), 2 + len(kind.shape))
@@ -288,7 +299,7 @@ def _expect_bytes(found: int, expected: int, name: str) -> None:
 
 
 def _decompressed(message: memoryview, header: BatchHeader, number: int) -> NDArray[np.uint8]:
-    """One zstd buffer, in memory of its own; all lengths have been seen to lie in the message."""
+    """Return a decompressed copy of one buffer, whose length has been checked."""
     if not header.buffers[number][1]:
         return _EMPTY
     raw, data = compressed_buffer(header, message, number)

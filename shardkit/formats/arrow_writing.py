@@ -1,4 +1,4 @@
-"""Fields as Arrow has them: the schema of a shard, its blocks as messages of an IPC file (SPEC.md §4), tables."""
+"""Arrow schemas, arrays and tables of fields; blocks as messages of an Arrow IPC file (SPEC.md §4)."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ _NO_BITS = np.empty(0, np.uint8)
 
 
 def arrow_item_type(kind: FieldType) -> Any:
-    """The Arrow type of one number of a field."""
+    """Return the Arrow type of one item of a field."""
     return pa.bool_() if kind.dtype == "bool" else pa.from_numpy_dtype(kind.numpy_dtype)
 
 
 def arrow_type(kind: FieldType) -> Any:
-    """The Arrow type of a field in a shard; no level inside of it is nullable."""
+    """Return the Arrow type of a field in a shard; no level inside of it is nullable."""
     if kind.logical is not None and kind.logical.kind != "decimal":
         return kind.logical.arrow_type
     if kind.is_opaque:
@@ -57,7 +57,7 @@ def arrow_type(kind: FieldType) -> Any:
 
 
 def table_type(kind: FieldType) -> Any:
-    """The Arrow type of a field for whoever computes with it: what is packed in shards is nested lists."""
+    """Return the Arrow type of a field in tables, where packed fields are nested lists and decimals are decimal128."""
     items = kind.items
     if kind.logical is not None:
         return kind.logical.arrow_type
@@ -73,9 +73,12 @@ def table_type(kind: FieldType) -> Any:
 
 
 def arrow_schema(schema: Schema, *, keys: bool = True, packed: bool = True) -> Any:
-    """Key column, where wanted, then the fields; the shardkit schema and format version are in its metadata.
+    """Return the Arrow schema of a shard or table; its metadata has the shardkit schema and the format version.
 
-    `packed` as shards have it; otherwise of `record_batch`.
+    Args:
+        schema: Fields.
+        keys: Begin with the key column.
+        packed: Use the types of shards (`arrow_type`); otherwise the types of `record_batch` (`table_type`).
     """
     type_of = arrow_type if packed else table_type
     fields = [pa.field(KEY_FIELD, pa.large_string(), nullable=False)] if keys else []
@@ -87,7 +90,7 @@ def arrow_schema(schema: Schema, *, keys: bool = True, packed: bool = True) -> A
 
 
 class _Chunks:
-    """The file object that pyarrow writes to: keeps the pieces until a block is complete."""
+    """The file object that pyarrow writes to; collects the pieces of a block."""
 
     closed = False
 
@@ -99,10 +102,10 @@ class _Chunks:
         return len(data)
 
     def flush(self) -> None:
-        """Nothing is buffered elsewhere."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""
 
     def take(self) -> bytes:
         taken = b"".join(self._pieces)
@@ -111,7 +114,7 @@ class _Chunks:
 
 
 class ArrowEncoder:
-    """Rows to stored record batch messages, written by pyarrow's own file writer."""
+    """Encode rows as record batch messages with the file writer of pyarrow."""
 
     def __init__(self, schema: Schema, compression: str) -> None:
         self._fields = schema
@@ -137,7 +140,7 @@ class ArrowEncoder:
         return self._head
 
     def encode(self, rows: RowBlock) -> tuple[list[EncodedBlock], None, None]:
-        """The messages of some rows; Arrow needs no field offsets."""
+        """Return the messages of the blocks; Arrow needs no field offsets and sizes."""
         return [self._message(rows, start, end) for start, end in pairwise(rows.borders)], None, None
 
     def _message(self, rows: RowBlock, start: int, end: int) -> EncodedBlock:
@@ -158,14 +161,14 @@ class ArrowEncoder:
         return self._take()
 
     def _take(self) -> bytes:
-        # pyarrow writes the head together with whatever comes first.
+        # pyarrow writes the head with the first message, or with the footer if there is none.
         written = self._chunks.take()
         begun, self._begun = self._begun, True
         return written if begun else written[len(self._head) :]
 
 
 def _key_array(keys: Sequence[str]) -> Any:
-    """Keys have a byte for every character: `check_keys`."""
+    """Return the key column; keys are ASCII (`check_keys`)."""
     borders = np.zeros(len(keys) + 1, np.int64)
     np.cumsum(np.fromiter(map(len, keys), np.int64, len(keys)), out=borders[1:])
     buffers = [None, pa.py_buffer(borders), pa.py_buffer("".join(keys).encode("ascii"))]
@@ -178,14 +181,14 @@ def _variable_array(kind: Any, payloads: PayloadColumn, validity: _Validity) -> 
 
 
 class _Validity(NamedTuple):
-    """Which rows of a column have a value: a bitmap, or None where all have."""
+    """The validity bitmap of a column, or None if all rows have a value."""
 
     bits: Any = None
     nulls: int = 0
 
     @classmethod
     def of(cls, presence: PayloadColumn | None) -> _Validity:
-        """From the payloads of the presence column."""
+        """Return the bitmap of a presence column."""
         present = _NO_BITS if presence is None else np.frombuffer(_joined(presence), np.uint8)
         nulls = len(present) - int(np.count_nonzero(present))
         return cls(pa.py_buffer(np.packbits(present, bitorder="little")), nulls) if nulls else cls()
@@ -198,7 +201,7 @@ def _borders(payloads: PayloadColumn) -> NDArray[np.int64]:
 
 
 def _joined(payloads: PayloadColumn) -> Any:
-    """All payloads, one behind the other: a buffer."""
+    """Return all payloads in one contiguous buffer."""
     if isinstance(payloads, JoinedPayloads):
         return payloads.data
     return (
@@ -209,7 +212,17 @@ def _joined(payloads: PayloadColumn) -> Any:
 def arrow_array(
     kind: FieldType, payloads: PayloadColumn, name: str, presence: PayloadColumn | None = None
 ) -> Any:
-    """One field of many rows, from its payloads joined once; shares the memory of those that lie together."""
+    """Return the Arrow array of a column; shares the memory of contiguous payloads.
+
+    Args:
+        kind: Type of the field.
+        payloads: Canonical payloads.
+        name: Field name in messages.
+        presence: Payloads of the presence column of an optional field.
+
+    Raises:
+        SampleError: A payload of text or JSON is not UTF-8.
+    """
     validity = _Validity.of(presence)
     if kind.is_opaque:
         array = _variable_array(arrow_type(kind), payloads, validity)
@@ -244,7 +257,7 @@ def arrow_array(
 
 
 def _nested_array(kind: FieldType, payloads: PayloadColumn, name: str, presence: PayloadColumn | None) -> Any:
-    """`arrow_array` of a packed field, as lists."""
+    """Return the Arrow array of a packed field, as nested lists."""
     validity, items = _Validity.of(presence), kind.items
     sizes: tuple[int, ...]
     assert items is not None, "what is packed has items"
@@ -285,7 +298,7 @@ def _nested_array(kind: FieldType, payloads: PayloadColumn, name: str, presence:
 def _decimal_array(
     kind: FieldType, payloads: PayloadColumn, name: str, presence: PayloadColumn | None
 ) -> Any:
-    """`arrow_array` of decimals, with the 16 bytes that Arrow gives each."""
+    """Return the Arrow array of decimals, widened from 8 bytes to the 16 of decimal128."""
     numbers = arrow_array(replace(kind, logical=None), payloads, name, presence)
     low = np.frombuffer(_joined(payloads), "<i8")
     wide = np.stack([low, low >> 63], axis=1)
@@ -294,11 +307,19 @@ def _decimal_array(
 
 
 def record_batch(block: Block, rows: NDArray[np.int64], schema: Schema, arrow: Any) -> Any:
-    """Some rows of a block, without their keys."""
+    """Return some rows of a block as a record batch without keys.
+
+    Args:
+        block: The block.
+        rows: Row numbers, ascending, at least one.
+        schema: Fields of the batch.
+        arrow: Their Arrow schema (`arrow_schema` without keys, not packed).
+
+    Raises:
+        FormatError: A payload is not valid for its type.
+    """
     run = slice(int(rows[0]), int(rows[-1]) + 1)
-    which = (
-        run if run.stop - run.start == len(rows) else rows
-    )  # neighbours need no copy where they lie together
+    which = run if run.stop - run.start == len(rows) else rows  # a slice of adjacent rows needs no copy
     arrays = []
     for name, kind in schema.items():
         try:
@@ -331,5 +352,5 @@ def _variable(column: VariableColumn, which: slice | NDArray[np.int64]) -> Paylo
 
 
 def _aligned(data: NDArray[np.uint8], item_bytes: int) -> NDArray[np.uint8]:
-    """Readers of Arrow memory may take the address of an item for granted."""
+    """Align the data to its items, because readers of Arrow memory may rely on it."""
     return data if data.ctypes.data % item_bytes == 0 else data.copy()

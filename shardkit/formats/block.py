@@ -1,6 +1,6 @@
-"""Rows in memory, field by field: verified ones as numpy views, and those on their way into a shard.
+"""Blocks of rows in memory, by column: decoded blocks of a shard, and rows to be written.
 
-Encoders take blocks, so that nothing is done row by row that need not be.
+Encoders take whole blocks, so that most work is done on arrays instead of rows.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from .schema import FieldType, Schema, presence_of
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FixedColumn:
-    """A field whose payloads have one size.
+    """A column whose payloads have one size.
 
-    `values` is (rows, *shape) in the field's little-endian dtype; read-only, perhaps strided and unaligned,
-    perhaps a view of the stored block: copy before keeping it.
+    `values` is (rows, *shape) in the little-endian dtype of the field. It is read-only, may be strided and unaligned,
+    and may be a view of the stored block: copy it to keep it.
     """
 
     values: NDArray[Any]
@@ -34,9 +34,9 @@ class FixedColumn:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VariableColumn:
-    """A field whose payloads vary: that of row i is ``data[starts[i]:ends[i]]``.
+    """A column whose payloads vary in size: the payload of row i is ``data[starts[i]:ends[i]]``.
 
-    `data` is uint8 and read-only, perhaps a view of the stored block; `starts` and `ends` are (rows,) int64.
+    `data` is uint8, read-only, and may be a view of the stored block; `starts` and `ends` are (rows,) int64.
     Text has been checked to be UTF-8; JSON has not been parsed.
     """
 
@@ -50,17 +50,17 @@ class VariableColumn:
 
 
 Column = FixedColumn | VariableColumn
-"""The values of a field in a block."""
+"""The payloads of one stored column of a block."""
 
 
 class Block:
-    """The rows of one block, decoded column by column when asked for.
+    """The rows of one block; columns are decoded on first access.
 
     Attributes:
-        schema: Fields, in order.
+        schema: Fields of the rows.
         rows: Number of rows.
-        nbytes: Bytes of memory that the block keeps alive: stored bytes where columns are views of them, and
-            what was decompressed.
+        nbytes: Bytes of memory that the block keeps alive: stored bytes that columns are views of, and
+            decompressed bytes.
     """
 
     def __init__(self, schema: Schema, rows: int, nbytes: int, load: Callable[[str], Column]) -> None:
@@ -71,7 +71,7 @@ class Block:
         self._columns: dict[str, Column] = {}
 
     def column(self, name: str) -> Column:
-        """All rows of one field, or of another column of `Schema.stored`."""
+        """Return one column of `Schema.stored`: a field, or the presence column of an optional field."""
         column = self._columns.get(name)
         if column is None:
             self.schema.stored.position(name)
@@ -79,7 +79,7 @@ class Block:
         return column
 
     def present(self, name: str) -> NDArray[np.bool_]:
-        """Which rows have a value of a field: (rows,)."""
+        """Return a mask of the rows that have a value of a field: (rows,)."""
         if not self.schema[name].optional:
             return np.ones(self.rows, np.bool_)
         column = self.column(presence_of(name))
@@ -87,20 +87,20 @@ class Block:
         return column.values
 
     def payloads(self, row: int) -> tuple[bytes, ...]:
-        """Canonical payloads of one row, in the order of `Schema.stored`; copies."""
+        """Return copies of the canonical payloads of one row, in the order of `Schema.stored`."""
         if not 0 <= row < self.rows:
             raise IndexError(f"row {row} of a block of {self.rows}")
         return tuple([self.column(name).payload(row) for name in self.schema.stored])
 
     def sample(self, row: int) -> dict[str, object]:
-        """One sample as values of its own (`Schema.decode`)."""
+        """Return one sample; its values are copies (`Schema.decode`)."""
         return self.schema.decode(self.payloads(row))
 
 
 def check_text(
     data: NDArray[np.uint8], starts: NDArray[np.int64], ends: NDArray[np.int64], name: str
 ) -> None:
-    """Refuse rows that are not UTF-8, each by itself."""
+    """Raise FormatError if a row is not valid UTF-8 by itself."""
     if _is_text(data, starts, ends):
         return
     view = data.data
@@ -112,10 +112,10 @@ def check_text(
 
 
 def _is_text(data: NDArray[np.uint8], starts: NDArray[np.int64], ends: NDArray[np.int64]) -> bool:
-    """Whether one pass over the rows' common range shows that each of them is UTF-8 by itself.
+    """Return True if one pass over the common range of the rows proves that each row is valid UTF-8.
 
-    Text that is valid as a whole splits into valid rows exactly where no row begins or ends inside a character:
-    at a continuation byte (10xxxxxx).
+    A valid text splits into valid rows exactly if no row begins or ends inside a character, that is, at a
+    continuation byte (10xxxxxx).
     """
     if not len(starts):
         return True
@@ -123,21 +123,21 @@ def _is_text(data: NDArray[np.uint8], starts: NDArray[np.int64], ends: NDArray[n
     try:
         str(data[first:last].data, "utf-8")
     except UnicodeDecodeError:
-        return False  # perhaps only between the rows
+        return False  # the invalid bytes may be between the rows
     borders = np.concatenate((starts, ends))
     borders = borders[borders < last]
     return not bool(((data[borders] & 0xC0) == 0x80).any())
 
 
-# ---- On their way into a shard
+# ---- Rows to be written
 
 
 class Row(NamedTuple):
-    """A sample as the writer takes it.
+    """A sample to be written.
 
-    `payloads` are the canonical bytes of the fields in schema order (`Schema.encode`). `original_key` is the
-    source's key where it had to be rewritten, `source` the (source name, row number in it), `stratum` an
-    index into the manifest's strata, needed only where rare strata are pooled.
+    `payloads` are the canonical bytes of the stored columns (`Schema.encode`). `original_key` is the key in the source
+    if it was rewritten, `source` is (source name, row number in the source), and `stratum` is an index into the strata
+    of the manifest, needed only with pooled strata.
     """
 
     key: str
@@ -149,47 +149,51 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JoinedPayloads:
-    """Payloads that lie one behind the other already."""
+    """Payloads that are contiguous in one buffer."""
 
-    data: NDArray[np.uint8]  # uint8 (sum of the sizes,), contiguous
-    sizes: NDArray[np.int64]  # int64 (rows,)
+    data: NDArray[np.uint8]  # (sum of the sizes,), contiguous
+    sizes: NDArray[np.int64]  # (rows,) bytes of each payload
 
     def __len__(self) -> int:
         return len(self.sizes)
 
 
 PayloadColumn = Sequence[bytes | memoryview] | NDArray[np.uint8] | JoinedPayloads
-"""Canonical payloads of one field: one buffer per row, uint8 (rows, bytes) whose rows are contiguous, or joined."""
+"""Canonical payloads of one column: one buffer per row, uint8 (rows, bytes) with contiguous rows, or joined."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowBlock:
-    """Rows on their way into a shard: those of a block, or of several that are encoded together.
+    """Rows of one block, or of several blocks that are encoded together, by column.
 
     Buffers are borrowed until the rows are written.
     """
 
-    keys: Sequence[str]  # of the rows
+    keys: Sequence[str]
     columns: Sequence[PayloadColumn]  # one per column of `Schema.stored`, in its order
-    # (place, the source's key) of the rows whose key had to be rewritten
+    # (row of the block, key in the source) of the rows whose key was rewritten
     originals: Sequence[tuple[int, str]] = ()
-    source_names: tuple[str, ...] = ()  # that `source_id` indexes; empty where no row has a source
+    source_names: tuple[str, ...] = ()  # indexed by `source_id`; empty if no row has a source
     source_id: NDArray[np.int32] | None = None  # (n,), -1 for none
     source_row: NDArray[np.int64] | None = None  # (n,), 0 for none
-    stratum: NDArray[np.int32] | None = None  # (n,), -1 for none; None where no row has one
-    ends: Sequence[int] = ()  # of its blocks, the last at its own; where there is but one, nothing
+    stratum: NDArray[np.int32] | None = None  # (n,), -1 for none; None if no row has a stratum
+    ends: Sequence[int] = ()  # end row of each block; empty for one block
 
     def __len__(self) -> int:
         return len(self.keys)
 
     @property
     def borders(self) -> list[int]:
-        """Where its blocks begin, and its end."""
+        """First row of each block, then the number of rows."""
         return [0, *(self.ends or (len(self),))]
 
     @classmethod
     def of(cls, rows: Sequence[Row], num_fields: int) -> RowBlock:
-        """The same rows, field by field."""
+        """Return the rows by column.
+
+        Raises:
+            SampleError: A row does not have `num_fields` payloads.
+        """
         for row in rows:
             if len(row.payloads) != num_fields:
                 raise SampleError(f"key {row.key!r}: {len(row.payloads)} payloads for {num_fields} fields")
@@ -212,14 +216,14 @@ class RowBlock:
 
 
 class EncodedBlock(NamedTuple):
-    """A block as a shard has it."""
+    """The stored bytes of a block, and its raw size in bytes."""
 
     stored: bytes | memoryview
     raw_size: int
 
 
 def payloads_of(column: PayloadColumn) -> Sequence[bytes | memoryview]:
-    """One buffer per row."""
+    """Return one buffer per row."""
     if isinstance(column, JoinedPayloads):
         stops = np.cumsum(column.sizes)
         view = column.data.data
@@ -232,7 +236,7 @@ def payloads_of(column: PayloadColumn) -> Sequence[bytes | memoryview]:
 
 
 def part_of(column: PayloadColumn, start: int, end: int) -> PayloadColumn:
-    """Rows `start` … `end` - 1 of a column."""
+    """Return rows `start` … `end` - 1 of a column."""
     if not isinstance(column, JoinedPayloads):
         return column[start:end]
     before, sizes = int(column.sizes[:start].sum()), column.sizes[start:end]
@@ -240,7 +244,7 @@ def part_of(column: PayloadColumn, start: int, end: int) -> PayloadColumn:
 
 
 def sizes_of(column: PayloadColumn) -> NDArray[np.int64]:
-    """Bytes of each row's payload: int64[n]."""
+    """Return the size in bytes of each payload: (rows,) int64."""
     if isinstance(column, JoinedPayloads):
         return column.sizes
     if isinstance(column, np.ndarray):

@@ -1,4 +1,4 @@
-"""The sidecar of a shard: where its blocks and samples lie, and their checksums."""
+"""The index of a shard: offsets of its blocks and samples, and their checksums (SPEC.md §5)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MAX_SOURCES = 2**24
 
 
 class _Facts(Record, frozen=True, kw_only=True):
-    """What the header of an index says beside its columns; named as the attributes of `ShardIndex`."""
+    """The header of an index without its columns; fields are named as the attributes of `ShardIndex`."""
 
     schema: Schema
     format: Literal["tar", "arrow"]
@@ -42,7 +42,7 @@ _FACTS = _Facts.__struct_fields__
 
 
 class BlockSpan(NamedTuple):
-    """One block: where its stored bytes lie in the shard, their checksum, and its rows [first_row, end_row)."""
+    """One block: offset, sizes and checksum of its bytes in the shard, and its rows [first_row, end_row)."""
 
     offset: int
     size: int
@@ -54,46 +54,48 @@ class BlockSpan(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShardIndex:
-    """Everything that reading a shard needs, except its bytes.
+    """Layout and checksums of one shard: everything needed to read it, except its bytes.
 
-    Arrays are read-only. Byte offsets of blocks count from the start of the shard, those of fields (tar only)
-    from the start of the raw block. A block is a run of rows; blocks follow one another without gaps between
-    `head_size` and the tail.
+    Arrays are read-only. Offsets of blocks count from the start of the shard, offsets of fields (tar only) from the
+    start of the raw block. A block is a run of rows; blocks are contiguous between head and tail.
+
+    Raises:
+        FormatError: Values contradict each other.
     """
 
     format: str  # tar or arrow
     compression: str  # normalised: none or zstd:LEVEL
     schema: Schema
     rows: int
-    block_rows: int  # nominal; a block holds at most that many
+    block_rows: int  # most rows of a block
     shard_size: int  # bytes
     head_size: int  # bytes before the first block (Arrow: magic and schema)
     head_sha256: str
-    tail_sha256: str  # of the bytes after the last block (tar: end of archive; Arrow: footer)
+    tail_sha256: str  # digest of the bytes after the last block (tar: end of archive; Arrow: footer)
     block_offset: NDArray[np.uint64]  # (blocks,)
     block_size: NDArray[np.uint64]  # (blocks,) stored bytes
-    block_raw_size: NDArray[np.uint64]  # (blocks,) bytes of memory of a decompressed block
+    block_raw_size: NDArray[np.uint64]  # (blocks,) bytes of the decompressed block
     block_start: NDArray[np.int64]  # (blocks + 1,) first row of each block, then `rows`
     block_xxh3: NDArray[np.uint64]  # (blocks,) XXH3-64 of the stored bytes
     block_sha256: NDArray[np.uint8]  # (blocks, 32)
     key_texts: Texts
     field_offset: NDArray[np.uint64] | None = (
-        None  # (rows, fields), tar only; 0: an optional field without a value
+        None  # (rows, fields), tar only; 0 for an optional field without a value
     )
-    field_size: NDArray[np.uint64] | None = None  # (rows, fields), tar only: bytes of the member as stored
+    field_size: NDArray[np.uint64] | None = None  # (rows, fields), tar only: bytes of the member's content
     source_names: tuple[str, ...] = ()
-    source_id: NDArray[np.int32] | None = None  # (rows,) into `source_names`, -1 for none
+    source_id: NDArray[np.int32] | None = None  # (rows,) index into `source_names`, -1 for none
     source_row: NDArray[np.int64] | None = None  # (rows,) row number in the source
-    original_rows: NDArray[np.int64] | None = None  # ascending: rows whose key was rewritten
-    original_texts: Texts | None = None  # their keys in the source
-    row_stratum: NDArray[np.int32] | None = None  # (rows,) -1 for none; only where rare strata are pooled
-    # (fields,) only of adopted tars: 1 where offset and size are those of the payload itself, behind whatever npy
-    # header the member has, 0 where they are as in our own tars
+    original_rows: NDArray[np.int64] | None = None  # rows whose key was rewritten, ascending
+    original_texts: Texts | None = None  # the keys of these rows in the source
+    row_stratum: NDArray[np.int32] | None = None  # (rows,) -1 for none; only with pooled strata
+    # (fields,) adopted tars only: 1 if offset and size locate the payload itself, after any npy header; 0 if they
+    # locate the member's content
     field_is_payload: NDArray[np.uint8] | None = None
 
     def __post_init__(self) -> None:
         for check in (_check_numbers, _check_blocks, _check_rows, _check_fields):
-            check(self)  # FormatError where parts contradict one another
+            check(self)
 
     @property
     def blocks(self) -> int:
@@ -101,7 +103,7 @@ class ShardIndex:
 
     @cached_property
     def spans(self) -> list[BlockSpan]:
-        """Every block's columns as plain integers: what is asked for one block at a time."""
+        """All blocks as Python integers, for code that reads one block at a time."""
         columns = (self.block_offset, self.block_size, self.block_raw_size, self.block_xxh3)
         starts = self.block_start.tolist()
         return [
@@ -111,13 +113,13 @@ class ShardIndex:
 
     @property
     def is_adopted(self) -> bool:
-        """Whether the shard is a tar that somebody else wrote: rows lie in it at arbitrary offsets."""
+        """Whether the shard is an adopted tar, with members at arbitrary offsets."""
         return self.field_is_payload is not None
 
     @cached_property
     def member_places(self) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Of each field: offset in its raw block and size of the tar member of every row, int64 (rows,)."""
-        # `_check_fields` has seen that every member lies inside its block, so int64 holds them.
+        """For each field, (offsets in the raw block, sizes) of its members: int64 (rows,) each."""
+        # `_check_fields` has checked that every member is inside its block, so the values fit int64.
         offsets, sizes = (
             cast("NDArray[np.uint64]", column) for column in (self.field_offset, self.field_size)
         )
@@ -125,11 +127,15 @@ class ShardIndex:
 
     @cached_property
     def member_ends(self) -> list[NDArray[np.int64]]:
-        """Of each field: where the tar member of every row ends in its raw block, int64 (rows,), contiguous."""
+        """For each field, the ends of its members in their raw blocks: int64 (rows,), contiguous."""
         return [starts + sizes for starts, sizes in self.member_places]
 
     def block_of(self, row: int) -> tuple[int, int]:
-        """(block, row inside it) of a row; NotFoundError where the shard has no such row, as all that ask for one."""
+        """Return (block, row inside the block) of a row.
+
+        Raises:
+            NotFoundError: The shard has no such row; `key`, `source` and the like raise the same.
+        """
         self._check_row(row)
         block = int(np.searchsorted(self.block_start, row, side="right")) - 1
         return block, row - int(self.block_start[block])
@@ -139,11 +145,11 @@ class ShardIndex:
         return self.key_texts[row]
 
     def keys(self) -> list[str]:
-        """Keys of all rows, in order."""
+        """Return the keys of all rows, in order."""
         return self.key_texts.to_list()
 
     def original_key(self, row: int) -> str:
-        """The source's key of a row: `key(row)` unless it had to be rewritten."""
+        """Return the key of a row in its source, which differs from `key(row)` if it was rewritten."""
         self._check_row(row)
         if self.original_rows is not None and self.original_texts is not None:
             place = int(np.searchsorted(self.original_rows, row))
@@ -152,14 +158,14 @@ class ShardIndex:
         return self.key_texts[row]
 
     def source(self, row: int) -> tuple[str, int] | None:
-        """(source name, row number in it), or None where it was not recorded."""
+        """Return (source name, row number in the source) of a row, or None if they are not recorded."""
         self._check_row(row)
         if self.source_id is None or self.source_row is None or self.source_id[row] < 0:
             return None
         return self.source_names[int(self.source_id[row])], int(self.source_row[row])
 
     def stratum(self, row: int) -> int | None:
-        """Stratum number of a row in a shard with pooled strata, else None."""
+        """Return the stratum number of a row in a shard with pooled strata, otherwise None."""
         self._check_row(row)
         if self.row_stratum is None or self.row_stratum[row] < 0:
             return None
@@ -178,12 +184,16 @@ class ShardIndex:
         return pack_columns(KIND, meta, {name: array for name, array in columns.items() if array is not None})
 
     def to_bytes(self) -> bytes:
-        """The index as it is stored: the same bytes for the same index."""
+        """Return the stored form of the index, which is the same for equal indexes."""
         return self._bytes
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> ShardIndex:
-        """Read an index whose digest has been checked."""
+        """Parse an index whose digest has been checked.
+
+        Raises:
+            FormatError: The bytes are not a valid index.
+        """
         unpacked = unpack_columns(data, KIND)
         arrays = dict(unpacked.arrays)
         facts = convert(_Facts, unpacked.meta, "index")
@@ -207,7 +217,7 @@ class ShardIndex:
 
 
 def _column(table: NDArray[np.uint64], field: int) -> NDArray[np.int64]:
-    """One column as a contiguous, read-only array."""
+    """Return one column as a contiguous, read-only array."""
     values = table[:, field].astype(np.int64)
     values.flags.writeable = False
     return values
@@ -221,10 +231,10 @@ _OPTIONAL_COLUMNS = (
 
 
 def block_starts(segment_rows: Sequence[int], block_rows: int) -> NDArray[np.int64]:
-    """First row of each block, then the number of rows, where blocks restart at segment borders.
+    """Return the first row of each block, then the number of rows; blocks restart at segment borders.
 
     Args:
-        segment_rows: Rows of each segment, in the order of the shard.
+        segment_rows: Number of rows of each segment, in shard order.
         block_rows: Rows of a full block.
     """
     starts = [0]
@@ -248,7 +258,7 @@ def _take_texts(arrays: dict[str, NDArray[Any]], name: str) -> Texts | None:
 
 
 MAX_BLOCK_BYTES = 8 << 30
-"""A sample of 5 GiB and its framing fit; no size in an index may ask for more."""
+"""Maximum stored and raw size of a block: a sample of 5 GiB and its framing fit."""
 
 
 def _check_array(name: str, array: NDArray[Any] | None, dtype: type, shape: tuple[int, ...]) -> None:
@@ -345,7 +355,7 @@ def _check_fields(index: ShardIndex) -> None:
     _check_array("field_size", index.field_size, np.uint64, shape)
     offset, size = cast(NDArray[np.uint64], index.field_offset), cast(NDArray[np.uint64], index.field_size)
     raw = np.repeat(index.block_raw_size, np.diff(index.block_start))[:, None]
-    # Compared by subtraction: a sum of hostile offsets could wrap around.
+    # Subtraction, because a sum of hostile offsets could wrap around.
     if bool((offset > raw).any()) or bool((size > raw - np.minimum(offset, raw)).any()):
         raise FormatError("index: a field lies outside its block")
     optional = [kind.optional for kind in index.schema.values()]

@@ -1,4 +1,4 @@
-"""Which fields a sample has and of which type; values to canonical payload bytes and back, nothing changed silently."""
+"""Schemas and field types; conversion of values to canonical payload bytes and back, without silent changes."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ KEY_FIELD = "__key__"
 """Name of the column of keys in an Arrow shard."""
 
 RESERVED_NAMES = frozenset({"step", "samples", KEY_FIELD})
-"""What a batch and a shard hold beside the fields: no field may be called so."""
+"""Names that batches and shards use themselves; fields cannot have them."""
 
 OPAQUE = ("bytes", "str", "json")
 DTYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("float16", "float32", "float64"),
 )
-# Control characters, ends of lines, marks that turn the direction of text, lone surrogates; and what makes a URL.
+# Control characters, line ends, bidirectional marks, lone surrogates, and the mark of a URL.
 _UNFIT = re.compile("[\0-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]|://")
 _LIST = re.compile(r"\Alist\[(str|bytes)\]")
 _TYPE = re.compile(r"([a-z]+[0-9]*)(?:\[((?:\*|[0-9]+)(?:,(?:\*|[0-9]+))*)\])?(\??)\Z")
@@ -42,7 +42,7 @@ _TYPE = re.compile(r"([a-z]+[0-9]*)(?:\[((?:\*|[0-9]+)(?:,(?:\*|[0-9]+))*)\])?(\
 
 _DOUBLE = struct.Struct("<d")
 MAX_JSON_DEPTH = 200
-"""Of nested lists and objects in a value of a json field."""
+"""Maximum nesting of lists and objects in a value of a json field."""
 
 
 @lru_cache(maxsize=64)
@@ -52,21 +52,24 @@ def _little_endian(name: str) -> np.dtype[Any]:
 
 @dataclass(frozen=True, slots=True)
 class FieldType:
-    """The type of one field: ``bytes``, ``str``, ``json``, a scalar, an array of fixed or varying shape, a list."""
+    """The type of a field: ``bytes``, ``str``, ``json``, a scalar, an array of fixed or varying shape, or a list."""
 
     kind: str  # bytes, str, json, scalar, array, ragged, varying, list
-    dtype: str = ""  # numpy name of the item of scalar, array and ragged
-    shape: tuple[int, ...] = ()  # of a fixed array
-    optional: bool = False  # a row may have no value: None
-    items: FieldType | None = None  # of a list, or of a varying array: its free dimensions are 0
-    logical: Logical | None = None  # what the whole number of a scalar means, such as a date
+    dtype: str = ""  # numpy name of the items of scalar, array and ragged
+    shape: tuple[int, ...] = ()  # shape of an array; in `items` of a varying array, free dimensions are 0
+    optional: bool = False  # a row may have no value (None)
+    items: FieldType | None = None  # type of the items of a list or of a varying array
+    logical: Logical | None = None  # meaning of an integer scalar, such as a date
 
     @classmethod
     def parse(cls, text: object) -> FieldType:
-        """The type written as ``bytes``, ``int64``, ``uint8[32,32,3]``, ``int32[*]``, ``uint8[*,*,3]`` or ``str[*]``.
+        """Parse a type such as ``bytes``, ``int64``, ``uint8[32,32,3]``, ``int32[*]``, ``uint8[*,*,3]`` or ``str[*]``.
 
-        ``*`` is a dimension of any size in each row. With ``?`` behind it, a row may have no value. Whole numbers may
-        mean a ``date``, ``time[us]``, ``timestamp[us]``, ``timestamp[us, UTC]``, ``duration[ms]`` or ``decimal[9,2]``.
+        ``*`` is a dimension whose size differs from row to row. A trailing ``?`` makes the field optional. Logical
+        types are ``date``, ``time[u]``, ``timestamp[u]``, ``timestamp[u, UTC]``, ``duration[u]`` and ``decimal[9,2]``.
+
+        Raises:
+            SchemaError: `text` is not a field type.
         """
         match = _TYPE.match(_LIST.sub(r"\1[*]", text)) if isinstance(text, str) else None
         name, dimensions, mark = match.groups() if match else ("", None, "")
@@ -118,32 +121,32 @@ class FieldType:
 
     @property
     def required(self) -> FieldType:
-        """The same type where every row has a value."""
+        """The same type, not optional."""
         return replace(self, optional=False) if self.optional else self
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
-        """Little-endian numpy type of one item; uint8 where `is_opaque`."""
+        """Little-endian numpy dtype of one item; uint8 if `is_opaque`."""
         return _little_endian(self.dtype or "uint8")
 
     @property
     def is_opaque(self) -> bool:
-        """Whether a payload is a byte string to all that stores, moves and counts it, and not an array of items."""
+        """Whether payloads are stored as byte strings, not as arrays of items."""
         return not self.dtype
 
     @property
     def is_packed(self) -> bool:
-        """Whether a value is an array of varying shape or a list, which lie packed in one byte string."""
+        """Whether values are lists or arrays of varying shape, which are packed into one byte string."""
         return self.items is not None
 
     @property
     def is_whole(self) -> bool:
-        """Whether a value is one whole number, or a bool: a tar holds it as a decimal text."""
+        """Whether values are single integers or bools, which a tar stores as decimal text."""
         return self.kind == "scalar" and self.numpy_dtype.kind in "biu"
 
     @property
     def item_bytes(self) -> int | None:
-        """Bytes of every payload of this type, or None where they vary."""
+        """Bytes of every payload of this type, or None if sizes vary."""
         if self.kind in ("scalar", "array"):
             return self.numpy_dtype.itemsize * prod(self.shape)
         return None
@@ -159,7 +162,11 @@ class Schema(Mapping[str, FieldType]):
 
     @classmethod
     def parse(cls, fields: Mapping[str, object] | Schema) -> Schema:
-        """A schema from ``{"image": "bytes", "label": "int64"}``."""
+        """Return the schema of a mapping such as ``{"image": "bytes", "label": "int64"}``.
+
+        Raises:
+            SchemaError: A name or type is not valid.
+        """
         if isinstance(fields, Schema):
             return fields
         if not isinstance(fields, Mapping):
@@ -173,12 +180,16 @@ class Schema(Mapping[str, FieldType]):
         return cls(parsed)
 
     def to_json(self) -> list[list[str]]:
-        """``[[name, type], …]`` in order; JSON objects would lose the order."""
+        """Return ``[[name, type], …]`` in order; JSON objects would lose the order."""
         return [[name, str(kind)] for name, kind in self._ordered]
 
     @classmethod
     def from_json(cls, value: object) -> Schema:
-        """The schema that `to_json` wrote."""
+        """Return the schema written by `to_json`.
+
+        Raises:
+            FormatError: `value` is not a list of valid fields.
+        """
         if not isinstance(value, list) or len(value) > MAX_FIELDS:
             raise FormatError(f"schema: expected a list of at most {MAX_FIELDS} [name, type] pairs")
         fields: dict[str, str] = {}
@@ -196,10 +207,16 @@ class Schema(Mapping[str, FieldType]):
             raise FormatError(f"schema: {error}") from None
 
     def encode(self, sample: Mapping[str, object], *, where: str) -> tuple[bytes, ...]:
-        """Canonical payloads of `sample`, in the order of `stored`.
+        """Return the canonical payloads of `sample` in the order of `stored`.
 
-        bytes as they are, str as UTF-8, json as canonical compact JSON, numbers as little-endian C-order
-        bytes.
+        str is encoded as UTF-8, json as canonical JSON, numbers as little-endian bytes in C order.
+
+        Args:
+            sample: A value for every field; optional fields may be missing or None.
+            where: Name of the sample in messages.
+
+        Raises:
+            SampleError: A field is missing or unknown, or a value does not fit its type.
         """
         if len(sample) != len(self._fields) or any(name not in sample for name in self._fields):
             self._refuse_fields(sample, where)
@@ -225,7 +242,11 @@ class Schema(Mapping[str, FieldType]):
             raise SampleError(f"{where}: fields {' and '.join(parts)}; the schema has {', '.join(self)}")
 
     def decode(self, payloads: Sequence[bytes | memoryview]) -> dict[str, object]:
-        """Values of canonical payloads: Python scalars, str, bytes, parsed JSON, fresh writable arrays."""
+        """Return the values of canonical payloads: Python scalars, str, bytes, parsed JSON and new, writable arrays.
+
+        Raises:
+            FormatError: A payload is not valid for its type.
+        """
         if len(payloads) != len(self.stored):
             raise FormatError(f"a sample of {len(payloads)} payloads, expected {len(self.stored)}")
         payload_of = dict(zip(self.stored, payloads, strict=True))
@@ -238,10 +259,10 @@ class Schema(Mapping[str, FieldType]):
 
     @cached_property
     def stored(self) -> Schema:
-        """The columns whose payloads are stored; itself where no field is optional.
+        """The stored columns; the schema itself if no field is optional.
 
-        They are the fields, and behind each optional one a bool that says whether it has a value (`presence_of` names
-        it). The payload of a field that has none is zeros, or empty.
+        Each optional field is followed by a bool column, named by `presence_of`, that is true where the field has a
+        value. The payload of a missing value is zeros, or empty if sizes vary.
         """
         if not any(kind.optional for _, kind in self._ordered):
             return self
@@ -250,12 +271,16 @@ class Schema(Mapping[str, FieldType]):
             columns[name] = kind
             if kind.optional:
                 columns[presence_of(name)] = FieldType("scalar", "bool")
-        made = Schema.__new__(Schema)  # no user may give a field such a name
+        made = Schema.__new__(Schema)  # skips the check of names: a presence column contains a NUL
         made.__dict__.update(_fields=columns, _ordered=tuple(columns.items()), stored=made)
         return made
 
     def position(self, name: str) -> int:
-        """Place of field `name` in schema order."""
+        """Return the position of field `name` in schema order.
+
+        Raises:
+            SchemaError: The field is unknown.
+        """
         try:
             return self._positions[name]
         except KeyError:
@@ -277,7 +302,7 @@ class Schema(Mapping[str, FieldType]):
         return len(self._fields)
 
     def __eq__(self, other: object) -> bool:
-        """Equal in names, types and order: the order is part of the bytes."""
+        """Compare names, types and order: the order is part of the bytes."""
         return self._ordered == other._ordered if isinstance(other, Schema) else NotImplemented
 
     def __hash__(self) -> int:
@@ -288,7 +313,7 @@ class Schema(Mapping[str, FieldType]):
 
 
 def presence_of(name: str) -> str:
-    """The stored column that says whether an optional field has a value."""
+    """Return the name of the stored bool column that marks the values of an optional field."""
     return f"{name}\0"
 
 
@@ -306,11 +331,15 @@ def _check_names(names: Sequence[object]) -> None:
 
 
 class _Unfit(Exception):
-    """Why a value cannot be encoded."""
+    """The reason why a value cannot be encoded."""
 
 
 def encode_value(kind: FieldType, value: object, where: str, name: str) -> bytes:
-    """Canonical payload of `value` for a field of type `kind`."""
+    """Return the canonical payload of `value` for a field of type `kind`.
+
+    Raises:
+        SampleError: The value does not fit the type; `where` and `name` locate it in the message.
+    """
     try:
         if value is None and kind.kind != "json":
             raise _Unfit(f"there is no value; a field that may have none is of type {kind}?")
@@ -360,7 +389,11 @@ def _listed(value: object, kind: FieldType) -> Sequence[object]:
 
 
 def decode_payload(kind: FieldType, payload: bytes | memoryview, name: str) -> object:
-    """Value of a canonical payload; arrays are fresh and writable."""
+    """Return the value of a canonical payload; arrays are new and writable.
+
+    Raises:
+        FormatError: The payload is not valid for the type.
+    """
     if kind.kind == "json":
         return decode_json(payload, name)
     try:
@@ -390,7 +423,11 @@ def _decode(kind: FieldType, payload: bytes | memoryview) -> object:
 
 
 def decode_json(payload: bytes | memoryview, name: str) -> object:
-    """The value of a json payload."""
+    """Return the value of a json payload.
+
+    Raises:
+        FormatError: The payload is not JSON, or nested too deep.
+    """
     try:
         return json.loads(str(payload, "utf-8"), parse_constant=_refuse_constant)
     except RecursionError:
@@ -409,7 +446,7 @@ def _encode_json(value: object) -> bytes:
     try:
         text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
         payload = text.encode()
-        # A round trip in C is the cheap proof that no key was turned into text; tuples need the slower look.
+        # A round trip in C proves cheaply that no key was converted to text; tuples need the slower check.
         if json.loads(text) != value or payload.count(b"[") + payload.count(b"{") > MAX_JSON_DEPTH:
             _check_json(value)
     except RecursionError:
@@ -438,7 +475,7 @@ def _check_json(value: object) -> None:
 
 
 def _encode_plain(dtype: np.dtype[Any], value: object) -> bytes | None:
-    """A number of Python's that fits as it is: the same bytes as by way of an array, in a quarter of the time."""
+    """Encode a Python number without an array, in a quarter of the time; None if it needs conversion."""
     if type(value) is float and dtype.kind == "f" and dtype.itemsize == 8:
         return _DOUBLE.pack(value)
     if type(value) is int and dtype.kind in "iu":
@@ -459,7 +496,7 @@ def _encode_numbers(kind: FieldType, value: object) -> bytes:
         raise _Unfit(f"no array can be made of it ({error})") from None
     if kind.kind == "varying":
         expected = f"that of {kind.required}, where * is of any size"
-        if array.size == 0 and array.ndim < len(shape):  # nested lists cannot say what is inside of nothing
+        if array.size == 0 and array.ndim < len(shape):  # empty nested lists have no inner shape
             array = array.reshape(array.shape + shape[array.ndim :])
         fits = array.ndim == len(shape) and all(
             size in (0, n) for size, n in zip(shape, array.shape, strict=True)
@@ -472,7 +509,7 @@ def _encode_numbers(kind: FieldType, value: object) -> bytes:
         raise _Unfit(f"its shape is {array.shape}, expected {expected}")
     if array is not value and array.dtype.kind == "f" and not hasattr(value, "__array__"):
         array = _exact_integers(dtype, value, array)
-    if array.dtype.kind == "b":  # of `view`, a bool may be any byte
+    if array.dtype.kind == "b":  # after `view`, a bool may be any byte
         array = np.ascontiguousarray(array).view(np.uint8).reshape(array.shape) != 0
     if array.dtype != dtype:
         array = _convert(dtype, array)
@@ -486,7 +523,7 @@ def _encode_numbers(kind: FieldType, value: object) -> bytes:
 
 
 def _exact_integers(dtype: np.dtype[Any], value: object, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Undo what numpy does to a list that holds integers beyond int64: it rounds them to float64 without a word."""
+    """Return exact integers for a list that numpy silently rounded to float64, because one exceeds int64."""
     if not bool((np.abs(array) >= 2.0**53).any()):
         return array
     items = np.asarray(value, object).ravel().tolist()
@@ -501,7 +538,7 @@ def _exact_integers(dtype: np.dtype[Any], value: object, array: np.ndarray[Any, 
 
 
 def _convert(dtype: np.dtype[Any], array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """`array` in the field's dtype; refused where a value would change, except by rounding float to float."""
+    """Convert `array` to the dtype of the field; only rounding float to float may change a value."""
     if array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
         raise _Unfit(f"items are {_item_type(array)}, expected numbers that fit {dtype.name}")
     if array.size == 0:
@@ -530,7 +567,7 @@ def _to_integers(dtype: np.dtype[Any], array: np.ndarray[Any, Any]) -> np.ndarra
     if array.dtype.kind == "f":
         if not np.array_equal(np.trunc(array), array):
             raise _Unfit("a value is no whole number")
-        # float(info.max) rounds up to a power of two for 64 bits, hence the strict bound.
+        # float(info.max) rounds up to a power of two for 64 bits, so the bound is strict.
         fits = float(array.min()) >= float(info.min) and float(array.max()) < 2.0 ** info.max.bit_length()
     else:
         fits = array.dtype.kind == "b" or info.min <= int(array.min()) <= int(array.max()) <= info.max

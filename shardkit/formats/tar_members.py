@@ -1,9 +1,9 @@
-"""The `tar` format: ustar members `key.field.extension`, the npy headers of arrays, and blocks of them (SPEC.md §3).
+"""The `tar` format: ustar members `key.field.extension`, their npy headers, and blocks of members (SPEC.md §3).
 
-All are deterministic to write and strict to read. Sources: IEEE Std 1003.1, pax utility, "ustar Interchange Format";
-numpy.lib.format, version 1.0: magic, version, little-endian uint16 header length, a Python literal padded with spaces
-and ended by a newline so that the data begins at a multiple of 64 bytes. Reading an npy header evaluates nothing: it is
-compared with the one that the schema calls for, the same under every NumPy.
+The bytes are deterministic. Sources: IEEE Std 1003.1, pax utility, "ustar Interchange Format"; numpy.lib.format,
+version 1.0: magic, version, little-endian uint16 header length, a Python literal padded with spaces and ended by a
+newline so that the data begins at a multiple of 64 bytes. npy headers are built here, so that they do not depend on the
+NumPy version.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from .schema import FieldType, Schema, presence_of
 from .values import array_header
 
 BLOCK = 512
-"""Bytes: the unit of a tar (POSIX.1-1988 ustar)."""
+"""Bytes of a tar block (POSIX.1-1988 ustar)."""
 
 TRAILER = bytes(2 * BLOCK)
-"""Two blocks of zeros, which end a tar."""
+"""The two zero blocks that end a tar."""
 
-MAX_MEMBER_SIZE = 8**11 - 1  # eleven octal digits: 8 GiB - 1
-"""Bytes that fit into the eleven octal digits of a header."""
+MAX_MEMBER_SIZE = 8**11 - 1
+"""Maximum size of a member: eleven octal digits of a header, 8 GiB - 1."""
 
 _MAX_FIELD = 40
 _UNFIT = re.compile(rb"[^A-Za-z0-9_-]")
@@ -43,10 +43,10 @@ _FIXED_SUM = sum(_BEFORE_SIZE) + sum(_MTIME) + 8 * 0x20 + sum(_AFTER_CHECKSUM)
 
 
 RAGGED_HEADER_BYTES = 128
-"""Of any one-dimensional array: no length has enough digits for 192."""
+"""Bytes of the npy header of any one-dimensional array: no length has enough digits for the next size, 192."""
 
 
-# (offset, magic bytes, extension); the first match wins. Four letters at most (`writing.MAX_EXTENSION`).
+# (offset, magic bytes, extension); the first match wins. At most four letters (`writing.MAX_EXTENSION`).
 _MAGIC: tuple[tuple[int, bytes, str], ...] = (
     (0, b"\xff\xd8\xff", "jpg"),
     (0, b"\x89PNG\r\n\x1a\n", "png"),
@@ -64,12 +64,16 @@ _RIFF = {b"WEBP": "webp", b"WAVE": "wav"}
 
 
 def padded(size: int) -> int:
-    """`size` rounded up to whole 512-byte tar blocks."""
+    """Return `size` rounded up to a multiple of 512."""
     return -(-size // BLOCK) * BLOCK
 
 
 def member_header(name: bytes, size: int) -> bytes:
-    """The 512-byte header of a regular file: mode 0644, owner 0, time 0."""
+    """Return the 512-byte header of a regular file: mode 0644, owner 0, time 0.
+
+    Raises:
+        SampleError: The name has more than 100 bytes, or the member is too large.
+    """
     if len(name) > 100 or not 0 <= size <= MAX_MEMBER_SIZE:
         raise SampleError(
             f"tar member {name.decode(errors='replace')!r} of {size} bytes: name above 100 bytes or too big"
@@ -80,7 +84,7 @@ def member_header(name: bytes, size: int) -> bytes:
 
 
 def member_headers(names: NDArray[np.uint8], sizes: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """`member_header` of many members whose names are equally long: uint8 (members, 512)."""
+    """Return the headers of members whose names have equal length: uint8 (members, 512)."""
     count, length = names.shape
     headers = np.empty((count, BLOCK), np.uint8)
     headers[:] = np.frombuffer(member_header(b"-" * length, 0), np.uint8)
@@ -99,10 +103,10 @@ def _octal(numbers: NDArray[np.int64], digits: int) -> NDArray[np.uint8]:
 
 @lru_cache(maxsize=64)
 def member_names(schema: Schema) -> tuple[str, ...]:
-    """What stands for each field in the names of tar members: its own name where that fits (SPEC.md §3).
+    """Return the name of each field in tar members, at most 40 bytes and unique regardless of case (SPEC.md §1).
 
-    Other characters are percent-encoded. What is too long then, or equal to an earlier one but for case, ends in ``%-``
-    and the field's place, which no other name does.
+    Bytes outside ``[A-Za-z0-9_-]`` are percent-encoded. A name that is too long, or equal to an earlier one except for
+    case, is cut and ends in ``%-`` and the position of the field.
     """
     names: list[str] = []
     taken: set[str] = set()
@@ -118,29 +122,29 @@ def member_names(schema: Schema) -> tuple[str, ...]:
 
 @lru_cache(maxsize=4096)
 def npy_header(kind: FieldType, length: int = 0) -> bytes:
-    """Header of a member of type `kind`; `length` is the number of items of a ragged one."""
+    """Return the npy header of a member of type `kind`; `length` is the number of items of a ragged array."""
     return array_header(kind.numpy_dtype, (length,) if kind.kind == "ragged" else kind.shape)
 
 
 def sniff_extension(payload: bytes | memoryview) -> str:
-    """Extension for opaque bytes by their first 16 bytes; ``bin`` where nothing is recognised."""
+    """Return the file extension that matches the first 16 bytes of a payload, or ``bin``."""
     head = bytes(payload[:16])
     for offset, magic, extension in _MAGIC:
         if head.startswith(magic, offset):
             return extension
     if head[:4] == b"RIFF":
         return _RIFF.get(head[8:12], "bin")
-    # Two letters are a weak magic: the size that a BMP repeats in its header makes it a strong one.
+    # Two letters are a weak magic, so the size in the BMP header is compared too.
     if head[:2] == b"BM" and int.from_bytes(head[2:6], "little") == len(payload):
         return "bmp"
-    # MPEG-1/2 layer III without ID3 tag: 11 sync bits, layer 3, a bit rate and a sampling rate that exist.
+    # MPEG-1/2 layer III without ID3 tag: 11 sync bits, layer 3, valid bit rate and sampling rate.
     if len(head) > 2 and head[0] == 0xFF and head[1] & 0xE6 == 0xE2 and head[1] & 0x18 != 0x08:
         return "mp3" if 0x10 <= head[2] < 0xF0 and head[2] & 0x0C != 0x0C else "bin"
     return "bin"
 
 
 def member_extension(kind: FieldType, payload: bytes | memoryview) -> str:
-    """Extension of the tar member that holds `payload`, by webdataset's conventions."""
+    """Return the extension of the tar member of `payload`, by the conventions of webdataset."""
     if kind.kind == "bytes":
         return sniff_extension(payload)
     if kind.kind == "str":
@@ -156,7 +160,7 @@ def member_extension(kind: FieldType, payload: bytes | memoryview) -> str:
 
 _PADDING = tuple(bytes(size) for size in range(BLOCK))
 MAX_DIGITS = 20
-"""Characters of a 64-bit integer, sign included."""
+"""Maximum number of characters of a 64-bit integer, sign included."""
 
 
 class TarEncoder:
@@ -169,13 +173,13 @@ class TarEncoder:
         self._schema = schema
 
     def head(self) -> bytes:
-        """Nothing precedes the first block."""
+        """Return no bytes: nothing precedes the first block."""
         return b""
 
     def encode(
         self, rows: RowBlock
     ) -> tuple[list[EncodedBlock], NDArray[np.uint64] | None, NDArray[np.uint64] | None]:
-        """The blocks of some rows, and offsets and sizes of their fields in the raw blocks."""
+        """Return the encoded blocks, and (rows, fields) offsets and sizes of the members' contents in their blocks."""
         lengths = {len(key) for key in rows.keys}
         is_matrix = (
             len(lengths) == 1
@@ -186,7 +190,7 @@ class TarEncoder:
         return [EncodedBlock(raw, len(raw)) for raw in blocks], offsets, sizes
 
     def _members(self, block: RowBlock) -> tuple[Sequence[bytes], NDArray[np.uint64], NDArray[np.uint64]]:
-        """Member by member: names and payloads of any length."""
+        """Encode member by member, for names and payloads of any length."""
         blocks: list[bytes] = []
         ends = set(block.borders[1:])
         parts: list[bytes | memoryview] = []
@@ -225,7 +229,7 @@ class TarEncoder:
         )
 
     def _matrix(self, block: RowBlock) -> tuple[Sequence[memoryview], NDArray[np.uint64], NDArray[np.uint64]]:
-        """The same bytes where keys are equally long and every field is of a fixed size: all rows at once."""
+        """Encode all rows at once; keys must have equal length and every field a fixed size."""
         rows = len(block)
         keys = np.frombuffer("".join(block.keys).encode(), np.uint8).reshape(rows, -1)
         members = [
@@ -256,7 +260,7 @@ class TarEncoder:
 def _members_of(
     stored: Mapping[str, Sequence[bytes | memoryview]], name: str
 ) -> Sequence[bytes | memoryview | None]:
-    """The payloads of a field, None where it has no value."""
+    """Return the payloads of a field, None for missing values."""
     presence = stored.get(presence_of(name))
     if presence is None:
         return stored[name]
@@ -264,7 +268,7 @@ def _members_of(
 
 
 def _member_parts(kind: FieldType, payload: bytes | memoryview) -> tuple[bytes, bytes | memoryview]:
-    """(prefix, content) whose concatenation is the member of a canonical payload."""
+    """Return (prefix, content) whose concatenation is the content of the member."""
     if kind.is_opaque:
         return b"", payload
     dtype = kind.numpy_dtype
@@ -277,7 +281,7 @@ def _member_parts(kind: FieldType, payload: bytes | memoryview) -> tuple[bytes, 
 def _fixed_members(
     kind: FieldType, payloads: NDArray[np.uint8], keys: NDArray[np.uint8], dotted: str
 ) -> tuple[NDArray[np.uint8], bytes, NDArray[np.uint8], NDArray[np.int64]]:
-    """Headers, common prefix, contents (zero-padded) and sizes of the members of one field of many rows."""
+    """Return tar headers, common prefix, zero-padded contents and sizes of the members of one field."""
     rows, dtype = len(keys), kind.numpy_dtype
     if kind.is_whole:
         whole = np.ascontiguousarray(payloads).view(np.uint8 if dtype.kind == "b" else dtype).ravel()
@@ -295,7 +299,7 @@ def _fixed_members(
 
 
 def member_bytes(kind: FieldType, payload_bytes: int) -> int:
-    """Bytes of the tar member, header and padding included, of a payload of so many bytes."""
+    """Return the size of the tar member of a payload, header and padding included."""
     if kind.is_whole:
         return 2 * BLOCK
     return BLOCK + padded(payload_bytes + (0 if kind.is_opaque else len(npy_header(kind))))

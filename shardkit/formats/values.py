@@ -1,10 +1,9 @@
-"""Values that are more than numbers: dates, times, decimals; arrays of any shape, lists of byte strings (SPEC.md §1).
+"""Logical and packed values: dates, times and decimals; arrays of varying shape and lists of byte strings (SPEC.md §1).
 
-Everything that stores, moves, counts and gathers a date, time or decimal knows only its number; what people read and
-write, and tables, have the value. A value whose size varies in more than one way is one byte string that says its own
-shape: an array is a .npy file of version 1.0; a list is its count, its sizes (u64 each) and the strings end to end.
-There is one encoding of each, and reading believes no size: what a header calls for has to be the very bytes that are
-there before an array is made.
+A date, time or decimal is stored and gathered as an integer; samples and tables show the value. A packed value is one
+byte string that contains its own shape: an array is a .npy file of version 1.0; a list is its count, its sizes (u64
+each) and the concatenated strings. Each value has one encoding. Sizes in a header are compared with the size of the
+payload before an array is allocated.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_UNITS = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}  # in a second
+_UNITS = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}  # units per second
 _TEXT = re.compile(
     r"(?:(date)|(time|duration|timestamp)\[(s|ms|us|ns)(?:, ?([A-Za-z0-9_+:/-]{1,60}))?\]"
     r"|(decimal)\[([1-9][0-9]?),(0|[1-9][0-9]?)\])\Z"
 )
-_FRACTION = re.compile(r"[.,](\d{1,9})(?!\d)")  # of a second
+_FRACTION = re.compile(r"[.,](\d{1,9})(?!\d)")  # fraction of a second
 _NANOS = {
     **{unit: 10**9 // parts for unit, parts in _UNITS.items()},
     "m": 60 * 10**9,
@@ -38,16 +37,17 @@ _OFFSET = re.compile(r"([+-])([01][0-9]|2[0-3]):([0-5][0-9])\Z")
 _ISO_DURATION = re.compile(r"(-?)PT([0-9]+)(?:\.([0-9]{1,9}))?S\Z")
 _EPOCH_DAY = dt.date(1970, 1, 1).toordinal()
 _EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
-_MOST_DIGITS = 18  # of a decimal in an int64
+_MOST_DIGITS = 18  # every decimal with this many digits fits int64
 
 
 @dataclass(frozen=True, slots=False)
 class Logical:
-    """The meaning of a whole number.
+    """The meaning of an integer field.
 
-    ``date`` counts days since 1970, int32; ``time[unit]`` since midnight, int32 in s and ms, else int64; all others are
-    int64. ``timestamp[unit]`` counts since 1970 in no zone, ``timestamp[unit, zone]`` since 1970 UTC, shown in a
-    zone of the IANA database or of a fixed offset. ``decimal[digits,places]`` is the value times 10^places.
+    ``date`` is days since 1970-01-01 (int32). ``time[unit]`` is units since midnight, int32 for s and ms, otherwise
+    int64. The other kinds are int64: ``timestamp[unit]`` counts from 1970 without a zone, ``timestamp[unit, zone]``
+    from 1970 UTC and is displayed in an IANA zone or a fixed offset; ``decimal[digits,places]`` is the value times
+    10^places.
     """
 
     kind: str
@@ -58,7 +58,7 @@ class Logical:
 
     @classmethod
     def parse(cls, text: str) -> Logical | None:
-        """The type that `text` names, or None where it names none."""
+        """Parse the name of a logical type; return None if `text` is not one."""
         match = _TEXT.match(text)
         if match is None:
             return None
@@ -79,15 +79,19 @@ class Logical:
 
     @property
     def dtype(self) -> str:
-        """Of the number."""
+        """NumPy name of the dtype of the integer."""
         return (
             "int32" if self.kind == "date" or (self.kind == "time" and self.unit in ("s", "ms")) else "int64"
         )
 
     def number(self, value: Any) -> int:
-        """The number that stands for a value."""
+        """Return the integer that represents a value.
+
+        Raises:
+            ValueError: The value has another type, is not exact in the unit, or is out of range.
+        """
         if hasattr(value, "to_numpy") and not isinstance(value, np.generic):
-            value = value.to_numpy()  # of pandas, whose nanoseconds Python's types do not have
+            value = value.to_numpy()  # pandas: Python's types have no nanoseconds
         if isinstance(value, str):
             value = self._from_text(value)
         if self.kind == "decimal":
@@ -106,10 +110,10 @@ class Logical:
         return number
 
     def value(self, number: int) -> Any:
-        """What a number stands for: a date, time, datetime, timedelta or Decimal.
+        """Return the value of an integer: a date, time, datetime, timedelta or Decimal.
 
-        NumPy's datetime64 and timedelta64 where the unit is ns (a time's only where it has them), and where Python's
-        types do not reach.
+        Nanoseconds, and values outside the range of Python's types, are NumPy's datetime64 and timedelta64. A
+        ``time[ns]`` of whole microseconds is a Python time.
         """
         if self.kind == "decimal":
             return decimal.Decimal(number).scaleb(-self.places, _EXACT)
@@ -134,7 +138,7 @@ class Logical:
 
     @cached_property
     def arrow_type(self) -> Any:
-        """The Arrow type in tables; in shards too, but for decimals, which are integers there."""
+        """The Arrow type in tables; shards have the same type, except int64 for decimals."""
         import pyarrow as pa
 
         if self.kind == "date":
@@ -233,7 +237,7 @@ _EXACT = decimal.Context(prec=200)
 
 
 def logical_text(value: Any) -> str | None:
-    """The value of a field as text that `Logical.number` reads, or None where it is no date, time or decimal."""
+    """Return a date, time or decimal as text that `Logical.number` parses, and None for any other value."""
     if isinstance(value, decimal.Decimal):
         return f"{value:f}"
     if isinstance(value, (dt.date, dt.time)):
@@ -253,7 +257,7 @@ def logical_text(value: Any) -> str | None:
 
 @lru_cache(maxsize=256)
 def _zone(name: str) -> dt.tzinfo:
-    """The zone, or UTC where this machine's database does not have it: the moment is the same."""
+    """Return the zone, or UTC if this machine does not know it: the instant is the same."""
     match = _OFFSET.match(name)
     if match is None:
         import zoneinfo  # slow to import, and rarely needed
@@ -267,22 +271,26 @@ def _zone(name: str) -> dt.tzinfo:
 
 
 _SHAPE = re.compile(rb"'shape': \(([0-9, ]{1,200})\), \}")
-_MAX_ITEMS = 2**40  # with 1 for 0: NumPy multiplies the sizes of an empty array, too
-_MAX_EMPTY = 2**16  # lists inside of an array that has no items: as Arrow lists they have an offset each
+_MAX_ITEMS = 2**40  # product of the sizes, 0 counted as 1: NumPy also limits the product for empty arrays
+_MAX_EMPTY = 2**16  # lists in an array without items: each takes an offset as an Arrow list
 HEAD_BYTES = 320
-"""No header of eight dimensions is longer."""
+"""Upper bound of the size of an .npy header with eight dimensions."""
 
 
 @lru_cache(maxsize=4096)
 def array_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
-    """The .npy header of an array in C order: what NumPy writes, at least 128 bytes."""
+    """Return the .npy header of an array in C order, as NumPy writes it; at least 128 bytes."""
     text = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': {shape!r}, }}".encode()
     total = max(-(-(10 + len(text) + 1) // 64) * 64, 128)
     return b"\x93NUMPY\x01\x00" + (total - 10).to_bytes(2, "little") + text.ljust(total - 11) + b"\n"
 
 
 def pack_array(array: NDArray[Any], sizes: Sequence[int]) -> bytes:
-    """The .npy file of a little-endian array."""
+    """Return the .npy file of a little-endian array.
+
+    Raises:
+        ValueError: The shape does not match `sizes` (0 is any size) or is too large.
+    """
     _check_shape(array.shape, sizes)
     return array_header(array.dtype, array.shape) + array.tobytes()
 
@@ -290,7 +298,17 @@ def pack_array(array: NDArray[Any], sizes: Sequence[int]) -> bytes:
 def array_place(
     head: bytes, size: int, dtype: np.dtype[Any], sizes: Sequence[int]
 ) -> tuple[tuple[int, ...], int]:
-    """Shape of the array of `pack_array`, and where its items begin."""
+    """Return the shape of an array packed by `pack_array`, and the offset of its items.
+
+    Args:
+        head: The first `HEAD_BYTES` of the payload.
+        size: Bytes of the whole payload.
+        dtype: Little-endian dtype of the items.
+        sizes: Sizes of the dimensions; 0 is any size.
+
+    Raises:
+        ValueError: The header is not canonical, or shape or size do not match.
+    """
     found = _SHAPE.search(head)
     texts = found[1].rstrip(b",").split(b", ") if found else []
     if len(texts) != len(sizes) or any(not text.isdigit() or len(text) > 13 for text in texts):
@@ -307,7 +325,7 @@ def array_place(
 
 
 def _check_shape(shape: Sequence[int], sizes: Sequence[int]) -> None:
-    """Refuse a shape that is not of the type, or would cost a reader more memory than the value has bytes."""
+    """Raise ValueError if a shape does not match the type, or would cost a reader memory out of proportion."""
     if any(n != fixed for n, fixed in zip(shape, sizes, strict=True) if fixed):
         raise ValueError(f"its shape is {tuple(shape)}")
     lists = prod(max(n, 1) for n in shape[: max(place for place, size in enumerate(sizes) if not size)])
@@ -316,7 +334,11 @@ def _check_shape(shape: Sequence[int], sizes: Sequence[int]) -> None:
 
 
 def unpack_array(payload: bytes | memoryview, dtype: np.dtype[Any], sizes: Sequence[int]) -> NDArray[Any]:
-    """The array of `pack_array`, fresh and writable; see `array_place`."""
+    """Return the array packed by `pack_array` as a new, writable array.
+
+    Raises:
+        ValueError: The payload is not canonical; see `array_place`.
+    """
     shape, start = array_place(bytes(payload[:HEAD_BYTES]), len(payload), dtype, sizes)
     items = np.frombuffer(payload, np.uint8, offset=start) if len(payload) > start else np.empty(0, np.uint8)
     check_bools(items, dtype)
@@ -324,18 +346,22 @@ def unpack_array(payload: bytes | memoryview, dtype: np.dtype[Any], sizes: Seque
 
 
 def check_bools(items: NDArray[Any], dtype: np.dtype[Any]) -> None:
-    """Refuse items of bool that are neither 0 nor 1: ValueError."""
+    """Raise ValueError if `dtype` is bool and an item is neither 0 nor 1."""
     if dtype.kind == "b" and bool((items.view(np.uint8) > 1).any()):
         raise ValueError("a bool is neither 0 nor 1")
 
 
 def pack_list(items: Sequence[bytes]) -> bytes:
-    """Count, sizes, items."""
+    """Return count, sizes and items as one byte string."""
     return b"".join([np.array([len(items), *map(len, items)], "<u8").tobytes(), *items])
 
 
 def unpack_list(payload: bytes | memoryview) -> list[bytes]:
-    """The items of `pack_list`."""
+    """Return the items of a list packed by `pack_list`.
+
+    Raises:
+        ValueError: The sizes do not add up to the payload.
+    """
     count = int.from_bytes(payload[:8], "little")
     if len(payload) < 8 or count > len(payload) // 8 - 1:
         raise ValueError(f"{len(payload)} bytes cannot hold the sizes of {count} items")
