@@ -195,7 +195,7 @@ def _checked_header(message: memoryview, codec: str, rows: int, raw_size: int) -
 def message_layout(
     message: memoryview, schema: Schema, fields: Sequence[str], codec: str
 ) -> NDArray[np.int64] | None:
-    """Return the layout of messages of one schema and writer, so that C can read them without FlatBuffers (block_rows.c).
+    """Return the layout of messages of one schema and writer, with which block_rows.c reads them.
 
     Args:
         message: An example, whose body may be cut off. It need not be verified: the metadata of every message read by
@@ -205,7 +205,7 @@ def message_layout(
         codec: ``none`` or ``zstd``, from the index.
 
     Returns:
-        None if a field is optional or bool, which C does not read. Otherwise int64 values:
+        None if one of `fields` is optional or bool, which C does not read. Otherwise int64 values:
 
         * bytes of prefix and metadata; bytes of padding for decompressed buffers at multiples of 64; offset of the
           number of rows; offset of the body size; offset and number of nodes; offset and number of buffers; number of
@@ -213,8 +213,9 @@ def message_layout(
         * for each node, items per row, or -1 if they vary;
         * for each field, the first of its buffers that must be empty and their number; the buffer of values or offsets;
           the buffer of data, or -1; bytes per item; the node of its items, or -1;
-        * prefix and metadata; a mask of the same size that is 0 at the offsets above and at nodes and buffers, and 255
-          elsewhere; both padded to 8 bytes.
+        * prefix and metadata; a mask of the same size, 0 at the numbers that may differ (rows, body size, nodes without
+          null counts, buffers; null counts too if the schema has optional fields) and 255 elsewhere; both padded to 8
+          bytes.
 
     Raises:
         FormatError: The metadata is not what `ArrowEncoder` writes for this schema.

@@ -1,4 +1,4 @@
-"""Digests and times as text, and documents whose readers name every field (typed documents: `shardkit.documents`)."""
+"""Digests and times as text, and untyped documents in canonical JSON (typed documents: `shardkit.documents`)."""
 
 from __future__ import annotations
 
@@ -23,14 +23,18 @@ DIGEST: Final = re.compile(r"sha256:[0-9a-f]{64}")
 
 
 def format_digest(raw: bytes) -> str:
-    """Digest text of the 32 bytes of a SHA-256."""
+    """Return the text of a SHA-256 digest of 32 bytes.
+
+    Raises:
+        FormatError: `raw` does not have 32 bytes.
+    """
     if len(raw) != 32:
         raise FormatError(f"a SHA-256 has 32 bytes, got {len(raw)}")
     return DIGEST_PREFIX + raw.hex()
 
 
 def parse_digest(text: object) -> str:
-    """The 64 hexadecimal digits of a digest text.
+    """Return the 64 hexadecimal digits of a digest text.
 
     Raises:
         FormatError: `text` is not ``sha256:`` and 64 lower-case hexadecimal digits.
@@ -41,7 +45,7 @@ def parse_digest(text: object) -> str:
 
 
 def xxh3(data: bytes | bytearray | memoryview) -> int:
-    """XXH3-64 of `data` with seed 0, as an unsigned 64-bit integer."""
+    """Return the XXH3-64 of `data` with seed 0, as an unsigned 64-bit integer."""
     return xxhash.xxh3_64_intdigest(data)
 
 
@@ -49,12 +53,16 @@ dumps = encode
 
 
 def loads(data: bytes | bytearray | memoryview, max_bytes: int) -> Any:
-    """Parse canonical JSON; anything that `dumps` would not have written is refused."""
+    """Parse canonical JSON.
+
+    Raises:
+        FormatError: `data` is not what `dumps` writes, or has more than `max_bytes` bytes.
+    """
     return decode_plain(data, "canonical JSON", max_bytes=max_bytes)
 
 
 MAX_INTEGER: Final = 2**62
-"""Sums of two still fit int64."""
+"""Maximum integer in a document; the sum of two fits int64."""
 
 TIME: Final = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z")
 _TIME_FORM: Final = "%Y-%m-%dT%H:%M:%SZ"
@@ -65,9 +73,13 @@ class Fields:
 
     Args:
         value: The parsed JSON value.
-        where: How messages name it, such as ``"manifest sha256:12…"``.
-        keys: All keys that must be there; no others may be.
-        optional: Keys that may be there too; what they say when absent must have no other spelling.
+        where: Name of the object in messages, such as ``"manifest sha256:12…"``.
+        keys: Required keys.
+        optional: Keys that may be absent; the meaning of an absent key must have no other spelling.
+
+    Raises:
+        FormatError: `value` is not an object, or a key is missing or unknown. Every accessor raises it too, if the
+            value is not of the expected type or size.
     """
 
     def __init__(
@@ -88,11 +100,11 @@ class Fields:
         )
 
     def has(self, key: str) -> bool:
-        """Whether an optional key is there."""
+        """Return True if an optional key is present."""
         return key in self._values
 
     def text(self, key: str, *, maximum: int = 10_000, pattern: re.Pattern[str] | None = None) -> str:
-        """A string of at most `maximum` characters that matches `pattern` as a whole."""
+        """Return a string of at most `maximum` characters that matches all of `pattern`."""
         value = self._values[key]
         if not isinstance(value, str) or len(value) > maximum:
             self.refuse(f"field {key!r}: expected a string of at most {maximum} characters")
@@ -104,11 +116,11 @@ class Fields:
         return self.text(key, pattern=DIGEST)
 
     def optional_digest(self, key: str) -> str | None:
-        """A digest, or null."""
+        """Return a digest, or None for null."""
         return None if self._values[key] is None else self.digest(key)
 
     def integer(self, key: str, *, maximum: int = MAX_INTEGER, minimum: int = 0) -> int:
-        """An integer in ``minimum … maximum``."""
+        """Return an integer in ``minimum … maximum``."""
         value = self._values[key]
         if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
             self.refuse(f"field {key!r} is {str(value)[:40]}, expected an integer in {minimum} … {maximum}")
@@ -121,19 +133,19 @@ class Fields:
         return value
 
     def items(self, key: str, *, maximum: int) -> list[object]:
-        """A list of at most `maximum` items."""
+        """Return a list of at most `maximum` items."""
         value = self._values[key]
         if not isinstance(value, list) or len(value) > maximum:
             self.refuse(f"field {key!r}: expected a list of at most {maximum} items")
         return value
 
     def objects(self, key: str, keys: Collection[str], what: str, *, maximum: int) -> Iterator[Fields]:
-        """The JSON objects of a list, each with exactly these keys; `what` is how messages call one."""
+        """Yield the JSON objects of a list, each with exactly these keys; `what` names one in messages."""
         for number, item in enumerate(self.items(key, maximum=maximum)):
             yield Fields(item, f"{self.where}, {what} {number},", keys)
 
     def texts(self, key: str, *, maximum: int, longest: int = 1_000) -> tuple[str, ...]:
-        """A list of at most `maximum` strings of at most `longest` characters."""
+        """Return a list of at most `maximum` strings of at most `longest` characters."""
         values = self.items(key, maximum=maximum)
         texts = tuple(value for value in values if isinstance(value, str) and len(value) <= longest)
         if len(texts) < len(values):
@@ -141,14 +153,18 @@ class Fields:
         return texts
 
     def table(self, key: str, *, maximum: int) -> dict[str, object]:
-        """A JSON object of any keys, at most `maximum` of them."""
+        """Return a JSON object with at most `maximum` keys of any name."""
         value = self._values[key]
         if not isinstance(value, dict) or len(value) > maximum:
             self.refuse(f"field {key!r}: expected an object of at most {maximum} keys")
         return value
 
     def features(self, known: Collection[str]) -> tuple[str, ...]:
-        """The field ``features``: what a reader must know to read the rest."""
+        """Return the field ``features``, which lists the features that a reader must know.
+
+        Raises:
+            FormatError: A feature is not in `known`.
+        """
         features = self.texts("features", maximum=100, longest=100)
         unknown = next((feature for feature in features if feature not in known), None)
         if unknown is not None:
@@ -162,7 +178,19 @@ class Fields:
 def read_document(
     data: bytes, where: str, kind: str, keys: Collection[str], max_bytes: int, optional: Collection[str] = ()
 ) -> Fields:
-    """Parse canonical JSON and check its ``format`` field before anything else."""
+    """Parse canonical JSON and compare its field ``format`` before the other fields.
+
+    Args:
+        data: The document.
+        where: Name of the document in messages.
+        kind: Expected value of ``format``.
+        keys: Required keys besides ``format``.
+        max_bytes: Size above which nothing is parsed.
+        optional: Keys that may be absent.
+
+    Raises:
+        FormatError: The bytes are not such a document.
+    """
     try:
         value = loads(data, max_bytes)
     except FormatError as error:
@@ -180,18 +208,25 @@ _OWN_DIGEST: Final = re.compile(rb'"digest":"(sha256:[0-9a-f]{64})",(?="f)')
 """The field ``digest`` in canonical JSON; ``features`` or ``format`` comes next."""
 
 _MOST_DIGESTS: Final = 4
-"""Tried in one document: nothing that shardkit writes has more than one such field."""
+"""Matches tried in one document; documents of shardkit have one such field."""
 
 
 def sealed(body: Mapping[str, object]) -> bytes:
-    """Canonical JSON of `body` with the SHA-256 of its canonical JSON in the field ``digest``."""
+    """Return the canonical JSON of `body` with its SHA-256 added as the field ``digest``."""
     return dumps({**body, "digest": sha256_digest(dumps(dict(body)))})
 
 
 def unseal(
     data: bytes, where: str, kind: str, keys: Collection[str], max_bytes: int, optional: Collection[str] = ()
 ) -> Fields:
-    """The fields of a sealed document; its digest is checked before any of it is parsed."""
+    """Return the fields of a sealed document; its digest is checked before anything is parsed.
+
+    The arguments are those of `read_document`.
+
+    Raises:
+        FormatError: The document is too large, or not valid.
+        IntegrityError: The digest in the document is not the digest of its content.
+    """
     if len(data) > max_bytes:
         raise FormatError(f"{where}: {len(data)} bytes, expected at most {max_bytes}; do not trust it")
     found = ""
@@ -207,20 +242,24 @@ def unseal(
 
 
 def check_spelling(data: bytes, again: bytes, fields: Fields) -> None:
-    """Whether a document is, byte for byte, what its content is written as: one content has one digest."""
+    """Raise FormatError if a document differs from `again`, its content encoded again: one content, one digest."""
     if again != data:
         fields.refuse("is not spelled as its content is written")
 
 
 def utc_text(seconds: float | None = None) -> str:
-    """A moment, ``2026-11-20T19:00:00Z``; now by default."""
+    """Return a time in seconds since 1970, by default the current time, as ``2026-11-20T19:00:00Z``."""
     moment = time.time() if seconds is None else seconds
     return dt.datetime.fromtimestamp(int(moment), dt.UTC).strftime(_TIME_FORM)
 
 
 def seconds_of(text: str) -> int:
-    """Seconds since 1970 of what `utc_text` gave."""
-    import calendar  # here, for `strptime` brings it, and few ask
+    """Return the seconds since 1970 of a text from `utc_text`.
+
+    Raises:
+        FormatError: The text is not such a time.
+    """
+    import calendar  # rarely needed
 
     try:
         return calendar.timegm(time.strptime(text, _TIME_FORM))

@@ -1,8 +1,7 @@
-"""The container of index sidecars, manifest pages and selections: named integer columns, one header.
+"""The container of indexes, manifest pages and selections: a header and named integer columns.
 
 Bytes (SPEC.md §2): magic, header length, canonical-JSON header, then the columns at 64-byte boundaries,
-little-endian, each plain or one zstd frame. Reading is strict and never allocates more than the file's size
-and the caps allow.
+little-endian, each plain or one zstd frame. Readers validate every size before they allocate memory.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ MAGIC = b"SHRDCOL1"
 ALIGNMENT = 64
 MAX_HEADER = 16 << 20
 MAX_RAW_BYTES = 4 << 30
-"""Of the columns of one container, decompressed."""
+"""Maximum size of all columns of a container, decompressed."""
 
-MAX_RATIO = 256  # raw bytes per byte of file; the writer stores plain columns rather than go beyond
-FREE_RAW_BYTES = 1 << 20  # small containers need no ratio
+MAX_RATIO = 256  # raw bytes per byte of the file; above it the writer stores plain columns
+FREE_RAW_BYTES = 1 << 20  # allowed in a file of any size
 LEVEL = 3
 _PREFIX = len(MAGIC) + 8
 
@@ -67,9 +66,9 @@ class _Header(Record, frozen=True, kw_only=True):
 
 
 class Columns(NamedTuple):
-    """What a container holds.
+    """The content of a container.
 
-    `meta` is as it was written; `arrays` are read-only, little-endian, and views of the data where plain.
+    `arrays` are read-only and little-endian; uncompressed columns are views of the data.
     """
 
     meta: dict[str, Any]
@@ -79,16 +78,16 @@ class Columns(NamedTuple):
 def pack_columns(
     kind: str, meta: Mapping[str, Any], columns: Mapping[str, np.ndarray[Any, Any]], *, compress: bool = True
 ) -> bytes:
-    """The container's bytes: the same for the same arguments and zstandard release.
+    """Return the bytes of a container; equal arguments give equal bytes for one release of zstd.
 
     Args:
-        kind: What it is, such as ``index``; `unpack_columns` insists on it.
-        meta: Canonical-JSON value.
+        kind: Kind of the container, such as ``index``; `unpack_columns` compares it.
+        meta: Values that canonical JSON can hold.
         columns: Integer arrays of any shape; written little-endian in C order.
-        compress: Store a column as a zstd frame where that is shorter.
+        compress: Store a column as a zstd frame if that is shorter.
 
     Raises:
-        UsageError: a column's name or dtype cannot be written.
+        UsageError: The name or dtype of a column cannot be written, or the header is too large.
     """
     entries: list[_Column] = []
     stored: list[bytes] = []
@@ -129,16 +128,15 @@ def pack_columns(
 def unpack_columns(
     data: bytes | bytearray | memoryview, kind: str, *, max_raw_bytes: int = MAX_RAW_BYTES
 ) -> Columns:
-    """Read a container whose digest has been checked.
+    """Parse a container whose digest has been checked.
 
     Args:
-        data: The container; plain columns are views of it, so it must not change afterwards.
-        kind: The kind that it must have.
-        max_raw_bytes: Cap on the bytes of all columns together.
+        data: The container; uncompressed columns are views of it, so it must not change afterwards.
+        kind: Expected kind.
+        max_raw_bytes: Maximum size of all columns together, decompressed.
 
     Raises:
-        FormatError: anything that `pack_columns` would not have written; nothing large has been allocated
-        then.
+        FormatError: The bytes are not what `pack_columns` writes, or exceed a limit.
     """
     view = memoryview(data).cast("B")
     header, start = _read_header(view, kind)
@@ -202,10 +200,10 @@ class Texts:
 
     @classmethod
     def pack(cls, texts: Sequence[str]) -> Texts:
-        """Texts as one buffer; lone surrogates (of undecodable file names) survive."""
+        """Store texts in one buffer; lone surrogates, from file names that are not UTF-8, are kept."""
         joined = "".join(texts)
         offsets = np.zeros(len(texts) + 1, np.int64)
-        if joined.isascii():  # keys are: a byte for every character
+        if joined.isascii():  # keys are ASCII: one byte per character
             np.cumsum(np.fromiter(map(len, texts), np.int64, len(texts)), out=offsets[1:])
             return cls(np.frombuffer(joined.encode("ascii"), np.uint8), offsets)
         encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
@@ -224,7 +222,7 @@ class Texts:
         return [raw[start:end].decode("utf-8", "surrogatepass") for start, end in itertools.pairwise(ends)]
 
     def check(self, what: str, count: int) -> None:
-        """Refuse offsets that do not cover the buffer with `count` texts in order."""
+        """Raise FormatError if the offsets do not divide the buffer into `count` texts; `what` names them."""
         if self.offsets.dtype != np.int64 or self.offsets.shape != (count + 1,):
             raise FormatError(f"index: {count} {what} need {count + 1} int64 offsets")
         if self.data.dtype != np.uint8 or self.data.ndim != 1:

@@ -1,8 +1,7 @@
-"""Compression settings, and zstd frames that are checked before they are opened.
+"""Compression settings, and zstd frames whose headers are checked before decompression.
 
-zstd is that of the package zstandard, or where that is not installed of Python itself (3.14 and later:
-compression.zstd); free-threaded Python has no wheels of zstandard. Both compress by libzstd, whose version decides what
-the bytes are.
+zstd comes from the package zstandard or, if it is not installed, from Python 3.14 and later (compression.zstd), because
+zstandard has no wheels for free-threaded Python. Both use libzstd, whose version determines the compressed bytes.
 """
 
 from __future__ import annotations
@@ -19,16 +18,18 @@ MAX_WINDOW = 8 << 20
 
 MAX_LEVEL = 19
 _ZSTD = re.compile(r"zstd(?::([1-9][0-9]?))?\Z")
-MAX_RATIO = 1 << 16  # above what zstd can reach: a block of 128 KiB takes at least 4 bytes
+MAX_RATIO = (
+    1 << 16
+)  # raw bytes per stored byte; zstd cannot reach it: a block of 128 KiB takes at least 4 bytes
 
 
 def normalise_compression(format: str, text: object) -> str:
-    """Return a compression that shards of a format have: ``none``, or for arrow also ``zstd:LEVEL``.
+    """Return a compression setting in its normal form: ``none``, or for arrow also ``zstd:LEVEL``.
 
-    ``zstd`` alone is level 3.
+    ``zstd`` is level 3.
 
     Raises:
-        SchemaError: unknown format or compression, or one that the format does not have.
+        SchemaError: Format or compression are unknown, or do not go together.
     """
     if format not in ("tar", "arrow"):
         raise SchemaError(f"format {format!r} is unknown; expected tar or arrow")
@@ -53,10 +54,19 @@ def zstd_level(compression: str) -> int | None:
 
 
 def decompress_frame(frame: bytes | memoryview, raw_bytes: int, what: str) -> bytes:
-    """The `raw_bytes` bytes of exactly one zstd frame; nothing is allocated before its header agrees."""
+    """Decompress exactly one zstd frame, after its header has been compared with the limits.
+
+    Args:
+        frame: The frame.
+        raw_bytes: Expected size of the content.
+        what: Name of the frame in messages.
+
+    Raises:
+        FormatError: The frame is damaged, or declares another size, a dictionary or too large a window.
+    """
     try:
         header = read_header(frame)
-        # The declared size is what gets allocated.
+        # zstd allocates the declared size.
         if header.content_size != raw_bytes:
             raise FormatError(
                 f"{what}: zstd frame declares {header.content_size} bytes, expected {raw_bytes}"
@@ -75,10 +85,12 @@ def decompress_frame(frame: bytes | memoryview, raw_bytes: int, what: str) -> by
     return raw
 
 
-# ---- zstd, whichever library has it
+# ---- zstd of either library
 
 _MAGIC: Final = b"\x28\xb5\x2f\xfd"
-_own = threading.local()  # a decompressor of each thread: to make one costs as much as a small frame
+_own = (
+    threading.local()
+)  # one decompressor per thread: creating one takes as long as decompressing a small frame
 
 
 def _find(*names: str) -> Any:
@@ -97,17 +109,21 @@ ZstdError: Final[type[Exception]] = _library.ZstdError
 
 
 class FrameHeader(NamedTuple):
-    """What a frame says of itself (RFC 8878 §3.1.1.1)."""
+    """The header of a zstd frame (RFC 8878 §3.1.1.1)."""
 
     content_size: int | None
     window_size: int
-    dictionary: int  # its id, 0: none
+    dictionary: int  # id, 0 for none
     has_checksum: bool
-    size: int  # of the header
+    size: int  # bytes of the header
 
 
 def read_header(frame: bytes | memoryview) -> FrameHeader:
-    """The header of a frame."""
+    """Parse the header of a frame.
+
+    Raises:
+        ZstdError: `frame` does not begin with a complete header.
+    """
     head = bytes(frame[:18])
     if len(head) < 6 or head[:4] != _MAGIC or head[4] & 8:
         raise ZstdError("no zstd frame begins here")
@@ -131,7 +147,7 @@ def read_header(frame: bytes | memoryview) -> FrameHeader:
 
 
 def compress_frame(raw: bytes | bytearray | memoryview, level: int) -> bytes:
-    """One zstd frame with its content size and a checksum of the content."""
+    """Return one zstd frame with content size and content checksum."""
     if _is_package:
         made: bytes = _library.ZstdCompressor(
             level=level, write_checksum=True, write_content_size=True
@@ -143,7 +159,11 @@ def compress_frame(raw: bytes | bytearray | memoryview, level: int) -> bytes:
 
 
 def decompress(frame: bytes | memoryview) -> bytes:
-    """What exactly one frame holds, of the size that it declares: check that first."""
+    """Decompress exactly one frame; check its declared size first, because that much memory is allocated.
+
+    Raises:
+        ZstdError: The data is not one complete frame.
+    """
     if _is_package:
         if (decompressor := getattr(_own, "decompressor", None)) is None:
             decompressor = _own.decompressor = _library.ZstdDecompressor()
@@ -157,7 +177,7 @@ def decompress(frame: bytes | memoryview) -> bytes:
 
 
 def new_decompressor() -> Any:
-    """Of one frame, piece by piece: ``decompress(data)``, ``eof``, ``unused_data``, as those of `bz2` and `lzma`."""
+    """Return an incremental decompressor of one frame, with the interface of `bz2` and `lzma` decompressors."""
     if _is_package:
         return _library.ZstdDecompressor().decompressobj()
     return _library.ZstdDecompressor()

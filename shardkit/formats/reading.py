@@ -1,4 +1,4 @@
-"""Reading a block: size, checksum, decompression, decoding, in that order and no other."""
+"""Read a block: size, checksum, decompression, decoding, in this order (SPEC.md §6)."""
 
 from __future__ import annotations
 
@@ -24,23 +24,24 @@ _DECIMAL = re.compile(rb"0|-?[1-9][0-9]*")
 _FEW_ROWS = 64
 
 Verify = Literal["fast", "strong"]
-"""By which checksum of the index blocks are verified: XXH3 ("fast") or SHA-256 ("strong")."""
+"""Checksum that verifies blocks: XXH3-64 ("fast") or SHA-256 ("strong")."""
 
 
 def verify_block(
     stored: bytes | memoryview, index: ShardIndex, block: int, *, verify: Verify = "fast"
 ) -> None:
-    """Check that `stored` is the block that was written.
+    """Compare size and checksum of a block with the index.
 
     Args:
-        stored: The block's bytes in the shard.
-        index: The shard's index, its own digest checked.
+        stored: Bytes of the block in the shard.
+        index: Index of the shard; its digest has been checked.
         block: Number of the block.
         verify: ``fast`` compares XXH3-64, ``strong`` SHA-256.
 
     Raises:
-        IntegrityError: size or checksum differ.
-        NotFoundError: the shard has no such block.
+        IntegrityError: Size or checksum differ.
+        NotFoundError: The shard has no such block.
+        UsageError: `verify` is neither ``fast`` nor ``strong``.
     """
     if not 0 <= block < index.blocks:
         raise NotFoundError(f"block {block}: the shard has blocks 0 to {index.blocks - 1}")
@@ -77,22 +78,22 @@ def read_block(
 ) -> Block:
     """Verify and decode one block.
 
-    Columns of uncompressed blocks are views of `stored`, which must stay unchanged while they are used.
+    Columns of uncompressed blocks are views of `stored`, which must not change while they are used.
 
     Args:
-        stored: The block's bytes in the shard: ``block_size[block]`` bytes from ``block_offset[block]``.
-        index: The shard's index, its own digest checked.
+        stored: Bytes of the block in the shard: ``block_size[block]`` bytes from ``block_offset[block]``.
+        index: Index of the shard; its digest has been checked.
         block: Number of the block.
-        verify: ``fast`` (XXH3-64) or ``strong`` (SHA-256, for what came over a network).
-        keys: Compare the keys that an Arrow block holds with those of the index. Both are what their digests say
-            either way; who never looks at a key need not know that their writer made them equal.
-        fields: Those that the block will be asked for, and no others: what else it holds need not be decompressed. All
-            where None.
+        verify: ``fast`` (XXH3-64) or ``strong`` (SHA-256, for data from a network).
+        keys: Compare the keys in an Arrow block with the index. Digests cover both in any case, so a caller that uses
+            no keys can skip this.
+        fields: Fields that will be read; others are not decompressed. None: all.
 
     Raises:
-        IntegrityError: `stored` is not what was written; nothing of it has been parsed.
-        FormatError: it is, but whoever wrote it did not write shardkit's format.
-        NotFoundError: the shard has no such block.
+        IntegrityError: `stored` differs from the block that was written; none of it has been parsed.
+        FormatError: The digest is correct, but the content is not valid.
+        NotFoundError: The shard has no such block.
+        UsageError: `verify` is neither ``fast`` nor ``strong``.
     """
     view = memoryview(stored).cast("B")
     verify_block(view, index, block, verify=verify)
@@ -111,7 +112,7 @@ def _compare_keys(keys: VariableColumn, index: ShardIndex, block: int) -> None:
     span = index.spans[block]
     offsets = index.key_texts.offsets[span.first_row : span.end_row + 1]
     start, end = int(offsets[0]), int(offsets[-1])
-    # as bytes: several times faster than comparing arrays of a hundred items
+    # Comparing bytes is several times faster than comparing arrays of a hundred items.
     if (keys.ends + start).tobytes() != offsets[1:].tobytes() or (
         keys.data.tobytes() != index.key_texts.data[start:end].tobytes()
     ):
@@ -131,7 +132,7 @@ def _tar_block(view: memoryview, index: ShardIndex, block: int, span: BlockSpan)
         field = presences.get(name, name)
         kind, place = index.schema[field], index.schema.position(field)
         starts, sizes = (column[span.first_row : span.end_row] for column in index.member_places[place])
-        present = starts != 0  # a header stands before every member
+        present = starts != 0  # every member follows a header, so none begins at 0
         if field != name:
             return FixedColumn(present)
         bare = index.field_is_payload is not None and bool(index.field_is_payload[place])
@@ -144,7 +145,7 @@ def _tar_block(view: memoryview, index: ShardIndex, block: int, span: BlockSpan)
     return Block(index.schema, span.end_row - span.first_row, span.raw_size, load)
 
 
-# ---- Fields of a tar: columns over its members
+# ---- Columns of a tar block
 
 
 def tar_column(
@@ -156,7 +157,19 @@ def tar_column(
     *,
     is_payload: bool = False,
 ) -> Column:
-    """One field of a raw block from the members that hold it; views of `data` where the layout allows."""
+    """Return one column of a tar block, as views of `data` if the layout allows.
+
+    Args:
+        data: The raw block.
+        starts: Offset of each member's content, or of its payload, (rows,).
+        sizes: Bytes of each, (rows,).
+        kind: Type of the field.
+        name: Field name in messages.
+        is_payload: `starts` and `sizes` locate payloads without npy header (adopted tars).
+
+    Raises:
+        FormatError: A member is not what shardkit writes for this type.
+    """
     if kind.is_opaque:
         if kind.kind == "str":
             check_text(data, starts, starts + sizes, name)
@@ -195,10 +208,12 @@ def tar_column(
 def optional_column(
     present: NDArray[np.bool_], kind: FieldType, load: Callable[[NDArray[np.bool_]], Column]
 ) -> Column:
-    """A field of which some rows have no member.
+    """Return the column of an optional field; missing values are zeros, or empty if sizes vary.
 
-    Returns:
-        The column of all rows; the others have zeros, or nothing.
+    Args:
+        present: Mask of the rows with a value, (rows,).
+        kind: Type of the field.
+        load: Returns the column of the masked rows.
     """
     if bool(present.all()):
         return load(present)
@@ -226,14 +241,14 @@ def _refuse_rows(wrong: NDArray[np.bool_], name: str, why: str) -> None:
 
 
 def _windows(data: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
-    """Every run of `size` bytes of `data`, as overlapping rows: indexing it copies whole runs."""
+    """Return every run of `size` bytes of `data` as overlapping rows, so that indexing copies whole runs."""
     return np.lib.stride_tricks.as_strided(data, (len(data) - size + 1, size), (1, 1), writeable=False)
 
 
 def _check_headers(
     data: NDArray[np.uint8], starts: NDArray[np.int64], lengths: NDArray[np.int64], kind: FieldType, name: str
 ) -> None:
-    """Each npy header is the very one that its type and length call for; so none needs to be interpreted."""
+    """Compare each npy header with the only valid header for its type and length; none is interpreted."""
     if kind.kind == "ragged":
         distinct, which = np.unique(lengths, return_inverse=True)
         headers = b"".join([npy_header(kind, length) for length in distinct.tolist()])
@@ -245,7 +260,7 @@ def _check_headers(
 
 
 def _gather(data: NDArray[np.uint8], starts: NDArray[np.int64], kind: FieldType) -> NDArray[Any]:
-    """Items of one size as (rows, *shape): a strided view where the pitch is constant, else one copy."""
+    """Return items of one size as (rows, *shape): a strided view if the distance is constant, otherwise a copy."""
     size, dtype = int(kind.item_bytes or 0), kind.numpy_dtype
     pitches = np.diff(starts)
     if len(starts) == 1 or bool((pitches == pitches[0]).all() and pitches[0] >= 0):
@@ -262,7 +277,7 @@ def _gather(data: NDArray[np.uint8], starts: NDArray[np.int64], kind: FieldType)
 
 @lru_cache(maxsize=16)
 def _integer_range(dtype: np.dtype[Any]) -> tuple[int, int, str]:
-    """Magnitudes of the smallest and the largest value, and the type's name: numpy takes 40 µs to say them."""
+    """Return the magnitudes of the smallest and largest value, and the name; cached, because numpy takes 40 µs."""
     top = 1 if dtype.kind == "b" else int(np.iinfo(dtype).max)
     return (-int(np.iinfo(dtype).min) if dtype.kind == "i" else 0), top, dtype.name
 
@@ -274,7 +289,7 @@ def _parse_few(
     dtype: np.dtype[Any],
     name: str,
 ) -> NDArray[Any]:
-    """`parse_decimals` one by one: for some dozen rows two dozen numpy calls cost more."""
+    """Parse decimals one by one, which is faster than `parse_decimals` for a few dozen rows."""
     bottom, top, type_name = _integer_range(dtype)
     found: list[int] = []
     view = data.data
@@ -298,21 +313,21 @@ def parse_decimals(
     *,
     first: NDArray[np.int64] | int = 0,
 ) -> NDArray[Any]:
-    """Canonical decimals at any places at once, by Horner's rule in uint64 over right-aligned digits.
+    """Parse many canonical decimals at once, by Horner's rule in uint64 over right-aligned digits.
 
     Args:
-        data: Bytes.
-        starts: Where each text begins in them, (n,).
-        sizes: Bytes of each.
-        dtype: Of the result, an integer type or bool.
-        name: The field's, for messages.
-        first: No byte before this place is looked at; of the block that each text lies in.
+        data: Buffer that contains the texts, uint8.
+        starts: Offset of each text, (n,).
+        sizes: Bytes of each text, (n,).
+        dtype: Integer type or bool of the result.
+        name: Field name in messages.
+        first: Offset before which no byte is read: one for all texts, or (n,).
 
     Returns:
         (n,) of `dtype`, read-only.
 
     Raises:
-        FormatError: a text is not what shardkit writes for a value of `dtype`.
+        FormatError: A text is not what shardkit writes for a value of `dtype`.
     """
     if not len(starts):
         return np.empty(0, dtype)

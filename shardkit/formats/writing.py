@@ -1,4 +1,4 @@
-"""The one writer of both formats: blocks of rows in, a shard's bytes and its index out."""
+"""Write shards of both formats: blocks of rows become the bytes of a shard and its index."""
 
 from __future__ import annotations
 
@@ -24,52 +24,52 @@ from .schema import Schema
 from .tar_members import TarEncoder, member_bytes, member_names
 
 MAX_KEY_BYTES = 80
-"""Bytes of a key in a shard; longer ones are kept beside a name that is made up."""
+"""Maximum size of a key in a shard; the index keeps longer original keys separately."""
 
 MAX_MEMBER_NAME = 100  # the name field of a ustar header
-MAX_EXTENSION = 4  # the longest that `member_extension` gives: most have three letters, flac and tiff four
+MAX_EXTENSION = 4  # the longest extension of `member_extension` (flac, tiff, webp, json)
 _KEY = re.compile(r"[A-Za-z0-9_-]{1,80}\Z")
 _KEYS = re.compile(r"[A-Za-z0-9_-]+(?:,[A-Za-z0-9_-]+)*")
 _UNFIT = re.compile(r"[^A-Za-z0-9_-]")
 _HASH_DIGITS = 16
 
-MAX_SAMPLE_BYTES = 5 << 30  # an object store takes one PUT of at most 5 GiB, and a sample is never cut
-"""Of one sample; it fills a shard of its own."""
+MAX_SAMPLE_BYTES = 5 << 30
+"""Maximum size of a sample: samples are never split, and an object store takes at most 5 GiB in one PUT."""
 
-_MAX_UNHASHED = 4  # blocks, or some that are encoded together; each of them is held in memory
-_ARROW_ROW_BYTES = 8 + 24  # key: offset, and a length that is usual
+_MAX_UNHASHED = 4  # calls of `write_block` whose bytes stay in memory until they are hashed
+_ARROW_ROW_BYTES = 8 + 24  # offset and typical size of a key
 
 
 class Sink(Protocol):
-    """Takes a shard's bytes strictly in order; may take fewer than given and say so."""
+    """Receiver of the bytes of a shard, strictly in order."""
 
     def write(self, data: bytes | memoryview, /) -> int | None:
-        """Take bytes; returns how many, None for all."""
+        """Write bytes and return their number, which may be less than given; None means all."""
         ...
 
 
 class BlockEncoder(Protocol):
-    """What a format is, to the writer."""
+    """Encoder of one format, as the writer uses it."""
 
     def head(self) -> bytes:
-        """Bytes before the first block."""
+        """Return the bytes before the first block."""
         ...
 
     def encode(
         self, rows: RowBlock
     ) -> tuple[Sequence[EncodedBlock], NDArray[np.uint64] | None, NDArray[np.uint64] | None]:
-        """(each of its blocks, field offsets, field sizes); offsets count from the begin of the row's block."""
+        """Return (encoded blocks, field offsets, field sizes); offsets count from the start of the block of the row."""
         ...
 
     def tail(self) -> bytes:
-        """Bytes after the last block; nothing is encoded afterwards."""
+        """Return the bytes after the last block; called once, at the end."""
         ...
 
 
 def raw_row_bytes(format: str, schema: Schema, payload_sizes: Sequence[int]) -> int:
-    """Raw bytes that a row takes: at most so many for tar; for arrow an estimate that takes a key of 24 bytes.
+    """Return the raw bytes of a row in a block.
 
-    That of tar is exact where every field has a value.
+    For tar, an upper bound that is exact if every field has a value. For arrow, an estimate for a key of 24 bytes.
     """
     if format == "tar":
         columns = zip(schema.stored.items(), payload_sizes, strict=True)
@@ -79,21 +79,21 @@ def raw_row_bytes(format: str, schema: Schema, payload_sizes: Sequence[int]) -> 
 
 
 class ShardWriter:
-    """Writes one shard: `write_block` for each block, then `finish`.
+    """Write one shard: call `write_block` for each block, then `finish`.
 
-    After an error the shard is broken and what the sink has is to be thrown away; further calls are refused.
+    After an error the shard is incomplete, the output must be discarded, and further calls raise UsageError.
 
     Args:
-        sink: Gets the shard's bytes, strictly in order; hashing and publishing them is the caller's.
+        sink: Receives the bytes of the shard, strictly in order; the caller hashes and publishes them.
         format: ``tar`` or ``arrow``.
         compression: ``none``, or for arrow also ``zstd`` or ``zstd:LEVEL``.
         schema: Fields of every row.
-        block_rows: Most rows that a block may hold.
-        executor: Hashes blocks while the next are encoded; None: in the caller's thread.
+        block_rows: Maximum number of rows in a block.
+        executor: Hashes blocks while the next are encoded; None hashes in the calling thread.
 
     Raises:
-        SchemaError: unknown format or compression, or a pair that does not exist.
-        UsageError: `block_rows` below 1.
+        SchemaError: Format or compression are unknown, or do not go together.
+        UsageError: `block_rows` is below 1.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class ShardWriter:
         if format == "tar":
             encoder = TarEncoder(schema)
         else:
-            from .arrow_writing import ArrowEncoder  # slow to import, and nobody who reads needs it
+            from .arrow_writing import ArrowEncoder  # slow to import, and readers do not need it
 
             encoder = ArrowEncoder(schema, compression)
         self.format = format
@@ -143,7 +143,12 @@ class ShardWriter:
         self._write(head)
 
     def write_block(self, rows: Sequence[Row] | RowBlock) -> None:
-        """Write one block of 1 to `block_rows` rows, or those of which the rows are."""
+        """Write one block of 1 to `block_rows` rows, or all blocks of a `RowBlock`.
+
+        Raises:
+            SampleError: A key or payload is not valid, or a key occurs twice.
+            UsageError: A block is empty or too large, or the writer has finished or failed.
+        """
         if not self._usable:
             raise UsageError("this shard writer has finished or failed; open another")
         borders = rows.borders if isinstance(rows, RowBlock) else [0, len(rows)]
@@ -170,7 +175,11 @@ class ShardWriter:
         self._usable = True
 
     def finish(self) -> ShardIndex:
-        """Write what follows the last block and return the shard's index."""
+        """Write the bytes after the last block and return the index of the shard.
+
+        Raises:
+            UsageError: The writer has finished or failed.
+        """
         if not self._usable:
             raise UsageError("this shard writer has finished or failed; open another")
         self._usable = False
@@ -260,7 +269,7 @@ def _hashes_of(stored: Sequence[bytes | memoryview]) -> list[tuple[int, bytes]]:
 
 
 class _Lineage:
-    """Optional columns of the index, block by block; those that no row needs are absent in the end."""
+    """Collector of the optional columns of the index; columns that no row needs are omitted."""
 
     def __init__(self) -> None:
         self._names: dict[str, int] = {}
@@ -271,10 +280,10 @@ class _Lineage:
         self._has_stratum = False
 
     def add(self, block: RowBlock, first_row: int) -> None:
-        """What the rows of a block came with."""
+        """Add sources, original keys and strata of the rows of a block."""
         none = np.full(len(block), -1, np.int32)
         numbers = [self._names.setdefault(name, len(self._names)) for name in block.source_names]
-        of_block = np.array([*numbers, -1], np.int32)  # -1 indexes the last
+        of_block = np.array([*numbers, -1], np.int32)  # id -1 selects the last entry
         self._ids.append(none if block.source_id is None else of_block[block.source_id])
         self._source_rows.append(
             np.zeros(len(block), np.int64) if block.source_row is None else block.source_row
@@ -303,25 +312,25 @@ class _Lineage:
 
 
 def check_keys(keys: Sequence[str], limit: int) -> None:
-    """Refuse keys that a shard cannot hold."""
+    """Raise SampleError if a key is not 1 to `limit` characters of A-Z a-z 0-9 _ -."""
     try:
         joined = ",".join(keys)
     except TypeError:
         joined = ""
-    # A key with a comma in it would pass for two.
+    # A key that contains a comma would match as two keys, so commas are counted.
     is_good = joined.count(",") == len(keys) - 1 and _KEYS.fullmatch(joined) is not None
     if is_good and max(map(len, keys)) <= min(limit, MAX_KEY_BYTES):
         return
-    for key in cast("Sequence[object]", keys):  # of callers without types
+    for key in cast("Sequence[object]", keys):  # untyped callers may pass other objects
         if not isinstance(key, str) or not _KEY.match(key) or len(key) > limit:
             raise SampleError(f"key {key!r:.120}: expected 1 to {limit} of A-Z a-z 0-9 _ -; use fit_key")
 
 
 def fit_key(original: str, limit: int = MAX_KEY_BYTES) -> str:
-    """A valid key for any text, the same one always; `original` itself where it fits.
+    """Return a valid key for any text: `original` itself if it is valid.
 
-    Otherwise the text with other characters replaced by ``_``, cut, and ``-`` with 16 hexadecimal digits of
-    the SHA-256 of the original, so that different originals stay different.
+    Otherwise, other characters become ``_``, the text is cut, and ``-`` and 16 hexadecimal digits of the SHA-256 of the
+    original are appended, so that different originals have different keys.
 
     Raises:
         UsageError: `limit` has no room for the hash, or is above 80.
@@ -336,7 +345,7 @@ def fit_key(original: str, limit: int = MAX_KEY_BYTES) -> str:
 
 
 def max_key_bytes(schema: Schema, format: str) -> int:
-    """Longest key that a shard of `schema` can hold; tar member names end at 100 bytes."""
+    """Return the maximum size of a key in a shard of `schema`; tar member names have at most 100 bytes."""
     if format != "tar":
         return MAX_KEY_BYTES
     longest = max(map(len, member_names(schema)))
