@@ -1,8 +1,8 @@
-"""Garbage in the log and below ``gc/``: marks, lists of deletions, and the check that a commit makes against them.
+"""Marks and deletion lists of garbage, and the check that a commit makes against them.
 
 A writer that finds an object in the root does not put it again. If the object were deleted before the commit, a version
-would name a missing object. So a deletion is announced in the log first, and a commit that names any of it is refused
-(SPEC.md, "Garbage"). No clock is involved in that.
+would name a missing object. So a deletion is announced in the log first, and a commit that names one of its objects is
+refused (SPEC.md, "Garbage"). This does not depend on clocks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardkit.repository.log import Deletion, LogEntry
 from shardkit.stores.store import Store, parse_object_name, put_over
 
 MAX_NAMES: Final = 100_000
-"""Most objects that are marked, and deleted, at once; the next round takes the rest."""
+"""Maximum number of objects that one call marks or deletes; the next call continues."""
 
 _MARKS: Final = "gc/marked.json"
 _LISTS: Final = "gc/lists/"
@@ -33,9 +33,9 @@ _MAX_BYTES: Final = 32 * 2**20
 
 
 def read_marks(store: Store) -> dict[str, int]:
-    """Return since when each marked object has been garbage, in seconds since 1970.
+    """Return the time of each object's mark, in seconds since 1970.
 
-    Damaged or missing marks are made again: the grace period then starts again.
+    If the marks are damaged or missing, the result is empty: the objects are marked again, with a new grace period.
     """
     try:
         data = store.get(_MARKS, max_bytes=_MAX_BYTES)
@@ -60,10 +60,12 @@ def write_marks(store: Store, marks: Mapping[str, int]) -> None:
 
 
 def read_list(store: Store, deletion: Deletion) -> tuple[str, ...]:
-    """Return the names that a deletion takes away.
+    """Return the names of the objects of a deletion.
 
     Raises:
-        NotFoundError, IntegrityError, FormatError: The list is gone or damaged.
+        NotFoundError: The list is missing.
+        IntegrityError: The list is damaged.
+        FormatError: The list is not valid.
     """
     name = _list_name(deletion)
     data = store.get(name, max_bytes=_MAX_BYTES)
@@ -75,12 +77,12 @@ def read_list(store: Store, deletion: Deletion) -> tuple[str, ...]:
         "names", maximum=MAX_NAMES
     )
     for one in names:
-        parse_object_name(one)  # nothing but objects is ever deleted by such a list
+        parse_object_name(one)  # a list may name only objects
     return names
 
 
 def forget_lists(store: Store, head: LogEntry | None) -> None:
-    """Delete all but the newest lists; a commit that needs an older one is a conflict."""
+    """Delete all but the newest lists. A commit that needs an older list is a conflict."""
     current = _list_name(head.deletion) if head and head.deletion else ""
     for name in sorted(store.list_after(_LISTS))[:-_MAX_LISTS]:
         if name != current:
@@ -92,7 +94,7 @@ def _list_name(deletion: Deletion) -> str:
 
 
 def put_list(store: Store, begun: int, names: Iterable[str]) -> Deletion:
-    """Put the list of the deletion that entry `begun` will announce."""
+    """Put the list of objects of the deletion that log entry `begun` will announce."""
     data = dumps({"format": "shardkit-garbage/1", "names": sorted(names)})
     deletion = Deletion(begun, sha256_digest(data))
     store.put_new(_list_name(deletion), data)
@@ -112,7 +114,7 @@ def check_not_deleted(
     Args:
         store: Store of the root.
         commits: Newest first.
-        opened: Head when the writer opened the repository: it relies on nothing older.
+        opened: Head when the writer opened the repository; it looked for objects only after that.
         head: Head that the commit would follow.
         versions: Manifest ids that the commit names.
         problem: Why the commit failed; a deletion may be the reason.

@@ -1,8 +1,8 @@
-"""Where copies of a root lie, as it remembers them, and what opening it asks of them (SPEC.md, "Locations and policy").
+"""The table of a root's locations and policy, and the marks of copies (SPEC.md, "Locations and policy").
 
-Locations and policy are one table, ``locations/<20 digits>.json``, numbered from 1 without gaps, put if absent, never
-changed: the highest number holds. Beside the log and not in it, because it says nothing about the data; never with a
-credential. Nothing here decides where copies belong: `shardkit.copies` does.
+Tables are ``locations/<20 digits>.json``, numbered from 1 without gaps, put if absent and never changed. The highest
+number is valid. A table is not part of the log because it says nothing about the data. It never has a credential.
+`shardkit.copies` decides which location an object belongs in.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _DOMAIN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/ -]{0,199}")
 
 
 COPY_NAME: Final = "shardkit-copy.json"
-"""Says of a root that it is a copy, and which: nobody commits to it, and an empty mount is not taken for it."""
+"""Mark of a copy, with its name. It prevents commits to the copy, and tells a copy from an empty mount point."""
 
 _COPY_FORMAT: Final = "shardkit-copy/1"
 _MAX_COPY_BYTES: Final = 16 * 2**10
@@ -71,14 +71,15 @@ _MAX_COPY_BYTES: Final = 16 * 2**10
 
 @dataclass(frozen=True, slots=True)
 class LocationRecord:
-    """A location as it is recorded.
+    """A location in a table.
 
     Attributes:
-        name: short and unique: it stands in attestations, events and tables.
-        url: of the root of the copy; a local path is absolute. Of ``root`` itself: where it was when this was written.
-        domain: what fails together; by default the name: this location and no other.
-        rank: nearer ones are read first.
-        weight: its share of the objects, beside those of the others; 0: it gets none, and gives away what it has.
+        name: short unique name, used in attestations, events and tables.
+        url: URL or absolute path of the copy; for ``root``, the root's URL when the table was written.
+        domain: failure domain: locations of one domain fail together. The default is the location's name.
+        rank: order of reads: the location with the lowest rank is read first.
+        weight: share of the objects, relative to the weights of other locations. A location of weight 0 gets no
+            objects, and its objects are moved to other locations.
     """
 
     name: str
@@ -100,7 +101,7 @@ class LocationRecord:
 
     @classmethod
     def parse(cls, text: str) -> LocationRecord:
-        """Read ``NAME=URL[,domain=…][,rank=…][,weight=…]``."""
+        """Parse ``NAME=URL[,domain=…][,rank=…][,weight=…]``."""
         refuse_credentials(text, "--location")
         name, equals, rest = text.partition("=")
         url, *options = rest.split(",")
@@ -126,7 +127,7 @@ class LocationRecord:
 
     @classmethod
     def read(cls, fields: Fields) -> LocationRecord:
-        """A record as a table holds it."""
+        """Read a record of a table."""
         return cls(
             fields.text("name"),
             fields.text("url", maximum=4_000),
@@ -138,11 +139,11 @@ class LocationRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocationTable(Numbered):
-    """Locations and policy of a root, from the commit of this table on; the first one's `previous` is empty.
+    """Locations and policy of a root. The `previous` of the first table is empty.
 
     Attributes:
-        policy: see there.
-        locations: the first is the root.
+        policy: number of copies, parity and scrubs.
+        locations: all locations; the first is the root.
     """
 
     policy: Policy
@@ -168,7 +169,7 @@ class LocationTable(Numbered):
 
     @property
     def root(self) -> LocationRecord:
-        """The location that is committed to."""
+        """Location of the root, which gets the commits."""
         return self.locations[0]
 
     @property
@@ -190,7 +191,7 @@ class LocationTable(Numbered):
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> LocationTable:
-        """Read and check."""
+        """Parse and validate a table."""
         fields = unseal(data, where, _FORMAT, _KEYS, _MAX_BYTES)
         table = cls(
             **read_numbered(fields, first_has_previous=False),
@@ -207,24 +208,24 @@ class LocationTable(Numbered):
 
 
 TABLES: Final = Row("locations/", LocationTable.from_bytes, _MAX_BYTES)
-"""The folder also holds the places of parts and adopted tars."""
+"""Location tables. The folder also has the locations of parts and adopted tars."""
 
 SPARES: Final = Row("locations/spare/", LocationTable.from_bytes, _MAX_BYTES)
-"""The same tables again, in the root alone: without one nobody knows where copies are."""
+"""Second copy of each table, in the root only: without a table, the root's copies cannot be found."""
 
 
 def read_table(store: Store, repository_id: str | None) -> LocationTable | None:
-    """The table that holds now; None where none was ever committed: the root is the only location.
+    """Return the newest table, None if the root has no table: then it is the only location.
 
-    Finds the highest number by asking for names, not by a listing: the folder may hold many other documents, and a
-    root without a table costs one question.
+    The highest number is found by looking up names, not by listing: the folder may have many other documents, and a
+    root without a table costs one request.
     """
     number = _newest(store)
     return None if number == 0 else _read(store, number, repository_id)
 
 
 def read_tables(store: Store, repository_id: str) -> list[LocationTable]:
-    """All tables that there ever were, newest first, with their chain verified."""
+    """Return all tables, newest first, with the chain verified."""
     found: list[LocationTable] = []
     for number in range(_newest(store), 0, -1):
         table = _read(store, number, repository_id)
@@ -247,7 +248,11 @@ def commit_table(
     message: str,
     author: str = "",
 ) -> LocationTable:
-    """Make `policy` and `locations` hold from now on."""
+    """Commit a table with `policy` and `locations` after `base`; return `base` if they are equal.
+
+    Raises:
+        CommitConflict: Another process committed a table after `base`.
+    """
     if base is not None and base.policy == policy and base.locations == tuple(locations):
         return base
     table = dataclasses.replace(
@@ -258,28 +263,28 @@ def commit_table(
         author=author,
         message=message,
     )
-    LocationTable.from_bytes(table.to_bytes(), "these locations")  # nobody may write what nobody will read
+    LocationTable.from_bytes(table.to_bytes(), "these locations")  # do not write tables that readers reject
     what, then = f"locations of {store.url}", "run the same command again"
     if not TABLES.put(store, table, what=what, then=then):
         raise CommitConflict(
             f"locations of {store.url} were changed by somebody else meanwhile; look at them (shardkit place "
             f"{store.url}), then run the same command again"
         )
-    # the table holds; repair and replicate put a spare that is missing
+    # The table is committed. Repair and replicate put a missing spare.
     with contextlib.suppress(ShardkitError):
         store.put_new(SPARES.name(table.n), table.to_bytes())
     return table
 
 
 def first_root(store: Store, *, domain: str = ROOT_NAME) -> LocationRecord:
-    """How a root is recorded that has no table yet."""
+    """Return the record of a root that has no table yet."""
     return LocationRecord(name=ROOT_NAME, url=absolute_url(store.url), domain=domain, rank=0)
 
 
 def draft_table(
     repository_id: str, base: LocationTable | None, policy: Policy, locations: Sequence[LocationRecord]
 ) -> LocationTable:
-    """The table after `base` as it would be committed: to place by, not to write."""
+    """Return a table after `base` for computing placements; it is not meant to be written."""
     return LocationTable(
         n=base.n + 1 if base else 1,
         repository=repository_id,
@@ -294,7 +299,7 @@ def draft_table(
 
 
 def _newest(store: Store) -> int:
-    """The highest number that is there: doubling steps, then halving ones."""
+    """Return the number of the newest table, 0 if there is none, by galloping and binary search."""
     if store.head(TABLES.name(1)) is None:
         return 0
     low, step = 1, 1
@@ -318,12 +323,12 @@ def _read(store: Store, number: int, repository_id: str | None) -> LocationTable
 
 
 def absolute_url(url: str) -> str:
-    """A URL as it is recorded: a local path absolute, any other as it is."""
+    """Return a URL for a table: a local path becomes absolute."""
     return url if scheme_of(url) else os.path.abspath(url)
 
 
 def local_path(url: str) -> str | None:
-    """The path of a local folder, None for any other URL."""
+    """Return the path of a local folder, None for any other URL."""
     scheme = scheme_of(url)
     if scheme == "file":
         return "/" + unquote(url.partition("://")[2].partition("/")[2])
@@ -356,7 +361,7 @@ def _number(text: str, what: str) -> int:
 
 
 class CopyMark(NamedTuple):
-    """What ``shardkit-copy.json`` says."""
+    """Content of ``shardkit-copy.json``: name of the location and id of the repository."""
 
     location: str
     repository: str
@@ -371,18 +376,18 @@ class CopyMark(NamedTuple):
 
 
 def location_of(record: LocationRecord, *, heal: bool = False, writable: bool = False) -> Location:
-    """A recorded location as one that can be read; nothing is asked of it yet."""
+    """Open a recorded location without sending a request to it."""
     store = open_store(record.url, read_only=not (heal or writable))
     return Location(name=record.name, store=store, domain=record.domain, rank=record.rank, heal=heal)
 
 
 def read_mark(store: Store) -> CopyMark | None:
-    """Which copy a root is; None for a root of its own."""
+    """Return the mark of a copy, None if the store is not a copy."""
     return find_checked(store, COPY_NAME, CopyMark.from_bytes, max_bytes=_MAX_COPY_BYTES)
 
 
 def own_name(store: Store) -> str:
-    """Which location a store is: ``root``, or the copy that its mark names."""
+    """Return the name of a store's location: the name in its mark, or ``root`` if it has no readable mark."""
     with contextlib.suppress(ShardkitError):
         mark = read_mark(store)
         return mark.location if mark else ROOT_NAME
@@ -390,7 +395,11 @@ def own_name(store: Store) -> str:
 
 
 def is_prepared(store: Store, name: str, repository_id: str) -> bool:
-    """Return True if a store is the expected copy, and not another one or an empty mount point."""
+    """Return True if a store is the expected copy, False if it has no mark, such as an empty mount point.
+
+    Raises:
+        IntegrityError: The store is another copy.
+    """
     mark = read_mark(store)
     if mark is None:
         return False
@@ -403,7 +412,11 @@ def is_prepared(store: Store, name: str, repository_id: str) -> bool:
 
 
 def prepare_copy(root: Store, copy: Store, name: str, repository_id: str) -> None:
-    """Make a store a copy of a root: the same identity, and the mark that says which copy it is."""
+    """Make a store a copy of a root by writing the mark of the location.
+
+    Raises:
+        UsageError: The store has another repository.
+    """
     identity = root.get(IDENTITY_NAME, max_bytes=MAX_IDENTITY_BYTES)
     try:
         found: bytes | None = copy.get(IDENTITY_NAME, max_bytes=MAX_IDENTITY_BYTES)

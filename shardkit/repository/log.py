@@ -1,7 +1,7 @@
-"""The log, read with its chain verified (SPEC.md §5), the identity before it, and what numbered documents are.
+"""The commit log, the identity of a repository, and numbered documents in general (SPEC.md §5).
 
-Those are put if absent, never changed, each naming its predecessor. An entry of the log is one commit and has the full
-table of refs and tags.
+A numbered document is put if absent, never changed, and names its predecessor by digest. A log entry is one commit and
+has the full tables of refs and tags.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from shardkit.stores.store import Store, find_checked, read_checked
 MAX_ENTRY_BYTES: Final = 16 * 2**20
 
 MAX_NAMES: Final = 50_000
-"""Most refs and most tags of one repository: the table is in every entry."""
+"""Maximum number of refs, and of tags, of one repository: every entry has the full table."""
 
 _DIGITS: Final = re.compile(r"[0-9]{20}")
 _TXN: Final = re.compile(r"[0-9a-f]{32}")
@@ -54,27 +54,27 @@ _MAX_UNLISTED: Final = 1_000
 
 @dataclass(frozen=True, slots=True)
 class Numbered(abc.ABC):
-    """What all numbered documents say."""
+    """Fields of all numbered documents."""
 
     n: int
-    """1 for the first; a row is numbered without gaps."""
+    """Number: 1 for the first document, without gaps."""
     repository: str
-    """Id of the repository, so that a document of another one is refused."""
+    """Id of the repository. A document of another repository is refused."""
     previous: str
     """SHA-256 of the predecessor's bytes."""
     txn: str
-    """Random id, by which its writer knows it again after a lost answer."""
+    """Random transaction id, by which the writer finds its document after a lost response."""
     time: str
-    """UTC, for people: nothing depends on it."""
+    """Time in UTC, for people only."""
     author: str
     message: str
 
     @abc.abstractmethod
     def to_bytes(self) -> bytes:
-        """Canonical JSON with the digest of the rest of it inside."""
+        """Return canonical JSON with a ``digest`` of the other fields."""
 
     def numbered(self) -> dict[str, object]:
-        """These fields as JSON."""
+        """Return these fields for JSON."""
         return {name: getattr(self, name) for name in NUMBERED}
 
 
@@ -82,7 +82,7 @@ NUMBERED: Final = tuple(field.name for field in fields(Numbered))
 
 
 def read_numbered(given: Fields, *, first_has_previous: bool) -> dict[str, Any]:
-    """The fields of `Numbered`; the first of a row either has a `previous` as all others, or an empty one."""
+    """Read the fields of `Numbered`. If not `first_has_previous`, the `previous` of the first document is empty."""
     return {
         "n": given.integer("n", minimum=1),
         "repository": given.text("repository", maximum=36),
@@ -102,9 +102,9 @@ class Row(Generic[Document_co]):
     """A folder of numbered documents.
 
     Attributes:
-        prefix: the folder, with a slash at its end.
-        parse: (bytes, how messages name them) → the document.
-        max_bytes: longest document accepted.
+        prefix: folder, with a slash at the end.
+        parse: function of (bytes, name for messages) that returns the document.
+        max_bytes: maximum size of a document.
     """
 
     prefix: str
@@ -112,17 +112,17 @@ class Row(Generic[Document_co]):
     max_bytes: int
 
     def name(self, number: int) -> str:
-        """``<prefix><20 digits>.json``: byte order is number order."""
+        """Return ``<prefix><20 digits>.json``: names sort in the order of the numbers."""
         return f"{self.prefix}{number:020d}.json"
 
     def number(self, name: str) -> int | None:
-        """The number in a document's name, None for any other name."""
+        """Return the number in a document's name, None for any other name."""
         digits = name[len(self.prefix) : -len(".json")]
         is_ours = _DIGITS.fullmatch(digits) is not None and self.name(int(digits)) == name
         return int(digits) if is_ours else None
 
     def read(self, store: Store, number: int, repository: str | None) -> tuple[Document_co, bytes]:
-        """A document and its bytes, read as `read_checked` does."""
+        """Read a document with `read_checked` and return it with its bytes."""
 
         def parse(data: bytes, where: str) -> tuple[Document_co, bytes]:
             found = self.parse(data, where)
@@ -138,7 +138,8 @@ class Row(Generic[Document_co]):
     def put(self, store: Store, document: Numbered, *, what: str, then: str) -> bool:
         """Put the next document durably. Return False if another document has its number.
 
-        After an error, it is read back and compared. Ours is put again: if it exists then, it is also durable.
+        After an error, the document is read back and compared. If it is ours, it is put again: the answer "exists"
+        also says that it is durable.
         """
         name, data = self.name(document.n), document.to_bytes()
         failure: StoreError | None = None
@@ -166,7 +167,7 @@ class Row(Generic[Document_co]):
             if found is None and isinstance(failure, (StoreFullError, StoreReadOnlyError)):
                 break  # asking again does not help
         if found is None and failure is not None:
-            raise failure  # it is not there, and the store says why
+            raise failure  # the document does not exist, so nothing was committed
         raise CommitUnknown(
             f"{what}: {name} is there but may not survive a power cut; look at the disk, then {then}"
         ) from failure
@@ -183,7 +184,7 @@ class Deletion(NamedTuple):
 
     Attributes:
         begun: Number of the entry that announced it.
-        names: Digest of the list of objects that it takes away.
+        names: Digest of the list of objects to delete.
         is_ended: True if all of them were deleted.
     """
 
@@ -214,28 +215,28 @@ class LogEntry(Numbered):
     refs: Mapping[str, str]
     """All refs after this commit: name → manifest id."""
     tags: Mapping[str, str]
-    """All tags after this commit; never moved, and removed only by being withdrawn."""
+    """All tags after this commit: name → manifest id. A tag is never moved, and removed only by being withdrawn."""
     software: str
     withdrawn: Mapping[str, str] = field(default_factory=dict)
-    """All tags that were ever withdrawn, because what they named was erased: name → manifest id."""
+    """All tags that were withdrawn because rows of their versions were erased: name → manifest id."""
     deletion: Deletion | None = None
-    """The newest deletion of garbage that was announced; None before the first."""
+    """Newest deletion of garbage that was announced, None before the first."""
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the entry without this field, so that damage to the newest entry is found too."""
+        """SHA-256 of the other fields. It also reveals damage to the newest entry, which no successor names."""
         return sha256_digest(dumps(self._body()))
 
     def to_bytes(self) -> bytes:
         return sealed(self._body())
 
     def __reduce__(self) -> tuple[Callable[[bytes, str], LogEntry], tuple[bytes, str]]:
-        """Repositories remember an entry and travel to other processes; a read-only view of a dict does not."""
+        """Pickle the entry as bytes: a read-only view of a dict cannot be pickled."""
         return LogEntry.from_bytes, (self.to_bytes(), "a log entry of another process")
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> LogEntry:
-        """Read and check one entry."""
+        """Parse and validate one entry."""
         fields = unseal(data, where, _FORMAT, _KEYS, MAX_ENTRY_BYTES, _OPTIONAL)
         entry = cls(
             **read_numbered(fields, first_has_previous=True),
@@ -261,7 +262,7 @@ class LogEntry(Numbered):
 
 
 NO_COMMIT: Final = LogEntry(0, "", "", "", "", "", "", {}, {}, "")
-"""What stands before the first commit: no refs, no tags."""
+"""Entry before the first commit: no refs, no tags."""
 
 
 LOG: Final = Row("log/", LogEntry.from_bytes, MAX_ENTRY_BYTES)
@@ -269,37 +270,37 @@ LOG: Final = Row("log/", LogEntry.from_bytes, MAX_ENTRY_BYTES)
 
 
 IDENTITY_NAME: Final = "shardkit.json"
-"""Object that makes a root a repository."""
+"""Name of the identity. A root that has it is a repository."""
 
 MAX_IDENTITY_BYTES: Final = 64 * 1024
 
 _IDENTITY_FORMAT: Final = "shardkit-repository/1"
 _UUID: Final = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 SINGLE_WRITER: Final = "single-writer"
-"""Feature of a root on a store without put-if-absent: its writers promised to come one at a time."""
+"""Feature of a root on a store without put-if-absent: the user guarantees that there is one writer at a time."""
 FEATURES: Final[tuple[str, ...]] = (SINGLE_WRITER,)
 """All features that this version knows."""
 
 
 class Identity(NamedTuple):
-    """Which repository a root holds, and what a program must know to use it."""
+    """Id of the repository of a root, and the features that a program must support to use it."""
 
     id: str
-    """Random UUID: tells two repositories apart, whatever their paths."""
+    """Random UUID: it distinguishes repositories, whatever their paths."""
     features: tuple[str, ...] = ()
 
     @classmethod
     def new(cls, features: tuple[str, ...] = ()) -> Identity:
-        """An identity that no other repository has."""
+        """Return an identity with a new UUID."""
         return cls(str(uuid.uuid4()), features)
 
     def to_bytes(self) -> bytes:
-        """Canonical JSON with the digest of the rest of it inside."""
+        """Return canonical JSON with a ``digest`` of the other fields."""
         return sealed({"format": _IDENTITY_FORMAT, "id": self.id, "features": list(self.features)})
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Identity:
-        """Read and check."""
+        """Parse and validate an identity."""
         fields = unseal(
             data,
             f"{IDENTITY_NAME} of {where}",
@@ -313,7 +314,7 @@ class Identity(NamedTuple):
 
 
 def identity_in(store: Store) -> Identity:
-    """``shardkit.json`` of one place; raises as `read_identity` does."""
+    """Read ``shardkit.json`` of one store. Raises the same errors as `read_checked`."""
     return read_checked(
         store,
         IDENTITY_NAME,
@@ -323,7 +324,7 @@ def identity_in(store: Store) -> Identity:
 
 
 def first_identity(store: Store, features: tuple[str, ...]) -> Identity:
-    """The identity to put where there may be none: a new one, or that of the log that lies there without one."""
+    """Return the identity for a root without one: the identity of its log if it has one, otherwise a new one."""
     if store.head(LOG.name(1)) is None:
         return Identity.new(features)
     with contextlib.suppress(ShardkitError):
@@ -340,10 +341,10 @@ def first_identity(store: Store, features: tuple[str, ...]) -> Identity:
 
 
 def identity_named_by(first: LogEntry) -> Identity | None:
-    """The identity that the first entry of a log follows.
+    """Return the identity that the first entry of a log follows, None if no known features give its digest.
 
-    The entry names the repository, and the SHA-256 of the identity's bytes: of the few identities that a repository of
-    that id may have, it is the one with this digest.
+    The entry has the id of the repository and the SHA-256 of the identity's bytes. Few identities have that id, so all
+    of them are tried.
     """
     for features in ((), *((one,) for one in FEATURES)):
         identity = Identity(first.repository, features)
@@ -353,7 +354,7 @@ def identity_named_by(first: LogEntry) -> Identity | None:
 
 
 def check_ref_name(name: str) -> None:
-    """Refuse what cannot be written as ``root@name``."""
+    """Raise UsageError if a name cannot be written as ``root@name``."""
     if _REF.fullmatch(name) is None:
         raise UsageError(
             f"ref or tag {name[:200]!r}: expected 1 to 100 of [A-Za-z0-9._-], starting with a letter or digit; use "
@@ -362,7 +363,7 @@ def check_ref_name(name: str) -> None:
 
 
 def check_succession(earlier: LogEntry, earlier_bytes: bytes, later: LogEntry, where: str) -> None:
-    """Whether `later` may follow `earlier`."""
+    """Raise IntegrityError if `later` cannot be the entry after `earlier`."""
     found = sha256_digest(earlier_bytes)
     if later.previous != found or later.n != earlier.n + 1:
         raise IntegrityError(
@@ -401,19 +402,19 @@ def _names(fields: Fields, key: str) -> Mapping[str, str]:
 
 
 class CommitLog:
-    """Log entries of one repository; the first one follows the bytes of its identity, whose digest is `origin`."""
+    """Log entries of one repository. `origin` is the SHA-256 of its identity, which the first entry names."""
 
     def __init__(self, store: Store, repository: str, origin: str) -> None:
         self.store, self._repository, self._origin = store, repository, origin
-        self._seen = 0  # number of the newest entry met so far: a log never gets shorter
+        self._seen = 0  # number of the newest entry read so far: a log never gets shorter
 
     def head(self) -> LogEntry | None:
-        """The newest commit, None before the first. Lists names and reads one entry."""
+        """Return the newest commit, None if there is none. Lists names and reads one entry."""
         number = self._last_number()
         return None if number == 0 else self._entry(number)[0]
 
     def log(self) -> list[LogEntry]:
-        """All commits, newest first, with the whole chain verified down to ``shardkit.json``."""
+        """Return all commits, newest first, and verify the whole chain down to ``shardkit.json``."""
         entries = list(self.newest_commits())
         if entries and entries[-1].previous != self._origin:
             raise IntegrityError(
@@ -423,7 +424,7 @@ class CommitLog:
         return entries
 
     def newest_commits(self) -> Iterator[LogEntry]:
-        """Commits one by one, newest first, the chain verified as far as it is walked."""
+        """Yield commits, newest first, and verify the chain of the commits yielded."""
         later: LogEntry | None = None
         for number in range(self._last_number(), 0, -1):
             entry, data = self._entry(number)
@@ -433,12 +434,12 @@ class CommitLog:
             later = entry
 
     def _last_number(self) -> int:
-        """Number of the newest entry; all before it are there.
+        """Return the number of the newest entry, after checking that all entries before it exist.
 
-        A directory that is listed while others commit may show a later entry and not an earlier one, and a network
-        file system may show an old listing: what a listing lacks is looked up by name before it counts as missing.
+        A listing that is made during commits may have a later entry and lack an earlier one, and a network file system
+        may return an old listing. So an entry that is not listed is looked up by name before it counts as missing.
         """
-        seen = self._seen  # before the listing: another thread may commit while it is made
+        seen = self._seen  # read before the listing: another thread may commit meanwhile
         listed = {n for n in map(LOG.number, self.store.list_after(LOG.prefix)) if n is not None}
         last = max(seen, max(listed, default=0))
         if last == 0:
@@ -452,7 +453,7 @@ class CommitLog:
         return last
 
     def _check_log_is_not_lost(self) -> None:
-        """Raise IntegrityError if an empty log cannot be that of a repository without commits."""
+        """Raise IntegrityError if the log is empty because it was lost; a hook for subclasses."""
 
     def _refuse_log(self, missing: int) -> NoReturn:
         raise IntegrityError(
@@ -460,7 +461,7 @@ class CommitLog:
         )
 
     def _is_there(self, number: int) -> bool:
-        """Whether an entry that was not listed can be read, from the root or from a copy of it."""
+        """Return True if an entry that was not listed can be read, from the root or from a copy."""
         if self.store.head(LOG.name(number)) is not None:
             return True
         try:
@@ -476,14 +477,14 @@ class CommitLog:
 def parse_dataset_url(url: str | os.PathLike[str]) -> tuple[str, str | None]:
     """Split ``ROOT[@REF]``.
 
-    Only an ``@`` in the last component separates; a root whose own name holds one is written with a slash at
-    its end (``data/cats@home/``).
+    Only an ``@`` in the last component separates. A root whose own name has an ``@`` is written with a slash at the
+    end (``data/cats@home/``).
 
     Returns:
-        The root, and the ref, tag or ``sha256:<hex>`` behind the ``@``, None where there is none.
+        The root, and the ref, tag or ``sha256:<hex>`` after the ``@``, None if there is no ``@``.
 
     Raises:
-        UsageError: What follows the ``@`` is neither a name nor a digest, or there is no root.
+        UsageError: The text after the ``@`` is neither a name nor a digest, or the root is empty.
     """
     text = os.fspath(url)
     refuse_credentials(text, "the dataset's URL")

@@ -1,4 +1,4 @@
-"""Open a root: find its identity and its copies, and refuse a root that has lost its log or everything."""
+"""Open a root: find its identity and its copies, and refuse a root that has lost its log or all of its objects."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ from shardkit.stores.store import Store, root_store, scheme_of
 
 
 def open_locations(root: Store, repository_id: str) -> list[Location]:
-    """All locations of a repository: the one where it was opened first, then the others in the table's order.
+    """Return all locations of a repository: `root` first, then the others in the order of the table.
 
-    Locations that cannot be opened on this machine (a client is not installed) are left out.
+    Locations that cannot be opened on this machine, because a client is not installed, are left out.
     """
     store = root_store(root)
     table = read_table(store, repository_id)
@@ -65,7 +65,7 @@ def _others(table: LocationTable | None, own: str, *, heal: bool = False) -> lis
 
 
 def refuse_copy(store: Store, identity: Identity) -> None:
-    """Commits go to the root: two logs of one repository could never be joined again."""
+    """Raise StoreReadOnlyError if a store is a copy: commits go to the root, so that the log does not fork."""
     mark = read_mark(root_store(store))
     if mark is not None:
         table = read_table(store, identity.id)
@@ -96,7 +96,7 @@ _MAX_SIBLINGS: Final = 10_000
 def find_sibling_copies(root: Store) -> list[LocationRecord]:
     """Return the copies, in folders next to `root`, whose newest location table names it as their root.
 
-    A root that lost everything cannot say where its copies are; they still say whose copies they are.
+    A root that lost everything has no table of its copies, but each copy has a table that names the root.
     """
     found: list[LocationRecord] = []
     if scheme_of(root.url):
@@ -143,7 +143,7 @@ def check_log_is_not_lost(root: Store, repository_id: str) -> None:
 
 
 def _identity_elsewhere(store: Store) -> Identity | None:
-    """The identity as a copy has it: the table of locations says of which repository it must be."""
+    """Return the identity of a copy if it belongs to the repository that the location table names, otherwise None."""
     with contextlib.suppress(ShardkitError):
         table = read_table(store, None)
         for location in _others(table, ROOT_NAME):
@@ -163,9 +163,9 @@ def over_all(
     heal: bool,
     alone: bool,
 ) -> Store:
-    """The store to read from: over the locations given and, unless `alone`, those that the root remembers.
+    """Return a store that reads from the given locations and, unless `alone`, from those of the root's table.
 
-    Nothing that is read rests on the table: a damaged one costs a reader the other copies, not the data.
+    The table is not needed to read the data: if it is damaged, the reader only lacks the other copies.
     """
     store, recorded, name = root_store(root), list[Location](), ROOT_NAME
     with contextlib.suppress(ShardkitError):

@@ -1,4 +1,4 @@
-"""What copies a root shall have."""
+"""Policy: how many copies of each object a root must have, and what a commit waits for."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from shardkit.formats.canonical_json import Fields
 from shardkit.ranges import Range, duration_text, parse_duration
 
 Mode = Literal["sync", "async", "hybrid"]
-"""When a commit counts as done; see `MODES`."""
+"""What a commit waits for; see `MODES`."""
 
 MODES: Final[tuple[Mode, ...]] = ("sync", "async", "hybrid")
-"""After all copies; after the first; after all copies of what is critical."""
+"""A commit waits for all copies; for the first copy; or for all copies of critical objects."""
 
 MAX_COPIES: Final = 16
 _MAX_CRITICAL: Final = 100
@@ -27,7 +27,7 @@ _JSON: Final = ("copies", "critical", "parity", "mode", "max_scrub_age_s")
 
 @dataclass(frozen=True, slots=True)
 class Critical:
-    """A stratum that is worth more copies: every shard that holds a row of it gets them."""
+    """A stratum with more copies: every shard with a row of the stratum gets them."""
 
     stratum: str
     """Its name in the manifest, such as ``gold`` or ``web/de``."""
@@ -58,7 +58,11 @@ class Parity:
 
     @classmethod
     def parse(cls, text: str) -> Parity | None:
-        """Read ``8+2``; None for ``none``; ConfigurationError for anything else."""
+        """Parse ``8+2``; return None for ``none``.
+
+        Raises:
+            ConfigurationError: The text has another form.
+        """
         if text in ("none", ""):
             return None
         match = _PARITY.fullmatch(text)
@@ -69,15 +73,15 @@ class Parity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """What replication and scrubs work towards.
+    """Copies that replication makes, and checks that scrubs make.
 
     Attributes:
-        copies: of every object, in distinct failure domains; the root's own is one of them.
-        critical: strata whose shards get more.
-        parity: sets of shards that survive the loss of two members; None for none.
-        mode: what a commit waits for. "sync": all copies; "async": the first, in the root; "hybrid": all copies of
-            metadata and of shards with critical strata, the first of the others.
-        max_scrub_age_s: seconds after which a copy that nobody has checked is due.
+        copies: number of copies of every object, in distinct failure domains, including the root's.
+        critical: strata whose shards get more copies.
+        parity: size of the parity sets, which survive the loss of two members; None for no parity.
+        mode: what a commit waits for. "sync": all copies. "async": the copy in the root. "hybrid": all copies of
+            metadata and of shards with critical strata, and the root's copy of other shards.
+        max_scrub_age_s: seconds after which a copy is due for a check.
     """
 
     copies: int = 1
@@ -99,15 +103,15 @@ class Policy:
 
     @property
     def most_copies(self) -> int:
-        """Of any object: so many failure domains are needed."""
+        """Largest number of copies of any object, which is the number of failure domains needed."""
         return max([self.copies, *(one.copies for one in self.critical)])
 
     def copies_of(self, strata: Sequence[str] | frozenset[str] = ()) -> int:
-        """Copies of a shard that holds rows of these strata."""
+        """Return the number of copies of a shard that has rows of these strata."""
         return max([self.copies, *(one.copies for one in self.critical if one.stratum in strata)])
 
     def is_critical(self, strata: Sequence[str] | frozenset[str]) -> bool:
-        """Whether a shard holds rows of a critical stratum."""
+        """Return True if one of the strata of a shard is critical."""
         return any(one.stratum in strata for one in self.critical)
 
     def changed(
@@ -119,7 +123,7 @@ class Policy:
         mode: str | None = None,
         max_scrub_age: str | None = None,
     ) -> Policy:
-        """This policy with what a command line says; None leaves a setting as it is."""
+        """Return this policy with settings of a command line; None keeps a setting."""
         new: dict[str, Any] = {"copies": copies, "mode": mode}
         if critical is not None:
             new["critical"] = tuple(map(_parse_critical, critical))
@@ -131,13 +135,13 @@ class Policy:
         return dataclasses.replace(self, **new)
 
     def to_table(self) -> dict[str, Any]:
-        """As people write it."""
+        """Return the policy for display, with durations as text."""
         table = self.to_json()
         table["max_scrub_age"] = duration_text(table.pop("max_scrub_age_s"))
         return table
 
     def to_json(self) -> dict[str, Any]:
-        """As it is recorded."""
+        """Return the policy for a location table."""
         return {
             "copies": self.copies,
             "critical": list(map(dataclasses.asdict, sorted(self.critical, key=lambda one: one.stratum))),
@@ -148,7 +152,12 @@ class Policy:
 
     @classmethod
     def from_json(cls, value: object, where: str) -> Policy:
-        """Read what `to_json` gave; FormatError or ConfigurationError where it did not."""
+        """Parse the output of `to_json`.
+
+        Raises:
+            FormatError: A field is missing or has the wrong type.
+            ConfigurationError: A value is out of range.
+        """
         fields = Fields(value, f"policy of {where}", _JSON)
         critical = fields.objects(
             "critical", ("stratum", "copies"), "critical stratum", maximum=_MAX_CRITICAL

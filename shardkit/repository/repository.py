@@ -1,4 +1,4 @@
-"""A repository: content-addressed objects, and commits that name them, added without ever guessing (SPEC.md §5)."""
+"""A repository: content-addressed objects, and the commits that name them (SPEC.md §5)."""
 
 from __future__ import annotations
 
@@ -59,31 +59,34 @@ from shardkit.stores.store import (
 from shardkit.stores.vacancy import check_vacant
 
 DEFAULT_REF: Final = "main"
-"""The ref that is meant where none is named."""
+"""Ref to use if the caller names none."""
 
 Change = Callable[[LogEntry | None], Mapping[str, Any] | None]
-"""Head, None for an empty log → the fields in which the next entry differs from it; None for no entry at all."""
+"""Maps the head (None for an empty log) to the fields that the next entry changes, or to None to append no entry."""
 
 CommitCopies = Callable[[Sequence[str]], Callable[[], None]]
-"""Versions that a commit is to name → what follows once it stands. Raises if the commit must not be made."""
+"""Makes the copies that a commit of these versions needs first, and returns a function to call after the commit.
+
+Raises if the commit must not be made.
+"""
 
 _ATTEMPTS: Final = 1_000
 _LONGEST_PAUSE_S: Final = 0.05
-# Forked writers must not draw the same pauses, hence the system's own source.
+# Forked writers must not draw the same pauses, so a seeded generator will not do.
 _JITTER: Final = random.SystemRandom()
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """Refs to set or drop, tags to add or withdraw, and what must hold before."""
+    """Refs to set or drop, tags to add or withdraw, and the preconditions of the commit."""
 
     refs: Mapping[str, str | None]
     """Name → manifest id, None to drop the ref."""
     tags: Mapping[str, str]
     expected: Mapping[str, str | None]
-    """Name → what the ref must point at when the commit lands, None for "must not exist"."""
+    """Name → manifest id that the ref must have at the time of the commit, None if it must not exist."""
     withdraw: Mapping[str, str]
-    """Tag → the manifest id that it has: the tag goes, for good, and the log says so."""
+    """Tag → its manifest id. The tag is removed for good, and the log records that."""
 
     def __post_init__(self) -> None:
         for names in (self.refs, self.tags, self.expected, self.withdraw):
@@ -103,7 +106,7 @@ class Changes:
         return {manifest for manifest in (*self.refs.values(), *self.tags.values()) if manifest is not None}
 
     def apply(self, base: LogEntry | None, head: LogEntry | None) -> dict[str, dict[str, str]]:
-        """The tables of refs, tags and withdrawn tags after this commit."""
+        """Return the tables of refs, tags and withdrawn tags after this commit."""
         head = head or NO_COMMIT
         refs, tags, gone = dict(head.refs), dict(head.tags), self._withdrawn(head)
         self._set_refs(refs, (base or NO_COMMIT).refs)
@@ -126,7 +129,7 @@ class Changes:
 
     def _set_refs(self, refs: dict[str, str], before: Mapping[str, str]) -> None:
         for name, manifest in self.expected.items():
-            # Where it stands already where it is to go, nobody loses anything: the same version was made twice.
+            # A ref that already points at the new version is no conflict: the same version was made twice.
             if refs.get(name) != manifest and (name not in self.refs or refs.get(name) != self.refs[name]):
                 raise CommitConflict(
                     f"ref {name!r} points at {refs.get(name)}, expected {manifest}; "
@@ -160,16 +163,16 @@ class Changes:
 
 
 class Repository(CommitLog):
-    """Objects and commits below one root; may be used from any thread, after a fork, and pickled.
+    """Objects and commits of one root. Use `create` or `open` to get one.
 
-    Made by `create` or `open`. `read_only` repositories never write, not even housekeeping.
+    A repository may be used from any thread and after a fork, and may be pickled. If `read_only`, it writes nothing.
     """
 
     def __init__(self, store: Store, identity: Identity, *, read_only: bool) -> None:
         super().__init__(store, identity.id, sha256_digest(identity.to_bytes()))
         self._identity = identity
         self._read_only = read_only
-        self._base: LogEntry | None = None  # the head before anything here could be relied on
+        self._base: LogEntry | None = None  # head when the repository was opened
 
     def __repr__(self) -> str:
         return f"Repository({self.store.url!r}, id={self.id}, read_only={self._read_only})"
@@ -178,13 +181,14 @@ class Repository(CommitLog):
     def create(
         cls, url: str | os.PathLike[str], *, exist_ok: bool = True, single_writer: bool = False
     ) -> Repository:
-        """Make a root into a repository, or open the one that is there.
+        """Create a repository, or open the existing one.
 
-        A new root that is no local directory is tried out first: see `shardkit.stores.remote.object_store.probe`.
+        The store of a new root that is not a local directory is probed first: see
+        `shardkit.stores.remote.object_store.probe`.
         """
         store = open_store(url)
         created = False
-        # What lies on a store that may not keep put-if-absent is looked for before anything is put over it.
+        # A store may ignore put-if-absent, so an existing identity is looked for before one is put.
         if isinstance(store, LocalStore) or store.head(IDENTITY_NAME) is None:
             if single_writer:
                 store = _for_one_writer(store)
@@ -210,7 +214,7 @@ class Repository(CommitLog):
         heal: bool = False,
         alone: bool = False,
     ) -> Repository:
-        """Open what `create` made."""
+        """Open an existing repository."""
         store = open_store(url, read_only=read_only and not heal)
         if locations:
             store = locate(store, locations, settings=settings, heal=heal)
@@ -228,24 +232,24 @@ class Repository(CommitLog):
         repository = cls(store, identity, read_only=read_only)
         if not read_only:
             refuse_copy(store, identity)
-            with contextlib.suppress(ShardkitError):  # whoever reads the log says what is wrong with it
+            with contextlib.suppress(ShardkitError):  # reading the log later reports the error
                 repository._base = repository.head()
         return repository
 
     def with_store(self, store: Store) -> Repository:
-        """The same repository, read through another view of its store."""
+        """Return this repository with another view of its store."""
         view = Repository(store, self._identity, read_only=self._read_only)
         view._base = self._base
         return view
 
     @property
     def url(self) -> str:
-        """Where the store is, without credentials."""
+        """URL of the store, without credentials."""
         return self.store.url
 
     @property
     def id(self) -> str:
-        """UUID that was drawn when the repository was created."""
+        """UUID of the repository."""
         return self._identity.id
 
     @property
@@ -255,7 +259,7 @@ class Repository(CommitLog):
     # Objects
 
     def put_object(self, data: bytes, extension: str) -> Descriptor:
-        """Make bytes durable under their digest; bad bytes that lie there already are replaced."""
+        """Store bytes durably under their digest. If the object exists with wrong bytes, they are replaced."""
         self._check_writable()
         check_size(len(data))
         placed = Descriptor(sha256_digest(data), len(data), extension)
@@ -264,18 +268,18 @@ class Repository(CommitLog):
         return placed
 
     def stage_object(self, extension: str) -> AbstractContextManager[Stage]:
-        """Write a large object piece by piece, then `publish` it; what is not published is dropped."""
+        """Write a large object piece by piece, then `publish` it. An unpublished object is discarded."""
         self._check_writable()
         return self.store.stage(extension)
 
     def publish(self, stage: Stage, extension: str) -> Descriptor:
-        """Give what was staged the name of its digest, durably."""
+        """Store a staged object durably under its digest."""
         return publish(self.store, stage, extension)
 
     def get_object(
         self, digest: str, extension: str, size: int | None = None, *, max_bytes: int = MAX_OBJECT_BYTES
     ) -> bytes:
-        """The bytes of an object, verified; see `shardkit.stores.store.read_object`."""
+        """Return the verified bytes of an object; see `shardkit.stores.store.read_object`."""
         return read_object(self.store, digest, extension, size, max_bytes=max_bytes)
 
     # Log
@@ -284,7 +288,7 @@ class Repository(CommitLog):
         check_log_is_not_lost(root_store(self.store), self.id)
 
     def find_commit(self, txn: str) -> LogEntry | None:
-        """The commit of a transaction, None where it did not land: the answer to a `CommitUnknown`."""
+        """Return the commit of a transaction, None if there is none. Use it after `CommitUnknown`."""
         return next((entry for entry in self.log() if entry.txn == txn), None)
 
     @property
@@ -298,7 +302,7 @@ class Repository(CommitLog):
         return dict((self.head() or NO_COMMIT).tags)
 
     def resolve(self, ref: str | None = None) -> str:
-        """The manifest id that a ref, a tag or a digest names; ``main`` for None."""
+        """Return the manifest id of a ref, a tag or a digest; None means ``main``."""
         name = DEFAULT_REF if ref is None else ref
         if DIGEST.fullmatch(name) is not None:
             return name
@@ -327,11 +331,11 @@ class Repository(CommitLog):
         withdraw: Mapping[str, str] | None = None,
         copies: CommitCopies | None = None,
     ) -> LogEntry:
-        """Move refs and add tags, all or nothing, durably.
+        """Move refs and add tags in one atomic, durable log entry.
 
-        All objects that the manifests name must have been put before: what `put_object` has returned is
-        durable. Commits of other processes that touch other refs are rebased over. `shardkit.copies.replicate.commit`
-        also makes the copies that the policy's mode asks for.
+        All objects that the manifests name must have been put before. If other processes committed to other refs
+        meanwhile, the commit is rebased. `shardkit.copies.replicate.commit` also makes the copies that the policy's
+        mode requires.
         """
         self._check_writable()
         changes = Changes(set_refs or {}, set_tags or {}, expected or {}, withdraw or {})
@@ -374,7 +378,7 @@ class Repository(CommitLog):
         """Append one entry after the newest.
 
         Returns:
-            The entry, durably in the log; None where `change` says that there is nothing to do.
+            The entry, durably in the log, or None if `change` returned None.
         """
         self._check_writable()
         txn = uuid.uuid4().hex
@@ -411,7 +415,7 @@ class Repository(CommitLog):
             **fields,
         )
         try:
-            # nobody may write what nobody will read
+            # do not write entries that readers reject
             return LogEntry.from_bytes(entry.to_bytes(), "this commit")
         except FormatError as error:
             raise UsageError(f"the commit cannot be written: {error}") from error
@@ -422,7 +426,7 @@ class Repository(CommitLog):
 
 
 def check_may_begin(store: Store) -> None:
-    """Refuse to make a folder that holds something else, or the place of a lost root, into a repository."""
+    """Raise an error if a new root is a folder with other files, or the place of a lost root."""
     if store.head(IDENTITY_NAME) is None and store.head(LOG.name(1)) is None:
         check_root_is_not_lost(store)
         check_vacant(store.url, "dataset")
@@ -438,7 +442,7 @@ def _there_is(name: str, names: Mapping[str, str]) -> str:
 
 
 def _version() -> str:
-    import importlib.metadata  # takes as long as ten modules of ours, and is asked by writers only
+    import importlib.metadata  # slow to import, and needed only by writers
 
     try:
         return importlib.metadata.version("shardkit")
@@ -447,9 +451,9 @@ def _version() -> str:
 
 
 def _for_one_writer(store: Store) -> Store:
-    """The store as one writer at a time may use it; a local directory needs no other use."""
+    """Return the store in single-writer mode. A local directory needs no such mode."""
     if isinstance(store, LocalStore):
         return store
-    from shardkit.stores.remote.object_store import ObjectStore  # what is local needs none of it
+    from shardkit.stores.remote.object_store import ObjectStore  # slow to import
 
     return store.for_one_writer() if isinstance(store, ObjectStore) else store

@@ -1,9 +1,8 @@
-"""Versions of a dataset in a repository: putting one, and loading one with every byte of it verified.
+"""Store and load versions of a dataset, with every byte of their metadata verified.
 
-Where the parts of a merged version lie stands beside the log of the root that names them, never in a manifest: one
-small document per part, ``locations/<hex of the part's manifest>.json``. It is configuration, not data: it may be
-written again when a part moves, and nothing is trusted because of it; what is read from a part is verified against the
-merged manifest as ever.
+The location of a part of a merged version is not in the manifest but in a small document of the root,
+``locations/<hex of the part's manifest>.json``. It is configuration, not data: it is replaced when a part moves, and
+everything that is read from a part is verified against the merged manifest.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ from shardkit.stores.store import Descriptor, find_checked, object_name, put_ove
 
 
 class Part(NamedTuple):
-    """Where some of a version's shards lie; a version that was not merged has one part."""
+    """Consecutive shards of a version that are stored in one repository."""
 
     name: str
-    """Empty for the only part of a version that was not merged."""
+    """Name in the merge; empty for the only part of a version that was not merged."""
     repository: Repository
     manifest: Manifest
     first_shard: int
@@ -45,29 +44,33 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Version:
-    """A manifest with its table, loaded and checked."""
+    """A manifest with its table of shards, loaded and validated."""
 
     manifest: Manifest
     table: ShardTable
     parts: tuple[Part, ...]
-    """In shard order."""
+    """Parts in the order of their shards."""
 
     def part_of(self, shard: int) -> Part:
         firsts = [part.first_shard for part in self.parts]
         return self.parts[int(np.searchsorted(firsts, shard, side="right")) - 1]
 
     def load_selection(self, shard: int) -> Selection:
-        """The selection of a shard that has one, verified against its digest and the shard's segments."""
+        """Load the selection of a shard, verified against its digest and the shard's segments.
+
+        Raises:
+            FormatError: The shard has no selection, or the selection does not fit the segments.
+        """
         return load_shard_selection(self.part_of(shard).repository, self.table, shard)
 
 
 def load_manifest(repository: Repository, manifest_id: str) -> Version:
-    """Load a manifest with its pages, verified down to the last column; parts lie where `repository` remembers.
+    """Load and validate a manifest with its pages. Parts are found by the location documents of `repository`.
 
     Raises:
-        NotFoundError: The manifest or one of its pages is not there.
-        IntegrityError: Bytes are not those that were written.
-        FormatError: A root or page contradicts itself or another; the message names it.
+        NotFoundError: The manifest, a page or a part is missing.
+        IntegrityError: An object does not have the bytes that its digest names.
+        FormatError: A manifest or page is inconsistent in itself or with another.
     """
     manifest = read_root(repository.store, manifest_id)
     if not manifest.parts:
@@ -83,7 +86,7 @@ def load_manifest(repository: Repository, manifest_id: str) -> Version:
 
 
 def merged_version(manifest: Manifest, parts: Sequence[tuple[str, Version]]) -> Version:
-    """The version that consists of others, which were not merged themselves."""
+    """Return the version that consists of other versions, none of which is merged."""
     held: list[Part] = []
     offsets: list[int] = []
     first_shard = first_stratum = 0
@@ -105,20 +108,20 @@ def _load_pages(repository: Repository, manifest: Manifest) -> Version:
 
 
 def put_manifest(repository: Repository, manifest: Manifest, pages: Sequence[bytes]) -> Descriptor:
-    """Put the pages, then the root, durably; `Repository.commit` may then name it."""
+    """Store the pages, then the manifest, durably. `Repository.commit` may then name the manifest."""
     for data in pages:
         repository.put_object(data, "page")
     return repository.put_object(manifest.to_bytes(), "manifest")
 
 
 def load_selection(repository: Repository, digest: str, rows: int) -> Selection:
-    """A selection, verified."""
+    """Load and verify a selection."""
     data = repository.get_object(digest, "selection", max_bytes=max_selection_bytes(rows))
     return Selection.from_bytes(data, rows)
 
 
 def load_shard_selection(repository: Repository, table: ShardTable, shard: int) -> Selection:
-    """The selection of a shard that has one; see `Version.load_selection`."""
+    """Load the selection of a shard; see `Version.load_selection`."""
     digest = table.selection_digest_text(shard)
     if digest is None:
         raise FormatError(f"shard {shard} has no selection: all its rows are selected")
@@ -133,7 +136,7 @@ def load_shard_selection(repository: Repository, table: ShardTable, shard: int) 
 
 
 def put_selection(repository: Repository, selection: Selection) -> Descriptor:
-    """Put a selection, durably."""
+    """Store a selection durably."""
     return repository.put_object(selection.to_bytes(), "selection")
 
 
@@ -141,13 +144,13 @@ _MAX_BYTES: Final = 64 * 2**10
 
 
 class PartLocation(Document, frozen=True, tag="shardkit-location/1"):
-    """Where one part was when it was merged.
+    """Location of a part at the time of the merge.
 
     Attributes:
-        manifest: id of the part.
-        part: its name in the merge.
-        repository: UUID of the repository that held it, by which a moved one is known again.
-        urls: tried in order; a relative one is relative to the root of the merged dataset, so that both may move
+        manifest: manifest id of the part.
+        part: name of the part in the merge.
+        repository: UUID of the part's repository.
+        urls: URLs to try, in order. A relative URL is relative to the root of the merged dataset, so that both may move
             together.
     """
 
@@ -167,13 +170,13 @@ class PartLocation(Document, frozen=True, tag="shardkit-location/1"):
 def put_location(
     repository: Repository, name: str, manifest_id: str, holder: Repository
 ) -> PartLocation | None:
-    """Remember that a part lies in another repository; nothing is written where it lies in this one."""
+    """Record the location of a part. If the part is in `repository` itself, write nothing and return None."""
     if holder.url == repository.url:
         return None
     refuse_credentials(holder.url, f"the URL of part {name!r}")
     urls: tuple[str, ...] = (holder.url,)
     if not scheme_of(repository.url) and not scheme_of(holder.url):
-        # first where it lies from here: a copy of both beats the original that it was copied from
+        # The relative path first: if both roots were copied, the copy of the part is used, not the original.
         urls = (os.path.relpath(holder.url, repository.url), holder.url)
     location = PartLocation(manifest_id, name, holder.id, urls)
     put_over(repository.store, location_name(manifest_id), location.to_bytes())
@@ -181,7 +184,11 @@ def put_location(
 
 
 def find_part(repository: Repository, name: str, manifest_id: str) -> Repository:
-    """The repository that holds a part of a merged dataset: this one, or the one that the root remembers."""
+    """Return the repository of a part of a merged dataset: `repository` or the one in its location document.
+
+    Raises:
+        NotFoundError: No location document names the part, or the part is at none of its URLs.
+    """
     if repository.store.head(object_name(manifest_id, "manifest")) is not None:
         return repository
     place_name = location_name(manifest_id)
