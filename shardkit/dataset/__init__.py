@@ -1,7 +1,9 @@
-"""Datasets as users hold them: written with `create`, read with `open`.
+"""Datasets for users: `create` writes a version, `open` reads one.
 
-`open` and `create` are the public face; every way to make a version ends in one commit. Layout and splits are pure.
-Who reads which sample when is the plan's business. SPEC.md says the layout rules and what decides the manifest id.
+`open` and `create` are the public interface; every way to make a version ends in one commit.
+Layout and splits are pure functions.
+The plan decides which rank reads which sample at which step.
+SPEC.md defines the layout rules and lists what decides the manifest id.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Dataset", "Writer", "commit_parts", "create", "list_parts", "open_dataset"]
 
-# who reads does not wait until what writes is imported
+# imported lazily: readers do not pay for the imports of the writers
 _MODULES = {
     "Dataset": "dataset",
     "Writer": "creating",

@@ -1,8 +1,8 @@
-"""What people must know about a dataset before they use it: licence, source, contact; per stratum where they differ.
+"""Licence, source and contact of a dataset, and of single strata if they differ.
 
-Written by hand as TOML, kept as a content-addressed object that the manifest names (SPEC.md §8). Unlike a manifest it
-may hold URLs: they say where data came from, nothing is ever read from them. So is the list of the files that a version
-was built from, the sources object, which the build writes.
+Users write them as TOML; they are stored as a content-addressed object that the manifest names (SPEC.md §8).
+Unlike a manifest, it may hold URLs: they say where the data came from and are never opened.
+The sources object, also defined here, lists the files that a version was built from; the build writes it.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ _SPELLINGS: Final = {"license": "licence", "strata": "stratum"}
 
 
 class Terms(Record, frozen=True):
-    """Under what terms samples may be used, and who answers for them; a text is empty if nothing is said."""
+    """Terms of use of samples and their contact; an empty text means that nothing is stated."""
 
     licence: Text = ""  # an SPDX expression such as `CC-BY-4.0`, or the URL of a text
     source: Text = ""  # where the samples come from
-    contact: Text = ""  # whom to ask, and to tell of errors and takedowns
+    contact: Text = ""  # where to ask, and to report errors and takedowns
     citation: Text = ""  # how the work is cited
     note: Text = ""  # anything else
 
     def over(self, other: Terms) -> Terms:
-        """Return these terms with open texts taken from others."""
+        """Return these terms, with empty texts taken from `other`."""
         return Terms(*(getattr(self, name) or getattr(other, name) for name in _TERMS))
 
 
@@ -54,11 +54,11 @@ _TERMS: Final = Terms.__struct_fields__
 class About(Document, frozen=True, kw_only=True, tag="shardkit-about/1"):
     """The content of ``about.toml``."""
 
-    name: Text = ""  # of the dataset
+    name: Text = ""  # name of the dataset
     description: Text = ""
     version: Text = ""
     homepage: Text = ""
-    terms: Terms = Terms()  # of every stratum that has none of its own
+    terms: Terms = Terms()  # default for every stratum
     # (stratum name or pattern such as `web/*`, terms) in the order of the file; the first match counts
     strata: Annotated[tuple[tuple[Text, Terms], ...], Meta(max_length=_MAX_STRATA)] = ()
 
@@ -70,7 +70,7 @@ class About(Document, frozen=True, kw_only=True, tag="shardkit-about/1"):
         return self.terms
 
     def to_json(self) -> dict[str, Any]:
-        """Return what is said, as ``show --json`` prints it."""
+        """Return the non-empty entries, as ``show --json`` prints them."""
         document: dict[str, Any] = {name: getattr(self, name) for name in _HEAD if getattr(self, name)}
         document |= msgspec.to_builtins(self.terms)
         if self.strata:
@@ -91,7 +91,7 @@ _HEAD: Final = ("name", "description", "version", "homepage")
 
 
 class _File(Terms, frozen=True):
-    """``about.toml`` as people write it."""
+    """The keys of an ``about.toml`` file."""
 
     name: Text = ""
     description: Text = ""
@@ -141,7 +141,7 @@ def _own_spelling(document: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def given_about(about: About | Mapping[str, Any] | str | os.PathLike[str] | None) -> About | None:
-    """An about as callers give it: a file, or what one would say."""
+    """Return an `About` from a file name, a parsed mapping or an `About`."""
     if about is None or isinstance(about, About):
         return about
     if isinstance(about, Mapping):
@@ -157,7 +157,7 @@ def given_about(about: About | Mapping[str, Any] | str | os.PathLike[str] | None
 
 
 def check_strata(about: About, strata: Collection[str]) -> None:
-    """Refuse terms of strata that the dataset does not have: a misspelt name would leave its samples unlicensed."""
+    """Refuse terms of unknown strata: a misspelt name would leave samples without a licence."""
     for pattern, _ in about.strata:
         if pattern not in strata and not any(fnmatchcase(name, pattern) for name in strata):
             near = difflib.get_close_matches(pattern, list(strata), n=1)
@@ -169,14 +169,14 @@ def check_strata(about: About, strata: Collection[str]) -> None:
 
 
 def load_about(repository: Repository, digest: str | None) -> About:
-    """The object that a manifest names, verified; an empty one where it names none."""
+    """Return the verified object that a manifest names, or an empty `About` without a digest."""
     if digest is None:
         return About()
     return About.from_bytes(repository.get_object(digest, "about", max_bytes=MAX_ABOUT_BYTES))
 
 
 def about_of(version: Version) -> About:
-    """What is said of a version; of a merged one what is said of its parts, by strata."""
+    """Return the `About` of a version; for a merged version, the terms of its parts as strata."""
     if not version.manifest.parts:
         part = version.parts[0]
         return load_about(part.repository, version.manifest.about)
@@ -186,7 +186,7 @@ def about_of(version: Version) -> About:
         strata += [
             (f"{_literal(part.name)}/{pattern}", terms.over(about.terms)) for pattern, terms in about.strata
         ]
-        # A part without axes is the one stratum of its name; one with axes has its values behind it.
+        # A part without axes is one stratum with the part's name; a part with axes has strata `part/value`.
         if about.terms != Terms():
             strata += [(f"{part.name}", about.terms), (f"{_literal(part.name)}/*", about.terms)]
     return About(strata=tuple(strata))
@@ -196,7 +196,7 @@ def _literal(name: str) -> str:
     return name.replace("[", "[[]").replace("*", "[*]").replace("?", "[?]")
 
 
-# ---- The files that a version was built from, and the rows that were left out
+# ---- Source files of a version, and skipped rows
 
 _KIND = "sources"
 
@@ -212,10 +212,10 @@ class SourceDigest:
 
 @dataclass(frozen=True, slots=True)
 class SourcesObject:
-    """What `pack_sources` was given."""
+    """The content of a sources object."""
 
     files: tuple[SourceDigest, ...]  # sorted by name
-    # (source name, row, kind of error) of rows that were left out, in source order
+    # (source name, row, kind of error) of skipped rows, in source order
     skipped: tuple[tuple[str, int, str], ...] = ()
 
 
@@ -225,7 +225,7 @@ class _SourcesMeta(Record, frozen=True, kw_only=True):
 
 
 def pack_sources(sources: SourcesObject) -> bytes:
-    """The object's bytes: the same for the same files and rows."""
+    """Return the bytes of the object: the same for the same files and rows."""
     files = sources.files
     names = Texts.pack([file.name for file in files])
     digests = b"".join(bytes.fromhex(file.sha256) for file in files)
@@ -240,7 +240,7 @@ def pack_sources(sources: SourcesObject) -> bytes:
 
 
 def joined_sources(one: SourcesObject, other: SourcesObject) -> SourcesObject:
-    """The files and skipped rows of both; a file that both list as it is appears once."""
+    """Return the files and skipped rows of both; a file listed identically in both appears once."""
     files = {*one.files, *other.files}
     return SourcesObject(
         tuple(sorted(files, key=lambda file: (file.name, file.sha256))), one.skipped + other.skipped

@@ -1,8 +1,10 @@
-"""Canonical payloads as Arrow columns and back: what sources are decoded to, and what scratch holds.
+"""Canonical payloads as Arrow columns and back, for decoded sources and for scratch files.
 
-A record batch of samples has the fields in the Arrow types of a shard (`arrow_schema`), null where a row has no value.
-A record batch of scratch has the stored columns without nulls, each with the bytes of its payloads, and four columns
-that say where a row is from.
+A record batch of samples has the fields in the Arrow types of a shard (`arrow_schema`), null where a row has
+no value.
+A record batch of scratch has the stored columns without nulls, whose buffers are the canonical payloads, and
+four
+columns with the row's origin.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ _ORIGIN = (
 
 
 def sample_batch(schema: Schema, rows: Sequence[tuple[bytes, ...]]) -> Any:
-    """Return the record batch of samples that `Schema.encode` has encoded."""
+    """Return a record batch of samples from rows encoded by `Schema.encode`."""
     stored = schema.stored
     arrays = []
     for name, kind in schema.items():
@@ -51,7 +53,7 @@ def stored_columns(schema: Schema, batch: Any) -> list[PayloadColumn]:
 
 
 def _without_absent(kind: FieldType, array: Any, valid: NDArray[np.bool_]) -> PayloadColumn:
-    """Payloads of which those of absent values are zeros, or empty."""
+    """Return payloads in which those of absent values are zero bytes, or empty."""
     column = _bool_bytes(kind, array)
     if valid.all():
         return column
@@ -65,7 +67,7 @@ def _without_absent(kind: FieldType, array: Any, valid: NDArray[np.bool_]) -> Pa
 
 
 def _bool_bytes(kind: FieldType, array: Any) -> NDArray[np.uint8] | JoinedPayloads:
-    """`payload_column` of an array of `arrow_type`, in which bools are bits."""
+    """Return the `payload_column` of an array of `arrow_type`, where bools are bits."""
     if kind.dtype != "bool":
         return payload_column(kind, array)
     rows = len(array)
@@ -81,13 +83,13 @@ def _bool_bytes(kind: FieldType, array: Any) -> NDArray[np.uint8] | JoinedPayloa
 
 
 def index_array(values: NDArray[Any]) -> Any:
-    """Return numbers as int64; `pyarrow.array` would import pandas for it, if it is installed."""
+    """Return numbers as an int64 array; `pyarrow.array` would import pandas if it is installed."""
     numbers = np.ascontiguousarray(values, np.int64)
     return pa.Array.from_buffers(pa.int64(), len(numbers), [None, pa.py_buffer(numbers)], null_count=0)
 
 
 def numbers_of(array: Any, absent: int) -> NDArray[Any]:
-    """Return integers, and `absent` in the place of nulls."""
+    """Return integers, with `absent` in place of nulls."""
     kind = FieldType("scalar", str(array.type))
     payloads = payload_column(kind, array)
     assert isinstance(payloads, np.ndarray), "integers are of one size"
@@ -103,7 +105,7 @@ def origin_arrays(
     names: Sequence[str | None],
     rows: Any,
 ) -> list[Any]:
-    """Return key, original key, source name and row as scratch has them."""
+    """Return the columns key, original key, source name and row of a scratch batch."""
     texts = [
         [None if text is None else text.encode("utf-8", "surrogatepass") for text in column]
         for column in (keys, originals, names)
@@ -114,7 +116,7 @@ def origin_arrays(
 
 
 def optional_rows(rows: Sequence[int | None]) -> Any:
-    """Return row numbers as int64, null where there is none."""
+    """Return row numbers as int64; None becomes null."""
     payloads = [(row or 0).to_bytes(8, "little") for row in rows]
     presence = [b"\0" if row is None else b"\1" for row in rows]
     return arrow_array(FieldType("scalar", "int64", optional=True), payloads, "row", presence)
@@ -127,13 +129,13 @@ def _optional(kind: str, values: Sequence[bytes | None]) -> Any:
 
 
 def spool_schema(schema: Schema) -> Any:
-    """Return the Arrow schema of scratch for a dataset."""
+    """Return the Arrow schema of a dataset's scratch files."""
     fields = [pa.field(name, arrow_type(_kind(kind)), nullable=False) for name, kind in schema.stored.items()]
     return pa.schema([*fields, *(pa.field(name, kind) for name, kind in _ORIGIN)])
 
 
 def spool_array(kind: FieldType, payloads: PayloadColumn, name: str) -> Any:
-    """Return the payloads of a stored column as scratch has them; shares the memory of those that are joined."""
+    """Return the payloads of a stored column as a scratch array; joined payloads share its memory."""
     return arrow_array(_kind(kind), payloads, name)
 
 
@@ -143,7 +145,7 @@ def _kind(kind: FieldType) -> FieldType:
 
 
 def payload_column(kind: FieldType, array: Any) -> NDArray[np.uint8] | JoinedPayloads:
-    """Return the payloads of an array of the type of `spool_array`; a view of its memory."""
+    """Return the payloads of an array made by `spool_array`, as a view of its memory."""
     rows = len(array)
     width = kind.numpy_dtype.itemsize
     if kind.item_bytes is not None:
@@ -161,6 +163,6 @@ def payload_column(kind: FieldType, array: Any) -> NDArray[np.uint8] | JoinedPay
 
 
 def _items(array: Any, size: int) -> Any:
-    """Return the items of fixed-size lists, those of absent ones included, which `flatten` leaves out."""
+    """Return the items of fixed-size lists, including those of null lists, which `flatten` leaves out."""
     first = array.offset * size
     return array.values[first : first + len(array) * size]

@@ -1,6 +1,7 @@
-"""From rows in scratch to a version: its shards, manifest, pages, selections of splits, and the commit that names them.
+"""Write rows from scratch as a version: shards, pages, manifest, a selection per split, and the commit.
 
-Refs are moved from where they stood when the version was begun, and never over another schema unasked.
+Refs are moved from where they stood when the version was begun.
+A ref whose version has another schema is never moved unless `replace` is given.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ from shardkit.repository.versions import put_manifest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Destination:
-    """Where a version goes, as it stood when the version was begun, and what its commit says."""
+    """Repository and ref of a new version, the state of its refs at the start, and the commit's text."""
 
-    repository: Repository  # that holds its objects
-    ref: str  # that names all rows
-    expected: Standing | None = None  # where the refs must still stand at the commit; see `move_refs`
-    base: Base | None = None  # the version that it is appended to
+    repository: Repository  # holds the objects of the version
+    ref: str  # names all rows
+    expected: Standing | None = None  # where the refs must still be at the commit; see `move_refs`
+    base: Base | None = None  # version to append to
     message: str = ""
     author: str = ""
 
@@ -67,7 +68,7 @@ class Destination:
         message: str = "",
         author: str = "",
     ) -> Destination:
-        """Note where the refs stand; for an append, load what it is appended to."""
+        """Record where the refs stand, and for an append load the base version."""
         base = load_base(repository, ref, version) if append else None
         expected = (
             base.expected
@@ -81,7 +82,7 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class MadeVersion:
-    """A version whose objects are durable and that no ref names yet."""
+    """A version whose objects are durable, but which no ref names yet."""
 
     manifest: Manifest  # of all rows
     splits: Mapping[str, Manifest]
@@ -101,7 +102,10 @@ def write_version(to: Destination, version: NewVersion, columns: Sequence[Rows],
 
 
 def make_manifest(repository: Repository, plan: VersionPlan, shards: Sequence[ShardRecord]) -> MadeVersion:
-    """Put the pages and manifests of a version whose shards are published, their strata by their numbers in `Rows`."""
+    """Put the pages and manifests of a version whose shards are published.
+
+    The records' strata are numbered as in `Rows`; they get their numbers of the manifest here.
+    """
     base = plan.base
     numbered = (one._replace(segment_stratum=plan.of_stratum[one.segment_stratum]) for one in shards)
     table = ShardTable.from_records(numbered)
@@ -109,7 +113,7 @@ def make_manifest(repository: Repository, plan: VersionPlan, shards: Sequence[Sh
     manifest = _root(repository, plan, table, tuple(ref for ref, _ in pages))
     if base is not None:
         table = ShardTable.concatenate([base.version.table, table])
-    Manifest.from_bytes(manifest.to_bytes())  # nobody may write what nobody will read
+    Manifest.from_bytes(manifest.to_bytes())  # never write what readers reject
     check_against(manifest, table)
     put_manifest(repository, manifest, [data for _, data in pages])
     return MadeVersion(manifest, _put_splits(repository, plan, manifest, table))
@@ -125,7 +129,7 @@ def commit_version(to: Destination, made: MadeVersion) -> Moved:
 def _root(
     repository: Repository, plan: VersionPlan, table: ShardTable, pages: tuple[PageRef, ...]
 ) -> Manifest:
-    """The manifest of new shards, behind those of the base if there is one, whose pages stay as they are."""
+    """Return the manifest of the new shards; an append keeps the pages of the base before its own."""
     version, own = plan.version, plan.base.manifest if plan.base else None
     build = version.build_settings()
     return Manifest(
@@ -148,7 +152,7 @@ def _root(
 def _sidecars(
     repository: Repository, version: NewVersion, table: ShardTable, own: Manifest | None
 ) -> dict[str, Any]:
-    """What the manifest names beside pages: for new shards the look-ups and costs of the base, behind its pieces."""
+    """Return the manifest's about, look-ups and costs; an append adds new pieces after those of the base."""
     fields = tuple(lookup.field for lookup in own.lookups) if own else version.lookups
     expressions = tuple(costs.expression for costs in own.costs) if own else version.costs
     lookups: tuple[Lookup, ...] = ()
@@ -171,7 +175,7 @@ def _sidecars(
 def _put_splits(
     repository: Repository, plan: VersionPlan, manifest: Manifest, table: ShardTable
 ) -> dict[str, Manifest]:
-    """A selection of all rows for each split."""
+    """Put a selection of all rows for each split and return their manifests by split."""
     base, split, index = plan.base, plan.version.split, plan.split
     if split is None or index is None:
         return {}
@@ -196,24 +200,28 @@ def _put_splits(
 
 
 Standing = Mapping[str, str | None]
-"""Ref → the manifest id that it names, None where there is no such ref."""
+"""Ref → the manifest id that it names, or None if the ref does not exist."""
 
 
 class Moved(NamedTuple):
-    """What a commit did."""
+    """The result of `move_refs`."""
 
-    entry: LogEntry | None  # None where every ref named its version already
-    refs: Mapping[str, tuple[str | None, str]]  # ref → (from, to) of those that moved; from None: it is new
+    entry: LogEntry | None  # None if every ref named its version already
+    refs: Mapping[str, tuple[str | None, str]]  # moved ref → (from, to); from is None for a new ref
 
 
 NOT_MOVED = Moved(None, {})
-"""Every ref names its version already, or nothing was to be committed."""
+"""Result if every ref names its version already, or if there is nothing to commit."""
 
 
 def standing_refs(
     repository: Repository, refs: Iterable[str], schema: Schema | None = None, *, replace: bool = False
 ) -> Standing | None:
-    """Where refs stand before a version is made that they are going to name: what `move_refs` expects."""
+    """Return where refs stand before a new version is made: the `expected` of `move_refs`.
+
+    Raises:
+        UsageError: A ref names samples of another schema.
+    """
     if replace:
         return None
     now = repository.refs
@@ -230,7 +238,11 @@ def standing_refs(
 def move_refs(
     repository: Repository, wanted: Mapping[str, str], expected: Standing | None, *, message: str, author: str
 ) -> Moved:
-    """Move refs to the versions that they are to name, all or nothing."""
+    """Move refs to their new versions, all or none.
+
+    Raises:
+        CommitConflict: Another commit moved a ref from where it was expected.
+    """
     now = repository.refs
     if wanted.items() <= now.items():
         return NOT_MOVED
@@ -262,19 +274,19 @@ def _conflict(
 
 
 def block_size_for(root: str | os.PathLike[str], ref: str, given: int | str | None) -> int:
-    """Raw bytes per block: as given, else those of the version that a ref names, else those of new datasets."""
+    """Return raw bytes per block: as given, else of the version that `ref` names, else the default."""
     if given is not None:
         return parse_size(given)
     try:
         repository = Repository.open(root)
-    except (NotFoundError, UsageError):  # nothing is there yet
+    except (NotFoundError, UsageError):  # the root is new
         return BLOCK_BYTES
     held = _manifest(repository, repository.refs.get(ref))
     return BLOCK_BYTES if held is None else int(held.build.get("block_size", BLOCK_BYTES))
 
 
 def _manifest(repository: Repository, manifest_id: str | None) -> Manifest | None:
-    """Of a version; None where it cannot be read: whoever repairs it by building it again must be able to."""
+    """Return the manifest of a version, or None if it is unreadable: building again must repair it."""
     if manifest_id is None:
         return None
     try:
@@ -283,20 +295,20 @@ def _manifest(repository: Repository, manifest_id: str | None) -> Manifest | Non
         return None
 
 
-# ---- Shards: records from scratch, block by block, into a published object and its index
+# ---- Shards: blocks of rows from scratch, written to a published object and its index
 
-# Below this starting threads costs more than it saves.
+# Below this size, starting threads costs more than it saves.
 _SMALL_BYTES = 4 * 2**20
 
-# Reads of this size cost a disk little more than longer ones do. From few runs they need little memory, and memory
-# that is touched for the first time costs more than a copy.
+# Reads of this size cost a disk little more than longer ones. Rows of few runs are gathered with less memory:
+# touching memory for the first time costs more than a copy.
 _RANGE_BYTES = 128 * 2**10
 _MIN_GATHER_BYTES = 6 * 2**20
-# Raw; a few numpy calls for each block of a few rows would take longer than its bytes.
+# Raw bytes; for blocks of a few rows, numpy calls per block would take longer than copying their bytes.
 _TOGETHER_BYTES = 2**20
 
 GATHER_BYTES = 64 * 2**20
-"""Records held in memory at a time, at most; a block that is larger is held whole."""
+"""Most bytes of rows in memory at a time; a larger block is held whole."""
 
 
 def write_shard(
@@ -308,9 +320,10 @@ def write_shard(
     gather_bytes: int = GATHER_BYTES,
     on_block: Callable[[int, int], None] | None = None,
 ) -> ShardRecord:
-    """Write and publish one shard and its index; what is published already is left as it is.
+    """Write and publish one shard and its index; objects that exist already are kept.
 
-    `gather_bytes` of scratch are in memory at a time; `on_block` is told (rows, payload bytes) after a few blocks.
+    At most `gather_bytes` of scratch are in memory at a time.
+    `on_block` is called with (rows, payload bytes) after every few blocks.
     """
 
     def blocks() -> Iterator[RowBlock]:
@@ -342,12 +355,11 @@ def publish_shard(
     segments: tuple[Sequence[int] | NDArray[np.int32], Sequence[int] | NDArray[np.int64]],
     is_small: bool = False,
 ) -> ShardRecord:
-    """Publish blocks of rows as a shard and its index; what is published already is left as it is.
+    """Publish blocks of rows as a shard and its index; objects that exist already are kept.
 
-    `segments` are stratum and rows of each run of rows of one stratum, in row order.
-
-    A block is hashed and written by other threads while the next one is read and encoded, unless there is so little to
-    come that threads would not pay (`is_small`).
+    `segments` are the stratum and the number of rows of each segment, in row order.
+    Other threads hash and write a block while the next one is read and encoded, unless the shard `is_small`:
+    then threads would not pay.
     """
     with (
         repository.stage_object(format) as staged,
@@ -365,7 +377,7 @@ def publish_shard(
             writer.write_block(block)
         index = writer.finish()
         behind.flush()
-        # Each waits for the disk a few times; nothing names either yet, so they may come in any order.
+        # Each waits for the disk a few times; nothing names either yet, so their order is free.
         put_index = behind.beside(lambda: repository.put_object(index.to_bytes(), "index"))
         shard, sidecar = repository.publish(staged, format), put_index()
     return ShardRecord(
@@ -382,7 +394,7 @@ def publish_shard(
 
 
 def _blocks(reader: ScratchReader, rows: ShardRows, gather_bytes: int) -> Iterator[tuple[RowBlock, int]]:
-    """The rows of a few blocks in turn, and the bytes of their payloads; blocks restart at segment borders."""
+    """Yield a few encoded blocks at a time and their payload bytes; blocks restart at segment borders."""
     borders = block_starts(rows.segment_rows.tolist(), rows.block_rows)
     gather_bytes = min(gather_bytes, max(_MIN_GATHER_BYTES, _num_runs(rows) * _RANGE_BYTES))
     size_before = np.concatenate([[0], np.cumsum(rows.row_bytes)])[borders]
@@ -398,14 +410,14 @@ def _blocks(reader: ScratchReader, rows: ShardRows, gather_bytes: int) -> Iterat
             start, stop = int(part[0]), int(part[-1])
             stratum = rows.stratum[begin + start : begin + stop] if rows.stratum is not None else None
             yield held.block(start, stop, stratum, ends=(part[1:] - start).tolist()), size
-        del held  # the reader may need another buffer
+        del held  # frees the buffer before the reader allocates another
         first = last
 
 
 def _encoded_together(
     borders: NDArray[np.int64], bytes_before: NDArray[np.int64], most: int
 ) -> Iterator[tuple[NDArray[np.int64], int]]:
-    """Borders of at most so many blocks at a time, of one where it is large, and the bytes of their payloads."""
+    """Yield the borders of up to `most` blocks and their payload bytes; a large block comes alone."""
     first = 0
     while first < len(borders) - 1:
         limit = bytes_before[first] + _TOGETHER_BYTES
@@ -416,34 +428,35 @@ def _encoded_together(
 
 
 def _num_runs(rows: ShardRows) -> int:
-    """At most so many runs of scratch the rows are spread over."""
+    """Return an upper bound of the number of scratch runs that hold the rows."""
     batches = rows.records.batches
     part, offset = batches.part.astype(np.int64), batches.offset
-    # not `np.unique`, whose first call imports as much as numpy's masked arrays
+    # not `np.unique`: its first call imports numpy's masked arrays
     runs = np.sort((part << 32) + offset // MIN_RUN_BYTES)
     return int(np.count_nonzero(np.diff(runs, prepend=-1)))
 
 
 T = TypeVar("T")
-_WRITTEN_TOGETHER = 2**20  # bytes, or one piece that is larger
+_WRITTEN_TOGETHER = 2**20  # bytes; a larger piece is written alone
 _MAX_UNWRITTEN = 4
 _SYNC_BYTES = 32 * 2**20
 
 
 class WriteBehind:
-    """A sink that hands on what it is given, in order, from a thread of its own; a context manager.
+    """A sink that writes in order, from its own thread, to another sink; a context manager.
 
-    hashlib, xxhash and write(2) let go of the interpreter lock. Buffers are borrowed until they are written; `flush`
-    before the bytes are counted on. Leaving waits for the threads, so that nothing is written to a sink that was
-    dropped.
+    hashlib, xxhash and write(2) release the interpreter lock.
+    Buffers are borrowed until they are written: call `flush` before relying on the bytes.
+    Leaving the context waits for the threads, so that nothing is written to a dropped sink.
 
     Args:
-        sink: that everything goes to.
-        sync: makes durable what the sink has; called now and then, so that the disk works while there is more to come.
-        is_small: there is so little to come that threads would not pay: then it is written at once.
+        sink: destination of all bytes.
+        sync: makes the bytes in the sink durable; called every 32 MiB, so that the disk works while more is
+            written.
+        is_small: write at once, without threads.
 
     Attributes:
-        hashing: runs the hashes of blocks; None where they are made at once.
+        hashing: executor for the hashes of blocks, or None if they are computed at once.
     """
 
     def __init__(self, sink: Sink, sync: Callable[[], None], *, is_small: bool) -> None:
@@ -459,7 +472,7 @@ class WriteBehind:
         self.hashing: Executor | None = None if is_small else ThreadPoolExecutor(1, "hash")
 
     def write(self, data: bytes | memoryview, /) -> None:
-        """Take bytes."""
+        """Queue bytes for writing."""
         if self._writing is None:
             self._put([data])
             return
@@ -469,7 +482,7 @@ class WriteBehind:
             self._hand_over(self._writing)
 
     def _hand_over(self, writing: Executor) -> None:
-        """Have what was taken written; a thread that is woken for each piece costs as much as writing a small one."""
+        """Queue the collected pieces as one write: waking a thread per piece costs as much as writing it."""
         while len(self._unwritten) >= _MAX_UNWRITTEN:
             self._unwritten.popleft().result()
         self._unwritten.append(writing.submit(self._put, self._taken))
@@ -477,13 +490,13 @@ class WriteBehind:
         self._taken, self._taken_bytes = [], 0
 
     def beside(self, work: Callable[[], T]) -> Callable[[], T]:
-        """Begin other work, in a thread where there are any; what is returned waits for it, and raises what it does."""
+        """Start other work, in a thread if there are any, and return a function that waits for its result."""
         if self.hashing is None:
             return work
         return self.hashing.submit(work).result
 
     def flush(self) -> None:
-        """Wait until everything is with the sink."""
+        """Wait until the sink has everything."""
         if self._writing is not None and self._taken:
             self._hand_over(self._writing)
         while self._unwritten:
@@ -492,7 +505,7 @@ class WriteBehind:
             self._synced.result()
 
     def _begin_sync(self, size: int) -> None:
-        """Sync once in a while, unless that is still going on; its errors are the writer's."""
+        """Start a sync every 32 MiB unless one is running; its errors are raised to the writer."""
         self._unsynced += size
         if self._syncing is None or self._unsynced < _SYNC_BYTES:
             return

@@ -1,4 +1,4 @@
-"""What rows cost: pieces of a byte a row beside the shards, read for the windows of a plan (SPEC.md §15)."""
+"""Costs of rows: one byte per row in pieces next to the shards, read for the windows of a plan (SPEC.md §15)."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from shardkit.reading.blocks import BlockReader, RowMap
 from shardkit.repository.repository import Repository
 
 PIECE_ROWS: Final = 2**17
-"""Rows after which a piece ends: a seek reads some of them, each as a whole, and so verified."""
+"""Most rows of a piece: a seek reads and verifies whole pieces."""
 
 KEPT_BYTES: Final = 16 << 20
-"""Codes that a plan keeps in memory."""
+"""Most bytes of codes that a plan keeps in memory."""
 
 _KIND: Final = "cost"
 _READERS: Final = 8
 
 
 def parse_costs(text: str | Sequence[str], schema: Schema) -> tuple[str, ...]:
-    """Expressions, without spaces, sorted, each once."""
+    """Return expressions in canonical form, sorted and without duplicates."""
     texts = [text] if isinstance(text, str) else list(text)
     return tuple(sorted({CostFormula(one, schema).canonical for one in texts}))
 
@@ -42,9 +42,9 @@ def parse_costs(text: str | Sequence[str], schema: Schema) -> tuple[str, ...]:
 def put_costs(
     repository: Repository, reader: BlockReader, table: ShardTable, schema: Schema, expressions: Sequence[str]
 ) -> tuple[RowCosts, ...]:
-    """Make the costs of the rows of a table durable, for a manifest to name.
+    """Write the costs of a table's rows as durable pieces, for a manifest to name.
 
-    Sizes and lengths of tar shards come from their indexes; for all else the blocks are read, each verified.
+    Sizes and lengths of tar shards come from their indexes; for other terms blocks are read and verified.
     """
     made = []
     for text in expressions:
@@ -59,12 +59,12 @@ def put_costs(
 
 
 def write_piece(expression: str, shards: int, codes: NDArray[np.uint8]) -> bytes:
-    """The object of a piece: the same for the same codes."""
+    """Return the bytes of a piece: the same for the same codes."""
     return pack_columns(_KIND, {"expression": expression, "shards": shards}, {"code": codes})
 
 
 def read_piece(repository: Repository, expression: str, piece: CostPiece) -> NDArray[np.uint8]:
-    """(rows,) uint8 of a piece, verified."""
+    """Return the codes of a piece, (rows,) uint8, verified."""
     data = repository.get_object(piece.digest, _KIND, piece.size)
     columns = unpack_columns(data, _KIND, max_raw_bytes=piece.rows)
     codes = columns.arrays.get("code")
@@ -83,7 +83,10 @@ def read_piece(repository: Repository, expression: str, piece: CostPiece) -> NDA
 
 
 def covers(costs: RowCosts, rows: NDArray[np.int64]) -> bool:
-    """Whether the pieces are of shards of so many rows: releases before costs carry them on through any change."""
+    """Return True if the pieces match shards with these numbers of rows.
+
+    Releases that do not know costs keep the pieces through any change, so they may not match.
+    """
     ends = np.cumsum([0, *(piece.shards for piece in costs.pieces)])
     return int(ends[-1]) == len(rows) and all(
         piece.rows == int(rows[ends[n] : ends[n + 1]].sum()) for n, piece in enumerate(costs.pieces)
@@ -91,10 +94,14 @@ def covers(costs: RowCosts, rows: NDArray[np.int64]) -> bool:
 
 
 def costs_of(dataset: Samples, text: str) -> Costs:
-    """What each sample of a dataset costs: at least 1.
+    """Return the cost of each sample of a dataset, at least 1.
 
-    Read when it is asked for: pieces of `put_costs` where the version has them, else the indexes of the shards, if
-    those have all that the expression needs.
+    Codes are loaded on demand: from the version's pieces if it has them, otherwise from the indexes of the
+    shards if these
+    have all terms of the expression.
+
+    Raises:
+        UsageError: The pieces do not match the shards, or the indexes lack a term.
     """
     formula = CostFormula(text, dataset.schema)
     starts = np.concatenate(([0], np.cumsum(dataset.table.rows)))
@@ -104,18 +111,19 @@ def costs_of(dataset: Samples, text: str) -> Costs:
         codes = CostCodes(dataset.rows, starts, first, partial(_read_numbered, formula.canonical, pieces))
     else:
         codes = CostCodes(dataset.rows, starts, starts, partial(_of_indexes, dataset.reader, formula))
-    codes[np.zeros(min(1, len(codes)), dtype=np.int64)]  # what cannot be read is told at once
+    # loads one unit, so that unreadable costs are an error now
+    codes[np.zeros(min(1, len(codes)), dtype=np.int64)]
     return Costs(formula.canonical, codes)
 
 
 @dataclass(eq=False)
 class CostCodes:
-    """Codes by sample number, loaded where they are asked for and kept while there is room. Safe for many threads."""
+    """Codes by sample number, loaded on demand and cached up to `KEPT_BYTES`. Thread-safe."""
 
-    rows: RowMap  # where samples lie
+    rows: RowMap  # shard and row of each sample
     starts: NDArray[np.int64]  # (shards + 1,), rows before each shard, selected or not
-    first: NDArray[np.int64]  # (units + 1,), rows before each unit that is loaded as a whole
-    load: Callable[[int], NDArray[np.uint8]]  # (rows,) of a unit
+    first: NDArray[np.int64]  # (units + 1,), rows before each unit; a unit is loaded as a whole
+    load: Callable[[int], NDArray[np.uint8]]  # (rows,) codes of a unit
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
@@ -123,7 +131,7 @@ class CostCodes:
         self._bytes = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return CostCodes, (self.rows, self.starts, self.first, self.load)  # another process loads its own
+        return CostCodes, (self.rows, self.starts, self.first, self.load)  # each process loads its own codes
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -135,7 +143,7 @@ class CostCodes:
         out, order = np.empty(len(at), dtype=np.uint8), np.argsort(unit, kind="stable")
         wanted, begin = np.unique(unit[order], return_index=True)
         groups = np.split(order, begin[1:])
-        # as many are in memory at a time beside those that are kept
+        # bounds the memory for units that are not cached
         for some in range(0, len(groups), _READERS):
             chosen = wanted[some : some + _READERS].tolist()
             for number, codes, mine in zip(chosen, self._units(chosen), groups[some:], strict=False):
@@ -175,7 +183,7 @@ def _of_indexes(reader: BlockReader, formula: CostFormula, shard: int) -> NDArra
 
 
 def _pieces(dataset: Samples, expression: str) -> list[tuple[Repository, CostPiece]]:
-    """Those of all parts and where each lies; none where a part lacks them."""
+    """Return the pieces of all parts, each with its repository; none if any part lacks them."""
     found: list[tuple[Repository, CostPiece]] = []
     for part in dataset.version.parts:
         costs = next((one for one in part.manifest.costs if one.expression == expression), None)
@@ -195,7 +203,7 @@ def _pieces(dataset: Samples, expression: str) -> list[tuple[Repository, CostPie
 def _codes(
     reader: BlockReader, formula: CostFormula, shards: Sequence[int], *, blocks: bool = True
 ) -> NDArray[np.uint8]:
-    """(rows,) uint8 of some shards, one after the other."""
+    """Return the codes of some shards, concatenated: (rows,) uint8."""
 
     def one(shard: int) -> NDArray[np.uint8]:
         return encode_costs(formula(_terms(reader, formula, shard, blocks=blocks)))
@@ -231,7 +239,7 @@ def _terms(
 
 
 def cut_pieces(rows: NDArray[np.int64], most: int) -> Iterator[tuple[int, int]]:
-    """(first, last) shards of pieces of at most so many rows, where no shard alone has more."""
+    """Yield (first, last) shards of pieces of at most `most` rows, if no single shard has more."""
     first = held = 0
     for shard, count in enumerate(rows.tolist()):
         if held and held + count > most:

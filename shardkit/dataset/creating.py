@@ -1,4 +1,4 @@
-"""`shardkit.create`: samples in, a committed version out."""
+"""`shardkit.create`: add samples, commit a version."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def create(
 ) -> Writer:
     """Open a writer of a new version of the dataset at ``root``; a context manager.
 
-    The manifest depends on the samples and these settings alone. Samples with keys may be added in any order
+    The manifest depends only on the samples and these settings. Samples with keys may be added in any order
     and from any thread (with ``shuffle=False`` the order of adding is the order of the dataset). Samples
     without keys are named by the order of adding.
 
@@ -59,29 +59,32 @@ def create(
         format: ``"tar"`` or ``"arrow"``.
         compression: ``"none"``, or for arrow also ``"zstd"`` or ``"zstd:9"``.
         shard_size: raw bytes per shard.
-        block_size: raw bytes per block; by default those of the version that `ref` names, else 256 KiB.
-        seed: of the shuffle.
+        block_size: raw bytes per block; by default that of the version that ``ref`` names, or 256 KiB.
+        seed: seed of the shuffle.
         shuffle: False keeps the order of adding within each stratum.
         classes: names of the values 0, 1, … of the field ``label``.
-        split: shares such as ``{"train": 0.9, "val": 0.1}``; each becomes a ref; ``ref`` holds all.
+        split: shares such as ``{"train": 0.9, "val": 0.1}``; each becomes a ref, and ``ref`` holds all rows.
         split_by: field whose equal values stay in one split.
-        append: put the samples behind those of the version that ``ref`` names; the rest must be as it was built.
-        single_writer: for a new root on a store that does not keep put-if-absent: nobody else writes it meanwhile.
-        about: licence, source and contact, also per stratum: a file ``about.toml``, or what one would say.
-        lookup: fields by whose values samples are to be found, such as ``"key,url,image:sha256"``.
-        cost: what rows cost, for plans with ``cost=``, such as ``"len(tokens)**2"``; or several expressions.
+        append: add the samples after those of the version that ``ref`` names; schema, format, compression,
+            stratify and classes must be the same.
+        single_writer: for a new root on a store without put-if-absent: promise that there is no other writer.
+        about: licence, source and contact, also per stratum: an ``about.toml`` file, or a mapping with its
+            content.
+        lookup: fields by whose values samples can be found, such as ``"key,url,image:sha256"``.
+        cost: cost of a row, for plans with ``cost=``, such as ``"len(tokens)**2"``; or several expressions.
         ref: the ref that is moved to the new version.
-        replace: whatever the refs name, another schema and what other writers commit meanwhile included.
-        message: of the commit.
-        part: name of a part of a version that many writers make, on one machine or on many that share the root: closing
-            commits nothing and leaves the part, in place of one of the same name, for `commit_parts`. All parts
-            need the same settings; ref, message, append, about, lookup and cost are given to `commit_parts`.
-        scratch: directory for what does not fit in memory; by default inside ``root``. Parts of a root that is not a
-            local folder need one that all writers share.
+        replace: move the refs even from another schema, and over concurrent commits.
+        message: message of the commit.
+        part: name of a part of a version that several writers make, on one machine or on many that share the
+            root. Closing commits nothing; it publishes the part for `commit_parts`, replacing one of the same
+            name. All parts need the same settings; ref, message, append, about, lookup and cost are given to
+            `commit_parts`.
+        scratch: directory for rows that do not fit in memory; by default inside ``root``. Parts of a root
+            that is not a local folder need one that all writers share.
 
     Raises:
-        SchemaError, ConfigurationError: a setting that cannot be carried out.
-        UsageError: a ref names samples of another schema, and not `replace`.
+        SchemaError, ConfigurationError: A setting is invalid.
+        UsageError: A ref names samples of another schema, without ``replace``.
         StoreError: ``root`` cannot be written.
     """
     settings = VersionSettings(
@@ -121,8 +124,8 @@ def create(
 class Writer:
     """Takes samples and commits them as one version on `close`; made by `create`.
 
-    Leaving the ``with`` block by an exception aborts: no ref moves and the scratch file goes. Shards that
-    were published by then are objects that nothing names, and the next build of the same samples uses them.
+    An exception inside the ``with`` block aborts: no ref moves and the scratch file is removed. Shards
+    published before remain as objects that nothing names; the next build of the same samples uses them.
     """
 
     def __init__(
@@ -163,16 +166,16 @@ class Writer:
     def add(
         self, sample: Mapping[str, object], key: str | None = None, *, source: tuple[str, int] | None = None
     ) -> None:
-        """Add a sample; safe from several threads.
+        """Add a sample. Thread-safe.
 
         Args:
-            sample: field → value; numbers, text, bytes, lists, arrays, whatever has ``__array__``.
+            sample: field → value: numbers, text, bytes, lists, arrays, or any object with ``__array__``.
             key: any text, unique in the dataset; by default the number of the sample.
-            source: (name, row) where it comes from, for the record.
+            source: (name, row) of the sample's origin, stored with it.
 
         Raises:
-            SampleError: names the sample and the field that does not fit.
-            StoreFullError: the scratch disk is full.
+            SampleError: A field does not fit; the message names sample and field.
+            StoreFullError: The scratch disk is full.
         """
         name = f"sample {key!r}" if key is not None else f"sample {len(self._open())}"
         row = self._encoder.encode(sample, key, source, where=name)
@@ -181,7 +184,7 @@ class Writer:
             spool.append(row, row.identity or self._identity(len(spool)))
 
     def _identity(self, number: int) -> tuple[int, int]:
-        """Of a row that has neither key nor source."""
+        """Return the identity of a row that has neither key nor source."""
         return part_identity(self._part[1], number) if self._part else ordinal_identity(self._first + number)
 
     @property
@@ -189,7 +192,7 @@ class Writer:
         """The manifest that `close` committed.
 
         Raises:
-            UsageError: not committed yet, or aborted.
+            UsageError: The writer has not committed, or was aborted.
         """
         if self._part is not None:
             raise UsageError(f"part {self._part[1]!r} is no version; commit all parts with commit_parts")
@@ -198,13 +201,13 @@ class Writer:
         return self._manifest
 
     def close(self) -> None:
-        """Write what was added as shards and commit it; a second call does nothing.
+        """Write the added samples as shards and commit them; a second call does nothing.
 
         Raises:
-            UsageError: nothing was added, or the writer was aborted.
-            SampleError: two samples have the same key.
-            StoreError: the root or the scratch disk failed; nothing was committed.
-            CommitConflict: another commit moved the ref meanwhile.
+            UsageError: No sample was added, or the writer was aborted.
+            SampleError: Two samples have the same key.
+            StoreError: The root or the scratch disk failed; nothing was committed.
+            CommitConflict: Another commit moved the ref meanwhile.
         """
         if self._manifest is not None or self._is_written:
             return
@@ -225,7 +228,7 @@ class Writer:
                 spool.drop()
 
     def abort(self) -> None:
-        """Forget what was added; nothing is committed."""
+        """Discard the added samples; nothing is committed."""
         with self._lock:
             if self._spool is not None:
                 self._spool.drop()

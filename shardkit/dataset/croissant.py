@@ -1,8 +1,9 @@
-"""A version in the words of MLCommons Croissant 1.1 (JSON-LD): files with their SHA-256, fields, licences by stratum.
+"""Describe a version in MLCommons Croissant 1.1 (JSON-LD): files with SHA-256, fields, licences by stratum.
 
-Source: https://docs.mlcommons.org/croissant/docs/croissant-spec-1.1.html. Shards are `FileObject`s with relative
-`contentUrl`s, so that the document may lie in the dataset's root or beside its published copy. A tar is read by one
-`FileSet` per field (``KEY.FIELD.EXTENSION``), an Arrow shard by its columns.
+Source: https://docs.mlcommons.org/croissant/docs/croissant-spec-1.1.html.
+Shards are `FileObject`s with relative `contentUrl`s, so that the document can be stored in the dataset's root
+or next to a published copy.
+A tar is read through one `FileSet` per field (``KEY.FIELD.EXTENSION``), an Arrow shard by its columns.
 """
 
 from __future__ import annotations
@@ -42,11 +43,7 @@ _NOT_A_NAME: Final = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 def croissant_document(version: Version, about: About, *, name: str) -> dict[str, Any]:
-    """The JSON-LD document of a version.
-
-    Returns:
-        JSON of texts, integers, booleans, lists and dicts; the same for the same arguments.
-    """
+    """Return the JSON-LD document of a version: plain JSON values, the same for the same arguments."""
     manifest = version.manifest
     document: dict[str, Any] = {
         "@context": _context(),
@@ -75,7 +72,7 @@ def croissant_document(version: Version, about: About, *, name: str) -> dict[str
     document["distribution"] = [*_shards(version), *_file_sets(version)]
     document["recordSet"] = _record_sets(version)
     if manifest.selected != manifest.rows:
-        # Croissant has no word for it: whoever reads the shards by themselves must know.
+        # Croissant cannot express selections, and readers of the shards must know of them.
         note = f" The version holds {manifest.selected} of the {manifest.rows} rows of its shards."
         for item in (document, *document["recordSet"]):
             item["description"] += note
@@ -102,13 +99,13 @@ def _described(manifest: Manifest) -> str:
 
 
 def _licences(manifest: Manifest, about: About) -> list[str]:
-    """All licences that some stratum is under, the dataset's own first."""
+    """Return the licences of all strata without duplicates, the dataset's own first."""
     named = [about.of_stratum(stratum.name).licence for stratum in manifest.strata if not stratum.pooled]
     return list(dict.fromkeys(licence for licence in (about.terms.licence, *named) if licence))
 
 
 def _strata(manifest: Manifest, about: About) -> list[dict[str, Any]]:
-    """One part per stratum of other terms than the whole."""
+    """Return one part per stratum whose terms differ from the dataset's."""
     parts = []
     for stratum in manifest.strata:
         terms = about.of_stratum(stratum.name)
@@ -152,7 +149,7 @@ def _shards(version: Version) -> Iterator[dict[str, Any]]:
             "FileObject",
             _shard_id(shard),
             place.rpartition("/")[2],
-            # A part of a merged dataset lies elsewhere: its own root is where this path counts from.
+            # The shards of a merged dataset are in other roots; their paths begin with the name of the part.
             contentUrl=f"{part.name}/{place}" if part.name else place,
             contentSize=f"{int(table.size[shard])} B",
             encodingFormat=_MEDIA[suffix],
@@ -177,7 +174,7 @@ def _file_set(identity: str, name: str, shards: list[int], media: str, includes:
 
 
 def _members(schema: Schema) -> Iterator[tuple[str, str]]:
-    """(field, what stands for it in names of members, and so in identifiers: these take no other characters either)."""
+    """Return (field, its spelling in member names and identifiers) pairs."""
     return zip(schema, member_names(schema), strict=True)
 
 
@@ -207,7 +204,7 @@ def _record_sets(version: Version) -> list[dict[str, Any]]:
 
 
 def _tar_records(field: str, member: str, kind: FieldType) -> dict[str, Any]:
-    """Records of one field; those of several fields are joined by their keys."""
+    """Return the record set of one field of tar shards; record sets of several fields are joined by key."""
     files = {"fileSet": {"@id": f"files/{member}"}}
     name = {
         **files,

@@ -1,4 +1,4 @@
-"""`shardkit.open`: one version of a dataset, ready to be looked at, planned and loaded."""
+"""`shardkit.open`: one version of a dataset, to inspect, plan and load."""
 
 from __future__ import annotations
 
@@ -38,25 +38,24 @@ _log = logging.getLogger("shardkit.plan")
 class Dataset(Samples):
     """A version of a dataset: immutable, addressed by its manifest. Made by `shardkit.open`.
 
-    Reading is lazy: nothing but the manifest and its pages has been read yet. Every sample that comes out of it was
-    verified on the way.
+    Reading is lazy: opening reads only the manifest and its pages. Every sample is verified when it is read.
     """
 
-    # ---- facts
+    # ---- properties
 
     @property
     def repository(self) -> Repository:
-        """Where the dataset lies; the first part's for a merged one."""
+        """Repository of the dataset; for a merged dataset that of the first part."""
         return self.version.parts[0].repository
 
     @property
     def strata(self) -> dict[str, int]:
-        """Selected rows of each stratum, by name."""
+        """Number of selected rows of each stratum, by name."""
         return {s.name: s.selected for s in self.manifest.strata if not s.pooled}
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of folder classes: `classes[label]`; empty where labels have no names."""
+        """Names of folder classes: `classes[label]`; empty if labels have no names."""
         return self.manifest.classes
 
     def __repr__(self) -> str:
@@ -64,7 +63,7 @@ class Dataset(Samples):
         return f"<shardkit dataset {self.manifest.id[:19]}… {len(self):,} samples ({fields})>"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """Return the HTML that a notebook shows."""
         fields = table(["field", "type"], self.schema.items(), most=200)
         counts = table(["stratum", "samples"], self.strata.items())
         said = f"{len(self):,} samples"
@@ -75,11 +74,11 @@ class Dataset(Samples):
     def select(
         self, where: str | None = None, rows: Sequence[int] | NDArray[np.int64] | None = None
     ) -> Dataset:
-        """A view that holds only some samples; nothing is written. `shardkit select` makes it a version.
+        """Return a view of some samples; nothing is written. `shardkit select` commits it as a version.
 
         Args:
             where: a condition over scalar and str fields, such as ``"label < 5"``.
-            rows: sample numbers of *this* dataset, any order; negative ones count from the end.
+            rows: sample numbers of *this* dataset, in any order; negative ones count from the end.
         """
         if (where is None) == (rows is None):
             raise UsageError("select takes either where= or rows=")
@@ -99,7 +98,7 @@ class Dataset(Samples):
         return Dataset(version, selections=selections, verify=self._verify)
 
     def row_strata(self, shard: int) -> NDArray[np.int32] | None:
-        """(rows,) int32, the own stratum of each row of a shard that holds pooled strata; None for others."""
+        """Return the own stratum of each row of a shard, (rows,) int32, or None without pooled strata."""
         return self.reader.index(shard).row_stratum
 
     def _masks_rows(self, samples: NDArray[np.int64]) -> dict[int, NDArray[np.bool_]]:
@@ -130,24 +129,26 @@ class Dataset(Samples):
     # ---- plan and load
 
     def plan(self, global_batch: int, seed: int = 0, **settings: Any) -> Plan:
-        """The order in which this dataset is trained on: a pure function of the manifest and these settings.
+        """Return the order of training on this dataset: a pure function of the manifest and these settings.
 
         Args:
             global_batch: samples per step over all ranks.
-            seed: of every shuffle.
-            settings: lanes, weights, stages, cost, group_by, sequence, remainder, window_blocks, epoch_steps, shuffle:
-                see `shardkit.plan.make_plan`. For ``sequence=`` the tokens of a row are found in the schema where
-                one field alone is a fixed row of numbers; else pass ``row_tokens=``.
+            seed: seed of every shuffle.
+            settings: lanes, weights, stages, cost, group_by, sequence, remainder, window_blocks, epoch_steps,
+                shuffle: see `shardkit.plan.make_plan`. For ``sequence=``, the tokens per row are taken from
+                the schema if exactly one field is a row of numbers of fixed length; otherwise pass
+                ``row_tokens=``.
 
-        ``cost="len(tokens)**2"`` says what a sample costs: integer fields, ``bytes(field)``, ``len(field)`` and
-        ``squares(field)`` (of borders, the sum of squared lengths). What ``shardkit build --cost`` or ``shardkit
-        rebuild --cost`` wrote is read for the windows that a step is in; without it the indexes of tar shards are,
-        which know sizes and lengths. Cells of a lane then cost nearly the same, so that ranks wait less for each other.
-        ``balance="align"`` also makes all lanes' dear cells fall in the same steps: steps differ in cost then, and
-        batches are less like each other.
+        ``cost="len(tokens)**2"`` defines the cost of a sample from integer fields, ``bytes(field)``,
+        ``len(field)`` and ``squares(field)`` (for ascending borders, the sum of squared lengths). Costs come
+        from the pieces that ``shardkit build --cost`` or ``shardkit rebuild --cost`` wrote, read for the
+        windows of a step; without them from the indexes of tar shards, which hold sizes and lengths. The
+        cells of a lane then cost nearly the same, so that ranks wait less for each other. ``balance="align"``
+        also puts the expensive cells of all lanes in the same steps; steps then differ in cost, and batches
+        are less alike.
 
-        Where the default leaves fewer than 8 lanes, the logger ``shardkit.plan`` says so, and names batches that allow
-        more.
+        If the default leaves fewer than 8 lanes, the logger ``shardkit.plan`` warns and names batch sizes
+        that allow more.
         """
         if settings.get("sequence") is not None and "row_tokens" not in settings:
             lengths = [field.shape[0] for field in self.schema.values() if len(field.shape) == 1]
@@ -205,12 +206,13 @@ class Dataset(Samples):
         fill: Mapping[str, Any] | None = None,
         restart: bool = False,
     ) -> Loader:
-        """A loader over `plan` for one rank; iterate over it once per epoch.
+        """Return a loader over `plan` for one rank; iterate over it once per epoch.
 
-        A loop that is left early continues in the next one, at the batch after the last that was handed out; so that a
-        "virtual epoch" is ``itertools.islice(loader, steps)``. Pass ``restart=True`` for validation.
+        A loop that is left early continues in the next one, at the batch after the last delivered one. A
+        "virtual epoch" is therefore ``itertools.islice(loader, steps)``. Pass ``restart=True`` for
+        validation.
 
-        Without torch, batches hold numpy arrays, which JAX and TensorFlow take as they are::
+        Without torch, batches hold numpy arrays, which JAX and TensorFlow accept directly::
 
             for batch in ds.loader(plan):  # JAX
                 state = update(state, {name: jnp.asarray(batch[name]) for name in ("x", "y")})
@@ -218,68 +220,77 @@ class Dataset(Samples):
             loader = ds.loader(plan, tensors=False)  # TensorFlow: one pass over the data set is one epoch
             tf.data.Dataset.from_generator(
                 lambda: ({"x": batch["x"], "y": batch["y"]} for batch in loader),
-                output_signature={"x": tf.TensorSpec((None, 8), tf.float32), "y": tf.TensorSpec((None,), tf.int64)},
+                output_signature={"x": tf.TensorSpec((None, 8), tf.float32), "y": tf.TensorSpec((None,),
+                tf.int64)},
             )
 
         Args:
             plan: made by `plan` of this dataset.
-            rank: found in the process group, else in RANK and WORLD_SIZE, when not given together with `world`.
+            rank: this rank; without `rank` and `world`, taken from the process group, or from RANK and
+                WORLD_SIZE.
             world: number of ranks that share the plan.
-            mesh: a torch DeviceMesh: ranks that share its data-parallel coordinate read the same cells.
+            mesh: a torch DeviceMesh: ranks with the same data-parallel coordinate read the same cells.
             lanes: the lanes of this rank instead of its even share.
-            fields: only these fields are gathered.
-            by_cell: hand out a list of batches per step, one per lane; for a type checker: ``cast(list[Batch], …)``.
+            fields: the fields to gather; by default all.
+            by_cell: return a list of batches per step, one per lane; for a type checker: ``cast(list[Batch],
+                …)``.
             uneven: allow ranks to hold unequal numbers of samples; the loss must then use `batch.weight`.
-            assignment: ``"near"``: ranks of a process group begin with the lanes of which most bytes lie in their
-                node's `cache`, equally many each, or with those that the ledger of `run` recorded for these ranks on
-                these nodes; ``"fixed"``: rank r of R always has lanes r·L/R to (r+1)·L/R − 1, as without a process
-                group; or an Assignment, dealt elsewhere.
-            store: a torch store for ranks that `rank` and `world` name, which they have to themselves: they compare
-                what they read, and deal lanes, as ranks of a process group do.
-            rebalance: move lanes away from slow ranks while the run goes on, through the process group's store; needs
-                `uneven`, and `loader.watch(model)` or `loader.computed()` in the training loop.
-            memory: bound for the blocks of this rank in memory, for example ``"512MiB"``; workers share it. By default
-                what the windows of its lanes need; less is refused. Passed only where the blocks of one step exceed it.
-            threads: how many blocks are read and verified at once, and transforms run; by default as many as there are
-                processors, at most 8.
-            prefetch: how many finished steps may wait; 0 gathers each step when it is asked for. By default that is
-                done for steps of up to 8 MiB that need no other work than being copied, and 4 steps wait otherwise.
-                Where rows are decoded or transformed, the step after them, and more if steps are small, is under way.
-            tensors: torch tensors instead of numpy arrays; by default where torch is imported.
-            device: a torch device: batches lie there, ready on the current stream, when they are handed out; they are
-                copied from pinned memory on a stream of their own. Pictures cross as bytes and are normalised there.
-            device_prefetch: how many finished steps may be on their way to it. State and ledger do not count them.
-            decode: field → `images.random_resized_crop` and its like, which write into the batch; ``"rgb8"``,
-                ``"gray8"``, ``"numpy"``, ``"json"``, ``"text"``; or a function of the bytes.
-            transform: ``transform(sample, rng) -> sample``; rng depends on (seed, step, lane, slot) alone.
-            batch_transform: ``batch_transform(fields, rngs) -> fields``, one batch after the other, while rows of the
-                next are transformed.
+            assignment: ``"near"``: each rank of a process group begins with an equal number of lanes, chosen
+                so that most of their bytes are in its node's `cache`, or with the lanes that the ledger of
+                `run` recorded for these ranks on these nodes. ``"fixed"``: rank r of R always has lanes r·L/R
+                to (r+1)·L/R − 1, as without a process group. Or an Assignment made elsewhere.
+            store: a torch store, used only by the ranks that `rank` and `world` name: they compare their
+                inputs and distribute lanes through it, as ranks of a process group do.
+            rebalance: move lanes away from slow ranks during the run, through the process group's store;
+                needs `uneven`, and `loader.watch(model)` or `loader.computed()` in the training loop.
+            memory: bound for the blocks of this rank in memory, for example ``"512MiB"``; workers share it.
+                The default is what the windows of its lanes need; less is refused. Exceeded only if the
+                blocks of one step need more.
+            threads: number of threads that read, verify and transform; by default the number of processors,
+                at most 8.
+            prefetch: number of finished steps that may wait; 0 gathers each step on demand. The default is 0
+                for steps of up to 8 MiB that are only copied, and 4 otherwise. If rows are decoded or
+                transformed, the following step is prepared as well, and more steps if they are small.
+            tensors: torch tensors instead of numpy arrays; by default if torch is imported.
+            device: a torch device: batches are delivered there, ready on the current stream; they are copied
+                from pinned memory on a separate stream. Images are copied as bytes and normalised on the
+                device.
+            device_prefetch: number of finished steps that may be in transfer. State and ledger do not count
+                them.
+            decode: field → `images.random_resized_crop` or a similar decoder, which writes into the batch;
+                ``"rgb8"``, ``"gray8"``, ``"numpy"``, ``"json"``, ``"text"``; or a function of the bytes.
+            transform: ``transform(sample, rng) -> sample``; rng depends only on (seed, step, lane, slot).
+            batch_transform: ``batch_transform(fields, rngs) -> fields``, called for one batch after the other
+                while rows of the next batch are transformed.
             workers: where `decode` and `transform` run; processes are spawned and need functions that pickle.
-            on_error: what becomes of verified rows that do not decode: ``"raise"``; ``"substitute"`` takes another
-                sample of the same stratum, the same one in every topology; ``"mask"`` does so too and adds the field
-                "valid", false in those rows.
-            stall_s: a wait of so many seconds is reported, with rank, lane, shard and stage.
-            on_stall: gets the report as a dict instead of a RuntimeWarning.
-            run: run directory; every consumed cell is journaled there, and events are recorded.
-            cache: directory on a local disk for blocks that came over a network; all ranks and runs of a machine may
-                share it. Without it they are streamed.
-            cache_size: the most that it may take, for example ``"200GiB"``; by default most of the disk's free room.
-            share: blocks that another node of the process group has in its `cache` are read from there before the
-                root, and this node's are given out, read-only, to whoever knows their SHA-256. True listens on a
-                free port of the interface that leads to the process group's store, ``"HOST:PORT"`` there. Only in a
-                network where whoever reaches that port may read the data.
-            telemetry: how a run with a directory is watched (`shardkit top`); None: not at all.
-            stride: hand out every `stride`-th step only, from the `offset`-th on: how worker processes share steps.
+            on_error: treatment of verified rows that do not decode: ``"raise"``; ``"substitute"`` takes
+                another sample of the same stratum, the same one in every topology; ``"mask"`` substitutes and
+                adds the field "valid", which is false in those rows.
+            stall_s: a wait of this many seconds is reported, with rank, lane, shard and stage.
+            on_stall: called with the report as a dict; by default it is a RuntimeWarning.
+            run: run directory, in which consumed cells are journaled and events are recorded.
+            cache: directory on a local disk for blocks read over a network; all ranks and runs of a machine
+                may share it. Without it, blocks are streamed.
+            cache_size: maximum size of the cache, for example ``"200GiB"``; by default most of the disk's
+                free space.
+            share: read blocks from the `cache` of other nodes of the process group before the root, and serve
+                this node's blocks, read-only, to clients that know their SHA-256. True listens on a free port
+                of the interface that leads to the process group's store, ``"HOST:PORT"`` there. Use it only
+                in a network where every host that reaches that port may read the data.
+            telemetry: settings for monitoring a run with a directory (`shardkit top`); None disables it.
+            stride: deliver only every `stride`-th step, from the `offset`-th on; worker processes share steps
+                this way.
             offset: see `stride`.
-            fill: optional field → what stands in its batches where a row has no value (`batch.valid[field]` says which
-                rows have one); by default zeros, an empty array, or None in a list.
-            restart: every loop begins at the start of its epoch, even if the one before was left early.
+            fill: optional field → value in batches for rows without one (`batch.valid[field]` marks rows that
+                have one); by default zeros, an empty array, or None in a list.
+            restart: every loop begins at the start of its epoch, even if the previous loop was left early.
 
         Raises:
-            ConfigurationError: an impossible rank, world or size, less memory than the windows need, or lanes that do
-                not divide evenly.
-            MissingDependency: a decoder needs a package that is not installed.
-            StateError: ranks of the process group are about to read different things; names rank and difference.
+            ConfigurationError: The rank, world or a size is impossible, the memory is less than the windows
+                need, or the lanes do not divide evenly.
+            MissingDependency: A decoder needs a package that is not installed.
+            StateError: Ranks of the process group would read different data; the message names rank and
+                difference.
         """
         if run is not None:
             check_vacant(run, "run")
@@ -313,7 +324,10 @@ class Dataset(Samples):
         return Loader(plan, sources, config)
 
     def _row_bytes(self, fields: Sequence[str]) -> int:
-        """Typical bytes of these fields of a row; fields of variable size share what the fixed ones leave."""
+        """Return the typical size in bytes of these fields of a row.
+
+        Fields of variable size share equally the mean row size less the fixed fields.
+        """
         sizes = {name: self.schema[name].item_bytes for name in self.schema}
         fixed = sum(size for size in sizes.values() if size is not None)
         variable = [name for name, size in sizes.items() if size is None]
@@ -329,7 +343,7 @@ class Dataset(Samples):
         return int(self.table.largest_block[shard])
 
     def describe(self) -> Mapping[str, Any]:
-        """The figures that `shardkit show --json` prints: plain types only."""
+        """Return the figures that `shardkit show --json` prints: plain types only."""
         return {
             "id": self.manifest.id,
             "samples": len(self),
@@ -349,24 +363,25 @@ def open_dataset(
     settings: ReadSettings | None = None,
     heal: bool = False,
 ) -> Dataset:
-    """Open one version of a dataset; or several datasets as one.
+    """Open one version of a dataset, or several datasets as one.
 
     Args:
         url: ``"data/cats"`` (its ref `main`), ``"data/cats@val"`` (a ref or tag), ``"data/cats@sha256:…"`` (a
-            manifest). A mapping such as ``{"web": "a/web@v3", "code": "data/code"}`` opens several as one: their
-            samples follow each other, and the name is the first axis of the strata ("web/de").
-        verify: the checksum of every block that is read from a local file. "fast" (XXH3) finds accidents, "strong"
-            (SHA-256) finds forgeries, too; "auto" is "strong" for files that another user can write, and "fast" for
-            others. There is no "off". What comes over a network is always compared by SHA-256. See docs/threats.md.
-        locations: further copies of the objects, name → URL, nearest first (``{"mirror": "s3://other/cats"}``);
-            reads continue over them when the root is slow, wrong or gone.
+            manifest). A mapping such as ``{"web": "a/web@v3", "code": "data/code"}`` opens several as one:
+            their samples follow each other, and the name is the first axis of the strata ("web/de").
+        verify: checksum that is checked for every block read from a local file. "fast" (XXH3) detects
+            accidental damage, "strong" (SHA-256) also detects forgery; "auto" is "strong" for files that
+            another user can write, and "fast" otherwise. There is no "off". Bytes from a network are always
+            compared by SHA-256. See docs/threats.md.
+        locations: further copies of the objects, name → URL, nearest first (``{"mirror":
+            "s3://other/cats"}``); reads continue with them if the root is slow, wrong or unavailable.
         settings: deadlines, concurrency and hedging of reads over a network.
-        heal: put good bytes over bad copies that are met; needs the right to write them.
+        heal: overwrite bad copies with good bytes when a read meets them; needs write access.
 
     Raises:
-        NotFoundError: there is no dataset, ref or manifest of that name.
-        IntegrityError: the manifest or a page is damaged.
-        SchemaError: several datasets of different schemas.
+        NotFoundError: The dataset, ref or manifest does not exist.
+        IntegrityError: The manifest or a page is damaged.
+        SchemaError: The datasets have different schemas.
     """
     if isinstance(url, Mapping):
         if locations:
@@ -395,16 +410,16 @@ def _open_parts(urls: Mapping[str, Url], settings: ReadSettings | None) -> Versi
 
 
 def population_of(manifest: Manifest, table: ShardTable) -> Population:
-    """The selected rows of each segment, and how many of them one block holds.
+    """Return the selected rows of each segment and the number of them that a block holds.
 
-    Where only some rows of a shard are selected, the plan counts blocks in selected rows: `block_rows` shrinks in
-    proportion, so that a window of the plan still touches about as many stored blocks.
+    If only some rows of a shard are selected, `block_rows` shrinks in proportion, so that a window of the
+    plan still covers about the same number of stored blocks.
     """
     rows = np.maximum(table.rows, 1)
     selected = table.selected
     block_rows = table.block_rows
     of_segment = np.maximum(block_rows[table.segment_shard], 1)
-    # restart at segments
+    # blocks restart at segments
     blocks = int((-(-table.segment_rows // of_segment)).sum())
     scaled = np.where(selected < rows, -(-block_rows * selected // rows), block_rows)
     return Population(
@@ -420,7 +435,7 @@ def population_of(manifest: Manifest, table: ShardTable) -> Population:
 
 
 def check_plan(plan: object, manifest_id: str) -> None:
-    """Refuse what is no plan of this version."""
+    """Refuse anything but a plan of this version."""
     if not isinstance(plan, Plan):
         batch = plan if isinstance(plan, int) and not isinstance(plan, bool) and plan > 0 else 512
         raise UsageError(
@@ -434,7 +449,7 @@ def check_plan(plan: object, manifest_id: str) -> None:
         )
 
 
-# ---- In a notebook: the first pictures, from verified blocks
+# ---- Notebooks: the first images, from verified blocks
 
 _PICTURES = 6
 
@@ -444,5 +459,5 @@ def _pictures(dataset: Dataset) -> str:
         return ""
     try:
         return samples_page(dataset.head(_PICTURES))
-    except ShardkitError as error:  # a page that says so is more use than none
+    except ShardkitError as error:  # the rest of the page is still useful
         return f"<p>its first samples cannot be shown: {escape(str(error))}</p>"

@@ -1,4 +1,4 @@
-"""Several versions as one, over the shards that they have (SPEC.md §11)."""
+"""Merge versions into one over their existing shards (SPEC.md §11)."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ def merge_datasets(
     message: str = "",
     author: str = "",
 ) -> tuple[Manifest, Moved]:
-    """Commit a version of ``root`` whose shards are those of the parts, in the order given.
+    """Commit a version of ``root`` whose shards are those of the parts, in the given order.
 
-    Merging the same parts again moves nothing but what the root remembers of where they lie: that is how a
-    part that has moved is found again.
+    Merging the same parts again changes only the locations of the parts that the root records; this is how to
+    record a part that has moved.
 
     Returns:
-        The manifest, and what the commit did.
+        The manifest, and the result of the commit.
     """
     if not parts:
         raise UsageError("merge: no parts; name at least one dataset")
-    merged = open_dataset(parts)  # opens and checks every part, down to its last column
+    merged = open_dataset(parts)  # checks every part, including its pages
     repository = Repository.create(root)
     expected = standing_refs(repository, [ref])
     for part in merged.version.parts:

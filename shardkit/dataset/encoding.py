@@ -1,4 +1,4 @@
-"""From samples to encoded rows, one by one or as columns of many: payloads, identity, stratum, split, size."""
+"""Encode samples as rows, singly or as columns of many: payloads, identity, stratum, split, size."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ from shardkit.formats.block import PayloadColumn, payloads_of, sizes_of
 from shardkit.formats.values import logical_text
 
 CLASS_AXIS = "__class__"
-"""Stratify by the name of the class that the int64 field ``label`` numbers, instead of by the number."""
+"""Axis that stratifies by the class name of the int64 field ``label``, instead of by its number."""
 
 SOURCE_PREFIX = b"s"
-"""Of the text whose hash is the identity of a row that comes from a source."""
+"""First bytes of the text whose hash is the identity of a row with a source but no key."""
 
 _MAX_STRATUM_TEXT = 200
 _MAX_SIZES = 4096
 
 
 class EncodedRow(NamedTuple):
-    """A row on its way to scratch."""
+    """An encoded row, ready for scratch."""
 
-    key: str | None  # as it will stand in the shard, None where it is generated from the row's ordinal
-    original_key: str | None  # the caller's key where it had to be made to fit
-    source: tuple[str, int] | None  # (source name, row in it) where known
-    payloads: tuple[bytes, ...]  # canonical bytes per stored column, in their order
-    # 128-bit hash of the key, else of the source, as (high, low); None where there is neither
+    key: str | None  # key in the shard; None if it is generated from the row's ordinal
+    original_key: str | None  # the caller's key if `fit_key` changed it
+    source: tuple[str, int] | None  # (source name, row in it) if known
+    payloads: tuple[bytes, ...]  # canonical bytes per stored column, in order
+    # 128-bit hash of the key, otherwise of the source, as (high, low); None without either
     identity: tuple[int, int] | None
-    stratum: tuple[str, ...]  # texts of the values by which the dataset is stratified
-    split: int | None  # 64-bit hash of the value that decides the split; None where the identity decides
-    raw_bytes: int  # bytes of the row in a shard before compression
+    stratum: tuple[str, ...]  # values of the stratify fields as texts
+    split: int | None  # 64-bit hash of the value that decides the split; None if the identity decides
+    raw_bytes: int  # size in a shard before compression
 
 
 @dataclass(eq=False)
 class RowEncoder:
-    """Encodes samples for one dataset; threads may share it.
+    """Encodes samples for one dataset. Thread-safe.
 
     Raises:
-        ConfigurationError: a field to stratify or split by does not exist or is of another type.
+        ConfigurationError: A field to stratify or split by does not exist or has an unsuitable type.
     """
 
     schema: Schema
-    format: str  # of the shards; it limits the length of keys and gives the size of a row
+    format: str  # format of the shards; limits the length of keys and determines row sizes
     _: KW_ONLY
     stratify: Sequence[str] = ()  # fields (str, int or bool scalars), or `CLASS_AXIS`
     classes: Sequence[str] = ()  # names of the values of `label`
@@ -109,7 +109,7 @@ class RowEncoder:
         return split_value(self.text(self.split_by, sample[self.split_by], where)) if self.split_by else None
 
     def raw_bytes(self, sizes: tuple[int, ...]) -> int:
-        """`raw_row_bytes`, remembered: rows of one dataset have few different sizes, or only one."""
+        """Return `raw_row_bytes`, cached: rows of one dataset have few different sizes."""
         found = self._sizes.get(sizes)
         if found is None:
             if len(self._sizes) >= _MAX_SIZES:
@@ -126,7 +126,7 @@ class RowEncoder:
         return fitted
 
     def text(self, axis: str, value: Any, where: str, *, is_stored: bool = False) -> str:
-        """The value of a field as the name of a stratum."""
+        """Return the value of a field as the text that names its stratum or split."""
         if axis == CLASS_AXIS:
             number = int(value)
             if not 0 <= number < len(self.classes):
@@ -158,7 +158,8 @@ class RowEncoder:
         """Encode rows of one source file from the payloads of their stored columns.
 
         Returns:
-            The rows; and why some cannot be stored, by their place. Then there are no rows: leave these out first.
+            The rows, and no errors; or None, and an error for each row that cannot be stored, by its
+            position. The caller then encodes the remaining rows.
         """
         errors: dict[int, SampleError] = {}
         sizes: list[Any] = [
@@ -201,7 +202,7 @@ class RowEncoder:
         name_of: Callable[[int], str],
         errors: dict[int, SampleError],
     ) -> tuple[list[str], NDArray[np.int64]]:
-        """The different values of a field as texts, and which of them each row has."""
+        """Return the distinct values of a field as texts, and the index of each row's value: (n,) int64."""
         name = _field_of(axis)
         kind, column = self.schema[name], columns[self.schema.stored.position(name)]
         values: Sequence[Any]
@@ -235,28 +236,28 @@ def _too_large(where: str, size: int) -> SampleError:
 
 
 def key_identity(key: str) -> tuple[int, int]:
-    """Identity of a row that has a key: equal for equal keys only."""
+    """Return the identity of a row with a key."""
     return _identity(b"k" + key.encode("ascii"))
 
 
 def ordinal_identity(ordinal: int) -> tuple[int, int]:
-    """Identity of a row that has neither key nor source: its place in the order of adding."""
+    """Return the identity of a row without key and source, from its place in the order of adding."""
     return _identity(b"o" + ordinal.to_bytes(8, "little"))
 
 
 def part_identity(part: str, number: int) -> tuple[int, int]:
-    """Identity of a row of a named part that has neither key nor source: its place in the part."""
+    """Return the identity of a row of a named part without key and source, from its place in the part."""
     return _identity(b"r" + number.to_bytes(8, "little") + part.encode("ascii"))
 
 
 def generated_key(ordinal: int) -> str:
-    """The key of a row that came without one."""
+    """Return the key of a row that was added without one."""
     return f"{ordinal:010d}"
 
 
 def generated_keys(ordinals: Sequence[int]) -> list[str]:
-    """`generated_key` of many ordinals."""
-    return [f"{ordinal:010d}" for ordinal in ordinals]  # a call for each would take as long again
+    """Return the `generated_key` of each ordinal."""
+    return [f"{ordinal:010d}" for ordinal in ordinals]  # a call per key takes twice as long
 
 
 def _check_source(source: object, where: str) -> None:
@@ -304,18 +305,18 @@ def _check_field(schema: Schema, name: str, classes: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowOrigin:
-    """Where rows that are encoded together come from."""
+    """Origin of rows that are encoded together."""
 
-    source_names: Sequence[str]  # (n,), name of the file of each
+    source_names: Sequence[str]  # (n,), source file of each row
     source_row: NDArray[np.int64]  # (n,), number in the file
-    keys: Sequence[str | None] = ()  # the source's; empty if no row has one
-    pieces: Sequence[int] = ()  # number among the samples that were made of one row; empty if all are 0
+    keys: Sequence[str | None] = ()  # keys in the source; empty if no row has one
+    pieces: Sequence[int] = ()  # number among the samples made from one row; empty if all are 0
 
     def __len__(self) -> int:
         return len(self.source_row)
 
     def take(self, places: NDArray[np.int64]) -> RowOrigin:
-        """Return some of the rows."""
+        """Return the rows at these positions."""
         chosen = places.tolist()
         return RowOrigin(
             [self.source_names[place] for place in chosen],
@@ -327,17 +328,17 @@ class RowOrigin:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodedRows:
-    """Rows on their way to scratch, field by field; the same as an `EncodedRow` for each."""
+    """Encoded rows, column by column; equivalent to one `EncodedRow` each."""
 
     columns: Sequence[PayloadColumn]  # canonical payloads per stored column, in order
     origin: RowOrigin
     keys: Sequence[str | None]  # see `EncodedRow`; empty if no row has one
     originals: Sequence[str | None]
     identity: NDArray[np.uint64]  # (n, 2)
-    split: NDArray[np.uint64]  # (n,), zeros where the identity decides
-    strata: tuple[tuple[str, ...], ...]  # texts that `stratum`, int32[n], indexes
+    split: NDArray[np.uint64]  # (n,), zeros if the identity decides
+    strata: tuple[tuple[str, ...], ...]  # texts that `stratum`, (n,) int32, indexes
     stratum: NDArray[np.int32]
-    raw_bytes: NDArray[np.int64]  # (n,), in a shard before compression
+    raw_bytes: NDArray[np.int64]  # (n,), size in a shard before compression
     marks: Mapping[str, NDArray[np.uint64]] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -345,11 +346,11 @@ class EncodedRows:
 
     @property
     def generated(self) -> NDArray[np.bool_]:
-        """Whether the key of each row is made from its ordinal."""
+        """(n,) bool, True for rows whose key is generated from the ordinal."""
         return np.array([key is None for key in self.keys] or np.ones(len(self)), np.bool_)
 
     def origin_arrays(self) -> list[Any]:
-        """Return key, original key, source name and row as scratch has them."""
+        """Return the columns key, original key, source name and row of a scratch batch."""
         none = [None] * len(self)
         rows = index_array(self.origin.source_row)
         return origin_arrays(self.keys or none, self.originals or none, self.origin.source_names, rows)
@@ -371,7 +372,7 @@ def _strata(
 
 
 def _identities(rows: RowOrigin, keys: Sequence[str | None]) -> NDArray[np.uint64]:
-    """Identities of rows: of their keys, otherwise of file, row and piece."""
+    """Return (n, 2) identities: of the keys, otherwise of file, row and piece."""
     names = rows.source_names
     if len(set(names)) == 1:
         identity = _source_identities(names[0], rows.source_row)
@@ -379,7 +380,7 @@ def _identities(rows: RowOrigin, keys: Sequence[str | None]) -> NDArray[np.uint6
         sources = zip(names, rows.source_row.tolist(), strict=True)
         identity = np.array([_source_identity(source) for source in sources], np.uint64).reshape(-1, 2)
     for row, piece in enumerate(rows.pieces):
-        if piece:  # pieces of one row are apart in the shuffle, as other rows are
+        if piece:  # pieces of one row are shuffled independently, like other rows
             high, low = identity[row].tolist()
             identity[row] = _identity(b"p%d:%d:%d" % (high, low, piece))
     for row, key in enumerate(keys):

@@ -1,7 +1,8 @@
-"""Erasing rows: their bytes go from every version of a repository, and nothing else does (SPEC.md §10).
+"""Erase rows: remove their bytes from every version of a repository, and nothing else (SPEC.md §10).
 
-plan → shards and manifests without the rows → commit → delete. The plan is durable before anything changes, so that a
-killed erasure is finished by the next call; every step may be done twice.
+plan → shards and manifests without the rows → commit → delete.
+The plan is durable before anything changes, so that the next call finishes a killed erasure; every step is
+idempotent.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def plan_erasure(
     reason: str,
     author: str,
 ) -> ErasurePlan:
-    """Find every copy of some rows, and what cannot be reached from here; nothing is written."""
+    """Find every copy of some rows, and list what the erasure cannot reach; nothing is written."""
     samples = sum(map(len, rows.values()))
     if samples > _MAX_ROWS:
         raise UsageError(f"{samples} samples are to be erased; give at most {_MAX_ROWS} at a time")
@@ -70,7 +71,7 @@ def plan_erasure(
 
 
 def erase_rows(repository: Repository, plan: ErasurePlan) -> ErasureReport:
-    """Carry out a plan, from wherever an earlier attempt was killed."""
+    """Carry out a plan; continues after an attempt that was killed."""
     journal = Journal(repository, plan)
     told = journal.report()
     if told is not None:
@@ -89,7 +90,7 @@ def erase_rows(repository: Repository, plan: ErasurePlan) -> ErasureReport:
         try:
             _commit(repository, plan, report)
         except CommitConflict:
-            continue  # somebody else's new version: it is looked at in the next round
+            continue  # another writer's new version is examined in the next round
         _delete(repository, report)
     else:
         raise CommitConflict(
@@ -103,14 +104,14 @@ def erase_rows(repository: Repository, plan: ErasurePlan) -> ErasureReport:
 
 
 def finish_erasures(repository: Repository) -> dict[str, ErasureReport]:
-    """Finish whatever was begun; request → report."""
+    """Finish all erasures that were begun and return their reports by request."""
     return {plan.request: erase_rows(repository, plan) for plan in unfinished(repository)}
 
 
 def _rewrite_all(
     repository: Repository, survey: StoreSurvey, rewriter: Rewriter, report: ErasureReport
 ) -> dict[str, Manifest | None]:
-    """Old id → what replaces it, for every manifest that still holds a row; all of it is put."""
+    """Put successors of all manifests that hold any of the rows, and return old id → successor."""
     touched: dict[str, Manifest] = {}
     for identity, manifest in survey.manifests.items():
         try:
@@ -121,7 +122,7 @@ def _rewrite_all(
     changed: dict[str, Manifest | None] = {}
     for identity in _parents_first(touched):
         parent = touched[identity].parent
-        if parent in changed:  # new versions name each other as the old ones did
+        if parent in changed:  # successors keep the parent relations of the old versions
             after = changed[parent]
             parent = after.id if after is not None else None
         elif parent in report.versions:
@@ -148,7 +149,7 @@ def _parents_first(touched: Mapping[str, Manifest]) -> list[str]:
 def _merge_again(
     repository: Repository, survey: StoreSurvey, changed: Mapping[str, Manifest | None], report: ErasureReport
 ) -> dict[str, Manifest | None]:
-    """Merged versions of this root that have a part which was replaced."""
+    """Merge again the versions of this root that have a replaced part, and return old id → successor."""
     merged: dict[str, Manifest | None] = {}
     for identity, manifest in survey.manifests.items():
         if not any(part in changed or part in report.versions for _, part in manifest.parts):
@@ -174,7 +175,7 @@ def _merge_again(
 def _note(
     survey: StoreSurvey, rewriter: Rewriter, changed: Mapping[str, Manifest | None], report: ErasureReport
 ) -> None:
-    """Add to the report what is about to be done."""
+    """Add to the report the versions and objects that are about to be replaced."""
     report.versions |= {identity: new.id if new else "" for identity, new in changed.items()}
     live = StoreSurvey(rewriter.repository).live(without=set(report.versions))
     needed = {name for identity in changed for name in survey.references(survey.manifests[identity])}
@@ -190,7 +191,7 @@ def _note(
 
 
 def _commit(repository: Repository, plan: ErasurePlan, report: ErasureReport) -> None:
-    """Move refs off the old versions and withdraw tags, until none is left on them."""
+    """Move refs from the old versions to their successors and withdraw tags, until none names an old one."""
     for _ in range(_ATTEMPTS):
         head = repository.head()
         refs = {name: old for name, old in (head.refs if head else {}).items() if old in report.versions}
@@ -216,7 +217,7 @@ def _mark(plan: ErasurePlan) -> str:
 
 
 def _read_log(repository: Repository, plan: ErasurePlan, report: ErasureReport) -> None:
-    """What was committed, as the log has it: whoever was killed after a commit could not note it."""
+    """Add the commits to the report from the log: an attempt killed after a commit could not record it."""
     entries = repository.log()
     for entry, before in pairwise(entries):
         if not entry.message.endswith(_mark(plan)):
@@ -229,7 +230,7 @@ def _read_log(repository: Repository, plan: ErasurePlan, report: ErasureReport) 
 
 
 def _delete(repository: Repository, report: ErasureReport) -> None:
-    """Delete what the old versions needed and no other version does."""
+    """Delete objects that the old versions needed and no other version needs."""
     if not report.objects:
         return
     survey = StoreSurvey(repository)
@@ -243,7 +244,7 @@ def _delete(repository: Repository, report: ErasureReport) -> None:
 
 
 def _scratch(repository: Repository) -> list[str]:
-    """Folders of unfinished builds in a local root: they hold encoded rows."""
+    """Return notes on folders of unfinished builds in a local root: they may hold encoded rows."""
     folder = os.path.join(repository.url, FOLDER)
     if "://" in repository.url or not os.path.isdir(folder):
         return []
@@ -260,11 +261,11 @@ def _add(texts: list[str], text: str) -> None:
         texts.append(text)
 
 
-_MOST_LOST = 2  # that a set gives back
+_MOST_LOST = 2  # objects that a set can restore
 
 
 def delete_parity(repository: Repository, report: ErasureReport, live: set[str]) -> None:
-    """Delete the parity of every set that holds what is erased: it gives its members back (parity SPEC.md §6)."""
+    """Delete the parity of every set with an erased member: parity could restore it (parity SPEC.md §6)."""
     store = repository.store
     if next(iter(store.list_after("parity/sets/")), None) is None and not any(
         name.endswith(".parity") for name in store.list_after("objects/")
@@ -272,7 +273,8 @@ def delete_parity(repository: Repository, report: ErasureReport, live: set[str])
         return
     gone = {parse_object_name(name)[0] for name in report.objects if name not in live}
     records = list(sets_that_hold(store, gone))
-    versions = live_versions(repository) if records else []  # what no ref or tag names, nobody repairs
+    # versions that no ref or tag names are not repaired
+    versions = live_versions(repository) if records else []
     named = {name for one in walk_versions(repository.store, versions) for name, _ in one.names()}
     if records:
         _check_others(repository, records, named)
@@ -309,7 +311,11 @@ def _check_others(repository: Repository, records: Sequence[SetRecord], named: s
 def delete_from_copies(
     repository: Repository, names: Sequence[str], live: set[str], not_reached: list[str]
 ) -> None:
-    """Delete objects from every location of a root."""
+    """Delete objects, and parity that the root lacks, from every location of a root.
+
+    Raises:
+        StoreError: A location failed; the message says how to continue.
+    """
     root = root_store(repository.store)
     table = read_table(root, repository.id)
     if table is None:
@@ -324,7 +330,8 @@ def delete_from_copies(
             parity = sorted(
                 {name for name in held if name.endswith(".parity")} | set(place.store.list_after("parity/"))
             )
-            # A killed erasure may have forgotten which parity it took away; what the root lacks was taken away.
+            # A killed erasure may not have recorded the parity that it deleted; parity that the root lacks
+            # was deleted.
             for name in [*names, *(name for name in parity if root.head(name) is None)]:
                 if name in held or name in parity:
                     place.store.delete(name)

@@ -1,9 +1,11 @@
 """Expressions over the fields of a sample: conditions, ``label < 5``, and costs, ``bytes(text)**2``.
 
-Parsed by Python's own parser and walked by hand; nothing is evaluated as code. A condition has names, literals,
-comparisons, `in`, `and`, `or`, `not`. A cost has an integer field by its name, `bytes(FIELD)`, `len(FIELD)` and
-`squares(FIELD)`, integers, `+`, `*`, `//`, `**`: nothing in it is below zero, and nothing overflows unseen, for every
-part grows with the terms, so that the largest terms bound it.
+They are parsed by Python's parser and interpreted here; nothing is evaluated as code.
+A condition has names, literals, comparisons, `in`, `and`, `or`, `not`.
+A cost has integer fields by name, `bytes(FIELD)`, `len(FIELD)`, `squares(FIELD)`, integers, `+`, `*`, `//`
+and `**`.
+No part of a cost is negative, and every part grows with its terms: its value for the largest terms is an
+upper bound, which is checked for overflow.
 """
 
 from __future__ import annotations
@@ -27,12 +29,12 @@ from shardkit.formats.tar_members import RAGGED_HEADER_BYTES
 from shardkit.plan.costs import COST_LIMIT
 from shardkit.plan.deal import ragged
 
-# what a literal of text holds is none; a backtick in a name is written twice
+# backticks inside string literals do not quote; a backtick in a name is doubled
 _QUOTED = re.compile(r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|(`(?:[^`]|``)+`)""", re.DOTALL)
 
 
 def parse_expression(text: str) -> ast.expr:
-    """The tree of an expression; names in backticks, such as ``First Name``, are names in it as others are."""
+    """Return the tree of an expression; names in backticks, such as ``First Name``, become plain names."""
     word = "_quoted"
     while word in text:
         word += "_"
@@ -52,13 +54,13 @@ def parse_expression(text: str) -> ast.expr:
 
 
 def without_spaces(text: str) -> str:
-    """An expression without what says nothing: spaces, but for those in backticks and literals."""
+    """Return an expression without spaces, except those in backticks and string literals."""
     parts = _QUOTED.split(text)
     return "".join(part if place % 3 else "".join(part.split()) for place, part in enumerate(parts) if part)
 
 
 def split_names(text: str) -> list[str]:
-    """The names of ``a,b,"c, d"``: one with a comma in it stands in quotes, as in CSV."""
+    """Return the names of ``a,b,"c, d"``: a name with a comma is quoted, as in CSV."""
     import csv  # slow to import, and rarely needed
 
     try:
@@ -92,10 +94,10 @@ class Where:
 
     Args:
         text: for example ``"label < 5"`` or ``"lang in ('en', 'de') and not (score < 0.5)"``.
-        schema: only scalar and str fields can be compared.
+        schema: schema of the samples; only scalar and str fields can be compared.
 
     Raises:
-        UsageError: not such an expression, or a field that does not exist or cannot be compared.
+        UsageError: The text is not a condition, or a field does not exist or cannot be compared.
     """
 
     def __init__(self, text: str, schema: Schema) -> None:
@@ -124,7 +126,10 @@ class Where:
                 self._store_literals(node)
 
     def of_block(self, block: Block) -> Mask:
-        """(rows,) which rows of a block fulfil the condition; one that lacks a value of a field in it does not."""
+        """Return (rows,) bool, True for rows of a block that meet the condition.
+
+        A row without a value for any field of the condition does not meet it.
+        """
         columns: dict[str, NDArray[Any]] = {}
         present = np.ones(block.rows, np.bool_)
         for name in self.fields:
@@ -139,7 +144,7 @@ class Where:
         return present & self(columns)
 
     def __call__(self, columns: Mapping[str, NDArray[Any]]) -> Mask:
-        """(n,) bool: which rows fulfil the condition. `columns` holds (n,) arrays of `fields`."""
+        """Return (n,) bool, True for rows that meet the condition. `columns` maps `fields` to (n,) arrays."""
         rows = len(next(iter(columns.values())))
         return np.broadcast_to(np.asarray(self._truth(self._tree, columns), dtype=bool), (rows,))
 
@@ -180,7 +185,7 @@ class Where:
         raise self._unreadable(node)
 
     def _store_literals(self, node: ast.Compare) -> None:
-        """Make what is compared with a date, time or decimal the number that is stored, once for all blocks."""
+        """Convert literals compared with a date, time or decimal to stored numbers, once for all blocks."""
         names = [part.id for part in (node.left, *node.comparators) if isinstance(part, ast.Name)]
         kinds = {logical for name in names if (logical := self._schema[name].logical) is not None}
         if len(kinds) > 1:
@@ -203,7 +208,7 @@ class Where:
 
 
 _MOST_POWER = 4
-_LARGEST = 1 << 62  # of what arrays of int64 may hold on the way
+_LARGEST = 1 << 62  # bound for intermediate int64 values
 _OPERATIONS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Mult: operator.mul,
@@ -214,13 +219,13 @@ _WRITE = 'write for example "bytes(text)", "length**2", "len(tokens) // 16" or "
 
 
 class Term(NamedTuple):
-    """What is taken of a field: its value, ``bytes``, ``len`` or ``squares``."""
+    """A quantity of a field: its value, ``bytes``, ``len`` or ``squares``."""
 
     function: str
     field: str
 
     def check(self, text: str, schema: Schema) -> None:
-        """Refuse a field that is not there, or of a type that has no such thing."""
+        """Refuse a field that does not exist, or whose type does not have the quantity."""
         if self.field not in schema:
             raise UsageError(
                 f"cost={text!r}: there is no field {self.field!r}; the fields are {', '.join(schema)}"
@@ -238,7 +243,7 @@ class Term(NamedTuple):
             raise UsageError(f"cost={text!r}: {named} is of {kind}, expected {expected}; {_WRITE}")
 
     def of_index(self, kind: FieldType, index: ShardIndex) -> NDArray[np.int64] | None:
-        """(rows,) int64 of a shard by its index; None where blocks have to be read."""
+        """Return (rows,) int64 from the index of a shard, or None if blocks must be read."""
         if self.function not in ("bytes", "len"):
             return None
         if kind.kind in ("scalar", "array"):
@@ -251,7 +256,7 @@ class Term(NamedTuple):
         return sizes // _item_bytes(kind) if self.function == "len" else sizes
 
     def of_block(self, kind: FieldType, block: Block) -> NDArray[np.int64]:
-        """(rows,) int64 of the rows of a block; 0 where a row has no value."""
+        """Return (rows,) int64 of the rows of a block; 0 for rows without a value."""
         column = block.column(self.field)
         if isinstance(column, FixedColumn):
             values = column.values
@@ -268,19 +273,19 @@ class Term(NamedTuple):
         return sizes // _item_bytes(kind) if self.function == "len" else sizes.astype(np.int64)
 
     def _squares(self, items: NDArray[Any], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Sums of squared distances between neighbours of each row."""
+        """Return the sum of squared differences of neighbours for each row."""
         if len(items) and int(items.max()) >= _LARGEST:
             raise UsageError(f"cost: squares({self.field}) of {int(items.max())}, expected below 2**62")
         steps: NDArray[np.int64] = np.diff(items.astype(np.int64), prepend=np.int64(0)).astype(np.int64)
         ends = np.cumsum(counts)
-        steps[(ends - counts)[counts > 0]] = 0  # from one row to the next is no distance
+        steps[(ends - counts)[counts > 0]] = 0  # the step between rows does not count
         if len(steps) and int(steps.min()) < 0:
             raise UsageError(
                 f"cost: squares({self.field}) needs rows that ascend, such as borders of documents"
             )
 
         def sums(values: NDArray[np.int64]) -> NDArray[np.int64]:
-            # may wrap; differences do not
+            # The cumulative sum may wrap around; its differences are still right.
             before = np.concatenate((np.zeros(1, np.int64), np.cumsum(values)))
             return np.asarray(before[ends] - before[ends - counts])
 
@@ -291,21 +296,21 @@ class Term(NamedTuple):
 
 
 class CostFormula:
-    """An expression over the fields of a schema.
+    """A cost expression over the fields of a schema.
 
     Attributes:
-        canonical: the text without spaces: the plan's digest has it.
-        terms: what it takes of which fields.
+        canonical: the text without spaces; part of the plan's digest.
+        terms: quantities that the expression uses, in order of first use.
 
     Raises:
-        UsageError: not such an expression, no such field, or one of another type.
+        UsageError: The text is not a cost, or a field does not exist or has an unsuitable type.
     """
 
     def __init__(self, text: str, schema: Schema) -> None:
         self.text = text
         try:
             self._tree = parse_expression(text)
-            # no version of Python decides it
+            # from the text, not `ast.unparse`, whose output depends on the version of Python
             self.canonical = without_spaces(text)
         except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
             raise UsageError(f"cost={text!r} cannot be read: {error}; {_WRITE}") from None
@@ -316,7 +321,7 @@ class CostFormula:
             raise UsageError(f"cost={text!r} names no field; {_WRITE}")
 
     def __call__(self, terms: Mapping[Term, NDArray[np.int64]]) -> NDArray[np.int64]:
-        """(n,) int64 of (n,) `terms`; at least 1."""
+        """Return (n,) int64 costs, at least 1, from (n,) `terms`."""
         largest = self._value(self._tree, {term: int(column.max()) for term, column in terms.items()})
         if largest >= COST_LIMIT:
             raise self._too_large(largest)
@@ -360,11 +365,11 @@ class CostFormula:
             case ast.BinOp(left=left, op=op, right=right):
                 first, second = self._value(left, terms), self._value(right, terms)
                 value = _OPERATIONS[type(op)](first, second)
-                # of the largest terms: arrays would overflow
+                # checked on the largest terms: arrays would overflow silently
                 if isinstance(value, int) and value >= _LARGEST:
                     raise self._too_large(value)
                 return value
-        raise AssertionError(node)  # `_check` lets nothing else through
+        raise AssertionError(node)  # `_check` refuses all other nodes
 
     def _too_large(self, value: int) -> UsageError:
         return UsageError(

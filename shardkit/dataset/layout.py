@@ -1,6 +1,6 @@
-"""Which row goes to which split, shard, segment and block: a pure function of row table and settings (SPEC.md §2).
+"""Assign rows to splits, shards, segments and blocks: a pure function of row table and settings (SPEC.md §2).
 
-Everything here is numpy over one entry per row; no payload is seen, nothing is read or written.
+Everything is numpy over one entry per row; payloads are not needed and nothing is read or written.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from shardkit.errors import ConfigurationError, UsageError
 from shardkit.ranges import Range
 
-# The largest object that one PUT takes on every object store, less room for trailers and incompressible data.
+# The largest object that every object store accepts in one PUT, less room for trailers and incompressible
+# data.
 MAX_SHARD_BYTES = 5 * 2**30 - 16 * 2**20
 
 MAX_STRATA = 65_536
@@ -28,23 +29,23 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(frozen=True, slots=True)
 class RowTable:
-    """What the layout needs to know about every row, in ordinal order."""
+    """Row data that the layout depends on, in ordinal order."""
 
-    identity: NDArray[np.uint64]  # (n, 2), the 128-bit hash of what the row is called (SPEC.md §1)
+    identity: NDArray[np.uint64]  # (n, 2), 128-bit hash of key, source or ordinal (SPEC.md §1)
     stratum: NDArray[np.int32]  # (n,), index into the sorted strata
-    raw_bytes: NDArray[np.int64]  # (n,), bytes that the row takes in a shard before compression
+    raw_bytes: NDArray[np.int64]  # (n,), size in a shard before compression
 
     def __len__(self) -> int:
         return len(self.stratum)
 
 
 BLOCK_BYTES: Final = 2**18
-"""Raw bytes per block of new datasets: a loader has some hundred blocks in memory."""
+"""Raw bytes per block of new datasets: a loader holds some hundred blocks in memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutSettings:
-    """Settings that the layout depends on; sizes in raw bytes."""
+    """Settings of the layout; sizes in raw bytes."""
 
     seed: int = 0
     shuffle: bool = True
@@ -59,15 +60,15 @@ class LayoutSettings:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Rows in manifest order and where shards, segments and blocks begin."""
+    """Rows in manifest order, with the borders of shards, segments and blocks."""
 
     rows: NDArray[np.int64]  # (n,), ordinals in manifest order
     shard_start: NDArray[np.int64]  # (S + 1,), positions in `rows`
     block_rows: NDArray[np.int64]  # (S,), rows per block of each shard
     segment_shard: NDArray[np.int32]  # (G,)
-    segment_stratum: NDArray[np.int32]  # (G,), the pool is number `len(pooled)`
+    segment_stratum: NDArray[np.int32]  # (G,), the pool has number `len(pooled)`
     segment_start: NDArray[np.int64]  # (G + 1,), positions in `rows`
-    pooled: NDArray[np.bool_]  # (strata,), which strata share the pool
+    pooled: NDArray[np.bool_]  # (strata,), True for strata in the pool
 
     @property
     def shards(self) -> int:
@@ -79,7 +80,7 @@ class Layout:
 
 
 def mix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The splitmix64 finaliser (Steele, Lea, Flood 2014): a bijection of 64-bit words, elementwise."""
+    """Return the splitmix64 finaliser (Steele, Lea, Flood 2014), elementwise: a bijection of 64-bit words."""
     z = values + _GOLDEN
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -87,7 +88,7 @@ def mix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def order_keys(identity: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:
-    """The shuffle order of rows: uint64[n], a keyed hash of their identity; ties are broken by `lay_out`."""
+    """Return (n,) uint64, the shuffle keys of rows: a keyed hash of their identities. `lay_out` breaks ties."""
     key = mix64(np.array([seed], dtype=np.uint64))
     return mix64(identity[:, 0] ^ mix64(identity[:, 1] ^ key))
 
@@ -95,7 +96,15 @@ def order_keys(identity: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:
 def lay_out(
     table: RowTable, strata: int, settings: LayoutSettings, pooling: NDArray[np.int8] | None = None
 ) -> Layout:
-    """Deal the rows of ``table`` to shards, evenly by stratum, and cut the shards into segments and blocks."""
+    """Distribute rows over shards, evenly by stratum, and cut shards into segments and blocks.
+
+    Args:
+        table: the rows.
+        strata: number of strata.
+        settings: layout settings.
+        pooling: (strata,) int8 of an append: 1 for strata pooled in the base, -1 for strata with segments
+            there, 0 for new ones; None: all are new.
+    """
     if strata > MAX_STRATA:
         raise UsageError(
             f"{strata} strata are more than the {MAX_STRATA} that a manifest holds; "
@@ -114,18 +123,19 @@ def lay_out(
         pooled = _pooled(table.stratum[dealt], strata, shards, pooling)
         shard_of = _deal(table, dealt, pooled, shards)
         shard_bytes = np.bincount(shard_of, weights=table.raw_bytes[dealt], minlength=shards)
-        # Only sizes that differ by orders of magnitude within a stratum get here: more shards hold less each.
+        # Only sizes that differ by orders of magnitude within a stratum exceed the limit; more shards hold
+        # less each.
         if shards == len(dealt) or shard_bytes.max() <= MAX_SHARD_BYTES:
             break
         shards = min(len(dealt), 2 * shards)
-    # A row larger than a shard has a shard of its own, after the others and in the same order.
+    # A row larger than a shard gets its own shard, after all others and in row order.
     rows = np.concatenate([dealt, order[large]])
     shard = np.concatenate([shard_of, np.arange(shards, shards + len(rows) - len(dealt))])
     return _assemble(table, rows, shard, pooled, settings.block_size)
 
 
 def _row_order(table: RowTable, settings: LayoutSettings) -> NDArray[np.int64]:
-    """Ordinals in shuffle order, or as they stand."""
+    """Return ordinals in shuffle order, or in ascending order without shuffle."""
     if not settings.shuffle:
         return np.arange(len(table), dtype=np.int64)
     keys = order_keys(table.identity, settings.seed)
@@ -133,7 +143,7 @@ def _row_order(table: RowTable, settings: LayoutSettings) -> NDArray[np.int64]:
     ranked = keys[order]
     tied = np.flatnonzero(ranked[1:] == ranked[:-1])
     if len(tied):
-        # Equal 64-bit keys: the 128-bit identity decides, then the ordinal (lexsort is stable over it).
+        # Ties of the 64-bit keys are broken by the 128-bit identity, then by the ordinal.
         among = np.union1d(tied, tied + 1)
         group = order[among]
         order[among] = group[
@@ -149,7 +159,7 @@ def _number_of_shards(raw_bytes: NDArray[np.int64], shard_size: int) -> int:
 def _pooled(
     stratum: NDArray[np.int32], strata: int, shards: int, pooling: NDArray[np.int8] | None
 ) -> NDArray[np.bool_]:
-    """Strata that cannot have a row in every shard; one whose rows all have shards of their own is not."""
+    """Return the strata to pool: those with rows, but not enough for one in every shard."""
     rows = np.bincount(stratum, minlength=strata)[:strata]
     rare = (rows > 0) & (rows < shards)
     return rare if pooling is None else (rare & (pooling == 0)) | (pooling == 1)
@@ -158,7 +168,7 @@ def _pooled(
 def _deal(
     table: RowTable, dealt: NDArray[np.int64], pooled: NDArray[np.bool_], shards: int
 ) -> NDArray[np.int64]:
-    """The shard of each row: every stratum is cut, in order, into runs whose lengths differ by at most 1."""
+    """Return each row's shard: every stratum is cut, in order, into runs that differ by at most one row."""
     shard_of = np.zeros(len(dealt), dtype=np.int64)
     if shards <= 1:
         return shard_of
@@ -181,12 +191,12 @@ def _deal(
 
 
 def _extra_rows(extra: int, shard_bytes: NDArray[np.int64], phase: int) -> NDArray[np.int64]:
-    """Which shards get one row more than the others: 0 or 1 per shard, ``extra`` ones.
+    """Return 0 or 1 per shard, with ``extra`` ones: the shards that get one row more of a stratum.
 
-    The shards are cut into as many neighbourhoods as there are rows to give (or, if that is fewer, to
-    withhold); in each, the emptiest gets one (the fullest goes without). So sizes stay even, and no run of
-    shards has more of a stratum than another, which is what the locality of a lane rests on. ``phase`` turns
-    the neighbourhoods from stratum to stratum, so that the same shards do not always share one.
+    The shards are divided into as many neighbourhoods as there are rows to give (or to withhold, if those are
+    fewer). In each, the emptiest shard gets a row (or the fullest gets none). Sizes stay even, and no run of
+    shards has more of a stratum than another, on which the locality of lanes depends. ``phase`` shifts the
+    neighbourhoods from stratum to stratum, so that they do not always consist of the same shards.
     """
     shards = len(shard_bytes)
     giving = 2 * extra <= shards
@@ -202,7 +212,7 @@ def _extra_rows(extra: int, shard_bytes: NDArray[np.int64], phase: int) -> NDArr
 
 
 def _with_pool(stratum: NDArray[np.int32], pooled: NDArray[np.bool_]) -> NDArray[np.int32]:
-    """The stratum by which rows are grouped: the pool comes after all others."""
+    """Return the stratum by which rows are grouped: the pool comes after all others."""
     return np.where(pooled[stratum], np.int32(len(pooled)), stratum).astype(np.int32, copy=False)
 
 
@@ -214,11 +224,11 @@ def _assemble(
     block_size: int,
 ) -> Layout:
     stratum = _with_pool(table.stratum[rows], pooled)
-    # Stable sorts by stratum and then by shard keep the order that the rows came in.
+    # Stable sorts by stratum and then by shard keep the row order inside each segment.
     by_stratum = np.argsort(stratum, kind="stable")
     position = by_stratum[np.argsort(shard[by_stratum], kind="stable")]
     rows, shard, stratum = rows[position], shard[position], stratum[position]
-    # Rare strata that may not be pooled can leave a shard empty: it is left out.
+    # Rare strata that may not be pooled can leave a shard empty; empty shards are dropped.
     shard = np.cumsum(np.diff(shard, prepend=shard[:1]) != 0)
     shards = int(shard[-1]) + 1 if len(rows) else 0
     shard_rows = np.bincount(shard, minlength=shards)
@@ -240,9 +250,9 @@ def _starts(counts: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
-# ---- Splits: by a keyed hash of a row's key or of a field that groups rows, or by its folder
+# ---- Splits: by a keyed hash of the identity or of a field that groups rows, or by folder
 
-# Not the seed of the shuffle: shuffling anew must not move a row from val to train.
+# Independent of the shuffle seed: another seed must not move a row from val to train.
 _SPLIT_KEY = np.uint64(0x73706C69742D6F66)  # "split-of"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -251,20 +261,20 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 class Split:
     """Named shares of a dataset."""
 
-    names: tuple[str, ...]  # of the splits; each becomes a ref
-    # exact, in the same order, together at most 1; what is left over belongs to no split
+    names: tuple[str, ...]  # names of the splits; each becomes a ref
+    # exact, in the same order, sum at most 1; the remainder belongs to no split
     shares: tuple[Fraction, ...]
-    by: str | None = None  # the field whose equal values stay together, or None
-    # every row comes with the name of its split, from the folder that it lies in; there are no shares
+    by: str | None = None  # field whose equal values stay together, or None
+    # splits are the first folders of the source; there are no shares
     folders: bool = False
 
     @property
     def is_noted(self) -> bool:
-        """Whether rows carry the hash of what decides their split, as `split_value` makes it."""
+        """True if rows carry the hash of the value that decides their split (`split_value`)."""
         return self.by is not None or self.folders
 
     def to_json(self) -> dict[str, object]:
-        """As the manifest keeps it: shares as texts, for JSON has no exact fractions."""
+        """Return the form stored in the manifest: shares as texts, because JSON has no exact fractions."""
         if self.folders:
             return {"folders": True}
         shares = [[name, str(share)] for name, share in zip(self.names, self.shares, strict=True)]
@@ -274,7 +284,11 @@ class Split:
 def parse_split(
     shares: Mapping[str, float | str | Fraction], by: str | None = None, *, ref: str = "main"
 ) -> Split:
-    """A split from ``{"train": 0.9, "val": 0.1}``; a float means the decimal that it prints as."""
+    """Return a split from ``{"train": 0.9, "val": 0.1}``; a float means the decimal that it prints as.
+
+    Raises:
+        ConfigurationError: A name cannot be a ref, or a share or the sum of shares is out of range.
+    """
     if not shares:
         raise ConfigurationError("split is empty; give names and shares such as train=0.9,val=0.1")
     exact: dict[str, Fraction] = {}
@@ -295,14 +309,14 @@ def parse_split(
 
 
 def folder_split(names: Iterable[str], *, ref: str = "main") -> Split:
-    """A split whose rows come with the names of their splits."""
+    """Return a split by the first folder of each row's source."""
     listed = tuple(names)
     _check_names(listed, ref)
     return Split(listed, (), folders=True)
 
 
 def split_value(text: str) -> int:
-    """The 64-bit hash by which all rows with this value go to one split."""
+    """Return the 64-bit hash that decides the split of all rows with this value."""
     return xxhash.xxh3_64_intdigest(text.encode("utf-8"))
 
 
@@ -318,10 +332,10 @@ def _check_names(names: Iterable[str], ref: str) -> None:
 def split_of(
     split: Split, identity: NDArray[np.uint64], group: NDArray[np.uint64] | None
 ) -> NDArray[np.int16]:
-    """The split of each row.
+    """Return the split of each row.
 
     Returns:
-        int16[n], index into ``split.names``, -1 where the shares leave the row over.
+        (n,) int16, index into ``split.names``, or -1 for rows in no split.
     """
     if split.folders:
         assert group is not None, "rows of folders come with their splits"
@@ -332,7 +346,7 @@ def split_of(
     values = mix64(identity[:, 0] ^ mix64(identity[:, 1])) if group is None else group
     drawn = mix64(values ^ _SPLIT_KEY)
     ends = np.cumsum(np.array(split.shares, dtype=object))
-    # A row belongs to the first split whose end its draw is below; an end of 1 is above every 64-bit number.
+    # A row belongs to the first split whose end is above its draw; an end of 1 is above every 64-bit number.
     limits = np.array([min(int(end * 2**64), 2**64 - 1) for end in ends], dtype=np.uint64)
     index = np.searchsorted(limits, drawn, side="right").astype(np.int16)
     if ends[-1] == 1:

@@ -1,4 +1,4 @@
-"""Finding rows by value without reading samples: sorted hash sidecars that the manifest names (SPEC.md §9)."""
+"""Find rows by value without reading samples: sorted hash sidecars that the manifest names (SPEC.md §9)."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from shardkit.dataset.dataset import Dataset
 
 KEY: Final = "key"
-"""The lookup of sample keys, as the source and as the shard has them."""
+"""The look-up of sample keys, both the source's and the shard's."""
 
 PIECE_ROWS: Final = 2**22
-"""Rows after which a piece ends: some 100 MB, read in one go by whoever looks something up."""
+"""Most rows of a piece: some 100 MB, read whole by every look-up."""
 
 NUMBER: Final = "number"
-"""What a list holds, if not keys or values of a field: sample numbers."""
+"""Field name for a list of sample numbers."""
 
 _KIND: Final = "lookup"
 _SHOWN: Final = 5
@@ -42,12 +42,12 @@ _SHA256: Final = re.compile(r"(?:sha256:)?([0-9a-f]{64})")
 _COLUMNS: Final = {"high": np.uint64, "low": np.uint64, "shard": np.uint32, "row": np.uint32}
 
 Hashes = NDArray[np.uint64]
-"""(n, 2) the first 16 bytes of SHA-256 as two big-endian words: high, low."""
+"""(n, 2), the first 16 bytes of SHA-256 as two big-endian words: high, low."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entries:
-    """What one piece holds, sorted by (high, low, shard, row); (n,) each.
+    """Content of a piece, sorted by (high, low, shard, row); (n,) each.
 
     `shard` counts from the first shard of the piece, `row` inside the shard.
     """
@@ -62,16 +62,16 @@ class Entries:
 
     @classmethod
     def sort(cls, hashes: Hashes, shard: NDArray[np.uint32], row: NDArray[np.uint32]) -> Entries:
-        """Entries in any order, sorted."""
+        """Return entries sorted."""
         order = np.lexsort((row, shard, hashes[:, 1], hashes[:, 0]))
         return cls(hashes[order, 0], hashes[order, 1], shard[order], row[order])
 
     def take(self, kept: NDArray[np.bool_], shard: NDArray[np.uint32], row: NDArray[np.uint32]) -> Entries:
-        """Some of them under new (shard, row), whose order is that of the old ones."""
+        """Return the entries of `kept` under new (shard, row) numbers, which must keep their order."""
         return Entries(self.high[kept], self.low[kept], shard[kept], row[kept])
 
     def search(self, wanted: Hashes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(index into `wanted`, index into the entries) of every pair that is equal."""
+        """Return (index into `wanted`, index into the entries) of every equal pair."""
         first = np.searchsorted(self.high, wanted[:, 0], side="left")
         counts = np.searchsorted(self.high, wanted[:, 0], side="right") - first
         query = np.repeat(np.arange(len(wanted)), counts)
@@ -81,13 +81,13 @@ class Entries:
         return query[equal].astype(np.int64), entry[equal].astype(np.int64)
 
     def to_bytes(self, field: str, shards: int) -> bytes:
-        """The lookup object: the same for the same entries."""
+        """Return the bytes of the look-up object: the same for the same entries."""
         meta = {"field": field, "shards": shards, "entries": len(self)}
         return pack_columns(_KIND, meta, {name: getattr(self, name) for name in _COLUMNS})
 
     @classmethod
     def from_bytes(cls, data: bytes, field: str, rows: NDArray[np.int64]) -> Entries:
-        """Read an object whose digest has been checked."""
+        """Read an object whose digest has been checked; `rows` are the numbers of rows of its shards."""
         columns = unpack_columns(data, _KIND)
         arrays = columns.arrays
         count = len(arrays.get("high", ()))
@@ -112,38 +112,38 @@ class Entries:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Matches:
-    """Samples of a version that have the values asked for; (n,) int64 each, by value, then by sample."""
+    """Samples of a version with the wanted values; (n,) int64 each, sorted by value, then by sample."""
 
-    # index into the values asked for; one that several samples have appears several times
+    # index into the wanted values; repeated if several samples have the value
     value: NDArray[np.int64]
     sample: NDArray[np.int64]  # number of the sample in the version
-    shard: NDArray[np.int64]  # where it lies
+    shard: NDArray[np.int64]  # shard and row of the sample
     row: NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ListedSamples:
-    """Samples that a list names."""
+    """The samples that a list names."""
 
     samples: NDArray[np.int64]  # (n,) ascending, each once
-    absent: list[str]  # values that no sample has
-    field: str  # "key", "number" or the field that the values were taken for
+    absent: list[str]  # values without a sample
+    field: str  # "key", "number" or the name of the field
 
 
 def list_samples(dataset: Dataset, values: Sequence[str], field: str | None = None) -> ListedSamples:
     """Find the samples that a list names by key, by sample number, or by the value of a field.
 
-    Without a field, values are keys. If all are sample numbers and none is a key, they are sample numbers. A list that
-    can be read in both ways, and names other samples then, is refused; so is a list of numbers that are keys once
-    leading zeros are put back.
+    Without a field, values are keys; if all are sample numbers and none is a key, they are sample numbers. A
+    list that names different samples as keys and as numbers is refused, and also a list of numbers that
+    become keys with leading zeros.
 
     Args:
-        dataset: the version that is searched.
-        values: values as people write them.
+        dataset: the version to search.
+        values: values as users write them.
         field: "key", "number", or a field as in ``image:sha256``.
 
     Raises:
-        UsageError: the list is ambiguous, or a value is no number or no value of the field.
+        UsageError: The list is ambiguous, or a value is not a number or not a value of the field.
     """
     if field == NUMBER:
         return ListedSamples(*_by_number(dataset, values), field)
@@ -167,7 +167,7 @@ def list_samples(dataset: Dataset, values: Sequence[str], field: str | None = No
 
 
 def is_number(value: str) -> bool:
-    """Whether a text is a sample number: digits without leading zeros, signs or blanks."""
+    """Return True if a text is a sample number: digits without leading zeros, signs or blanks."""
     return _NUMBER.fullmatch(value) is not None
 
 
@@ -202,16 +202,16 @@ def check_absent(absent: Sequence[str], what: str) -> None:
 
 
 def parse_lookup(text: str | Sequence[str], schema: Schema) -> tuple[str, ...]:
-    """The fields of ``"key,url,image:sha256"``, sorted.
+    """Return the fields of ``"key,url,image:sha256"``, sorted.
 
-    ``:sha256`` says that the field will be asked for by the SHA-256 of its bytes; the sidecar is the same.
+    ``:sha256`` means that values will be given as SHA-256 of the field's bytes; the sidecar is the same.
     """
     names = split_names(text) if isinstance(text, str) else list(text)
     return tuple(sorted({_asked(name, schema)[0] for name in names}))
 
 
 def hash_values(schema: Schema, asked: str, texts: Sequence[str]) -> tuple[str, Hashes]:
-    """The field and the hashes of values as people write them."""
+    """Return the field of ``asked`` and the hashes of values as users write them."""
     field, by_digest = _asked(asked, schema)
     if by_digest:
         digests = [_digest(field, text) for text in texts]
@@ -222,8 +222,8 @@ def hash_values(schema: Schema, asked: str, texts: Sequence[str]) -> tuple[str, 
 
 
 def _asked(name: str, schema: Schema) -> tuple[str, bool]:
-    """The field of ``key``, ``field`` or ``field:sha256``, and whether it is asked for by digest."""
-    # a name may hold colons itself
+    """Return the field of ``key``, ``field`` or ``field:sha256``, and whether values are given as digests."""
+    # a field name may contain colons
     field, colon, mode = (name, "", "") if name in schema or ":" not in name else name.rpartition(":")
     if colon and (mode != "sha256" or field == KEY):
         raise UsageError(f"lookup {name!r}: expected a field, field:sha256, or key")
@@ -242,9 +242,9 @@ def _asked(name: str, schema: Schema) -> tuple[str, bool]:
 def put_lookups(
     repository: Repository, reader: BlockReader, table: ShardTable, fields: Sequence[str]
 ) -> tuple[Lookup, ...]:
-    """Make the sidecars of the shards of a table durable, for a manifest to name.
+    """Write look-ups of the rows of a table as durable pieces, for a manifest to name.
 
-    The shards are read back, block by block, each verified; of the keys only the indexes.
+    Shards are read back and verified block by block; for keys, only indexes are read.
     """
     lookups = []
     for field in sorted(fields):
@@ -258,7 +258,11 @@ def put_lookups(
 
 
 def find_samples(dataset: Dataset, field: str, wanted: Hashes, *, scan: bool = False) -> Matches:
-    """The samples of a version whose field has one of the hashes."""
+    """Return the samples of a version whose field has one of the hashes.
+
+    Raises:
+        NotFoundError: The version has no look-up of the field, and `scan` is not set.
+    """
     queries, shards, rows = [], [], []
     for first, entries in _entries(dataset, field, scan=scan):
         query, entry = entries.search(wanted)
@@ -270,14 +274,14 @@ def find_samples(dataset: Dataset, field: str, wanted: Hashes, *, scan: bool = F
     sample, held = _sample_numbers(dataset, shard, row)
     query, sample, shard, row = query[held], sample[held], shard[held], row[held]
     order = np.lexsort((sample, query))
-    # One row may be found twice: by the key of the source and by that of the shard.
+    # A row may match twice: by the source's key and by the shard's key.
     twice = (np.diff(query[order], prepend=-1) == 0) & (np.diff(sample[order], prepend=-1) == 0)
     order = order[~twice]
     return Matches(query[order], sample[order], shard[order], row[order])
 
 
 def _entries(dataset: Dataset, field: str, *, scan: bool) -> Iterator[tuple[int, Entries]]:
-    """(first shard, entries) of each piece of each part; of each shard where there is no look-up."""
+    """Yield (first shard, entries) of each piece, or of each shard of a part without the look-up."""
     for part in dataset.version.parts:
         manifest, first, repository = part.manifest, part.first_shard, part.repository
         lookup = next((lookup for lookup in manifest.lookups if lookup.field == field), None)
@@ -301,7 +305,7 @@ def _entries(dataset: Dataset, field: str, *, scan: bool) -> Iterator[tuple[int,
 def _sample_numbers(
     dataset: Dataset, shard: NDArray[np.int64], row: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Sample numbers of rows, and whether the version holds each of them."""
+    """Return the sample numbers of rows, and whether the version selects each of them."""
     table = dataset.table
     starts = np.cumsum(table.selected) - table.selected
     sample = starts[shard] + row
@@ -315,7 +319,7 @@ def _sample_numbers(
 
 
 def _collect(reader: BlockReader, shards: Sequence[int], field: str) -> Entries:
-    """Hashes of all rows of some shards; their numbers count from the first of them."""
+    """Return the hashes of all rows of some shards; shard numbers count from the first of them."""
 
     def one(shard: int) -> tuple[Hashes, NDArray[np.uint32]]:
         return _key_hashes(reader, shard) if field == KEY else _field_hashes(reader, shard, field)
@@ -371,7 +375,7 @@ def _digest(field: str, text: str) -> bytes:
 
 
 def _payload(field: str, kind: FieldType | None, text: str) -> bytes:
-    """Canonical bytes of a value as somebody typed it."""
+    """Return the canonical bytes of a value as users write it."""
     if kind is None or kind.kind == "str":
         return text.encode("utf-8", "surrogatepass")
     try:

@@ -1,7 +1,7 @@
-"""`commit_parts`: what many writers left, as one version in one commit (SPEC.md §13).
+"""`commit_parts`: the parts of many writers as one version in one commit (SPEC.md §13).
 
-A part is a scratch file of encoded rows and a record, which appears by rename once the file is durable. Writing a part
-again replaces it; a killed writer leaves nothing under a part's name.
+A part is a scratch file of encoded rows and a record, which appears by rename once the file is durable.
+Writing a part again replaces it; a killed writer leaves nothing under a part's name.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shardkit.stores.local import LocalStore, writer_is_dead
 
 
 def list_parts(root: str | os.PathLike[str], *, scratch: str | os.PathLike[str] | None = None) -> list[str]:
-    """Names of the parts of a root that are whole and not committed yet, sorted.
+    """Return the names of the complete, uncommitted parts of a root, sorted.
 
     Raises:
         UsageError, StoreError: see `commit_parts`.
@@ -54,30 +54,30 @@ def commit_parts(
     author: str = "",
     scratch: str | os.PathLike[str] | None = None,
 ) -> Manifest:
-    """Commit what writers of `create(root, …, part=name)` left, as one version; then remove the parts.
+    """Commit the parts that writers of `create(root, …, part=name)` left as one version; then remove them.
 
-    The version is that of the parts in the order of their names, whoever wrote them, in whatever order and how often.
-    A second call with the same names gives the same version and commits nothing; so does one after a kill.
+    The version depends on the parts and their names alone, not on who wrote them, in which order or how
+    often. A second call with the same names gives the same version and commits nothing, also after a kill.
 
     Args:
         root: the dataset.
-        parts: their names, so that one that is missing is an error; by default those that are there.
-        append: put the rows behind those of the version that ``ref`` names.
+        parts: names of the parts, so that a missing one is an error; by default all complete parts.
+        append: add the rows after those of the version that ``ref`` names.
         about: see `create`.
         lookup: see `create`.
         cost: see `create`.
         ref: the ref that is moved.
         replace: see `create`.
-        message: of the commit.
-        author: of the commit.
-        scratch: what the writers were given.
+        message: message of the commit.
+        author: author of the commit.
+        scratch: the folder that the writers were given.
 
     Raises:
-        NotFoundError: a part is missing, or there are none.
-        UsageError: parts were made with different settings, or hold no rows.
-        SampleError: two samples have the same key.
-        IntegrityError: a part is damaged.
-        StoreError, CommitConflict: nothing was committed.
+        NotFoundError: A part is missing, or there are none.
+        UsageError: Parts were made with different settings, or hold no rows.
+        SampleError: Two samples have the same key.
+        IntegrityError: A part is damaged.
+        StoreError, CommitConflict: Nothing was committed.
     """
     repository = Repository.open(root)
     folder = part_folder(repository, scratch)
@@ -93,7 +93,8 @@ def commit_parts(
     settings = dict(written[0].settings)
     schema, classes, split = (settings.pop(name) for name in ("schema", "classes", "split"))
     settings |= {"split": dict(split["shares"]), "split_by": split["by"]} if split else {}
-    # An append must be told from the same one again; elsewhere equal rows make equal versions, however they were cut.
+    # A repeated append must be recognised. Elsewhere equal rows make equal versions, however they were
+    # divided into parts.
     recipe = {"parts": _digest_of(written)} if append else {}
     version = VersionSettings(**settings, about=about, lookup=lookup, cost=cost).version(
         Schema.from_json(schema), classes, ref=ref, recipe=recipe
@@ -120,7 +121,7 @@ def _digest_of(parts: Sequence[WrittenPart]) -> str:
 
 
 def _appended(repository: Repository, version: NewVersion, ref: str) -> Manifest | None:
-    """The version that ``ref`` names, if it was made by appending these very parts."""
+    """Return the version that ``ref`` names if it was made by appending exactly these parts."""
     held = load_manifest(repository, repository.resolve(ref)).manifest
     last = held.build.get("append", {})
     return held if last.get("parts") == version.recipe["parts"] else None
@@ -150,24 +151,24 @@ _ORPHAN_GRACE_S = 24 * 3600
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WrittenPart:
-    """A part as its record tells of it."""
+    """A part, as its record describes it."""
 
     name: str
-    file: str  # of its rows, in the folder
+    file: str  # file of its rows, in the folder
     settings: Mapping[str, Any]  # see `settings_of`
     columns: Rows
-    digest: str  # of the record: equal for equal rows that were added in the same order
+    digest: str  # digest of the record: equal for equal rows added in the same order
 
 
 def check_part_name(name: str) -> str:
-    """The name, if it can be one."""
+    """Return the name of a part if it is valid."""
     if _NAME.fullmatch(name) is None:
         raise UsageError(f"part {name!r}: expected 1 to 100 letters, digits, '_' and '-', such as part-00017")
     return name
 
 
 def settings_of(version: NewVersion) -> dict[str, Any]:
-    """What all parts of a version must have in common, as JSON."""
+    """Return the settings that all parts of a version must share, as JSON."""
     return {
         "schema": version.schema.to_json(),
         "format": version.format,
@@ -180,14 +181,14 @@ def settings_of(version: NewVersion) -> dict[str, Any]:
 
 
 class PartFolder(ScratchFolder):
-    """The parts of a root that are not committed yet, in an existing folder that all writers share."""
+    """The uncommitted parts of a root, in an existing folder that all writers share."""
 
     def whole(self) -> list[str]:
-        """Names of the parts that are whole, sorted."""
+        """Return the names of the complete parts, sorted."""
         return sorted(name.removesuffix(_RECORD) for name in self.names() if name.endswith(_RECORD))
 
     def publish(self, name: str, spooled: str, settings: Mapping[str, Any], columns: Rows) -> None:
-        """Make a part of a closed scratch file in this folder; it takes the place of one of the same name."""
+        """Make a part from a closed scratch file in this folder; it replaces one of the same name."""
         before = self._file_of(name)
         rows = f"{name}.{secrets.token_hex(8)}.rows"
         with self.opened(f"write {self.path}", writing=True) as folder:
@@ -201,7 +202,7 @@ class PartFolder(ScratchFolder):
         try:
             self.put_record(
                 name + _RECORD, record, is_durable=True
-            )  # the rows are found before it names them
+            )  # the rows have their final name before the record names them
         except StoreError:
             self.remove(rows)
             raise
@@ -209,7 +210,12 @@ class PartFolder(ScratchFolder):
             self.remove(before)
 
     def load(self, name: str) -> WrittenPart:
-        """A part."""
+        """Return a part.
+
+        Raises:
+            NotFoundError: The part does not exist.
+            IntegrityError: Its record is damaged or from another release.
+        """
         data = self.read(check_part_name(name) + _RECORD)
         if data is None:
             there = self.whole()
@@ -241,7 +247,7 @@ class PartFolder(ScratchFolder):
         self.remove(part.file)
 
     def sweep(self) -> None:
-        """Remove what writers that died have left; what nothing names, a day after it was written."""
+        """Remove files of dead writers, and files that no record names a day after they were written."""
         with self.opened(f"write {self.path}", writing=True) as folder:
             for name, is_folder in active().names(folder):
                 with contextlib.suppress(FileNotFoundError):
@@ -255,7 +261,7 @@ class PartFolder(ScratchFolder):
         is_named = match is None or self._file_of(match[1]) == name
         if is_named and not name.endswith(".new"):
             return False
-        # Not at once: its writer may be about to name it, from any machine.
+        # A grace period, because a writer on another machine may be about to name it.
         return time.time() - active().stat(folder, name).st_mtime > _ORPHAN_GRACE_S
 
     def _file_of(self, name: str) -> str | None:
@@ -266,7 +272,7 @@ class PartFolder(ScratchFolder):
 
 
 def part_folder(repository: Repository, scratch: str | os.PathLike[str] | None) -> PartFolder:
-    """Where the parts of a root are until they are committed."""
+    """Return the folder of a root's uncommitted parts, and create it if needed."""
     if scratch is None and not isinstance(repository.store, LocalStore):
         raise UsageError(
             f"parts of {repository.store.url} need a folder that all writers share; give it as scratch=, here and to "

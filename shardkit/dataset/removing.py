@@ -1,4 +1,4 @@
-"""Versions without some samples; and, where that is asked for, the samples' bytes erased (SPEC.md §10)."""
+"""Remove samples from versions, and optionally erase their bytes (SPEC.md §10)."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ Places = dict[int, list[int]]
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """What `remove` did."""
+    """The result of `remove`."""
 
-    samples: int  # that were asked for
-    refs: Mapping[str, tuple[str, int]]  # ref → (new manifest id, how many samples it lost)
-    still: tuple[str, ...]  # refs and tags that hold some of the samples yet
+    samples: int  # number of samples asked for
+    refs: Mapping[str, tuple[str, int]]  # ref → (new manifest id, number of samples removed from it)
+    still: tuple[str, ...]  # refs and tags that still hold some of the samples
     commit: int  # number of the log entry
 
 
@@ -43,10 +43,10 @@ def remove(
     author: str = "",
     allow_absent: bool = False,
 ) -> Removal:
-    """Commit versions without some samples; their bytes stay, and so do tags and the old versions.
+    """Commit versions without some samples; their bytes, tags and the old versions stay.
 
     Raises:
-        AbsentError: the dataset does not hold some of them, and `allow_absent` is not set.
+        AbsentError: The dataset does not hold some of them, and `allow_absent` is not set.
     """
     root, ref = parse_dataset_url(url)
     _check_reason(reason)
@@ -64,7 +64,7 @@ def remove(
     for name, manifest_id in refs.items():
         try:
             held = load_manifest(repository, manifest_id)
-        except NotFoundError as error:  # a part of a merged version that is not where it was
+        except NotFoundError as error:  # a merged version with a part that has moved
             still.append(f"{name} (cannot be opened: {error})"[:300])
             continue
         gone = _held(held, lost)
@@ -97,12 +97,12 @@ def erase(
     author: str = "",
     allow_absent: bool = False,
 ) -> ErasureReport:
-    """Erase samples of a version from every version of the root: refs, splits, selections, history; withdraw its tags.
+    """Erase samples of a version from every version of the root, and withdraw the tags of those versions.
 
     After a kill at any moment, the same call or `resume_erasures` continues.
 
     Raises:
-        AbsentError: the dataset does not hold some of them, and `allow_absent` is not set.
+        AbsentError: The dataset does not hold some of them, and `allow_absent` is not set.
     """
     root, _ = parse_dataset_url(url)
     _check_reason(reason)
@@ -121,7 +121,7 @@ def erase(
 
 
 def resume_erasures(root: str) -> list[ErasureReport]:
-    """Finish erasures of a root that were killed; their reports."""
+    """Finish the erasures of a root that were killed, and return their reports."""
     return list(finish_erasures(Repository.open(root)).values())
 
 
@@ -131,7 +131,7 @@ def _places(
     keys: Sequence[str] | None,
     allow_absent: bool,
 ) -> tuple[Version, Places]:
-    """The version that samples are named in, and their shards and rows."""
+    """Return the version that names the samples, and the samples' shards and rows."""
     if (rows is None) == (keys is None):
         raise UsageError("name the samples by their numbers or by their keys")
     dataset = open_dataset(url)
@@ -154,7 +154,7 @@ def _places(
 def _without(
     repository: Repository, version: Version, lost: Mapping[str, list[int]], gone: int, name: str
 ) -> str:
-    """Put the version of a ref without so many rows: its id."""
+    """Put the version of a ref without the rows and return its id."""
     if gone == version.manifest.selected:
         raise UsageError(f"ref {name!r} would hold no sample; drop it instead, or name fewer samples")
     masks = {shard: selected_rows(version, shard) for shard in range(len(version.table))}
@@ -169,7 +169,7 @@ def _without(
 
 
 def _held(version: Version, lost: Mapping[str, list[int]]) -> int:
-    """How many of the rows a version holds."""
+    """Return how many of the rows a version holds."""
     shards = ((shard, lost.get(version.table.digest_text(shard))) for shard in range(len(version.table)))
     return sum(
         int(selected_rows(version, shard)[rows].sum())
