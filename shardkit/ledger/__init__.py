@@ -1,8 +1,8 @@
-"""What a run consumed, recorded so that it can be proven.
+"""Record the samples that a run consumed, in a form that can be proven.
 
-Each rank appends digests and events to a journal of its own; merging them gives one record per step on any topology.
-A torn tail is recognised, everything else that is wrong is an error. SPEC.md says the bytes, the order of writes and
-what is promised.
+Each rank appends digests and events to its own journal. Merging the journals gives one record per step, the same on
+any topology. A torn tail is recognised; any other damage is an error. SPEC.md defines the bytes, the order of writes
+and the guarantees.
 """
 
 from shardkit.ledger.bindings import (

@@ -1,6 +1,6 @@
-"""Claims that a ledger binds: names of checkpoints, run.json, dealt lanes; and the heads that checkpoints hold.
+"""Bind claims to the ledger: checkpoint names, settings and lane owners. Return the heads stored in checkpoints.
 
-The process that makes a claim records its event, durably, before it makes the claim (SPEC.md, "Bindings").
+A process records the event of a claim durably before it makes the claim (SPEC.md, "Events").
 """
 
 from __future__ import annotations
@@ -20,28 +20,29 @@ from shardkit.plan import Plan
 from shardkit.stores.file_operations import explained
 
 CHECKPOINT: Final = "checkpoint"
-"""Kind of the event that precedes the ref of a checkpoint."""
+"""Kind of the event recorded before the ref of a checkpoint is written."""
 CONFIGURATION: Final = "configuration"
-"""Kind of the event of a start with new settings."""
+"""Kind of the event of a start with changed settings."""
 DEALT: Final = "dealt"
-"""Kind of the event of a start whose lanes were dealt by where data is cached."""
+"""Kind of the event of a start whose lanes were distributed by cached data."""
 
 
 def bind_checkpoint(
     run: str | os.PathLike[str], *, name: str, checkpoint: str, step: int | None = None
 ) -> None:
-    """Record, durably, which checkpoint a name will have. Call it when its bytes are written, before its ref is.
+    """Record durably which checkpoint a name refers to.
 
-    The journals are merged up to `step`: from here on, nothing can be added about the steps before it.
+    Call it after the bytes of the checkpoint are written and before its ref. The journals are merged up to `step`;
+    later additions about earlier steps are rejected by the audit.
 
     Args:
         run: the run directory.
         name: name of the checkpoint.
         checkpoint: "sha256:…" of its manifest, which names every tensor object by digest.
-        step: number of steps that the run has taken; by default the number of steps in the ledger.
+        step: number of steps that the run has taken; by default, the number of steps in the ledger.
 
     Raises:
-        IntegrityError: the ledger was cut or damaged.
+        IntegrityError: the ledger was truncated or damaged.
         StoreError: the ledger cannot be written.
     """
     with Ledger(Path(run), writing=True) as ledger:
@@ -66,17 +67,17 @@ def bind_configuration(
     changed: Sequence[tuple[str, object, object]] = (),
     allowed: Sequence[str] = (),
 ) -> None:
-    """Record, durably, the settings that the run continues with, unless they are those recorded last.
+    """Record durably the settings that the run continues with, unless they equal the last recorded settings.
 
     Args:
         run: the run directory.
         record: "sha256:…" of run.json.
         settings: the whole configuration, as in run.json.
-        changed: (key, old, new) of the settings that differ from those before.
-        allowed: keys among them that change the data or the model, and were allowed to.
+        changed: (key, old, new) of each changed setting.
+        allowed: changed keys that affect the data or the model and that the user allowed to change.
 
     Raises:
-        IntegrityError: run.json is not the one that was recorded, or the ledger was cut or damaged.
+        IntegrityError: run.json differs from the recorded digest, or the ledger was truncated or damaged.
     """
     text = json.dumps(settings, sort_keys=True)
     with Ledger(Path(run), writing=True) as ledger:
@@ -97,7 +98,7 @@ def bind_configuration(
 
 
 def bound_settings(run: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """The settings that were recorded last; None if there are none (runs of other trainers)."""
+    """Return the last recorded settings, or None if no trainer recorded any."""
     if not (Path(run) / "ledger").is_dir():
         return None
     known = _last(Ledger(Path(run)), CONFIGURATION)
@@ -105,7 +106,7 @@ def bound_settings(run: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 
 def bind_assignment(run: str | os.PathLike[str], *, owners: Sequence[int], nodes: Sequence[str]) -> None:
-    """Record, durably, which rank begins with which lanes, unless `bound_assignment` returns the same.
+    """Record durably the owner of each lane at a start, unless `bound_assignment` returns the same.
 
     Args:
         run: the run directory.
@@ -113,7 +114,7 @@ def bind_assignment(run: str | os.PathLike[str], *, owners: Sequence[int], nodes
         nodes: node of each rank.
 
     Raises:
-        IntegrityError: the ledger was cut or damaged.
+        IntegrityError: the ledger was truncated or damaged.
         StoreError: the ledger cannot be written.
     """
     with Ledger(Path(run), writing=True) as ledger:
@@ -129,7 +130,7 @@ def bind_assignment(run: str | os.PathLike[str], *, owners: Sequence[int], nodes
 def bound_assignment(
     run: str | os.PathLike[str], *, lanes: int, nodes: Sequence[str]
 ) -> tuple[int, ...] | None:
-    """The owners of lanes that were recorded last for these ranks on these nodes; None if there are none."""
+    """Return the last recorded rank of each lane for these nodes, or None if none is recorded."""
     if not (Path(run) / "ledger").is_dir():
         return None
     known = _last(Ledger(Path(run)), DEALT, nodes=list(nodes), lanes=lanes)
@@ -137,7 +138,7 @@ def bound_assignment(
 
 
 def recorded_plan(run: str | os.PathLike[str], digest: str) -> dict[str, Any] | None:
-    """The resolved settings of the plan that a run began with; None if it is not recorded.
+    """Return the resolved settings of the plan that a run began with, or None if they are not recorded.
 
     Args:
         run: the run directory.
@@ -155,7 +156,7 @@ def recorded_plan(run: str | os.PathLike[str], digest: str) -> dict[str, Any] | 
 def configured_plans(
     make: Callable[..., Plan], data: Mapping[str, Any], recorded: Mapping[str, Any]
 ) -> list[Plan]:
-    """The plans of the data section of a configuration: the one that a run begins with, then each stage's."""
+    """Return the plans that a configuration's data section asks for: the initial plan, then one per stage."""
     chosen = {name: data.get(name) for name in ("lanes", "weights", "window_blocks", "cost", "balance")}
     settings = {name: recorded[name] for name in ("lanes", "window_blocks") if recorded.get(name)}
     settings |= {name: value for name, value in chosen.items() if value}
@@ -167,7 +168,7 @@ def configured_plans(
 
 
 def setting_differences(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(section.key, old, new) of every setting that differs; None for a missing key."""
+    """Return (section.key, old, new) of each differing setting. A missing key has the value None."""
     found = []
     for section in dict.fromkeys((*old, *new)):
         before, after = (one.get(section) or {} for one in (old, new))
@@ -188,21 +189,21 @@ def _last(ledger: Ledger, kind: str, **values: object) -> dict[str, Any] | None:
 
 
 KEEP_BYTES: Final = 1 << 24
-"""Size of merged journals that stay, so that single cells can be looked up. Beyond it, the oldest are removed."""
+"""Bytes of merged journals that are kept for looking up single cells. The oldest files beyond it are removed."""
 
 
 def ledger_head(run: str | os.PathLike[str], step: int | None = None) -> dict[str, Any]:
-    """Merge the journals into the ledger, durably, and return its heads, to be stored in a checkpoint.
+    """Merge the journals durably into the ledger and return its head, to be stored in a checkpoint.
 
-    One process calls it at a checkpoint after `step` steps, when all ranks have been handed those steps. Journal files
-    that are merged and will not be written again are removed beyond `KEEP_BYTES`.
+    One process calls it at a checkpoint after `step` steps, once all ranks have received those steps. Merged and
+    finished journal files beyond `KEEP_BYTES` are removed.
 
     Returns:
-        ``{"steps": {"first", "size", "root"}, "events": {"size", "root"}}``, roots in hex; only the steps before `step`
-        if it is given.
+        ``{"steps": {"first", "size", "root"}, "events": {"size", "root"}}``, roots in hex. If `step` is given, the
+        tree of steps is cut to the steps before it.
 
     Raises:
-        IntegrityError: the ledger was cut or damaged.
+        IntegrityError: the ledger was truncated or damaged.
         StoreError: the ledger cannot be written.
     """
     with Ledger(Path(run), writing=True) as ledger:
@@ -214,7 +215,7 @@ def ledger_head(run: str | os.PathLike[str], step: int | None = None) -> dict[st
 
 
 def _prune(merge: Merge) -> None:
-    """Remove journal files that are merged, have a successor, and have no writer; the oldest first."""
+    """Remove merged journal files that have a successor and no writer, the oldest first."""
     newest: dict[int, str] = {}
     for source in merge.sources:
         newest[source.header.rank] = max(newest.get(source.header.rank, ""), source.name)

@@ -1,7 +1,7 @@
-"""Events of a ledger: every kind has one writer, one place and one shape (SPEC.md, "Events").
+"""Events of a ledger. Each kind has one writer, one place and one shape (SPEC.md, "Events").
 
-Documents are validated when they are written and whenever they are read, so that other modules work with fields of
-known types and sizes.
+Documents are validated when they are written and when they are read, so other modules can rely on the types and sizes
+of the fields.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Event(Struct, forbid_unknown_fields=True):
 
 
 class PlanRecipe(Struct, forbid_unknown_fields=True):
-    """One version of a plan: how it was made, or what changed (`Plan.history`)."""
+    """One entry of `Plan.history`: the settings of a plan, or the change that made it from the previous plan."""
 
     manifest: Digest
     settings: dict[str, Any]
@@ -41,7 +41,7 @@ class PlanRecipe(Struct, forbid_unknown_fields=True):
 
 
 class PlanFacts(Struct, forbid_unknown_fields=True):
-    """The first entry of a journal: what is needed to make the plan again."""
+    """The first entry of a journal: the facts needed to rebuild the plan."""
 
     history: list[PlanRecipe] = []
     dataset: list[Text] = []
@@ -73,7 +73,7 @@ class _Assignment(_Event):
 
 
 class TreeHead(Struct, forbid_unknown_fields=True):
-    """Size and root of a tree; of the steps also the first step."""
+    """Size and root of a tree. `first` is the step of the first leaf in the tree of steps."""
 
     size: Count
     root: Hex
@@ -81,7 +81,7 @@ class TreeHead(Struct, forbid_unknown_fields=True):
 
 
 class Head(Struct, forbid_unknown_fields=True):
-    """Heads of both trees; `records` only in the ledger's own file of heads."""
+    """Heads of both trees. Only the ledger's file `heads` has `records`, the number of step records."""
 
     steps: TreeHead
     events: TreeHead
@@ -173,19 +173,19 @@ class _Read(_Journaled):
 
 
 SUBSTITUTED: Final = "substituted"
-"""Kind of the event of a sample that was handed out in place of another one: `sample` was planned, `by` was used."""
+"""Kind of the event of a replaced sample: `sample` was planned, `by` was used."""
 MASKED: Final = "masked"
-"""Kind of the event of a sample that was handed out as not valid; the digest of its cell is the plan's."""
+"""Kind of the event of a sample that was marked invalid. The digest of its cell equals the plan's."""
 READS: Final = (
     "failover", "mismatch", "missing", "rebuild", "repair", "repair_failed", "location_lost", "location_back",
 )  # fmt: skip
-"""Kinds of events of reads: how often something happened at a location, and the first object that it happened to."""
+"""Kinds of read events: a count of incidents at one location, with the first object affected."""
 
 JOURNALED: Final[Mapping[str, type[_Event]]] = {
     SUBSTITUTED: _Replaced, MASKED: _Replaced, "rewind": _Rewind, "stage": _Stage, "decoders": _Decoders,
     "rebalance": _Rebalance, **dict.fromkeys(READS, _Read),
 }  # fmt: skip
-"""Kinds that ranks write, through their journals; no other kind may stand in one."""
+"""Kinds that ranks write. A journal may hold no other kinds."""
 MERGED: Final[Mapping[str, type[_Event]]] = {
     "plan": _Plan, "start": _Start, "assignment": _Assignment, "fork": _Fork, "conflict": _Conflict,
 }  # fmt: skip
@@ -193,13 +193,13 @@ MERGED: Final[Mapping[str, type[_Event]]] = {
 BOUND: Final[Mapping[str, type[_Event]]] = {
     "checkpoint": _Checkpoint, "configuration": _Configuration, "dealt": _Dealt,
 }  # fmt: skip
-"""Kinds that a process writes itself, before it makes the claim."""
+"""Kinds that a process writes directly to the ledger before it makes the claim."""
 
 _SHAPES: Final[Mapping[str, type[_Event]]] = {**JOURNALED, **MERGED, **BOUND}
 
 
 def check_event(document: Mapping[str, Any], where: str) -> None:
-    """Raise FormatError unless the document is an event of a ledger: of a known kind, with that kind's fields alone."""
+    """Raise FormatError unless the document is an event of a known kind with exactly the fields of that kind."""
     shape = _SHAPES.get(str(document.get("kind")))
     if shape is None:
         raise FormatError(
@@ -209,7 +209,7 @@ def check_event(document: Mapping[str, Any], where: str) -> None:
 
 
 def journaled_event(step: int, rank: int, start: int, body: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the ledger's event of a journal entry; raise FormatError where a journal may not hold it."""
+    """Return the ledger event of a journal entry. Raise FormatError if a journal may not hold it."""
     if body.get("kind") not in JOURNALED or not body.keys().isdisjoint(("step", "rank", "start")):
         raise FormatError(
             f"{where}: a rank's journal holds an event of the kind {str(body.get('kind'))[:40]!r} with the fields "
@@ -221,7 +221,7 @@ def journaled_event(step: int, rank: int, start: int, body: Mapping[str, Any], w
 
 
 def convert(document: object, shape: Any, where: str) -> Any:
-    """Return the document as a value of a type; raise FormatError where it is none."""
+    """Convert the document to the type `shape`. Raise FormatError if it does not fit."""
     try:
         return msgspec.convert(document, shape)
     except (msgspec.ValidationError, RecursionError) as error:

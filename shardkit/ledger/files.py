@@ -1,4 +1,4 @@
-"""Files of a run directory, read and written as if anybody could have replaced them."""
+"""Read and write files of a run directory, which is not trusted: any file may have been replaced."""
 
 from __future__ import annotations
 
@@ -13,10 +13,15 @@ from shardkit.stores.file_operations import explained
 
 
 def read_file(path: Path, most: int, *, size: int | None = None) -> bytes | None:
-    """Return the bytes of a regular file, the first `size` of them if given; None if there is no file.
+    """Return the bytes of a regular file, or None if it does not exist.
+
+    Args:
+        path: path of the file.
+        most: largest number of bytes accepted.
+        size: number of bytes to read from the start; by default, the whole file.
 
     Raises:
-        FormatError: the path names a folder, a pipe or a device, or the file has more than `most` bytes.
+        FormatError: the path names a folder, a pipe or a device, or more than `most` bytes would be read.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe must not block us
@@ -36,7 +41,7 @@ def read_file(path: Path, most: int, *, size: int | None = None) -> bytes | None
 
 @contextmanager
 def opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
-    """Open a file; yield its descriptor."""
+    """Open a file and yield its descriptor."""
     descriptor = os.open(path, flags | os.O_CLOEXEC, 0o644)
     try:
         yield descriptor
@@ -45,7 +50,7 @@ def opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
 
 
 def write(path: Path, data: bytes, flag: int) -> None:
-    """Write durably; `flag` is O_APPEND or O_TRUNC."""
+    """Write data to a file and sync it. `flag` is O_APPEND or O_TRUNC."""
     with opened(path, os.O_WRONLY | os.O_CREAT | flag) as descriptor:
         rest = memoryview(data)
         while rest:
@@ -54,7 +59,7 @@ def write(path: Path, data: bytes, flag: int) -> None:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Replace a file durably, in one step."""
+    """Replace a file durably and atomically."""
     temporary = path.with_name(path.name + ".new")
     write(temporary, data, os.O_TRUNC)
     os.replace(temporary, path)

@@ -1,7 +1,7 @@
-"""A rank's record of what it handed out: an append-only file with one entry per step or event (SPEC.md, "Journal").
+"""Journals: append-only files with one entry per step or event that a rank delivered (SPEC.md, "Journal").
 
-A step costs one `write`, without a collective and without waiting for a disk. The checksum of an entry continues from
-the entry before it, so a reader leaves out a torn tail and finds every other change.
+Recording a step takes one `write`, without a collective and without waiting for a disk. The checksum of an entry is
+seeded with the previous one, so a reader skips a torn tail and detects any other change.
 """
 
 from __future__ import annotations
@@ -29,22 +29,25 @@ from shardkit.ledger.files import read_file
 from shardkit.stores.file_operations import explained
 
 ROTATE_BYTES: Final = 1 << 20
-"""Size after which a rank continues in a new file, so that files whose steps are merged can be removed."""
+"""Bytes after which a rank continues in a new file, so that merged files can be removed."""
 
 _sha256 = hashlib.sha256
 
 
 class Journal:
-    """Record what a rank hands to its trainer.
+    """Writer of one rank's journal.
 
     Args:
-        directory: ``journal/`` of a run directory, created if it is missing. Every start of a rank writes new files,
+        directory: ``journal/`` of a run directory, created if missing. Every start of a rank writes new files,
             ``<rank>-<number>.cells``; an existing file is never changed.
         manifest: "sha256:…" of the dataset.
         plan: hex digest of the plan.
-        lanes: lanes of the plan; a step is complete when all of them are recorded. Steps with 0 lanes are not merged.
-        meta: how the plan is made again (`events.PlanFacts`), written once.
-        worker, workers: this process records the steps ≡ worker modulo workers.
+        rank: rank of this process.
+        world: number of ranks.
+        lanes: number of lanes of the plan. A step is complete when all are recorded. With 0, steps are not merged.
+        meta: facts that rebuild the plan (`events.PlanFacts`), written once.
+        worker: index of this process; it records the steps that equal `worker` modulo `workers`.
+        workers: number of processes of the rank that record steps.
     """
 
     def __init__(
@@ -68,7 +71,7 @@ class Journal:
             directory.mkdir(parents=True, exist_ok=True)
         self._descriptor = -1
         self._size = self._check = 0
-        self._last, self._rewinds = -1, 0  # the step recorded last; how often a rank went back
+        self._last, self._rewinds = -1, 0  # the last recorded step; number of returns to an earlier step
         self._open()
         if meta is not None:
             convert(dict(meta), PlanFacts, "journal: how the plan is made")
@@ -77,16 +80,16 @@ class Journal:
     def record_step(
         self, step: int, lanes: Sequence[int], counts: Sequence[int], samples: NDArray[np.int64]
     ) -> None:
-        """Append one step, in one write: about 0.8 microseconds a cell.
+        """Append one step in one write, at about 0.8 microseconds per cell.
 
         Args:
-            step: counted over the whole run.
-            lanes: ascending.
-            counts: rows of each lane's cell.
+            step: number of the step in the run.
+            lanes: lane numbers, ascending.
+            counts: number of rows in the cell of each lane.
             samples: int64[sum(counts)], sample numbers as gathered, cell after cell, without empty slots.
 
         Raises:
-            StoreError: the disk is full or gone; training must not go on unrecorded.
+            StoreError: the disk is full or unavailable; training must not continue unrecorded.
         """
         key = tuple(lanes)
         if self._packed[0] != key:
@@ -106,15 +109,15 @@ class Journal:
         self._append(*entries)
 
     def event(self, step: int, kind: str, **details: Any) -> None:
-        """Append an event that belongs to the step recorded last.
+        """Append an event of the last recorded step.
 
         Args:
-            step: number of that step.
+            step: number of the step.
             kind: one of `events.JOURNALED`.
-            details: the fields of that kind.
+            details: fields of that kind.
 
         Raises:
-            FormatError: a journal holds no such event.
+            FormatError: the kind or its fields are not allowed in a journal.
         """
         text = {name: _unicode(value) if isinstance(value, str) else value for name, value in details.items()}
         body = {"kind": kind, **text}
@@ -122,7 +125,7 @@ class Journal:
         self._append((step, EVENT, dumps(body)))
 
     def close(self) -> None:
-        """Sync and close. Closing twice is harmless."""
+        """Sync and close the file. Closing twice is harmless."""
         if self._descriptor >= 0:
             with explained(f"close {self.path}", writing=True):
                 os.fsync(self._descriptor)
@@ -157,7 +160,7 @@ class Journal:
         header = self._header
         with explained(f"write a journal in {self._directory}", writing=True):
             self.path, self._descriptor = _new_file(self._directory, header.rank)
-            # Held while this process lives: a file whose lock is free is never written again (SPEC.md).
+            # The lock is held while this process lives: a file whose lock is free is never written again.
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._size = 0
         packed = HEADER.pack(MAGIC, _raw(header.manifest), _raw(header.plan), *header[2:], 0)[:-8]
@@ -182,7 +185,7 @@ def _raw(digest: str) -> bytes:
 
 
 def _new_file(directory: Path, rank: int) -> tuple[Path, int]:
-    """Create the next file of a rank. The newest file is never removed, so numbers are not used twice."""
+    """Create and open the next file of a rank. The newest file is never removed, so no number is used twice."""
     numbers = [int(match[2]) for name in os.listdir(directory) if (match := FILE_NAME.fullmatch(name))
                and int(match[1]) == rank]  # fmt: skip
     number = max(numbers, default=-1) + 1
@@ -196,7 +199,7 @@ def _new_file(directory: Path, rank: int) -> tuple[Path, int]:
 
 
 MAGIC: Final = b"shardkit cells 1\n"
-"""First bytes of a journal, with the version of its format."""
+"""First bytes of a journal, including the format version."""
 
 HEADER: Final = struct.Struct("<24s32s32sIIIIIIQQ")
 """Magic, manifest, plan, the numbers of `Header`, checksum."""
@@ -205,7 +208,7 @@ HEAD: Final = struct.Struct("<QIIQ")
 """Head of an entry: step, kind, size of the body, XXH3-64 of these three."""
 
 CHECK: Final = struct.Struct("<Q")
-"""XXH3-64 of an entry's body, stored after it."""
+"""XXH3-64 of an entry's body, stored after the body."""
 
 CELL_BYTES: Final = 24
 """Size of a cell in the body of an entry: lane, rows and digest."""
@@ -224,7 +227,7 @@ xxh3 = xxhash.xxh3_64_intdigest
 
 
 class CellRecord(NamedTuple):
-    """One consumed cell."""
+    """One delivered cell."""
 
     step: int
     lane: int
@@ -239,22 +242,22 @@ class Header(NamedTuple):
     plan: str  # hex
     rank: int
     world: int
-    lanes: int  # of the plan
-    worker: int  # this process hands out the steps ≡ worker modulo workers
+    lanes: int  # number of lanes of the plan
+    worker: int  # the process records the steps that equal `worker` modulo `workers`
     workers: int
     part: int  # number of the file within its attempt
-    started: int  # when the attempt began: nanoseconds since 1970
+    started: int  # start time of the attempt in nanoseconds since 1970
 
 
 class Entry(NamedTuple):
     """One entry of a journal file.
 
     Attributes:
-        step: counted over the whole run.
+        step: number of the step in the run.
         kind: CELLS, EVENT or META.
-        body: CELLS: lanes (u32 each), rows (u32 each), digests (16 bytes each); otherwise canonical JSON.
-        end: offset of the byte after the entry.
-        check: checksum of the entry, which the next one continues.
+        body: for CELLS, lanes (u32 each), rows (u32 each) and digests (16 bytes each); otherwise canonical JSON.
+        end: offset of the first byte after the entry.
+        check: checksum of the entry, the seed of the next entry's.
     """
 
     step: int
@@ -264,12 +267,12 @@ class Entry(NamedTuple):
     check: int
 
     def cells(self) -> tuple[bytes, bytes, bytes]:
-        """(lanes, rows, digests) of a CELLS entry."""
+        """Return (lanes, rows, digests) of a CELLS entry, packed."""
         count = len(self.body) // CELL_BYTES
         return self.body[: 4 * count], self.body[4 * count : 8 * count], self.body[8 * count :]
 
     def document(self) -> dict[str, Any]:
-        """The JSON object of an EVENT or META entry."""
+        """Return the JSON object of an EVENT or META entry."""
         value = loads(self.body, _MAX_BODY)
         if not isinstance(value, dict):
             raise FormatError(f"journal entry of step {self.step}: expected a JSON object; do not trust it")
@@ -277,19 +280,19 @@ class Entry(NamedTuple):
 
 
 class JournalFile:
-    """A journal file as it was when it was opened.
+    """The contents of a journal file at the time it was opened.
 
     Args:
         path: path of the file.
-        settled: (offset, checksum) of the end of the last merged entry; reading begins there.
+        settled: (offset, checksum) at the end of the last merged entry; reading begins there.
 
     Attributes:
-        header: None if the writer was killed before it had written the header.
-        start: (offset, checksum) of the entry to be read first.
-        torn_bytes: size of the torn tail, known after `entries`.
+        header: header of the file; None if the writer was killed before it was complete.
+        start: (offset, checksum) where reading begins.
+        torn_bytes: size of the torn tail, known after `entries` is exhausted.
 
     Raises:
-        FormatError: no journal of this version, its header is damaged, or it ends before `settled`.
+        FormatError: the file is not a journal of this version, its header is damaged, or it ends before `settled`.
     """
 
     def __init__(self, path: Path, settled: tuple[int, int] | None = None) -> None:
@@ -309,7 +312,7 @@ class JournalFile:
         self._data = data[self.start[0] :]
 
     def entries(self) -> Iterator[Entry]:
-        """The whole entries from `start` on; a torn tail is counted in `torn_bytes`."""
+        """Yield the complete entries from `start` on. The size of a torn tail is added to `torn_bytes`."""
         if self.header is None:
             return
         data = memoryview(self._data)
@@ -344,7 +347,7 @@ def _read_header(head: bytes, path: Path) -> tuple[Header, int]:
 
 
 def journal_paths(directory: Path) -> list[Path]:
-    """The journal files of a run, by rank and number."""
+    """Return the journal files of a directory, ordered by rank and number."""
     found = []
     with explained(f"list {directory}"):
         for name in os.listdir(directory) if directory.is_dir() else ():
@@ -355,10 +358,10 @@ def journal_paths(directory: Path) -> list[Path]:
 
 
 def read_journal(path: Path) -> Iterator[CellRecord]:
-    """The cells of a journal file in the order in which they were handed out, without a torn tail.
+    """Yield the cells of a journal file in the order of delivery. A torn tail is skipped.
 
     Raises:
-        FormatError: not a journal, or damaged.
+        FormatError: the file is not a journal, or is damaged.
     """
     for entry in JournalFile(path).entries():
         if entry.kind == CELLS:
@@ -371,19 +374,20 @@ def read_journal(path: Path) -> Iterator[CellRecord]:
 
 
 def unpack_numbers(packed: bytes) -> tuple[int, ...]:
-    """Unpack little-endian u32."""
+    """Unpack little-endian u32 numbers."""
     return struct.unpack(f"<{len(packed) // 4}I", packed)
 
 
 def check_order(files: Iterable[JournalFile], settled: Mapping[str, tuple[int, int]]) -> None:
-    """Raise FormatError unless the files of one attempt hold their entries as a rank writes them.
+    """Raise FormatError unless the files of one attempt hold their entries in the order in which a rank writes them.
 
-    The plan comes first, once. Steps ascend, except after an event that says so. An event belongs to the step recorded
-    last, and nothing is said twice about one step. If the first files have been removed, their end is unknown.
+    The plan facts come first and only once. Steps ascend, except after a `rewind` event. An event belongs to the last
+    recorded step, and no step has two events about the same thing. If the first files have been removed, the step
+    before the remaining files is unknown and not checked.
 
     Args:
-        files: whole files, by part.
-        settled: name → (offset, checksum) of the end of the last entry that the ledger has.
+        files: files of the attempt, ordered by part and read from their beginning.
+        settled: file name → (offset, checksum) at the end of the last merged entry.
     """
     last: int | None = None
     expected: int | None = None  # the step that a rewind announced
@@ -429,7 +433,7 @@ def check_order(files: Iterable[JournalFile], settled: Mapping[str, tuple[int, i
 
 
 def _identity(body: dict[str, Any]) -> tuple[str, ...]:
-    """What an event is about: one event per step may have it."""
+    """Return the subject of an event. A step has at most one event per subject."""
     kind = str(body.get("kind"))
     if kind in ("substituted", "masked"):
         return "replaced", str(body.get("lane")), str(body.get("slot"))
@@ -437,7 +441,7 @@ def _identity(body: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _entry(data: memoryview, offset: int, check: int) -> Entry | None:
-    """The entry at `offset`; None if there is none whose checksum continues from `check`."""
+    """Return the entry at `offset`, or None unless a complete entry continues the checksum `check`."""
     if offset + HEAD.size + CHECK.size > len(data):
         return None
     step, kind, size, head_check = HEAD.unpack_from(data, offset)
@@ -456,7 +460,7 @@ def _entry(data: memoryview, offset: int, check: int) -> Entry | None:
 
 
 def _is_torn(data: memoryview, offset: int, check: int) -> bool:
-    """Whether what follows is the beginning of an entry that was never written to its end."""
+    """Return True if the bytes from `offset` on are an incompletely written entry."""
     rest = len(data) - offset
     if rest < HEAD.size or not bytes(data[offset:]).strip(b"\0"):
         return True  # zeros: a power cut kept the size and lost the bytes

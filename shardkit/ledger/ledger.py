@@ -1,7 +1,7 @@
-"""The ledger of a run: one record per step and one line per event, each under a Merkle tree, committed in one step.
+"""The ledger of a run: one record per step and one line per event, with a Merkle tree over each.
 
-Files below ``RUN/ledger/`` (SPEC.md): `steps`, `events` and `heads` are only appended to. `state.json` says how much of
-each is committed and is replaced in one step, so that a commit that a kill interrupts never happened.
+Files below ``RUN/ledger/`` (SPEC.md): `steps`, `events` and `heads` are only appended to. `state.json` holds their
+committed sizes and is replaced atomically, so an interrupted commit has no effect.
 """
 
 from __future__ import annotations
@@ -29,9 +29,13 @@ from shardkit.stores.file_operations import explained
 
 
 class Ledger:
-    """A run's ledger, loaded to append to it (`writing`) or only to read it.
+    """The ledger of a run.
 
-    All methods see what was appended; other processes see it after `commit`.
+    All methods see appended records and events; other processes see them after `commit`.
+
+    Args:
+        run: the run directory.
+        writing: take the exclusive lock and truncate the files to their committed sizes, in order to append.
 
     Raises:
         IntegrityError: a file is shorter than its committed size, or `state.json` is damaged or missing.
@@ -54,17 +58,17 @@ class Ledger:
 
     @property
     def next_step(self) -> int:
-        """The step that would extend the tree."""
+        """The next step to append to the tree."""
         return self.state.first + self.steps.size
 
     def records(self) -> StepRecords:
-        """All records in the order in which they were written, abandoned branches included."""
+        """Return all records in file order, including abandoned branches."""
         data = self._committed("steps", len(STEPS_MAGIC) + RECORD_BYTES * self._committed_records)
         new = np.frombuffer(bytes(self._new_steps), dtype=RECORD)
         return np.concatenate([parse_records(data), new])
 
     def branch_records(self) -> StepRecords:
-        """The records that are leaves of the tree of steps, in order."""
+        """Return the records that are leaves of the tree of steps, in order."""
         records, parts = self.records(), []
         starts = self.state.branch
         for place, (step, at) in enumerate(starts):
@@ -73,19 +77,19 @@ class Ledger:
         return np.concatenate(parts) if parts else records[:0]
 
     def event_documents(self) -> list[dict[str, Any]]:
-        """All events in order, each of a known kind with the fields of that kind."""
+        """Return all events in order, validated by kind."""
         data = self._committed("events", self.state.events_bytes) + bytes(self._new_events)
         return list(parse_events(data))
 
     def digest_of(self, step: int) -> bytes:
-        """Digest of a step of the current branch."""
+        """Return the digest of a step of the current branch."""
         for first, at in reversed(self.state.branch):
             if first <= step < self.next_step:
                 return self._record(at + step - first)
         raise IndexError(step)
 
     def head(self, step: int | None = None) -> dict[str, Any]:
-        """The heads of both trees; of the steps before `step` only, where it is given."""
+        """Return the heads of both trees. If `step` is given, the tree of steps is cut to the steps before it."""
         size, root = self.steps.size, None
         if step is not None and step < self.next_step:
             size = max(0, step - self.state.first)
@@ -99,7 +103,7 @@ class Ledger:
     # ---- appending
 
     def append(self, step: int, rows: int, plan: int, digest: bytes) -> None:
-        """Extend the tree of steps; `step` is `next_step`, or the first there is."""
+        """Append a step record. `step` must be `next_step` unless the tree is empty."""
         state = self.state
         if not self.steps.size:
             state.first, state.branch = step, [[step, state.records]]
@@ -109,7 +113,7 @@ class Ledger:
         self.steps.append(leaf_hash(digest))
 
     def fork(self, step: int) -> None:
-        """Leave the branch at `step`: what follows is appended from there; the records left behind stay."""
+        """Start a new branch at `step`. Records of the abandoned branch stay in the file."""
         state = self.state
         size = max(0, step - state.first)
         leaves = (leaf_hash(one["digest"].tobytes()) for one in self.branch_records()[:size])
@@ -124,7 +128,7 @@ class Ledger:
         self.events.append(leaf_hash(line[17:-1]))
 
     def commit(self) -> None:
-        """Make everything appended durable, in one step; afterwards `state.json` names it."""
+        """Commit all appended records and events durably and atomically, by replacing `state.json`."""
         state = self.state
         state.size, state.peaks = self.steps.size, [peak.hex() for peak in self.steps.peaks]
         state.events, state.events_peaks = self.events.size, [peak.hex() for peak in self.events.peaks]
@@ -203,7 +207,7 @@ class Ledger:
                     f"{path} was cut: {found} bytes, expected at least {size}; restore it from a copy, or "
                     "move ledger/ and journal/ aside to begin a new record"
                 )
-            if found > size and writing:  # appended by a commit that never happened
+            if found > size and writing:  # appended by an interrupted commit
                 with explained(f"write {path}", writing=True):
                     os.truncate(path, size)
 
@@ -219,12 +223,12 @@ class Ledger:
 
 
 STEPS_MAGIC: Final = b"shardkit steps 1\n".ljust(24, b"\0")
-"""First bytes of the file of merged steps, with the version of its format."""
+"""First bytes of the file `steps`, including the format version."""
 
 RECORD: Final = np.dtype(
     [("step", "<u8"), ("rows", "<u4"), ("plan", "<u4"), ("digest", "u1", 32), ("check", "<u8")]
 )
-"""A merged step: number, rows, number of the plan, step digest, XXH3-64 of these."""
+"""A merged step: step number, rows, plan number, step digest, XXH3-64 of these."""
 
 RECORD_BYTES: Final = RECORD.itemsize
 
@@ -241,33 +245,33 @@ StepRecords = NDArray[np.void]
 
 
 def step_digest(manifest: str, plan: str, step: int, cells: bytes | bytearray) -> bytes:
-    """Digest of a step: SHA-256 over manifest id, plan digest, step and its cell digests in lane order.
+    """Return the digest of a step: SHA-256 over manifest id, plan digest, step and cell digests in lane order.
 
     Args:
-        manifest: "sha256:…".
-        plan: hex.
-        step: counted over the whole run.
-        cells: 16 bytes per lane.
+        manifest: "sha256:…" of the dataset.
+        plan: hex digest of the plan.
+        step: number of the step in the run.
+        cells: cell digests, 16 bytes per lane.
     """
     raw = bytes.fromhex(manifest.removeprefix("sha256:"))
     return hashlib.sha256(_PREFIX.pack(raw, bytes.fromhex(plan), step) + cells).digest()
 
 
 def step_digests(manifest: str, plan: str, first: int, cells: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """`step_digest` of consecutive steps from `first` on: (steps, lanes, 16) → (steps, 32), uint8."""
+    """Return `step_digest` of consecutive steps from `first` on: uint8 (steps, lanes, 16) → (steps, 32)."""
     digests = (step_digest(manifest, plan, step, row.tobytes()) for step, row in enumerate(cells, first))
     return np.frombuffer(b"".join(digests), dtype=np.uint8).reshape(-1, 32)
 
 
 def encode_record(step: int, rows: int, plan: int, digest: bytes, check: int) -> tuple[bytes, int]:
-    """(record, its checksum); `check` is that of the record before."""
+    """Return (record, checksum of the record). `check` is the previous record's checksum."""
     body = _BODY.pack(step, rows, plan, digest)
     check = _xxh3(body, seed=check)
     return body + _CHECK.pack(check), check
 
 
 def parse_records(data: bytes) -> StepRecords:
-    """The whole records of a step file, unchecked; a torn last one is left out."""
+    """Return the complete records of a step file, without verifying checksums."""
     if data[: len(STEPS_MAGIC)] != STEPS_MAGIC[: len(data)]:
         raise FormatError("ledger/steps is not a step file of this version; do not trust it")
     count = max(0, len(data) - len(STEPS_MAGIC)) // RECORD_BYTES
@@ -275,7 +279,7 @@ def parse_records(data: bytes) -> StepRecords:
 
 
 def damaged_records(records: StepRecords) -> list[int]:
-    """Indexes of records whose checksum does not go on from the record before."""
+    """Return the indices of records whose checksum does not continue the previous record's."""
     data = records.tobytes()
     bad, check = [], 0
     for index in range(len(records)):
@@ -288,14 +292,14 @@ def damaged_records(records: StepRecords) -> list[int]:
 
 
 def encode_line(document: dict[str, Any], check: int) -> tuple[bytes, int]:
-    """(line, its checksum); `check` is that of the line before."""
+    """Return (line, checksum of the line). `check` is the previous line's checksum."""
     body = dumps(document)
     check = _xxh3(body, seed=check)
     return b"%016x %s\n" % (check, body), check
 
 
 def parse_lines(data: bytes, name: str) -> Iterator[tuple[dict[str, Any], int]]:
-    """(document, checksum) of each line; a torn last line is left out."""
+    """Yield (document, checksum) of each line, skipping an incomplete last line."""
     check = 0
     for number, line in enumerate(data.split(b"\n")[:-1], 1):
         body = line[17:]
@@ -312,7 +316,7 @@ def parse_lines(data: bytes, name: str) -> Iterator[tuple[dict[str, Any], int]]:
 
 
 def parse_events(data: bytes) -> Iterator[dict[str, Any]]:
-    """The events of the ledger's file, checked; a torn last line is left out."""
+    """Yield the validated events of the file `events`, skipping an incomplete last line."""
     for number, (document, _) in enumerate(parse_lines(data, "ledger/events"), 1):
         check_event(document, f"ledger/events line {number}")
         yield document
@@ -324,12 +328,12 @@ class StartState:
 
     Attributes:
         number: number of the start, counted from 0.
-        shape: plan digest, ranks and workers that the attempts of a start share.
-        lanes: lanes of the plan.
-        members: (rank, worker) of the attempts that belong to it.
+        shape: plan digest, number of ranks and number of workers, common to all attempts of the start.
+        lanes: number of lanes of the plan.
+        members: (rank, worker) of each attempt of the start.
         told: number of the newest start that has an event.
-        owners: fingerprint of the assignment that was recorded last, and the runs of lanes of its event.
-        reached: of each start, the step after the newest one recorded.
+        owners: the last recorded assignment: its start, packed lanes per rank, and the runs of lanes in its event.
+        reached: for each start, the step after the highest recorded step.
     """
 
     number: int = -1
@@ -343,19 +347,24 @@ class StartState:
 
 @dataclass
 class LedgerState:
-    """Contents of `state.json`: how much is committed, and where the next merge begins.
+    """Contents of `state.json`: the committed sizes, and the position of the next merge in each journal.
 
     Attributes:
-        records: step records in `steps`, abandoned branches included.
-        check: checksum of the last of them.
+        records: number of step records in `steps`, including abandoned branches.
+        check: checksum of the last step record.
         first: step of the first leaf.
-        size, peaks: frontier of the tree of steps.
-        branch: [step, record] pairs: the current branch has the records from `record` on for the steps from `step` on.
-        events, events_bytes, events_check, events_peaks: number, size, last checksum and frontier of the events.
-        heads_bytes, heads_check: size and last checksum of `heads`.
-        plans: (manifest id, plan digest) by number.
-        journals: file name → (offset and checksum of the end of the last merged entry, number of the start, end of the
-            last merged event).
+        size: number of leaves of the tree of steps.
+        branch: [step, record] pairs; in the current branch, the steps from `step` on are stored from `record` on.
+        peaks: peaks of the tree of steps, in hex.
+        events: number of events.
+        events_bytes: committed bytes of `events`.
+        events_check: checksum of the last event.
+        events_peaks: peaks of the tree of events, in hex.
+        heads_bytes: committed bytes of `heads`.
+        heads_check: checksum of the last line of `heads`.
+        plans: [manifest id, plan digest] by number.
+        journals: file name → (end offset and checksum of the last merged entry, number of the start, end offset of
+            the last merged event).
         start: the newest start of the run.
     """
 
@@ -376,7 +385,7 @@ class LedgerState:
     start: StartState = field(default_factory=StartState)
 
     def frontiers(self) -> tuple[Frontier, Frontier]:
-        """The frontiers of the trees of steps and events."""
+        """Return the frontiers of the trees of steps and events."""
         try:
             return (
                 Frontier(self.size, map(bytes.fromhex, self.peaks)),
@@ -388,7 +397,7 @@ class LedgerState:
             ) from None
 
     def to_bytes(self) -> bytes:
-        """Canonical JSON with its own digest; checksums as text, since they may exceed int64."""
+        """Encode as canonical JSON with its digest. Checksums are hex text, since they may exceed int64."""
         body = {name: _as_text(name, value) for name, value in asdict(self).items()}
         body["journals"] = {
             name: [at, f"{check:016x}", *rest] for name, (at, check, *rest) in self.journals.items()
@@ -398,7 +407,7 @@ class LedgerState:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> LedgerState:
-        """Read it back."""
+        """Decode and validate the contents of `state.json`."""
         try:
             document = loads(data.rstrip(b"\n"), _MAX_STATE)
             body = dict(document["state"])
@@ -415,7 +424,7 @@ class LedgerState:
         return state
 
     def check_numbers(self) -> None:
-        """Raise ValueError unless the numbers can be those of a ledger."""
+        """Raise ValueError if the numbers are out of range or contradict each other."""
         numbers = (self.records, self.first, self.size, self.events, self.events_bytes, self.heads_bytes)
         starts = [step for step, _ in self.branch]
         places = [record for _, record in self.branch]

@@ -1,7 +1,7 @@
 """Merge the journals of all ranks into one leaf per step, the same on any topology (SPEC.md, "Merging").
 
-A *start* is one launch of the run: the ranks and workers that began together. Within a start, steps are taken in order.
-A step is complete when all lanes of the plan are recorded, by any ranks.
+A *start* is one launch of the run: the ranks and workers that began together. Within a start, steps are merged in
+order. A step is complete when all lanes of the plan are recorded, by any ranks.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from shardkit.ledger.journal import (
 from shardkit.ledger.ledger import Ledger, StartState, step_digest
 
 Conflict: TypeAlias = tuple[int, bytes, bytes]
-"""A lane whose cell was recorded twice, with different digests."""
+"""(lane, earlier digest, new digest) of a cell that was recorded twice with different digests."""
 
 
 Place: TypeAlias = tuple[int, int]
-"""(offset, checksum) in a journal file, between two entries."""
+"""(offset, checksum) between two entries of a journal file."""
 
 
 @dataclass(slots=True)
@@ -39,10 +39,12 @@ class Source:
     """A journal file in this merge.
 
     Attributes:
+        file: the opened file.
+        header: header of the file.
         start: number of the start that the file belongs to.
-        reached: end of the last entry that was read.
-        told: end of the last event that is in the ledger.
-        held: beginning of the first entry that is left for a later merge.
+        reached: end of the last entry read.
+        told: end offset of the last event in the ledger.
+        held: beginning of the first entry left for a later merge.
     """
 
     file: JournalFile
@@ -58,7 +60,7 @@ class Source:
 
     @property
     def attempt(self) -> tuple[int, int, int]:
-        """(when it began, rank, worker): one sequence of files."""
+        """(start time, rank, worker), which identifies one sequence of files."""
         return self.header.started, self.header.rank, self.header.worker
 
     @property
@@ -66,23 +68,24 @@ class Source:
         return self.reached if self.held is None else self.held
 
     def hold(self, place: Place) -> None:
-        """Leave the entry at ``place``, and what follows it, for a later merge."""
+        """Leave the entry at `place` and all entries after it for a later merge."""
         self.held = place if self.held is None else min(self.held, place)
 
 
 @dataclass(slots=True)
 class PartialStep:
-    """The cells of a step that are known so far.
+    """The cells known so far of one step.
 
     Attributes:
-        step, lanes: number of the step, lanes of its plan.
-        start: number of the start that took it.
-        cells: 16 bytes per lane.
-        rows: per lane; -1 if the cell is not known.
-        missing: number of lanes that are not known.
+        step: number of the step.
+        lanes: number of lanes of its plan.
+        start: number of the start that recorded the cells.
+        older: cells of the same step recorded by an earlier start that was killed.
+        cells: cell digests, 16 bytes per lane.
+        rows: number of rows per lane; -1 if the cell is unknown.
+        missing: number of lanes whose cell is unknown.
         parts: packed lane numbers → rank.
-        places: the journal entries that it is made of.
-        older: cells of the same step that an earlier, killed start recorded.
+        places: the journal entries of the cells.
     """
 
     step: int
@@ -99,7 +102,7 @@ class PartialStep:
         self.cells, self.rows, self.missing = bytearray(16 * self.lanes), [-1] * self.lanes, self.lanes
 
     def put(self, entry: Entry, rank: int) -> list[Conflict]:
-        """Add the cells of a journal entry."""
+        """Add the cells of a journal entry and return the cells whose known digest differed."""
         packed, packed_rows, digests = entry.cells()
         lanes, rows = unpack_numbers(packed), unpack_numbers(packed_rows)
         if not lanes:
@@ -111,7 +114,9 @@ class PartialStep:
         self.parts[packed] = rank
         first, last = lanes[0], lanes[-1] + 1
         if last - first == len(lanes) and all(count < 0 for count in self.rows[first:last]):
-            self.cells[16 * first : 16 * last] = digests  # the common case: a run of lanes, seen once
+            self.cells[16 * first : 16 * last] = (
+                digests  # the common case: consecutive lanes, first recording
+            )
             self.rows[first:last] = rows
             self.missing -= len(lanes)
             return []
@@ -128,20 +133,20 @@ class PartialStep:
         return conflicts
 
     def attempts(self) -> Iterator[PartialStep]:
-        """This attempt at the step, then those of earlier starts."""
+        """Yield this attempt at the step, then the attempts of earlier starts."""
         one: PartialStep | None = self
         while one is not None:
             yield one
             one = one.older
 
     def hold(self) -> None:
-        """Leave its journal entries for a later merge."""
+        """Leave the journal entries of the step for a later merge."""
         for one in self.attempts():
             for source, place in one.places:
                 source.hold(place)
 
     def cell(self, lane: int) -> bytes | None:
-        """Digest of a cell; None if it is not known."""
+        """Return the digest of a cell, or None if it is unknown."""
         return None if self.rows[lane] < 0 else bytes(self.cells[16 * lane : 16 * lane + 16])
 
     def known_cells(self) -> Iterator[tuple[int, bytes]]:
@@ -151,7 +156,7 @@ class PartialStep:
                 yield lane, digest
 
     def conflicts_with_older(self) -> list[Conflict]:
-        """Cells for which earlier starts recorded another digest; forget those starts."""
+        """Return the cells for which earlier starts recorded another digest, and drop those attempts."""
         found: list[Conflict] = []
         for older in list(self.attempts())[1:]:
             for lane, before in older.known_cells():
@@ -162,7 +167,7 @@ class PartialStep:
         return found
 
     def owners(self) -> list[list[int]]:
-        """Runs of lanes: [rank, first lane, lanes]."""
+        """Return runs of consecutive lanes of one rank: [rank, first lane, number of lanes]."""
         runs: list[list[int]] = []
         pairs = ((lane, rank) for packed, rank in self.parts.items() for lane in unpack_numbers(packed))
         for lane, rank in sorted(pairs):
@@ -177,17 +182,17 @@ Key = tuple[str, str, int]  # manifest, plan, step
 
 
 class Merge:
-    """One pass over the entries of journals that are not in the ledger.
+    """One pass over the journal entries that are not yet in the ledger.
 
     Args:
-        ledger: extended in memory; the caller commits it.
+        ledger: ledger to extend in memory; the caller commits it.
         limit: steps from this one on are left for a later merge.
 
     Attributes:
-        repeated: number of complete steps that were consumed again, with equal digests.
+        repeated: number of complete steps that were consumed again with equal digests.
         sources: the journal files.
-        torn: (file, bytes) of torn tails.
-        pending: recorded steps that are not in the tree: incomplete, or after a gap.
+        torn: (file name, bytes) of each torn tail.
+        pending: recorded steps that are not in the tree, because they are incomplete or follow a gap.
 
     Raises:
         FormatError: a journal is damaged, or holds an entry that no rank writes.
@@ -210,15 +215,15 @@ class Merge:
             ledger.state.journals[source.name] = (*source.settled, source.start, source.told)
 
     def pending_steps(self) -> list[int]:
-        """Numbers of the recorded steps that are not in the tree, ascending."""
+        """Return the numbers of the recorded steps that are not in the tree, ascending."""
         return sorted({step for _, _, step in self.pending})
 
     def complete_behind_gap(self) -> list[int]:
-        """Complete steps that cannot extend the tree, because a step before them is missing."""
+        """Return the complete steps that cannot be appended because an earlier step is missing."""
         return sorted(self._ready)
 
     def pending_cells(self) -> Iterator[tuple[str, int, int, str]]:
-        """(plan, step, lane, digest in hex) of the recorded cells that are in no record of the ledger."""
+        """Yield (plan, step, lane, digest in hex) of the recorded cells that no ledger record covers."""
         for (_, plan, number), step in sorted(self.pending.items(), key=lambda item: item[0]):
             for one in step.attempts():
                 yield from ((plan, number, lane, digest.hex()) for lane, digest in one.known_cells())
@@ -230,7 +235,7 @@ class Merge:
         sources, fresh = [], []
         paths = journal_paths(self.ledger.run / "journal")
         for name in set(known) - {path.name for path in paths}:
-            del known[name]  # removed after its last entry was merged
+            del known[name]  # pruned after its last entry was merged
         for path in paths:
             place = known.get(path.name)
             file = JournalFile(path, None if place is None else (place[0], place[1]))
@@ -249,7 +254,7 @@ class Merge:
         return sorted(sources, key=lambda one: (one.start, one.attempt, one.header.part))
 
     def _whole_starts(self) -> set[int]:
-        """The starts in which every rank and worker has its journal."""
+        """Return the starts for which every rank and worker has a journal."""
         places: dict[int, set[tuple[int, int]]] = {}
         for source in self.sources:
             places.setdefault(source.start, set()).add((source.header.rank, source.header.worker))
@@ -260,7 +265,7 @@ class Merge:
         return {start for start, found in places.items() if len(found) == sizes.get(start)}
 
     def _start_of(self, header: Header) -> int:
-        """The start that a new attempt belongs to: the newest one, unless its place there is taken."""
+        """Return the start of a new attempt: the newest start, or a new one if plan, world or members do not fit."""
         newest = self.ledger.state.start
         shape: list[str | int] = [header.plan, header.world, header.workers]
         place = [header.rank, header.worker]
@@ -301,9 +306,9 @@ class Merge:
                 self._add(source, place, entry, number)
 
     def _entries(self, parts: list[Source]) -> Iterator[tuple[Source, Place, Entry]]:
-        """(File, beginning of the entry, entry) of an attempt.
+        """Yield (file, beginning of the entry, entry) of an attempt.
 
-        Events after the first entry beyond the limit are left for later, so that none is added twice.
+        Events after the first entry beyond the limit are left for a later merge, so that none is added twice.
         """
         is_held = False
         for source in parts:
@@ -317,7 +322,7 @@ class Merge:
                     yield source, place, entry
 
     def _tell_start(self, number: int, step: int, header: Header) -> None:
-        """Add the event of a start, once, with the number of steps that the run had reached before."""
+        """Add the event of a start once, with the number of steps that earlier starts reached."""
         newest = self.ledger.state.start
         if number <= newest.told:
             return
@@ -329,7 +334,7 @@ class Merge:
         )  # fmt: skip
 
     def _know_plan(self, manifest: str, plan: str, lanes: int, step: int, facts: dict[str, Any]) -> int:
-        """Number of a plan; the first time, add its event."""
+        """Return the number of a plan. Add its event the first time."""
         plans = self.ledger.state.plans
         pair = [manifest, plan]
         if pair not in plans:
@@ -350,7 +355,7 @@ class Merge:
         key = (header.manifest, header.plan, entry.step)
         step = self._steps.get(key)
         if step is None or (step.start < number and number in self._whole):
-            # A start of all ranks takes the step from its beginning; single ranks that were replaced join it.
+            # A start of all ranks begins the step again. A start of single replaced ranks adds to the known cells.
             step = self._steps[key] = PartialStep(entry.step, header.lanes, number, older=step)
         self._tell_conflicts(step.put(entry, header.rank), entry.step, number)
         step.places.append((source, place))
@@ -369,7 +374,7 @@ class Merge:
             )  # fmt: skip
 
     def _take(self, key: Key, step: PartialStep) -> None:
-        """Take a complete step into the tree, or compare it with what is there."""
+        """Append a complete step to the tree, or compare it with the recorded step."""
         ledger, number = self.ledger, step.step
         if ledger.steps.size and number > ledger.next_step:
             if number in self._ready:  # under another plan
@@ -383,7 +388,7 @@ class Merge:
                 self.repeated += 1
                 self._note_owners(step)
                 return
-            # The run abandoned what it had consumed from here on. An event says so: nothing is hidden.
+            # The run abandoned the steps recorded from here on. The event keeps their head.
             ledger.add_event(
                 {"kind": "fork", "step": number, "record": ledger.state.records, "start": step.start, "plan": plan,
                  "abandoned": ledger.head()["steps"]}
@@ -393,7 +398,7 @@ class Merge:
         ledger.append(number, sum(step.rows), plan, digest)
 
     def _note_owners(self, step: PartialStep) -> None:
-        """Add an assignment event if other ranks work the lanes than in the step before."""
+        """Add an assignment event if the owners of lanes differ from the previous step's."""
         newest = self.ledger.state.start
         owners: list[Any] = [step.start, sorted([rank, lanes.hex()] for lanes, rank in step.parts.items())]
         if owners == newest.owners[:2]:
@@ -407,6 +412,11 @@ class Merge:
 
 
 def merge_journals(run: Path, *, limit: int | None = None) -> tuple[Ledger, Merge]:
-    """Return the ledger with all journals merged into it, in memory; nothing is written."""
+    """Return the ledger with the journals merged into it in memory, and the merge. Nothing is written.
+
+    Args:
+        run: the run directory.
+        limit: steps from this one on are not merged.
+    """
     ledger = Ledger(run)
     return ledger, Merge(ledger, limit)

@@ -1,6 +1,7 @@
-"""Merkle trees of RFC 6962 §2.1 (unchanged in RFC 9162 §2.1), so that any library for these verifies their proofs.
+"""Merkle trees of RFC 6962 §2.1 (unchanged in RFC 9162 §2.1), so that other libraries can verify their proofs.
 
-`Frontier` appends with one hash per set bit of the size; `Tree` keeps all hashes, and with them every root there was.
+`Frontier` keeps one hash per set bit of the size and can append. `Tree` keeps all hashes and gives the root at any
+size.
 """
 
 from __future__ import annotations
@@ -11,30 +12,30 @@ from collections.abc import Iterable
 HASH_BYTES = 32
 
 EMPTY_ROOT = hashlib.sha256(b"").digest()
-"""Root of a tree without leaves (RFC 6962 §2.1)."""
+"""Root of a tree without leaves."""
 
 _sha256 = hashlib.sha256
 
 
 def leaf_hash(entry: bytes) -> bytes:
-    """Hash of a leaf; the prefix keeps a leaf from being passed off as a node."""
+    """Return the hash of a leaf. The prefix prevents a leaf from being presented as an inner node."""
     return _sha256(b"\0" + entry).digest()
 
 
 def node_hash(left: bytes, right: bytes) -> bytes:
-    """Hash of two subtrees."""
+    """Return the hash of the parent of two subtrees."""
     return _sha256(b"\1" + left + right).digest()
 
 
 class Frontier:
-    """The right edge of a tree: enough to append to it and to know its root.
+    """The right edge of a tree, sufficient to append leaves and compute the root.
 
     Args:
-        size: leaves so far.
-        peaks: hashes of the complete subtrees that the leaves make, the largest first: one per set bit of `size`.
+        size: number of leaves.
+        peaks: hashes of the complete subtrees, the largest first: one per set bit of `size`.
 
     Raises:
-        ValueError: another number of peaks than the size has.
+        ValueError: the number of peaks does not fit the size.
     """
 
     def __init__(self, size: int = 0, peaks: Iterable[bytes] = ()) -> None:
@@ -43,7 +44,7 @@ class Frontier:
             raise ValueError(f"{len(self.peaks)} peaks for {size} leaves, expected {size.bit_count()}")
 
     def append(self, leaf: bytes) -> None:
-        """Add a leaf by its `leaf_hash`; amortised two hashes."""
+        """Append a leaf, given its `leaf_hash`. Amortised cost: at most one hash."""
         node, rest = leaf, self.size
         while rest & 1:
             node = node_hash(self.peaks.pop(), node)
@@ -61,7 +62,7 @@ class Frontier:
 
 
 class Tree:
-    """A whole tree in memory, 64 bytes a leaf: the roots of every size it ever had."""
+    """A whole tree in memory, 64 bytes per leaf, with the roots of all its sizes."""
 
     def __init__(self, leaves: Iterable[bytes] = ()) -> None:
         # level h: hashes of the complete subtrees of 2**h leaves
@@ -75,11 +76,11 @@ class Tree:
         return len(self._levels[0]) // HASH_BYTES
 
     def root(self, size: int | None = None) -> bytes:
-        """Root of the first `size` leaves; of all by default."""
+        """Return the root of the first `size` leaves, by default of all."""
         return self.frontier(size).root()
 
     def frontier(self, size: int | None = None) -> Frontier:
-        """What is needed to append to the first `size` leaves."""
+        """Return the frontier of the first `size` leaves, by default of all."""
         size = len(self) if size is None else size
         if not 0 <= size <= len(self):
             raise ValueError(f"size {size}: the tree has {len(self)} leaves")
