@@ -1,7 +1,7 @@
-"""The plan: who reads what, when; pure, closed form, integers (SPEC.md).
+"""The plan: a pure function from manifest and settings to the samples of every lane and step.
 
-No I/O, no clock, no threads; integers decide every cell, and no step walks those before it. SPEC.md has the
-mathematics.
+No I/O, no clock, no threads. Cells are computed with integers in closed form, so any step costs the same.
+SPEC.md has the mathematics.
 """
 
 from shardkit.notebook import pages
@@ -19,7 +19,7 @@ __all__ = [
 
 
 def _plan_page(plan: Plan) -> str:
-    from .report import plan_page  # what reports on plans is imported where somebody looks
+    from .report import plan_page  # imported only when a notebook shows a plan
 
     return plan_page(plan)
 

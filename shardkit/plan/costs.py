@@ -1,4 +1,4 @@
-"""What samples cost, and windows arranged so that cells cost nearly the same (SPEC.md §11)."""
+"""Costs of samples, and the arrangement of windows into cells of nearly equal cost (SPEC.md §11)."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from shardkit.errors import PlanError
 from .permutation import derive, derive_each, order_rows
 
 BALANCES = ("spread", "align")
-"""Dear cells of neighbouring lanes in other steps, so that batches are alike; or those of all lanes in the same."""
+"""``spread`` puts expensive cells of neighbouring lanes in different steps, so that batches cost the same; ``align``
+puts those of all lanes in the same steps."""
 COST_LIMIT = 1 << 32
-"""Costs are below."""
+"""Exclusive upper bound of a cost."""
 ROUND_PARTS = 4
-"""Parts into which a round of dealing is cut: cells are less even with 1, and not more even with 8 or 16."""
+"""Parts per round of filling cells. Cells are less even with 1 part, and not more even with 8 or 16."""
 
-_RUN = 64  # steps of which each has another class
-_APART = 8  # lanes of which each reaches its dear cells in other steps than the others
+_RUN = 64  # consecutive steps with distinct classes
+_APART = 8  # neighbouring lanes whose expensive cells come in different steps
 _TURNS = (np.array([0, 4, 2, 6, 1, 5, 3, 7], dtype=np.uint64)) << np.uint64(
     61
 )  # eighths of a turn, bits reversed
-_ORDER, _TIES = 0, 1  # what a key of step classes is for
+_ORDER, _TIES = 0, 1  # purposes of keys derived for step classes
 _LEVELS = np.arange(256, dtype=np.int64)
 _VALUES = (2 * (8 + _LEVELS % 8) + 1) << (_LEVELS // 8)  # 16 times the middle of each level, below 2**36
 
 
 def encode_costs(costs: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """One byte per cost in [1, 2**32): eight levels an octave, monotone.
+    """Encode costs in [1, 2**32) as one byte each: eight levels per octave, monotone.
 
     Raises:
         PlanError: a cost is out of range.
@@ -45,33 +46,33 @@ def encode_costs(costs: NDArray[np.int64]) -> NDArray[np.uint8]:
 
 
 def decode_costs(codes: NDArray[np.uint8]) -> NDArray[np.float64]:
-    """About the costs that were encoded: the middle of each level."""
+    """Return approximate costs: the middle of each code's level."""
     return _VALUES[codes] / 16
 
 
 class Codes(Protocol):
-    """What samples cost, to be had for some of them at a time; an array is one."""
+    """Encoded costs of all samples, looked up by sample number; an array satisfies this protocol."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, samples: NDArray[np.int64], /) -> NDArray[np.uint8]:
-        """uint8[n], from `encode_costs`, of samples by number; must never change."""
+        """Return the codes of `encode_costs` for sample numbers: uint8[n]. They must never change."""
 
 
 @dataclass(frozen=True, eq=False)
 class Costs:
-    """What each sample of one manifest costs.
+    """Costs of the samples of one manifest.
 
     Attributes:
-        text: how the costs follow from the manifest's rows; part of the plan's digest, as the manifest is. Equal texts
-            over one manifest mean equal codes.
-        codes: of all samples.
+        text: description of how costs follow from the manifest's rows. It is part of the plan's digest: equal texts
+            for one manifest imply equal codes.
+        codes: encoded costs of all samples.
     """
 
     text: str
     codes: Codes
 
     def of_cells(self, cells: NDArray[np.int64]) -> NDArray[np.float64]:
-        """(steps, lanes) what cells (steps, lanes, m) cost; empty slots cost nothing."""
+        """Return the costs of cells (steps, lanes, m) as (steps, lanes) float64; empty slots cost nothing."""
         there = cells >= 0
         found = np.zeros(cells.shape)
         found[there] = decode_costs(self.codes[cells[there]])
@@ -81,15 +82,15 @@ class Costs:
 
 @dataclass(frozen=True, eq=False)
 class Balance:
-    """How the windows of some hands of one epoch are arranged.
+    """Arrangement by cost of the windows of several hands of one epoch.
 
     Attributes:
-        codes: what samples cost.
-        sizes: int64[hands], rows that a cell takes of each hand; of several groups about so many.
-        parts: of each round; with more of them cells are evener.
-        key: of the epoch's step classes, which all lanes share.
-        offset: uint64[hands], by how much each hand's classes are turned.
-        steps: (hand, draw) → the epoch's step in which each of some hands makes each draw.
+        codes: encoded costs of samples.
+        sizes: int64[hands], rows that a cell takes from each hand; an average if there are several groups.
+        parts: parts per round; more parts make cells more even.
+        key: key of the epoch's step classes, shared by all lanes.
+        offset: uint64[hands], added to the classes of each hand modulo 2**64.
+        steps: function (hand, draw) → step of the epoch in which the hand makes the draw, elementwise.
     """
 
     codes: Codes
@@ -101,16 +102,16 @@ class Balance:
 
     @staticmethod
     def offsets(lanes: NDArray[np.int64], groups: int, balance: str) -> NDArray[np.uint64]:
-        """By how much classes are turned: uint64[lanes * groups], hand i * groups + g is that of lane i and group g."""
+        """Return the class offsets of hands: uint64[lanes * groups], hand ``i * groups + g`` for lane i, group g."""
         turns = _TURNS[(lanes[:, None] + np.arange(groups)).ravel() % _APART]
         return turns if balance == "spread" else np.zeros_like(turns)
 
     def classes(self, steps: NDArray[np.int64]) -> NDArray[np.uint64]:
-        """uint64: the class of each step of the epoch; of 64 steps that begin at a multiple of 64 all differ."""
+        """Return the class of each step: uint64[n]. The 64 steps from any multiple of 64 have distinct classes."""
         run = steps // _RUN
         runs = np.arange(
             run.min(), run.max() + 1
-        )  # windows that are drawn together are of steps near each other
+        )  # few runs: windows that are drawn together belong to nearby steps
         place = order_rows(derive_each(derive(self.key, _ORDER), runs), _RUN)[run - runs[0], steps % _RUN]
         ties = derive_each(derive(self.key, _TIES), steps)
         classes: NDArray[np.uint64] = (place.astype(np.uint64) << np.uint64(58)) | (ties >> np.uint64(6))
@@ -123,7 +124,11 @@ class Balance:
         hand: NDArray[np.int64],
         first: NDArray[np.int64],
     ) -> NDArray[np.int64]:
-        """Windows in another order: whole cells of nearly equal cost, then what is less than a cell."""
+        """Reorder each window: whole cells of nearly equal cost, then the rows that do not fill a cell.
+
+        ``samples`` concatenates windows of ``sizes`` rows; ``hand`` and ``first`` give each window's hand and its
+        first draw in that hand.
+        """
         out, starts, codes = samples.copy(), np.cumsum(sizes) - sizes, self.codes[samples]
         per_cell = self.sizes[hand]
         alike = np.stack((sizes, per_cell), axis=1)[sizes >= per_cell]
@@ -139,9 +144,10 @@ class Balance:
 
 
 def _cells(codes: NDArray[np.uint8], classes: NDArray[np.uint64], size: int, parts: int) -> NDArray[np.int64]:
-    """(windows, cells * m): places in the window, cell by cell.
+    """Return indices of the window's rows, cell by cell: (windows, cells * m) int64.
 
-    Each cell gets one of the dearest rows, then the cheapest cells get the dearest rows that are left, part after part.
+    Each cell first gets one of the most expensive rows. Then, part by part, the cheapest cells get the most expensive
+    of the remaining rows.
     """
     windows, cells = classes.shape
     ranks = np.argsort(255 - codes, axis=1, kind="stable")
@@ -151,9 +157,11 @@ def _cells(codes: NDArray[np.uint8], classes: NDArray[np.uint64], size: int, par
     sums, free = values[:, :cells].copy(), np.full((windows, cells), size - 1)
     num = (size - 1) * min(parts, cells)
     border = cells + (size - 1) * cells * np.arange(num + 1) // max(1, num)
-    coarse = max(0, (cells * size).bit_length() - 24)  # in windows of 2**24 rows sums times cells leave int64
+    coarse = max(
+        0, (cells * size).bit_length() - 24
+    )  # from 2**24 rows on, sums times cells would overflow int64
     for left, begin, end in zip(range(num, 0, -1), border[:-1].tolist(), border[1:].tolist(), strict=True):
-        if end - begin == cells:  # cells stand in the order of their classes: ties go by it
+        if end - begin == cells:  # cells are ordered by class, which breaks ties
             chosen = np.argsort(sums, axis=1, kind="stable")
         else:
             chosen = _cheapest(sums >> coarse, free, left, end - begin)
@@ -169,12 +177,12 @@ def _cells(codes: NDArray[np.uint8], classes: NDArray[np.uint64], size: int, par
 
 
 def _cheapest(sums: NDArray[np.int64], free: NDArray[np.int64], left: int, num: int) -> NDArray[np.int64]:
-    """(windows, num): cells that take a row each of this part, the cheapest first.
+    """Return the cells that take one row each in this part, cheapest first: (windows, num) int64.
 
-    A cell takes at most one row of a part: one with as many free slots as parts are left goes before all others.
+    A cell takes at most one row per part, so cells with as many free slots as remaining parts come first.
     """
     cells = sums.shape[1]
-    keys = sums * cells + np.arange(cells)  # all differ: no tie is left to how numpy partitions
+    keys = sums * cells + np.arange(cells)  # distinct keys: the result does not depend on numpy's partition
     apart = (1 << 61) // cells * cells
     keys += apart * ((free == 0).astype(np.int64) - (free == left))
     keys = np.partition(keys, num - 1, axis=1)[:, :num]

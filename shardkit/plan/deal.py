@@ -1,8 +1,8 @@
-"""The deal: how many samples of each group every lane has drawn before any step, in closed form (SPEC.md §2).
+"""Number of samples of each group that every lane has drawn before any step, in closed form (SPEC.md §2).
 
-One `Deal` is one turn of the table: ``steps`` steps in ``lanes`` phases. Slots of a step, sorted by group,
-go round the lanes; in phase p slot i goes to lane (i + p) mod L. Sums and roundings are exact; `assemble` puts each
-step's draws together, `permute_cells` permutes them within their cells (§4).
+A `Deal` covers one turn: ``steps`` steps in ``lanes`` phases. The slots of a step, sorted by group, are distributed
+round-robin: in phase p slot i goes to lane (i + p) mod L. All sums and roundings are exact. `assemble` builds the cells
+of each step from draws, and `permute_cells` permutes the slots of each cell (§4).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _SAFE = 2**62
 
 
 def floor_sum(n: int, m: int, a: int, b: int) -> int:
-    """Sum of ``(a * i + b) // m`` over 0 <= i < n.
+    """Return the sum of ``(a * i + b) // m`` over 0 <= i < n.
 
-    In O(log m) steps (the Euclid-like reduction of lattice counts).
+    Takes O(log m) steps (Euclid-like reduction of lattice point counts).
     """
     total = 0
     if a < 0:
@@ -46,9 +46,9 @@ def floor_sum(n: int, m: int, a: int, b: int) -> int:
 
 
 def golden_step(n: int) -> int:
-    """The step nearest to n / golden ratio that has no common factor with n.
+    """Return the smallest step coprime to n from n / golden ratio upwards.
 
-    Its multiples spread evenly modulo n.
+    Its multiples are spread evenly modulo n.
     """
     if n <= 2:
         return 1
@@ -59,7 +59,7 @@ def golden_step(n: int) -> int:
 
 
 def divisors(n: int) -> list[int]:
-    """All divisors of n in ascending order."""
+    """Return all divisors of n in ascending order."""
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return small + [n // d for d in reversed(small) if d * d != n]
 
@@ -67,10 +67,10 @@ def divisors(n: int) -> list[int]:
 def muldiv(
     factor: NDArray[np.int64], other: NDArray[np.int64], offset: NDArray[np.int64] | int, divisor: int
 ) -> NDArray[np.int64]:
-    """``(factor * other + offset) // divisor``, exact.
+    """Return ``(factor * other + offset) // divisor``, exact.
 
-    Arrays broadcast; all values are >= 0 and the result fits int64. Products that might pass 2**62 are taken
-    in Python integers.
+    Arrays broadcast. All values must be >= 0 and the result must fit int64. Products that could exceed 2**62 are
+    computed with Python integers.
     """
     bound = int(factor.max(initial=0)) * int(other.max(initial=0)) + int(np.max(offset, initial=0))
     if bound < _SAFE and divisor < _SAFE:
@@ -82,7 +82,7 @@ def muldiv(
 
 
 def ragged(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The concatenation of ``arange(start, start + length)`` over all pairs: int64[sum(lengths)]."""
+    """Concatenate ``arange(start, start + length)`` over all pairs: int64[sum(lengths)]."""
     ends = np.cumsum(lengths)
     numbers: NDArray[np.int64] = np.repeat(starts - (ends - lengths), lengths)
     numbers += np.arange(len(numbers), dtype=np.int64)
@@ -93,14 +93,14 @@ Counts = NDArray[np.int64]
 
 
 class Deal:
-    """Counts of one turn.
+    """Sample counts of one turn.
 
     Args:
-        cumulative: masses of groups 0..g for each g (Python integers, ascending, the last is the total).
+        cumulative: total mass of groups 0..g for each g (Python integers, ascending; the last is N).
         global_batch: B, a multiple of ``lanes``.
         lanes: L.
         steps: S, steps of the turn.
-        dither: added to every prefix before rounding, 0 <= dither < total.
+        dither: number added to every prefix before rounding, 0 <= dither < N.
     """
 
     def __init__(
@@ -114,36 +114,36 @@ class Deal:
         )  # q_g: slots below group g+1, rounded down
         self._carry: NDArray[np.int64] = np.array(
             [f for _, f in parts], dtype=_fit(self.total)
-        )  # f_g: what is lost, per step
+        )  # f_g: remainder of that division, per step
         self._ramp: Counts = -(
             (np.arange(lanes + 1, dtype=np.int64) * -steps) // lanes
         )  # first step of each phase
         self._turn, self._residue = self._low // lanes, self._low % lanes
 
     def prefix(self, steps: NDArray[np.int64]) -> Counts:
-        """C: samples of groups <= g drawn by all lanes before each step; (len(steps), groups)."""
+        """Return C: samples of groups <= g drawn by all lanes before each step; (len(steps), groups)."""
         return steps[:, None] * self._low + muldiv(steps[:, None], self._carry, self.dither, self.total)
 
     def phase(self, step: int) -> int:
-        """Turn of the table at a step."""
+        """Return the phase p of a step."""
         return step * self.lanes // self.steps if self.steps else 0
 
     def lane_prefix(
         self, steps: NDArray[np.int64], lane: NDArray[np.int64] | int, chosen: NDArray[np.int64] | None = None
     ) -> Counts:
-        """D: samples of groups <= g drawn by ``lane`` before each step.
+        """Return D: samples of groups <= g drawn by ``lane`` before each step.
 
         Returns:
-            (n, k) int64; the column of the last group is ``steps * B / L``.
+            (n, k) int64 for the k chosen groups, all by default; the column of the last group is ``steps * B / L``.
         """
         of = slice(None) if chosen is None else chosen
         residue, carry = self._residue[of], self._carry[of]
         at = steps[:, None]
-        if not (residue.any() or carry.any()):  # as of the last group: every step deals whole rounds
+        if not (residue.any() or carry.any()):  # every step has whole rounds, as for the last group
             return at * self._turn[of]
         lanes = np.asarray(lane, dtype=np.int64).reshape(-1, 1)
-        # Slots 0..q-1 of each step: q // L rounds, and one more while the phase lies in (lane - q % L, lane].
-        first = lanes - residue + 1  # may be negative: then the range of phases wraps
+        # Slots 0..q-1 of each step: q // L rounds, and one more while the phase is in (lane - q % L, lane].
+        first = lanes - residue + 1  # if negative, the range of phases wraps around
         inside = self._time(at, lanes + 1) - self._time(at, np.maximum(first, 0))
         wrapped = np.where(first < 0, at - self._time(at, np.minimum(first, 0) + self.lanes), 0)
         drawn = at * self._turn[of] + inside + wrapped
@@ -155,7 +155,7 @@ class Deal:
     def lane_counts(
         self, steps: NDArray[np.int64], lane: NDArray[np.int64] | int, chosen: NDArray[np.int64]
     ) -> Counts:
-        """Samples of the chosen groups drawn by ``lane`` before each step: (n, k) int64."""
+        """Return the samples of the chosen groups drawn by ``lane`` before each step: (n, k) int64."""
         drawn = self.lane_prefix(steps, lane, chosen)
         above_first = chosen > 0
         if not above_first.any():
@@ -164,11 +164,11 @@ class Deal:
         return drawn - np.where(above_first, below, 0)
 
     def _time(self, at: Counts, phase: Counts) -> Counts:
-        """Steps before ``at`` that lie in phases before ``phase``."""
+        """Return the number of steps before ``at`` whose phase is below ``phase``."""
         return np.minimum(at, self._ramp[phase])
 
     def _carries(self, carry: NDArray[np.int64], begin: Counts, end: Counts) -> Counts:
-        """Carrying steps in [begin, end): exact, and in int64 wherever the products fit."""
+        """Return the number of steps in [begin, end) that carry; exact, with Python integers only if needed."""
         if (int(self.steps) + 1) * self.total < 2**62:
             start = (begin * carry + self.dither) % self.total
         else:
@@ -176,7 +176,7 @@ class Deal:
         return muldiv(end - begin, carry, start, self.total)
 
     def short_step(self, rows: int) -> Counts:
-        """Counts of the last, short step of ``rows`` slots: (L, groups), groups <= g cumulated, phase 0."""
+        """Return the counts of the short step of ``rows`` slots, cumulated over groups <= g: (L, groups)."""
         if not rows:
             return np.zeros((self.lanes, len(self._low)), dtype=np.int64)
         left = self._left()[None, :]
@@ -185,7 +185,7 @@ class Deal:
         return counts
 
     def _left(self) -> Counts:
-        """Samples of groups <= g that the turn leaves over."""
+        """Return the samples of groups <= g that remain after the full steps of the turn."""
         rest = self.total - self.steps * self.batch
         # N_g - floor((S B N_g + dither) / N) = ceil((N_g (N - S B) - dither) / N), and N_g B = q_g N + f_g
         cumulative = (self._low.astype(object) * self.total + self._carry) // self.batch
@@ -197,15 +197,20 @@ def _fit(total: int) -> type:
 
 
 def chunk_steps(global_batch: int, lanes: int, most: int) -> int:
-    """Steps that are drawn at once and kept: at most 2**16 samples of a lane and 2**20 of all lanes."""
+    """Return how many steps to draw and cache at once: at most 2**16 samples per lane and 2**20 over all lanes."""
     return max(1, min(most, (1 << 20) // global_batch, (1 << 16) * lanes // global_batch))
 
 
 def assemble(draws: NDArray[np.int64], counts: NDArray[np.int64], size: int) -> NDArray[np.int64]:
-    """Deal draws over steps.
+    """Distribute draws over the cells of steps.
+
+    Args:
+        draws: sample numbers, ordered by (lane, group, step).
+        counts: (lanes, steps, groups), draws of each group in each cell.
+        size: m, slots of a cell.
 
     Returns:
-        int64[lanes, steps, m]: the step's draws, group after group; -1 in the slots that are left.
+        int64[lanes, steps, m]: draws of each cell ordered by group; -1 in the remaining slots.
     """
     lanes, steps = counts.shape[:2]
     out = np.full(lanes * steps * size, -1, dtype=np.int64)

@@ -1,8 +1,8 @@
-"""Keyed permutations and draws: integer arithmetic only, the same on every CPU and in every release (SPEC.md §4).
+"""Keyed permutations and random draws in integer arithmetic, identical on every CPU and in every release (SPEC.md §4).
 
 ``order(key, n)`` sorts the pairs (high 32 bits of splitmix64 output i under ``key``, i). Pairs are distinct,
-so every sorting method gives the same answer. ``Feistel`` is the O(1) permutation for domains that are too
-large to sort.
+so every sorting method gives the same result. ``Feistel`` permutes domains that are too large to sort, in O(1) per
+value.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MIX_BITS = 32
 
 
 def mix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of splitmix64, in place; ``values`` must be an array of at least one dimension."""
+    """Apply the finaliser of splitmix64 in place; ``values`` must have at least one dimension."""
     values ^= values >> _U(30)
     values *= _U(_M1)
     values ^= values >> _U(27)
@@ -40,9 +40,9 @@ def _mix(value: int) -> int:
 
 
 def derive(key: int, *parts: int) -> int:
-    """A 64-bit key below ``key``: for each part.
+    """Derive a 64-bit key from ``key`` and ``parts``.
 
-    Output number ``part`` of the splitmix64 stream seeded so far.
+    Each part replaces the key by output number ``part`` of the splitmix64 stream that the key seeds.
     """
     for part in parts:
         key = _mix((key + GOLDEN * (part + 1)) & _MASK)
@@ -50,7 +50,7 @@ def derive(key: int, *parts: int) -> int:
 
 
 def derive_each(keys: NDArray[np.uint64] | int, parts: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """`derive` with one part, elementwise."""
+    """Apply `derive` with one part elementwise: uint64[n]."""
     start = np.asarray(keys & _MASK if isinstance(keys, int) else keys, dtype=np.uint64)
     values = parts.astype(np.uint64)
     values += _U(1)
@@ -60,7 +60,7 @@ def derive_each(keys: NDArray[np.uint64] | int, parts: NDArray[np.int64]) -> NDA
 
 
 def order(key: int, n: int) -> NDArray[np.int64]:
-    """The permutation of range(n) under ``key``; n below 2**32."""
+    """Return the permutation of range(n) under ``key``, int64[n]; n must be below 2**32."""
     values = derive_each(key, np.arange(n, dtype=np.int64))
     values &= _U(0xFFFFFFFF00000000)
     values |= np.arange(n, dtype=np.uint64)
@@ -70,8 +70,8 @@ def order(key: int, n: int) -> NDArray[np.int64]:
 
 
 def order_rows(keys: NDArray[np.uint64], n: int) -> NDArray[np.int64]:
-    """`order` for many keys and one n: (len(keys), n) int64."""
-    # One splitmix64 stream per row. Short rows keep the index in few bits; the pairs compare alike.
+    """Return `order` for many keys and one n: (len(keys), n) int64."""
+    # one splitmix64 stream per row
     ramp = np.arange(1, n + 1, dtype=np.uint64)
     ramp *= _U(GOLDEN)
     values = mix64(keys[:, None] + ramp[None, :])
@@ -83,10 +83,10 @@ def order_rows(keys: NDArray[np.uint64], n: int) -> NDArray[np.int64]:
 
 
 def grouped_order(keys: NDArray[np.uint64], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """`order` within each of many groups, as one array.
+    """Permute each of many groups under its key.
 
     Returns:
-        int64[sum(sizes)]: for each group in turn, its permutation of range(size), plus the group's start.
+        int64[sum(sizes)]: for each group in turn, its permutation of range(size) plus the start of the group.
     """
     total = int(sizes.sum())
     if not total:
@@ -94,7 +94,7 @@ def grouped_order(keys: NDArray[np.uint64], sizes: NDArray[np.int64]) -> NDArray
     index_bits = int(sizes.max() - 1).bit_length()
     room = 64 - _MIX_BITS - index_bits
     starts = np.cumsum(sizes) - sizes
-    if len(sizes) > 1 << room:  # too many groups for the bits left beside mix and index: take them in turns
+    if len(sizes) > 1 << room:  # too many groups for the bits next to mix and index
         parts = []
         for first in range(0, len(sizes), 1 << room):
             part = slice(first, first + (1 << room))
@@ -103,7 +103,7 @@ def grouped_order(keys: NDArray[np.uint64], sizes: NDArray[np.int64]) -> NDArray
     group = np.arange(len(sizes), dtype=np.uint64)
     index = np.arange(total, dtype=np.uint64)
     within = index - np.repeat(starts.astype(np.uint64), sizes)
-    # key + golden * (within + 1), with the group's part of the sum repeated once
+
     values = mix64(np.repeat(keys, sizes) + (within + _U(1)) * _U(GOLDEN))
     values >>= _U(64 - _MIX_BITS)
     values <<= _U(index_bits)
@@ -127,18 +127,18 @@ class Feistel:
     ROUNDS = 6
 
     def __init__(self, key: int | NDArray[np.uint64], n: int) -> None:
-        """One key for all values, or one key for each value."""
+        """Take one key for all values, or an array with one key per value."""
         self.n = n
         self._half = max(1, ((max(1, n - 1)).bit_length() + 1) // 2)
         keys = np.array([key], dtype=np.uint64) if isinstance(key, int) else key
         self._keys = [derive_each(keys, np.full(len(keys), r, dtype=np.int64)) for r in range(self.ROUNDS)]
 
     def __call__(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Images of ``values``, int64."""
+        """Return the images of ``values``, int64."""
         return self._walk(values, inverse=False)
 
     def inverse(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Preimages of ``values``, int64."""
+        """Return the preimages of ``values``, int64."""
         return self._walk(values, inverse=True)
 
     def _walk(self, values: NDArray[np.int64], *, inverse: bool) -> NDArray[np.int64]:
@@ -168,7 +168,7 @@ _BITS = 64
 
 
 class Place(NamedTuple):
-    """Where a sample stands: what all that is drawn for it depends on."""
+    """Position of a sample in a run; together with a name it keys every random draw made for the sample."""
 
     seed: int
     step: int
@@ -182,14 +182,14 @@ def _stream(name: str) -> int:
 
 
 def draws(place: Place, name: str, count: int, *, first: int = 0) -> list[int]:
-    """`count` integers below 2**64, uniform and independent: splitmix64 keyed by the place and the name.
+    """Return ``count`` uniform, independent integers below 2**64: splitmix64 keyed by ``place`` and ``name``.
 
-    Each depends on its number alone, from `first` on, however many are taken.
+    The integers are numbered from ``first``. Each depends only on its number, not on ``count``.
     """
     key = derive(place.seed, _stream(name), place.step, place.lane, place.slot)
     return [derive(key, number) for number in range(first, first + count)]
 
 
 def draw(bits: int, below: int) -> int:
-    """One of `draws` as a number from 0 to `below` − 1."""
+    """Scale one integer of `draws` to 0 … ``below`` − 1."""
     return (bits * below) >> _BITS

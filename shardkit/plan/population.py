@@ -1,8 +1,8 @@
-"""What a plan is made over: the selected rows of one manifest, their strata in groups, and the rows of each group.
+"""The input of a plan: selected rows of one manifest, strata combined into groups, and the base order of each group.
 
-Base order is that of the manifest, group by group, without an array of rows and without a sort of all segments: a
-coarse table holds, for every run of `chunk` segments, how many rows of each group come before it, and a look-up scans
-only the chunks it needs. Memory is at most 2**20 entries, whatever the number of rows.
+The base order of a group is its rows in manifest order. It is not stored as an array of rows: a coarse table holds the
+number of rows of each group before every chunk of segments, and a look-up scans only the chunks that it needs. The
+table has at most about 2**20 entries, for any number of rows.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Population:
 
     Attributes:
         identity: manifest id; part of the plan's digest.
-        strata: names; a stratum's number is its place here.
+        strata: names; a stratum's number is its index in this tuple.
         segment_shard: int32[n], shard of each segment, not decreasing.
         segment_stratum: int32[n], stratum of each segment.
         segment_rows: int64[n], selected rows of each segment; 0 is allowed.
-        shard_block_rows: int32[S], rows of a whole block of each shard (scaled down where rows are selected).
+        shard_block_rows: int32[S], rows of a whole block of each shard (scaled down if only some rows are selected).
         shard_bytes: int64[S] or None, bytes of each shard, for reports and placement.
-        mean_block_bytes: raw bytes of a block, for the default window; 0 where nobody knows.
+        mean_block_bytes: mean raw bytes of a block, for the default window; 0 if unknown.
     """
 
     identity: str
@@ -72,7 +72,7 @@ class Population:
         block_rows: int | ArrayLike = 64,
         shard_bytes: ArrayLike | None = None,
     ) -> Population:
-        """A population from (shard, stratum, rows) triples: for tests and examples, not for 10⁵ shards."""
+        """Build a population from (shard, stratum, rows) triples, for tests and examples."""
         table = np.asarray(segments, dtype=np.int64).reshape(-1, 3)
         shards = int(table[:, 0].max()) + 1 if len(table) else 0
         rows = np.broadcast_to(np.asarray(block_rows, dtype=np.int32), (shards,))
@@ -88,12 +88,12 @@ class Population:
 
     @property
     def rows(self) -> int:
-        """All selected rows."""
+        """Number of selected rows."""
         return int(self.segment_rows.sum(dtype=np.int64)) if len(self.segment_rows) else 0
 
     @property
     def num_shards(self) -> int:
-        """Shards, those without a selected row included."""
+        """Number of shards, including shards without selected rows."""
         return len(self.shard_block_rows)
 
 
@@ -112,14 +112,14 @@ def _valid(population: Population) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """Strata in dealing order; the rare ones pooled as the last group.
+    """Strata combined into groups, ordered by (-mass, name), with all rare strata pooled in the last group.
 
     Attributes:
-        masses: what each group weighs in the deal: rows (natural) or weights, as Python integers.
+        masses: mass of each group: rows (natural weights) or weights, as Python integers.
         rows: selected rows of each group.
-        strata: strata numbers of each group; one, except in the pool.
-        group_of: int32[strata], group of each stratum; strata without mass are in none (-1).
-        pooled: the last group holds the rare strata.
+        strata: stratum numbers of each group; one number, except in the pool.
+        group_of: int32[strata], group of each stratum; -1 for strata without mass.
+        pooled: True if the last group is the pool of rare strata.
     """
 
     masses: tuple[int, ...]
@@ -137,7 +137,7 @@ class Groups:
         return sum(self.masses)
 
     def cumulative(self) -> list[int]:
-        """Masses of groups 0..g, for each g."""
+        """Return the total mass of groups 0..g, for each g."""
         sums, total = [], 0
         for mass in self.masses:
             total += mass
@@ -146,16 +146,16 @@ class Groups:
 
 
 def each_alone(rows: Sequence[int]) -> Groups:
-    """Every stratum a group of its own, whatever its size; group numbers are stratum numbers."""
+    """Make each stratum its own group, of any size; group numbers equal stratum numbers."""
     counts = tuple(int(r) for r in rows)
     strata = tuple((s,) for s in range(len(counts)))
     return Groups(counts, counts, strata, np.arange(len(counts), dtype=np.int32), pooled=False)
 
 
 def stratum_rows(population: Population) -> list[int]:
-    """Selected rows of each stratum, as Python integers."""
+    """Return the number of selected rows of each stratum, as Python integers."""
     rows = np.zeros(len(population.strata), dtype=np.int64)
-    slab = 1 << 18  # bounded temporaries; the float64 sums of bincount stay exact below 2**53 rows a slab
+    slab = 1 << 18  # bounds temporaries; the float64 sums of bincount are exact below 2**53 rows per slab
     for first in range(0, len(population.segment_rows), slab):
         part = slice(first, first + slab)
         sums = np.bincount(
@@ -168,9 +168,9 @@ def stratum_rows(population: Population) -> list[int]:
 def group_strata(
     names: Sequence[str] | range, rows: Sequence[int], masses: Sequence[int], global_batch: int
 ) -> Groups:
-    """Sort strata by (-mass, name); those expected less than once per global batch are pooled last.
+    """Sort strata by (-mass, name) and pool strata expected less than once per global batch in the last group.
 
-    A rare stratum cannot be dealt alone anywhere but in the last place: its cumulative counts would not be monotone.
+    Only the last group may be rare: for any other, cumulative counts would not be monotone.
     """
     total = sum(m for m, r in zip(masses, rows, strict=True) if r)
     alive = [s for s in range(len(names)) if rows[s] and masses[s]]
@@ -198,12 +198,12 @@ class Pieces(NamedTuple):
     """Runs of rows inside segments, ordered by (group, base position), or by (hand, base position).
 
     Attributes:
-        group: int64[n], group, or the hand that was asked for.
+        group: int64[n], group, or hand if hands were requested.
         base: int64[n], position of the first row in the base order of its group.
         sample: int64[n], sample number of the first row.
-        row: int64[n], place of the first row inside its segment.
-        rows: int64[n].
-        shard: int64[n].
+        row: int64[n], index of the first row in its segment.
+        rows: int64[n], number of rows.
+        shard: int64[n], shard of the segment.
     """
 
     group: NDArray[np.int64]
@@ -215,12 +215,12 @@ class Pieces(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Blocks, or the parts of them that a hand holds, ordered by (hand, base position).
+    """Blocks, cut at the borders of hands, ordered by (hand, base position).
 
     Attributes:
         sample: int64[n], sample number of the first row.
-        rows: int64[n].
-        per_hand: int64[hands], how many of them belong to each hand.
+        rows: int64[n], number of rows.
+        per_hand: int64[hands], number of blocks of each hand.
     """
 
     sample: NDArray[np.int64]
@@ -239,7 +239,7 @@ class BaseOrder:
         chunks = -(-num // self._chunk)
         table = np.zeros((chunks + 1, width), dtype=np.int64)
         samples = np.zeros(chunks + 1, dtype=np.int64)
-        step = max(1, (1 << 18) // self._chunk)  # chunks taken at once: bounded temporaries
+        step = max(1, (1 << 18) // self._chunk)  # chunks per iteration: bounds temporaries
         for first in range(0, chunks, step):
             last = min(chunks, first + step)
             part = slice(first * self._chunk, min(num, last * self._chunk))
@@ -265,12 +265,12 @@ class BaseOrder:
         hi: NDArray[np.int64],
         hand: NDArray[np.int64] | None = None,
     ) -> Pieces:
-        """What base ranges [lo, hi) of groups hold."""
+        """Return the runs of rows in base ranges [lo, hi) of groups, labelled with ``hand`` if given."""
         keep = hi > lo
         hand = (group if hand is None else hand)[keep]
         group, lo, hi = group[keep], lo[keep], hi[keep]
         found = self._scan(self._needed(group, lo, hi))
-        # the base orders of all groups end to end: there one bisection finds what a range overlaps
+        # with the base orders of all groups concatenated, one bisection finds the pieces of all ranges
         offset = np.cumsum(self._group_rows) - self._group_rows
         at = offset[found.group] + found.base
         ranks = np.argsort(at)
@@ -295,7 +295,7 @@ class BaseOrder:
         hand: NDArray[np.int64],
         hands: int,
     ) -> Blocks:
-        """`pieces` of so many hands, cut at block borders; a block restarts at every segment border."""
+        """Return `pieces` of ``hands`` hands, cut at block borders; blocks restart at every segment border."""
         pieces = self.pieces(group, lo, hi, hand)
         size = self.population.shard_block_rows[pieces.shard].astype(np.int64)
         first = pieces.row // size
@@ -311,7 +311,7 @@ class BaseOrder:
         )
 
     def find(self, sample: int) -> tuple[int, int] | None:
-        """(group, base position) of a sample; None where its stratum is in no group."""
+        """Return (group, base position) of a sample, or None if its stratum is in no group."""
         chunk = int(np.searchsorted(self._samples, sample, side="right")) - 1
         part = slice(chunk * self._chunk, min(self._num, (chunk + 1) * self._chunk))
         rows = self.population.segment_rows[part]
@@ -325,7 +325,7 @@ class BaseOrder:
         return group, int(self._by_group[group, chunk]) + before + sample - int(ends[place] - rows[place])
 
     def segments_of(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The segment of each sample; scans only the chunks that hold them."""
+        """Return the segment of each sample, int64[n]; scans only the chunks that contain the samples."""
         chunk = np.searchsorted(self._samples, samples, side="right") - 1
         out = np.empty(len(samples), dtype=np.int64)
         for number in np.unique(chunk).tolist():
@@ -336,12 +336,12 @@ class BaseOrder:
         return out
 
     def blocks_of(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Distinct (shard, block in the shard) of samples: (n, 2) int64, ascending."""
+        """Return the distinct (shard, block in the shard) pairs of samples: (n, 2) int64, ascending."""
         population = self.population
         segment, first = np.unique(self.segments_of(samples), return_inverse=True)
         shard = population.segment_shard[segment]
         block = np.empty(len(samples), dtype=np.int64)
-        for number, at in enumerate(segment.tolist()):  # segments are few beside their rows
+        for number, at in enumerate(segment.tolist()):  # far fewer segments than rows
             begin, before = self._segment_start(at)
             here = first == number
             block[here] = before + (samples[here] - begin) // int(population.shard_block_rows[shard[number]])
@@ -350,7 +350,7 @@ class BaseOrder:
         return distinct
 
     def _segment_start(self, segment: int) -> tuple[int, int]:
-        """First sample of a segment, and the blocks of its shard before it."""
+        """Return the first sample of a segment and the number of blocks before it in its shard."""
         rows, shards = self.population.segment_rows, self.population.segment_shard
         chunk = segment // self._chunk
         begin = int(self._samples[chunk]) + int(rows[chunk * self._chunk : segment].sum())
@@ -360,13 +360,13 @@ class BaseOrder:
         return begin, int(before.sum())
 
     def strata_of(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The stratum of each sample."""
+        """Return the stratum of each sample, int64[n]."""
         return self.population.segment_stratum[self.segments_of(samples)].astype(np.int64)
 
     def _needed(
         self, group: NDArray[np.int64], lo: NDArray[np.int64], hi: NDArray[np.int64]
     ) -> list[tuple[int, int]]:
-        """Runs of chunks that hold the ranges."""
+        """Return the runs of chunks that contain the ranges."""
         mark = np.zeros(self._by_group.shape[1] + 1, dtype=np.int64)
         ranks = np.argsort(group, kind="stable")
         group = group[ranks]
@@ -380,7 +380,7 @@ class BaseOrder:
         return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
 
     def _scan(self, runs: list[tuple[int, int]]) -> Pieces:
-        """All segments of runs of chunks, with their base positions; in no particular order."""
+        """Return all segments in runs of chunks with their base positions, in no particular order."""
         out: list[tuple[NDArray[np.int64], ...]] = []
         for first, last in runs:
             part = slice(first * self._chunk, min(self._num, last * self._chunk))
@@ -390,9 +390,7 @@ class BaseOrder:
             kept = np.flatnonzero((group >= 0) & (rows > 0))
             ranks = kept[np.argsort(_narrow(group[kept], len(self.groups)), kind="stable")]
             group, rows = group[ranks], rows[ranks]
-            before = (
-                np.cumsum(rows) - rows
-            )  # rows of smaller groups in this run count too: taken off again below
+            before = np.cumsum(rows) - rows  # includes rows of smaller groups in this run, subtracted below
             starts = np.flatnonzero(np.diff(group, prepend=-1))
             lengths = np.diff(starts, append=len(group))
             base = before + np.repeat(self._by_group[group[starts], first] - before[starts], lengths)
@@ -404,5 +402,5 @@ class BaseOrder:
 
 
 def _narrow(values: NDArray[np.int64], limit: int) -> NDArray[np.generic]:
-    """The smallest unsigned dtype that holds them: numpy's stable sort is a radix sort up to 16 bits."""
+    """Convert to the smallest unsigned dtype that fits: numpy's stable sort is a radix sort up to 16 bits."""
     return values.astype(np.uint8 if limit <= 1 << 8 else np.uint16 if limit <= 1 << 16 else np.uint32)
