@@ -1,4 +1,4 @@
-"""How a plan goes on from a step under other settings (SPEC.md §6): the leg that follows, and what passes have left."""
+"""Amendments: the leg of a plan from a step on under other settings, and the undrawn rows of passes (SPEC.md §6)."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ Numbers = NDArray[np.int64]
 
 
 class _BySource:
-    """Takes ranges of columns by going through the few lanes that they touch."""
+    """Base class of leftovers that takes ranges of columns lane by lane."""
 
     starts: Numbers
 
     def take(self, columns: Numbers, lo: Numbers, hi: Numbers) -> Numbers:
-        """Sample numbers at [lo, hi) of each column, concatenated."""
+        """Return the sample numbers at [lo, hi) of each column, concatenated."""
         out = np.empty(int((hi - lo).sum()), dtype=np.int64)
         first = np.cumsum(hi - lo) - (hi - lo) - lo
         begin, end = self.starts[:-1, columns], self.starts[1:, columns]
@@ -51,7 +51,7 @@ def _starts(counts: Numbers) -> Numbers:
 
 
 class NaturalLeftover(_BySource):
-    """Rest of an epoch of a natural grid; columns are its groups."""
+    """Rows of an epoch of a natural grid that are not drawn before a step; columns are groups."""
 
     def __init__(self, grid: NaturalGrid, epoch: int, step: int) -> None:
         self.grid, self.epoch = grid, epoch
@@ -70,7 +70,7 @@ class NaturalLeftover(_BySource):
         return deck.take(at + lo, at + hi)
 
     def index(self, sample: int) -> tuple[int, int] | None:
-        """(group, place) of a sample; None where it has been drawn or dropped."""
+        """Return (group, position in it) of a sample, or None if it has been drawn or dropped."""
         found = self.grid.place(sample, self.epoch)
         if found is None:
             return None
@@ -80,9 +80,10 @@ class NaturalLeftover(_BySource):
 
 
 class StratumLeftover:
-    """A natural leftover by stratum: groups of one stratum as they are, the pool's rest sorted by stratum.
+    """A natural leftover with strata as columns.
 
-    The pool's stream mixes its strata, so its rest is drawn once: memory is that of the pool's rows.
+    The stream of the pool mixes its strata, so the pool's rest is drawn once and sorted by stratum. It takes memory for
+    all its rows.
     """
 
     def __init__(self, inner: NaturalLeftover) -> None:
@@ -109,7 +110,7 @@ class StratumLeftover:
         self.starts: Numbers = _starts(totals[None, :])
 
     def take(self, columns: Numbers, lo: Numbers, hi: Numbers) -> Numbers:
-        """Sample numbers at [lo, hi) of each stratum, concatenated."""
+        """Return the sample numbers at [lo, hi) of each stratum, concatenated."""
         parts = []
         for s, a, b in zip(columns.tolist(), lo.tolist(), hi.tolist(), strict=True):
             if s in self._pool:
@@ -119,7 +120,7 @@ class StratumLeftover:
         return np.concatenate(parts)
 
     def index(self, sample: int) -> tuple[int, int] | None:
-        """(stratum, place) of a sample; None where it has been drawn or dropped."""
+        """Return (stratum, position in it) of a sample, or None if it has been drawn or dropped."""
         stratum = int(self.inner.grid.order.strata_of(np.array([sample]))[0])
         if stratum in self._pool:
             place = np.flatnonzero(self._pool[stratum] == sample)
@@ -129,12 +130,12 @@ class StratumLeftover:
 
 
 class WeightedLeftover(_BySource):
-    """Rest of one pass of each stratum, on the tapes of a weighted grid; columns are strata.
+    """Undrawn rows of one pass of each stratum, on the tapes of a weighted grid; columns are strata.
 
     Args:
-        grid: whose tapes.
-        number: int64[strata], the number of each stratum's pass, as `locate` counts them.
-        lo, hi: int64[lanes + 1, strata], tape positions: of all lanes, then of the shared tapes.
+        grid: grid that owns the tapes.
+        number: int64[strata], number of each stratum's pass, as counted by `locate`.
+        lo, hi: int64[lanes + 1, strata], tape positions; one row per lane, then one for the shared tapes.
     """
 
     def __init__(self, grid: WeightedGrid, number: Numbers, lo: Numbers, hi: Numbers) -> None:
@@ -151,7 +152,7 @@ class WeightedLeftover(_BySource):
         return np.concatenate(parts)
 
     def index(self, sample: int) -> tuple[int, int] | None:
-        """(stratum, place) of a sample; None where it has been drawn."""
+        """Return (stratum, position in it) of a sample, or None if it has been drawn."""
         stratum = int(self.grid.order.strata_of(np.array([sample]))[0])
         found = self.grid.place(sample, int(self.number[stratum]))
         if found is None:
@@ -164,37 +165,37 @@ class WeightedLeftover(_BySource):
 
 
 def natural_heads(grid: NaturalGrid, epoch: int, step: int) -> Heads:
-    """What an epoch has left before a step of it, by stratum."""
+    """Return the rows of an epoch that are not drawn before ``step`` of it, by stratum."""
     rests = [StratumLeftover(NaturalLeftover(grid, epoch, step))] if step else []
     return Heads(rests, np.full(len(grid.population.strata), epoch, dtype=np.int64), epoch + bool(step))
 
 
 def weighted_heads(grid: WeightedGrid, step: int) -> Heads:
-    """What the passes under way have left before a step.
+    """Return the undrawn rows of the current passes before a step, pass by pass.
 
-    Every tape is read to the end of the furthest pass that one of its stratum is in, pass by pass: behind the heads all
-    rows of a stratum have come equally often.
+    They reach to the end of the furthest pass that any tape of the stratum has begun, so that all rows of a stratum
+    have been drawn equally often after the heads.
     """
     tapes, lanes = grid.tapes, np.arange(grid.lanes)[:, None]
     own, common = (np.flatnonzero((grid.rows > 0) & kind) for kind in (~grid.shared, grid.shared))
     at = np.concatenate([part.reshape(-1, len(grid.rows)) for part in grid.drawn(step)])
 
     def start(passes: Numbers) -> Numbers:
-        """Tape positions at which passes of all strata start: (lanes + 1, strata)."""
+        """Return the tape positions at which passes of all strata start: (lanes + 1, strata)."""
         out = np.zeros_like(at)
         out[:-1, own] = tapes.pass_start(lanes, own, passes[own])
         out[-1, common] = tapes.shared_start(common, passes[common])
         return out
 
-    number = np.zeros(at.shape, dtype=np.int64)  # the pass that each tape is in, or is about to begin
+    number = np.zeros(at.shape, dtype=np.int64)  # current pass of each tape
     number[:-1, own] = tapes.pass_of(lanes, own, at[:-1, own])
     number[-1, common] = tapes.shared_pass_of(common, at[-1, common])
     last = number.max(axis=0)
     last += (start(last) < at).any(axis=0)
-    last = np.maximum(last, tapes.rests)  # rests of an amendment before this one
+    last = np.maximum(last, tapes.rests)  # include rests of an earlier amendment
     while (
         lower := (last > tapes.rests) & (start(last - 1) >= at).all(axis=0)
-    ).any():  # nothing of it came yet
+    ).any():  # no row of the pass has been drawn
         last = last - lower
     rests: list[WeightedLeftover] = []
     end = last
@@ -210,19 +211,19 @@ def _split(sorted_keys: Numbers, values: Numbers) -> tuple[Numbers, list[Numbers
     return sorted_keys[starts], np.split(values, starts[1:]) if len(starts) else []
 
 
-_REST = 5  # what a key below the seed is for
+_REST = 5  # purpose of a key derived from the seed
 _CHUNK = 64
 
 
 class RestGrid:
-    """First what an epoch has left, then the epochs of ``after``.
+    """Grid of the rest of an epoch, followed by the epochs of ``after``.
 
-    The rest's groups are those of the grid that left it; groups that are rare in it are pooled as ever. Its rows come
-    in the order in which that grid would have drawn them, cut into new hands, and every cell is permuted.
+    The rest has the groups of the grid that began the epoch, with rare groups pooled. Its rows keep the order in which
+    that grid would have drawn them. They are cut into new hands, and each cell is permuted.
 
     Args:
         left: the rest of an epoch.
-        after: the grid of the following epochs; gives batch, lanes, seed and remainder.
+        after: grid of the following epochs, which also sets batch, lanes, seed and remainder.
     """
 
     def __init__(self, left: NaturalLeftover, after: NaturalGrid) -> None:
@@ -248,7 +249,7 @@ class RestGrid:
         self.epoch = left.epoch
 
     def bounds(self, step: int) -> tuple[int, int]:
-        """First and end step of the rest, or of the epoch that holds a step."""
+        """Return the first and end step of the rest or epoch that contains a step."""
         if step < self.steps:
             return 0, self.steps
         first, last = self.after.bounds(step + self.ahead)
@@ -256,11 +257,11 @@ class RestGrid:
 
     @property
     def ahead(self) -> int:
-        """Steps by which the following grid counts further than this one."""
+        """Number to add to a step of this grid to get the step of ``after``."""
         return (self.epoch + 1) * self.after.steps_per_epoch - self.steps
 
     def cells(self, start: int, stop: int, lane: int) -> Numbers:
-        """Cells of one lane for steps [start, stop): (steps, m) int64."""
+        """Return cells of one lane for steps [start, stop): (steps, m) int64."""
         parts = []
         while start < min(stop, self.steps):
             number = start // _CHUNK if start < self.full_steps else -1
@@ -297,7 +298,7 @@ class RestGrid:
         return cells
 
     def _take(self, group: int, lo: int, hi: int) -> Numbers:
-        """Rows [lo, hi) of a group of the rest: a pool is the rests of its members, one after the other."""
+        """Return rows [lo, hi) of a group of the rest; a pool is the concatenation of its members."""
         parts, base = [np.empty(0, dtype=np.int64)], 0
         for member in self.members[group]:
             rows = int(self.left.starts[-1, member])
@@ -308,7 +309,7 @@ class RestGrid:
         return np.concatenate(parts)
 
     def locate(self, sample: int, number: int) -> tuple[int, int, int] | None:
-        """(step, lane, slot) of a sample in the rest of the amended epoch, or in a later epoch."""
+        """Return (step, lane, slot) of a sample in the rest of the amended epoch or in a later epoch, or None."""
         if number > self.epoch:
             found = self.after.locate(sample, number)
             return None if found is None else (found[0] - self.ahead, found[1], found[2])
@@ -334,13 +335,14 @@ class RestGrid:
 # ---- the leg that follows
 
 AnyGrid = NaturalGrid | WeightedGrid | RestGrid | BucketGrid | JoinedGrid
-"""Any way of dealing samples to cells."""
+"""Any grid of cells."""
 
 
 class Leg(NamedTuple):
-    """Settings, rows and grid that hold from a step on.
+    """Settings, rows and grid of a plan from a step on.
 
-    The grid's step is the run's minus ``origin``; ``continues`` is true if it begins with the rest of an epoch.
+    The step of the grid is the step of the run minus ``origin``. ``continues`` is True if the leg begins with the rest
+    of an epoch.
     """
 
     settings: Settings
@@ -353,11 +355,11 @@ class Leg(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """What an amendment changes; None leaves it as it was.
+    """Change made by an amendment; fields that are None do not change.
 
     Attributes:
-        from_step: first step of the run that it holds for.
-        position: the step of the parent that it goes on from: ``from_step``, or later where steps are skipped.
+        from_step: first step of the run with the change.
+        position: step of the parent that is continued at ``from_step``; later than ``from_step`` if steps are skipped.
     """
 
     from_step: int
@@ -369,7 +371,11 @@ class Change:
 
 
 def amended(leg: Leg, change: Change) -> Leg:
-    """The leg that follows ``leg``."""
+    """Return the leg that follows ``leg`` after a change.
+
+    Raises:
+        PlanError: the plan does not support the change.
+    """
     settings = replace(
         leg.settings,
         global_batch=change.global_batch or leg.settings.global_batch,
@@ -405,7 +411,7 @@ def _lanes(settings: Settings, change: Change) -> int:
 
 
 def _anew(leg: Leg, settings: Settings, population: Population, change: Change) -> Leg:
-    """Other rows: streams begin afresh, under the same kind of weights."""
+    """Return a leg over other rows: streams restart, with the same kind of weights."""
     rows = stratum_rows(population)
     weights = change.weights
     if weights is None and isinstance(leg.grid, WeightedGrid):
@@ -446,7 +452,7 @@ def _after_weighted(leg: Leg, grid: WeightedGrid, settings: Settings, change: Ch
 
 
 def _skipped(leg: Leg, change: Change) -> Leg:
-    """The same grid; the epoch goes on where the skip does not leave it."""
+    """Return a leg with the same grid; the epoch continues unless the skip leaves it."""
     position, grid = change.position - leg.origin, leg.grid
     assert not isinstance(grid, WeightedGrid)
     goes_on = position < grid.bounds(change.from_step - leg.origin)[1]

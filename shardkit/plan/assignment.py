@@ -1,4 +1,4 @@
-"""Which rank works which lanes, and when lanes move away from slow ranks: pure functions (SPEC.md §7)."""
+"""Assignment of lanes to ranks, and rebalancing when ranks are slow: pure functions (SPEC.md §7)."""
 
 from __future__ import annotations
 
@@ -17,23 +17,25 @@ from shardkit.ranges import Range
 from .settings import check_range
 
 DATA_AXES = ("dp", "data", "replicate", "dp_replicate", "dp_shard", "fsdp", "shard", "ddp")
-"""Names of mesh axes along which ranks read different data; along all others (tensor, pipeline, expert, context) they
-share it."""
+"""Names of mesh axes along which ranks read different data. Along all other axes (tensor, pipeline, expert, context)
+ranks read the same data."""
 
-_LEVELS = 1 << 10  # local bytes count in 1024ths of the largest entry: sums of costs stay exact in float64
+_LEVELS = (
+    1 << 10
+)  # local bytes are rounded to 1024ths of the largest entry: sums of costs are exact in float64
 _MOVE = 1 << 20
-_SLACK = 0.02  # what a step may take longer where lanes move to their bytes
-_EXACT = 4096  # lanes that are dealt exactly: a linear assignment takes the cube of that in time, 2.5 s
+_SLACK = 0.02  # share by which a step may take longer so that lanes move to their bytes
+_EXACT = 4096  # most lanes for the linear assignment, whose time grows with their cube (2.5 s)
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """Owners of lanes, in force from a step on.
+    """Owners of lanes from a step on.
 
     Attributes:
-        owner: the rank of each lane.
-        node_of: the node of each rank.
-        from_step: step of the run.
+        owner: rank of each lane.
+        node_of: node of each rank.
+        from_step: first step of the run at which the assignment applies.
     """
 
     owner: tuple[int, ...]
@@ -41,11 +43,11 @@ class Assignment:
     from_step: int = 0
 
     def lanes_of(self, rank: int) -> tuple[int, ...]:
-        """Lanes of a rank, ascending: the order of its batches."""
+        """Return the lanes of a rank in ascending order, which is their order in its batches."""
         return tuple(lane for lane, owner in enumerate(self.owner) if owner == rank)
 
     def shares(self) -> list[list[int]]:
-        """`lanes_of` every rank."""
+        """Return the lanes of every rank."""
         found: list[list[int]] = [[] for _ in self.node_of]
         for lane, owner in enumerate(self.owner):
             found[owner].append(lane)
@@ -53,18 +55,18 @@ class Assignment:
 
     @property
     def ranks(self) -> int:
-        """Ranks of the world, those without a lane included."""
+        """Number of ranks, including ranks without lanes."""
         return len(self.node_of)
 
     @property
     def even(self) -> bool:
-        """Every rank works equally many lanes."""
+        """True if all ranks have the same number of lanes."""
         counts = np.bincount(self.owner, minlength=self.ranks)
         return bool((counts == counts[0]).all())
 
     @property
     def digest(self) -> str:
-        """Hex SHA-256 of owners and step: what ranks compare before they start."""
+        """Hex SHA-256 of owners and step; ranks compare it before they start."""
         words = np.array([self.from_step, *self.owner], dtype="<i8")
         return hashlib.sha256(words.tobytes()).hexdigest()
 
@@ -81,26 +83,27 @@ def assign(
     from_step: int = 0,
     prefer: str = "bytes",
 ) -> Assignment:
-    """Deal lanes to ranks.
+    """Assign lanes to ranks.
 
-    In this order: shares follow the speeds as nearly as whole lanes allow (each rank with a speed above 0 gets at least
-    one), most bytes are local, fewest lanes move (and rather inside a node), lanes of a node are neighbours. The result
-    depends on nothing else. Lanes and ranks alone give *fixed shares*: rank r has lanes ⌊r·L/R⌋ to ⌊(r+1)·L/R⌋ − 1.
+    Criteria, most important first: shares are proportional to speeds as closely as whole lanes allow, and each rank
+    with a speed above 0 gets at least one lane; the most bytes are local; the fewest lanes move, preferably within a
+    node; lanes of a node are neighbours. The result depends only on the arguments. Without optional arguments the
+    result is *fixed shares*: rank r has lanes ⌊r·L/R⌋ to ⌊(r+1)·L/R⌋ − 1.
 
     Args:
         lanes: L.
         ranks: R, at most L.
-        nodes: node of each rank; all on one by default.
-        speeds: cells per second of each rank, in any unit; equal by default. 0 takes a rank out.
-        local_bytes: (lanes, nodes) bytes of each lane that lie on each node already.
-        previous: what held so far.
-        was: rank in ``previous`` of each rank now (None for a new one); the same number by default.
-        from_step: step from which it holds.
-        prefer: ``"bytes"``, or ``"moves"`` to weigh fewest moves above most local bytes: a lane that must move goes to
-            a rank that has its bytes, where the slowest rank then takes no longer, within 2 %.
+        nodes: node of each rank; all ranks on one node by default.
+        speeds: cells per second of each rank, in any unit; equal by default. A rank with speed 0 gets no lane.
+        local_bytes: (lanes, nodes) bytes of each lane that each node already stores.
+        previous: the assignment until now.
+        was: rank in ``previous`` of each present rank (None for a new rank); the same number by default.
+        from_step: first step at which the result applies.
+        prefer: ``"bytes"``, or ``"moves"`` to prefer fewest moves to most local bytes. A lane that must move then goes
+            to a rank whose node stores its bytes, if the slowest rank takes at most 2 % longer.
 
     Raises:
-        PlanError: more ranks than lanes, or arguments of other lengths.
+        PlanError: there are more ranks than lanes, or an argument has the wrong length.
     """
     node_of = tuple(nodes) if nodes is not None else (0,) * ranks
     if not 1 <= ranks <= lanes:
@@ -122,10 +125,10 @@ def assign(
         share = quotas(lanes, paces, held.tolist())
         if local_bytes is not None and prefer == "moves" and all(held[r] for r in range(ranks) if share[r]):
             ends = max(n / pace for n, pace in zip(share, paces, strict=True) if n) * (1 + _SLACK)
-            share = [min(lanes, int(ends * pace)) for pace in paces]  # at most: bytes say who takes how many
+            share = [min(lanes, int(ends * pace)) for pace in paces]  # upper limits: local bytes decide
     by_node = sorted(range(ranks), key=lambda r: (node_of[r], r))
-    slot_rank = np.repeat(by_node, [share[r] for r in by_node])  # a column for each lane that a rank may get
-    if local_bytes is None and previous is None:  # nothing but neighbours to weigh: they go in order
+    slot_rank = np.repeat(by_node, [share[r] for r in by_node])  # one column per lane that a rank may get
+    if local_bytes is None and previous is None:  # only neighbourhood counts: lanes in order
         return Assignment(tuple(slot_rank.tolist()), node_of, from_step)
     column_node = np.array(node_of)[slot_rank]
     if local_bytes is not None:
@@ -137,12 +140,14 @@ def assign(
         return Assignment(_greedily(before, slot_rank, node_of, wanted, prefer), node_of, from_step)
     lane = np.arange(lanes)
     place = np.arange(len(slot_rank)) * lanes // len(slot_rank)
-    cost = np.abs(lane[:, None] - place[None, :]).astype(np.float64) / lanes  # neighbours last
+    cost = (
+        np.abs(lane[:, None] - place[None, :]).astype(np.float64) / lanes
+    )  # neighbourhood has the lowest weight
     was_node = np.where(before >= 0, np.array(node_of)[np.maximum(before, 0)], -1)
     moved = (before[:, None] != slot_rank) + (was_node[:, None] != column_node).astype(np.int64)
     moves = np.where(before[:, None] >= 0, moved, 0) * float(
         lanes
-    )  # one outweighs the neighbours of all lanes
+    )  # one move outweighs the neighbourhood of all lanes
     if local_bytes is None:
         cost += moves
     else:
@@ -151,14 +156,14 @@ def assign(
             cost += moves - levels * (_MOVE * 4)
         else:
             cost += moves * (2 * _LEVELS * lanes) - levels * lanes
-    from scipy.optimize import linear_sum_assignment  # a plan alone does without scipy: 40 MiB
+    from scipy.optimize import linear_sum_assignment  # 40 MiB; plans with fixed shares do not need it
 
     _, columns = linear_sum_assignment(cost)
     return Assignment(tuple(int(r) for r in slot_rank[columns]), node_of, from_step)
 
 
 def _levels(table: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Whole 1024ths of the largest entry."""
+    """Round entries down to 1024ths of the largest entry."""
     levels: NDArray[np.float64] = np.floor(table * (_LEVELS / max(1.0, table.max())))
     return levels
 
@@ -170,10 +175,11 @@ def _greedily(
     wanted: NDArray[np.float64],
     prefer: str,
 ) -> tuple[int, ...]:
-    """Owners of very many lanes: each goes to the node that has most of it and room, those with most first.
+    """Return the owners of very many lanes: each lane goes to the node with room that stores most of its bytes.
 
-    Best where every lane's bytes lie on one node, as restarts find them. Lanes that no node wants stay where they are;
-    the others fill what is left in order, so that lanes of a node are neighbours.
+    Lanes are assigned in descending order of local bytes. The result is optimal if the bytes of every lane are stored
+    on one node, as after a restart. Lanes without local bytes keep their rank if it has room. The remaining lanes fill
+    the remaining room in order, so that lanes of a node are neighbours.
     """
     nodes = np.array(node_of)
     room = np.bincount(slot_rank, minlength=len(nodes))  # of each rank
@@ -203,16 +209,17 @@ def _greedily(
 
 
 def _number_in_run(ordered: NDArray[np.int64]) -> NDArray[np.int64]:
-    """How many equal entries stand before each."""
+    """Return for each entry of a sorted array the number of equal entries before it."""
     numbers: NDArray[np.int64] = np.arange(len(ordered)) - np.searchsorted(ordered, ordered)
     return numbers
 
 
 def quotas(lanes: int, speeds: Sequence[float], held: Sequence[int] | None = None) -> list[int]:
-    """Whole lanes for each rank: the largest finishing time lanes / speed is least, and every rank has work.
+    """Return the number of lanes of each rank that minimizes the largest finishing time, lanes / speed.
 
-    Greedy: each further lane goes to the rank that would finish it first; of equal ones to that which holds more lanes
-    now, then to the lower rank. (Optimal for identical jobs on related machines.)
+    Every rank with a speed above 0 gets at least one lane. Each further lane goes to the rank that would finish it
+    first; ties go to the rank that holds more lanes now, then to the lower rank. The greedy choice is optimal for
+    identical jobs on machines of different speed.
     """
     working = [r for r, s in enumerate(speeds) if s > 0]
     if not working or len(working) > lanes or any(s < 0 for s in speeds):
@@ -234,7 +241,7 @@ def quotas(lanes: int, speeds: Sequence[float], held: Sequence[int] | None = Non
 def _owners_now(
     lanes: int, ranks: int, previous: Assignment | None, was: Sequence[int | None] | None
 ) -> NDArray[np.int64]:
-    """The present rank that owns each lane already; -1 where none of them does."""
+    """Return the present rank that already owns each lane, or -1."""
     if previous is None:
         return np.full(lanes, -1, dtype=np.int64)
     if len(previous.owner) != lanes:
@@ -246,20 +253,20 @@ def _owners_now(
 def data_coordinates(
     mesh: ArrayLike, names: Sequence[str], data_axes: Sequence[str] = DATA_AXES
 ) -> dict[int, tuple[int, int]]:
-    """Data-parallel rank and world of every rank of a device mesh.
+    """Return the data-parallel rank and world size of every rank of a device mesh.
 
-    Ranks that differ along data axes read different lanes; ranks that differ along others share them.
+    Ranks that differ along data axes read different lanes. Ranks that differ only along other axes read the same lanes.
 
     Args:
         mesh: array of global ranks, one axis per name.
         names: axis names.
-        data_axes: those along which data differs.
+        data_axes: names of axes along which data differs.
 
     Returns:
         global rank -> (data rank, data world).
 
     Raises:
-        PlanError: names and axes do not match, or no axis is a data axis and yet the mesh has several ranks on it.
+        PlanError: names and axes do not match.
     """
     ranks = np.asarray(mesh)
     if ranks.ndim != len(names) or len(set(names)) != len(names):
@@ -281,11 +288,11 @@ def data_coordinates(
 
 
 class RankTelemetry(NamedTuple):
-    """What one rank saw lately.
+    """Recent times of one rank.
 
     Attributes:
         compute_s: seconds per cell spent computing, one entry per recent step.
-        wait_s: seconds per cell spent waiting for data, alike.
+        wait_s: seconds per cell spent waiting for data, one entry per recent step.
     """
 
     compute_s: tuple[float, ...]
@@ -293,17 +300,17 @@ class RankTelemetry(NamedTuple):
 
     @property
     def cell_s(self) -> float:
-        """Seconds per cell: medians, so that single hiccups count for nothing."""
+        """Seconds per cell; medians, so that single slow steps have no effect."""
         return _median(self.compute_s) + (_median(self.wait_s) if self.wait_s else 0.0)
 
     @property
     def doubt(self) -> float:
-        """Standard error of `cell_s` as a share of it, from the median deviation: what noise alone may explain."""
+        """Relative standard error of `cell_s`, estimated from median absolute deviations."""
         error = 0.0
         for values in (self.compute_s, self.wait_s):
             if values:
                 middle = _median(values)
-                # 1.4826: deviation to sigma of a normal law; 1.2533: error of a median beside that of a mean
+                # normal distribution: 1.4826 is sigma / median deviation, 1.2533 error of a median / of a mean
                 error += (
                     1.4826 * 1.2533 * _median([abs(v - middle) for v in values]) / len(values) ** 0.5
                 ) ** 2
@@ -311,21 +318,21 @@ class RankTelemetry(NamedTuple):
 
 
 def _median(values: Sequence[float]) -> float:
-    from statistics import median  # with what it imports it takes longer than a plan
+    from statistics import median  # its imports take longer than making a plan
 
     return median(values)
 
 
 class Decision(NamedTuple):
-    """A numbered change of owners, journaled; every rank applies it at the same later step.
+    """A journaled change of owners, which every rank applies at the same later step.
 
     Attributes:
-        number: counts up from 1.
-        decided_at: step at which it was taken.
+        number: sequence number, from 1.
+        decided_at: step at which the decision was made.
         assignment: owners from ``assignment.from_step`` on.
-        before_s: seconds per step that telemetry showed before.
-        expected_s: seconds per step that it should lead to.
-        undoes: number of the decision that it takes back, or 0.
+        before_s: measured seconds per step before the decision.
+        expected_s: expected seconds per step after the decision.
+        undoes: number of the decision that this one reverts, or 0.
     """
 
     number: int
@@ -338,14 +345,14 @@ class Decision(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """When to act.
+    """Thresholds of rebalancing.
 
     Attributes:
-        lead: steps between a decision and its effect: every rank must have heard of it.
-        settle: steps after an effect during which nothing is decided; telemetry must be of that time.
-        gain: least share of the step time that a decision must promise to save, twice the noise on top.
-        worse: share by which the step time may exceed the one before, else the decision is undone.
-        backoff: steps without a decision after one was undone; doubled by each further one.
+        lead: steps between a decision and its effect, so that every rank receives it in time.
+        settle: steps after an effect without a new decision; telemetry must be from these steps.
+        gain: smallest expected saving, as a share of the step time; twice the relative standard error is added.
+        worse: share by which the step time may exceed the time before a decision; otherwise it is undone.
+        backoff: steps without a decision after one was undone; doubled each further time.
     """
 
     lead: int = 8
@@ -362,12 +369,12 @@ class Rules:
 
 
 def step_seconds(assignment: Assignment, telemetry: Sequence[RankTelemetry]) -> float:
-    """Seconds per step: lanes times seconds per lane on the slowest rank."""
+    """Return the seconds per step: lanes times seconds per cell of the slowest rank."""
     return max(len(assignment.lanes_of(r)) * t.cell_s for r, t in enumerate(telemetry))
 
 
 def in_force(start: Assignment, journal: Sequence[Decision], step: int) -> Assignment:
-    """The assignment at a step: replaying a journal gives every rank the same answer."""
+    """Return the assignment at a step, from the journal of decisions."""
     current = start
     for decision in journal:
         if decision.assignment.from_step <= step:
@@ -384,14 +391,14 @@ def rebalance(
     local_bytes: ArrayLike | None = None,
     rules: Rules | None = None,
 ) -> Decision | None:
-    """What to do at a step, if anything.
+    """Decide whether to move lanes away from slow ranks.
 
-    Min-max of lanes times seconds per lane, for identical jobs on machines of different speed: solved exactly by
-    `quotas`; the lanes that move go to ranks of nodes that hold their bytes. Nothing is done while a decision is under
-    way or fresh, for a gain that noise could explain, or soon after a decision had to be undone.
+    `quotas` minimizes the largest time of a rank, lanes times seconds per cell. Lanes that move go to ranks whose nodes
+    store their bytes. Nothing changes while a decision is pending or recent, if noise could explain the gain, or soon
+    after a decision was undone.
 
     Returns:
-        The next decision, to be journaled before it is published; None to leave things as they are.
+        The next decision, which must be journaled before it is published, or None.
     """
     rules = rules or Rules()
     current = in_force(start, journal, step)
@@ -403,7 +410,7 @@ def rebalance(
     if last is not None and not last.undoes and now > last.before_s * (1 + rules.worse + doubt):
         before = in_force(start, journal[:-1], step)
         back = Assignment(before.owner, before.node_of, effect)
-        # undone only where the old owners would do better by what is seen now: a rank may have become slow since
+        # undo only if the old owners are better by present times: a rank may have become slow since
         if step_seconds(back, telemetry) < now:
             return Decision(number, step, back, now, step_seconds(back, telemetry), last.number)
     undone = [d for d in journal if d.undoes]

@@ -1,7 +1,7 @@
-"""Decks: hands of one pass in drawing order, of one lane or of several (SPEC.md §4).
+"""Decks: hands of one pass in drawing order, for one or several lanes (SPEC.md §4).
 
-`WindowDeck` shuffles windows of blocks; `FullDeck` permutes each hand as a whole, in O(1) per sample. `Recent` keeps
-those that are used again.
+`WindowDeck` shuffles within windows of blocks; `FullDeck` permutes each hand as a whole, in O(1) per sample. `Recent`
+caches decks and cells.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ V = TypeVar("V")
 
 
 class Recent(Generic[K, V]):
-    """Keeps the last ``limit`` values made.
+    """Cache of the last ``limit`` values made; safe to use from many threads without a lock.
 
-    Values are immutable and making one twice is harmless, so two threads that miss together both make it and
-    one of the equal values stays. Single dict operations are atomic; nothing iterates over the dict while it
-    may change.
+    Values must be immutable and cheap enough to be made twice: two threads that miss at the same time both make the
+    value, and one of the equal values is kept. Single dict operations are atomic, and the dict is copied before it is
+    iterated.
     """
 
     def __init__(self, limit: int) -> None:
@@ -35,7 +35,7 @@ class Recent(Generic[K, V]):
         self._values: dict[K, V] = {}
 
     def get(self, key: K, make: Callable[[K], V]) -> V:
-        """The value of ``key``, made by ``make(key)`` where it is not kept."""
+        """Return the value of ``key``; call ``make(key)`` if it is not cached."""
         try:
             return self._values[key]
         except KeyError:
@@ -49,29 +49,28 @@ class Recent(Generic[K, V]):
         return value
 
     def __contains__(self, key: K) -> bool:
-        """Whether a value is kept."""
+        """Return True if the value of ``key`` is cached."""
         return key in self._values
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all values."""
         self._values = {}
 
     def __len__(self) -> int:
         return len(self._values)
 
 
-_BLOCKS, _WINDOWS, _STAGGER = 0, 1, 2  # what a hand's key is for
+_BLOCKS, _WINDOWS, _STAGGER = 0, 1, 2  # purposes of keys derived from a hand's key
 SHUFFLES = ("window", "full", "none")
-"""Within windows of blocks, over a whole hand, or in manifest order."""
+"""Shuffle within windows of blocks, over each whole hand, or not at all (manifest order)."""
 
 
 class Hands(NamedTuple):
-    """Which base ranges some hands hold, of one lane or of several, and under which keys they are shuffled.
+    """Base ranges, shuffle keys and window sizes of hands, for one or several lanes.
 
     Attributes:
-        group, lo, hi: int64[n], ranges [lo, hi) of base positions; a hand may have several, in its order of
-            play.
-        hand: int64[n], whose each range is.
+        group, lo, hi: int64[n], ranges [lo, hi) of base positions of a group; a hand may have several.
+        hand: int64[n], hand to which each range belongs.
         keys: uint64[hands], one key per hand.
         window: int64[hands], blocks per window.
     """
@@ -86,16 +85,18 @@ class Hands(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class WindowDeck:
-    """Hands in drawing order. Positions run through all hands: hand h starts at ``start[h]``.
+    """Hands whose rows are shuffled within windows of blocks.
+
+    Positions count through all hands in drawing order.
 
     Attributes:
-        start: int64[hands + 1].
+        start: int64[hands + 1], position at which each hand starts.
         sample: int64[blocks], first sample number of each block, in drawing order.
-        rows: int64[blocks].
+        rows: int64[blocks], rows of each block.
         window_row: int64[windows + 1], position at which each window starts.
         window_block: int64[windows + 1], block at which each window starts.
-        window_key: uint64[windows]; empty where rows are not shuffled.
-        balance: how windows are arranged by cost, if they are.
+        window_key: uint64[windows]; empty if rows are not shuffled.
+        balance: arrangement of windows by cost, or None.
     """
 
     start: NDArray[np.int64]
@@ -108,7 +109,7 @@ class WindowDeck:
 
     @property
     def nbytes(self) -> int:
-        """Memory that the deck holds."""
+        """Bytes of memory held by the deck."""
         return sum(
             a.nbytes for a in (self.sample, self.rows, self.window_row, self.window_block, self.window_key)
         )
@@ -116,7 +117,7 @@ class WindowDeck:
     def windows(
         self, lo: NDArray[np.int64], hi: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """First window and end window of position ranges [lo, hi), none of them empty."""
+        """Return the first and the end window of position ranges [lo, hi); no range may be empty."""
         return (
             np.searchsorted(self.window_row, lo, side="right") - 1,
             np.searchsorted(self.window_row, hi, side="left"),
@@ -133,7 +134,7 @@ class WindowDeck:
                 hand = np.searchsorted(self.start, self.window_row[numbers], side="right") - 1
                 first_draw = self.window_row[numbers] - self.start[hand]
                 rows = self.balance.arrange(rows, sizes, hand, first_draw)
-        # the windows reach beyond the ranges: cut
+        # windows extend beyond the ranges: cut them
         whole = self.window_row[last] - self.window_row[first]
         return rows[ragged(np.cumsum(whole) - whole + lo - self.window_row[first], hi - lo)]
 
@@ -150,7 +151,7 @@ class WindowDeck:
     def _rows(
         self, first: NDArray[np.int64], last: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Sample numbers of windows in block order, and the rows of each window."""
+        """Return the sample numbers of windows [first, last) in block order, and the rows of each window."""
         begin, end = self.window_block[first], self.window_block[last]
         blocks = ragged(begin, end - begin)
         windows = ragged(first, last - first)
@@ -161,13 +162,13 @@ class WindowDeck:
 
 @dataclass(frozen=True, eq=False)
 class FullDeck:
-    """Hands of which every row may come next; nothing is shuffled before it is asked for.
+    """Hands that are permuted as a whole; each row is computed when it is taken.
 
     Attributes:
         start: int64[hands + 1], position at which each hand starts.
         sample: int64[pieces], first sample number of each run of rows, in base order.
         begin: int64[pieces + 1], position of each run before shuffling.
-        keys: uint64[hands].
+        keys: uint64[hands], one key per hand.
     """
 
     start: NDArray[np.int64]
@@ -200,16 +201,15 @@ class FullDeck:
 
 
 Deck = WindowDeck | FullDeck
-"""How a hand is shuffled."""
+"""Shuffled hands."""
 
 
 def build_deck(order: BaseOrder, hands: Hands, shuffle: str, balance: Balance | None = None) -> Deck:
-    """Cut hands into blocks, permute them, and mark the windows.
+    """Cut hands into blocks, permute the blocks, and divide them into windows.
 
-    ``"window"`` permutes the blocks of a hand and takes ``hands.window`` of them at a time, the first window
-    shorter by a keyed amount so that lanes do not change windows in the same step; ``"none"`` keeps blocks
-    and rows in base order. With `balance` windows begin where cells do, and are arranged by cost; a hand that fits
-    is one window.
+    ``"window"`` permutes the blocks of a hand and takes ``hands.window`` of them at a time. The first window is shorter
+    by a keyed amount, so that lanes change windows in different steps. ``"none"`` keeps blocks and rows in base order.
+    With ``balance``, windows begin at cell borders and are arranged by cost; a hand of at most one window is not cut.
     """
     if shuffle == "full":
         return _full_deck(order, hands)
@@ -227,7 +227,7 @@ def build_deck(order: BaseOrder, hands: Hands, shuffle: str, balance: Balance | 
     )
     if (
         balance is not None and balance.parts > 1
-    ):  # a hand that fits is one window: larger ones balance better
+    ):  # a hand that fits stays one window, because larger windows balance better
         stagger[blocks.per_hand <= hands.window] = 0
     head = hands.window - stagger.astype(np.int64)  # blocks of the first window: 1 .. window
     num = np.where(blocks.per_hand > 0, 1 + np.maximum(0, -((head - blocks.per_hand) // hands.window)), 0)
@@ -241,11 +241,13 @@ def build_deck(order: BaseOrder, hands: Hands, shuffle: str, balance: Balance | 
     if balance is not None:
         before, size = position[begin] - start[hand], balance.sizes[hand]
         border = start[hand] + before // size * size
-        which = np.flatnonzero(np.diff(border, prepend=-1))  # a window of less than a cell joins the next
+        which = np.flatnonzero(
+            np.diff(border, prepend=-1)
+        )  # a window of less than a cell is merged with the next
         border = border[which]
         at = np.searchsorted(position, border)
         inside = position[at] != border
-        pieces = np.insert(position, at[inside], border[inside])  # blocks, cut where a window begins inside
+        pieces = np.insert(position, at[inside], border[inside])  # blocks, cut at windows that begin inside
         of = np.searchsorted(position, pieces[:-1], side="right") - 1
         border = np.append(border, position[-1])
         return WindowDeck(

@@ -1,4 +1,4 @@
-"""Grids by length: steps dealt over buckets, each a grid of its own; rows joined to sequences (SPEC.md §10)."""
+"""Grids by length: buckets of samples of similar length, and rows joined to sequences (SPEC.md §10)."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from .weighted import WeightedGrid
 Numbers = NDArray[np.int64]
 
 
-_BUCKET = 6  # what a key below the seed is for
+_BUCKET = 6  # purpose of a key derived from the seed
 
 
 class Bucket(NamedTuple):
-    """Strata whose samples are at most ``longest`` long, and how many of them make a cell."""
+    """Strata whose samples are at most ``longest`` long, and the number of samples in a cell."""
 
     longest: int
     strata: tuple[int, ...]
@@ -35,7 +35,7 @@ class Bucket(NamedTuple):
 
 
 def find_buckets(group_by: object, strata: Sequence[str]) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """Resolve globs over strata to buckets: (longest, strata) of each, the longest first."""
+    """Resolve globs over strata to buckets: (longest, strata) of each, in descending order of length."""
     if not isinstance(group_by, Mapping) or not group_by:
         raise PlanError(
             f"plan: group_by is {shown(group_by)}, expected a mapping of globs over strata to the greatest length of "
@@ -56,15 +56,16 @@ def find_buckets(group_by: object, strata: Sequence[str]) -> tuple[tuple[int, tu
 
 
 class BucketGrid:
-    """Natural weights in buckets: a step is of one bucket, and its cells are as large as the token budget allows.
+    """Grid of steps that each take samples of one bucket, with natural weights.
 
-    Cells are as wide as the largest; -1 fills the others. Every bucket keeps the promises of `NaturalGrid` by itself.
-    After any number of steps each bucket has had its share of them within one, and all end with the epoch.
+    A cell has as many samples of its bucket as the token budget allows. Arrays have the width of the largest cell;
+    smaller cells are filled with -1. Each bucket is a `NaturalGrid`. After any number of steps each bucket has had its
+    share of them within one, and all buckets end with the epoch.
     """
 
     def __init__(self, population: Population, settings: Settings) -> None:
         rows = stratum_rows(population)
-        # a cell of the longest has B / L samples; that times its length is the token budget of every cell
+        # token budget of every cell: B / L samples of the greatest length
         budget = settings.global_batch // settings.lanes * settings.buckets[0][0]
         buckets = [Bucket(longest, strata, budget // longest) for longest, strata in settings.buckets]
         self.buckets = tuple(b for b in buckets if any(rows[s] for s in b.strata))
@@ -92,11 +93,11 @@ class BucketGrid:
         return first, first + self.steps_per_epoch
 
     def bucket_of(self, steps: Numbers) -> tuple[Numbers, Numbers]:
-        """The bucket of each step, and that bucket's own step. The pattern repeats at least once an epoch."""
+        """Return the bucket of each step and the step in that bucket's grid. The pattern repeats every epoch."""
         return self._tree.draws(steps)
 
     def cells(self, start: int, stop: int, lane: int) -> Numbers:
-        """Cells of one lane for steps [start, stop): (steps, width) int64, -1 behind the samples of each."""
+        """Return cells of one lane for steps [start, stop): (steps, width) int64, -1 after the samples of a cell."""
         out = np.full((stop - start, self.width), -1, dtype=np.int64)
         bucket, own = self.bucket_of(np.arange(start, stop, dtype=np.int64))
         for number, grid in enumerate(self.grids):
@@ -107,7 +108,7 @@ class BucketGrid:
         return out
 
     def locate(self, sample: int, number: int) -> tuple[int, int, int] | None:
-        """(step, lane, slot) of a sample in an epoch; None where it is dropped."""
+        """Return (step, lane, slot) of a sample in an epoch, or None if it is dropped."""
         stratum = int(self.order.strata_of(np.array([sample]))[0])
         bucket = next(i for i, b in enumerate(self.buckets) if stratum in b.strata)
         found = self.grids[bucket].locate(sample, number)
@@ -118,7 +119,7 @@ class BucketGrid:
         return turns * self._tree.period + (step or 0), found[1], found[2]
 
     def padding(self) -> dict[str, float]:
-        """Share of a batch that is padding at worst, if all samples were as long as their bucket's longest."""
+        """Return the tokens of an epoch padded to the greatest length, padded to bucket lengths, and the saving."""
         rows = [g.rows for g in self.grids]
         filled = sum(n * b.longest for n, b in zip(rows, self.buckets, strict=True))
         whole = sum(rows) * max(b.longest for b in self.buckets)
@@ -126,7 +127,7 @@ class BucketGrid:
 
 
 def rows_per_sequence(sequence: int, row_tokens: int | None) -> int:
-    """Rows that are joined."""
+    """Return the number of rows joined to a sequence; ``sequence`` must be a multiple of ``row_tokens``."""
     sequence = whole("plan: sequence", sequence, Range(1, 2**63 - 1))
     if row_tokens is None:
         raise PlanError(f"plan: sequence is {sequence}, but rows have no fixed length; expected row_tokens")
@@ -139,7 +140,7 @@ def rows_per_sequence(sequence: int, row_tokens: int | None) -> int:
 
 
 def joined(population: Population, join: int) -> Population:
-    """The population of sequences: each segment's rows taken ``join`` at a time, its last sequence possibly shorter."""
+    """Return the population of sequences: each segment in runs of ``join`` rows, the last possibly shorter."""
     return replace(
         population,
         segment_rows=-(-population.segment_rows // join),
@@ -148,10 +149,10 @@ def joined(population: Population, join: int) -> Population:
 
 
 class JoinedGrid:
-    """A grid of sequences, told in rows: each slot of the inner cell becomes ``join`` rows, -1 where it is shorter.
+    """Grid of rows made from a grid of sequences.
 
-    Sequence j of a cell is slots [j * join, (j + 1) * join): those are the boundaries. Rows of a sequence are
-    neighbours in one segment, in order.
+    Each slot of the inner cell becomes ``join`` slots: sequence j of a cell is slots [j * join, (j + 1) * join), with
+    -1 at the end of a shorter sequence. Rows of a sequence are consecutive rows of one segment.
     """
 
     def __init__(self, inner: NaturalGrid | WeightedGrid, population: Population, join: int) -> None:
@@ -161,9 +162,9 @@ class JoinedGrid:
         rows = population.segment_rows
         self._row: Numbers = np.cumsum(rows) - rows  # first row of each segment
         units = -(-rows // join)
-        self._unit: Numbers = np.cumsum(units) - units  # its first sequence
+        self._unit: Numbers = np.cumsum(units) - units  # first sequence of each segment
         self._rows = rows
-        #: share of the slots of all sequences that hold a row
+        #: share of the slots of all sequences that contain a row
         self.filled = float(rows.sum() / max(1, units.sum() * join))
 
     def bounds(self, step: int) -> tuple[int, int]:
@@ -171,7 +172,7 @@ class JoinedGrid:
         return self.inner.bounds(step)
 
     def cells(self, start: int, stop: int, lane: int) -> Numbers:
-        """Cells of one lane for steps [start, stop): (steps, m * join) int64."""
+        """Return cells of one lane for steps [start, stop): (steps, m * join) int64."""
         units = self.inner.cells(start, stop, lane)
         flat = units.ravel()
         segment = np.zeros(len(flat), dtype=np.int64)
@@ -185,7 +186,7 @@ class JoinedGrid:
         return rows.reshape(len(units), -1)
 
     def locate(self, sample: int, number: int) -> tuple[int, int, int] | None:
-        """(step, lane, slot) of a row in an epoch."""
+        """Return (step, lane, slot) of a row in an epoch, or None if its sequence is dropped."""
         segment = int(self.order.segments_of(np.array([sample]))[0])
         unit, place = divmod(sample - int(self._row[segment]), self.join)
         found = self.inner.locate(int(self._unit[segment]) + unit, number)

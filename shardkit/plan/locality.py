@@ -1,4 +1,4 @@
-"""What lanes and nodes read: shards touched, bytes, fetches (SPEC.md §8)."""
+"""Shards and bytes read by lanes and nodes, and the lanes that read a block (SPEC.md §8)."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class NodeReads:
-    """What a number of nodes reads in one epoch, or in one pass over all hands.
+    """Shards read by nodes in one epoch, or in one pass over all hands.
 
     Attributes:
-        nodes: their number; lanes are dealt to them evenly, neighbours together.
-        shards: distinct shards of each node.
-        bytes: raw bytes of those shards; -1 where the population does not know them.
-        per_shard: shards summed over nodes, divided by the shards that hold a selected row: 1.0 is the least.
+        nodes: number of nodes; each has an equal number of neighbouring lanes.
+        shards: number of distinct shards read by each node.
+        bytes: bytes of these shards; -1 if the population does not know their sizes.
+        per_shard: shards summed over nodes, divided by the distinct shards of all nodes; at least 1.0.
     """
 
     nodes: int
@@ -37,12 +37,12 @@ class NodeReads:
 
 
 def lane_shards(plan: Plan, lane: int, epoch: int = 0) -> Numbers:
-    """Distinct shards that hold a lane's rows of an epoch; with explicit weights, of pass ``epoch`` of each stratum."""
+    """Return the distinct shards with rows of a lane in an epoch, or in pass ``epoch`` with explicit weights."""
     return np.unique(np.concatenate([_grid_shards(grid, lane, epoch) for grid in parts(plan.grid)]))
 
 
 def parts(grid: AnyGrid) -> list[NaturalGrid | WeightedGrid]:
-    """The grids that hand out rows, of one that buckets or joins them, or begins with the rest of an epoch."""
+    """Return the natural and weighted grids that a grid is made of."""
     if isinstance(grid, BucketGrid):
         return list(grid.grids)
     if isinstance(grid, (RestGrid, JoinedGrid)):
@@ -63,7 +63,7 @@ def _grid_shards(grid: NaturalGrid | WeightedGrid, lane: int, epoch: int) -> Num
 
 
 def node_reads(plan: Plan, nodes: int, shards: Sequence[Numbers] | None = None, epoch: int = 0) -> NodeReads:
-    """Shards and bytes of each of ``nodes`` nodes."""
+    """Return the shards and bytes that each of ``nodes`` nodes reads; ``shards`` lists the shards of each lane."""
     each = [lane_shards(plan, lane, epoch) for lane in range(plan.lanes)] if shards is None else shards
     owners = assign(plan.lanes, nodes, nodes=range(nodes))
     sets = [
@@ -80,15 +80,16 @@ def node_reads(plan: Plan, nodes: int, shards: Sequence[Numbers] | None = None, 
 
 
 class LaneOfBlock:
-    """The lane whose hands hold most rows of a block, in every epoch, give or take a block at borders (SPEC.md §8).
+    """Function from blocks to the lanes whose hands contain most of their rows, in every epoch (SPEC.md §8).
 
-    No hand is opened: hands begin at l/L of their base orders. It does not hold for what is left of an epoch whose
-    lanes were changed, nor for strata of a few rows per lane, which all lanes draw from.
+    The lane is computed without hands, because hands begin at l/L of their base orders. It can be wrong by one block at
+    borders of hands. It is not valid for the rest of an epoch after a change of lanes, nor for strata with few rows
+    per lane, which all lanes draw from.
 
     Args:
-        population: the rows.
+        population: rows of the plan.
         lanes: L.
-        blocks: int64[segments], blocks of each segment.
+        blocks: int64[segments], number of blocks of each segment.
     """
 
     def __init__(self, population: Population, lanes: int, blocks: Numbers) -> None:
@@ -96,13 +97,13 @@ class LaneOfBlock:
         order = np.argsort(stratum, kind="stable")
         ends = np.cumsum(rows[order])
         total = np.bincount(stratum, rows, len(population.strata)).astype(np.int64)
-        self._begin = np.empty_like(ends)  # of each segment, in the base order of its stratum
+        self._begin = np.empty_like(ends)  # position of each segment in the base order of its stratum
         self._begin[order] = ends - rows[order] - (np.cumsum(total) - total)[stratum[order]]
         self._rows, self._total, self._lanes = rows, np.maximum(1, total)[stratum], lanes
         self._blocks, self._first = blocks, np.cumsum(blocks) - blocks
 
     def __call__(self, block: Numbers) -> Numbers:
-        """int64[n] for int64[n] numbers of blocks in the dataset."""
+        """Return the lane of each block: int64[n] for int64[n] block numbers in the dataset."""
         segment = np.searchsorted(self._first, block, side="right") - 1
         twice = 2 * (block - self._first[segment]) + 1
         middle = self._begin[segment] + self._rows[segment] * twice // (2 * self._blocks[segment])

@@ -1,4 +1,4 @@
-"""The grid for natural weights: every selected row once per epoch (SPEC.md §2, §3)."""
+"""The grid of a plan with natural weights: every selected row at most once per epoch (SPEC.md §2, §3)."""
 
 from __future__ import annotations
 
@@ -16,22 +16,21 @@ from .population import BaseOrder, Population, group_strata, stratum_rows
 from .settings import Settings, check_rows
 
 Lanes = tuple[int, ...]
-_Key = tuple[int, Lanes, int]  # epoch, lanes, number of the chunk or first step of the part
+_Key = tuple[int, Lanes, int]  # epoch, lanes, number of a chunk or first step of a part
 
 _LARGE_CHUNK = 1 << 13  # samples
-_TOGETHER = 1 << 17  # samples: a draw of so many holds nobody up
+_TOGETHER = 1 << 17  # samples drawn together for several lanes; small enough not to delay a step
 _FEW_GROUPS = 32
-_HANDS, _CELLS, _DROPS, _CLASSES = 1, 2, 3, 4  # what a key below the seed is for
+_HANDS, _CELLS, _DROPS, _CLASSES = 1, 2, 3, 4  # purposes of keys derived from the seed
 
 
 class Epoch(NamedTuple):
-    """What one epoch fixes.
+    """Tables of one epoch.
 
     Attributes:
-        deal: counts before every step.
-        cut: int64[L + 1, groups], where each lane's hand starts in the group's order without the dropped
-            rows.
-        drop_at, dropped: int64[groups], the circular range of base positions that this epoch leaves out.
+        deal: sample counts before every step.
+        cut: int64[L + 1, groups], start of each lane's hand in the group's base order without the dropped rows.
+        drop_at, dropped: int64[groups], start and length of the circular range of base positions that the epoch drops.
     """
 
     deal: Deal
@@ -41,7 +40,7 @@ class Epoch(NamedTuple):
 
 
 class _Kept:
-    """What a walk over all lanes in so many parts has use for again; more would only grow with the epochs."""
+    """Caches sized for a walk over all lanes in ``parts`` parts."""
 
     def __init__(self, parts: int) -> None:
         self.decks: Recent[tuple[int, Lanes], Deck] = Recent(2 * parts)
@@ -50,16 +49,16 @@ class _Kept:
 
 
 class NaturalGrid:
-    """Cells of all epochs.
+    """Grid of all epochs.
 
     Args:
-        population: whose rows are dealt.
-        settings: of the plan.
-        rows: of each stratum that are dealt; 0 leaves it out, by default none is.
-        costs: what samples cost, where windows are arranged by it.
+        population: rows of the plan.
+        settings: settings of the plan.
+        rows: rows of each stratum; 0 excludes a stratum. All rows by default.
+        costs: costs of samples if windows are arranged by cost.
 
     Raises:
-        PlanError: there is no row, or no full step where the remainder is dropped.
+        PlanError: there is no row, or the remainder is dropped and there is no full step.
     """
 
     def __init__(
@@ -86,17 +85,17 @@ class NaturalGrid:
         self._golden = golden_step(self.rows)
         self._chunk = chunk_steps(global_batch, lanes, self.full_steps)
         self._epochs: Recent[int, Epoch] = Recent(4)
-        # lanes that are drawn together cost little more than one of them; with many groups each costs its own anyway
+        # several lanes drawn together cost little more than one, except with many groups
         together = _TOGETHER // (self._chunk * self.cell_size) if len(groups) <= _FEW_GROUPS else 1
         self._together = max(1, min(lanes, together))
-        # a part is worth its own draw where it saves many samples
+        # a separate draw of a part pays only if the chunk has many samples
         is_large = self._chunk * self.cell_size * self._together >= _LARGE_CHUNK
-        # with costs a part reads codes: no more of them than a window or two
+        # with costs a part reads codes: keep it to a window or two
         self._part = max(1, self._chunk // (8 if costs is None else 64)) if is_large else 0
         self._alone, self._joint = _Kept(lanes), _Kept(-(-lanes // self._together))
 
     def epoch(self, number: int) -> Epoch:
-        """Tables of one epoch: O(L x groups)."""
+        """Return the tables of one epoch, computed in O(L x groups)."""
         return self._epochs.get(number, self._make_epoch)
 
     def _make_epoch(self, number: int) -> Epoch:
@@ -116,7 +115,7 @@ class NaturalGrid:
         return Epoch(deal, cut, (start.astype(np.int64) + before) % rows, rows - cut[-1])
 
     def _dropped_before(self, number: int) -> NDArray[np.int64]:
-        """Rows of each group dropped in epochs 0..number-1, modulo its rows: two lattice sums per group."""
+        """Return the rows of each group dropped in epochs 0..number-1, modulo its rows: two lattice sums per group."""
         sums, last = [], 0
         steps = floor_sum(number, self.rows, self._golden, 0)
         for cumulative, rows in zip(self.groups.cumulative(), self.groups.rows, strict=True):
@@ -126,9 +125,9 @@ class NaturalGrid:
         return np.array(sums, dtype=np.int64)
 
     def hands(self, number: int, lanes: Lanes) -> Hands:
-        """The base ranges of some lanes' hands in an epoch: at most two per hand, around the dropped rows.
+        """Return the hands of lanes in an epoch: at most two base ranges per hand, around the dropped rows.
 
-        Hand i * groups + g is that of group g and lane ``lanes[i]``.
+        Hand ``i * groups + g`` belongs to lane ``lanes[i]`` and group g.
         """
         epoch, num = self.epoch(number), len(lanes)
         of = np.array(lanes, dtype=np.int64)
@@ -138,7 +137,7 @@ class NaturalGrid:
         wraps = np.maximum(0, at + gone - rows)  # dropped rows at the front of the base order
         middle = np.where(
             (wraps > 0) | (gone == 0), rows, at
-        )  # reduced positions from here on lie behind the dropped rows
+        )  # positions without dropped rows, from here on after the dropped range
         skip = np.where(wraps > 0, wraps, 0)
         group = np.tile(np.arange(len(rows), dtype=np.int64), num)
         hand = np.arange(len(group), dtype=np.int64)
@@ -155,7 +154,7 @@ class NaturalGrid:
         )
 
     def deck(self, number: int, lanes: Lanes) -> Deck:
-        """Some lanes' hands of an epoch, shuffled: O(segments / L) per lane once, then kept."""
+        """Return the shuffled hands of lanes in an epoch; O(segments / L) per lane, then cached."""
         return self._kept(lanes).decks.get((number, lanes), self._make_deck)
 
     def _make_deck(self, key: tuple[int, Lanes]) -> Deck:
@@ -170,7 +169,7 @@ class NaturalGrid:
 
         def steps(hand: NDArray[np.int64], draw: NDArray[np.int64]) -> NDArray[np.int64]:
             lane, group = of[hand // len(groups)], hand % len(groups)
-            out = draw // self.cell_size  # of one group all lanes draw in step
+            out = draw // self.cell_size  # with one group, every cell takes all its slots from it
             if len(groups) > 1:
                 for one in np.unique(group).tolist():
                     mine = np.flatnonzero(group == one)
@@ -190,15 +189,12 @@ class NaturalGrid:
         return self._alone if len(lanes) == 1 else self._joint
 
     def cells(self, start: int, stop: int, lane: int) -> NDArray[np.int64]:
-        """Cells of one lane for steps [start, stop): (steps, m) int64.
-
-        A view of kept memory where it can be.
-        """
+        """Return cells of one lane for steps [start, stop): (steps, m) int64, a view of cached memory if possible."""
         cells: NDArray[np.int64] = self._walk(start, stop, (lane,))[0]
         return cells
 
     def steps(self, start: int, stop: int, lanes: Sequence[int]) -> NDArray[np.int64]:
-        """Cells of some lanes for steps [start, stop): (steps, lanes, m) int64."""
+        """Return cells of lanes for steps [start, stop): (steps, lanes, m) int64."""
         out = np.empty((stop - start, len(lanes), self.cell_size), dtype=np.int64)
         for first in range(0, len(lanes), self._together):
             some = tuple(lanes[first : first + self._together])
@@ -206,7 +202,7 @@ class NaturalGrid:
         return out
 
     def _walk(self, start: int, stop: int, lanes: Lanes) -> NDArray[np.int64]:
-        """(lanes, steps, m)."""
+        """Return cells (lanes, steps, m), epoch by epoch and chunk by chunk."""
         parts = []
         while start < stop:
             epoch, step = divmod(start, self.steps_per_epoch)
@@ -219,22 +215,22 @@ class NaturalGrid:
         return np.concatenate([np.empty((len(lanes), 0, self.cell_size), np.int64), *parts], axis=1)
 
     def draw(self, epoch: int, lane: int, first: int, last: int) -> NDArray[np.int64]:
-        """Cells of full steps [first, last) of an epoch, drawn for this call and not kept.
+        """Return cells of full steps [first, last) of an epoch without caching them.
 
-        For walks of few lanes through whole epochs, where the chunks that `cells` keeps for all lanes are short.
+        Use it to walk few lanes through whole epochs, for which the chunks of `cells` are too short.
         """
         cells: NDArray[np.int64] = self._draw(epoch, (lane,), first, last)[0]
         return cells
 
     def _cells_at(self, epoch: int, step: int, stop: int, lanes: Lanes) -> tuple[int, int, NDArray[np.int64]]:
-        """Some steps of an epoch around a step, drawn at once: the first, the end, and their cells.
+        """Return the first step, the end step and the cells of a range of steps that contains ``step``.
 
-        Which ones is a matter of cost only: cells are the same however many are drawn together.
+        The range affects cost only: cells do not depend on which steps are drawn together.
         """
         if step == self.full_steps:
             return step, step + 1, self._kept(lanes).chunks.get((epoch, lanes, -1), self._short_cells)
-        # chunk borders are staggered over lanes, so that a walk over all lanes never draws all of them at
-        # once; where a chunk holds the epoch there is no border
+        # Chunk borders are staggered over lanes, so that a walk over all lanes never draws all chunks in one step.
+        # A chunk that covers the epoch has no border.
         shift = lanes[0] * self._chunk // self.lanes if self._chunk < self.full_steps else 0
         number = (step + shift) // self._chunk
         if stop - step <= self._part and self._is_landing((epoch, lanes, number), step):
@@ -248,9 +244,9 @@ class NaturalGrid:
         return first, last, kept.get(key, lambda _: self._draw(epoch, lanes, first, last))
 
     def _is_landing(self, chunk: _Key, step: int) -> bool:
-        """Whether a step was jumped to: then a part of its chunk will do, and resuming costs no more than that.
+        """Return True if a step was jumped to: then only a part of its chunk is drawn, to make resuming cheap.
 
-        A walk goes over to whole chunks at the second part.
+        A walk continues with whole chunks from the second part on.
         """
         epoch, lanes, number = chunk
         kept = self._kept(lanes)
@@ -258,17 +254,19 @@ class NaturalGrid:
         return not (walking or chunk in kept.chunks or (epoch, lanes, number - 1) in kept.chunks)
 
     def _draw(self, epoch: int, lanes: Lanes, first: int, last: int) -> NDArray[np.int64]:
-        """(lanes, last - first, m)."""
+        """Draw cells of full steps: (lanes, last - first, m)."""
         deal, deck, of = self.epoch(epoch).deal, self.deck(epoch, lanes), np.array(lanes, dtype=np.int64)
         num, groups = len(lanes), len(self.groups)
         ends = deal.lane_prefix(np.repeat([first, last], num), np.tile(of, 2))
         begin, end = np.diff(ends, axis=1, prepend=0).reshape(2, num, groups)
-        active = np.flatnonzero((end > begin).any(axis=0))  # with many strata a lane draws from few at a time
+        active = np.flatnonzero(
+            (end > begin).any(axis=0)
+        )  # with many strata, a lane draws from few of them at a time
         offset = deck.start[:-1].reshape(num, groups)[:, active]
         lo, hi = (offset + begin[:, active]).ravel(), (offset + end[:, active]).ravel()
         some = hi > lo
         draws = deck.take(lo[some], hi[some])
-        if groups == 1:  # every cell takes all its slots from it
+        if groups == 1:  # no slots to distribute over groups
             cells = draws.reshape(num, last - first, self.cell_size)
         else:
             steps = np.arange(first, last + 1, dtype=np.int64)
@@ -288,7 +286,9 @@ class NaturalGrid:
         some = hi > lo
         counts = (hand - drawn)[:, None]
         cells = assemble(deck.take(lo[some], hi[some]), counts, self.cell_size)
-        for i, filled in enumerate(counts.sum(axis=(1, 2)).tolist()):  # lanes differ in how many are left
+        for i, filled in enumerate(
+            counts.sum(axis=(1, 2)).tolist()
+        ):  # lanes have different numbers of rows left
             cells[i : i + 1] = self._finish(
                 cells[i : i + 1].copy(), epoch, of[i : i + 1], self.full_steps, filled
             )
@@ -296,9 +296,9 @@ class NaturalGrid:
         return cells
 
     def locate(self, sample: int, epoch: int) -> tuple[int, int, int] | None:
-        """(step, lane, slot) of a sample in an epoch.
+        """Return (step, lane, slot) of a sample in an epoch, or None if it is dropped.
 
-        None where it is dropped. O(log S) counts and one hand.
+        Costs O(log S) counts and one hand.
         """
         place = self.place(sample, epoch)
         if place is None:
@@ -311,14 +311,14 @@ class NaturalGrid:
         return epoch * self.steps_per_epoch + step, lane, slot
 
     def place(self, sample: int, epoch: int) -> tuple[int, int, int] | None:
-        """(group, lane, number of the draw in the lane's hand) of a sample in an epoch; None where it is dropped."""
+        """Return (group, lane, number of the draw in the hand) of a sample in an epoch, or None if it is dropped."""
         found = self.order.find(sample)
         if found is None:
             return None
         group, base = found
         tables = self.epoch(epoch)
         rows, gone = self.groups.rows[group], int(tables.dropped[group])
-        behind = (base - int(tables.drop_at[group])) % rows  # distance behind the first dropped row
+        behind = (base - int(tables.drop_at[group])) % rows  # distance from the first dropped row
         if behind < gone:
             return None
         wraps = max(0, int(tables.drop_at[group]) + gone - rows)
@@ -335,13 +335,13 @@ class NaturalGrid:
     def _steps_of(
         self, deal: Deal, lanes: NDArray[np.int64], group: int, places: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """int64[n]: the step in which each of n lanes makes its draw number ``places`` of a group.
+        """Return the step in which each of n lanes makes its draw number ``places`` of a group: int64[n].
 
-        Bisection on the closed form; draws of the short step come in step S.
+        Bisection on the closed form; draws of the short step are in step S.
         """
         chosen = np.array([group])
         low = np.zeros(len(places), dtype=np.int64)  # draws before `low` <= place
-        high = np.full(len(places), self.full_steps)  # draws before `high` + 1 possibly more
+        high = np.full(len(places), self.full_steps)  # the last step that may satisfy this
         while (low < high).any():
             middle = (low + high + 1) // 2
             there = deal.lane_counts(middle, lanes, chosen)[:, 0] <= places
@@ -351,7 +351,7 @@ class NaturalGrid:
     def _finish(
         self, cells: NDArray[np.int64], epoch: int, lanes: NDArray[np.int64], first: int, filled: int
     ) -> NDArray[np.int64]:
-        """Cells (lanes, steps, m), each permuted under its key; read-only."""
+        """Permute each of the cells (lanes, steps, m) under its key and make them read-only."""
         if self.shuffle != "none" and filled > 1:
             num, steps, size = cells.shape
             numbers = epoch * self.steps_per_epoch + np.arange(first, first + steps, dtype=np.int64)
@@ -365,11 +365,10 @@ class NaturalGrid:
 def window_sizes(
     masses: Sequence[int], global_batch: int, lanes: int, window_blocks: int
 ) -> NDArray[np.int64]:
-    """Blocks per window of each group's hands: a lane's budget shared out (SPEC.md §4).
+    """Return the blocks per window of each group, which divide a lane's ``window_blocks``: int64[groups] (SPEC.md §4).
 
-    Groups that every cell draws from share by mass. A smaller group is drawn from in few phases of a turn,
-    by one sample a cell; at most two such groups per slot are open at a time. Everyone gets at least one
-    block.
+    Groups that every cell draws from get shares proportional to mass. A smaller group is drawn in few phases of a turn,
+    one sample per cell, and at most two such groups per slot are open at a time. Every group gets at least one block.
     """
     size = global_batch // lanes
     total = sum(masses)

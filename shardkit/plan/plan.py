@@ -1,4 +1,4 @@
-"""The plan: the pure function from manifest and settings to a grid of cells."""
+"""Plans: the pure function from manifest and settings to a grid of cells."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from .settings import (
 from .weighted import WeightedGrid
 
 PLAN_VERSION = 1
-"""Part of every digest; a change of the construction that moves a sample must raise it."""
+"""Version of the construction, part of every digest; increase it with any change that moves a sample."""
 
 
 class Plan(Shown):
-    """Who reads what, when: ``lanes`` columns by steps, each cell ``cell_size`` sample numbers.
+    """Grid of cells: for each step and lane, ``cell_size`` sample numbers.
 
-    Steps count over the whole run; `epoch_of` numbers the epochs. All methods are pure, cost the same at any step,
-    and may be called by many threads at once. Sample numbers count the manifest's selected rows in manifest order.
+    Steps count over the whole run; `epoch_of` gives the epoch of a step. Sample numbers count the manifest's selected
+    rows in manifest order. All methods are pure and thread-safe and cost the same at any step.
 
-    An amended plan is its parent before ``from_step``; its own properties are those that hold from there on.
+    An amended plan equals its parent before ``from_step``. Its properties apply from that step on.
     """
 
     def __init__(
@@ -62,22 +62,22 @@ class Plan(Shown):
 
     @property
     def settings(self) -> Settings:
-        """What was chosen, resolved."""
+        """Resolved settings."""
         return self._leg.settings
 
     @property
     def population(self) -> Population:
-        """The rows that are planned."""
+        """Selected rows that the plan distributes."""
         return self._leg.population
 
     @property
     def grid(self) -> AnyGrid:
-        """The grid from `from_step` on; for reports."""
+        """Grid from `from_step` on, for reports."""
         return self._leg.grid
 
     @property
     def from_step(self) -> int:
-        """First step at which the plan differs from its parent; 0 without one."""
+        """First step at which the plan differs from its parent; 0 without a parent."""
         return self._leg.from_step
 
     def __repr__(self) -> str:
@@ -85,28 +85,28 @@ class Plan(Shown):
 
     @property
     def global_batch(self) -> int:
-        """B: samples of a full step."""
+        """B: number of samples of a full step."""
         return self.settings.global_batch
 
     @property
     def lanes(self) -> int:
-        """L: columns of the grid; the most ranks that can work."""
+        """L: number of columns of the grid, and the largest number of ranks."""
         return self.settings.lanes
 
     @property
     def cell_size(self) -> int:
-        """m: samples of a full cell; with group_by the most in any, with sequence all rows of its sequences."""
+        """m: samples of a full cell; with group_by of the largest cell, with sequence the rows of all sequences."""
         grid = self._leg.grid
         return grid.width if isinstance(grid, (BucketGrid, JoinedGrid)) else self.global_batch // self.lanes
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Steps of an epoch: `epoch_steps` if given, else those of a pass; None with weights and no `epoch_steps`."""
+        """Steps of an epoch: the setting ``epoch_steps`` or `steps_per_pass`; None with weights and neither."""
         return self.settings.epoch_steps or self.steps_per_pass
 
     @property
     def steps_per_pass(self) -> int | None:
-        """Steps in which every row comes once, the short one included; None with explicit weights."""
+        """Steps of a pass over all rows, including the short step; None with explicit weights."""
         grid = self._leg.grid
         if self.settings.stages or isinstance(grid, WeightedGrid):
             return None
@@ -116,18 +116,18 @@ class Plan(Shown):
 
     @property
     def loop_steps(self) -> int:
-        """Steps after which a loop over the plan ends: an epoch, or ceil(N / B) where there is none."""
+        """Steps of a loop over the plan: an epoch, or ceil(N / B) steps if epochs are undefined."""
         grid = self._leg.grid
         if isinstance(grid, JoinedGrid):
             return self.steps_per_epoch or grid.bounds(0)[1]
         return self.steps_per_epoch or -(-self.population.rows // self.global_batch)
 
     def epoch_bounds(self, step: int) -> tuple[int, int]:
-        """First and end step of the epoch, or the loop, that holds a step; right for amended plans too."""
+        """Return the first and end step of the epoch, or loop, that contains a step; also for amended plans."""
         return self.bounds(step, passes=self.settings.epoch_steps is None)
 
     def epoch_of(self, step: int) -> int:
-        """Number of the epoch, or the loop, that holds a step; the first is 0."""
+        """Return the number of the epoch, or loop, that contains a step, counted from 0."""
         if self.parent is None:
             return step // self.loop_steps
         if step < self.from_step:
@@ -138,7 +138,7 @@ class Plan(Shown):
         return number if step < last else number + 1 + (step - last) // self.loop_steps
 
     def is_cut_at(self, step: int) -> bool:
-        """Return True if an amendment ends an epoch at this step that would have gone on."""
+        """Return True if an amendment ends an epoch early at this step."""
         if self.parent is None:
             return False
         if step != self.from_step:
@@ -146,7 +146,12 @@ class Plan(Shown):
         return step > 0 and self.epoch_bounds(step)[0] == step < self.parent.epoch_bounds(step - 1)[1]
 
     def bounds(self, step: int, *, passes: bool) -> tuple[int, int]:
-        """First and end step of the pass over all rows that holds a step, or else of the loop of `loop_steps`."""
+        """Return the first and end step of the pass over all rows, or of the loop, that contains a step.
+
+        Args:
+            step: step of the run.
+            passes: True for passes over all rows, False for loops of `loop_steps`.
+        """
         continues = passes and self._leg.continues
         if self.parent is not None and step < self.from_step:
             first, last = self.parent.bounds(step, passes=passes)
@@ -169,35 +174,35 @@ class Plan(Shown):
 
     @property
     def open_blocks(self) -> int:
-        """Blocks that a lane mixes rows of at a time, about: those of its windows (SPEC.md §4)."""
+        """Approximate number of blocks that a lane has open at a time, for its windows (SPEC.md §4)."""
         settings, size = self.settings, self.global_batch // self.lanes
         strata = len(self.population.strata)
         if strata <= 1:
             # windows of cells begin inside a block
             return settings.window_blocks + (settings.cost is not None)
-        # a stratum that is in few cells has a block at least, and at most two of them are open per slot
+        # a stratum drawn in few cells has at least one open block; at most two such strata are open per slot
         return max(settings.window_blocks, 2 * size) + min(strata, size)
 
     @property
     def digest(self) -> str:
-        """Hex SHA-256 of settings and manifest id: plans with equal digests have equal cells."""
+        """Hex SHA-256 of settings, manifest id and amendments; plans with equal digests have equal cells."""
         return self._digest
 
     def cell(self, step: int, lane: int) -> NDArray[np.int64]:
-        """Sample numbers of a cell: (m,) int64, -1 last in the empty slots of a short step; read-only."""
+        """Return the sample numbers of a cell: (m,) int64, read-only; empty slots (-1) come last."""
         samples: NDArray[np.int64] = self.cells(step, step + 1, lane)[0]
         return samples
 
     def step(self, step: int) -> NDArray[np.int64]:
-        """Sample numbers of a step: (L, m) int64, row l is lane l's cell."""
+        """Return the sample numbers of a step: (L, m) int64, with the cell of lane l in row l."""
         samples: NDArray[np.int64] = self.steps(step, step + 1)[0]
         return samples
 
     def cells(self, start: int, stop: int, lane: int) -> NDArray[np.int64]:
-        """Cells of one lane for steps [start, stop): (stop - start, m) int64, read-only.
+        """Return the cells of one lane for steps [start, stop): (stop - start, m) int64, read-only.
 
         Raises:
-            PlanError: no such step or lane, or an amendment changes the cell size in between.
+            PlanError: a step or the lane is out of range, or an amendment changes the cell size inside the range.
         """
         if self.parent is not None and start < self.from_step:
             before = self.parent.cells(start, min(stop, self.from_step), lane)
@@ -218,7 +223,7 @@ class Plan(Shown):
         return self._leg.grid.cells(start - self._leg.origin, stop - self._leg.origin, lane)
 
     def steps(self, start: int, stop: int, lanes: Sequence[int] | None = None) -> NDArray[np.int64]:
-        """Cells of many lanes for steps [start, stop): (steps, len(lanes), m) int64; all lanes by default."""
+        """Return the cells of lanes for steps [start, stop): (steps, len(lanes), m) int64; all lanes by default."""
         if self.parent is not None and stop <= self.from_step:
             return self.parent.steps(start, stop, lanes)
         chosen = range(self.lanes) if lanes is None else lanes
@@ -235,25 +240,22 @@ class Plan(Shown):
         return not lanes or (min(lanes) >= 0 and max(lanes) < self.lanes)
 
     def blocks(self, start: int, stop: int, lanes: Sequence[int] | None = None) -> NDArray[np.int64]:
-        """What steps [start, stop) read: distinct (shard, block in the shard), (n, 2) int64, in order.
+        """Return the distinct blocks that steps [start, stop) read: (shard, block in the shard), (n, 2) int64, sorted.
 
-        Blocks are numbered as the plan knows them, restarting at every segment; of a selection they are approximate.
+        Blocks restart at every segment. Block numbers are approximate if only some rows are selected.
         """
         samples = self.steps(start, stop, lanes).ravel()
         return self._leg.grid.order.blocks_of(samples[samples >= 0])
 
     def cell_digest(self, step: int, lane: int) -> str:
-        """Hex of the first 16 bytes of SHA-256 over the cell's sample numbers, little-endian int64.
-
-        -1 left out.
-        """
+        """Return the digest of a cell; see the function `cell_digest`."""
         return cell_digest(self.cell(step, lane))
 
     def locate(self, sample: int, epoch: int = 0) -> tuple[int, int, int] | None:
-        """Where a sample comes in an epoch: (step of the run, lane, slot).
+        """Return the position of a sample in an epoch: (step of the run, lane, slot).
 
-        With explicit weights, ``epoch`` counts the passes of the sample's stratum. None where an epoch drops the
-        sample, or where its stratum is not drawn.
+        With explicit weights, ``epoch`` counts the passes of the sample's stratum. The result is None if the epoch
+        drops the sample or its stratum is not drawn.
         """
         if not 0 <= sample < self.population.rows:
             raise PlanError(f"plan: sample is {sample}, expected 0 <= sample < {self.population.rows}")
@@ -267,15 +269,16 @@ class Plan(Shown):
         return found[0] + self._leg.origin, found[1], found[2]
 
     def without_costs(self) -> Plan:
-        """The plan of the same settings without costs, from `from_step` on: what ranks wait less than."""
+        """Return the plan of the same settings without costs, from `from_step` on, for comparison."""
         plain = replace(self.settings, cost=None, balance=None)
         grid = NaturalGrid(self.population, plain)
         return Plan(self._leg._replace(settings=plain, grid=grid))
 
     def history(self) -> list[dict[str, object]]:
-        """What the plan can be made from again, as canonical JSON takes it: the first plan, then each amendment.
+        """Return the first plan and each amendment, as values for canonical JSON.
 
-        Each has ``manifest``, ``settings`` as they hold from there on, and ``change``: what was asked for, None first.
+        Each entry has ``manifest`` (its id), ``settings`` from that step on, and ``change``, the requested change, or
+        None for the first plan.
         """
         own: dict[str, object] = {
             "manifest": self.population.identity,
@@ -285,7 +288,10 @@ class Plan(Shown):
         return [own] if self.parent is None else [*self.parent.history(), own]
 
     def accepts(self, digest: str, step: int) -> bool:
-        """A state of this plan, or of one that it amends from no earlier step, may be loaded."""
+        """Return True if a loader state at ``step`` of the plan with this digest is valid for this plan.
+
+        The digest must be that of this plan, or of an ancestor from which this plan does not differ before ``step``.
+        """
         plan: Plan | None = self
         while plan is not None:
             if plan.digest == digest:
@@ -305,20 +311,21 @@ class Plan(Shown):
         lanes: int | None = None,
         skip: tuple[int, int] | None = None,
     ) -> Plan:
-        """This plan up to a step, and another from there on; its digest chains on this one's.
+        """Return a plan that equals this one before a step and differs from there on.
 
-        Rows go on where they stood: none recurs in a lane before that lane's pass ends, where the manifest is the same.
+        The digest of the result includes the digest of this plan. With the same manifest, streams continue: no row
+        recurs in a lane before that lane's pass ends.
 
         Args:
             from_step: first step that may differ.
-            weights: as for `make_plan`; a plan without weights goes on without an end then.
-            manifest: other rows; streams begin afresh.
-            global_batch: another B; lanes stay where they divide it.
-            lanes: another L. With another B or L, the rest of the epoch is dealt again.
-            skip: (a, b): steps a to b - 1 of this plan are left out; step a of the new one is step b of this one.
+            weights: as for `make_plan`; the plan is endless from there on.
+            manifest: other rows; streams restart.
+            global_batch: another B. Lanes change only if they do not divide it.
+            lanes: another L. With another B or L, the rest of the epoch is distributed again.
+            skip: (a, b): leave out steps a to b - 1 of this plan; step a of the result is step b of this plan.
 
         Raises:
-            PlanError: nothing changes, or steps contradict each other.
+            PlanError: nothing changes, steps contradict each other, or the plan does not support the change.
         """
         if skip is not None and from_step not in (None, skip[0]):
             raise PlanError(
@@ -359,7 +366,10 @@ class Plan(Shown):
 
 
 def cell_digest(samples: NDArray[np.int64]) -> str:
-    """Digest of the samples of a cell as they were gathered: the ledger's unit of proof."""
+    """Return the hex of the first 16 bytes of SHA-256 over a cell's sample numbers, little-endian int64, without -1.
+
+    The ledger records these digests.
+    """
     filled = samples[samples >= 0].astype("<i8")
     return hashlib.sha256(filled.tobytes()).hexdigest()[:32]
 
@@ -382,33 +392,34 @@ def make_plan(
     cost: Costs | None = None,
     balance: str | None = None,
 ) -> Plan:
-    """Plan a population.
+    """Make the plan of a population.
 
     Args:
         population: the selected rows of a manifest.
-        global_batch: B, samples of a step over all ranks.
-        seed: of all shuffles.
-        lanes: L, a divisor of B; see `default_lanes`.
-        remainder: ``"drop"`` leaves fewer than B rows out of each epoch, in turn; ``"short"`` ends the epoch
-            with them.
-        window_blocks: blocks that a lane keeps open, over all its strata; by default as many as take about 256 MiB in
-            all lanes, from 4 to 16; with costs from 16 to 64, for cells of more than 8 samples up to 128.
+        global_batch: B, number of samples of a step over all ranks.
+        seed: seed of all shuffles.
+        lanes: L, a divisor of B; by default chosen to suit most world sizes.
+        remainder: ``"drop"`` leaves fewer than B rows out of each epoch, different rows each time; ``"short"`` ends the
+            epoch with a short step.
+        window_blocks: number of blocks that a lane has open, over all its strata. By default 4 to 16, so that all lanes
+            take about 256 MiB. With ``cost`` 16 to 64, or up to 128 for cells of more than 8 samples.
         shuffle: ``"window"``, ``"full"`` (each lane's hand as a whole) or ``"none"``.
-        weights: glob over strata to the weight of each stratum that it matches, 1 for all others; rows then come
-            round pass after pass, without an end. Fractions are scaled to integers exactly: ``{"a": 0.7, "b": 0.3}``
-            is 7 to 3.
-        stages: (from_step, weights) that follow, in ascending order; weights None are like the rows.
-        epoch_steps: steps of an epoch, that is, of a loop over the plan. Rows come in the same order for any value. By
-            default a pass over the rows; with explicit weights ceil(N / B).
-        group_by: glob over strata to the greatest length of their samples. A step is of one length; cells of shorter
-            ones hold more samples, by the token budget of a cell of the longest, of which B / L make one.
-        sequence: tokens of a training sequence: consecutive rows are joined, and B counts sequences.
+        weights: mapping from globs over strata to the weight of each matching stratum; 1 for all other strata. The plan
+            is then endless, with pass after pass over each stratum. Fractions are scaled to integers exactly:
+            ``{"a": 0.7, "b": 0.3}`` is 7 to 3.
+        stages: later (from_step, weights) in ascending order; weights of None are proportional to rows.
+        epoch_steps: steps of an epoch, that is, of a loop over the plan. It does not change the order of rows. The
+            default is a pass over all rows, or ceil(N / B) steps with explicit weights.
+        group_by: mapping from globs over strata to the greatest length of their samples. All samples of a step are of
+            one group. A cell of the longest group has B / L samples; cells of other groups have more samples, within
+            the same number of tokens.
+        sequence: tokens of a training sequence. Consecutive rows are joined, and B counts sequences.
         row_tokens: tokens of a row, for ``sequence``.
-        cost: what each sample costs: the cells of a lane's window then cost nearly the same. For natural weights and
+        cost: cost of each sample. Cells in a lane's window then have nearly equal cost. Requires natural weights and
             ``shuffle="window"``.
-        balance: ``"spread"`` (default): dear cells of neighbouring lanes come in other steps, so that steps cost nearly
-            the same, and ranks of several lanes too. ``"align"``: in the same steps, so that ranks of one lane cost the
-            same too; steps then differ.
+        balance: ``"spread"`` (default) puts expensive cells of neighbouring lanes in different steps, so that steps
+            cost nearly the same, and so do ranks of several lanes. ``"align"`` puts them in the same steps, so that
+            ranks of one lane cost the same too, while steps differ.
 
     Raises:
         PlanError: a setting is out of range, or the epoch has no full step.
@@ -445,7 +456,7 @@ def make_plan(
 
 
 def plan_of(settings: Settings, population: Population, cost: Costs | None = None) -> Plan:
-    """The plan of resolved settings; ``cost`` where they have one."""
+    """Make a plan from resolved settings; ``cost`` is required if they have a cost."""
     if not population.rows:
         raise PlanError("plan: the dataset has no selected row")
     for _, weights in settings.stages:
@@ -467,7 +478,7 @@ def plan_of(settings: Settings, population: Population, cost: Costs | None = Non
 def _check_cost(
     cost: Costs | None, settings: Settings, population: Population, group_by: Mapping[str, int] | None
 ) -> None:
-    """Refuse what cost is not combined with."""
+    """Raise PlanError for settings that cannot be combined with cost."""
     if cost is None:
         raise PlanError(f"plan: balance is {settings.balance!r}, expected it only with cost")
     others = {

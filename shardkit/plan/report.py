@@ -1,4 +1,4 @@
-"""What a plan will do, from the manifest alone: balance, remainder, passes, locality, memory, mixing, world sizes."""
+"""Reports on a plan: balance, remainder, passes, locality, memory, mixing and world sizes, without reading samples."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Numbers = NDArray[np.int64]
 
 
 def describe_plan(plan: Plan, *, nodes: Sequence[int] = (1, 2, 4, 8), steps: int = 256) -> dict[str, object]:
-    """Everything `shardkit plan` tells, as plain values."""
+    """Return the report of `shardkit plan` as plain values."""
     shards = [lane_shards(plan, lane) for lane in range(plan.lanes)]
     mine, full = mixing(plan, steps)
     rows = stratum_rows(plan.population)
@@ -53,7 +53,7 @@ def describe_plan(plan: Plan, *, nodes: Sequence[int] = (1, 2, 4, 8), steps: int
 
 
 def plan_page(plan: Plan) -> str:
-    """The plan as a notebook shows it: the corner of its grid, balance over a few steps, locality."""
+    """Render the plan for a notebook: first cells of its grid, balance over a few steps, locality."""
     lanes = range(min(plan.lanes, 8))
     steps = range(plan.from_step, plan.from_step + min(4, plan.loop_steps))
     cells = ((step, *(_samples(plan.cell(step, lane)) for lane in lanes)) for step in steps)
@@ -78,12 +78,15 @@ def _samples(cell: Numbers) -> str:
 
 
 def efficiency(lanes: int) -> list[float]:
-    """Share of the ranks' time that is used, for each world size 1..L: the rank with most lanes sets the pace."""
+    """Return the share of the ranks' time that is used, for each world size 1..L.
+
+    The rank with the most lanes determines the time of a step.
+    """
     return [lanes / (ranks * -(-lanes // ranks)) for ranks in range(1, lanes + 1)]
 
 
 def expected_counts(plan: Plan) -> NDArray[np.float64]:
-    """Samples of each stratum expected in a global batch."""
+    """Return the expected number of samples of each stratum in a global batch: float64[strata]."""
     masses = np.array(
         plan.settings.stages[0][1] if plan.settings.stages else stratum_rows(plan.population), dtype=float
     )
@@ -92,7 +95,7 @@ def expected_counts(plan: Plan) -> NDArray[np.float64]:
 
 
 def stratum_counts(plan: Plan, steps: Sequence[int]) -> Numbers:
-    """Samples of each stratum in cells: (steps, lanes, strata) int64."""
+    """Count the samples of each stratum in cells: (steps, lanes, strata) int64."""
     out = np.zeros((len(steps), plan.lanes, len(plan.population.strata)), dtype=np.int64)
     for place, step in enumerate(steps):
         cells = plan.step(step)
@@ -102,7 +105,7 @@ def stratum_counts(plan: Plan, steps: Sequence[int]) -> Numbers:
 
 
 def balance(plan: Plan, steps: int) -> dict[str, object]:
-    """Largest deviations from the expected count, over strata expected at least once per global batch."""
+    """Return the largest deviations from expected counts over strata expected at least once per global batch."""
     full = plan.population.rows // plan.global_batch if plan.steps_per_pass else plan.loop_steps
     chosen = sorted({plan.from_step + k * full // steps for k in range(steps)}) if full else []
     expected = expected_counts(plan)
@@ -135,7 +138,7 @@ def _strata(plan: Plan, rows: Sequence[int]) -> list[dict[str, object]]:
             "rows": rows[s],
             "weight": None if natural else plan.settings.stages[0][1][s],
             "per_batch": round(float(expected[s]), 3),
-            # passes over the stratum's rows in one epoch, or one loop
+            # passes over the stratum's rows in one epoch or loop
             "passes": 1.0 if natural else round(float(expected[s]) * plan.loop_steps / max(1, rows[s]), 3),
         }
         for s, name in enumerate(plan.population.strata)
@@ -144,7 +147,7 @@ def _strata(plan: Plan, rows: Sequence[int]) -> list[dict[str, object]]:
 
 
 def _lengths(plan: Plan) -> dict[str, object]:
-    """What grouping by length or joining rows does to padding."""
+    """Return the effect on padding of grouping by length or of joining rows."""
     if isinstance(plan.grid, BucketGrid):
         groups = [{"longest": b.longest, "cell_size": b.cell_size} for b in plan.grid.buckets]
         return {"groups": groups, **plan.grid.padding()}
@@ -156,7 +159,7 @@ def _lengths(plan: Plan) -> dict[str, object]:
 
 
 def _working_set(plan: Plan) -> dict[str, object]:
-    """Blocks that a lane holds open: its windows; of strata rarer than one per cell, two windows per slot."""
+    """Return the open blocks of a lane: its windows, and two windows per slot for strata rarer than one per cell."""
     blocks = max(_open_blocks(grid) for grid in parts(plan.grid))
     size = plan.population.shard_bytes
     each = -1 if size is None else int(size.sum()) // max(1, num_blocks(plan.population))
@@ -178,23 +181,23 @@ def _open_blocks(grid: NaturalGrid | WeightedGrid) -> int:
 
 
 def _held(masses: NDArray[np.float64], windows: Numbers, cell_size: int, most: int) -> int:
-    """Windows of groups that every cell draws from, and of at most so many others."""
+    """Return the blocks in windows of groups that every cell draws from, and of at most ``most`` other groups."""
     often = cell_size * masses >= masses.sum()
     few = min(most, int((~often & (masses > 0)).sum()))
     return int(windows[often].sum() + few * (windows[~often].max() if (~often).any() else 0))
 
 
-# ---- mixing, beside a full shuffle of the same rows
+# ---- mixing, compared with a full shuffle of the same rows
 
 
 @dataclass(frozen=True)
 class Mixing:
-    """Figures of a stream of batches.
+    """Measures of how well a stream of batches is mixed.
 
     Attributes:
         shards_per_batch: mean number of distinct shards in a batch.
         label_run: mean length of runs of one stratum in the stream.
-        distance_bits: entropy, in bits, of log2 of the distance between neighbours' sample numbers.
+        distance_bits: entropy, in bits, of log2 of the distance between sample numbers of consecutive samples.
     """
 
     shards_per_batch: float
@@ -203,13 +206,13 @@ class Mixing:
 
 
 def measure(order: BaseOrder, batches: Numbers) -> Mixing:
-    """Figures of (steps, B) sample numbers."""
+    """Measure the mixing of sample numbers (steps, B)."""
     segment = order.segments_of(batches.ravel()).reshape(batches.shape)
     shard = np.sort(order.population.segment_shard[segment], axis=1)
     label = order.population.segment_stratum[segment].ravel()
     flat = batches.ravel()
     distance = np.abs(np.diff(flat))
-    # 32 classes per octave: fine enough to tell streams apart, coarse enough to fill
+    # 4 classes per octave: fine enough to distinguish streams, coarse enough that every class has entries
     classes = np.floor(np.log2(np.maximum(1, distance).astype(np.float64)) * 4).astype(np.int64)
     share = np.bincount(classes) / max(1, len(classes))
     share = share[share > 0]
@@ -221,7 +224,7 @@ def measure(order: BaseOrder, batches: Numbers) -> Mixing:
 
 
 def full_shuffle(rows: int, steps: int, global_batch: int, seed: int = 0) -> Numbers:
-    """The first steps of an unstratified full shuffle: (steps, B) int64."""
+    """Return the first steps of an unstratified full shuffle: (steps, B) int64."""
     first = np.arange(min(rows, steps * global_batch), dtype=np.int64)
     return Feistel(derive(seed, rows), rows)(first)[: len(first) // global_batch * global_batch].reshape(
         -1, global_batch
@@ -229,7 +232,7 @@ def full_shuffle(rows: int, steps: int, global_batch: int, seed: int = 0) -> Num
 
 
 def mixing(plan: Plan, steps: int) -> tuple[Mixing, Mixing]:
-    """The plan's first full steps, and as many of a full shuffle of its rows."""
+    """Measure the first full steps of the plan, and as many steps of a full shuffle of its rows."""
     steps = max(1, min(steps, plan.population.rows // plan.global_batch))
     batches = plan.steps(plan.from_step, plan.from_step + steps).reshape(steps, -1)
     batches = batches[(batches >= 0).all(axis=1)]
@@ -242,13 +245,16 @@ def mixing(plan: Plan, steps: int) -> tuple[Mixing, Mixing]:
     )
 
 
-# ---- how long ranks wait for the one whose samples cost most (SPEC.md §11)
+# ---- how long ranks wait for the rank with the most expensive samples (SPEC.md §11)
 
-_RUNS, _RUN = 8, 16  # places of the epoch that are looked at, and steps at each
+_RUNS, _RUN = 8, 16  # number of runs of steps examined in an epoch, and steps per run
 
 
 def rank_skew(cells: NDArray[np.float64], ranks: int) -> NDArray[np.float64]:
-    """(steps,) the dearest rank over the mean one, where rank r of R has lanes r·L/R to (r+1)·L/R − 1."""
+    """Return the cost of the most expensive rank over the mean cost of all ranks: (steps,) float64.
+
+    ``cells`` is (steps, lanes); rank r of R has lanes ⌊r·L/R⌋ to ⌊(r+1)·L/R⌋ − 1.
+    """
     lanes = cells.shape[1]
     shares = np.add.reduceat(cells, np.arange(ranks) * lanes // ranks, axis=1)
     skew: NDArray[np.float64] = shares.max(axis=1) / shares.mean(axis=1)
@@ -256,14 +262,14 @@ def rank_skew(cells: NDArray[np.float64], ranks: int) -> NDArray[np.float64]:
 
 
 def predicted_waits(plan: Plan, costs: Costs, worlds: Sequence[int]) -> list[dict[str, float]]:
-    """What a world of each size would wait, with a plan and with the same one without costs.
+    """Predict the skew between ranks for each world size, with the plan and with the same plan without costs.
 
-    Looks at up to 128 steps over the epoch. Where the time of a step is that of its dearest rank, the mean skew is how
-    much longer steps take than if all ranks cost the same.
+    Examines up to 128 steps of the epoch. If the most expensive rank determines the time of a step, the mean skew is
+    the factor by which steps take longer than with equal costs on all ranks.
 
     Returns:
-        Per world ``ranks``, and ``plain`` and ``plan``: the mean of the dearest rank over the mean one, and their 95th
-        percentiles, ``plain_p95`` and ``plan_p95``.
+        For each world size ``ranks``, the mean skew ``plan`` and ``plain`` (without costs), and the 95th percentiles
+        ``plan_p95`` and ``plain_p95``.
     """
     full = plan.population.rows // plan.global_batch
     firsts = sorted({max(0, min(full - _RUN, number * full // _RUNS)) for number in range(_RUNS)})

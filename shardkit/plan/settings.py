@@ -1,4 +1,4 @@
-"""What a caller chooses, checked, resolved to integers and names, and written canonically."""
+"""Settings of a plan: validated, resolved to integers and names, and serialized canonically."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from .deal import divisors
 from .deck import SHUFFLES
 from .population import Population
 
-WINDOW_BYTES = 256 << 20  # of all lanes together, about
+WINDOW_BYTES = 256 << 20  # target size of the windows of all lanes
 LEAST_WINDOW, MOST_WINDOW = 4, 16  # blocks
-# windows that balance costs are larger: the sums of small ones differ too much between lanes
-COST_WINDOW_BYTES, LEAST_COST_WINDOW, MOST_COST_WINDOW = 1 << 30, 16, 64  # of all lanes; blocks
-MOST_COST_CELLS = 16  # and twice as large for cells of so many rows, of which a window has fewer steps
+# windows that balance costs are larger: costs of small windows differ too much between lanes
+COST_WINDOW_BYTES, LEAST_COST_WINDOW, MOST_COST_WINDOW = 1 << 30, 16, 64  # all lanes; blocks; blocks
+MOST_COST_CELLS = 16  # rows per cell at which these limits double: a window of large cells has fewer steps
 
 TARGET_LANES = 64
 LEAST_LANES = 8
 GLOBAL_BATCH = Range(1, 2**31 - 1)
 MANY_LANES, MOST_LANES = 32, 256
-WORLDS = 64  # sizes up to here decide how many lanes
+WORLDS = 64  # largest world size considered when lanes are chosen
 REMAINDERS = ("drop", "short")
 
 
@@ -69,19 +69,19 @@ class Settings:
             _one_of("balance", self.balance, BALANCES)
 
     def _set(self, name: str, allowed: Range) -> None:
-        """Check a whole number; integers of other libraries become Python's, as the canonical form needs them."""
+        """Check a whole number and convert it to a Python int, which the canonical form requires."""
         value = getattr(self, name)
         if value is not None or name != "epoch_steps":
             object.__setattr__(self, name, whole(f"plan: {name}", value, allowed))
 
     def canonical(self) -> dict[str, object]:
-        """Return the settings as canonical JSON takes them, without those that are not set."""
+        """Return the settings as values for canonical JSON, without unset fields."""
         values = {name: getattr(self, name) for name in sorted(self.__dataclass_fields__)}
         return {name: value for name, value in values.items() if value not in (None, ())}
 
     @classmethod
     def from_canonical(cls, values: Mapping[str, object]) -> Settings:
-        """Return the settings that `canonical` wrote, read back from JSON."""
+        """Return settings from the values of `canonical`, parsed from JSON."""
         given = {name: _tuples(value) for name, value in values.items() if value not in (None, [], {})}
         if unknown := given.keys() - cls.__dataclass_fields__.keys():
             names = ", ".join(sorted(unknown))
@@ -90,10 +90,9 @@ class Settings:
 
 
 def default_lanes(population: Population, global_batch: int) -> int:
-    """A divisor of the batch that lets most world sizes share it evenly (SPEC.md §4).
+    """Return the default number of lanes: a divisor of the batch that most world sizes share evenly (SPEC.md §4).
 
-    At least 32 where the batch has such a divisor; fewer (but not below 8) for datasets with fewer than 4 blocks per
-    lane.
+    At least 32 if the batch has such a divisor. Fewer for datasets with fewer than 4 blocks per lane.
     """
     return _best_lanes(global_batch, _most_lanes(population))
 
@@ -103,9 +102,9 @@ def _most_lanes(population: Population) -> int:
 
 
 def few_lanes(population: Population, global_batch: int) -> str:
-    """What to say where `default_lanes` leaves fewer than 8 lanes for a larger batch; empty where it does not.
+    """Return a warning if `default_lanes` gives fewer than 8 lanes for a batch of at least 8, otherwise "".
 
-    Names the nearest batch below and the nearest above that allow more.
+    The warning names the nearest smaller and larger batch sizes that allow at least 8 lanes.
     """
     most = _most_lanes(population)
     lanes = _best_lanes(global_batch, most)
@@ -130,9 +129,11 @@ def _nearest_lanes(global_batch: int, most: int) -> int:
 
 
 def _best_lanes(global_batch: int, most: int) -> int:
-    """Of the divisors from 32 to 256 (or 512): even if B is, for whole nodes of 16, most worlds, near 64.
+    """Choose among the divisors of B from 32 to 256, or to 512 if none of those fits.
 
-    An even batch that has a divisor from 32 to 256 has an even one up to 512: two ranks can always share it.
+    Criteria, most important first: even if B is even; a multiple of gcd(B, 16), for nodes of 16 ranks; shared evenly by
+    the most world sizes; near 64. An even batch with a divisor from 32 to 256 has an even divisor of at most 512, so
+    two ranks can always share it.
     """
     fit = [d for d in divisors(global_batch) if MANY_LANES <= d <= most and d % gcd(global_batch, 2) == 0]
     fit = [d for d in fit if d <= MOST_LANES] or [d for d in fit if d <= 2 * MOST_LANES]
@@ -149,18 +150,19 @@ def _best_lanes(global_batch: int, most: int) -> int:
 
 
 def default_window_blocks(population: Population, lanes: int) -> int:
-    """Blocks that a lane keeps open, so that those of all lanes take about 256 MiB: from 4 to 16.
+    """Return the default blocks per window, 4 to 16, so that the windows of all lanes take about 256 MiB.
 
-    A function of manifest and lanes alone: a plan is the same on every machine, whatever memory a loader has.
+    The result depends only on manifest and lanes, so a plan is the same on every machine.
     """
     return _blocks_of(population, lanes, WINDOW_BYTES, LEAST_WINDOW, MOST_WINDOW)
 
 
 def default_cost_window(population: Population, lanes: int, cell_size: int) -> int:
-    """The same of a plan with costs: 1 GiB in 64 lanes, from 16 to 64 blocks; up to twice as many for large cells.
+    """Return the default blocks per window of a plan with costs: 16 to 64, about 1 GiB in 64 lanes.
 
-    What ranks cost differs as the sums of their windows do, the less the more steps a window has. Lanes beyond 64 are
-    for more ranks, so that those of a rank take no more.
+    The size and the upper limit grow to twice as much for cells of 16 rows or more: costs of ranks differ less if a
+    window spans more steps.
+    Lanes beyond 64 do not shrink the window: they serve more ranks, so the memory per rank is the same.
     """
     eighths = max(8, min(MOST_COST_CELLS, cell_size))
     size, most = COST_WINDOW_BYTES * eighths // 8, MOST_COST_WINDOW * eighths // 8
@@ -173,7 +175,7 @@ def _blocks_of(population: Population, lanes: int, size: int, least: int, most: 
 
 
 def check_rows(rows: int, settings: Settings) -> None:
-    """Refuse a plan without a step."""
+    """Raise PlanError if a plan over ``rows`` rows has no step."""
     if not rows:
         raise PlanError("plan: the dataset has no selected row")
     if settings.remainder == "drop" and rows < settings.global_batch:
@@ -184,7 +186,7 @@ def check_rows(rows: int, settings: Settings) -> None:
 
 
 def num_blocks(population: Population) -> int:
-    """Blocks of the dataset that hold a selected row; blocks restart at segment borders."""
+    """Return the number of blocks with a selected row; blocks restart at segment borders."""
     total, slab = 0, 1 << 18
     for first in range(0, len(population.segment_rows), slab):
         part = slice(first, first + slab)
@@ -194,7 +196,11 @@ def num_blocks(population: Population) -> int:
 
 
 def whole(name: str, value: object, allowed: Range) -> int:
-    """Return a whole number of a plan as an int; any integer type is accepted."""
+    """Check a whole number of any integer type and return it as an int.
+
+    Raises:
+        PlanError: ``value`` is not a whole number or is outside ``allowed``.
+    """
     try:
         number: int = allowed.check(name, value)
     except ConfigurationError as error:
@@ -203,7 +209,7 @@ def whole(name: str, value: object, allowed: Range) -> int:
 
 
 def check_range(name: str, value: object, allowed: Range, kind: type[int] | type[float] = int) -> None:
-    """A number of a plan."""
+    """Check a number; raise PlanError if it is outside ``allowed``."""
     try:
         allowed.check(name, value, kind)
     except ConfigurationError as error:
@@ -219,19 +225,23 @@ def _tuples(value: object) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
-# ---- weights as a caller writes them, resolved to one integer per stratum
+# ---- weights, resolved to one integer per stratum
 
 WeightsLike = Mapping[str, int | float | Fraction | Decimal]
-"""Stratum → weight."""
+"""Mapping from globs over strata to weights."""
 
 MAX_WEIGHT = 2**30
-"""Largest sum of the weights of a plan, common factors taken out: draws of a pool times masses stay in int64."""
+"""Exclusive bound of the sum of weights without common factors, so that draws of a pool times masses fit int64."""
 
 
 def resolve_weights(
     weights: WeightsLike | None, strata: Sequence[str], rows: Sequence[int]
 ) -> tuple[int, ...]:
-    """One weight per stratum."""
+    """Resolve weights to one integer per stratum without common factors; None means row counts.
+
+    Raises:
+        PlanError: a weight is invalid or matches no stratum, all weights are 0, or their sum is too large.
+    """
     if weights is None:
         masses = [int(r) for r in rows]
     else:
@@ -272,7 +282,10 @@ def resolve_stages(
     strata: Sequence[str],
     rows: Sequence[int],
 ) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """(from_step, weights per stratum) in ascending order, the first from step 0; empty for natural weights."""
+    """Resolve weights and stages to (from_step, weights per stratum) in ascending order, the first from step 0.
+
+    The result is empty for natural weights.
+    """
     if weights is None and not stages:
         return ()
     resolved = [(0, resolve_weights(weights, strata, rows))]
@@ -285,7 +298,7 @@ def resolve_stages(
 
 
 def _fraction(pattern: object, weight: Any) -> Fraction:
-    """The exact value of a weight; of a float the decimal number that it prints as."""
+    """Return the exact value of a weight; a float counts as the decimal number that it prints as."""
     if isinstance(weight, bool | np.bool_) or not isinstance(weight, numbers.Real | Decimal):
         number = None
     elif isinstance(weight, numbers.Rational):

@@ -1,6 +1,6 @@
-"""A stage: a deal with fixed weights that turns without end (SPEC.md §5).
+"""Stages: endless deals with fixed weights (SPEC.md §5).
 
-`Tree` shares a pool's draws out over its strata, `RoundRobin` makes one stream of all lanes' tapes.
+`Tree` distributes the draws of a pool over its strata. `RoundRobin` combines the tapes of all lanes into one stream.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ Numbers = NDArray[np.int64]
 
 
 class Tree:
-    """Shares draws out over members by integer masses.
+    """Distribution of draws over members in proportion to integer masses.
 
     A Huffman-shaped binary tree: at a node with masses a, b, of n draws floor((2na + a + b) / (2(a + b))) go to the
-    left. Each draw goes to exactly one member; on any prefix a member is within one of its share. The pattern repeats
-    after ``period`` draws.
+    left. Each draw goes to exactly one member. In any prefix the count of a member differs from its share by less than
+    one. The pattern repeats after ``period`` draws.
 
     Args:
-        masses: positive integers, their sum (after taking out common factors) below 2**31.
+        masses: positive integers; their sum without common factors must be below 2**31.
     """
 
     def __init__(self, masses: Sequence[int]) -> None:
         common = gcd(*masses)
         self.masses: NDArray[np.int64] = np.array([m // common for m in masses], dtype=np.int64)
         self.period = int(self.masses.sum())
-        # heap of (mass, tie, node); leaves are nodes 0..n-1, inner nodes follow
+        # heap of (mass, tie-breaker, node); nodes 0..n-1 are leaves, later ones inner nodes
         heap = [(m, i, i) for i, m in enumerate(self.masses.tolist())]
         heapq.heapify(heap)
         total = self.masses.tolist()
@@ -51,7 +51,7 @@ class Tree:
         self._mass: NDArray[np.int64] = np.array(total, dtype=np.int64)
 
     def draws(self, number: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Member of each draw, and how many draws that member had before it; O(depth) per draw."""
+        """Return the member of each draw and the number of earlier draws of that member; O(depth) per draw."""
         turns, left_over = np.divmod(number, self.period)
         node = np.full(number.shape, self._root, dtype=np.int64)
         count = left_over
@@ -67,7 +67,7 @@ class Tree:
         return node, count + turns * self.masses[node]
 
     def totals(self, number: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Draws of every member among the first ``number``: (len(number), members) int64."""
+        """Return the draws of every member among the first ``number`` draws: (len(number), members) int64."""
         turns: NDArray[np.int64] = number // self.period
         left_over = number % self.period
         counts = np.zeros((len(number), len(self._mass)), dtype=np.int64)
@@ -81,34 +81,34 @@ class Tree:
 
 
 class RoundRobin:
-    """Numbers the positions of several tapes, the lowest first: they level out, then advance together.
+    """Numbering of the positions of several tapes, lowest position first: tapes level out, then advance together.
 
     Args:
-        starts: int64[tapes], the position at which each tape stands.
+        starts: int64[tapes], initial position of each tape.
     """
 
     def __init__(self, starts: Numbers) -> None:
         self._order: Numbers = np.argsort(starts, kind="stable")
         self._start: Numbers = starts[self._order]
         self._rank: Numbers = np.argsort(self._order)
-        # draws before the level of each start is reached: every tape below it has come up to it
+        # draws until all lower tapes reach the level of each start
         width = np.arange(len(starts), dtype=np.int64)
         self._before: Numbers = width * self._start - (np.cumsum(self._start) - self._start)
 
     def at(self, number: Numbers) -> tuple[Numbers, Numbers]:
-        """Tape and position of each draw."""
+        """Return the tape and the position of each draw."""
         _, level, rank = self._split(number)
         return self._order[rank], level
 
     def standing(self, number: int) -> Numbers:
-        """Where every tape stands after so many draws: int64[tapes]."""
+        """Return the position of every tape after ``number`` draws: int64[tapes]."""
         width, level, rank = (int(a[0]) for a in self._split(np.array([number])))
         place = np.arange(len(self._start))
         at = np.where(place < width, level + (place < rank), self._start)
         return at[self._rank]
 
     def number(self, tape: int, position: int) -> int:
-        """The draw that takes a position, at or behind the tape's start."""
+        """Return the number of the draw that takes a position, which must not be before the tape's start."""
         width = int(np.searchsorted(self._start, position, side="right"))
         return (
             int(self._before[width - 1])
@@ -117,18 +117,18 @@ class RoundRobin:
         )
 
     def _split(self, number: Numbers) -> tuple[Numbers, Numbers, Numbers]:
-        """Tapes that have come up to the level of each draw, the level, and which of them draws."""
+        """Return for each draw the number of tapes at its level, the level, and the rank of the tape that draws."""
         width = np.searchsorted(self._before, number, side="right")
         rounds, rank = np.divmod(number - self._before[width - 1], width)
         return width, self._start[width - 1] + rounds, rank
 
 
 _COARSE = 64
-"""Steps of a phase over which weights are rounded to whole samples where they come out exactly in no shorter phase."""
+"""Fewest steps of a phase in which weights are rounded, if no phase of this length or shorter is exact."""
 
 
 class StageGroup(NamedTuple):
-    """What is dealt as one: a stratum, or a pool of rare ones; from lanes' tapes, or from shared ones."""
+    """A stratum or a pool of rare strata, drawn from the tapes of lanes or from shared tapes."""
 
     strata: tuple[int, ...]
     mass: int
@@ -138,9 +138,10 @@ class StageGroup(NamedTuple):
 def plan_groups(
     masses: Sequence[int], names: Sequence[str], shared: NDArray[np.bool_], batch: int
 ) -> list[StageGroup]:
-    """Common strata by (-mass, name), then the pool of handed rare strata, then the pool of shared ones.
+    """Return the common strata by (-mass, name), then the pool of handed rare strata, then the pool of shared ones.
 
-    Only the last group may be expected less than once per global batch; a pool that is not joins the last one.
+    Only the last group may be expected less than once per global batch, so a rare pool of handed strata is merged with
+    the pool of shared ones.
     """
     total = sum(masses)
     alive = sorted((s for s in range(len(masses)) if masses[s]), key=lambda s: (-masses[s], names[s]))
@@ -158,11 +159,11 @@ def plan_groups(
 
 
 def whole_turn(groups: Sequence[StageGroup], batch: int, target: int) -> tuple[int, list[int]]:
-    """Steps of a phase, and how many samples of each group it holds.
+    """Return the steps of a phase and its samples of each group.
 
-    Every phase of a turn is dealt alike, so that after each whole turn all lanes have had the same. That takes whole
-    numbers per phase: the shortest exact phase where it is short enough, else the nearest whole numbers (largest
-    remainder), which are then the plan's weights.
+    All phases of a turn have the same counts, so that all lanes have drawn the same after each turn. Counts must be
+    whole numbers: a multiple of the shortest exact phase if that is short enough, otherwise counts rounded by largest
+    remainder, which then replace the weights of the plan.
     """
     total = sum(g.mass for g in groups)
     exact = lcm(*(total // gcd(total, batch * g.mass) for g in groups))
@@ -175,16 +176,16 @@ def whole_turn(groups: Sequence[StageGroup], batch: int, target: int) -> tuple[i
     by_rest = sorted(range(len(groups)), key=lambda i: (-(slots * groups[i].mass % total), i))
     for i in by_rest[: max(0, slots - sum(counts))]:
         counts[i] += 1
-    counts[0] -= sum(counts) - slots  # a rare pool that was lifted to 1 is paid for by the largest group
+    counts[0] -= sum(counts) - slots  # the largest group compensates for a rare pool that was raised to 1
     return steps, counts
 
 
 class Stage:
-    """Counts of a deal from ``start`` on; steps of its methods are counted from there.
+    """Sample counts of an endless deal. Steps passed to its methods are counted from ``start``.
 
     Args:
-        start: step of the run.
-        groups: what is dealt.
+        start: first step, counted over the run.
+        groups: groups in the order of `plan_groups`.
         phase: steps and samples per group of one phase, from `whole_turn`.
         batch, lanes: B and L.
     """
@@ -203,13 +204,16 @@ class Stage:
         self.shares = counts
 
     def lane_counts(self, steps: Numbers, lane: int | Numbers, chosen: Numbers) -> Numbers:
-        """Samples of chosen groups drawn by a lane before each step: (n, k)."""
+        """Return the samples of chosen groups drawn by a lane before each step: (n, k) int64."""
         turns, rest = np.divmod(steps, self.turn)
         whole = np.diff(self._per_turn, prepend=0)[chosen]
         return turns[:, None] * whole + self.deal.lane_counts(rest, lane, chosen)
 
     def drift(self, group: int) -> int:
-        """How far lanes come apart in draws of a group: at the borders of phases, between them within 2 of it."""
+        """Return the largest difference between lanes in draws of a group at borders of phases.
+
+        Between borders the difference exceeds it by at most 2.
+        """
         lanes = np.arange(self.lanes, dtype=np.int64)
         borders = -(-lanes * self.turn // self.lanes)
         drawn = self.deal.lane_counts(
@@ -218,15 +222,15 @@ class Stage:
         return int(np.ptp(drawn.reshape(self.lanes, self.lanes), axis=1).max())
 
     def prefix(self, steps: Numbers) -> Numbers:
-        """Samples of groups <= g drawn by all lanes before each step: (n, groups)."""
+        """Return the samples of groups <= g drawn by all lanes before each step: (n, groups) int64."""
         turns, rest = np.divmod(steps, self.turn)
         return turns[:, None] * (self._per_turn * self.lanes) + self.deal.prefix(rest)
 
     def slots(self, steps: Numbers, lane: int, group: int) -> tuple[Numbers, Numbers]:
-        """A lane's draws of a group, numbered over all lanes in slot order.
+        """Return a lane's draws of a group in consecutive steps, numbered over all lanes in slot order.
 
         Returns:
-            (counts int64[n], numbers int64[sum(counts)]): of each step, and the number of each draw.
+            (counts int64[n], numbers int64[sum(counts)]): draws in each step, and the number of each draw.
         """
         sums = self.prefix(np.append(steps, steps[-1] + 1))
         offsets = np.diff(sums, axis=0)
@@ -240,7 +244,7 @@ class Stage:
         return counts, at + np.arange(len(at), dtype=np.int64) * self.lanes
 
     def lane_of(self, step: int, group: int, number: int) -> int:
-        """The lane that gets draw ``number`` (over all lanes) of a group in a step."""
+        """Return the lane of draw ``number`` of a group, numbered over all lanes, which is made in ``step``."""
         sums = self.prefix(np.array([step, step + 1]))
         low = int(sums[1, group - 1] - sums[0, group - 1]) if group else 0
         before = int(sums[0, group] - (sums[0, group - 1] if group else 0))
@@ -249,7 +253,7 @@ class Stage:
 
 
 def first_step(count: Callable[[int], int], number: int, limit: int | None) -> int | None:
-    """The step in which draw ``number`` falls: the last k with count(k) <= number; None if not before ``limit``."""
+    """Return the step of draw ``number``: the last k with count(k) <= number, or None if it is not before ``limit``."""
     if limit is None:
         limit = 1
         while count(limit) <= number:

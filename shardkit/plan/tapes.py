@@ -1,4 +1,4 @@
-"""Tapes: endless streams of a stratum's rows, pass after pass, for plans with explicit weights (SPEC.md §5)."""
+"""Tapes: endless streams of the rows of a stratum, pass after pass, for plans with explicit weights (SPEC.md §5)."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from .population import BaseOrder
 
 Numbers = NDArray[np.int64]
 
-_HANDS, _SHARED = 1, 4  # what a key below the seed is for
-_PIECE = 512  # positions that are drawn together where single ones are asked for
+_HANDS, _SHARED = 1, 4  # purposes of keys derived from the seed
+_PIECE = 512  # positions drawn at once when single positions are requested
 _PIECES = 8192
 
 
 class Leftover(Protocol):
-    """Undrawn rows of a pass: per column (group or stratum) the rests of all lanes' streams, lane after lane.
+    """Undrawn rows of a pass: for each column (group or stratum) the remaining rows of every lane, lane after lane.
 
     Attributes:
-        starts: int64[sources + 1, columns], where each lane's rest starts in its column.
+        starts: int64[sources + 1, columns], position in the column at which the rows of each source (lane) start.
     """
 
     starts: Numbers
 
     def take(self, columns: Numbers, lo: Numbers, hi: Numbers) -> Numbers:
-        """Sample numbers at [lo, hi) of each column, concatenated; no range is empty."""
+        """Return the sample numbers at [lo, hi) of each column, concatenated; no range may be empty."""
 
     def index(self, sample: int) -> tuple[int, int] | None:
-        """(column, place in it) of a sample; None where it has been drawn or dropped."""
+        """Return (column, position in it) of a sample, or None if it has been drawn or dropped."""
 
 
 class Heads:
-    """What tapes begin with: rests of passes of an earlier plan, one after the other.
+    """Rows at the start of tapes: undrawn rows of passes of the parent plan.
 
     Args:
-        rests: of the passes, by stratum; none where whole passes come from the start.
+        rests: undrawn rows of each pass, with strata as columns; empty if tapes begin with a whole pass.
         number: int64[strata], the number of each stratum's first pass, for `locate`.
-        key: under which the first whole pass is shuffled; those before it had lower ones.
+        key: key of the first whole pass; earlier passes have lower keys.
     """
 
     def __init__(self, rests: Sequence[Leftover], number: Numbers, key: int) -> None:
@@ -50,12 +50,13 @@ class Heads:
 
 
 class Tapes:
-    """Streams of all strata; stratum numbers are those of the population.
+    """Tapes of all strata; stratum numbers are those of the population.
 
     A *handed* stratum has one tape per lane: whole pass j of lane l holds base positions
-    [floor((l n + t) / L), floor(((l + 1) n + t) / L)) with t = j n mod L, so that after j passes every lane had
-    j n / L rows of it, within one. A *shared* stratum has one tape for all lanes, each pass a permutation of its rows.
-    Passes are counted from the tape's start, the rests of heads among them; each is cut evenly over the lanes.
+    [floor((l n + t) / L), floor(((l + 1) n + t) / L)) with t = j n mod L, so that after j passes every lane has drawn
+    j n / L of its rows, within one. A *shared* stratum has one tape for all lanes; each pass is a permutation of its
+    rows. Passes are counted from the start of the tape and include the rests in the heads. Each rest is cut evenly over
+    the lanes.
     """
 
     def __init__(
@@ -77,8 +78,8 @@ class Tapes:
             left[i] = rest.starts[-1]
         lane = np.arange(lanes + 1, dtype=np.int64)[:, None]
         self._left = left
-        self._cut: Numbers = lane * left[:, None] // lanes  # which rows of a rest each lane draws
-        # where each rest begins on a tape, and behind the last the whole passes
+        self._cut: Numbers = lane * left[:, None] // lanes  # rows of a rest that each lane draws
+        # position on a tape at which each rest begins, then the position of the first whole pass
         self._begin: Numbers = _summed(np.diff(self._cut, axis=1))  # (rests + 1, lanes, strata)
         self._begin_shared: Numbers = _summed(left)  # (rests + 1, strata)
         self._decks: Recent[tuple[int, bytes, bytes], Deck] = Recent(4 * lanes)
@@ -86,7 +87,7 @@ class Tapes:
         self._shared: Recent[int, tuple[Numbers, Numbers]] = Recent(1024)
 
     def pass_start(self, lane: int | Numbers, strata: Numbers, passes: Numbers) -> Numbers:
-        """Tape position of a lane at which a pass starts."""
+        """Return the position on a lane's tape at which a pass starts."""
         whole, part = np.divmod(self.rows[strata], self.lanes)
         number = np.maximum(0, passes - self.rests)
         start: Numbers = number * whole + (lane + number) * part // self.lanes - lane * part // self.lanes
@@ -94,7 +95,7 @@ class Tapes:
         return start
 
     def pass_of(self, lane: int | Numbers, strata: Numbers, position: Numbers) -> Numbers:
-        """The pass in which a lane's tape position lies; where passes are empty, the one behind them."""
+        """Return the pass that contains a position of a lane's tape; empty passes are skipped."""
         inside = position - self._begin[-1, lane, strata]
         guess = self.rests + np.maximum(0, inside * self.lanes // np.maximum(1, self.rows[strata]) - 1)
         number: Numbers = np.where(inside >= 0, guess, 0)
@@ -105,12 +106,12 @@ class Tapes:
             number += behind
 
     def shared_start(self, strata: Numbers, passes: Numbers) -> Numbers:
-        """`pass_start` of shared tapes."""
+        """Return the position on shared tapes at which a pass starts."""
         start: Numbers = np.maximum(0, passes - self.rests) * self.rows[strata]
         return start + self._begin_shared[np.clip(passes, 0, self.rests), strata]
 
     def shared_pass_of(self, strata: Numbers, position: Numbers) -> Numbers:
-        """`pass_of` of shared tapes."""
+        """Return the pass that contains a position of shared tapes."""
         inside = position - self._begin_shared[-1, strata]
         early = (self._begin_shared[1:, strata] <= position).sum(axis=0)
         number: Numbers = np.where(
@@ -119,9 +120,9 @@ class Tapes:
         return number
 
     def take(self, lane: int, strata: Numbers, lo: Numbers, hi: Numbers) -> Numbers:
-        """Sample numbers of a lane's tapes at positions [lo, hi) of each stratum, concatenated; none empty."""
+        """Return the sample numbers at [lo, hi) of a lane's tape of each stratum, concatenated; no range is empty."""
         out = np.empty(int((hi - lo).sum()), dtype=np.int64)
-        first = np.cumsum(hi - lo) - (hi - lo)  # where each stratum's draws go
+        first = np.cumsum(hi - lo) - (hi - lo)  # index in out of each stratum's draws
         lo = lo.copy()
         todo = np.arange(len(strata))
         while len(todo):
@@ -147,14 +148,14 @@ class Tapes:
         return out
 
     def take_at(self, stratum: int, lanes: Numbers, positions: Numbers) -> Numbers:
-        """Sample numbers at single positions of a stratum's tapes, each of some lane."""
+        """Return the sample numbers at single positions of a stratum's tapes, elementwise for (lane, position)."""
         one = np.array([stratum])
         return self._picked(stratum, lanes, positions, lambda lane, lo: self.take(lane, one, lo, lo + _PIECE))
 
     def _picked(
         self, stratum: int, source: Numbers, position: Numbers, make: Callable[[int, Numbers], Numbers]
     ) -> Numbers:
-        """Single positions of streams by pieces of them, which are made as a whole and kept."""
+        """Return single positions of streams; ``make`` computes whole pieces, which are cached."""
         out = np.empty(len(position), dtype=np.int64)
         pieces, of = np.unique(source << 48 | position // _PIECE, return_inverse=True)
         for i, piece in enumerate(pieces.tolist()):
@@ -168,13 +169,13 @@ class Tapes:
         return out
 
     def hands(self, lane: int, strata: Numbers, passes: Numbers) -> tuple[Numbers, Numbers]:
-        """Base ranges [lo, hi) that a lane holds in a whole pass."""
+        """Return the base ranges [lo, hi) that a lane holds in whole passes."""
         rows = self.rows[strata]
         turn = passes * (rows % self.lanes) % self.lanes
         return (lane * rows + turn) // self.lanes, ((lane + 1) * rows + turn) // self.lanes
 
     def holder(self, stratum: int, number: int, base: int) -> int:
-        """The lane that holds a base position in a pass."""
+        """Return the lane that holds a base position in a whole pass."""
         rows = int(self.rows[stratum])
         turn = number * (rows % self.lanes) % self.lanes
         lane = min(self.lanes - 1, base * self.lanes // rows)
@@ -187,9 +188,9 @@ class Tapes:
     def find(
         self, sample: int, stratum: int, base: int, number: int, *, shared: bool
     ) -> tuple[int, int] | None:
-        """(lane, tape position) of a row in pass ``number``, counted from the run's first; lane -1 if shared.
+        """Return (lane, tape position) of a row in pass ``number`` of the run; the lane is -1 if the tape is shared.
 
-        None where these tapes begin behind that pass, or its rest does not hold the row.
+        Return None if these tapes begin after that pass, or if its rest does not contain the row.
         """
         passes, one = number - int(self.heads.number[stratum]), np.array([stratum])
         if passes < 0:
@@ -228,7 +229,7 @@ class Tapes:
         return build_deck(self.order, Hands(strata, lo, hi, strata, keys, self.windows), self.shuffle)
 
     def take_shared(self, stratum: int, position: Numbers) -> Numbers:
-        """Sample numbers at positions of a shared tape, in any order."""
+        """Return the sample numbers at positions of a shared tape; positions may be in any order."""
         out = np.empty_like(position)
         kind = (self._begin_shared[1:, stratum, None] <= position).sum(axis=0)
         for rest in np.unique(kind).tolist():
@@ -265,5 +266,5 @@ class Tapes:
 
 
 def _summed(parts: Numbers) -> Numbers:
-    """Sums of the parts before each, and of all."""
+    """Return the sums over axis 0 of the parts before each part, and of all parts."""
     return np.cumsum(np.concatenate((np.zeros_like(parts.sum(axis=0))[None], parts)), axis=0)

@@ -1,4 +1,4 @@
-"""The grid for explicit weights: endless, stage after stage (SPEC.md §5)."""
+"""The endless grid of a plan with explicit weights, stage after stage (SPEC.md §5)."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .tapes import Heads, Tapes
 Numbers = NDArray[np.int64]
 _Dealt = tuple[list[StageGroup], tuple[int, list[int]]]
 
-_CELLS = 2  # what a key below the seed is for
-_HAND = 8  # fewest rows per lane of a stratum that is handed out
+_CELLS = 2  # purpose of a key derived from the seed
+_HAND = 8  # fewest rows per lane of a handed stratum
 
 
 class Weights(NamedTuple):
-    """From a step on, these integer weights of strata; and another global batch, where one is given."""
+    """Integer weights of strata from a step on, and the global batch if it changes there."""
 
     from_step: int
     masses: tuple[int, ...]
@@ -34,13 +34,13 @@ class Weights(NamedTuple):
 
 
 class _Leg(NamedTuple):
-    """A stage, and where every tape stood when it began.
+    """A stage, and the positions of all tapes at its start.
 
-    ``robins``: handed strata that are dealt over all lanes, out of the tapes of all.
+    ``robins`` holds the handed strata whose draws are numbered over all lanes and come from the tapes of all lanes.
     """
 
     stage: Stage
-    chunk: int  # steps that are drawn at once
+    chunk: int  # steps drawn at once
     trees: dict[int, Tree]
     robins: dict[int, RoundRobin]
     handed: Numbers  # (lanes, strata)
@@ -51,9 +51,9 @@ class WeightedGrid:
     """Cells of a run with explicit weights.
 
     Args:
-        population: what is dealt.
-        settings: of the plan, with stages.
-        heads: come before the first whole pass.
+        population: rows of the plan.
+        settings: settings of the plan, with stages.
+        heads: rows that come before the first whole pass.
     """
 
     def __init__(self, population: Population, settings: Settings, heads: Heads | None = None) -> None:
@@ -75,7 +75,7 @@ class WeightedGrid:
         self._cells: Recent[tuple[int, int, int], Numbers] = Recent(3 * lanes)
 
     def _target(self, masses: Sequence[int], batch: int, stages: int) -> int:
-        """Steps of a phase such that no large stratum gets through a quarter of a hand in one turn."""
+        """Return the steps of a phase in which no large stratum uses more than a quarter of a hand per turn."""
         total, target = sum(masses), 1 << 40
         for mass, rows in zip(masses, self.rows.tolist(), strict=True):
             if mass and rows >= 4 * _HAND * self.lanes:
@@ -83,10 +83,10 @@ class WeightedGrid:
         return max(1, min(target, -(-int(self.rows.sum()) // (batch * self.lanes))))
 
     def _shared_strata(self, stages: Sequence[Weights]) -> NDArray[np.bool_]:
-        """Strata too small to be handed out to lanes: their lanes would be whole passes apart within a turn."""
+        """Return the strata that are too small for one tape per lane: lanes would be passes apart within a turn."""
         shared = self.rows < _HAND * self.lanes
         known = -1
-        while known < int(shared.sum()):  # the pools depend on it: until nothing changes
+        while known < int(shared.sum()):  # pools depend on the result: repeat until it is stable
             known = int(shared.sum())
             for weights in stages:
                 total = sum(weights.masses)
@@ -94,25 +94,28 @@ class WeightedGrid:
                 for group in groups:
                     shared[list(group.strata)] |= group.shared
                 for stratum, mass in enumerate(weights.masses):
-                    drawn = steps * self.lanes * self.global_batch * mass  # of one turn, times the total
+                    drawn = steps * self.lanes * self.global_batch * mass  # in one turn, times the total
                     shared[stratum] |= 4 * len(stages) * drawn > int(self.rows[stratum]) * total
         return shared
 
     def _dealt(
         self, weights: Weights, shared: NDArray[np.bool_], stages: int, planned: int | None = None
     ) -> _Dealt:
-        """Groups, and steps and samples of a phase; its length is planned for a batch, or for that of the weights."""
+        """Return groups, and the steps and samples of a phase; ``planned`` is the batch that sets the phase's length.
+
+        By default that is the batch of ``weights``.
+        """
         batch = weights.global_batch or self.global_batch
         groups = plan_groups(weights.masses, self.population.strata, shared, batch)
         target = self._target(weights.masses, planned or batch, stages)
         return groups, whole_turn(groups, batch, target)
 
     def extended(self, weights: Weights) -> WeightedGrid:
-        """This grid up to a step, and from there other weights or another batch; tapes go on where they stand."""
+        """Return a copy of the grid that has other weights or another batch from a step on; tapes continue."""
         return copy(self).go_on(weights)
 
     def go_on(self, weights: Weights) -> WeightedGrid:
-        """`extended` in place; only for a grid that nobody else holds."""
+        """Apply `extended` in place; the grid must not be used elsewhere."""
         handed, shared = self.drawn(weights.from_step)
         self._legs = [leg for leg in self._legs if leg.stage.start < weights.from_step]
         self.weights = (*(w for w in self.weights if w.from_step < weights.from_step), weights)
@@ -129,7 +132,7 @@ class WeightedGrid:
         return self
 
     def _apart(self, weights: Weights, dealt: _Dealt, handed: Numbers) -> NDArray[np.bool_]:
-        """Handed strata whose lanes might come more than half a hand apart in a turn of this deal."""
+        """Return the handed strata whose lanes could come more than half a hand apart in a turn of this deal."""
         groups, (steps, counts) = dealt
         apart = np.zeros(len(self.rows), dtype=np.bool_)
         if self.lanes == 1:
@@ -144,36 +147,36 @@ class WeightedGrid:
             masses, rows = np.array([weights.masses[s] for s in group.strata]), self.rows[strata]
             room = rows // (2 * self.lanes) - spread[strata]
             drawn = counts[i] * self.lanes  # by one lane, in a turn
-            if (drawn * masses > room * group.mass).any():  # then how far lanes come apart is counted
+            if (drawn * masses > room * group.mass).any():  # the cheap bound fails: count exactly
                 stage = stage or Stage(0, groups, (steps, counts), batch, self.lanes)
                 drift = stage.drift(i)
                 apart[strata] = (drift + 2) * masses > room * group.mass
         return apart
 
     def weights_at(self, step: int) -> tuple[Weights, ...]:
-        """The weights in force at a step, and those that follow."""
+        """Return the weights at a step, followed by all later ones."""
         now = max(i for i, w in enumerate(self.weights) if w.from_step <= step or i == 0)
         return self.weights[now:]
 
     def dealt_over_all(self) -> NDArray[np.bool_]:
-        """Strata of which any lane may draw any row, as things stand at the end."""
+        """Return the strata whose rows any lane may draw in the last stage: bool[strata]."""
         out = self.shared.copy()
         out[list(self._legs[-1].robins)] = True
         return out
 
     def last_pass(self, step: int) -> int:
-        """A number of passes that no tape has got through before a step; keys of passes stay below it."""
+        """Return a number of passes that no tape has completed before a step; keys of its passes are below it."""
         handed, shared = self.drawn(step)
         rows = np.maximum(1, self.rows)
         done = np.where(self.shared, shared // rows, (handed.max(axis=0) * self.lanes) // rows + 1)
         return self.tapes.heads.key + int(done[self.rows > 0].max(initial=0))
 
     def drawn(self, step: int) -> tuple[Numbers, Numbers]:
-        """Where all tapes stand before a step: (lanes, strata) of handed strata, (strata,) of shared ones."""
+        """Return the positions of all tapes before a step: (lanes, strata) if handed, (strata,) if shared."""
         return self._drawn(self._legs[self._leg_of(step)], step)
 
     def bounds(self, step: int) -> tuple[int, int]:
-        """Begin and end of the loop that holds a step, where loops are as long as a pass over all rows."""
+        """Return the first and end step of the loop that contains a step; a loop has ceil(N / B) steps."""
         first = step - step % self.loop_steps
         return first, first + self.loop_steps
 
@@ -219,7 +222,7 @@ class WeightedGrid:
         return handed, shared
 
     def cells(self, start: int, stop: int, lane: int) -> Numbers:
-        """Cells of one lane for steps [start, stop): (steps, m) int64, a view of kept memory where it can be."""
+        """Return cells of one lane for steps [start, stop): (steps, m) int64, a view of cached memory if possible."""
         parts = []
         while start < stop:
             index = self._leg_of(start)
@@ -273,7 +276,7 @@ class WeightedGrid:
         return cells
 
     def _pool(self, leg: _Leg, index: int, lane: int, steps: Numbers, numbers: Numbers) -> Numbers:
-        """A lane's draws of a pool or of a shared stratum, in drawing order."""
+        """Return a lane's draws from a pool or a shared stratum, in drawing order."""
         group = leg.stage.groups[index]
         if group.shared:
             _, numbers = leg.stage.slots(steps, lane, index)
@@ -301,7 +304,7 @@ class WeightedGrid:
         return out
 
     def locate(self, sample: int, number: int) -> tuple[int, int, int] | None:
-        """(step, lane, slot) of a sample in pass ``number`` of its stratum; None where the pass never gets there."""
+        """Return (step, lane, slot) of a sample in pass ``number`` of its stratum, or None if it is not drawn."""
         place = self.place(sample, number)
         if place is None:
             return None
@@ -313,7 +316,10 @@ class WeightedGrid:
         return None
 
     def place(self, sample: int, number: int) -> tuple[int, int, int] | None:
-        """(stratum, lane or -1 for all, tape position) of a sample in a pass; None where its tape does not hold it."""
+        """Return (stratum, lane, tape position) of a sample in a pass, or None if its tape does not contain it.
+
+        The lane is -1 if the tape is shared.
+        """
         found = self.order.find(sample)
         if found is None:
             return None
@@ -322,7 +328,7 @@ class WeightedGrid:
         return None if place is None else (stratum, *place)
 
     def _locate_in(self, index: int, lane: int, stratum: int, place: int) -> tuple[int, int, int] | None:
-        """(step, lane, slot) of a tape position, if it comes in this leg."""
+        """Return (step, lane, slot) of a tape position, or None if it is not drawn in this leg."""
         leg = self._legs[index]
         stage = leg.stage
         g = next((i for i, group in enumerate(stage.groups) if stratum in group.strata), None)
@@ -332,7 +338,7 @@ class WeightedGrid:
         if stratum in leg.robins:
             place = leg.robins[stratum].number(lane, place + int(leg.handed[lane, stratum]))
         limit = self._legs[index + 1].stage.start - stage.start if index + 1 < len(self._legs) else None
-        if g in leg.trees:  # the draw of the pool that is this stratum's draw `place`
+        if g in leg.trees:  # find the draw of the pool that is draw `place` of this stratum
             member, tree = stage.groups[g].strata.index(stratum), leg.trees[g]
             turns, rest = divmod(place, int(tree.masses[member]))
             inside = first_step(lambda n: int(tree.totals(np.array([n]))[0, member]), rest, tree.period)
@@ -359,7 +365,7 @@ class WeightedGrid:
         return step + stage.start, lane, self._slot(stage, step, lane, g, rank)
 
     def _slot(self, stage: Stage, step: int, lane: int, group: int, rank: int) -> int:
-        """The slot of a cell's draw number ``rank`` of a group: a row may come twice in a cell, so no search."""
+        """Return the slot of a cell's draw ``rank`` of a group; computed, because a row may come twice in a cell."""
         counts = np.diff(stage.lane_counts(np.array([step, step + 1]), lane, np.arange(group)), axis=0)
         before = int(counts.sum()) + rank
         if self.shuffle == "none":
