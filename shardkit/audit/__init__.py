@@ -1,7 +1,8 @@
-"""Proof of what a run consumed, for anyone with its directory and the manifest.
+"""Prove which samples a run consumed, given its directory and the manifest.
 
-Nothing here trusts the run directory: what it records is checked against itself, against the plan made again from the
-recorded settings, and against the data. Auditing writes nothing. SPEC.md says what is proven, and against whom.
+The run directory is not trusted. Its records are checked against each other, against the plan rebuilt from the
+recorded settings, and against the data. Auditing writes nothing. SPEC.md lists the claims, their evidence and the
+attackers considered.
 """
 
 from shardkit.audit.auditing import audit_run

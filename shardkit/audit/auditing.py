@@ -1,4 +1,4 @@
-"""The audit of a run: its record against itself, against the plan, and the plan's data against its manifest."""
+"""Audit a run: check its records against each other and the plan, and the data against the manifest."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ def audit_run(
     statement: dict[str, Any] | None = None,
     report: Report | None = None,
 ) -> Audit:
-    """Check everything that can be checked of a run. Nothing is written.
+    """Run all checks of SPEC.md on a run. Nothing is written.
 
     Args:
         path: the run directory.
-        dataset: URL of the dataset, if it is not where the run found it.
-        level: level of the check of the shards, as in `verify`; None checks the manifest alone.
-        sample: share of the shards that is checked.
-        jobs: number of processes for the replay.
+        dataset: URL of the dataset; by default, the recorded places are tried.
+        level: level of the shard check, as in `verify`. None skips the check of shards.
+        sample: share of the shards to check.
+        jobs: number of processes for the replay and the shard check.
         statement: statement of an earlier audit, from `verify_envelope`, which must still hold.
-        report: called with (what, done, of).
+        report: called with (activity, done, total).
 
     Raises:
-        NotFoundError: there is no run.
+        NotFoundError: the path is not a run directory.
     """
     record = load_run(Path(path))
     audit = Audit(os.fspath(path), software=record.settings.get("software", {}))
@@ -132,13 +132,13 @@ def _verify_data(
 
 _SHOWN = 20
 _REPLAY_ALONE = 30_000_000  # samples below which starting processes does not pay
-_UNSYNCHRONISED = 64  # steps that ranks without collectives may be apart
+_UNSYNCHRONISED = 64  # largest expected distance in steps between ranks without collectives
 
 
 def check_steps(
     record: RunRecord, plans: dict[int, RunPlan], audit: Audit, jobs: int, report: Report | None
 ) -> None:
-    """Every record against the plan it names, abandoned branches included; coverage over the branch."""
+    """Check every record, including abandoned branches, against its plan, and compute coverage of the branch."""
     started = time.perf_counter()
     wrong: list[tuple[int, str]] = []
     for is_branch, all_records in ((True, record.branch), (False, record.abandoned())):
@@ -183,7 +183,7 @@ def _compare(
 def _explain_step(
     record: RunRecord, plan: RunPlan, stored: np.void, planned: tuple[bytes, int], is_branch: bool
 ) -> list[tuple[int, str]]:
-    """What is wrong with a step; empty if confirmed substitutions account for the difference."""
+    """Return (step, error) of a deviating step. Empty if confirmed substitutions explain the difference."""
     step, found = int(stored["step"]), bytes(stored["digest"])
     digest, rows = planned
     if found != digest:
@@ -203,7 +203,7 @@ def _explain_step(
 
 
 def check_pending(record: RunRecord, plans: dict[int, RunPlan]) -> None:
-    """Recorded cells that are not in the tree: of steps that a kill interrupted, or after a gap."""
+    """Check recorded cells of steps that are not in the tree: interrupted by a kill, or after a gap."""
     merge, ledger = record.merge, record.ledger
     if merge is None or ledger is None or not merge.pending:
         return
@@ -231,7 +231,7 @@ def check_pending(record: RunRecord, plans: dict[int, RunPlan]) -> None:
 
 
 def check_coverage(record: RunRecord, audit: Audit) -> None:
-    """No epoch holds a sample twice, or lacks more than its remainder."""
+    """Check that no epoch holds a sample twice or lacks more than its remainder."""
     for one in audit.coverage:
         if not one.is_exact:
             record.add(
@@ -241,7 +241,7 @@ def check_coverage(record: RunRecord, audit: Audit) -> None:
 
 
 def check_checkpoints(record: RunRecord, audit: Audit) -> None:
-    """Check that every checkpoint is of this run, and that some branch of the ledger once had its head."""
+    """Check that every checkpoint belongs to this run and that some branch of the ledger once had its head."""
     known = {(one["manifest"], one["plan"]) for one in record.plans}
     for one in record.checkpoints:
         fits: bool | None = None
@@ -275,7 +275,7 @@ def _head_text(head: dict[str, Any], audit: Audit) -> str:
 
 
 def check_end(record: RunRecord, audit: Audit) -> None:
-    """Check that the trainer's own logs do not continue after the ledger's end."""
+    """Check that the trainer's logs do not continue after the end of the ledger."""
     if record.ledger is not None and record.reached > audit.steps:
         record.add(
             "violated", "ledger", f"steps {audit.steps} to {record.reached - 1}",
@@ -284,7 +284,7 @@ def check_end(record: RunRecord, audit: Audit) -> None:
 
 
 def check_statement(record: RunRecord, statement: dict[str, Any], audit: Audit) -> None:
-    """Check a signed statement: of this run, of a head that its ledger once had, and nothing in it was bound again."""
+    """Check that a signed statement is about this run and a former head of its ledger, and still holds."""
     signed = {one["name"]: one["digest"]["sha256"] for one in statement["subject"]}
     head = statement["predicate"]["head"]
     problems: list[str] = []
@@ -314,7 +314,7 @@ def check_statement(record: RunRecord, statement: dict[str, Any], audit: Audit) 
 
 
 def _bound_again(record: RunRecord, head: dict[str, Any]) -> Iterator[str]:
-    """What events after the signed ones claim about things that the signed ones have fixed."""
+    """Yield errors for later events that change checkpoints or steps covered by the signed head."""
     size = head["events"]["size"]
     covered, later = record.events[:size], record.events[size:]
     end = head["steps"]["first"] + head["steps"]["size"]
@@ -339,11 +339,11 @@ _TOLD: Final[dict[str, tuple[Severity, str, str, str]]] = {
     "start": ("note", "restart", "step {step}", ("start {start} on {ranks} ranks; the one before had come to step "
                                                  "{reached}, {repeats} steps were repeated")),
 }  # fmt: skip
-"""Kind of an event → its finding: severity, kind, subject, text. For other kinds, all fields are shown."""
+"""Kind of an event → (severity, kind, subject, text) of its finding. Other kinds give notes with all fields."""
 
 
 def explain_events(record: RunRecord) -> None:
-    """Add findings for recorded deviations with their reasons, and notes for other events."""
+    """Add findings for recorded deviations, with their reasons, and notes for other events."""
     seen: set[tuple[object, ...]] = set()
     for event in record.events:
         kind = event["kind"]
@@ -368,7 +368,7 @@ _LISTED: Final = 8
 
 
 def check_bound_checkpoints(record: RunRecord, audit: Audit) -> None:
-    """Check that name, step, loader state and head of every checkpoint agree, and that the ledger records it."""
+    """Check that name, step, loader state and head of each checkpoint agree, and that the ledger records it."""
     known: dict[str, list[dict[str, Any]]] = {}
     for event in record.events:
         if event["kind"] == CHECKPOINT:
@@ -419,7 +419,7 @@ def _against_events(record: RunRecord, one: CheckpointRecord, events: list[dict[
 
 
 def check_tensors(record: RunRecord, audit: Audit, *, read: bool) -> None:
-    """The tensor objects of every checkpoint are there, and (where they are read) hold what was written."""
+    """Check existence and size of each checkpoint's tensor objects and, if `read` is set, their SHA-256."""
     objects = {digest: size for one in record.checkpoints for digest, size in one.objects.items()}
     damaged = damaged_objects(record.path, objects, read=read)
     audit.tensors = len(objects)
@@ -434,7 +434,7 @@ def check_tensors(record: RunRecord, audit: Audit, *, read: bool) -> None:
 
 
 def check_bound_settings(record: RunRecord) -> None:
-    """Check that run.json is the one that the ledger records; changes during the run become findings."""
+    """Check the digest of run.json against the ledger. Add findings for changes of settings during the run."""
     events = record.configuration_events
     digest = read_settings(record.path)[1]
     if not events:

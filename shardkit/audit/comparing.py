@@ -1,4 +1,4 @@
-"""Two runs: the first step at which they consumed other samples, and why."""
+"""Compare two runs: find the first step at which they consumed different samples, and the reasons."""
 
 from __future__ import annotations
 
@@ -19,18 +19,17 @@ _SHOWN = 8
 
 @dataclass
 class Comparison:
-    """How two runs relate.
+    """Result of comparing two runs, A and B.
 
     Attributes:
-        steps: (steps of A, steps of B).
-        compared: steps that both have consumed.
-        diverges: the first step at which they consumed different samples; None where there is none.
-        cells: (lane, slot, sample of A, sample of B) of that step, the first few that differ.
-        reasons: why, the strongest first.
-        manifests: shards of one dataset alone, where the manifests differ.
-        settings: plan settings that differ: name → [A's, B's].
-        content: where the datasets differ: samples of the first step that were read and have equal content, and how
-            many were read.
+        steps: (end of A's steps, end of B's steps).
+        compared: number of steps that both runs consumed.
+        diverges: the first step at which they consumed different samples; None if they never did.
+        cells: (lane, slot, sample of A, sample of B) of the first differing places of that step.
+        reasons: explanations of the difference, the strongest first.
+        manifests: numbers and examples of shards in only one dataset, if the manifests differ.
+        settings: differing plan settings: name → [value in A, value in B].
+        content: (samples of step 0 with equal content, samples read), if the manifests differ.
     """
 
     steps: tuple[int, int]
@@ -44,17 +43,17 @@ class Comparison:
 
     @property
     def is_equal(self) -> bool:
-        """Whether both consumed the same samples at every step that both have."""
+        """Return True if both runs consumed the same samples at every common step."""
         return self.diverges is None
 
 
 def compare_runs(
     a: RunRecord, b: RunRecord, plans_a: dict[int, RunPlan], plans_b: dict[int, RunPlan]
 ) -> Comparison:
-    """Compare what two runs consumed.
+    """Compare the samples that two runs consumed.
 
-    Digests are compared where manifest and plan are the same; else the samples of both plans, with the substitutions
-    that the ledgers record, by number where the manifest is the same and by key where it is another.
+    If both runs began with the same manifest and plan, step digests are compared. Otherwise the samples of both plans
+    are compared, with recorded substitutions: by number if the manifests are equal, by key if they differ.
     """
     ends = tuple(int(one.branch[-1]["step"]) + 1 if len(one.branch) else 0 for one in (a, b))
     first = max((int(one.branch[0]["step"]) if len(one.branch) else 0) for one in (a, b))
@@ -116,7 +115,7 @@ def _compare_samples(
 
 
 def _keys(dataset: Dataset, samples: NDArray[np.int64]) -> NDArray[Any]:
-    """Of samples of any shape, each looked up once; empty where there is none."""
+    """Return the keys of samples, in the same shape. Empty slots (-1) have an empty key."""
     numbers, inverse = np.unique(samples, return_inverse=True)
     known = np.array([dataset.key(one) if one >= 0 else "" for one in numbers.tolist()], dtype=object)
     return known[inverse].reshape(samples.shape)
@@ -170,7 +169,7 @@ def _say_manifests(one: Dataset, other: Dataset, result: Comparison) -> None:
 
 
 def _equal_content(one: RunPlan, other: RunPlan) -> tuple[int, int]:
-    """(samples of step 0 that have equal content at equal places, samples that were read)."""
+    """Return (samples of step 0 with equal content at equal places, samples read)."""
     left, right = one.plan.step(0).ravel(), other.plan.step(0).ravel()
     pairs = [(a, b) for a, b in zip(left.tolist(), right.tolist(), strict=False) if a >= 0 and b >= 0]
     equal = sum(_content(one.dataset, a) == _content(other.dataset, b) for a, b in pairs)

@@ -1,4 +1,4 @@
-"""Events of a ledger against each other: no event may contradict, repeat or undo another one."""
+"""Check the events of a ledger against each other: no event may contradict, repeat or undo another one."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Event = dict[str, Any]
 
 
 def contradictions(events: Iterable[Event], steps: Sequence[int]) -> Iterator[tuple[Event, str]]:
-    """The events that cannot stand where they stand, each with what is wrong.
+    """Yield (event, description of the error) for each event that breaks a rule of SPEC.md, "Events", of the ledger.
 
     Args:
         events: events of a ledger, in order.
-        steps: steps of all its records, in order.
+        steps: step numbers of all its records, in order.
     """
     history = _History(steps)
     for event in events:
@@ -27,13 +27,17 @@ def contradictions(events: Iterable[Event], steps: Sequence[int]) -> Iterator[tu
 
 
 class _History:
-    """What the events said so far.
+    """State accumulated from the events so far.
 
     Attributes:
-        sealed: per start, the step before which nothing may be added: a checkpoint was taken there.
-        lowest: per start and rank, the step that a rank went back to after that.
-        merged: number of steps that the ledger had at the newest checkpoint.
-        rewinds: per start, rank and worker, how often it went back.
+        plans: (manifest, plan digest) by number.
+        starts: start events by number.
+        newest: the newest event of each kind, checkpoint name or set of nodes.
+        sealed: start → step of the newest checkpoint; nothing may be added about earlier steps.
+        lowest: (start, rank) → lowest step that the rank went back to after that checkpoint.
+        merged: number of steps in the ledger at the newest checkpoint.
+        rewinds: (start, rank, worker) → number of rewinds.
+        seen: identities of the events that may occur only once.
     """
 
     def __init__(self, steps: Sequence[int]) -> None:
@@ -48,7 +52,7 @@ class _History:
         self.seen: set[tuple[object, ...]] = set()
 
     def add(self, event: Event) -> str:
-        """What is wrong with the next event; empty if nothing is."""
+        """Add the next event. Return a description of its error, or an empty string."""
         match event["kind"]:
             case "plan":
                 return self._plan(event)
@@ -90,7 +94,7 @@ class _History:
         return ""
 
     def _of_start(self, event: Event, ranks: list[int]) -> str:
-        """Whether an event is of a known start that has these ranks."""
+        """Return an error unless the event belongs to a known start that has these ranks."""
         if event["start"] >= len(self.starts):
             return f"is of start {event['start']}, which no event introduces"
         if max(ranks, default=0) >= self.starts[event["start"]]["ranks"]:
@@ -138,7 +142,7 @@ class _History:
         return ""
 
     def _late(self, event: Event, ranks: Sequence[int] | None = None) -> str:
-        """Whether a checkpoint was taken after the step of an event, and before the event."""
+        """Return an error if a checkpoint after the event's step was recorded before the event."""
         start = event["start"]
         lowest = [
             step for (one, rank), step in self.lowest.items() if one == start and (not ranks or rank in ranks)
@@ -216,6 +220,6 @@ def _identity(event: Event) -> tuple[object, ...]:
 
 
 def short(value: object) -> str:
-    """A digest or another value, in few characters."""
+    """Return the value as text, shortened to at most 24 characters."""
     text = str(value)
     return f"{text[:19]}…" if len(text) > 24 else text

@@ -1,4 +1,4 @@
-"""An audit as one HTML page."""
+"""Render an audit as one HTML page."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ code{font:13px ui-monospace,monospace;overflow-wrap:anywhere}.soft{color:var(--s
 
 
 def html_report(audit: Audit) -> str:
-    """The audit as one HTML file: no script, nothing loaded from elsewhere, everything escaped."""
+    """Return the audit as one HTML file without scripts or external resources. All values are escaped."""
     run, verdict = escape(audit.run), escape(audit.verdict)
     software = [(f"software: {name}", value) for name, value in sorted(audit.software.items())]
     facts = [*facts_of(audit), *software]

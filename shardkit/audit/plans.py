@@ -1,4 +1,4 @@
-"""The plans that a run followed, made again from its record and the manifest, and the events that they confirm."""
+"""Rebuild the plans of a run from its record and the manifest, and confirm events against them."""
 
 from __future__ import annotations
 
@@ -35,35 +35,39 @@ from shardkit.repository.log import parse_dataset_url
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A plan with the dataset that it is over."""
+    """A plan of a run with its dataset and its number in the ledger."""
 
     number: int
     dataset: Dataset
     plan: Plan
 
     def consumed(self, record: RunRecord, first: int, last: int, *, branch: bool = True) -> NDArray[np.int64]:
-        """(steps, lanes, m) samples of steps [first, last), substitutions included, -1 in empty slots."""
+        """Return (steps, lanes, m) samples consumed in steps [first, last), -1 in empty slots.
+
+        Confirmed substitutions are included. `branch` selects substitutions of the branch or, if False, of other
+        records.
+        """
         cells = self.plan.steps(first, last).copy()
         for (step, lane, slot), (_, by) in record.substitutions(first, last, branch=branch).items():
             cells[step - first, lane, slot] = by
         return cells
 
     def digest(self, step: int, cells: NDArray[np.int64]) -> bytes:
-        """Digest of a step that consumed these cells, (lanes, m)."""
+        """Return the digest of a step with these cells, (lanes, m)."""
         return step_digest(
             self.plan.population.identity, self.plan.digest, step, b"".join(map(cell_digest, cells))
         )
 
 
 def cell_digest(cell: NDArray[np.int64]) -> bytes:
-    """Digest of a cell, -1 in empty slots anywhere."""
+    """Return the digest of a cell, (m,). Slots with -1 are empty and may be at any position."""
     return cell_digests(cell[cell >= 0][None])[0]
 
 
 def find_plans(record: RunRecord, dataset: str | None = None) -> dict[int, RunPlan]:
-    """Every plan of the run that can be made again, by number, and the substitutions that digests confirm.
+    """Return the plans of the run that can be rebuilt, by number, and confirm substitutions in the record.
 
-    What cannot be made again, or contradicts the record, becomes a finding.
+    A plan that cannot be rebuilt, or that contradicts the record, becomes a finding.
     """
     found: dict[int, RunPlan] = {}
     _check_settings(record)
@@ -87,7 +91,16 @@ def find_plans(record: RunRecord, dataset: str | None = None) -> dict[int, RunPl
 
 
 def open_recorded(record: RunRecord, event: dict[str, Any], dataset: str | None = None) -> Dataset:
-    """The dataset of a recorded plan, at the manifest that the ledger names."""
+    """Open the dataset of a recorded plan at the recorded manifest.
+
+    Args:
+        record: the run.
+        event: event of the plan.
+        dataset: URL of the dataset; by default, the recorded places are tried in turn.
+
+    Raises:
+        ShardkitError: the dataset cannot be opened at any place, or holds another manifest.
+    """
     manifest = event["manifest"]
     refused: ShardkitError | None = None
     for place in [dataset] if dataset is not None else _places(record, event):
@@ -95,7 +108,7 @@ def open_recorded(record: RunRecord, event: dict[str, Any], dataset: str | None 
             opened = open_dataset(
                 place if isinstance(place, Mapping) else f"{parse_dataset_url(place)[0]}@{manifest}"
             )
-        except (NotFoundError, StoreError) as error:  # what is there and damaged is the answer
+        except (NotFoundError, StoreError) as error:  # a damaged dataset is an answer: other errors propagate
             refused = refused or error
             continue
         if opened.manifest.id == manifest:
@@ -107,10 +120,11 @@ def open_recorded(record: RunRecord, event: dict[str, Any], dataset: str | None 
 
 
 def _places(record: RunRecord, event: dict[str, Any]) -> Iterator[str | dict[str, str]]:
-    """Places where the dataset may be, whatever folder the audit runs in.
+    """Yield places where the dataset may be, independent of the working directory if possible.
 
-    The place in run.json, if it is absolute; otherwise where the loader found it, and the same place relative to the
-    run, if both were moved; last a relative path of run.json from here.
+    The first is the place in run.json if it is absolute, otherwise the place where the loader found the dataset. The
+    next is the same place relative to the run directory, in case both were moved. The last is a relative place of
+    run.json, resolved in the working directory.
     """
     data = record.settings.get("configuration", {}).get("data", {})
     parts = dict(record.settings.get("parts") or data.get("parts") or {})
@@ -141,7 +155,7 @@ def _make_plan(record: RunRecord, event: dict[str, Any], dataset: Dataset) -> Ru
     def rows_of(manifest: str) -> Population:
         if manifest == dataset.manifest.id:
             return population
-        # the plan went on from another version
+        # the plan was amended from another version of the dataset
         earlier = open_dataset(f"{dataset.repository.url}@{manifest}")
         return population_of(earlier.manifest, earlier.table)
 
@@ -177,7 +191,13 @@ def made_again(
     population_of: Callable[[str], Population],
     costs_of: Callable[[str], Costs],
 ) -> Plan:
-    """The plan that the ledger recorded (`plan.history()`), made again."""
+    """Rebuild a plan from its recorded `Plan.history()`.
+
+    Args:
+        history: entries of `Plan.history()`.
+        population_of: returns the population of a manifest id.
+        costs_of: returns the costs of a cost column.
+    """
     first, *rest = history
     population, settings = population_of(first["manifest"]), Settings.from_canonical(first["settings"])
     plan = plan_of(settings, population, None if settings.cost is None else costs_of(settings.cost))
@@ -192,14 +212,14 @@ def made_again(
 
 
 def _by_name(population: Population, weights: list[int]) -> dict[str, int]:
-    """Resolved weights as a mapping that resolves to the same."""
+    """Return weights by stratum as a mapping of escaped names that resolves to the same weights."""
     return {glob.escape(name): int(weight) for name, weight in zip(population.strata, weights, strict=True)}
 
 
 def _configured_plan(record: RunRecord, dataset: Dataset, expected: str, recorded: Mapping[str, Any]) -> Plan:
-    """The plan with the expected digest among those that the run's configurations ask for.
+    """Return the configured plan with the expected digest.
 
-    If none has it, the last plan of run.json, which shows best in what they differ.
+    If no configured plan has it, return the last plan of run.json, to report in which settings they differ.
     """
     made: list[Plan] = []
     for configuration in record.configurations():
@@ -217,7 +237,7 @@ def _configured_plan(record: RunRecord, dataset: Dataset, expected: str, recorde
 
 
 def _check_stages(record: RunRecord) -> None:
-    """Every stretch of steps under one plan is a stage of one of the run's configurations."""
+    """Check that every range of steps under one plan is a stage of one of the run's configurations."""
     digests = {event["number"]: event["plan"] for event in record.plans}
     for number, first, end in record.legs() if record.stage_plans else ():
         last, digest = end - 1, digests.get(number, "")
@@ -248,7 +268,7 @@ def _plain(value: object) -> object:
 
 
 def _check_settings(record: RunRecord) -> None:
-    """run.json against the ledger: both name manifest and plan."""
+    """Check that run.json names a manifest and a plan that the ledger records."""
     for name in ("manifest", "plan"):
         stated = record.settings.get(name)
         if stated and record.plans and stated not in [event[name] for event in record.plans]:
@@ -262,9 +282,9 @@ def _check_settings(record: RunRecord) -> None:
 
 
 def confirm_events(record: RunRecord, plans: dict[int, RunPlan]) -> None:
-    """Believe a substitution only if it turns the plan's digest into the recorded one; find the events that lie.
+    """Confirm substitutions that turn the plan's digest into the recorded digest; add findings for false events.
 
-    A mask and a change of weights have their place in the plan, too.
+    A mask must name the planned sample of its slot. A stage event must be a stage of a plan.
     """
     by_step: dict[int, list[dict[str, Any]]] = {}
     for event in record.events:
@@ -284,7 +304,7 @@ def confirm_events(record: RunRecord, plans: dict[int, RunPlan]) -> None:
     for is_branch, records in ((True, record.branch), (False, record.abandoned())):
         for stored in records[np.isin(records["step"], list(by_step))]:
             plan, step = plans.get(int(stored["plan"])), int(stored["step"])
-            if plan is None:  # a finding already
+            if plan is None:  # reported by `find_plans`
                 confirmed += by_step[step]
             else:
                 cells = plan.plan.steps(step, step + 1)[0]
@@ -305,7 +325,7 @@ def confirm_events(record: RunRecord, plans: dict[int, RunPlan]) -> None:
 
 
 Recorded = Callable[[NDArray[np.int64]], bool]
-"""Whether these cells of a step, (lanes, m), have the recorded digest."""
+"""Returns True if these cells of a step, (lanes, m), have the recorded digest."""
 
 
 def _recorded_step(plan: RunPlan, step: int, digest: bytes) -> Recorded:
@@ -324,7 +344,7 @@ def _has_stage(plan: Plan, event: dict[str, Any]) -> bool:
 def _pending(
     record: RunRecord, plans: dict[int, RunPlan], steps: Container[int]
 ) -> Iterator[tuple[RunPlan, int, int, str]]:
-    """(plan, step, lane, digest) of the recorded cells of some steps that are in no record."""
+    """Yield (plan, step, lane, digest) of recorded cells of the given steps that no ledger record covers."""
     by_digest = {one.plan.digest: one for one in plans.values()}
     for digest, step, lane, found in () if record.merge is None else record.merge.pending_cells():
         if step in steps and digest in by_digest and lane < by_digest[digest].plan.lanes:
@@ -339,7 +359,7 @@ def _believed(
     is_recorded: Recorded,
     is_branch: bool,
 ) -> list[dict[str, Any]]:
-    """The events of a step that its digest confirms; their substitutions are noted in the record."""
+    """Return the events of a step that its digest confirms, and store their substitutions in the record."""
     lanes, slots = cells.shape
     fitting = [
         event
@@ -368,7 +388,7 @@ def _believed(
 
 
 def _choices(events: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Sets of substitutions that may have been in force at a step: none, all, those of one start."""
+    """Yield the sets of substitutions that may apply at a step: none, all, then one set per start."""
     yield []
     places = {(event["lane"], event["slot"]): event for event in events}
     if places:

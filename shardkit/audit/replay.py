@@ -1,4 +1,4 @@
-"""Step digests of a plan, computed again.
+"""Recompute the step digests of a plan.
 
 A replay takes about 100 ns per sample and core. With `jobs` above 1, the steps are distributed over processes.
 """
@@ -25,13 +25,13 @@ from shardkit.plan import Plan
 
 _CHUNK = 1 << 20  # samples replayed at once by each process
 MAX_COVERAGE_ROWS = 1 << 31
-"""One byte per row and process group: more rows than this are not counted one by one."""
+"""Largest number of rows for which coverage is counted. Counting takes one byte per row."""
 
 _sha256 = hashlib.sha256
 
 
 class ReplayedSteps(NamedTuple):
-    """Consecutive steps as the plan has them."""
+    """Digests and numbers of rows of consecutive planned steps."""
 
     first: int
     digests: NDArray[np.uint8]  # (steps, 32)
@@ -39,7 +39,11 @@ class ReplayedSteps(NamedTuple):
 
 
 def cell_digests(cells: NDArray[np.int64]) -> tuple[bytes, NDArray[np.int64]]:
-    """Digests (16 bytes each, in order) and numbers of samples of cells, (n, m) int64, -1 last in empty slots."""
+    """Return the digests (16 bytes each, concatenated) and numbers of samples of cells.
+
+    Args:
+        cells: (n, m) int64. Empty slots hold -1 and come last.
+    """
     size, step = cells.shape[1], 8 * cells.shape[1]
     data = np.ascontiguousarray(cells, dtype="<i8").data.cast("B")
     rows = np.full(len(cells), size, dtype=np.int64)
@@ -59,7 +63,15 @@ def cell_digests(cells: NDArray[np.int64]) -> tuple[bytes, NDArray[np.int64]]:
 def replay(
     plan: Plan, first: int, last: int, *, jobs: int = 1, coverage: list[Coverage] | None = None
 ) -> Iterator[ReplayedSteps]:
-    """Steps [first, last) of the plan, some at a time, in order."""
+    """Yield the steps [first, last) of the plan in order, several at a time.
+
+    Args:
+        plan: plan to replay.
+        first: first step.
+        last: end of the steps.
+        jobs: number of processes.
+        coverage: receives the coverage of each epoch, if the plan has epochs and at most `MAX_COVERAGE_ROWS` rows.
+    """
     counted = coverage is not None and _has_epochs(plan) and plan.population.rows <= MAX_COVERAGE_ROWS
     with ExitStack() as stack:
         if counted:
@@ -72,7 +84,7 @@ def replay(
                 with seen.open("wb") as file:
                     file.truncate(max(1, plan.population.rows))
             drawn = 0
-            # an epoch of few samples keeps every process busy, too
+            # even an epoch of few samples is divided between all processes
             size = max(1, min(_CHUNK // plan.global_batch, -(-(end - begin) // jobs)))
             spans = [(at, min(end, at + size), seen) for at in range(begin, end, size)]
             for steps in _worked(plan, spans) if pool is None else _shared_out(pool, spans):
@@ -99,7 +111,7 @@ def _has_epochs(plan: Plan) -> bool:
 
 
 def stretches(plan: Plan, first: int, last: int) -> Iterator[tuple[int, int]]:
-    """Steps [first, last) in parts that are of one epoch and of cells of one size."""
+    """Yield the steps [first, last) in ranges with one epoch and one cell size each."""
     while first < last:
         end = min(last, plan.bounds(first, passes=True)[1]) if _has_epochs(plan) else last
         if first < plan.from_step:
@@ -109,7 +121,7 @@ def stretches(plan: Plan, first: int, last: int) -> Iterator[tuple[int, int]]:
 
 
 Span = tuple[int, int, Path | None]
-"""First step, the step behind the last, and where its samples are marked."""
+"""(first step, end, file in which the samples are marked or None)."""
 
 
 def _worked(plan: Plan, spans: Iterable[Span]) -> Iterator[ReplayedSteps]:
@@ -128,7 +140,7 @@ def _worked(plan: Plan, spans: Iterable[Span]) -> Iterator[ReplayedSteps]:
 
 
 _plan: Plan
-"""Of a process that works spans."""
+"""Plan of a worker process."""
 
 
 def _begin(plan: Plan) -> None:
@@ -141,7 +153,7 @@ def _work(span: Span) -> ReplayedSteps:
 
 
 def _started(plan: Plan, jobs: int, stack: ExitStack) -> ProcessPoolExecutor:
-    """Processes that have the plan; they end with `stack`."""
+    """Start processes that hold the plan. They are shut down when `stack` closes."""
     context = multiprocessing.get_context("spawn")  # a fork would copy the locks of other threads
     pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin, initargs=(plan,))
     stack.callback(pool.shutdown, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""Findings of an audit and what they add up to."""
+"""Findings of an audit and the overall result."""
 
 from __future__ import annotations
 
@@ -9,20 +9,24 @@ from typing import Any, Final, Literal
 from shardkit.exit_codes import ExitCode
 
 Severity = Literal["violated", "unknown", "explained", "note"]
-"""violated: what the run consumed is not what the plan says, or the record of it was changed;
-unknown: could not be checked; explained: another sample than planned was consumed, and the ledger says why;
-note: good to know, and no reason to doubt the run (restarts, other ranks, torn tails)."""
+"""Severity of a finding.
+
+violated: the run did not consume the planned samples, or its record was changed.
+unknown: a check was not possible.
+explained: the run deviated from the plan, and the ledger gives the reason.
+note: information that casts no doubt on the run (restarts, forks, torn tails).
+"""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that an audit saw.
+    """One observation of an audit.
 
     Attributes:
         severity: see `Severity`.
-        kind: a stable word, such as "ledger", "step", "plan", "manifest", "shard", "checkpoint", "coverage".
-        subject: what it is about: a file, a step, a checkpoint.
-        text: what was expected, what was found, and what to do.
+        kind: stable name, such as "ledger", "step", "plan", "manifest", "shard", "checkpoint", "coverage".
+        subject: the file, step or checkpoint concerned.
+        text: the expected and found values, and the next action.
     """
 
     severity: Severity
@@ -32,24 +36,25 @@ class Finding:
 
 
 Worst = Literal["clean", "explained", "unknown", "violated"]
-"""Of all findings."""
+"""Severity of the worst finding; "clean" if there are only notes."""
 
 Report = Callable[[str, int, int], None]
-"""Called with (what, done, of)."""
+"""Progress callback, called with (activity, done, total)."""
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """What a run consumed of one epoch.
+    """Coverage of one epoch by the replayed steps.
 
     Attributes:
-        epoch: its number.
-        first, last: steps [first, last) of it were replayed, of [begin, end).
-        drawn: samples of these steps.
-        distinct: different ones among them.
-        rows: samples of the dataset.
-        remainder: how many of them a whole epoch leaves out; -1 where that depends on more than their number (grouped
-            or joined rows), and is not checked.
+        epoch: number of the epoch.
+        first, last: the replayed steps [first, last) of the epoch.
+        begin, end: all steps [begin, end) of the epoch.
+        drawn: number of samples in the replayed steps.
+        distinct: number of different samples among them.
+        rows: number of samples in the dataset.
+        remainder: number of samples that a whole epoch leaves out; -1 if it depends on more than the number of rows
+            (grouped or joined rows) and is not checked.
     """
 
     epoch: int
@@ -71,12 +76,12 @@ class Coverage:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every step of the epoch is in it."""
+        """Return True if every step of the epoch was replayed."""
         return (self.first, self.last) == (self.begin, self.end)
 
     @property
     def is_exact(self) -> bool:
-        """No sample twice, and of a whole epoch none missing but the remainder."""
+        """Return True if no sample was drawn twice and a whole epoch lacks only its remainder."""
         return self.drawn == self.distinct and (
             not self.is_whole or self.remainder < 0 or self.rows - self.distinct == self.remainder
         )
@@ -84,27 +89,29 @@ class Coverage:
 
 @dataclass
 class Audit:
-    """What an audit found.
+    """Result of an audit.
 
     Attributes:
         run: the run directory.
-        worst: what the findings come to.
-        exit_code: by `ExitCode`: deviations that the ledger explains are no failure.
-        manifest, plan: of the last step.
+        manifest: manifest id of the last step.
+        plan: plan digest of the last step.
         first, steps: the run consumed steps [first, steps).
-        samples: that they hold.
-        checked: steps whose digest was recomputed from the plan.
-        replay_s: how long that took.
+        samples: number of samples in these steps.
+        checked: number of steps whose digest was recomputed from the plan.
+        replay_s: duration of the replay in seconds.
         head: heads of both trees.
-        coverage: per epoch.
-        starts: the launches of the run: start, step, ranks, repeats.
-        event_counts: events by kind.
-        checkpoints: (name, step, whether its head is one of the ledger's; None: it has none).
-        bound_checkpoints: how many of them the ledger records as they are.
-        tensors: tensor objects of checkpoints that were checked.
-        verified: what the check of the shards saw; None where it was not asked for.
-        findings: everything else.
-        software: versions that run.json recorded.
+        coverage: coverage of each replayed epoch.
+        starts: start events, one per launch of the run.
+        event_counts: number of events by kind.
+        checkpoints: (name, step, True if the ledger once had its head, None if it has no head).
+        bound_checkpoints: number of checkpoints that are consistent and recorded by the ledger.
+        tensors: number of checked tensor objects of checkpoints.
+        verified: result of the shard check; None if it was not requested.
+        findings: all findings.
+        software: software versions recorded in run.json.
+        worst: severity of the worst finding.
+        exit_code: exit code of the command. Explained deviations are no failure.
+        verdict: result in words.
     """
 
     run: str
@@ -147,7 +154,12 @@ class Audit:
 
 
 def facts_of(audit: Audit, epochs: int | None = None) -> list[tuple[str, str]]:
-    """(name, value) of what was found, for people; at most so many epochs, all of them by default."""
+    """Return (name, value) pairs that summarise an audit as text.
+
+    Args:
+        audit: the audit.
+        epochs: largest number of epochs shown; by default, all.
+    """
     last, shown = max(audit.first, audit.steps - 1), audit.coverage[:epochs]
     fitting = sum(fits is True for _, _, fits in audit.checkpoints)
     unseen = len(audit.coverage) - len(shown)
@@ -176,4 +188,4 @@ HEADINGS: Final[dict[Severity, str]] = {
     "explained": "Deviations, with their reasons",
     "note": "Good to know",
 }
-"""Of the findings, the worst first."""
+"""Heading for each severity, the worst first."""

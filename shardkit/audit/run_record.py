@@ -1,4 +1,4 @@
-"""Everything a run directory says of what was consumed, read without trusting any of it."""
+"""Read the contents of a run directory, without trusting them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ Place = tuple[int, int, int]
 
 
 Replacements = dict[Place, tuple[int, int]]
-"""Place → (the planned sample, the one that was handed out in its place)."""
+"""Place → (planned sample, substitute)."""
 
 
 @dataclass
@@ -61,20 +61,20 @@ class RunRecord:
 
     Attributes:
         path: the run directory.
-        settings: run.json; empty if there is none.
+        settings: contents of run.json; empty if it is missing or damaged.
         ledger: the committed ledger with the journals merged into it; None if it is damaged.
-        merge: the merge of the journals; None if one of them is damaged.
-        records: all step records, in file order, abandoned branches included.
+        merge: the merge of the journals; None if a journal is damaged.
+        records: all step records in file order, including abandoned branches.
         branch: the records that are leaves of the tree of steps.
-        events: events in order.
+        events: all events, in order.
         heads: committed heads, in order.
-        checkpoints: checkpoints by step.
-        reached: the largest number of steps in the trainer's own logs.
-        findings: what is wrong with any of it.
-        roots: every head that the records ever had; None if the ledger is damaged.
-        replaced: substitutions that the step digests confirm, of the branch (True) and of what was abandoned or is
-            incomplete (False); set by `find_plans`.
-        stage_plans: per configuration of the run, (first step, digest of the plan) of its stages; set by `find_plans`.
+        checkpoints: readable checkpoints, ordered by step.
+        reached: largest number of steps in the trainer's logs.
+        findings: errors and notes found so far.
+        roots: all heads that the records ever had; None if the ledger is damaged.
+        replaced: substitutions confirmed by digests. True: on the branch; False: in abandoned or incomplete steps. Set
+            by `find_plans`.
+        stage_plans: for each configuration, (first step, plan digest) of its stages. Set by `find_plans`.
     """
 
     path: Path
@@ -97,39 +97,39 @@ class RunRecord:
 
     @property
     def plans(self) -> list[dict[str, Any]]:
-        """The events of the plans that the run followed, by number."""
+        """The events of the run's plans, ordered by number."""
         return [event for event in self.events if event["kind"] == "plan"]
 
     @property
     def configuration_events(self) -> list[dict[str, Any]]:
-        """The events of the settings that the run had, oldest first; empty for runs of other trainers."""
+        """The events of the run's settings, oldest first. Empty if the trainer records none."""
         return [event for event in self.events if event["kind"] == CONFIGURATION]
 
     def substitutions(self, first: int, last: int, *, branch: bool = True) -> Replacements:
-        """The confirmed substitutions of steps [first, last)."""
+        """Return the confirmed substitutions of steps [first, last), of the branch or of other records."""
         return {place: pair for place, pair in self.replaced[branch].items() if first <= place[0] < last}
 
     def legs(self) -> list[tuple[int, int, int]]:
-        """(number of the plan, first step, end) of the steps of the branch, in order."""
+        """Return (plan number, first step, end) of each range of the branch under one plan, in order."""
         return [
             (int(one[0]["plan"]), int(one[0]["step"]), int(one[-1]["step"]) + 1)
             for one in consecutive(self.branch)
         ]
 
     def abandoned(self) -> StepRecords:
-        """The records that are not leaves of the tree of steps."""
+        """Return the records that are not leaves of the tree of steps."""
         if len(self.branch) == len(self.records):
             return self.records[:0]
         return self.records[~np.isin(self.records["check"], self.branch["check"])]
 
     def configurations(self) -> list[dict[str, Any]]:
-        """Every configuration that the run had: run.json's, then those that it continued with."""
+        """Return the configuration of run.json, then the recorded configurations in order."""
         texts = (json_object(event["settings"]) for event in self.configuration_events)
         return [one for one in (self.settings.get("configuration"), *texts) if isinstance(one, dict)]
 
 
 def consecutive(records: StepRecords) -> list[StepRecords]:
-    """Runs of records of consecutive steps and one plan."""
+    """Split records into ranges of consecutive steps under one plan."""
     if not len(records):
         return []
     steps, plans = records["step"].astype(np.int64), records["plan"]
@@ -137,10 +137,10 @@ def consecutive(records: StepRecords) -> list[StepRecords]:
 
 
 def load_run(path: Path) -> RunRecord:
-    """Read a run directory. What is wrong with it becomes a finding.
+    """Read a run directory. Damage becomes a finding.
 
     Raises:
-        NotFoundError: there is no run.
+        NotFoundError: the path is not a run directory.
     """
     if not (path / "ledger").is_dir() and not (path / "journal").is_dir():
         raise NotFoundError(f"{path} is no run directory: it has neither a ledger/ nor a journal/")
@@ -157,7 +157,10 @@ def load_run(path: Path) -> RunRecord:
 
 
 def read_settings(path: Path) -> tuple[dict[str, Any], str | None, str]:
-    """(run.json, its SHA-256, what is wrong with it); the digest is None if there is no file."""
+    """Return (contents of run.json, "sha256:…" of the file, error).
+
+    The digest is None if the file is missing. The error is empty if the file is missing or valid.
+    """
     try:
         data = read_file(path / "run.json", _MAX_SETTINGS)
     except FormatError as error:
@@ -208,7 +211,7 @@ def _read_ledger(run: RunRecord) -> None:
 
 
 def _check_journals(run: RunRecord, state: LedgerState) -> None:
-    """Merged entries are in the ledger. The journals must still hold them, in the order in which they were written."""
+    """Check that the journals still hold their merged entries, in the order in which ranks write."""
     attempts: dict[tuple[int, ...], list[JournalFile]] = {}
     for path in journal_paths(run.path / "journal"):
         try:
@@ -227,7 +230,7 @@ def _check_journals(run: RunRecord, state: LedgerState) -> None:
 
 
 def _read_files(run: RunRecord, state: LedgerState | None) -> None:
-    """The committed records, events and heads; all that is there if it is not known how much is committed."""
+    """Read the committed records, events and heads. Without a valid state, whole files are read."""
     folder = run.path / "ledger"
     sizes: dict[str, int | None] = {"steps": None, "events": None, "heads": None}
     if state is not None:
@@ -256,7 +259,7 @@ def _read_files(run: RunRecord, state: LedgerState | None) -> None:
 
 
 def _find_sequence(run: RunRecord, records: StepRecords) -> None:
-    """Every record's step follows the one before, except where an event says that the run forked."""
+    """Check that the step of each record follows the previous record's, except at recorded forks."""
     steps = records["step"].astype(np.int64)
     forks = {event["record"]: event["step"] for event in run.events if event["kind"] == "fork"}
     for index in (np.flatnonzero(np.diff(steps) != 1) + 1).tolist():
@@ -274,7 +277,7 @@ def _find_sequence(run: RunRecord, records: StepRecords) -> None:
 
 
 def _check_trees(run: RunRecord, ledger: Ledger) -> None:
-    """Recompute both trees and compare every head that was ever committed or put into a checkpoint."""
+    """Recompute both trees and compare their roots with state.json and all committed heads."""
     roots = Roots(run.records, run.events)
     for number, head in enumerate(run.heads, 1):
         if not roots.holds(head):
@@ -297,7 +300,7 @@ def _check_trees(run: RunRecord, ledger: Ledger) -> None:
 
 
 class Roots:
-    """Which heads the recorded steps and events ever had."""
+    """All heads that the recorded steps and events ever had."""
 
     def __init__(self, records: StepRecords, events: list[dict[str, Any]]) -> None:
         self._events = Tree(leaf_hash(dumps(event)) for event in events)
@@ -316,16 +319,16 @@ class Roots:
             self._branches.append((first, Tree(leaves)))
 
     def step_root(self, size: int) -> str:
-        """Root of the first steps of the current branch; empty if it is shorter."""
+        """Return the root of the first `size` steps of the current branch, or an empty string if it is shorter."""
         tree = self._branches[-1][1] if self._branches else Tree()
         return tree.root(size).hex() if size <= len(tree) else ""
 
     def event_root(self) -> str:
-        """Root of all events."""
+        """Return the root of all events."""
         return self._events.root().hex()
 
     def holds(self, head: dict[str, Any]) -> bool:
-        """Whether some branch once had this head."""
+        """Return True if a branch once had this head."""
         steps, events = head["steps"], head["events"]
         if events["size"] > len(self._events) or self._events.root(events["size"]).hex() != events["root"]:
             return False
@@ -340,7 +343,7 @@ class Roots:
 
 
 def _logged_steps(path: Path) -> int:
-    """The largest number of steps in events.jsonl and metrics/train.jsonl, which are hints and no evidence."""
+    """Return the largest number of steps in events.jsonl and metrics/train.jsonl, which are hints, not evidence."""
     reached = 0
     for name in ("events.jsonl", "metrics/train.jsonl"):
         for record in read_documents(path / name, _LOG_TAIL):
@@ -356,21 +359,24 @@ def _logged_steps(path: Path) -> int:
 # ---- checkpoints
 
 STEP_NAME: Final = re.compile(r"step-(\d{12})")
-"""Name of a checkpoint that says its step."""
+"""Name of a checkpoint that contains its step."""
 
 
 @dataclass(frozen=True)
 class CheckpointRecord:
-    """What a checkpoint claims: the steps that it had consumed, and the ledger's head at that time.
+    """The claims of a checkpoint.
 
     Attributes:
-        name: name of its ref; `inner_names` are those inside the ref and the manifest.
+        name: name of its ref.
+        step: number of consumed steps, from its meta, otherwise from its name; -1 if neither holds it.
+        manifest: manifest id from its meta; empty if missing.
+        plan: plan digest from its meta; empty if missing.
+        head: head of the ledger from its meta; None if missing.
+        says_step: True if its meta holds the step.
         digest: "sha256:…" of its manifest.
-        step, manifest, plan, head: from its meta. Without them, the step is that of its name or -1, the others are
-            empty.
-        says_step: whether its meta holds the step.
+        inner_names: names stored inside the ref and the manifest.
         loader: state of the loader.
-        objects: SHA-256 in hex → bytes, of its tensors.
+        objects: SHA-256 in hex → size in bytes of each tensor object.
     """
 
     name: str
@@ -386,7 +392,7 @@ class CheckpointRecord:
 
 
 def read_checkpoints(run: Path) -> tuple[list[CheckpointRecord], list[tuple[str, str]]]:
-    """(checkpoints by step, (name, what is wrong) of those that cannot be read)."""
+    """Return (readable checkpoints ordered by step, (file name, error) of each unreadable checkpoint)."""
     store = open_store(run)
     found: list[CheckpointRecord] = []
     broken: list[tuple[str, str]] = []
@@ -399,7 +405,7 @@ def read_checkpoints(run: Path) -> tuple[list[CheckpointRecord], list[tuple[str,
 
 
 def damaged_objects(run: Path, objects: Mapping[str, int], *, read: bool) -> dict[str, str]:
-    """What is wrong with tensor objects, by SHA-256: missing, of another size, or (if they are read) other bytes."""
+    """Return the errors of tensor objects by SHA-256: missing, wrong size or, if `read` is set, wrong bytes."""
     store = open_store(run)
     found: dict[str, str] = {}
     for digest, size in objects.items():
@@ -438,6 +444,6 @@ def _claim(store: Store, name: str) -> CheckpointRecord:
 
 
 def _checked_head(head: dict[str, Any]) -> dict[str, Any]:
-    """The head, checked."""
+    """Validate and return a head."""
     convert(head, Head, "its head of the ledger")
     return head

@@ -1,6 +1,6 @@
-"""Signed audits: an in-toto Statement v1 about a run in a DSSE v1.0.2 envelope, Ed25519.
+"""Sign audits: an in-toto Statement v1 about a run in a DSSE v1.0.2 envelope, signed with Ed25519.
 
-Anything that reads these formats can verify the envelopes. `cryptography` is needed only to sign and to verify.
+Any software that reads these formats can verify the envelopes. Only signing and verifying need `cryptography`.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class _Statement(msgspec.Struct):
 
 
 def make_statement(audit: Audit, *, lock: Path | None = None) -> dict[str, Any]:
-    """Return the in-toto Statement of an audit; outsiders can recompute its subjects.
+    """Return the in-toto Statement of an audit. Its subjects can be recomputed by others.
 
     Args:
-        audit: the result to state.
-        lock: lock file of the environment that ran; its digest becomes a subject.
+        audit: the audit result.
+        lock: lock file of the run's environment; its digest becomes a subject.
     """
     steps, events = audit.head["steps"], audit.head["events"]
     subjects = [("manifest", parse_digest(audit.manifest)), ("plan", audit.plan), ("ledger/steps", steps["root"]),
@@ -90,7 +90,7 @@ def make_statement(audit: Audit, *, lock: Path | None = None) -> dict[str, Any]:
 
 
 def code_digest() -> str:
-    """SHA-256 over the names and digests of shardkit's own source files, in hex."""
+    """Return the SHA-256 over the names and digests of shardkit's Python files, in hex."""
     root = Path(shardkit.__file__).parent
     lines = [
         f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(root).as_posix()}\n"
@@ -100,20 +100,20 @@ def code_digest() -> str:
 
 
 def environment_digest() -> str:
-    """SHA-256 over the sorted ``name==version`` lines of the installed distributions, in hex."""
+    """Return the SHA-256 over the sorted ``name==version`` lines of the installed distributions, in hex."""
     lines = {f"{one.metadata['Name']}=={one.version}\n".lower() for one in metadata.distributions()}
     return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()
 
 
 def sign_statement(statement: dict[str, Any], key: Path) -> bytes:
-    """A DSSE envelope around the statement.
+    """Return a signed DSSE envelope of a statement, as JSON.
 
     Args:
         statement: from `make_statement`.
-        key: an Ed25519 private key, PEM, PKCS #8, not encrypted.
+        key: file with an unencrypted Ed25519 private key, PEM, PKCS #8.
 
     Raises:
-        ConfigurationError: not such a key.
+        ConfigurationError: the file does not hold such a key.
         MissingDependency: `cryptography` is not installed.
     """
     private: Ed25519PrivateKey = _key(key, private=True)
@@ -128,10 +128,11 @@ def sign_statement(statement: dict[str, Any], key: Path) -> bytes:
 
 
 def read_envelope(path: Path) -> bytes:
-    """The envelope's bytes.
+    """Return the bytes of an envelope file.
 
     Raises:
-        NotFoundError: there is none.
+        NotFoundError: the file cannot be read.
+        FormatError: the file is too large.
     """
     data = _read(path, "signed statement")
     if len(data) > _MAX_ENVELOPE:
@@ -140,11 +141,12 @@ def read_envelope(path: Path) -> bytes:
 
 
 def verify_envelope(data: bytes, key: Path) -> dict[str, Any]:
-    """The statement in an envelope whose signature by `key` (public, PEM) is good.
+    """Verify an envelope with a public key (PEM file) and return its statement.
 
     Raises:
-        IntegrityError: no signature by this key, or it does not fit.
-        FormatError: the envelope, or what is in it, is not what `sign_statement` writes.
+        IntegrityError: the envelope has no valid signature by this key.
+        FormatError: the envelope or its statement is not of the form that `sign_statement` writes.
+        ConfigurationError: the file does not hold an Ed25519 public key.
         MissingDependency: `cryptography` is not installed.
     """
     public: Ed25519PublicKey = _key(key, private=False)
@@ -174,7 +176,7 @@ def verify_envelope(data: bytes, key: Path) -> dict[str, Any]:
 
 
 def _encode(kind: str, payload: bytes) -> bytes:
-    """PAE of DSSE: what is signed, so that neither type nor payload can be taken for the other."""
+    """Return the signed bytes: DSSE's pre-authentication encoding (PAE), which separates type and payload."""
     return b"DSSEv1 %d %s %d %s" % (len(kind.encode()), kind.encode(), len(payload), payload)
 
 

@@ -1,4 +1,4 @@
-"""Which steps saw a sample, what a step was made of, that none of a list was ever used; where a sample comes from."""
+"""Trace samples: the steps that used a sample, the samples of a step, and the origin of a sample."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from shardkit.repository.repository import Repository
 from shardkit.repository.versions import Part
 
 _MANY = 256
-"""Number of samples from which one walk through the whole plan is faster than a search for each."""
+"""Number of samples from which one pass over the whole plan is faster than one search per sample."""
 _SAMPLES_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True)
 class Use:
-    """One time that a run consumed a sample.
+    """One use of a sample by a run.
 
     Attributes:
-        sample: number in the dataset.
-        epoch: epoch of the plan; with explicit weights the pass of its stratum.
+        sample: number of the sample in the dataset.
+        epoch: epoch of the plan; with explicit weights, the pass over the sample's stratum.
         step, lane, slot: place in the grid.
-        ranks: the ranks that were handed the sample; several if a restart repeated the step.
-        checkpoint: the first checkpoint that was taken after it; None if there is none.
-        substitute_for: the planned sample in whose place it was handed out.
-        branch: False if the step was abandoned by a fork, or never complete on all ranks.
+        ranks: ranks that received the sample; several if a restart repeated the step.
+        checkpoint: name of the first checkpoint after the step; None if there is none.
+        substitute_for: the planned sample that it replaced; None if it was planned.
+        branch: False if the step was abandoned by a fork, or was never complete on all ranks.
     """
 
     sample: int
@@ -52,13 +52,15 @@ class Use:
 
 @dataclass(frozen=True)
 class StepSample:
-    """A sample of a step, with the origin of its bytes.
+    """A sample of a step, with the location of its bytes and its source.
 
     Attributes:
         lane, slot: place in the step.
-        sample, key: number and key.
-        shard: digest of the shard; `row` and `block` are counted inside it.
-        source: (file, row) that it was built from, if the build recorded them.
+        sample: number of the sample in the dataset.
+        key: key of the sample.
+        shard: digest of the shard.
+        row, block: row and block in the shard.
+        source: (file, row) from which it was built; None if the build did not record it.
         substitute_for: as in `Use`.
     """
 
@@ -74,21 +76,21 @@ class StepSample:
 
 
 def uses_of(record: RunRecord, plans: dict[int, RunPlan], sample: int) -> list[Use]:
-    """Every time that the run consumed a sample, in order.
+    """Return all uses of a sample by the run, in order.
 
     Raises:
-        NotFoundError: the dataset has no such sample.
+        NotFoundError: the dataset has no such sample, or a plan cannot be rebuilt.
     """
     return uses_of_many(record, plans, [sample])
 
 
 def uses_of_many(record: RunRecord, plans: dict[int, RunPlan], samples: Iterable[int]) -> list[Use]:
-    """The uses of any of many samples, in order. An empty list proves that none of them was ever handed out.
+    """Return all uses of the given samples, in order. If the audit passes, an empty list proves that none was used.
 
-    Steps that a fork abandoned, and cells of steps that are not complete, count as uses.
+    Steps abandoned by a fork and cells of incomplete steps count as uses.
 
     Raises:
-        NotFoundError: a dataset of the run has no such sample.
+        NotFoundError: a dataset of the run has no such sample, or a plan cannot be rebuilt.
     """
     asked = np.unique(np.fromiter(samples, dtype=np.int64))
     found: list[Use] = []
@@ -110,12 +112,12 @@ def uses_of_many(record: RunRecord, plans: dict[int, RunPlan], samples: Iterable
 
 
 def _planned(plan: Plan, asked: NDArray[np.int64], first: int, last: int) -> Iterator[tuple[int, int, Place]]:
-    """(epoch or pass, sample, place) of samples in steps [first, last) of a plan."""
+    """Yield (epoch or pass, sample, place) of samples in steps [first, last) of a plan."""
     if len(asked) < _MANY:
         for sample in asked.tolist():
             yield from ((epoch, sample, place) for epoch, place in _places(plan, sample, first, last))
         return
-    member = np.zeros(plan.population.rows + 1, dtype=np.bool_)  # the last one is for empty slots
+    member = np.zeros(plan.population.rows + 1, dtype=np.bool_)  # the last entry is for empty slots (-1)
     member[asked] = True
     size = max(1, _SAMPLES_AT_ONCE // plan.global_batch)
     for begin, end in stretches(plan, first, last):
@@ -131,7 +133,7 @@ def _pass_steps(plan: Plan) -> int:
 
 
 def _incomplete(record: RunRecord, plans: dict[int, RunPlan], asked: NDArray[np.int64]) -> Iterator[Use]:
-    """Uses in recorded cells of steps that are not in the ledger."""
+    """Yield the uses in recorded cells of steps that are not in the ledger."""
     by_digest = {one.plan.digest: one for one in plans.values()}
     for digest, step, lane, _ in () if record.merge is None else record.merge.pending_cells():
         plan = by_digest.get(digest)
@@ -146,7 +148,7 @@ def _incomplete(record: RunRecord, plans: dict[int, RunPlan], asked: NDArray[np.
 
 
 def samples_of_step(record: RunRecord, plans: dict[int, RunPlan], step: int) -> list[StepSample]:
-    """The samples of a step of the branch in the order of the grid, with the origin of their bytes.
+    """Return the samples of a step of the branch in grid order, with their location and source.
 
     Raises:
         NotFoundError: the run did not consume this step.
@@ -182,7 +184,7 @@ def _describe_step(record: RunRecord, plan: RunPlan, step: int) -> Iterator[Step
 
 
 def _legs(record: RunRecord, plans: dict[int, RunPlan]) -> Iterator[tuple[RunPlan, int, int, bool]]:
-    """(plan, first step, end, whether they are of the branch) of what the run consumed under each plan."""
+    """Yield (plan, first step, end, True if on the branch) of each range of steps under one plan."""
     for branch, records in ((True, record.branch), (False, record.abandoned())):
         for one in consecutive(records):
             first, end, plan = int(one[0]["step"]), int(one[-1]["step"]) + 1, plans.get(int(one[0]["plan"]))
@@ -194,7 +196,7 @@ def _legs(record: RunRecord, plans: dict[int, RunPlan]) -> Iterator[tuple[RunPla
 
 
 def _places(plan: Plan, sample: int, first: int, last: int) -> Iterator[tuple[int, Place]]:
-    """(epoch or pass, place) of a sample in steps [first, last) of a plan."""
+    """Yield (epoch or pass, place) of a sample in steps [first, last) of a plan."""
     length = plan.steps_per_pass
     if length is not None:
         for epoch in range(first // length, (last - 1) // length + 1):
@@ -221,7 +223,7 @@ def _use(
 
 
 def _ranks(record: RunRecord, step: int, lane: int) -> tuple[int, ...]:
-    """The ranks that were handed a cell, over all starts of the run."""
+    """Return the ranks that received a cell, over all starts of the run."""
     reached: list[int] = record.ledger.state.start.reached if record.ledger is not None else []
     starts = {event["start"]: event["step"] for event in record.events if event["kind"] == "start"}
     found: dict[int, int] = {}
@@ -238,21 +240,21 @@ def _ranks(record: RunRecord, step: int, lane: int) -> tuple[int, ...]:
 
 
 def version_lineage(dataset: Dataset) -> dict[str, Any]:
-    """How a version came to be: its parts, each with its ancestors, build settings, sources and first commit."""
+    """Return the origin of a version: each part with its ancestors, build settings, sources and first commit."""
     parts = dataset.version.parts
     return {"id": dataset.manifest.id, "parts": [_part_lineage(part) for part in parts]}
 
 
 def sample_lineage(dataset: Dataset, sample: int) -> dict[str, Any]:
-    """A sample's way from the source into its shard.
+    """Return the origin of a sample, from its source to its shard.
 
     Returns:
-        ``sample``, ``key``; ``shard`` with digest, object name, row, block and its offset and size; ``source`` with
-        file, row and the file's SHA-256 where the build recorded them; ``version`` as in `version_lineage`, of the
-        sample's part alone.
+        ``sample``, ``key``, ``stored_key``; ``shard`` with digest, object name, row, block and the block's offset and
+        size in bytes; ``source`` with file name, row and the file's SHA-256, or None if the build did not record it;
+        ``version`` as in `version_lineage`, with the sample's part only.
 
     Raises:
-        NotFoundError: there is no such sample.
+        NotFoundError: the dataset has no such sample.
     """
     if not 0 <= sample < len(dataset):
         raise NotFoundError(
@@ -316,7 +318,7 @@ def _sources(part: Part) -> dict[str, Any] | None:
 
 
 def _commit(repository: Repository, manifest_id: str) -> dict[str, Any] | None:
-    """The first commit that named the manifest, with the versions of the software that made it."""
+    """Return the first commit that named the manifest, including its software versions, or None."""
     for entry in reversed(repository.log()):
         if manifest_id in (*entry.refs.values(), *entry.tags.values()):
             return {"n": entry.n, "time": entry.time, "author": entry.author, "message": entry.message,
