@@ -1,7 +1,7 @@
-"""Find credentials in URLs and texts, and take them out of texts.
+"""Find credentials in URLs and texts, and remove them from texts.
 
-`find_credential` decides what is refused: every command line, dataset URL, location, source and ``about.toml`` passes
-it, because all of them are printed, logged and recorded. `redact` decides what is printed of texts that others wrote.
+`find_credential` checks every command line, dataset URL, location, source and ``about.toml``, because all of them are
+printed, logged and recorded. `redact` removes possible credentials from texts of other programs before printing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _RULES: Final = tuple(
     )
 )
 _NAME: Final = re.compile(rf"(?i){_SENSITIVE_NAME}")
-# Words of this project that sound like secrets and are counts or settings.
+# Names in this project that match the patterns but are counts or settings.
 _HARMLESS: Final = frozenset(
     {"tokens", "num_tokens", "token_budget", "tokenizer", "vocabulary", "author", "authors", "keys"}
 )
@@ -45,9 +45,9 @@ _LEAST_VALUE: Final = 6
 
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,40})://([^\s\"'<>`]*)")
 _USER_SCHEMES: Final = frozenset({"sftp", "ssh", "hdfs", "webhdfs", "smb"})
-"""Schemes in which a user name alone is no secret."""
+"""Schemes in which a user name alone is not a secret."""
 _ROOT_SCHEMES: Final = frozenset({"s3", "s3a", "gs", "gcs", "az", "azure", "abfs"})
-"""Schemes in which ``bucket@ref`` is a dataset at the top of a bucket."""
+"""Schemes in which ``bucket@ref`` is a dataset at the root of a bucket."""
 _BUCKET: Final = re.compile(r"[a-z0-9][a-z0-9.-]{2,62}")
 _HOST: Final = re.compile(r"(?:\[[0-9A-Fa-f:.]*\]?|[^:@]*)(?::[0-9]*)?")
 _PARAMETER: Final = re.compile(r"(?:^|[&;#?])([^=&;#?]+)=")
@@ -63,12 +63,12 @@ _TOKEN: Final = re.compile(
 
 
 def find_credential(text: str) -> str | None:
-    """Name the first credential in a text, without quoting it; None if there is none.
+    """Return a description of the first credential in a text, without quoting it; None if there is none.
 
-    Found are users and passwords in URLs, also behind ``protocol::`` of a chained URL, signatures and tokens in their
-    queries and fragments, and tokens that are known by their form.
+    Credentials are users and passwords in URLs, including chained URLs (``protocol::url``), signatures and tokens in
+    queries and fragments of URLs, and tokens of a known form.
     """
-    for part in text.split("::"):  # a chained URL may hold one in each link
+    for part in text.split("::"):  # each link of a chained URL may contain one
         for match in _URL.finditer(part):
             found = _in_url(match[1].lower(), match[2])
             if found is not None:
@@ -96,7 +96,7 @@ def _in_url(scheme: str, rest: str) -> str | None:
 
 
 def hide_credentials(text: str) -> str:
-    """Return a text in which URLs that hold a credential are cut down to their scheme, and tokens are left out."""
+    """Return a text with URLs that contain a credential reduced to their scheme, and without tokens."""
 
     def shown(match: re.Match[str]) -> str:
         return match[0] if _in_url(match[1].lower(), match[2]) is None else f"{match[1]}://{MARK}"
@@ -106,14 +106,14 @@ def hide_credentials(text: str) -> str:
 
 
 def refuse_credentials(text: str, what: str) -> None:
-    """Raise an error that quotes nothing of a text that holds a credential.
+    """Raise an error if a text contains a credential; the message quotes nothing of the text.
 
     Args:
-        text: may be printed, logged or recorded later.
-        what: names the text in the message.
+        text: Text that may be printed, logged or recorded later.
+        what: Name of the text in the message.
 
     Raises:
-        UsageError: `find_credential` finds one.
+        UsageError: `find_credential` finds a credential.
     """
     found = find_credential(text)
     if found is not None:
@@ -124,7 +124,11 @@ def refuse_credentials(text: str, what: str) -> None:
 
 
 def redactor(environment: Mapping[str, str] | None = None) -> Callable[[str], str]:
-    """A function that redacts texts."""
+    """Return a function that redacts texts.
+
+    Args:
+        environment: Variables whose values are redacted if their names are sensitive. None: `os.environ`.
+    """
     environment = os.environ if environment is None else environment
     values = sorted(
         (value for name, value in environment.items() if _NAME.fullmatch(name) and len(value) >= _LEAST_VALUE),
@@ -142,12 +146,12 @@ def redactor(environment: Mapping[str, str] | None = None) -> Callable[[str], st
 
 
 def redact(text: str, environment: Mapping[str, str] | None = None) -> str:
-    """A text without what looks like a credential."""
+    """Return a text with everything that looks like a credential replaced by `MARK`; see `redactor`."""
     return redactor(environment)(text)
 
 
 def redact_document(value: Any, apply: Callable[[str], str], name: str = "") -> Any:
-    """A JSON value without credentials: texts are redacted, so is what stands behind a name like a secret's."""
+    """Return a JSON value with texts redacted by `apply`, and all texts under a sensitive name replaced by `MARK`."""
     if isinstance(value, Mapping):
         return {apply(str(key)): redact_document(one, apply, str(key)) for key, one in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,12 +1,12 @@
-"""Documents: typed structs with one canonical spelling, checked while they are decoded; and TOML configuration.
+"""Documents: typed structs in canonical JSON, validated while they are decoded; and TOML configuration.
 
-A document is canonical JSON: sorted keys, no spaces, UTF-8 without escapes, integers below 2**63 in magnitude, no
-floats. One content has one text, and so one digest. Its type is a subclass of `Document`, whose annotations say which
-fields there are, of which type, and how large they may be; msgspec checks them. A *sealed* document carries its own
-SHA-256 in the field ``digest``: it is for documents that no other one names by digest.
+Canonical JSON has sorted keys, no spaces, UTF-8 without escapes, integers below 2**63 in magnitude and no floats. Equal
+content has equal bytes, and therefore one digest. The type of a document is a subclass of `Document`, whose annotations
+define fields, types and limits; msgspec checks them. A *sealed* document contains its own SHA-256 in the field
+``digest``; it is used where no other document refers to it by digest.
 
-Nothing is trusted before it is checked: sizes before parsing, digests before parsing, types while parsing, and the
-spelling at the end. Bytes that fail are a `FormatError` that names the document and the field.
+Sizes and digests are checked before parsing, types while parsing, and the canonical form after it. A failure is a
+`FormatError` that names the document and the field.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ from shardkit.errors import ConfigurationError, FormatError, IntegrityError, Usa
 DIGEST_PREFIX: Final = "sha256:"
 
 Digest = Annotated[str, Meta(pattern=r"\Asha256:[0-9a-f]{64}\Z")]
-"""SHA-256 of an object, ``sha256:`` and 64 lower-case hexadecimal digits."""
+"""SHA-256 of an object: ``sha256:`` and 64 lower-case hexadecimal digits."""
 Natural = Annotated[int, Meta(ge=0, le=2**62)]
-"""A count or a size; sums of two still fit int64."""
+"""A count or a size; the sum of two fits int64."""
 Positive = Annotated[int, Meta(ge=1, le=2**62)]
 Text = Annotated[str, Meta(max_length=10_000)]
 Name = Annotated[str, Meta(min_length=1, max_length=1_000)]
 Time = Annotated[str, Meta(pattern=r"\A[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z\Z")]
-"""A moment in UTC, ``2026-11-20T19:00:00Z``."""
+"""A time in UTC, such as ``2026-11-20T19:00:00Z``."""
 
 MAX_DEPTH: Final = 64
-"""Levels of nesting in values without a type, such as settings of a build."""
+"""Maximum nesting of untyped values, such as the settings of a build."""
 _LIMIT: Final = 2**63
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Base of the structs inside a document.
 
-    Fields that have their default are not written: a default has no other spelling.
+    A field with its default value is not written, so that equal content has equal bytes.
     """
 
 
 class Document(Record, frozen=True, kw_only=True, tag_field="format"):
-    """Base of documents; give each subclass ``tag="shardkit-NAME/1"``, which is written as the field ``format``."""
+    """Base of documents; each subclass has a ``tag="shardkit-NAME/1"``, which is written as the field ``format``."""
 
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 
 def _plain(value: Any) -> object:
-    """Return a value of a class with `to_json` and `from_json`, such as a schema, as msgspec encodes it."""
+    """Return the JSON form of a value of a class with `to_json` and `from_json`, such as a schema."""
     if not hasattr(value, "to_json"):
         raise UsageError(f"canonical JSON: {type(value).__name__} value {value!r:.80} is not allowed")
     return value.to_json()
@@ -67,7 +67,7 @@ _encoder: Final = msgspec.json.Encoder(order="sorted", enc_hook=_plain)
 
 
 def sha256_digest(data: bytes | bytearray | memoryview) -> str:
-    """Return the digest text of `data`: what `sha256sum`, S3 and OCI use."""
+    """Return the SHA-256 of `data` as ``sha256:<hex>``, the form of OCI digests."""
     return DIGEST_PREFIX + hashlib.sha256(data).hexdigest()
 
 
@@ -86,7 +86,7 @@ def encode(value: object) -> bytes:
 
 
 def check_plain(value: object, depth: int = 0) -> None:
-    """Raise UsageError if canonical JSON cannot hold a value without a type."""
+    """Raise UsageError if canonical JSON cannot hold an untyped value."""
     if depth > MAX_DEPTH:
         raise UsageError(f"canonical JSON: nested deeper than {MAX_DEPTH}")
     if value is None or isinstance(value, (bool, str)):
@@ -98,7 +98,7 @@ def check_plain(value: object, depth: int = 0) -> None:
         for key, item in value.items():
             if not isinstance(key, str):
                 raise UsageError(f"canonical JSON: key {key!r} is no str")
-            if type(item) is not str or depth == MAX_DEPTH:  # most items are, and calls take most of the time
+            if type(item) is not str or depth == MAX_DEPTH:  # skips a call for strings, which most items are
                 check_plain(item, depth + 1)
     elif isinstance(value, (list, tuple)):
         for item in value:
@@ -113,19 +113,19 @@ def decode(kind: type[T], data: bytes | bytearray | memoryview, where: str, *, m
 
     Args:
         kind: Type of the document.
-        data: Its bytes; their digest, if another document names one, has been checked.
+        data: Bytes of the document; the caller has checked their digest, if there is one.
         where: Name of the document in messages.
         max_bytes: Size above which nothing is parsed.
 
     Raises:
-        FormatError: The bytes are not the canonical spelling of a valid document of this type.
+        FormatError: The bytes are not the canonical form of a valid document of this type.
     """
     value: T = _decode(_decoder(kind), data, where, max_bytes)
     return value
 
 
 def decode_plain(data: bytes | bytearray | memoryview, where: str, *, max_bytes: int) -> Any:
-    """Decode canonical JSON that has no type.
+    """Decode untyped canonical JSON.
 
     Raises:
         FormatError: The bytes are not canonical JSON.
@@ -146,7 +146,7 @@ def _decode(decoder: Any, data: bytes | bytearray | memoryview, where: str, max_
         spelling = _encoder.encode(value)
     except (msgspec.MsgspecError, UnicodeError, RecursionError, OverflowError) as error:
         raise _format_error(where, error) from None
-    except (FormatError, UsageError) as error:  # of `from_json` and `__post_init__`
+    except (FormatError, UsageError) as error:  # raised by `from_json` and `__post_init__`
         raise FormatError(f"{where}: {error}") from error
     if spelling != data:
         raise FormatError(
@@ -175,13 +175,13 @@ def _format_error(where: str, error: Exception) -> FormatError:
 
 
 def _reason(error: Exception) -> str:
-    """Return a message of msgspec with the field as a path such as ``strata[3].rows``."""
+    """Return the message of a msgspec error, with the field as a path such as ``strata[3].rows``."""
     text = str(error)[:300].replace(" - at `$.", " at `").replace(" - at `$", " at `")
     return text.replace("Object", "an object", 1) if text.startswith("Object") else text
 
 
 def convert(kind: type[T], value: object, where: str) -> T:
-    """Return a value that `decode_plain` or `json` parsed as a struct.
+    """Convert a value that `decode_plain` or `json` parsed to a struct.
 
     Raises:
         FormatError: A field is missing, unknown, of another type or too large.
@@ -197,21 +197,21 @@ def convert(kind: type[T], value: object, where: str) -> T:
 # ---- Sealed documents
 
 _OWN_DIGEST: Final = re.compile(rb'"digest":"(sha256:[0-9a-f]{64})",')
-_MOST_DIGESTS: Final = 4  # tried in one document, which has one
+_MOST_DIGESTS: Final = 4  # matches tried in one document; a valid one has one
 
 
 def seal(document: Document) -> bytes:
-    """Return the canonical bytes of a document with the SHA-256 of these bytes in the field ``digest``."""
+    """Return the canonical bytes of a document with their SHA-256 added as the field ``digest``."""
     body = msgspec.to_builtins(document, enc_hook=_plain)
     return _encoder.encode({**body, "digest": sha256_digest(encode(document))})
 
 
 def unseal(kind: type[T], data: bytes, where: str, *, max_bytes: int) -> T:
-    """Decode a sealed document; its digest is checked before any of it is parsed.
+    """Decode a sealed document; its digest is checked before anything is parsed.
 
     Raises:
-        FormatError: The bytes are too many, or not the canonical spelling of a valid document.
-        IntegrityError: The digest in the document is not that of its content.
+        FormatError: The document is too large, or not the canonical form of a valid document.
+        IntegrityError: The digest in the document is not the digest of its content.
     """
     if len(data) > max_bytes:
         raise FormatError(f"{where}: {len(data)} bytes, expected at most {max_bytes}; do not trust it")
@@ -233,7 +233,7 @@ def unseal(kind: type[T], data: bytes, where: str, *, max_bytes: int) -> T:
 
 
 def decode_toml(kind: type[T], text: str, where: str) -> T:
-    """Decode TOML that a person wrote.
+    """Decode a TOML configuration.
 
     Raises:
         ConfigurationError: The text is not TOML, or a key is unknown, missing, of another type or out of range.
@@ -242,7 +242,7 @@ def decode_toml(kind: type[T], text: str, where: str) -> T:
 
 
 def parse_toml(text: str, where: str) -> dict[str, Any]:
-    """Parse TOML that a person wrote.
+    """Parse a TOML configuration.
 
     Raises:
         ConfigurationError: The text is not TOML.
@@ -254,7 +254,7 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
 
 
 def configure(kind: type[T], values: Mapping[str, object], where: str) -> T:
-    """Return settings as a struct; unknown keys are answered with the nearest known one.
+    """Convert settings to a struct; the error for an unknown key suggests the nearest known one.
 
     Raises:
         ConfigurationError: A key is unknown, missing, of another type or out of range.
@@ -275,7 +275,7 @@ def _nearest(kind: type[msgspec.Struct], message: str) -> str:
 
 
 def _structs(kind: Any, seen: set[Any] | None = None) -> Iterator[type[msgspec.Struct]]:
-    """Yield the structs that a type is made of."""
+    """Yield all structs in a type."""
     seen = set() if seen is None else seen
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind not in seen:
         seen.add(kind)

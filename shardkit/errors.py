@@ -1,31 +1,31 @@
-"""Every error that shardkit raises on purpose, grouped by what the catcher would do.
+"""The errors that shardkit raises, grouped by how a caller can respond.
 
 ::
 
-    ShardkitError                  kind               the catcher would
-    ├── UsageError (ValueError)    usage              mend the call or the configuration
-    │   ├── SchemaError            schema             mend the schema, or the field type
-    │   ├── SampleError            sample             mend the sample (names key, field, value)
+    ShardkitError                  kind               response of the caller
+    ├── UsageError (ValueError)    usage              fix the call or the configuration
+    │   ├── SchemaError            schema             fix the schema or the field type
+    │   ├── SampleError            sample             fix the sample (key, field and value are in the message)
     │   ├── PlanError              plan               choose other plan settings
-    │   └── ConfigurationError     configuration      mend the named setting
-    ├── SourceError                source             mend the named source file and row
+    │   └── ConfigurationError     configuration      fix the named setting
+    ├── SourceError                source             fix the named source file and row
     ├── NotFoundError (LookupError) not-found         name something that exists
     │   ├── AbsentError            absent             correct the list, or allow absent entries
-    │   └── SampleIndexError (IndexError) sample-index  ask for a sample number that exists
-    ├── IntegrityError             integrity          read another copy; repair
-    ├── FormatError                format             not trust whoever wrote these bytes
-    ├── StoreError (OSError)       store              look at the disk or the network, then try again
-    │   ├── StoreFullError         store-full         make room
-    │   └── StoreReadOnlyError     store-read-only    get the right to write
+    │   └── SampleIndexError (IndexError) sample-index  use a sample number that exists
+    ├── IntegrityError             integrity          read another copy, or repair
+    ├── FormatError                format             do not trust the writer of these bytes
+    ├── StoreError (OSError)       store              check the disk or the network, then retry
+    │   ├── StoreFullError         store-full         free some space
+    │   └── StoreReadOnlyError     store-read-only    obtain write access
     ├── CommitError                commit
-    │   ├── CommitConflict         commit-conflict    look at the other commit, then decide
-    │   └── CommitUnknown          commit-unknown     ask later whether it landed
+    │   ├── CommitConflict         commit-conflict    inspect the other commit, then decide
+    │   └── CommitUnknown          commit-unknown     check later whether it landed
     ├── StateError (ValueError)    state              resume with the plan and manifest of the state
-    ├── RunError (RuntimeError)    run                look at the named rank, step and stage
+    ├── RunError (RuntimeError)    run                inspect the named rank, step and stage
     └── MissingDependency (ImportError) dependency    install the named extra
 
-A message names the thing, the value, what was expected and the next action. `kind` is stable and may be matched on.
-Every error survives pickling, so that worker processes can hand theirs to the caller.
+A message names the subject, the value, the expected value and the next action. `kind` is stable across releases, so
+programs may compare it. Every error can be pickled, so that worker processes can pass errors to the caller.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ __all__ = [
 
 
 class ShardkitError(Exception):
-    """Root of the tree: catches everything that shardkit raises on purpose."""
+    """Base class of all errors that shardkit raises."""
 
     kind: ClassVar[str] = "shardkit"
 
 
 class UsageError(ShardkitError, ValueError):
-    """The call or the configuration cannot be carried out as it stands."""
+    """A call or configuration that is not valid."""
 
     kind = "usage"
 
@@ -106,43 +106,43 @@ class NotFoundError(ShardkitError, LookupError):
 
 
 class AbsentError(NotFoundError):
-    """Entries of a list that a dataset does not hold."""
+    """Entries of a list that are not in the dataset."""
 
     kind = "absent"
 
 
 class SampleIndexError(NotFoundError, IndexError):
-    """A sample number past either end of a dataset."""
+    """A sample number out of range."""
 
     kind = "sample-index"
 
 
 class IntegrityError(ShardkitError):
-    """Bytes that are not the bytes that were written: size or digest differ."""
+    """Bytes whose size or digest differs from the bytes that were written."""
 
     kind = "integrity"
 
 
 class FormatError(ShardkitError):
-    """Bytes whose digest is right and whose content is not what shardkit writes."""
+    """Bytes whose digest is correct but whose content is not valid."""
 
     kind = "format"
 
 
 class StoreError(ShardkitError, OSError):
-    """A store that does not answer, or answers with an error."""
+    """A store that does not respond, or returns an error."""
 
     kind = "store"
 
 
 class StoreFullError(StoreError):
-    """No room is left in a store."""
+    """A store without free space."""
 
     kind = "store-full"
 
 
 class StoreReadOnlyError(StoreError):
-    """A store that may not be written."""
+    """A store without write access."""
 
     kind = "store-read-only"
 
@@ -154,13 +154,13 @@ class CommitError(ShardkitError):
 
 
 class CommitConflict(CommitError):
-    """Another commit moved what this one wanted to move."""
+    """A commit that conflicts with another, for example because both move the same ref."""
 
     kind = "commit-conflict"
 
 
 class CommitUnknown(CommitError):
-    """Whether the commit landed could not be found out."""
+    """A commit whose outcome could not be determined."""
 
     kind = "commit-unknown"
 
@@ -172,12 +172,12 @@ class StateError(ShardkitError, ValueError):
 
 
 class RunError(ShardkitError, RuntimeError):
-    """A run that cannot go on: a rank, thread or stage failed or stalled."""
+    """A run that cannot continue: a rank, thread or stage failed or stalled."""
 
     kind = "run"
 
 
 class MissingDependency(ShardkitError, ImportError):
-    """An optional package that this call needs."""
+    """An optional package that is needed but not installed."""
 
     kind = "dependency"

@@ -1,16 +1,16 @@
-"""How a command ends: the one table of exit codes, and the one place that gives an error its code.
+"""The exit codes of all commands, and the mapping from errors to exit codes.
 
 ::
 
-    0    done: clean, or made clean; an audit whose deviations are all explained
-    1    could not do its work
+    0    success: clean or repaired; all deviations of an audit are explained
+    1    the command failed
     2    wrong command line
-    3    could not check: a dataset, run or location that is asked about is not there or does not answer
-    4    damaged and not repaired, lost; or an audit violated
-    5    the answer is no: runs diverge, an excluded sample was used, slower, not found or absent, would be lost
+    3    unchecked: the dataset, run or location does not exist or does not respond
+    4    damaged and not repaired, or lost; an audit found a violation
+    5    negative answer: runs diverge, an excluded sample was used, slower, not found or absent, would be lost
     130  interrupted
 
-An error never shares a code with a success or an answer.
+No error has the code of a success or an answer, except that `AbsentError` is a negative answer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardkit.errors import (
 
 
 class ExitCode(IntEnum):
-    """See above; the meaning of a code never changes between releases."""
+    """Exit code of a command; the meaning of a code never changes between releases."""
 
     DONE = 0
     FAILED = 1
@@ -41,11 +41,11 @@ class ExitCode(IntEnum):
 
 
 def exit_code(error: BaseException, *, checking: bool = False) -> ExitCode:
-    """What a command that ends with ``error`` tells a script.
+    """Return the exit code of a command that ends with ``error``.
 
     Args:
-        error: anything that was raised.
-        checking: the command's work is to find out whether something is sound, so what it cannot reach is unchecked.
+        error: Any exception.
+        checking: The command is a check, so a missing dataset or a failing store means "unchecked".
     """
     if isinstance(error, KeyboardInterrupt):
         return ExitCode.INTERRUPTED
@@ -55,7 +55,7 @@ def exit_code(error: BaseException, *, checking: bool = False) -> ExitCode:
         return ExitCode.NO
     if checking and isinstance(error, (NotFoundError, StoreError)):
         return ExitCode.UNCHECKED
-    # Schemas, samples and plans fail by what the data is; these two by what was typed alone.
+    # Errors of schemas, samples and plans depend on the data; these two depend on the command line only.
     if type(error) is UsageError or isinstance(error, ConfigurationError):
         return ExitCode.USAGE
     return ExitCode.FAILED

@@ -1,4 +1,4 @@
-"""Values as a person prints them, and facts as a notebook shows them: tables without scripts, everything escaped."""
+"""Short texts for printed values, and escaped HTML pages and tables, without scripts, for notebooks."""
 
 from __future__ import annotations
 
@@ -6,36 +6,35 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 _TABLE = ' style="border-collapse:collapse;margin:0 0 1em"'
-_LEFT = (
-    ' style="text-align:left;padding:2px 16px 2px 0"'  # notebooks align numbers, and heads, each in their way
-)
+_LEFT = ' style="text-align:left;padding:2px 16px 2px 0"'  # notebooks differ in how they align numbers and headings
 
 pages: dict[type, Callable[[Any], str]] = {}
-"""Class → what makes its page; packages say it, so that a class need not know what reports on it."""
+"""Class → function that returns its HTML page. Packages register it, so that classes do not import reports."""
 
 
 class Shown:
-    """What a notebook shows as its page."""
+    """Base of classes that a notebook shows as their page in `pages`."""
 
     def _repr_html_(self) -> str:
         return pages[type(self)](self)
 
 
 def escape(text: str) -> str:
-    """Text as HTML shows it."""
-    import html  # here, for it brings a table of all entities
+    """Escape text for HTML."""
+    import html  # slow to import: it loads the table of all entities
 
     return html.escape(text)
 
 
-_TEXT = 60  # characters of a text
-_NUMBERS = 8  # items of an array that are written out
+_TEXT = 60  # characters shown of a text
+_NUMBERS = 8  # longest array whose items are shown
 
 
 def value_text(value: Any) -> str:
-    """Return one short line about a value of a sample, or a column of a batch.
+    """Return one short line that describes a value of a sample or a column of a batch.
 
-    ``48 × bytes, 6 to 87 KB``, ``int32[2048]``, ``'the first words…'``; numbers and small arrays as they are.
+    Examples: ``48 × bytes, 6 to 87 KB``, ``int32[2048]``, ``'the first words…'``. Numbers and small arrays are shown
+    in full.
     """
     if isinstance(value, bytes):
         return f"bytes, {_size_text(len(value))}"
@@ -83,7 +82,7 @@ def _size_text(num_bytes: int) -> str:
 
 
 def table(names: Sequence[str], rows: Iterable[Sequence[object]], most: int = 12) -> str:
-    """HTML of the first rows, and how many more there are."""
+    """Return an HTML table of the first `most` rows and the number of rows that follow."""
     given = list(rows)
     head = "".join(f'<th scope="col"{_LEFT}>{escape(name)}</th>' for name in names)
     body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in given[:most])
@@ -92,7 +91,7 @@ def table(names: Sequence[str], rows: Iterable[Sequence[object]], most: int = 12
 
 
 def page(kind: str, name: str, said: str, *parts: str) -> str:
-    """What it is, its name, one line of facts, and parts that are HTML already."""
+    """Return an HTML page: kind, name, one line of facts (`said`), and parts that are already HTML."""
     head = f"<p><b>shardkit {escape(kind)}</b> <code>{escape(name)}</code>, {escape(said)}</p>"
     return f"<div>{head}{''.join(parts)}</div>"
 

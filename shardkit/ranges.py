@@ -1,4 +1,4 @@
-"""The numbers, sizes and durations that a setting takes: one check for every configuration, in the same words."""
+"""Numbers, sizes and durations in settings: one check and one wording for all configurations."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from shardkit.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers that a setting takes."""
+    """The range of numbers that a setting accepts."""
 
-    low: float  # bounds, both allowed unless
+    low: float
     high: float
-    above: bool = False  # say that they are not
-    below: bool = False
-    zero: bool = False  # 0 is allowed as well, and switches something off
+    above: bool = False  # `low` itself is not accepted
+    below: bool = False  # `high` itself is not accepted
+    zero: bool = False  # 0, which disables something, is accepted too
 
     def holds(self, value: float) -> bool:
-        """Whether a number lies inside; nan does not."""
+        """Return True if a number is in the range; nan is not."""
         over = value > self.low if self.above else value >= self.low
         under = value < self.high if self.below else value <= self.high
         return (self.zero and value == 0) or (over and under)
 
     def text(self, kind: type[Any]) -> str:
-        """As messages and documentation say it."""
+        """Return the range as text for messages and documentation."""
         what = "a whole number" if kind is int else "a number"
         start = f"above {_number(self.low)}" if self.above else f"from {_number(self.low)}"
         end = f"below {_number(self.high)}" if self.below else _number(self.high)
@@ -39,7 +39,11 @@ class Range:
         return f"{'0, or ' if self.zero else ''}{what} {start} {end}"
 
     def check(self, name: str, value: object, kind: type[Any] = int) -> Any:
-        """``value`` as a number of ``kind``."""
+        """Return ``value`` as a number of ``kind``.
+
+        Raises:
+            ConfigurationError: The value is not such a number, or is out of range; ``name`` is the setting.
+        """
         number = _plain_number(value, kind)
         if number is None:
             raise ConfigurationError(
@@ -51,7 +55,7 @@ class Range:
 
 
 def _plain_number(value: object, kind: type[Any]) -> Any:
-    """An int or float as it is, numpy's as Python's; None for anything else. True is no number here."""
+    """Return a Python number for a Python or numpy number, and None for other values, including bools."""
     if isinstance(value, bool) or type(value).__name__ in ("bool", "bool_"):
         return None
     try:
@@ -65,8 +69,8 @@ def _number(value: float) -> str:
 
 
 def shown(value: object) -> str:
-    """A value for a message, cut where it is long."""
-    if isinstance(value, int) and value.bit_length() > 256:  # Python refuses to print the longest ones
+    """Return a value as text for a message, cut if it is long."""
+    if isinstance(value, int) and value.bit_length() > 256:  # Python refuses to print very large integers
         return f"a number of {value.bit_length()} bits"
     text = repr(value)
     return text if len(text) <= 60 else text[:60] + "…"
@@ -75,14 +79,17 @@ def shown(value: object) -> str:
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _UNITS |= {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_LONGEST = 40  # characters; Python refuses to read thousands of digits
+_LONGEST = 40  # characters; Python refuses to parse thousands of digits
 _SIZE = re.compile(r"\s*(\d+)(?:\.(\d+))?\s*([A-Za-z]*)\s*")
 
 
 def parse_size(size: int | str) -> int:
-    """Bytes of a size such as ``"256MiB"`` or ``"2GB"``; integers pass through.
+    """Return the bytes of a size such as ``"256MiB"`` or ``"2GB"``; integers are bytes.
 
-    KB, MB … are powers of ten, KiB, MiB … (and K, M …) powers of two.
+    KB, MB … are powers of 1000; KiB, MiB … and K, M … are powers of 1024.
+
+    Raises:
+        ConfigurationError: The text is not a size, or the size is out of range.
     """
     if not isinstance(size, str):
         return int(Range(0, 2**63 - 1).check("size in bytes", size))
@@ -111,7 +118,11 @@ _DURATION = re.compile(r"\s*([0-9]{1,12}(?:\.[0-9]{1,12})?)\s*([a-zµ]*)\s*")
 
 
 def parse_duration(time: object, what: str = "duration") -> float:
-    """Seconds of a time such as ``"30d"``, ``"12h"``, ``"90min"`` or ``"30ms"``; a bare number is seconds."""
+    """Return the seconds of a duration such as ``"30d"``, ``"12h"``, ``"90min"`` or ``"30ms"``; a number is seconds.
+
+    Raises:
+        ConfigurationError: The value is not a duration, or is out of range; ``what`` names it.
+    """
     if not isinstance(time, str):
         return float(Range(0, 1e30).check(f"{what} in seconds", time, float))
     match = _DURATION.fullmatch(time)
@@ -123,7 +134,7 @@ def parse_duration(time: object, what: str = "duration") -> float:
 
 
 def duration_text(seconds: int) -> str:
-    """The shortest spelling of whole seconds that `parse_duration` reads back, without weeks."""
+    """Return whole seconds as the shortest text that `parse_duration` reads, without weeks."""
     for unit in ("d", "h", "m"):
         if seconds and seconds % _SECONDS[unit] == 0:
             return f"{seconds // int(_SECONDS[unit])}{unit}"

@@ -1,7 +1,7 @@
-"""Formats: how samples become bytes of shards and back (SPEC.md).
+"""Formats: conversion of samples to the bytes of shards and back (SPEC.md).
 
-No store and no clock: bytes in, columns out, and back. Digests are checked before anything is parsed, declared sizes
-before memory is taken. Programs that know tar, zstd and Arrow read what is written here.
+This package does no I/O. Digests are checked before parsing, and declared sizes before memory is allocated. Programs
+that read tar or Arrow can read the shards.
 """
 
 from .arrow_reading import message_layout

@@ -1,6 +1,6 @@
-"""What a version of a dataset is: an immutable root, its pages, and selections of rows.
+"""Versions of a dataset: an immutable root, pages of the shard table, and selections of rows.
 
-Pure: bytes in, columns out; nothing here opens a store. SPEC.md says the bytes and why.
+This package does no I/O: it converts bytes to columns and back. SPEC.md defines the bytes and gives the reasons.
 """
 
 from shardkit.manifest.manifest import (

@@ -1,4 +1,4 @@
-"""The root of a manifest: one version of a dataset, small, canonical, named by the SHA-256 of its bytes."""
+"""The root of a manifest: one version of a dataset, identified by the SHA-256 of its canonical bytes."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from shardkit.errors import FormatError, UsageError
 from shardkit.formats.schema import MAX_FIELD_NAME, Schema
 
 MAX_MANIFEST_BYTES: Final = 16 * 2**20
-"""Size of a root, without its pages."""
+"""Maximum size of a root, without its pages."""
 
 SHARDS_PER_PAGE: Final = 4_096
 
 MAX_SHARDS: Final = 2**26
-"""16 PiB of 256 MiB shards; the columns of a table of this size still fit the memory of one machine."""
+"""Maximum number of shards: 16 PiB in shards of 256 MiB, whose table still fits the memory of one machine."""
 MAX_SEGMENTS_PER_PAGE: Final = 2**24
 POOL: Final = "*pool*"
-"""Value of the stratum for the rows of all strata that are too rare to be spread."""
+"""Value of the stratum that pools strata too rare to be spread."""
 MIXED: Final = "mixed"
-"""Format or compression of a merged manifest whose parts differ in it."""
+"""Format or compression of a merged manifest whose parts differ."""
 
 _MAX_STRATA: Final = 2**17
 
@@ -35,20 +35,20 @@ _PartName = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,99}\Z")]
 
 
 class Stratum(Record, frozen=True):
-    """A value (or tuple of values) by which batches are balanced, and the number of its rows."""
+    """A combination of values that batches are balanced over, and its number of rows."""
 
     values: Annotated[tuple[_Value, ...], Meta(max_length=32)]
-    """One per axis, as text; empty if the dataset is not stratified."""
+    """One value per axis, as text; empty if the dataset is not stratified."""
     rows: Natural
     selected: Natural
     pooled: bool = False
-    """The stratum is a pool: its segments hold the rows of the strata marked `in_pool`."""
+    """Whether this is the pool, whose segments hold the rows of the strata marked `in_pool`."""
     in_pool: bool = False
-    """The stratum has no segments of its own: its rows are in the pool's."""
+    """Whether the rows of this stratum are in the segments of the pool."""
 
     @property
     def name(self) -> str:
-        """The values joined by ``/``, with ``/`` and ``%`` in them percent-encoded; ``all`` without axes."""
+        """The values joined by ``/``, with ``/`` and ``%`` percent-encoded; ``all`` without axes."""
         return "/".join(value.replace("%", "%25").replace("/", "%2F") for value in self.values) or "all"
 
 
@@ -63,13 +63,13 @@ class PageRef(Record, frozen=True):
 
 
 class LookupPiece(Record, frozen=True):
-    """A sorted hash sidecar over a run of shards."""
+    """Sorted hashes of the values in a run of shards, stored as an object."""
 
     digest: Digest
     size: _Size
     """Bytes of the lookup object."""
     shards: _Shards
-    """Number of shards: those after the shards of the pieces before."""
+    """Number of shards, counted from the end of the previous piece."""
     entries: Annotated[int, Meta(ge=0, le=2**32)]
 
 
@@ -82,22 +82,22 @@ class Lookup(Record, frozen=True):
 
 
 class CostPiece(Record, frozen=True):
-    """The codes of all rows of a run of shards: one object."""
+    """The cost codes of all rows of a run of shards, stored as an object."""
 
     digest: Digest
     size: _Size
     """Bytes of the object."""
     shards: _Shards
-    """Number of shards: those after the shards of the pieces before."""
+    """Number of shards, counted from the end of the previous piece."""
     rows: Annotated[int, Meta(ge=1, le=2**42)]
-    """Rows of these shards, selected or not: one byte each."""
+    """Number of rows of these shards, selected or not; each has one byte."""
 
 
 class RowCosts(Record, frozen=True):
     """The cost of each row of a version."""
 
     expression: Annotated[str, Meta(max_length=1_000)]
-    """Such as ``bytes(text)**2``, without spaces."""
+    """Expression without spaces, such as ``bytes(text)**2``."""
     pieces: Annotated[tuple[CostPiece, ...], Meta(max_length=_MAX_STRATA)]
     """In shard order."""
 
@@ -105,8 +105,8 @@ class RowCosts(Record, frozen=True):
 class Manifest(Document, frozen=True, kw_only=True, dict=True, tag="shardkit-manifest/1"):
     """One immutable version of a dataset.
 
-    It holds no URL, host, time, credential or library version: the same samples and settings give the same bytes, and
-    so the same `id`, on every machine and with any number of jobs.
+    It holds no URL, host, time, credential or library version, so the same samples and settings give the same bytes and
+    the same `id` on every machine and with any number of jobs.
     """
 
     schema: Schema
@@ -114,9 +114,9 @@ class Manifest(Document, frozen=True, kw_only=True, dict=True, tag="shardkit-man
     """``tar`` or ``arrow``; ``mixed`` if merged parts differ."""
     compression: Annotated[str, Meta(pattern=r"\A(none|mixed|zstd:[0-9]{1,2})\Z")]
     axes: Annotated[tuple[Annotated[str, Meta(max_length=200)], ...], Meta(max_length=16)]
-    """Names of the values of a stratum; the first axis of a merged dataset is ``part``."""
+    """Names of the values of a stratum, in order; the first axis of a merged dataset is ``part``."""
     strata: Annotated[tuple[Stratum, ...], Meta(max_length=_MAX_STRATA)]
-    """Segments name a stratum by its index in this tuple."""
+    """Segments refer to a stratum by its index in this tuple."""
     shards: Annotated[int, Meta(ge=0, le=MAX_SHARDS)]
     rows: Natural
     selected: Natural
@@ -124,17 +124,17 @@ class Manifest(Document, frozen=True, kw_only=True, dict=True, tag="shardkit-man
     stored_bytes: Natural
     pages: Annotated[tuple[PageRef, ...], Meta(max_length=MAX_SHARDS)]
     classes: Annotated[tuple[_Value, ...], Meta(max_length=_MAX_STRATA)] = ()
-    """Names of folder classes: ``classes[label]``."""
+    """Names of folder classes, indexed by label."""
     sources: Digest | None = None
-    """Digest of the object that lists what was imported."""
+    """Digest of the object that lists the imported files."""
     build: Annotated[dict[str, Any], Meta(max_length=1_000)] = msgspec.field(default_factory=dict)
-    """Settings that decided the bytes: JSON without floats."""
+    """Settings that determined the bytes, as JSON without floats."""
     parent: Digest | None = None
     """Id of the version from which this one was made."""
     parts: Annotated[tuple[tuple[_PartName, Digest], ...], Meta(max_length=4_096)] = ()
     """(name, manifest id) of the parts of a merged dataset, which has no pages of its own."""
     adopted: bool = False
-    """Some shards are tars of other owners, outside of the repository."""
+    """Whether some shards are tars of other owners, outside of the repository."""
     about: Digest | None = None
     """Digest of the object with licence, source and contact."""
     lookups: Annotated[tuple[Lookup, ...], Meta(max_length=100)] = ()
@@ -157,16 +157,16 @@ class Manifest(Document, frozen=True, kw_only=True, dict=True, tag="shardkit-man
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Manifest:
-        """Read bytes whose digest has been checked.
+        """Parse a root whose digest has been checked.
 
         Raises:
-            FormatError: The bytes are not a manifest, or it contradicts itself.
+            FormatError: The bytes are not a manifest, or the manifest contradicts itself.
         """
         return decode(cls, data, f"manifest {sha256_digest(data)}", max_bytes=MAX_MANIFEST_BYTES)
 
 
 def _refuse_urls(value: object, where: str) -> None:
-    """Refuse URLs: they may hold a host or a credential, and a manifest is shared and never changes."""
+    """Raise UsageError for URLs: they may hold a host or a credential, and a manifest is shared and never changes."""
     if isinstance(value, str) and "://" in value:
         raise UsageError(
             f"manifest setting {where} holds a URL: expected settings only; name the source without it"
@@ -180,7 +180,7 @@ def _refuse_urls(value: object, where: str) -> None:
 
 
 def _check_totals(manifest: Manifest) -> None:
-    """Compare the totals of a root with its pages and strata."""
+    """Compare the totals of a root with its pages, strata and lookups."""
     if not 0 <= manifest.selected <= manifest.rows:
         _refuse(f"{manifest.selected} of {manifest.rows} rows are selected")
     _check_strata(manifest)
@@ -206,7 +206,7 @@ def _check_strata(manifest: Manifest) -> None:
         held = sum(getattr(stratum, total) for stratum in own)
         if held != getattr(manifest, total):
             _refuse(f"its strata hold {held} {rows}, the root {getattr(manifest, total)}")
-        # Every pooled row is in a pool, and the other way round.
+        # Pools hold exactly the rows of the strata marked `in_pool`.
         if sum(getattr(s, total) for s in inside) != sum(getattr(s, total) for s in pools):
             _refuse(f"the {rows} of the strata in the pool do not add up to the pool's")
 

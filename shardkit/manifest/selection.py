@@ -1,8 +1,7 @@
-"""Selections: which rows of a shard a version holds, as a bitmap with constant-time rank and fast select.
+"""Selections: the rows of a shard that a version holds, as a bitmap with constant-time rank and fast select.
 
-Rank and select over a plain bitmap with one running count per 64-bit word (Jacobson, Space-efficient static
-trees and graphs, FOCS 1989, with one level): 12.5 % on top of the bits, and vectorised here over whole arrays
-of queries.
+Rank and select use one running count per 64-bit word (Jacobson, Space-efficient static trees and graphs, FOCS 1989,
+with one level), vectorised over arrays of queries. The counts, int64 in memory, are as large as the bits.
 """
 
 from __future__ import annotations
@@ -28,12 +27,15 @@ class _Meta(Record, frozen=True, kw_only=True):
 
 
 class Selection:
-    """Some rows of one shard; immutable.
+    """An immutable set of rows of one shard.
 
     Args:
-        rows: Rows of the shard.
-        bits: uint8[⌈rows/8⌉], row r is bit ``r % 8`` (least significant first) of byte ``r // 8``; bits past
-            the last row are zero. Kept, not copied.
+        rows: Number of rows of the shard.
+        bits: uint8 (⌈rows/8⌉,); row r is bit ``r % 8`` (least significant first) of byte ``r // 8``, and bits after
+            the last row are zero. The array is not copied.
+
+    Raises:
+        FormatError: `bits` has another shape or dtype, or selects rows after the last.
     """
 
     def __init__(self, rows: int, bits: NDArray[np.uint8]) -> None:
@@ -63,12 +65,12 @@ class Selection:
 
     @classmethod
     def from_mask(cls, mask: ArrayLike) -> Selection:
-        """From one truth value per row."""
+        """Return the selection of the rows whose value in `mask` is true."""
         values = np.asarray(mask, dtype=np.bool_)
         return cls(len(values), np.packbits(values, bitorder="little"))
 
     def mask(self) -> NDArray[np.bool_]:
-        """(rows,) one truth value per row; freshly made."""
+        """Return a new array with True for each selected row: (rows,) bool."""
         return np.unpackbits(self.bits, count=self.rows, bitorder="little").astype(np.bool_)
 
     @cached_property
@@ -76,17 +78,31 @@ class Selection:
         return int(self._before[-1])
 
     def rank(self, rows: ArrayLike) -> NDArray[np.int64]:
-        """How many selected rows lie before each of `rows` (0 … rows, any order and shape)."""
+        """Return the number of selected rows before each of `rows`.
+
+        Args:
+            rows: Row numbers 0 … `rows`, in any order and shape.
+
+        Raises:
+            UsageError: A row number is out of range.
+        """
         numbers = np.asarray(rows, dtype=np.int64)
         if numbers.size and (int(numbers.min()) < 0 or int(numbers.max()) > self.rows):
             raise UsageError(f"row {int(numbers.min())} … {int(numbers.max())}: expected 0 … {self.rows}")
         word, bit = numbers >> 6, (numbers & 63).astype(np.uint64)
-        # Row number `rows` may begin a word that is not there: a zero word stands for it.
+        # Row number `rows` may begin a word after the last; `_words` ends in a zero word for it.
         below = self._words[word] & ((np.uint64(1) << bit) - np.uint64(1))
         return np.asarray(self._before[word] + np.bitwise_count(below), dtype=np.int64)
 
     def select(self, ordinals: ArrayLike) -> NDArray[np.int64]:
-        """The row of each selected ordinal (0 … count - 1, any order and shape): the inverse of `rank`."""
+        """Return the row of each selected ordinal: the inverse of `rank`.
+
+        Args:
+            ordinals: Ordinals 0 … count - 1, in any order and shape.
+
+        Raises:
+            UsageError: An ordinal is out of range.
+        """
         numbers = np.asarray(ordinals, dtype=np.int64)
         if numbers.size and (int(numbers.min()) < 0 or int(numbers.max()) >= self.count):
             raise UsageError(
@@ -106,12 +122,16 @@ class Selection:
         return row
 
     def to_bytes(self) -> bytes:
-        """The object's bytes: the same for the same rows."""
+        """Return the stored form, which is the same for equal selections."""
         return pack_columns(_KIND, {"rows": self.rows, "selected": self.count}, {"bits": self.bits})
 
     @classmethod
     def from_bytes(cls, data: bytes, rows: int) -> Selection:
-        """Read an object whose digest has been checked."""
+        """Parse a selection of a shard of `rows` rows; its digest has been checked.
+
+        Raises:
+            FormatError: The bytes are not a selection of this many rows.
+        """
         where = f"selection {sha256_digest(data)}"
         try:
             columns = unpack_columns(data, _KIND, max_raw_bytes=-(-rows // 8))
@@ -133,12 +153,12 @@ class Selection:
 
     @cached_property
     def _before(self) -> NDArray[np.int64]:
-        """(words + 1,) selected rows before each word; the last is the count."""
+        """Number of selected rows before each word, then the total: (words + 1,)."""
         before = np.zeros(len(self._words) + 1, dtype=np.int64)
         np.cumsum(np.bitwise_count(self._words), out=before[1:])
         return before
 
 
 def max_selection_bytes(rows: int) -> int:
-    """The most bytes that the selection of a shard of `rows` rows can have as an object."""
+    """Return the maximum stored size in bytes of a selection of a shard of `rows` rows."""
     return -(-rows // 8) + _OVERHEAD_BYTES

@@ -1,6 +1,6 @@
-"""What a manifest knows of its shards: numpy columns, never a Python object per shard or segment; in pages on disk.
+"""The shard table of a manifest: numpy columns over shards and segments, stored in pages (SPEC.md §2).
 
-A page holds at most 4,096 shards of the table; an append adds new ones.
+A page holds at most 4,096 shards; an append adds pages.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SHARD_COLUMNS: Final[dict[str, type[Any]]] = {
     "raw_bytes": np.int64,
     "selection_digest": np.uint8,
 }
-"""Columns with one entry per shard; digests are (shards, 32) uint8."""
+"""Columns with one entry per shard, and their dtypes; digests are (shards, 32)."""
 
 SEGMENT_COLUMNS: Final[dict[str, type[Any]]] = {
     "segment_shard": np.int32,
@@ -47,11 +47,11 @@ SEGMENT_COLUMNS: Final[dict[str, type[Any]]] = {
     "segment_rows": np.int64,
     "segment_selected": np.int64,
 }
-"""Columns with one entry per segment, in shard order, then row order."""
+"""Columns with one entry per segment, and their dtypes; segments are in shard order, then row order."""
 
 
 class ShardRecord(NamedTuple):
-    """One shard as its writer describes it: an input of `ShardTable.from_records`."""
+    """A written shard, as an input of `ShardTable.from_records`."""
 
     digest: str
     size: int
@@ -62,9 +62,9 @@ class ShardRecord(NamedTuple):
     raw_bytes: int
     segment_stratum: Sequence[int] | NDArray[np.int32]
     segment_rows: Sequence[int] | NDArray[np.int64]
-    """Rows of each run of one stratum, in row order; they add up to the shard's rows."""
+    """Number of rows of each segment, in row order; the sum is the number of rows of the shard."""
     segment_selected: Sequence[int] | NDArray[np.int64] | None = None
-    """Selected rows of each segment, None where all are."""
+    """Number of selected rows of each segment; None if all rows are selected."""
     selection_digest: str | None = None
 
 
@@ -72,19 +72,22 @@ class ShardRecord(NamedTuple):
 class ShardTable:
     """Columns over the shards of a dataset and over their segments; read-only.
 
-    `segment_shard` refers to the shards of this table; `segment_stratum` to `Manifest.strata`.
+    `segment_shard` is an index into this table, `segment_stratum` an index into `Manifest.strata`.
+
+    Raises:
+        FormatError: Columns have other shapes or values than SPEC.md §2 allows.
     """
 
-    digest: NDArray[np.uint8]  # (shards, 32): SHA-256 of the shard
-    size: NDArray[np.int64]  # bytes as stored
+    digest: NDArray[np.uint8]  # (shards, 32) SHA-256 of the shard
+    size: NDArray[np.int64]  # stored bytes
     index_digest: NDArray[np.uint8]  # (shards, 32)
     index_size: NDArray[np.int64]
     rows: NDArray[np.int64]
     selected: NDArray[np.int64]
-    block_rows: NDArray[np.int64]  # nominal rows per block
-    largest_block: NDArray[np.int64]  # raw bytes of the largest block: memory is budgeted by it
+    block_rows: NDArray[np.int64]  # rows of a full block
+    largest_block: NDArray[np.int64]  # raw bytes of the largest block, for memory budgets
     raw_bytes: NDArray[np.int64]
-    selection_digest: NDArray[np.uint8]  # (shards, 32): zeros where all rows are selected
+    selection_digest: NDArray[np.uint8]  # (shards, 32) zeros if all rows are selected
     segment_shard: NDArray[np.int32]  # ascending
     segment_stratum: NDArray[np.int32]
     segment_rows: NDArray[np.int64]
@@ -109,7 +112,7 @@ class ShardTable:
 
     @property
     def totals(self) -> dict[str, Any]:
-        """What a manifest says of the whole table: shards, rows, selected, raw and stored bytes, by its own names."""
+        """Totals of the table, under the names that a manifest uses: shards, rows, selected, raw and stored bytes."""
         columns = {
             "rows": self.rows,
             "selected": self.selected,
@@ -120,27 +123,27 @@ class ShardTable:
 
     @cached_property
     def segment_starts(self) -> NDArray[np.int64]:
-        """(shards + 1,) first segment of each shard."""
+        """First segment of each shard, then the number of segments: (shards + 1,)."""
         return np.searchsorted(self.segment_shard, np.arange(len(self) + 1)).astype(np.int64)
 
     @cached_property
     def has_selection(self) -> NDArray[np.bool_]:
-        """(shards,) whether only some rows of the shard are selected."""
+        """Mask of the shards that have unselected rows: (shards,)."""
         return np.asarray(self.selection_digest.any(axis=1))
 
     def digest_text(self, shard: int) -> str:
         return format_digest(self.digest[shard].tobytes())
 
     def index_digest_text(self, shard: int) -> str:
-        """``sha256:<hex>`` of a shard's index."""
+        """Return ``sha256:<hex>`` of the index of a shard."""
         return format_digest(self.index_digest[shard].tobytes())
 
     def selection_digest_text(self, shard: int) -> str | None:
-        """``sha256:<hex>`` of a shard's selection, None where all rows are selected."""
+        """Return ``sha256:<hex>`` of the selection of a shard, or None if all rows are selected."""
         return format_digest(self.selection_digest[shard].tobytes()) if self.has_selection[shard] else None
 
     def take(self, shards: NDArray[np.int64] | Sequence[int]) -> ShardTable:
-        """The named shards, in the order given."""
+        """Return a table of the given shards, in the given order."""
         wanted = np.asarray(shards, dtype=np.int64)
         starts = self.segment_starts
         counts = starts[wanted + 1] - starts[wanted]
@@ -155,7 +158,7 @@ class ShardTable:
     def concatenate(
         cls, tables: Sequence[ShardTable], *, stratum_offsets: Sequence[int] | None = None
     ) -> ShardTable:
-        """Tables one after the other."""
+        """Concatenate tables in order; each of `stratum_offsets` is added to the stratum numbers of its table."""
         if not tables:
             return cls.from_records([])
         if len(tables) == 1 and stratum_offsets is None:
@@ -174,7 +177,12 @@ class ShardTable:
 
     @classmethod
     def from_records(cls, records: Iterable[ShardRecord]) -> ShardTable:
-        """A table of shards that have just been written, in manifest order."""
+        """Return the table of written shards, given in manifest order.
+
+        Raises:
+            FormatError: A record is not valid.
+            UsageError: A record has a selection without `segment_selected`.
+        """
         held = list(records)
         lengths = [len(record.segment_rows) for record in held]
         selected = [_selected(record) for record in held]
@@ -219,13 +227,13 @@ def _joined(lists: Sequence[Sequence[int] | NDArray[Any]], dtype: type[Any]) -> 
 
 
 MAX_VALUE: Final = 2**42
-"""Largest size or count of one shard (4 TiB, 4·10¹² rows): sums over `MAX_SHARDS` shards stay below 2⁶³ only
-where callers add in Python integers; sums over one page always do."""
+"""Maximum size or count of one shard (4 TiB, 4·10¹² rows). A sum over one page fits int64; a sum over `MAX_SHARDS`
+shards needs Python integers."""
 _LEAST: Final = {
     "size": 1, "index_size": 1, "rows": 1, "selected": 0, "block_rows": 1, "largest_block": 0, "raw_bytes": 0,
     "segment_rows": 1, "segment_selected": 0, "segment_stratum": 0,
 }  # fmt: skip
-"""Smallest value of each column."""
+"""Minimum value of each column."""
 
 
 def _check_table(table: ShardTable) -> None:
@@ -279,8 +287,7 @@ def _refuse(why: str) -> NoReturn:
 # Pages
 
 _KIND: Final = "page"
-# segment_shard is not stored: the number of segments of each shard says the same, is shorter, and cannot be
-# out of order.
+# The number of segments of each shard is stored instead of segment_shard: it is shorter and always in order.
 _STORED: Final = {
     **SHARD_COLUMNS,
     "segments": np.uint32,
@@ -296,7 +303,7 @@ class _PageMeta(Record, frozen=True, kw_only=True):
 
 
 def pack_page(table: ShardTable) -> bytes:
-    """The bytes of one page: the same for the same shards.
+    """Return the bytes of one page, which are the same for equal tables.
 
     Raises:
         UsageError: Too many shards or segments for one page.
@@ -315,15 +322,15 @@ def pack_page(table: ShardTable) -> bytes:
 
 
 def unpack_page(data: bytes, ref: PageRef | None = None, *, strata: int | None = None) -> ShardTable:
-    """Read a page whose digest has been checked.
+    """Parse a page whose digest has been checked.
 
     Args:
         data: The page.
-        ref: What the root says of it, compared where given.
-        strata: How many strata the root has; no segment may name another, where given.
+        ref: Reference from the root; its counts are compared with the page.
+        strata: Number of strata in the root; segments may not refer to others.
 
     Raises:
-        FormatError: Not what `pack_page` writes, or not what the root says.
+        FormatError: The bytes are not a page, or contradict `ref` or `strata`.
     """
     where = f"page {sha256_digest(data)}"
     try:
@@ -359,10 +366,10 @@ def unpack_page(data: bytes, ref: PageRef | None = None, *, strata: int | None =
 
 
 def paginate(table: ShardTable) -> list[tuple[PageRef, bytes]]:
-    """Cut a table into pages, in order.
+    """Split a table into pages, in order.
 
     Returns:
-        Each page with its reference for the root.
+        (reference for the root, bytes) of each page.
     """
     pages = []
     for start in range(0, len(table), SHARDS_PER_PAGE):
@@ -376,10 +383,9 @@ def check_against(manifest: Manifest, table: ShardTable) -> None:
     """Compare a root with its whole table.
 
     Raises:
-        FormatError: Totals differ, or segments name strata that are not there or have none of their own.
+        FormatError: Totals differ, or segments refer to a stratum that is unknown or in the pool.
     """
     rows, selected = stratum_counts(table, len(manifest.strata))
-    # A manifest made from the table must say the same; its own checks compare the rest.
     for number, stratum in enumerate(manifest.strata):
         expected = (0, 0) if stratum.in_pool else (stratum.rows, stratum.selected)
         if (int(rows[number]), int(selected[number])) != expected:
@@ -393,10 +399,10 @@ def check_against(manifest: Manifest, table: ShardTable) -> None:
 
 
 def stratum_counts(table: ShardTable, strata: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(strata,) rows and (strata,) selected rows of each stratum, counted from the segments.
+    """Return the rows and the selected rows of each stratum, counted from the segments: (strata,) each.
 
     Raises:
-        FormatError: A segment names a stratum outside 0 … strata - 1.
+        FormatError: A segment refers to a stratum outside 0 … strata - 1.
     """
     if len(table.segment_stratum) and int(table.segment_stratum.max()) >= strata:
         raise FormatError(
@@ -412,7 +418,7 @@ def _contradict(manifest: Manifest, why: str) -> None:
     raise FormatError(f"manifest {manifest.id} and its pages contradict each other: {why}; do not trust it")
 
 
-# Manifests, made of a table of written shards, or merged from others as their parts
+# Manifests of a table of written shards, and merged manifests
 
 
 def compose(
@@ -431,25 +437,25 @@ def compose(
     parent: str | None = None,
     adopted: bool = False,
 ) -> tuple[Manifest, list[bytes]]:
-    """The manifest of a table, with all totals counted from it, and the pages to put before it.
+    """Return the manifest of a table and its pages; totals are counted from the table.
 
     Args:
         table: Shards in manifest order.
-        schema: Of the samples.
+        schema: Schema of the samples.
         format: ``tar`` or ``arrow``.
-        compression: As `shardkit.formats` normalises it.
-        axes: What the strata are made of.
+        compression: Compression as normalised by `shardkit.formats`.
+        axes: Names of the values of a stratum.
         strata: Values of the strata, in the numbering of `table.segment_stratum`.
-        pool: The number of the pool among them, None where there is none.
-        in_pool: (values, rows, selected) of the strata whose rows lie in the pool; listed after the others.
+        pool: Number of the pool in `strata`, or None.
+        in_pool: (values, rows, selected) of the strata whose rows are in the pool; they are listed last.
         classes: Names of folder classes.
-        sources: Digest of the object that lists what was imported.
-        build: Settings that decided the bytes.
-        parent: Id of the version this one was made from.
+        sources: Digest of the object that lists the imported files.
+        build: Settings that determined the bytes.
+        parent: Id of the version from which this one was made.
         adopted: Some shards are tars of other owners.
 
     Returns:
-        The manifest, and its pages as bytes in the order of `Manifest.pages`.
+        The manifest, and its pages as bytes in the order of `Manifest.pages`. Store the pages before the manifest.
     """
     rows, selected = stratum_counts(table, len(strata))
     listed = [
@@ -472,7 +478,7 @@ def compose(
         parent=parent,
         adopted=adopted,
     )
-    Manifest.from_bytes(manifest.to_bytes())  # nobody may write what nobody will read
+    Manifest.from_bytes(manifest.to_bytes())  # do not write a manifest that readers reject
     return manifest, [data for _, data in pages]
 
 
@@ -480,14 +486,17 @@ _TOTALS: Final = ("shards", "rows", "selected", "raw_bytes", "stored_bytes")
 
 
 def merge(parts: Sequence[tuple[str, Manifest]], *, build: Mapping[str, Any] | None = None) -> Manifest:
-    """A manifest over the shards of others, without copying a byte.
+    """Return a manifest over the shards of other manifests; no data is copied.
 
-    The sample order is that of the parts, one after the other; a stratum is a part's name before the values
-    of one of its strata.
+    Samples are in the order of the parts. The values of a stratum are the name of its part and its values there.
+
+    Args:
+        parts: (name, manifest) of each part.
+        build: Settings that determined the bytes.
 
     Raises:
         SchemaError: The parts have different schemas.
-        UsageError: No parts, or parts that are merged themselves.
+        UsageError: There are no parts, or a part is merged itself.
     """
     if not parts:
         raise UsageError("merge: expected at least one part")
@@ -526,7 +535,7 @@ def _one(values: Sequence[str]) -> str:
 
 
 def _common_axes(manifests: Sequence[Manifest]) -> tuple[str, ...]:
-    """The axes that all parts begin with."""
+    """Return the leading axes that all parts share."""
     common: list[str] = []
     for axes in zip(*(manifest.axes for manifest in manifests), strict=False):
         if len(set(axes)) > 1:

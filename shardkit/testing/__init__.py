@@ -1,5 +1,5 @@
-"""The conformance suite of stores: what a new one must pass before it is used.
+"""Conformance tests for stores: every implementation must pass them before it is used.
 
-A test class that inherits `StoreConformance` and says what to test is the whole of it. `memory_store` is a perfect
-store to test against. Servers, faults and models that only shardkit's own tests use are in `tests`.
+To test a store, subclass `StoreConformance` and define `new_store`. `memory_store` is an in-memory model to compare
+with. Servers, faults and models that only the tests of shardkit use are in `tests`.
 """

@@ -1,4 +1,4 @@
-"""A perfect store in memory: the model that the real ones are compared with. For tests only."""
+"""An in-memory store, the model that real stores are compared with. For tests only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardkit.stores.store import DirectStore, ObjectStat, Stage, check_name, ch
 
 
 class MemoryStore(DirectStore):
-    """Objects in a dict; implements `shardkit.stores.store.Store`. Keeps SHA-256 digests, as object stores do."""
+    """Objects in a dict; implements `shardkit.stores.store.Store`. `head` returns digests, as object stores do."""
 
     _read_only = False
 
@@ -76,7 +76,7 @@ class MemoryStore(DirectStore):
 
 
 class MemoryStage(Stage):
-    """See `Stage`."""
+    """A stage that collects the bytes in memory."""
 
     def __init__(self, store: MemoryStore) -> None:
         super().__init__("memory")

@@ -1,4 +1,4 @@
-"""What every store must do, as tests: subclass `StoreConformance`, give it a store, and let pytest run it.
+"""Conformance tests of stores: subclass `StoreConformance`, define `new_store`, and run pytest.
 
 ::
 
@@ -6,7 +6,7 @@
         def new_store(self, tmp_path):
             return MyStore(tmp_path)
 
-The suite uses public names only, so that it runs on any implementation, in this project or outside it.
+The suite uses public names only, so it runs on any implementation.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ BAD_NAMES = (
     "tmp/mine",
     "tmp",
 )
-"""What no store may take as a name."""
+"""Object names that every store must reject."""
 
 
 class StoreConformance:
-    """Tests of the `Store` protocol; each begins with an empty store."""
+    """Tests of the `Store` protocol; each starts with an empty store."""
 
     def new_store(self, tmp_path: Path) -> Store:
-        """An empty store; the implementation under test."""
+        """Return an empty store of the implementation under test."""
         raise NotImplementedError
 
     def reopened(self, store: Store) -> Store:
-        """The same store as another process would open it."""
+        """Return the same store as another process would open it."""
         copy: Store = pickle.loads(pickle.dumps(store))  # noqa: S301 (our own object, in a test)
         return copy
 
@@ -219,7 +219,7 @@ class StoreConformance:
         assert path is None or path.read_bytes() == b"bytes"
 
     def test_one_winner(self, store: Store) -> None:
-        """Sixteen threads put the same name: one creates it, and everyone reads the winner's bytes."""
+        """Put one name from sixteen threads: one creates the object, and its bytes are read afterwards."""
         for turn in range(5):
             name, gate = f"race/{turn}", threading.Barrier(16)
 
