@@ -1,7 +1,7 @@
-"""The bundled trainer: data-parallel training by lanes, elastic, and bit-exact when asked.
+"""The bundled trainer: elastic data-parallel training by lanes, with an optional bit-exact mode.
 
-Cells are the unit of work under every strategy: a step's gradient is the sum over its cells, divided once. SPEC.md
-says in which order to read the package.
+The unit of work of every strategy is the cell: a step's gradient is the sum over its cells, divided once. SPEC.md gives
+an order in which to read the package.
 
 Importing this package does not import torch; `shardkit_trainer.training` does.
 """

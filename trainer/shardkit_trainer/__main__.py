@@ -7,7 +7,7 @@ import sys
 
 
 def main(arguments: list[str]) -> int:
-    """Train on this rank; errors that shardkit raises are one line, with the rank named."""
+    """Train on this rank and return the exit code; print shardkit's own errors as one line that names the rank."""
     from shardkit.errors import ShardkitError
     from shardkit.exit_codes import ExitCode, exit_code
 

@@ -1,7 +1,7 @@
-"""The ranks of this machine under torchrun's elastic agent (SPEC.md §5).
+"""Run the ranks of this machine under torchrun's elastic agent (SPEC.md §5).
 
-The agent decides which machines take part, starts ranks, and starts them again. This module adds the meaning of exit
-codes: ranks that have saved because the machines change are started again without using up one of ``max_restarts``.
+The agent decides which machines take part, and starts and restarts ranks. This module adds the meaning of exit codes:
+ranks that saved because the machines change are restarted without using up one of ``max_restarts``.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from shardkit.exit_codes import ExitCode
 from .signals import LAUNCHER, RESTART, on_stop_signals
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
-"""Environment variable of gloo: the network interface that ranks reach each other by."""
+"""Environment variable of gloo: the network interface through which ranks reach each other."""
 
 RENDEZVOUS: Mapping[str, int] = {
-    "join_timeout": 600,  # seconds that a machine waits for the fewest machines
-    "last_call_timeout": 3,  # … and for further ones once those are there
+    "join_timeout": 600,  # seconds to wait for the smallest number of machines
+    "last_call_timeout": 3,  # seconds to wait for further machines after that
     "keep_alive_interval": 2,  # seconds between signs of life of a machine
-    "keep_alive_max_attempt": 5,  # missing ones until it counts as lost
+    "keep_alive_max_attempt": 5,  # missing signs of life before a machine counts as lost
 }
 
 
@@ -53,8 +53,8 @@ class Machines:
     """Machines that train together.
 
     Attributes:
-        fewest, most: how many there may be.
-        host, port: where they meet; the first machine started at ``host`` serves it.
+        fewest, most: smallest and largest number of machines.
+        host, port: the rendezvous; the first machine started at ``host`` serves it.
     """
 
     fewest: int
@@ -67,16 +67,16 @@ class Machines:
 
 
 class Agent(LocalElasticAgent):
-    """torchrun's agent that knows the exit codes of ranks."""
+    """torchrun's agent, extended by the exit codes of ranks."""
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
         codes = {failure.exitcode for failure in result.failures.values()}
-        # a rank that is ending may still get the SIGTERM that the agent sends when the first of them has ended
+        # a rank that is ending may still get the SIGTERM that the agent sends after the first rank has ended
         if RESTART in codes and codes <= {RESTART, -signal.SIGTERM}:
             self._remaining_restarts += 1
         elif codes and codes <= {RESTART, -signal.SIGTERM, ExitCode.INTERRUPTED}:
-            self._remaining_restarts = 0  # somebody stopped a rank: the run ends here
+            self._remaining_restarts = 0  # a rank was stopped by a signal: end the run
         else:
             _print_failures(result.failures, self._remaining_restarts)
         return result
@@ -87,10 +87,10 @@ class Agent(LocalElasticAgent):
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         super()._shutdown(
             signal.SIGTERM, timeout
-        )  # whatever this process got: SIGTERM is what makes ranks save
+        )  # not the signal that this process got: ranks save on SIGTERM
 
     def exit_codes(self) -> set[int]:
-        """Exit codes of the ranks that were started last."""
+        """Return the exit codes of the ranks that were started last."""
         handlers = getattr(self._pcontext, "subprocess_handlers", {})
         return {handler.proc.returncode for handler in handlers.values()}
 
@@ -122,7 +122,7 @@ def run_ranks(
         except SignalException:
             return _after_signal(agent)
         except RendezvousError as error:
-            # the run ended on another machine, which closed the meeting, while this one was about to restart its ranks
+            # the run ended on another machine, which closed the rendezvous, before this one restarted its ranks
             if isinstance(error, RendezvousClosedError) and agent is not None and agent.exit_codes() == {0}:
                 return ExitCode.DONE
             raise _rendezvous_failure(error, here) from error
@@ -130,13 +130,13 @@ def run_ranks(
 
 
 def _exit_code(result: RunResult | None) -> int:
-    """The ranks' own exit code if they agree on one."""
-    if result is None:  # this was a spare machine of a job that has ended
+    """Return the ranks' own exit code if they agree on one, otherwise FAILED."""
+    if result is None:  # a spare machine of a job that has ended
         return ExitCode.DONE
     codes = {failure.exitcode for failure in result.failures.values()}
     if not codes:
         return ExitCode.DONE
-    # other ranks were stopped by a signal, or failed in turn because one was gone
+    # the remaining ranks were stopped by a signal, or failed because this one was gone
     own = {ExitCode(code) for code in codes & {*ExitCode}} - {ExitCode.FAILED}
     return own.pop() if len(own) == 1 else ExitCode.FAILED
 
@@ -172,7 +172,7 @@ def _rendezvous_failure(error: RendezvousError, machines: Machines) -> RunError:
 
 
 def _after_signal(agent: Agent | None) -> int:
-    """Return the exit code after a signal: INTERRUPTED if every rank ended by itself."""
+    """Return the exit code after a signal: INTERRUPTED if every rank saved and ended by itself."""
     codes = agent.exit_codes() if agent is not None else set()
     if codes == {ExitCode.DONE}:
         return ExitCode.DONE
@@ -188,7 +188,7 @@ def _print_failures(failures: Mapping[int, Any], restarts: int) -> None:
     for rank, failure in sorted(failures.items()):
         code = failure.exitcode
         if code in {RESTART, -signal.SIGTERM, ExitCode.INTERRUPTED}:
-            continue  # it was stopped because another one failed
+            continue  # stopped because another rank failed
         ended = f"was killed by signal {-code}" if code < 0 else f"exited with {code}"
         after = f"; starting all ranks again, restarts left: {restarts - 1}" if restarts else ""
         print(f"torchrun: rank {rank} (process {failure.pid}) {ended}{after}", file=sys.stderr, flush=True)
@@ -207,10 +207,10 @@ def _can_listen(host: str, port: int) -> bool:
 
 
 def own_place(toward: str) -> tuple[str, str]:
-    """Return the network interface and IPv4 address that other machines reach this one at.
+    """Return the network interface and IPv4 address at which other machines reach this one.
 
-    ``GLOO_SOCKET_IFNAME`` names the interface. Without it, the route to the host ``toward`` decides; the name is empty
-    if it is unknown.
+    ``GLOO_SOCKET_IFNAME`` names the interface. Without it, the route to the host ``toward`` decides. The name is empty
+    if the interface is unknown.
     """
     known = _interfaces()
     if name := os.environ.get(INTERFACE, "").split(",")[0]:
@@ -223,7 +223,7 @@ def own_place(toward: str) -> tuple[str, str]:
 
 
 def _interfaces() -> dict[str, str]:
-    """Name and IPv4 address of this machine's network interfaces."""
+    """Return {name: IPv4 address} of this machine's network interfaces."""
     found: dict[str, str] = {}
     if sys.platform == "linux":
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:

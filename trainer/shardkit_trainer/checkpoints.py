@@ -1,4 +1,4 @@
-"""Saving and resuming a run through torch.distributed.checkpoint, on shardkit's own store and replicas (SPEC.md §4)."""
+"""Save and resume a run through torch.distributed.checkpoint, in shardkit's own store and replicas (SPEC.md §4)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from .strategy import Strategy, local_part
 
 
 class Replicas:
-    """Stores that hold the newest checkpoints too. One that cannot be written costs an event, not the run."""
+    """Further stores of the newest checkpoints. A failing replica is recorded as an event and does not end the run."""
 
     def __init__(self, urls: Sequence[str], event: Callable[..., None]):
         self.stores = [open_store(url) for url in urls]
@@ -52,7 +52,7 @@ class Replicas:
                 self._event("replica", name=name, store=store.url, new_bytes=written)
 
     def names(self) -> list[list[str]]:
-        """The checkpoints of each replica; none of one that does not answer."""
+        """Return the checkpoint names of each replica, an empty list for a replica that fails."""
         found: list[list[str]] = [[] for _ in self.stores]
         for store, names in zip(self.stores, found, strict=True):
             with self._told(store):
@@ -73,20 +73,21 @@ DAMAGE = (IntegrityError, FormatError, NotFoundError)
 
 
 def checkpoint_name(step: int) -> str:
-    """``step-000000000100``: names sort by step."""
+    """Return the name of a step's checkpoint, such as ``step-000000000100``; names sort by step."""
     return f"step-{step:012d}"
 
 
 class Checkpointer:
-    """Writes checkpoints, one at a time, in the background where asked; keeps the newest k; resumes.
+    """Writes checkpoints, one at a time, keeps the newest ones, and loads the newest one that is intact.
 
-    Where asynchronous, `save` returns at once; a thread with a process group of its own copies what the next update
-    will change (which waits for it), then writes.
+    With ``checkpoint.asynchronous``, `save` returns at once. A thread with its own process group copies the tensors
+    that the next update changes, then writes; that update waits for the copy.
 
     Args:
         store: the run directory.
-        config: of the run; its replicas get a verified copy of each checkpoint, and are read where this one fails.
-        event: called with (kind, details); on rank 0 they are logged.
+        config: settings of the run. Its replicas get a verified copy of each checkpoint, and are read if the run
+            directory's checkpoint is damaged.
+        event: called with (kind, details); rank 0 logs them.
     """
 
     def __init__(self, store: Store, world: World, config: Configuration, event: Callable[..., None]):
@@ -94,7 +95,7 @@ class Checkpointer:
         self._keep, self._asynchronous = config.checkpoint.keep, config.checkpoint.asynchronous
         self._replicas = Replicas(config.checkpoint.replicas, event)
         timeout = timedelta(seconds=max(600.0, config.parallel.timeout_s))
-        # its own group: collectives of two threads on one group would be matched in any order
+        # a separate group: collectives of two threads on one group would be matched in any order
         self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
         self._staged: dict[tuple[str, str], Tensor] = {}
         self._copied = threading.Event()
@@ -102,12 +103,12 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._damaged: set[str] = set()
-        self._distrust = False  # something was damaged: what is saved must not build on objects that are
+        self._distrust = False  # after damage: saves verify existing objects before they refer to them
         self.last_saved_step = -1
         self.written_bytes = 0
 
     def save(self, step: int, strategy: Strategy, meta: Mapping[str, object], *, wait: bool = False) -> None:
-        """Save the state after ``step`` steps; collective."""
+        """Save the state after ``step`` steps; collective. With ``wait``, return after the checkpoint is published."""
         self.wait()
         self.last_saved_step = step
         if self._exists(step):
@@ -115,7 +116,7 @@ class Checkpointer:
         state = strategy.state()
         later: list[Entry] = []
         if self._asynchronous and not wait:
-            # what a pass may change (buffers, what compression keeps) is copied here, the rest beside the next passes
+            # tensors that a pass changes (buffers, compression errors) are copied here, the rest during the next passes
             steady = strategy.steady_until_update()
             entries = [(part, n, tensor) for part, tensors in state.items() for n, tensor in tensors.items()]
             later = [entry for entry in entries if entry[:2] in steady]
@@ -135,7 +136,7 @@ class Checkpointer:
         return bool(self._world.gather_integers([int(found)])[0][0])
 
     def wait(self) -> None:
-        """Until the save in the background is published."""
+        """Wait until the background save is published; raise its error if it failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -144,7 +145,7 @@ class Checkpointer:
             raise error
 
     def _stage(self, entries: Sequence[Entry], state: State) -> None:
-        """Put copies of this rank's parts into ``state``; their memory is kept, since fresh pages cost more."""
+        """Put copies of this rank's parts into ``state``; reuse their memory, since fresh pages cost more."""
         for part, name, tensor in entries:
             source = tensor.run if isinstance(tensor, FlatSlice) else local_part(tensor)
             key = (part, name)
@@ -155,7 +156,7 @@ class Checkpointer:
             state[part][name] = _with_part(tensor, self._staged[key])
 
     def _write(self, step: int, state: State, later: Sequence[Entry], meta: dict[str, object]) -> None:
-        """Runs in the thread: copy what is left, write, then prune before any rank may begin the next save."""
+        """Copy the tensors left, write, then prune before any rank begins the next save. Runs in the thread."""
         name, started = checkpoint_name(step), time.monotonic()
         try:
             try:
@@ -177,19 +178,23 @@ class Checkpointer:
             dist.barrier(self._group)
         except BaseException as error:  # noqa: BLE001 - DCP's own error is no Exception; `wait` raises what is kept
             first = _first(error)
-            # a failed collective is named by the rank's main thread, which knows who is gone
+            # the rank's main thread explains a failed collective, since it knows which rank is gone
             failed = isinstance(first, RuntimeError) and not isinstance(first, ShardkitError)
             told = f"checkpoint was not saved; the ones before it are intact: {first}"
             self._error = RuntimeError(str(first)) if failed else RunError(told)
 
     def load_newest(self, strategy: Strategy, last: int | None = None) -> dict[str, Any] | None:
-        """Load the newest checkpoint that is whole; collective.
+        """Load the newest intact checkpoint, of at most step ``last``; collective.
 
-        A damaged one is reported and the one before it is taken: training is a function of the step, so nothing but
+        A damaged checkpoint is reported and the one before it is tried. The state is a function of the step, so only
         time is lost.
 
         Returns:
-            The checkpoint's meta, None where there is no checkpoint.
+            The checkpoint's meta, or None if there is no checkpoint.
+
+        Raises:
+            IntegrityError: every checkpoint is damaged.
+            RunError: the checkpoint does not fit model and strategy.
         """
         failures: list[str] = []
         for name, place in self._agree_on_places():
@@ -211,12 +216,12 @@ class Checkpointer:
         return None
 
     def _load(self, strategy: Strategy, store: Store, name: str) -> tuple[dict[str, Any], str]:
-        """(Meta of a checkpoint that is loaded, what is damaged): what one rank finds damaged is damaged for all."""
+        """Load a checkpoint; return its meta and the damage that any rank found (empty if none)."""
         reader = CheckpointReader(store, name)
         saved: Mapping[str, Any] = {}
         first: BaseException | None = None
         try:
-            # before torch reads it, which prints a stack for whatever is wrong with it
+            # before torch reads it: torch prints a stack trace for any damage
             saved = read_checkpoint_manifest(store, name)["tensors"]
         except DAMAGE as error:
             first = error
@@ -233,13 +238,13 @@ class Checkpointer:
         return reader.meta, ""
 
     def _agree_on_damage(self, found: BaseException | None) -> str:
-        """What the first rank that found damage says of it."""
+        """Return the damage found by the lowest rank, empty if no rank found any; collective."""
         mine = {"damage": str(found) if isinstance(found, DAMAGE) else ""}
         texts = [one["damage"] for one in self._world.exchange(mine)]
         return next(filter(None, texts), "")
 
     def _agree_on_places(self) -> list[tuple[str, int]]:
-        """(checkpoint, 0 for the run directory or the number of a replica), newest first; as rank 0 sees it."""
+        """Return rank 0's list of (checkpoint, 0 for the run directory or number of a replica), newest first."""
         found: list[tuple[str, int]] = []
         if self._world.rank == 0:
             everywhere = [checkpoint_names(self._store), *self._replicas.names()]
@@ -250,7 +255,7 @@ class Checkpointer:
 
 
 def _with_part(like: Tensor, part: Tensor) -> Tensor:
-    """``like`` with its local content replaced by ``part``."""
+    """Return ``like`` with its local content replaced by ``part``."""
     if isinstance(like, FlatSlice):
         return FlatSlice(part, like.shape, like.low)
     if isinstance(like, DTensor):
@@ -261,13 +266,13 @@ def _with_part(like: Tensor, part: Tensor) -> Tensor:
 
 
 def _first(error: BaseException) -> BaseException:
-    """The lowest rank's own error out of DCP's collection."""
+    """Return the lowest rank's error from DCP's collection of errors."""
     failures = error.failures if isinstance(error, CheckpointException) else {}
     return failures[min(failures)][0] if failures else error
 
 
 class CheckpointProbe:
-    """Saves a state of 32 MiB again and again, so that its cost can be measured."""
+    """Saves a state of 32 MiB repeatedly, to measure the cost."""
 
     def __init__(self, folder: str):
         self._folder, self._saves = folder, 0
@@ -275,14 +280,14 @@ class CheckpointProbe:
         self._copy = torch.empty_like(self._state)
 
     def copy(self) -> int:
-        """Copy the state as an asynchronous save does; return its bytes."""
+        """Copy the state as an asynchronous save does; return its size in bytes."""
         return self._copy.copy_(self._state).nbytes
 
     def write(self) -> int:
-        """Write a checkpoint, hashed and durable; return its bytes."""
+        """Write a hashed and durable checkpoint; return its size in bytes."""
         self._saves += 1
         self._state += 1  # equal bytes would not be written again
         writer = CheckpointWriter(self._folder, f"step-{self._saves}")
-        with warnings.catch_warnings(action="ignore", category=UserWarning):  # that there is one process
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # about running in one process
             save_state({"weights": self._state}, storage_writer=writer, no_dist=True)
         return self._state.nbytes

@@ -1,8 +1,8 @@
-"""What a run is told: typed sections, read from TOML, changed by ``section.key=value``; no torch here.
+"""Settings of a run: typed sections, read from TOML and changed by ``section.key=value``. Does not import torch.
 
-Every key is a field below with its default and meaning; what it may be stands in its type, numbers with their range.
-An unknown key, a wrong type and a value out of range are `ConfigurationError`s that name the key, the value, what was
-expected and the nearest known key.
+Every key is a field below: its default is the field's, its allowed values are in the type (numbers with a range), and
+its meaning is in the comment on the same line. An unknown key, a wrong type and a value out of range raise
+`ConfigurationError` with the key, the value, the expected value and the nearest known key.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from shardkit.telemetry.pages import parse_listen
 
 
 def expect(*rules: tuple[bool, str]) -> None:
-    """Check (holds, message) rules."""
+    """Raise `ConfigurationError` for the first (holds, message) rule that does not hold."""
     for holds, message in rules:
         if not holds:
             raise ConfigurationError(message)
 
 
 class Section:
-    """What all sections share: numbers out of range are refused however a section is made.
+    """Base of all sections; refuses numbers out of range, in TOML and in Python alike.
 
     Attributes:
-        SECTION: its name in the file.
+        SECTION: name of the section in the file.
     """
 
     SECTION = ""
@@ -48,7 +48,7 @@ class Section:
 
 
 def one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
-    """``value``, if it is one of those."""
+    """Return ``value`` if it is one of ``allowed``, otherwise raise `ConfigurationError`."""
     if value not in allowed:
         near = difflib.get_close_matches(value, allowed, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
@@ -70,20 +70,20 @@ Reduction = Literal["fp32", "bf16", "int8", "powersgd", "topk"]
 
 @dataclass(kw_only=True)
 class RunConfig(Section):
-    """[run]: where, how long, from which seed."""
+    """[run]: run directory, length, seed and device."""
 
     SECTION = "run"
 
-    directory: str = ""  # the run directory; made if missing, resumed if not
+    directory: str = ""  # the run directory; made if missing, otherwise the run in it is resumed
     steps: Steps = 0  # optimizer steps over the whole run; 0: `epochs` decides
-    epochs: SomeSize = 1  # passes over the dataset, where `steps` is 0
+    epochs: SomeSize = 1  # passes over the dataset; used if `steps` is 0
     seed: Seed = 0  # initialisation, dropout and crops; the plan has its own seed
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one, else cpu
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if available, otherwise cpu
 
 
 @dataclass(kw_only=True)
 class StageConfig(Section):
-    """[[data.stages]]: what changes from a step on; the plan is amended, so rows go on where they stood."""
+    """[[data.stages]]: changes from a step on. They amend the plan, so each stratum continues at its next row."""
 
     SECTION = "data.stages[]"
 
@@ -99,31 +99,25 @@ class StageConfig(Section):
 
 @dataclass(kw_only=True)
 class DataConfig(Section):
-    """[data]: which dataset, in which plan."""
+    """[data]: the dataset, its plan and the node's cache."""
 
     SECTION = "data"
 
-    dataset: str = ""  # as in shardkit.open: path or URL, with @ref or @sha256:…
-    parts: dict[str, str] = field(default_factory=dict)  # several datasets as one, instead of `dataset`
-    locations: dict[str, str] = field(default_factory=dict)  # name → URL of further copies, nearest first
+    dataset: str = ""  # path or URL, with @ref or @sha256:…, as in shardkit.open
+    parts: dict[str, str] = field(default_factory=dict)  # name → dataset, opened as one, instead of `dataset`
+    locations: dict[str, str] = field(default_factory=dict)  # name → URL of a further copy, nearest first
     global_batch: SomeSamples = 32  # samples per step, over all ranks
-    seed: Seed = 0  # of the plan
-    lanes: Size = 0  # 0: the plan's default
-    weights: dict[str, Weight] = field(default_factory=dict)  # stratum pattern → integer; empty: natural
-    window_blocks: Size = 0  # 0: the plan's default
-    cost: str = (
-        ""  # what a sample costs, such as "len(tokens)**2": ranks wait less for each other; empty: all alike
-    )
+    seed: Seed = 0  # seed of the plan
+    lanes: Size = 0  # number of lanes; 0: the plan's default
+    weights: dict[str, Weight] = field(default_factory=dict)  # stratum pattern → weight; empty: by size
+    window_blocks: Size = 0  # blocks per shuffle window; 0: the plan's default
+    cost: str = ""  # cost of a sample, such as "len(tokens)**2", to balance ranks; empty: equal costs
     balance: Literal["", "spread", "align"] = ""  # with cost; empty: spread
-    cache: str = ""  # directory on the node's own disk for blocks that came over a network; empty: none
-    share: bool = (
-        False  # give the node's cache out to the other nodes of the run, and read theirs before the dataset
-    )
-    cache_size: str = ""  # the most that it may take, such as "200GiB"; empty: most of the disk's free room
-    device_prefetch: Annotated[int, Range(0, 64)] = (
-        0  # steps on their way to run.device while others are computed
-    )
-    stages: list[StageConfig] = field(default_factory=list)  # schedules of batch size and weights
+    cache: str = ""  # directory on the node's own disk for blocks read over a network; empty: none
+    share: bool = False  # serve the node's cache to the run's other nodes, and read their caches
+    cache_size: str = ""  # largest size of the cache, such as "200GiB"; empty: most of the free space
+    device_prefetch: Annotated[int, Range(0, 64)] = 0  # steps to copy ahead to run.device
+    stages: list[StageConfig] = field(default_factory=list)  # changes of batch size and weights by step
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -148,27 +142,25 @@ class DataConfig(Section):
 
 @dataclass(kw_only=True)
 class ModelConfig(Section):
-    """[model]: a built-in model, or the factory of one's own."""
+    """[model]: a built-in model, or your own factory."""
 
     SECTION = "model"
 
     kind: str = "gpt"  # gpt, classifier, or package.module:factory
-    field: str = ""  # the input field; empty: the only one that fits
+    field: str = ""  # the input field; empty: the only suitable field
     label: str = "label"  # classifier: the target field
-    context: Samples = (
-        0  # gpt: positions; 0: the length of a row, or 128 where rows have lengths of their own
-    )
-    vocabulary: SomeSamples = 256  # gpt: tokens; bytes and text are 256
-    layers: SomeSize = 4  # gpt: blocks
-    heads: SomeSize = 4  # gpt
+    context: Samples = 0  # gpt: positions; 0: the length of a row, or 128 for rows of various lengths
+    vocabulary: SomeSamples = 256  # gpt: number of tokens; 256 for bytes and text
+    layers: SomeSize = 4  # gpt: transformer blocks
+    heads: SomeSize = 4  # gpt: attention heads
     width: SomeSize = 128  # gpt: embedding; classifier: channels of the first stage
-    stages: Annotated[int, Range(1, 16)] = 3  # classifier: resolutions, each twice as wide as the one before
+    stages: Annotated[int, Range(1, 16)] = 3  # classifier: resolutions; each stage doubles the channels
     blocks: SomeSize = 1  # classifier: residual blocks per stage
-    classes: Samples = 0  # classifier; 0: those of the dataset
-    image_size: Size = 0  # classifier: side of decoded images; 0: as stored (all the same)
-    norm: Literal["group", "batch"] = "group"  # classifier; batch: over all ranks (SyncBatchNorm, CUDA only)
-    dropout: Share = 0.0  # share of activations that a pass leaves out
-    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)  # for one's own factory
+    classes: Samples = 0  # classifier: number of classes; 0: as in the dataset
+    image_size: Size = 0  # classifier: side of decoded images in pixels; 0: arrays keep their size
+    norm: Literal["group", "batch"] = "group"  # classifier; batch: SyncBatchNorm over all ranks, CUDA only
+    dropout: Share = 0.0  # gpt: share of activations that dropout sets to zero
+    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)  # for your own factory
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -182,20 +174,20 @@ class ModelConfig(Section):
 
 @dataclass(kw_only=True)
 class OptimizerConfig(Section):
-    """[optimizer]: AdamW or SGD, and what happens to the gradient before."""
+    """[optimizer]: AdamW or SGD, and clipping of the gradient."""
 
     SECTION = "optimizer"
 
     name: Literal["adamw", "sgd"] = "adamw"
-    lr: Annotated[float, Range(0, 1000, above=True)] = 1e-3  # the peak, at `reference_batch` samples per step
-    scaling: Literal["none", "linear", "sqrt"] = "none"  # with the global batch
-    reference_batch: Samples = 0  # the batch that `lr` was chosen for; needed by scaling
-    weight_decay: Annotated[float, Range(0, 100)] = 0.1  # of matrices alone: no bias, no norm
-    beta1: Share = 0.9  # SGD: the momentum
-    beta2: Share = 0.95  # AdamW: of the second moment
-    epsilon: Annotated[float, Range(0, 1, above=True)] = 1e-8  # AdamW: added to the root of that
-    clip: Annotated[float, Range(0, 1e9)] = 1.0  # global gradient norm; 0: no clipping
-    skip_nonfinite: Size = 0  # steps in a row with such a gradient that are skipped; one more ends the run
+    lr: Annotated[float, Range(0, 1000, above=True)] = 1e-3  # peak rate, at `reference_batch` samples
+    scaling: Literal["none", "linear", "sqrt"] = "none"  # how `lr` follows the global batch
+    reference_batch: Samples = 0  # samples per step for which `lr` was chosen; required by scaling
+    weight_decay: Annotated[float, Range(0, 100)] = 0.1  # of matrices only, not of biases and norms
+    beta1: Share = 0.9  # AdamW: decay of the first moment; SGD: momentum
+    beta2: Share = 0.95  # AdamW: decay of the second moment
+    epsilon: Annotated[float, Range(0, 1, above=True)] = 1e-8  # AdamW: added to the second moment's root
+    clip: Annotated[float, Range(0, 1e9)] = 1.0  # largest global gradient norm; 0: no clipping
+    skip_nonfinite: Size = 0  # steps in a row skipped for a non-finite gradient; one more ends the run
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -212,41 +204,37 @@ class ScheduleConfig(Section):
     SECTION = "schedule"
 
     kind: Literal["constant", "linear", "cosine", "wsd"] = "cosine"  # wsd: warm-up, stable, decay
-    warmup: Steps = 0  # steps from 0 to the peak
-    decay: Steps = 0  # wsd: steps of the decay at the end
-    final: Annotated[float, Range(0, 1)] = 0.1  # the last rate as a share of the peak
+    warmup: Steps = 0  # steps of linear warm-up to the peak
+    decay: Steps = 0  # wsd: steps of the final decay; 0: a tenth of all steps
+    final: Annotated[float, Range(0, 1)] = 0.1  # last learning rate as a share of the peak
 
 
 @dataclass(kw_only=True)
 class ParallelConfig(Section):
-    """[parallel]: how the ranks share the work."""
+    """[parallel]: how ranks share the work."""
 
     SECTION = "parallel"
 
-    strategy: Literal["ddp", "zero1", "zero2", "zero3"] = "ddp"
-    shard_ranks: Size = 0  # zero2, zero3: ranks that share one copy, such as those of a node (HSDP); 0: all
+    strategy: Literal["ddp", "zero1", "zero2", "zero3"] = "ddp"  # memory per rank: trainer SPEC.md §3
+    shard_ranks: Size = 0  # zero2, zero3: ranks per copy, such as the ranks of a node (HSDP); 0: all
     exact: Literal["off", "int64", "fp64"] = "off"  # int64: bit-equal; fp64: cheaper, equal in practice
-    reduction: Reduction = "fp32"  # what travels
-    rank: Annotated[int, Range(1, 10_000)] = 4  # powersgd: of the factors
+    reduction: Reduction = "fp32"  # format or compression of gradients in transit
+    rank: Annotated[int, Range(1, 10_000)] = 4  # powersgd: rank of the factors
     density: Annotated[float, Range(0, 1, above=True)] = 0.05  # topk: share of the gradient that is sent
-    correction: Share = 0.0  # topk: momentum correction; the optimizer's own (beta1) should be 0 then
-    sync_every: SomeSize = 1  # steps between averagings; > 1: local SGD with the outer optimizer below (ddp)
-    outer_lr: Annotated[float, Range(0, 100, above=True)] = 0.7  # of the outer optimizer
-    outer_momentum: Share = 0.9  # of the outer optimizer
-    pass_samples: SomeSamples = 32  # per forward pass at most, in whole cells; exact: one cell
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"  # autocast; reduction stays as above
-    activation_checkpointing: bool = False
-    compile: bool = False
-    threads: Annotated[int, Range(1, 4096)] = 1  # per rank; exact results depend on it
-    assignment: Literal["near", "fixed"] = (
-        "near"  # lanes to where their bytes are cached, or to ranks in order
-    )
-    rebalance: bool = False  # move lanes away from slow ranks, by what cells are seen to cost
-    rebalance_every: SomeSize = 16  # steps between two looks
-    timeout_s: Annotated[float, Range(0.1, 604_800)] = (
-        120.0  # a rank that is silent for so long is named, the run ends
-    )
-    shutdown_s: Annotated[int, Range(1, 86_400)] = 30  # what ranks get to save and end before they are killed
+    correction: Share = 0.0  # topk: momentum correction; set optimizer.beta1 to 0 with it
+    sync_every: SomeSize = 1  # steps between averagings; > 1: local SGD with an outer optimizer (ddp)
+    outer_lr: Annotated[float, Range(0, 100, above=True)] = 0.7  # learning rate of the outer optimizer
+    outer_momentum: Share = 0.9  # momentum of the outer optimizer
+    pass_samples: SomeSamples = 32  # most samples per forward pass, in whole cells; exact: one cell
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"  # of autocast; `reduction` is independent of it
+    activation_checkpointing: bool = False  # recompute activations in the backward pass, to save memory
+    compile: bool = False  # compile the model's blocks with torch.compile
+    threads: Annotated[int, Range(1, 4096)] = 1  # threads per rank; exact results depend on it
+    assignment: Literal["near", "fixed"] = "near"  # near: lanes to the nodes that cache them; fixed: in order
+    rebalance: bool = False  # move lanes away from slow ranks, by the measured times of cells
+    rebalance_every: SomeSize = 16  # steps between two decisions
+    timeout_s: Annotated[float, Range(0.1, 604_800)] = 120.0  # wait for a silent rank before the run fails
+    shutdown_s: Annotated[int, Range(1, 86_400)] = 30  # time for ranks to save and end before they are killed
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -269,45 +257,43 @@ class ParallelConfig(Section):
 
 @dataclass(kw_only=True)
 class CheckpointConfig(Section):
-    """[checkpoint]: when, and how many stay."""
+    """[checkpoint]: intervals, retention and replicas."""
 
     SECTION = "checkpoint"
 
-    every: SomeSteps = 100  # steps; the last step is always saved
-    keep: Size = 3  # newest checkpoints that stay; 0: all
-    replicas: list[str] = field(default_factory=list)  # folders or URLs that get a copy of each
-    asynchronous: bool = True  # write while training goes on
-    resume: bool = True  # go on from the newest checkpoint of the run directory
+    every: SomeSteps = 100  # steps between saves; the last step is always saved
+    keep: Size = 3  # number of newest checkpoints to keep; 0: all
+    replicas: list[str] = field(default_factory=list)  # folders or URLs that get a copy of each checkpoint
+    asynchronous: bool = True  # write in the background while training continues
+    resume: bool = True  # continue from the newest checkpoint of the run directory
 
 
 @dataclass(kw_only=True)
 class EvaluationConfig(Section):
-    """[evaluation]: a pass over every sample of another ref, exactly once on any world size."""
+    """[evaluation]: a pass over every sample of another dataset or ref, exactly once on any world size."""
 
     SECTION = "evaluation"
 
-    dataset: str = ""  # empty: no evaluation
-    every: Steps = 0  # steps; 0: at the end only
-    global_batch: Samples = 0  # 0: as in training
+    dataset: str = ""  # path or URL, as for data.dataset; empty: no evaluation
+    every: Steps = 0  # steps between evaluations; 0: at the end only
+    global_batch: Samples = 0  # samples per step; 0: as in training
 
 
 @dataclass(kw_only=True)
 class LogConfig(Section):
-    """[log]: what is written where."""
+    """[log]: console, metrics, profiling, costs and telemetry."""
 
     SECTION = "log"
 
     every: SomeSteps = 10  # steps between lines on the console; metrics have every step
-    tensorboard: bool = False
-    profile_steps: Size = 0  # torch.profiler over so many steps …
-    profile_from: Steps = 5  # … after so many of this process
-    peak_flops: Annotated[float, Range(0, 1e21)] = 0.0  # of one rank; 0: measured at the start
-    price_per_hour: Annotated[float, Range(0, 1e6)] = 0.0  # of one rank, in dollars
-    watts: Annotated[float, Range(0, 1e6)] = 0.0  # of one rank
-    telemetry_s: Annotated[float, Range(0.01, 86_400, zero=True)] = (
-        2.0  # between records for shardkit top; 0: none
-    )
-    listen: str = ""  # HOST:PORT of each node's /metrics and /healthz, as 127.0.0.1:9400; empty: nowhere
+    tensorboard: bool = False  # write TensorBoard files to metrics/tensorboard
+    profile_steps: Size = 0  # number of steps to record with torch.profiler; 0: none
+    profile_from: Steps = 5  # steps of this process before the profile
+    peak_flops: Annotated[float, Range(0, 1e21)] = 0.0  # of one rank, per second; 0: measured at the start
+    price_per_hour: Annotated[float, Range(0, 1e6)] = 0.0  # price of one rank, in dollars
+    watts: Annotated[float, Range(0, 1e6)] = 0.0  # power of one rank
+    telemetry_s: Annotated[float, Range(0.01, 86_400, zero=True)] = 2.0  # between telemetry records; 0: none
+    listen: str = ""  # HOST:PORT of each node's /metrics and /healthz, as 127.0.0.1:9400; empty: none
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -322,7 +308,7 @@ class LogConfig(Section):
 
 @dataclass(kw_only=True)
 class Configuration:
-    """A whole run."""
+    """The settings of a run."""
 
     run: RunConfig = field(default_factory=RunConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -349,21 +335,23 @@ class Configuration:
         )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
-        """The resolved settings, section by section."""
+        """Return the settings as {section: {key: value}}."""
         return dataclasses.asdict(self)
 
 
 def load_configuration(path: str | Path | None, overrides: Iterable[str] = ()) -> Configuration:
-    """Settings from a TOML file or a run's run.json, then ``section.key=value`` overrides (values as TOML, else text).
+    """Load settings from a TOML file or a run's run.json, then apply ``section.key=value`` overrides.
+
+    The value of an override is parsed as TOML, or taken as text if it is not valid TOML.
 
     Raises:
-        ConfigurationError: a file that is no TOML, an unknown key, a wrong type, a value out of range.
+        ConfigurationError: the file is missing or not valid TOML, or a key or value is wrong.
     """
     raw: dict[str, Any] = {}
     if path is not None:
         try:
             text = Path(path).read_text(encoding="utf-8")
-            # run.json of a run directory holds the settings of the run
+            # the run.json of a run directory contains the settings of the run
             raw = json.loads(text)["configuration"] if Path(path).suffix == ".json" else tomllib.loads(text)
         except FileNotFoundError as error:
             raise ConfigurationError(f"configuration {path}: no such file") from error
@@ -386,7 +374,7 @@ def _apply(raw: dict[str, Any], override: str) -> None:
     expect((bool(equals and name), f"override {override!r}: expected {example}"))
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except ValueError:  # no TOML, or a number that Python refuses to read
+    except ValueError:  # not TOML, or a number that Python refuses to read
         value = text
     *sections, key = name.split(".")
     for section in sections:
@@ -399,10 +387,16 @@ def _apply(raw: dict[str, Any], override: str) -> None:
 
 
 def build(kind: type[Any], raw: Mapping[str, Any], prefix: str = "", whole: type[Any] | None = None) -> Any:
-    """A section from its raw values; ``whole`` is the configuration that the keys nearest to a wrong one are from.
+    """Build a section from raw values.
+
+    Args:
+        kind: dataclass of the section, or of the whole configuration.
+        raw: values by key, as TOML or JSON gives them.
+        prefix: path of the section in messages, such as ``data.``.
+        whole: configuration from which messages suggest the nearest known key; None: ``kind``.
 
     Raises:
-        ConfigurationError: an unknown key, a wrong type, a value out of range.
+        ConfigurationError: an unknown key, a wrong type or a value out of range.
     """
     whole = whole or kind
     known = get_type_hints(kind, include_extras=True)
@@ -424,7 +418,7 @@ def _nearest(whole: type[Any], key: str, prefix: str) -> str:
 
 
 def _convert(hint: Any, value: Any, name: str, whole: type[Any]) -> Any:
-    """``value`` as the type of a key, its parts converted likewise."""
+    """Return ``value`` converted to a key's type, recursively."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Literal:
         return one_of(name, _typed(str, value, name), inner)
@@ -444,7 +438,7 @@ def _convert(hint: Any, value: Any, name: str, whole: type[Any]) -> Any:
 
 
 def _typed(kind: type[Any], value: Any, name: str, expected: str = "") -> Any:
-    if type(value) is not kind:  # True is no integer here
+    if type(value) is not kind:  # not isinstance: True is not an integer here
         what = expected or kind.__name__
         raise ConfigurationError(f"{name} = {shown(value)}: expected {what}, got {type(value).__name__}")
     return value
@@ -454,7 +448,7 @@ def _typed(kind: type[Any], value: Any, name: str, expected: str = "") -> Any:
 
 
 def describe(kind: type[Any], prefix: str = "") -> list[tuple[str, str, str, str]]:
-    """(key, default, what it may be, meaning) of every key, from the fields and the comments beside them."""
+    """Return (key, default, allowed values, meaning) of every key, from the fields and the comments next to them."""
     rows = []
     hints, meanings = get_type_hints(kind, include_extras=True), _meanings(kind)
     for one in dataclasses.fields(kind):
@@ -493,7 +487,7 @@ def _default_text(value: object) -> str:
 
 
 def _meanings(kind: type[Any]) -> dict[str, str]:
-    """The comment beside each field; nothing where the sources are not installed."""
+    """Return the comment next to each field; empty if the sources are not installed."""
     try:
         source = inspect.getsource(kind)
     except (OSError, TypeError):

@@ -1,4 +1,4 @@
-"""The process group, the small collectives of a step, and the name of the rank that everybody waits for."""
+"""The process group, the small collectives of a step, and errors that name the rank that failed."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from shardkit.errors import RunError
 
 from .configuration import Configuration, expect
 
-# the names since torch 2.13, which warns about the older ones
+# torch 2.13 renames these and warns about the older names
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 START_PATIENCE = timedelta(seconds=60)  # ranks of a busy machine start seconds apart
 _joined = itertools.count()
 STAGES = ("start", "data", "exchange", "compute", "reduce", "step", "checkpoint", "end")
-"""Of a step and of a run, as faults and telemetry name them."""
+"""Stages of a step and of a run, as faults and telemetry name them."""
 
 
 @dataclass
 class World:
-    """This process among the ranks of a run.
+    """The process group of a run, seen from this rank.
 
     Attributes:
         rank, size: as in torch.
-        device: where the model lives.
-        store: of the rendezvous; carries the heartbeats.
-        owned: whether `leave_world` destroys the process group (it was made here).
-        bytes_moved: payload bytes of the collectives that the trainer itself issued, counted once per rank.
+        device: device of the model.
+        store: store of the rendezvous; carries the heartbeats.
+        owned: whether `join_world` made the process group, so that `leave_world` destroys it.
+        bytes_moved: payload bytes of this rank's collectives that the trainer itself issued.
     """
 
     rank: int
@@ -54,21 +54,21 @@ class World:
     _exchanges: int = 0
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum over ranks, in place."""
+        """Sum a tensor over ranks, in place, and return it."""
         self.bytes_moved += tensor.numel() * tensor.element_size()
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def gather_integers(self, values: Sequence[int]) -> list[list[int]]:
-        """Every rank's row of integers, by rank."""
+        """Return every rank's row of integers, by rank; collective."""
         mine = torch.tensor(values, dtype=torch.int64, device=self.device)
         rows = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(rows, mine)
         return [row.tolist() for row in rows]
 
     def exchange(self, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Every rank's plain data, by rank."""
+        """Return every rank's mapping of JSON values, by rank; collective."""
         self._exchanges += 1
         key = f"exchange-{self._exchanges}"
         self.store.set(f"{key}/{self.rank}", json.dumps(mine))
@@ -76,7 +76,7 @@ class World:
         return [json.loads(self.store.get(f"{key}/{rank}")) for rank in range(self.size)]
 
     def gather_slices(self, whole: Tensor, mine: Tensor) -> None:
-        """Fill ``whole`` (size · n) with every rank's n elements."""
+        """Fill ``whole`` (size · n elements) with every rank's n elements; collective."""
         self.bytes_moved += whole.numel() * whole.element_size()
         all_gather_single(whole, mine)
 
@@ -90,16 +90,16 @@ class World:
         return self._place[1]
 
     def __post_init__(self) -> None:
-        # other ranks look for this process when it does not answer
+        # other ranks look up this process when it does not answer
         self.store.set(f"process/{self.rank}", f"{os.getpid()} {_kernel()}")
 
     def failure(self, error: RuntimeError) -> RunError | None:
-        """Return an error that names the ranks that ``error`` in a collective is due to; None if there are none.
+        """Return an error that names the ranks that caused ``error`` in a collective, or None if no rank did.
 
         Gloo raises plain RuntimeErrors, as a model does, so the state of the other ranks decides.
         """
         step, stage = self._place
-        time.sleep(0.2)  # a dying process needs a moment until the kernel says so
+        time.sleep(0.2)  # the kernel reports a dying process with a delay
         try:
             suspects = [text for rank in range(self.size) if (text := self._suspicion(rank))]
         except RuntimeError:
@@ -115,7 +115,7 @@ class World:
         )
 
     def _suspicion(self, rank: int) -> str:
-        """Return the known trouble of another rank, or an empty text."""
+        """Describe why another rank may be the cause; empty if nothing is known."""
         if rank == self.rank:
             return ""
         step, stage = self._place
@@ -128,7 +128,7 @@ class World:
         return f"rank {rank} ({condition or 'late'}; last seen at {at})"
 
     def _condition(self, rank: int) -> tuple[bool, str]:
-        """Whether a rank runs on this machine, and what its kernel says of it: "dead", "frozen", or nothing."""
+        """Return whether a rank runs on this machine, and its state according to the kernel: dead, frozen or empty."""
         pid, _, node = self._stored(f"process/{rank}").partition(" ")
         if node != _kernel() or not os.path.exists("/proc/self/stat"):
             return node in {"", _kernel()}, ""
@@ -139,12 +139,12 @@ class World:
         return True, {"Z": "dead", "X": "dead", "T": "frozen", "t": "frozen"}.get(state, "")
 
     def _stored(self, key: str) -> str:
-        """Return a key's value, empty if it is not set: a plain look-up would wait for it."""
+        """Return a key's value, empty if it is not set; a plain look-up would wait for the key."""
         return self.store.get(key).decode() if self.store.check([key]) else ""
 
 
 def _kernel() -> str:
-    """Who numbers the processes here: names of hosts may be equal, and containers of one host number their own."""
+    """Identify the process-id namespace. Host names may be equal, and each container of a host numbers its own."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -152,16 +152,16 @@ def _kernel() -> str:
 
 
 def join_world(config: Configuration) -> World:
-    """Join the process group that the environment describes, or make one of this process alone.
+    """Join the process group that the environment describes, or make a group of this process only.
 
-    Under plain torchrun the agent's store outlives the group. It is prefixed by the restart count: restarted ranks
-    otherwise read the addresses of dead ones and hang (pytorch issue 135712).
+    Under plain torchrun the agent's store outlives the group. Its keys are prefixed by the restart count, since
+    restarted ranks would otherwise read the addresses of dead ranks and hang (pytorch issue 135712).
     """
     device = _own_device(config.run.device)
     torch.set_num_threads(config.parallel.threads)
     if dist.is_initialized():
         given = c10d._get_default_store()  # noqa: SLF001 - the only way to the store of a given group
-        store = c10d.PrefixStore(f"train-{next(_joined)}", given)  # of this run: a group may see several
+        store = c10d.PrefixStore(f"train-{next(_joined)}", given)  # a group may serve several runs in turn
         return World(dist.get_rank(), dist.get_world_size(), device, store, owned=False)
     timeout = timedelta(seconds=config.parallel.timeout_s)
     patience = max(timeout, START_PATIENCE)
@@ -180,7 +180,7 @@ def join_world(config: Configuration) -> World:
 
 
 def _own_device(asked: str) -> torch.device:
-    """Where this rank's model lives."""
+    """Return the device of this rank's model."""
     found = torch.cuda.device_count() if asked != "cpu" and torch.cuda.is_available() else 0
     number = int(os.environ.get("LOCAL_RANK", "0"))
     few = f"this machine has {found} CUDA devices: start at most {found} ranks on it, or take cpu"
@@ -201,7 +201,7 @@ def _own_device(asked: str) -> torch.device:
 def _form_group(
     device: torch.device, store: c10d.Store, rank: int, size: int, timeout: timedelta, patience: timedelta
 ) -> None:
-    """Make the process group; its ranks may start ``patience`` apart, silence for ``timeout`` means something later."""
+    """Make the process group; ranks may start ``patience`` apart, later collectives fail after ``timeout``."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)

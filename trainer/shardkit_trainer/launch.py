@@ -1,4 +1,4 @@
-"""Start the ranks of a run: through torchrun's agent, or in this process if it is the only rank. Imports no torch."""
+"""Start the ranks of a run: through torchrun's agent, or in this process for a single rank. Does not import torch."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .run_directory import check_changes
 
 RANK_ENVIRONMENT: Mapping[str, str] = {
     "OMP_NUM_THREADS": "1",
-    # the agents' shared store keeps the addresses of dead ranks, on which new ones hang (pytorch issue 135712)
+    # the agents' shared store keeps the addresses of dead ranks, on which new ranks hang (pytorch issue 135712)
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    # torch's C++ prints a stack for every look at a store that went away with its rank; ranks say it in a line
+    # torch's C++ prints a stack for every access to a store that ended with its rank; ranks report it in one line
     "TORCH_CPP_LOG_LEVEL": "ERROR",
-    # torch's loggers take their levels from here when they are made; failures are printed in a line each
+    # torch's loggers read their level here; the agent prints each failure in one line
     "LOGLEVEL": "CRITICAL",
 }
 
@@ -34,26 +34,27 @@ def launch(
     max_restarts: int | None = None,
     allow_changes: Sequence[str] = (),
 ) -> int:
-    """Train with ``nproc`` ranks on this machine, together with other machines if there are any.
+    """Train with ``nproc`` ranks on this machine, alone or together with other machines.
 
-    A SIGTERM or SIGINT to this process is passed on: ranks save after the step that is being taken and end. The ranks
-    of other machines save, too, and continue without this machine if enough of them are left.
+    SIGTERM and SIGINT to this process are passed on: ranks finish the current step, save and end. The ranks of other
+    machines save too, and continue without this machine if at least MIN machines are left.
 
     Args:
-        path: TOML file or run.json with the settings; None: overrides alone.
-        overrides: ``section.key=value``.
-        nproc: ranks of this machine.
-        nnodes: machines, ``N`` or ``MIN:MAX``.
-        rendezvous: ``HOST:PORT`` where the machines meet.
-        max_restarts: failures after which all ranks start again from the newest checkpoint; None: none with a fixed
-            number of machines, otherwise three.
-        allow_changes: settings that may differ from the start before although they change the data or the model.
+        path: TOML file or run.json with the settings; None: overrides only.
+        overrides: settings as ``section.key=value``.
+        nproc: number of ranks on this machine.
+        nnodes: number of machines, ``N`` or ``MIN:MAX``.
+        rendezvous: ``HOST:PORT`` at which the machines meet.
+        max_restarts: number of failures after which all ranks restart from the newest checkpoint. None: 0 for a fixed
+            number of machines, otherwise 3.
+        allow_changes: settings that may differ from the previous start although they change the data or the model.
 
     Returns:
-        The exit code: 0 finished, 130 stopped by a signal and saved.
+        The exit code: 0 for a finished run, 130 for a run that a signal stopped and that was saved.
 
     Raises:
-        ConfigurationError: before anything is started; also for settings that ``allow_changes`` does not name.
+        ConfigurationError: a setting is wrong, or differs without ``allow_changes``; nothing has been started.
+        MissingDependency: torch is not installed.
         RunError: the machines do not find each other.
     """
     config = load_configuration(path, overrides)
@@ -100,7 +101,7 @@ def _parse_endpoint(text: str) -> tuple[str, int]:
 
 @contextmanager
 def _defaults(values: Mapping[str, str]) -> Iterator[None]:
-    """Environment variables for child processes, unless they are set."""
+    """Set environment variables for child processes, except those already set."""
     added = {name: value for name, value in values.items() if name not in os.environ}
     os.environ.update(added)
     try:

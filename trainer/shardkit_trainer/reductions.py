@@ -1,4 +1,4 @@
-"""How gradients are summed over ranks: exact sums (SPEC.md §2), and compressed ones as hooks for DDP's buckets (§8)."""
+"""Sums of gradients over ranks: exact sums (SPEC.md §2), and compressed sums as hooks for DDP's buckets (§8)."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from .configuration import ParallelConfig
 from .distributed import World
 from .strategy import FlatLayout
 
-FRACTION_BITS = 40  # fixed point: range ±2²² (8.4·10⁶ with sign and room), resolution 9·10⁻¹³
+FRACTION_BITS = 40  # fixed point: range ±2²² (4.2·10⁶) with a spare bit, resolution 9·10⁻¹³
 
 
 class ExactSum:
-    """Gradients of cells, summed as 64-bit fixed-point integers: associative, so any order on any rank gives the bits.
+    """Sum of the gradients of cells as 64-bit fixed-point integers.
 
-    The fp64 variant sums floats of 53 bits instead: half the work, equal in practice, not by construction.
+    Integer addition is associative, so any order on any ranks gives the same bits. The fp64 variant adds floats of 53
+    bits instead: half the work, and equal in practice but not by construction.
     """
 
     def __init__(self, parameters: Sequence[Tensor], layout: FlatLayout, kind: str, world: World, cells: int):
@@ -33,12 +34,12 @@ class ExactSum:
         device, dtype = parameters[0].device, torch.int64 if self._integers else torch.float64
         self._sum = torch.zeros(layout.total, dtype=dtype, device=device)
         self._scratch = torch.empty(max(layout.lengths), dtype=torch.float64, device=device)
-        # no sum of `cells` values below this can leave the 63 bits
+        # the sum of `cells` values up to this limit fits in 63 bits
         self._limit = 2.0 ** (62 - FRACTION_BITS) / max(1, cells)
         self.overflowed = False
 
     def add_cell(self) -> None:
-        """Move the gradients of one cell from ``.grad`` into the sum; remember values that do not fit."""
+        """Move the gradients of one cell from ``.grad`` into the sum; set `overflowed` if a value does not fit."""
         for parameter, part in zip(self._parameters, self._layout.views(self._sum), strict=True):
             if parameter.grad is None:
                 continue
@@ -51,7 +52,7 @@ class ExactSum:
             part += wide.mul_(2.0**FRACTION_BITS).round_().to(torch.int64) if self._integers else wide
 
     def reduce(self) -> float:
-        """Sum over ranks; returns the global norm, computed parameter by parameter in a fixed order."""
+        """Sum over ranks; return the global norm, computed parameter by parameter in a fixed order."""
         self._world.all_reduce(self._sum)
         squares = 0.0
         for index in range(len(self._parameters)):
@@ -65,7 +66,7 @@ class ExactSum:
         return wide.mul_(2.0**-FRACTION_BITS) if self._integers else wide
 
     def gradient(self, index: int, low: int, high: int) -> Tensor:
-        """(high − low,) float32: the summed gradient of elements low … high−1 of a parameter."""
+        """Return the summed gradient of elements low … high−1 of a parameter: (high − low,) float32."""
         return self._wide(index, low, high).to(torch.float32)
 
     def clear(self) -> None:
@@ -73,15 +74,15 @@ class ExactSum:
         self.overflowed = False
 
 
-BLOCK = 256  # int8: elements that share a scale
+BLOCK = 256  # int8: number of elements that share a scale
 
 
 class Compression:
     """One rank's compressed reduction of DDP's buckets; every variant returns the mean over ranks, as DDP does.
 
-    What a rank did not send is its *error*, one number per element; it is added to the next gradient. Errors lie on a
-    line by parameter, not by bucket, because DDP changes its buckets after the first step. What a reduction leaves
-    behind counts from `commit` on: a step that is not taken leaves no trace.
+    The part of a gradient that a rank did not send is its *error*, one number per element, and is added to the next
+    gradient. Errors are stored in a flat tensor (a *line*) by parameter, not by bucket, since DDP changes its buckets
+    after the first step. New errors and factors take effect in `commit`, so a skipped step does not change them.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class Compression:
         self._place = {id(parameter): (name, offset) for name, parameter, offset in places}
         self._lines: dict[str, Tensor] = {}
         self._factors: dict[str, Tensor] = {}
-        self._left: dict[str, list[tuple[int, Tensor]]] = {}  # of this step, for each line: (offset, values)
+        self._left: dict[str, list[tuple[int, Tensor]]] = {}  # line → [(offset, values)], not yet committed
         self._left_factors: dict[str, Tensor] = {}
         self._loaded: dict[str, tuple[Tensor, float]] = {}
         if config.reduction != "bf16":
@@ -125,16 +126,17 @@ class Compression:
         return done
 
     def _int8(self, gradient: Tensor, parameters: Sequence[Tensor]) -> Future[Tensor]:
-        """Blocks of 256 values of one parameter, the last one shorter, as 8-bit integers with a scale each.
+        """Send blocks of up to 256 values of one parameter as 8-bit integers, with a scale for each block.
 
-        Blocks of a bucket would have other bits after a resume, whose first step has other buckets.
+        Blocks do not cross parameters: blocks of a whole bucket would give other bits after a resume, since the first
+        step of a process has other buckets.
         """
         wanted = gradient + self._read("error", parameters)
         lengths = [p.numel() for p in parameters]
         blocks = [F.pad(part, (0, -len(part) % BLOCK)).view(-1, BLOCK) for part in _split(wanted, parameters)]
         scale = torch.cat([part.abs().amax(1) for part in blocks])
         scale.div_(127).clamp_(min=torch.finfo(torch.float32).tiny)
-        # which block each value is in
+        # length of each block
         counts = [min(BLOCK, n - at) for n in lengths for at in range(0, n, BLOCK)]
         sizes = torch.tensor(counts, device=wanted.device)
         spread = scale.repeat_interleave(sizes)
@@ -146,7 +148,7 @@ class Compression:
         return _done(gradient.copy_(total / self._world.size))
 
     def _topk(self, gradient: Tensor, parameters: Sequence[Tensor]) -> Future[Tensor]:
-        """The largest values with their places; momentum correction after Lin et al. 2018 (DGC)."""
+        """Send the largest values with their indices; momentum correction after Lin et al. 2018 (DGC)."""
         correction = self._config.correction
         if correction:
             gradient = self._read("momentum", parameters).mul_(correction).add_(gradient)
@@ -166,7 +168,10 @@ class Compression:
         return _done(total.div_(self._world.size))
 
     def _powersgd(self, gradient: Tensor, parameters: Sequence[Tensor]) -> Future[Tensor]:
-        """One power iteration per matrix, started from the step before (Vogels et al. 2019); vectors go whole."""
+        """Send a low-rank approximation of each matrix (Vogels et al. 2019), and vectors whole.
+
+        One power iteration per matrix, started from the factor of the step before.
+        """
         wanted = gradient + self._read("error", parameters)
         names = [self._place[id(p)][0] for p in parameters]
         parts = dict(zip(names, _split(wanted, parameters), strict=True))
@@ -184,10 +189,10 @@ class Compression:
         self._write("error", parameters, wanted - torch.cat(sent))
         return _done(gradient.copy_(total))
 
-    # --- what they share ---------------------------------------------------------------------------------------------
+    # --- shared parts ------------------------------------------------------------------------------------------------
 
     def _mean(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Means over ranks, in one collective."""
+        """Return the means of tensors over ranks, in one collective."""
         if not tensors:
             return {}
         joined = self._world.all_reduce(torch.cat([t.reshape(-1) for t in tensors.values()]))
@@ -195,14 +200,14 @@ class Compression:
         return {name: part.view(t.shape) for (name, t), part in zip(tensors.items(), parts, strict=True)}
 
     def _gather(self, mine: Tensor) -> list[Tensor]:
-        """Every rank's tensor, by rank."""
+        """Return every rank's tensor, by rank; collective."""
         self._world.bytes_moved += mine.nbytes
         everyone = [torch.empty_like(mine) for _ in range(self._world.size)]
         dist.all_gather(everyone, mine)
         return everyone
 
     def _read(self, line: str, parameters: Sequence[Tensor]) -> Tensor:
-        """A copy of the elements of a line that belong to a bucket."""
+        """Return a copy of the elements of a line that belong to a bucket."""
         places = [(self._place[id(p)][1], p.numel()) for p in parameters]
         return torch.cat([self._lines[line][offset : offset + length] for offset, length in places])
 
@@ -211,7 +216,7 @@ class Compression:
             self._left.setdefault(line, []).append((self._place[id(parameter)][1], part))
 
     def commit(self) -> None:
-        """The step is taken: what its reduction left behind goes into the next one."""
+        """Store the errors and factors of the step that has been taken, for the next step."""
         for line, parts in self._left.items():
             for offset, values in parts:
                 self._lines[line][offset : offset + len(values)] = values
@@ -219,19 +224,19 @@ class Compression:
         self.forget()
 
     def forget(self) -> None:
-        """The step is over, taken or not."""
+        """Drop errors and factors that were not committed, at the end of a step."""
         self._left, self._left_factors = {}, {}
 
     # --- state -------------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Tensor]:
-        """Tensors to save: lines as rows (ranks, elements) of which this rank has one; factors are equal everywhere."""
+        """Return tensors to save: lines as this rank's row of (ranks, elements), and factors, equal on all ranks."""
         rank, size, total = self._world.rank, self._world.size, self._layout.total
         lines = {name: FlatSlice(line, (size, total), rank * total) for name, line in self._lines.items()}
         return {**lines, **{f"factor.{name}": factor for name, factor in self._factors.items()}}
 
     def loading_state(self, saved: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Tensors to load into, from a checkpoint of any number of ranks or of another reduction."""
+        """Return tensors to load into, from a checkpoint of any number of ranks or of another reduction."""
         target: dict[str, Tensor] = {}
         for name in self._lines:
             if f"reduction.{name}" in saved:
@@ -247,20 +252,20 @@ class Compression:
         return target
 
     def after_load(self) -> None:
-        """Take over the rows of other ranks: what was never sent is shared out, its mean over ranks kept."""
+        """Distribute the loaded rows over the present ranks; the mean over ranks of each error is preserved."""
         for name, (rows, ratio) in self._loaded.items():
             self._lines[name].copy_(rows.sum(0) * ratio)
         self._loaded = {}
 
 
 def matrix_shape(parameter: Tensor) -> tuple[int, int]:
-    """(rows, columns) of a parameter seen as a matrix; a vector has one column."""
+    """Return (rows, columns) of a parameter as a matrix; a vector has one column."""
     rows = parameter.shape[0] if parameter.dim() else 1
     return rows, parameter.numel() // max(1, rows)
 
 
 def _split(line: Tensor, like: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """Views of a line, one per tensor, of its length."""
+    """Split a line into views, one for each tensor, of the tensor's length."""
     return torch.split(line, [t.numel() for t in like])
 
 

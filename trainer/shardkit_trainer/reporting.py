@@ -1,4 +1,4 @@
-"""What a run shows and costs: console, metrics, TensorBoard, stage counters, totals over restarts (SPEC.md §7)."""
+"""Reports of a run: console, metrics, TensorBoard, stage counters, and costs over restarts (SPEC.md §7)."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ from .distributed import World
 from .run_directory import RunDirectory
 from .tasks import Task
 
-TAIL_BYTES = 1 << 16  # the last record lies in it
+TAIL_BYTES = 1 << 16  # enough to contain the last record
 
 
 class Cost:
-    """Totals of a run, step by step. They go on from the last record of train.jsonl, so a killed process loses a step.
+    """Cost totals of a run, updated at every step.
 
-    A second of every rank is paid for, whatever it was spent on: start, evaluation and checkpoints included.
+    Totals continue from the last record of train.jsonl, so a killed process loses at most one step. All wall time of a
+    rank counts, including start-up, evaluation and checkpoints.
 
     Args:
-        config: with price and power of one rank.
-        metrics: train.jsonl, of this and earlier processes.
+        config: settings with the price and power of one rank.
+        metrics: path of train.jsonl, with the steps of this and earlier processes.
     """
 
     def __init__(self, config: LogConfig, metrics: Path):
@@ -45,7 +46,7 @@ class Cost:
         self._bytes_seen = 0
 
     def step(self, samples: int, bytes_moved: int, ranks: int) -> dict[str, float]:
-        """Add what was spent since the last call; returns the step's own share of it."""
+        """Add the cost since the last call to the totals; return its dollars and joules."""
         now = time.monotonic()
         seconds, self._since = (now - self._since) * ranks, now
         moved = (bytes_moved - self._bytes_seen) * ranks
@@ -55,7 +56,7 @@ class Cost:
         return self._priced(seconds)
 
     def run(self) -> dict[str, float]:
-        """Totals, with dollars and joules where a price and a power are known."""
+        """Return the totals, with dollars and joules if price and power are set."""
         return {**self.totals, **self._priced(self.totals["rank_seconds"])}
 
     def _priced(self, rank_seconds: float) -> dict[str, float]:
@@ -68,13 +69,13 @@ class Cost:
 
 
 def last_record(metrics: Path) -> dict[str, Any]:
-    """Of the latest step in train.jsonl; empty where there is none."""
+    """Return the record of the latest step in train.jsonl, empty if there is none."""
     steps = (line for line in reversed(read_documents(metrics, TAIL_BYTES)) if "total" in line)
-    return next(steps, {})  # others are evaluations
+    return next(steps, {})  # records without "total" are evaluations
 
 
 class Reporter:
-    """Rank 0's console and files; on other ranks every method does nothing."""
+    """Rank 0's console output, metrics and TensorBoard; on other ranks every method does nothing."""
 
     def __init__(self, config: LogConfig, directory: RunDirectory, lead: bool, steps: int, unit: str):
         self._config, self._steps, self._unit, self._lead = config, steps, unit, lead
@@ -146,9 +147,9 @@ def _tensorboard(directory: RunDirectory) -> Any:
 
 
 class Efficiency:
-    """What the computation amounts to: the model's operations, and the machine's peak.
+    """Floating-point operations per sample of the model, and the peak rate of the device.
 
-    Operations are counted once, on one sample's forward pass; the backward pass takes twice as many.
+    Operations are counted once, in the forward pass of one sample; the backward pass is taken to need twice as many.
     """
 
     def __init__(self, config: LogConfig, task: Task, device: torch.device, precision: str):
@@ -160,13 +161,13 @@ class Efficiency:
         self.peak_flops = config.peak_flops or measured_peak_flops(device, dtype)
 
     def of_step(self, samples: int, seconds: float, ranks: int) -> dict[str, float]:
-        """Operations per second of all ranks, and their share of the peak."""
+        """Return the operations per second of all ranks, and their share of the peak."""
         rate = self.flops_per_sample * samples / max(seconds, 1e-9)
         return {"flops_per_s": round(rate), "flops_share": round(rate / (self.peak_flops * ranks), 4)}
 
 
 def profiler(config: LogConfig, directory: RunDirectory) -> torch.profiler.profile:
-    """`torch.profiler` over ``log.profile_steps`` steps; the trace lies in metrics/ for a trace viewer."""
+    """Return a `torch.profiler` for ``log.profile_steps`` steps; it writes a Chrome trace to metrics/trace.json."""
     path = directory.path / "metrics" / "trace.json"
 
     def write(profile: torch.profiler.profile) -> None:
@@ -178,7 +179,7 @@ def profiler(config: LogConfig, directory: RunDirectory) -> torch.profiler.profi
 
 
 def measured_peak_flops(device: torch.device, precision: torch.dtype) -> float:
-    """Floating-point operations per second of a large matrix product on this rank, the best of a few."""
+    """Return the floating-point operations per second of a large matrix product on this rank, the best of five."""
     n = 4096 if device.type == "cuda" else 512
     a = torch.ones((n, n), device=device, dtype=precision)
     best = 0.0
@@ -197,11 +198,11 @@ class StageMeter:
     """Times the stages of this rank's steps and adds them up.
 
     Args:
-        steps: of the run.
-        world: told of the stages in which other ranks may wait for this one.
+        steps: number of steps of the run.
+        world: gets a heartbeat for stages in which other ranks may wait for this one.
 
     Attributes:
-        seconds: of each stage of the step that is being taken.
+        seconds: seconds of each stage of the current step.
     """
 
     def __init__(self, steps: int, world: World) -> None:
@@ -212,7 +213,7 @@ class StageMeter:
 
     @contextmanager
     def stage(self, name: str, of_step: int | None = None) -> Iterator[None]:
-        """Something of a step; others are told of it where ``of_step`` says of which."""
+        """Time a stage of a step; send a heartbeat if ``of_step`` gives the step."""
         if of_step is not None:
             self._world.report(of_step, name)
         started = time.perf_counter()
@@ -222,7 +223,10 @@ class StageMeter:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 
     def step(self, *, computed_s: float, cells: int, loss: float, moved_bytes: float) -> dict[str, float]:
-        """One step is over; returns its seconds."""
+        """Add up a finished step; return the seconds of its stages.
+
+        The part of "compute" after ``computed_s`` was spent waiting for other ranks and counts as "reduce" in the sums.
+        """
         seconds, taken, self.seconds = self._seconds, self.seconds, {}
         for name, value in taken.items():
             seconds[name] = seconds.get(name, 0.0) + value
@@ -249,7 +253,7 @@ class StageMeter:
     def numbers(self) -> dict[str, float]:
         found = {f"{name}_s": value for name, value in self._seconds.items()} | self._numbers
         between = self._between
-        if between:  # what is under way counts already: an evaluation may outlast a window of the rules
+        if between:  # an unfinished stage counts already: an evaluation may outlast a window of the rules
             found[f"{between}_s"] += time.perf_counter() - self._since
         return found
 

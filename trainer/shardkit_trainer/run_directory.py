@@ -1,6 +1,6 @@
-"""The run directory: run.json once, events and metrics line by line, one trainer at a time.
+"""The run directory: run.json, events, metrics, a lock for one trainer, and the settings that later starts may change.
 
-What of its settings may differ at a later start stands here too. No torch.
+Does not import torch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .configuration import Configuration, expect
 
 
 def read_steps(run: Path) -> list[dict[str, Any]]:
-    """The record of every step, each once: steps that were taken again after a loss count as they were taken last."""
+    """Return one record for every step; for a step that was repeated after a failure, its last record."""
     records = read_documents(run / "metrics" / "train.jsonl")
     last = {record["step"]: record for record in records if "step" in record}
     return [last[step] for step in sorted(last)]
@@ -43,9 +43,12 @@ def has_taken_steps(run: Path) -> bool:
 
 
 class RunDirectory:
-    """One run's folder, itself a store.
+    """The folder of one run, which is also a store.
 
-    Rank 0 opens it with ``lead=True``: it takes the lock, writes run.json, events and metrics.
+    Rank 0 opens it with ``lead=True``, takes the lock, and writes run.json, events and metrics.
+
+    Raises:
+        RunError: another process is training in the directory.
     """
 
     def __init__(self, location: str, *, lead: bool):
@@ -64,7 +67,7 @@ class RunDirectory:
 
     def _take_lock(self) -> int:
         descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        # A killed predecessor's orphans need a moment to notice; the kernel frees the lock when they are gone.
+        # The ranks of a killed command end with a delay; the kernel frees the lock when they are gone.
         for _ in range(100):
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -79,7 +82,7 @@ class RunDirectory:
         raise RunError(f"run directory {self.path}: process {holder} is training in it; {advice}")
 
     def _set_aside(self) -> None:
-        """Move what a start wrote that failed before its first step into ``failed-starts``: it binds nothing."""
+        """Move the files of a start that failed before its first step into ``failed-starts``: they bind nothing."""
         if not (self.path / "run.json").exists():
             return
         folder = self.path / FAILED / f"{time.time_ns()}"
@@ -89,11 +92,16 @@ class RunDirectory:
                 (self.path / name).rename(folder / name)
 
     def manifest_of_run(self) -> dict[str, Any] | None:
-        """run.json, None before the first start."""
+        """Return run.json, or None before the first start."""
         return _run_record(self.path, manifest=str, plan=str)
 
     def begin(self, settings: Mapping[str, Any], manifest: str, plan: str, parts: Mapping[str, str]) -> None:
-        """Write run.json at the first start; check later ones against it."""
+        """Write run.json at the first start; check later starts against it.
+
+        Raises:
+            IntegrityError: run.json is missing although the ledger records it.
+            StateError: the run has another manifest or plan.
+        """
         known = self.manifest_of_run()
         if known is None:
             record: dict[str, Any] = {
@@ -112,7 +120,7 @@ class RunDirectory:
             )
 
     def event(self, kind: str, **details: object) -> None:
-        """Append an event; nothing where this rank does not lead."""
+        """Append an event on rank 0; do nothing on other ranks."""
         self._events.record(kind, **details)
 
     def close(self) -> None:
@@ -122,7 +130,7 @@ class RunDirectory:
 
 
 def software() -> dict[str, str]:
-    """Versions that a result may depend on."""
+    """Return the versions and CPU features on which results may depend."""
     import torch
 
     kernels = {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability()}
@@ -131,7 +139,7 @@ def software() -> dict[str, str]:
 
 
 FAILED: Final = "failed-starts"
-"""Folder of a run directory with what starts wrote that failed before their first step."""
+"""Folder of a run directory for the files of starts that failed before their first step."""
 
 _FREE_SECTIONS: Final = ("checkpoint", "evaluation", "log")
 _FREE: Final = {
@@ -142,17 +150,17 @@ _FREE: Final = {
     "parallel.compile", "parallel.assignment", "parallel.rebalance", "parallel.rebalance_every",
     "parallel.timeout_s", "parallel.shutdown_s",
 }  # fmt: skip
-"""Settings of where, how fast and how long. (run.json pins the dataset's version, wherever the dataset is stored.)"""
+"""Settings of location, speed and length, free to change. run.json pins the dataset's version in any location."""
 
 OF_A_MACHINE: Final = frozenset({
     "run.directory", "run.device", "data.dataset", "data.locations", "data.cache", "data.cache_size", "log.listen",
 })  # fmt: skip
-"""Settings in which the machines of a run may differ."""
+"""Settings that may differ between the machines of a run."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """A setting that is not what the run had before; ``guarded`` where it changes the data or the model."""
+    """A setting that differs from the previous start; ``guarded`` if it changes the data or the model."""
 
     key: str
     old: Any
@@ -164,7 +172,11 @@ class Change:
 
 
 def check_changes(config: Configuration, allowed: Collection[str] = ()) -> list[Change]:
-    """Compare with the settings of the start before."""
+    """Return the settings that differ from the previous start; empty if no step was taken.
+
+    Raises:
+        ConfigurationError: a guarded setting differs and is not in ``allowed``.
+    """
     now = json.loads(json.dumps(config.to_json()))
     guarded = {f"{section}.{key}" for section, values in now.items() for key in values} - _free(config)
     for key in allowed:
@@ -186,7 +198,7 @@ def check_changes(config: Configuration, allowed: Collection[str] = ()) -> list[
 
 
 def record_changes(directory: RunDirectory, config: Configuration, changes: Sequence[Change]) -> None:
-    """Bind run.json and the settings of this start in the run's ledger, before it consumes anything."""
+    """Bind run.json and the settings of this start in the run's ledger, before the run consumes samples."""
     settings = config.to_json()
     if changes:
         directory.event("configuration", changed=[one.key for one in changes], configuration=settings)
@@ -198,7 +210,7 @@ def record_changes(directory: RunDirectory, config: Configuration, changes: Sequ
 
 
 def _free(config: Configuration) -> set[str]:
-    """The keys that change neither the data nor the model."""
+    """Return the keys of settings that change neither the data nor the model."""
     found = set(_FREE) | {
         f"{section}.{key}" for section in _FREE_SECTIONS for key in vars(getattr(config, section))
     }
@@ -208,7 +220,7 @@ def _free(config: Configuration) -> set[str]:
 
 
 def _known_settings(run: Path) -> dict[str, Any] | None:
-    """The settings of the start before, as the ledger binds them."""
+    """Return the settings of the previous start from the ledger, otherwise from run.json; None before the first."""
     bound = bound_settings(run)
     if bound is not None:
         return bound

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 RESTART = 75
-"""Exit code of a rank that has saved and ended because another rank was told to stop (EX_TEMPFAIL)."""
+"""Exit code (EX_TEMPFAIL) of a rank that saved and ended because another rank was asked to stop."""
 
 LAUNCHER = "SHARDKIT_LAUNCHER"
 """Environment variable: process id of the command that started the rank."""
@@ -17,11 +17,11 @@ LAUNCHER = "SHARDKIT_LAUNCHER"
 
 @contextmanager
 def on_stop_signals(handler: Callable[[int, object], None], *, ending: bool = False) -> Iterator[None]:
-    """Send SIGTERM and SIGINT to ``handler`` inside; only in the main thread, in others nothing changes.
+    """Send SIGTERM and SIGINT to ``handler`` inside the context; outside the main thread, do nothing.
 
     Args:
-        handler: gets the signal's number and the frame.
-        ending: the process ends next, so signals are ignored afterwards: its exit code says how it ended.
+        handler: called with the signal's number and the frame.
+        ending: ignore both signals afterwards. The process ends next, and its exit code must show how training ended.
     """
     main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT) if main}
@@ -33,17 +33,15 @@ def on_stop_signals(handler: Callable[[int, object], None], *, ending: bool = Fa
 
 
 class StopRequest:
-    """Whether this rank shall end after the step that is being taken.
+    """A request to end this rank after the current step.
 
-    A signal asks for it. So does the death of the command that started the rank, since no other process could stop it.
+    A signal requests it. So does the death of the command that started the rank, since no other process can stop it.
     """
 
     def __init__(self) -> None:
         self._asked = threading.Event()
         launcher = int(os.environ.get(LAUNCHER, "0"))
-        self.launcher = (
-            launcher if launcher == os.getppid() else 0
-        )  # 0: this is not a rank that a command started
+        self.launcher = launcher if launcher == os.getppid() else 0  # 0: no command started this rank
 
     def ask(self, number: int = signal.SIGTERM, _frame: object = None) -> None:
         """Handle a signal; the second SIGINT interrupts at once."""

@@ -1,4 +1,4 @@
-"""One optimizer step, and one evaluation pass that sees every sample exactly once on any world size."""
+"""One optimizer step, and an evaluation pass that sees every sample exactly once on any world size."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from .tasks import Inputs, mix
 
 
 def evaluate(config: Configuration, strategy: Strategy) -> dict[str, Any]:
-    """Mean loss per valid target (and accuracy) over all samples of ``evaluation.dataset``; collective.
+    """Return the mean loss per valid target, counts and accuracy over ``evaluation.dataset``; collective.
 
-    The last step of the pass is short, so nothing is dropped or repeated; sums are integers, so the result does not
-    depend on who computed what.
+    The last step of the pass is short, so no sample is dropped or repeated. Sums are integers, so the result does not
+    depend on how cells are distributed over ranks.
     """
     world = strategy.world
     order: dict[str, Any] = {"seed": 0, "remainder": "short", "shuffle": "none"}
@@ -48,7 +48,7 @@ def evaluate(config: Configuration, strategy: Strategy) -> dict[str, Any]:
     strategy.module.train()
     for module in strategy.module.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # without a backward pass nothing else drops the gathered parameters
+            module.reshard()  # only a backward pass would drop the gathered parameters
     loss, right, valid, samples = world.all_reduce(totals.to(world.device)).tolist()
     targets = max(1, valid)
     accuracy = {"accuracy": right / targets} if strategy.task.unit == "sample" else {}
@@ -67,16 +67,16 @@ def _one_step(cells: list[Batch], cell_size: int, seed: int, strategy: Strategy)
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step came to, the same on every rank.
+    """The result of a step; all but ``asked`` is the same on every rank.
 
     Attributes:
-        loss: mean per valid target; nan where there is none, or a loss was not finite.
-        right: right answers.
-        targets, samples: of the whole step.
-        norm: of the gradient, before clipping.
+        loss: mean loss per valid target; nan if there are no targets or a loss or the norm was not finite.
+        right: number of right answers.
+        targets, samples: valid targets and samples of the whole step.
+        norm: norm of the gradient, before clipping.
         rate: learning rate.
-        stop: any rank was asked to stop.
-        asked: this rank was.
+        stop: whether any rank was asked to stop.
+        asked: whether this rank was asked to stop.
     """
 
     loss: float
@@ -98,11 +98,11 @@ class Stepper:
     _stop: StopRequest
     _meter: StageMeter
     _event: Callable[..., None]
-    cell_size: int = 1  # samples of a full cell of the plan that is in force
-    skipped: int = 0  # the latest steps in a row whose gradient was not finite
-    loss_scale: float = 1.0  # factor on the loss in half precision; lowered where gradients overflow
-    bytes_held: dict[str, int] = field(default_factory=dict)  # in the last step
-    computed_s: float = 0.0  # what this rank computed in the last step, without waiting for others
+    cell_size: int = 1  # samples of a full cell of the current plan
+    skipped: int = 0  # latest steps in a row whose gradient was not finite
+    loss_scale: float = 1.0  # factor on the loss in half precision; halved when gradients overflow
+    bytes_held: dict[str, int] = field(default_factory=dict)  # by kind, in the last step
+    computed_s: float = 0.0  # time of this rank's own work in the last step, without waits for other ranks
 
     def __post_init__(self) -> None:
         self._world = self._strategy.world
@@ -136,7 +136,7 @@ class Stepper:
         rate = learning_rate(config.optimizer, config.schedule, step=step, steps=steps, global_batch=samples)
         self._world.report(step, "step")
         with meter.stage("checkpoint"):
-            self._strategy.before_update()  # a checkpoint's copies, begun beside the passes
+            self._strategy.before_update()  # waits for a checkpoint's copies, made during the passes
         with meter.stage("update"):
             self._update(step, norm, rate, finite=not bad)
         mean = math.nan if bad or not targets else loss / 2**LOSS_BITS / targets
@@ -150,7 +150,7 @@ class Stepper:
         return inputs
 
     def _compute(self, passes: list[Inputs], divisor: int, meanwhile: Callable[[], None] | None) -> Tensor:
-        """Forward and backward of every pass; int64 [loss in fixed point, right answers, trouble]."""
+        """Run forward and backward of every pass; return int64 [loss in fixed point, right answers, not finite]."""
         factor = self._strategy.loss_scale * self.loss_scale / max(1, divisor)
         loss_sum, right, bad = 0, 0, 0
         for number, inputs in enumerate(passes):
@@ -171,7 +171,7 @@ class Stepper:
         return torch.tensor([loss_sum, right, bad], dtype=torch.int64, device=self._world.device)
 
     def _update(self, step: int, norm: float, rate: float, *, finite: bool) -> None:
-        """Clip and step, or leave the parameters alone where the gradient is not finite."""
+        """Clip and step, or skip the update if the gradient is not finite."""
         self.bytes_held = self._strategy.local_bytes()
         if finite:
             clip = self._config.optimizer.clip
@@ -188,7 +188,7 @@ class Stepper:
         self.skipped += 1
         allowed = self._config.optimizer.skip_nonfinite
         if self._config.parallel.precision == "fp16":
-            # half precision overflows now and then by design: lower the scale and go on
+            # occasional overflow is expected in half precision: lower the scale and continue
             self.loss_scale, allowed = self.loss_scale / 2, max(allowed, 20)
         self._event("nonfinite", step=step, norm=str(norm), loss_scale=self.loss_scale)
         if self.skipped > allowed:

@@ -1,7 +1,7 @@
-"""Four strategies behind one interface (`strategy.Strategy`), and which class makes which.
+"""The four strategies, implementations of one interface (`strategy.Strategy`).
 
 ==========  ============  =====================  ===============  ========================================
-strategy    parameters    gradients              optimizer        made of
+strategy    parameters    gradients              optimizer        implementation
 ==========  ============  =====================  ===============  ========================================
 ddp         whole         whole                  whole            torch DDP
 zero1       whole         whole                  1/ranks          torch DDP, flat slices
@@ -9,8 +9,8 @@ zero2       1/ranks (*)   1/ranks                1/ranks          fully_shard, g
 zero3       1/ranks       1/ranks                1/ranks          fully_shard, gathered layer by layer
 ==========  ============  =====================  ===============  ========================================
 
-(*) in exact mode zero2 keeps whole parameters, as zero1 does, and both only slices of gradients. Exact mode replaces
-DDP's reduction by `ExactSum`. Local steps (SPEC.md §9) are ddp whose replicas meet every H steps.
+(*) In exact mode zero2 keeps whole parameters, as zero1 does, and both keep only slices of gradients. Exact mode
+replaces DDP's reduction by `ExactSum`. Local steps (SPEC.md §9) are ddp whose replicas are averaged every H steps.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from .tasks import Inputs, Task
 
 
 class TimedCollective:
-    """One of fully_shard's own collectives, as `FSDPModule.set_custom_all_gather` and its twin expect it.
+    """A timed collective for `FSDPModule.set_custom_all_gather` and `set_custom_reduce_scatter`.
 
     Attributes:
-        seconds: that this rank was inside of it, most of them waiting.
+        seconds: time of this rank in the collective, mostly spent waiting.
     """
 
     def __init__(self, collective: Callable[..., Any]):
@@ -58,7 +58,7 @@ class TimedCollective:
 
 
 class FullySharded(Strategy):
-    """zero2 and zero3: torch's fully_shard; the optimizer works on each rank's rows."""
+    """zero2 and zero3: torch's fully_shard. The optimizer updates each rank's rows."""
 
     def __init__(self, task: Task, config: Configuration, world: World, cells: int):
         super().__init__(task, config, world, cells)
@@ -68,12 +68,12 @@ class FullySharded(Strategy):
         mesh: DeviceMesh = init_device_mesh(world.device.type, (self.replicas, shards), mesh_dim_names=names)
         mesh = mesh["shards"] if self.replicas == 1 else mesh
         self.equal_passes = config.parallel.strategy == "zero3"
-        # torch's own classes for these are not exported: they are matched by what they can do
+        # torch does not export its own classes for these; it accepts any object with the same methods
         timed: Any = TimedCollective
         self._gather, self._scatter = timed(all_gather_single), timed(reduce_scatter_single)
         for block in (*task.blocks(), self.module):
             sharded = fully_shard(block, mesh=mesh, reshard_after_forward=self.equal_passes)
-            # plain sums: gloo lacks the scaled ones, and the loss is scaled already
+            # plain sums: gloo has no scaled sums, and the loss is scaled already
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
             if config.parallel.rebalance:
@@ -82,7 +82,7 @@ class FullySharded(Strategy):
         self.optimizer = LocalOptimizer(self._whole_parameters(), config.optimizer, fused=True)
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
-        """zero2 reduces in the last pass; zero3 in every one, since it may not keep whole gradients."""
+        """Reduce in the last pass with zero2, and in every pass with zero3, which may not keep whole gradients."""
         assert isinstance(self.module, FSDPModule)
         if not self.equal_passes:
             self.module.set_requires_gradient_sync(last)
@@ -90,7 +90,7 @@ class FullySharded(Strategy):
         return nullcontext()
 
     def computed_at(self) -> float:
-        """As if the passes had not waited for other ranks: without the time inside of collectives."""
+        """Return the time at which the passes would have ended without the time spent in collectives."""
         waited = self._gather.seconds + self._scatter.seconds
         self._gather.seconds = self._scatter.seconds = 0.0
         return time.perf_counter() - float(waited)
@@ -104,14 +104,14 @@ class FullySharded(Strategy):
 
 
 def _shards(ranks: int, world: World) -> int:
-    """Ranks that share one copy: ``parallel.shard_ranks``, or all."""
+    """Return the number of ranks that share one copy: ``parallel.shard_ranks``, or all."""
     reason = f"parallel.shard_ranks = {ranks}: {world.size} ranks are no multiple of it"
     expect((not ranks or world.size % ranks == 0, reason))
     return ranks or world.size
 
 
 class LastGradient:
-    """When the last gradient of a step was there: the backward pass continues, waiting for others' buckets."""
+    """Time of a step's last gradient. The backward pass ends later, since it waits for buckets of other ranks."""
 
     at: float | None = None
 
@@ -138,10 +138,10 @@ class Replicated(Strategy):
             if config.parallel.reduction != "fp32":
                 self.compression = Compression(self.names, self.parameters, config.parallel, world)
                 hook = self.compression.hook
-                # DDP reads the annotations of what it is given, so it gets a function without any
+                # DDP checks a hook's annotations, so it gets a function without any
                 self.forward.register_comm_hook(None, lambda _state, bucket: hook(bucket))
             self.loss_scale = float(world.size)
-            # without rebalancing it is telemetry, and may not cost: the gradients that come last in a chain of layers
+            # only telemetry without rebalancing: cheap hooks on the first layers, whose gradients come last
             for parameter in self.parameters if config.parallel.rebalance else self.parameters[:2]:
                 parameter.register_post_accumulate_grad_hook(self._gradients_seen)  # type: ignore[no-untyped-call]
         whole = [(index, 0, length) for index, length in enumerate(self.layout.lengths)]
@@ -150,7 +150,7 @@ class Replicated(Strategy):
         self.optimizer = LocalOptimizer(owned, config.optimizer, fused=self.exact is None)
 
     def _lay_out(self) -> Tensor:
-        """Move the parameters onto one line, so that the new values of all slices arrive by one gather."""
+        """Move the parameters into one flat tensor, so that one gather collects the new values of all slices."""
         line = torch.zeros(self.layout.total, device=self.world.device)
         for parameter, view in zip(self.parameters, self.layout.views(line), strict=True):
             view = view.view(parameter.shape)
@@ -177,7 +177,7 @@ class Replicated(Strategy):
             self.exact.add_cell()
 
     def reduce(self) -> float:
-        """DDP has reduced in the backward; the exact sum is reduced here. Hands each owned tensor its gradient."""
+        """Reduce the exact sum (DDP has reduced in the backward pass), and set the gradient of each owned tensor."""
         norm = super().reduce() if self.exact is None else self.exact.reduce()
         if self.exact is None and self.compression is None:
             self.world.bytes_moved += sum(p.nbytes for p in self.parameters)
@@ -234,7 +234,7 @@ class Replicated(Strategy):
             self.compression.after_load()
 
     def inexact_after(self, ranks: int) -> str:
-        """Only int8 does not depend on DDP's buckets."""
+        """Return why results differ after a resume: only int8 is independent of DDP's buckets."""
         kind = self.config.parallel.reduction
         if self.compression is None or (kind == "int8" and ranks == self.world.size):
             return ""
@@ -257,7 +257,7 @@ class Replicated(Strategy):
 
 
 def _distributed_data_parallel(module: nn.Module) -> DistributedDataParallel:
-    """Torch's DDP; every rank has made the same parameters, and buffers are each rank's own."""
+    """Wrap a module in torch's DDP. All ranks have initialised equal parameters, and buffers stay local."""
     # torch 2.13 renames broadcast_buffers and warns about the old name
     new = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
     synced: dict[str, Any] = {"forward_sync_buffers" if new else "broadcast_buffers": False}
@@ -265,11 +265,11 @@ def _distributed_data_parallel(module: nn.Module) -> DistributedDataParallel:
 
 
 class LocalSteps(Strategy):
-    """Whole replicas that differ between meetings.
+    """Local steps (SPEC.md §9): whole replicas that differ between averagings.
 
-    A meeting takes how far each replica has come since the last one, weighted by the samples it saw, as the gradient of
-    an outer Nesterov optimizer. Moments of the inner optimizer are averaged with the same weights, so that after a
-    meeting all of the state is the same everywhere and fits any number of ranks.
+    An averaging (`settle`) uses the change of each replica since the last one, weighted by the samples it saw, as the
+    gradient of an outer Nesterov optimizer. Moments of the inner optimizer are averaged with the same weights.
+    Afterwards all of the state is equal on all ranks and fits any number of ranks.
     """
 
     def __init__(self, task: Task, config: Configuration, world: World, cells: int):
@@ -278,7 +278,7 @@ class LocalSteps(Strategy):
         self._start = [p.detach().clone() for p in self.parameters]
         self._momentum = [torch.zeros_like(p) for p in self.parameters]
         self._samples = 0
-        self._since = 0  # updates since the last meeting
+        self._since = 0  # updates since the last averaging
 
     def divisor(self, own: int, everyone: int) -> int:
         return own
@@ -321,7 +321,7 @@ class LocalSteps(Strategy):
 
 
 def make_strategy(task: Task, config: Configuration, world: World, cells: int) -> Strategy:
-    """The strategy that the configuration names; ``cells``, those of a whole step, bound the sums of exact mode."""
+    """Return the strategy of a configuration; ``cells``, the cells of a whole step, bound the sums of exact mode."""
     if config.parallel.sync_every > 1:
         return LocalSteps(task, config, world, cells)
     sharded = config.parallel.strategy in {"zero2", "zero3"} and config.parallel.exact == "off"

@@ -1,4 +1,4 @@
-"""What a rank optimises: the schedule, the optimizer over owned tensors (SPEC.md §3), the interface of a strategy."""
+"""The learning-rate schedule, the optimizer over owned tensors (SPEC.md §3), and the interface of a strategy."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from .distributed import World
 from .tasks import Inputs, Task, concatenate
 
 ALIGNMENT = 64
-"""Elements. Vectorised kernels treat a tail differently: cuts at multiples leave no new tails."""
+"""Number of elements. Vectorised kernels treat tails differently, and cuts at multiples of this make no new tails."""
 
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Where each parameter lies on the line.
+    """Layout of parameters, end to end, in a flat tensor (the *line*).
 
     Attributes:
         offsets: first element of each parameter; multiples of `ALIGNMENT`.
-        lengths: elements of each parameter.
-        share: elements per rank; a multiple of `ALIGNMENT`.
-        shards: ranks that share the line; its length is share · shards.
+        lengths: number of elements of each parameter.
+        share: number of elements per rank; a multiple of `ALIGNMENT`.
+        shards: number of ranks that share the line; its length is share · shards.
     """
 
     offsets: tuple[int, ...]
@@ -42,7 +42,7 @@ class FlatLayout:
 
     @classmethod
     def of(cls, parameters: Sequence[Tensor], shards: int) -> FlatLayout:
-        """The layout of ``parameters`` in their order, cut into ``shards`` equal slices."""
+        """Return the layout of ``parameters`` in their order, cut into ``shards`` equal slices."""
         offsets, end = [], 0
         for parameter in parameters:
             offsets.append(end)
@@ -55,11 +55,11 @@ class FlatLayout:
         return self.share * self.shards
 
     def views(self, line: Tensor) -> list[Tensor]:
-        """The part of ``line`` that is each parameter's, flat."""
+        """Return one flat view of ``line`` for each parameter."""
         return [line[o : o + n] for o, n in zip(self.offsets, self.lengths, strict=True)]
 
     def owned(self, shard: int) -> list[tuple[int, int, int]]:
-        """(parameter, first, last + 1 element of it) that ``shard`` owns, where that is not empty."""
+        """Return the non-empty ranges that ``shard`` owns: (parameter index, first element, last element + 1)."""
         start, end = shard * self.share, (shard + 1) * self.share
         cuts = []
         for index, (offset, length) in enumerate(zip(self.offsets, self.lengths, strict=True)):
@@ -72,9 +72,9 @@ class FlatLayout:
 def learning_rate(
     optimizer: OptimizerConfig, schedule: ScheduleConfig, *, step: int, steps: int, global_batch: int
 ) -> float:
-    """The rate of ``step`` (from 0) of ``steps``: warm-up, then constant, linear, cosine or wsd decay.
+    """Return the learning rate of ``step`` (from 0) of ``steps``: warm-up, then constant, linear, cosine or wsd decay.
 
-    Warm-up is linear and reaches the peak at step ``warmup``; the decay reaches ``final`` · peak at the last step.
+    Warm-up is linear and reaches the peak at step ``warmup``. The decay reaches ``final`` · peak at the last step.
     """
     peak = optimizer.lr
     if optimizer.scaling != "none":
@@ -95,7 +95,7 @@ def learning_rate(
 
 @dataclass
 class OwnedTensor:
-    """What this rank optimises of one parameter: all of it, a flat slice of it, or its DTensor."""
+    """The part of one parameter that this rank updates: the whole parameter, a flat slice, or a DTensor."""
 
     name: str
     tensor: Tensor
@@ -103,10 +103,10 @@ class OwnedTensor:
 
 
 class LocalOptimizer:
-    """AdamW or SGD over owned tensors, its state made at once so that a checkpoint can be loaded into it.
+    """AdamW or SGD over owned tensors. Its state exists from the start, so a checkpoint can be loaded into it.
 
-    The update is elementwise, so slices give the bits that the whole tensor gives, as long as they are cut at multiples
-    of the vector width (`ALIGNMENT`).
+    The update is elementwise: slices cut at multiples of the vector width (`ALIGNMENT`) give the same bits as the whole
+    tensor.
     """
 
     def __init__(self, owned: Sequence[OwnedTensor], config: OptimizerConfig, *, fused: bool):
@@ -118,7 +118,7 @@ class LocalOptimizer:
         decaying = {"params": [o.tensor for o in owned if o.decays], "weight_decay": config.weight_decay}
         others = {"params": [o.tensor for o in owned if not o.decays], "weight_decay": 0.0}
         groups = [group for group in (decaying, others) if group["params"]]
-        groups = groups or [{"params": [torch.empty(0)]}]  # fewer elements than ranks: this one owns nothing
+        groups = groups or [{"params": [torch.empty(0)]}]  # fewer elements than ranks: this rank owns none
         self._optimizer: torch.optim.Optimizer
         if adam:
             settings |= {"betas": (config.beta1, config.beta2), "eps": config.epsilon, "fused": fused}
@@ -132,14 +132,14 @@ class LocalOptimizer:
             state.update({moment: torch.zeros_like(item.tensor) for moment in self.moment_names})
 
     def step(self, rate: float) -> None:
-        """One update; gradients are in ``.grad`` of the owned tensors."""
+        """Apply one update with the gradients in ``.grad`` of the owned tensors."""
         self.updates += 1
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.step()
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
-        """{parameter name: {moment: tensor like the owned one}}: the tensors themselves, to be saved or loaded into."""
+        """Return {parameter name: {moment name: tensor}}, not copied, to be saved or loaded into."""
         state = self._optimizer.state
         return {o.name: {moment: state[o.tensor][moment] for moment in self.moment_names} for o in self.owned}
 
@@ -159,20 +159,20 @@ def check_floating(parameters: Iterable[tuple[str, Tensor]]) -> None:
 
 
 LOSS_BITS = 20
-"""Losses are summed as integers of this many fraction bits: the same sum in any order."""
+"""Fraction bits of summed losses: integers give the same sum in any order."""
 
 
 class Strategy:
-    """One model on one rank of one strategy.
+    """Base of all strategies: one model on one rank.
 
     A step is: ``for inputs in passes(cells): with accumulate(last): backward`` → ``reduce`` → ``scale_gradients`` →
-    ``update``. Losses are sums divided by the step's count of valid targets, times `loss_scale`.
+    ``update``. Losses are sums divided by the step's number of valid targets, times `loss_scale`.
 
     Attributes:
-        forward: what the task calls.
-        before_update: called before parameters change; a checkpoint that is being copied makes the update wait.
-        loss_scale: what the reduction of this strategy divides by.
-        equal_passes: every rank must run the same number of passes.
+        forward: callable that the task gets as its model.
+        before_update: called before parameters change; waits for a checkpoint that is being copied.
+        loss_scale: divisor of the strategy's reduction.
+        equal_passes: whether all ranks must run the same number of passes.
     """
 
     loss_scale: float = 1.0
@@ -196,7 +196,7 @@ class Strategy:
     # --- one step ----------------------------------------------------------------------------------------------------
 
     def passes(self, cells: Sequence[Inputs], cells_of_ranks: Sequence[int], cell_size: int) -> list[Inputs]:
-        """Cells joined into forward passes of at most ``pass_samples`` samples (one cell each in exact mode)."""
+        """Join cells into passes of at most ``pass_samples`` samples, or of one cell in exact mode."""
         per_pass = 1
         if self.config.parallel.exact == "off":
             per_pass = max(1, self.config.parallel.pass_samples // cell_size)
@@ -204,33 +204,33 @@ class Strategy:
         if self.equal_passes:
             most = -(-max(cells_of_ranks) // per_pass)
             joined += [self.task.empty() for _ in range(most - len(joined))]
-        # torch's reductions are collective: a rank without cells takes part with a loss of zero
+        # torch's reductions are collective, so a rank without cells takes part with a loss of zero
         return joined or [self.task.empty()]
 
     def divisor(self, own: int, everyone: int) -> int:
-        """Targets that the loss is divided by, of this rank's and the step's: the step's."""
+        """Return the divisor of the loss, given the valid targets of this rank and of all ranks."""
         return everyone
 
     def settle(self) -> None:
-        """Before the state is saved or read as a whole: make it the same on every rank; collective."""
+        """Make the state equal on all ranks, before it is saved or evaluated; collective."""
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
-        """Around one forward and backward; gradients leave this rank only in the last of a step."""
+        """Return the context of one forward and backward; gradients are reduced only in the last pass of a step."""
         return nullcontext()
 
     def after_pass(self) -> None:
-        """Called after each backward of a step."""
+        """Process the gradients of a pass; called after each backward."""
 
     def computed_at(self) -> float:
-        """When (perf_counter) this rank's own part of the step was computed; called after the last pass."""
+        """Return the time (perf_counter) at which this rank's own work ended; called after the last pass."""
         return time.perf_counter()
 
     def reduce(self) -> float:
-        """Finish the reduction; returns the norm of the global gradient, the same float on every rank."""
+        """Finish the reduction; return the norm of the global gradient, the same float on every rank."""
         return math.sqrt(sum(float(g.norm(dtype=torch.float64) ** 2) for g in self._gradients()))
 
     def overflowed(self) -> bool:
-        """Whether this rank met gradients that exact sums cannot hold."""
+        """Return True if gradients of this rank did not fit the exact sum."""
         return False
 
     def scale_gradients(self, factor: float) -> None:
@@ -239,12 +239,12 @@ class Strategy:
             gradient.mul_(factor)
 
     def update(self, rate: float) -> None:
-        """One optimizer step, and whatever makes the new parameters visible to all ranks."""
+        """Take one optimizer step and make the new parameters visible to all ranks."""
         self.before_update()
         self.optimizer.step(rate)
 
     def clear(self) -> None:
-        """The step is over: drop the gradients."""
+        """Drop the gradients at the end of a step."""
         for parameter in self.module.parameters():
             parameter.grad = None
 
@@ -254,12 +254,12 @@ class Strategy:
                 yield local_part(parameter.grad)
 
     def _whole_parameters(self) -> list[OwnedTensor]:
-        """What a rank owns that owns no slices: every parameter, or its part of every DTensor."""
+        """Return every parameter as owned, for ranks that own no slices (a DTensor stands for its local part)."""
         named = dict(self.module.named_parameters())
         return [OwnedTensor(name, named[name], self.decays[name]) for name in self.names]
 
     def loss(self, inputs: Inputs, *, evaluating: bool = False) -> tuple[Tensor, Tensor]:
-        """(sum of losses, right answers) of one pass, in the configured precision; gradients stay float32."""
+        """Return (sum of losses, right answers) of one pass in the configured precision; gradients stay float32."""
         device = self.world.device
         tensors = {name: tensor.to(device) for name, tensor in inputs.tensors.items()}
         precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.config.parallel.precision)
@@ -269,7 +269,7 @@ class Strategy:
     # --- state -------------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Tensors to save, or to load into: {"model": …, "optimizer": {"<parameter>.<moment>": …}}."""
+        """Return tensors to save or to load into: {"model": …, "optimizer": {"<parameter>.<moment>": …}}."""
         saved = self.module.state_dict().items()
         model = {name: value.detach() for name, value in saved if torch.is_tensor(value)}
         return {"model": model, "optimizer": self._optimizer_state()}
@@ -278,31 +278,31 @@ class Strategy:
         return {f"{n}.{m}": t for n, moments in self.optimizer.moments().items() for m, t in moments.items()}
 
     def steady_until_update(self) -> set[tuple[str, str]]:
-        """(part, name) of the saved tensors that only `update` changes: passes leave parameters and moments alone."""
+        """Return (part, name) of the saved tensors that only `update` changes: parameters and moments."""
         model = {("model", name) for name in self.names}
         return model | {("optimizer", name) for name in self._optimizer_state()}
 
     def loading_state(self, saved: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
-        """Tensors to load into, given the manifest's ``saved`` ones by name."""
+        """Return tensors to load into; ``saved`` are the manifest's tensors by name."""
         return {part: tensors for part, tensors in self.state().items() if part != "reduction"}
 
     def after_load(self, updates: int) -> None:
-        """Take over what was loaded into `loading_state`."""
+        """Continue after ``updates`` updates with the tensors loaded into `loading_state`."""
         self.optimizer.resume(updates)
 
     def inexact_after(self, ranks: int) -> str:
-        """Why what ``ranks`` ranks saved goes on with other bits where it is compressed; empty where not."""
+        """Return why a resume from ``ranks`` ranks gives other bits; empty if it does not."""
         return ""
 
     def whole_parameters(self) -> dict[str, Tensor]:
-        """Every parameter and buffer in full, on every rank (collective)."""
+        """Return every parameter and buffer in full, on every rank; collective."""
         whole = {}
         for name, value in self.module.state_dict().items():
             whole[name] = value.full_tensor() if isinstance(value, DTensor) else value.detach()
         return whole
 
     def parameters_sha256(self) -> str:
-        """SHA-256 over the bytes of all parameters and buffers, in name order; collective."""
+        """Return the SHA-256 of the bytes of all parameters and buffers, in name order; collective."""
         digest = hashlib.sha256()
         for name, tensor in sorted(self.whole_parameters().items()):
             digest.update(name.encode() + b"\0")
@@ -312,7 +312,7 @@ class Strategy:
         return digest.hexdigest()
 
     def local_bytes(self) -> dict[str, int]:
-        """Bytes that this rank holds between steps: parameters, gradients (while they live), optimizer."""
+        """Return the bytes that this rank holds: parameters, gradients (while they exist) and optimizer."""
         moments = [t for per in self.optimizer.moments().values() for t in per.values()]
         return {
             "parameters": sum(local_part(p).nbytes for p in self.module.parameters()),
@@ -322,7 +322,10 @@ class Strategy:
 
 
 def synchronise_norms(task: Task, config: Configuration, world: World, cells: int) -> None:
-    """Batch statistics over all ranks, by torch's SyncBatchNorm: else results would depend on who has which lanes."""
+    """Replace BatchNorm by torch's SyncBatchNorm, or refuse it.
+
+    With statistics of one rank, results would depend on the assignment of lanes.
+    """
     if not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in task.model.modules()):  # noqa: SLF001
         return
     parallel = config.parallel
@@ -339,12 +342,12 @@ def synchronise_norms(task: Task, config: Configuration, world: World, cells: in
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor that may be a DTensor."""
+    """Return this rank's part of a DTensor, or any other tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _wrap_blocks(task: Task, config: Configuration) -> None:
-    """Activation checkpointing and compilation, block by block, without new names in the state."""
+    """Set up activation checkpointing and compilation, block by block, without changing names in the state."""
     for block in task.blocks():
         if config.parallel.activation_checkpointing:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)

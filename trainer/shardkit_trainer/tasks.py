@@ -1,11 +1,11 @@
-"""From cells to tensors to a loss: what a model needs of a batch, what the loop needs of a model, the built-in ones.
+"""Tasks: the interface between cells, a model and its loss, and two built-in models.
 
-The two built-in models, a GPT over tokens and a small residual network over images, are made on the CPU from the run's
-seed alone, so that initialisation does not depend on the number of ranks. Neither has statistics over the batch
-(LayerNorm, GroupNorm) unless asked for: a sample's result does not depend on its neighbours.
+The built-in models, a GPT over tokens and a small residual network over images, are initialised on the CPU from the
+run's seed only, so initialisation does not depend on the number of ranks. By default they use LayerNorm and GroupNorm,
+so the result of a sample does not depend on the other samples of the batch.
 
-A task owns its model. `prepare` maps one cell to tensors on the host and counts its valid targets, `loss` gives the
-*sum* of the losses over them: the loop divides by the count of the whole step, whoever holds it, never a mean of means.
+A task owns its model. `prepare` maps one cell to tensors and counts its valid targets. `loss` returns the *sum* of the
+losses over them; the loop divides by the number of valid targets of the whole step, so there is no mean of means.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from shardkit.plan.permutation import derive
 
 from .configuration import ModelConfig, expect
 
-_CONTEXT = 128  # positions where rows have lengths of their own
-IGNORED = -100  # target value that counts for nothing, torch's own default
+_CONTEXT = 128  # default positions for rows of various lengths
+IGNORED = -100  # target value that the loss ignores; torch's own default
 
 
 @dataclass
 class Inputs:
-    """The tensors of one cell or of several.
+    """The tensors of one or more cells.
 
     Attributes:
-        tensors: by name; the first dimension runs over samples.
-        valid: targets that count.
-        samples: samples.
-        seed: of this cell's randomness (dropout); of the first cell where several are concatenated.
+        tensors: tensors by name; the first dimension is samples.
+        valid: number of valid targets.
+        samples: number of samples.
+        seed: seed of the cell's dropout; if cells were concatenated, the seed of the first one.
     """
 
     tensors: dict[str, Tensor]
@@ -52,7 +52,7 @@ class Inputs:
 
 
 def concatenate(cells: Sequence[Inputs]) -> Inputs:
-    """Several cells as one forward pass."""
+    """Join cells into the inputs of one forward pass."""
     if len(cells) == 1:
         return cells[0]
     tensors = {name: torch.cat([cell.tensors[name] for cell in cells]) for name in cells[0].tensors}
@@ -60,32 +60,43 @@ def concatenate(cells: Sequence[Inputs]) -> Inputs:
 
 
 class Task(Protocol):
-    """What ``model.kind = "package.module:factory"`` returns; the factory gets (ModelConfig, dataset)."""
+    """A model with its inputs and loss.
+
+    The factory in ``model.kind = "package.module:factory"`` gets (ModelConfig, dataset) and returns a task.
+
+    Attributes:
+        model: the model, on the CPU.
+        unit: name of a valid target, such as "token" or "sample".
+    """
 
     model: nn.Module
-    unit: str  # what a valid target is called: "token", "sample"
+    unit: str
 
     def prepare(self, cell: Mapping[str, Any], seed: int) -> Inputs:
-        """Tensors of one cell (`shardkit.loader` batch with .step, .lane, .slots); pure."""
+        """Return the tensors of one cell, a `shardkit.loader` batch with .step, .lane and .slots; pure."""
 
     def empty(self) -> Inputs:
-        """One sample without a valid target: what a rank without cells runs, where all must run something."""
+        """Return one sample without a valid target, for ranks that must run a pass but have no cells."""
 
     def loss(self, forward: Callable[..., Any], tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """(sum of losses over valid targets, number of right answers), both on the device."""
+        """Return (sum of losses over valid targets, number of right answers), both on the device."""
 
     def blocks(self) -> Sequence[nn.Module]:
-        """Parts that are sharded and checkpointed one by one; may be empty."""
+        """Return the modules that are sharded and checkpointed one by one; may be empty."""
 
 
 def make_task(config: ModelConfig, dataset: Any, seed: int) -> Task:
-    """The task of a configuration, its model initialised from ``seed`` alone."""
+    """Make the task of a configuration; its model is initialised from ``seed`` only.
+
+    Raises:
+        ConfigurationError: the factory cannot be imported, or the model does not fit the dataset.
+    """
     torch.manual_seed(seed)
     if config.kind == "gpt":
         return LanguageTask(config, dataset.schema)
     if config.kind == "classifier":
         return ClassifierTask(config, dataset)
-    # as `python -m` has it: one's own module lies where the command is typed
+    # as with `python -m`: your own module is in the working directory
     sys.path += [os.getcwd()] if os.getcwd() not in sys.path else []
     try:
         factory = pkgutil.resolve_name(config.kind)
@@ -97,7 +108,7 @@ def make_task(config: ModelConfig, dataset: Any, seed: int) -> Task:
 
 
 def mix(*values: int) -> int:
-    """64 well-mixed bits of a tuple of integers, the same on every machine."""
+    """Hash integers to 64 bits, the same on every machine."""
     state = 0
     for value in values:
         state = derive(state + value, 0)
@@ -105,7 +116,7 @@ def mix(*values: int) -> int:
 
 
 class LanguageTask:
-    """Next-token prediction on text, bytes or integer tokens; longer samples are cropped, shorter ones padded."""
+    """Next-token prediction on text, bytes or integer tokens. Longer samples are cropped, shorter samples padded."""
 
     unit = "token"
 
@@ -131,7 +142,7 @@ class LanguageTask:
         self.model: nn.Module = GPT(config, self.context)
 
     def prepare(self, cell: Any, seed: int) -> Inputs:
-        """(samples, context) inputs and targets; a crop's place depends on (seed, step, lane, slot) only."""
+        """Return (samples, context) int64 tokens and targets; a crop's start depends on (seed, step, slot) only."""
         values, borders = _sequences(cell[self.field])
         crop, lengths = self.context + 1, np.diff(borders)
         starts = borders[:-1].copy()
@@ -139,7 +150,7 @@ class LanguageTask:
             starts[row] += mix(seed, cell.step, int(slot)) % (int(spare) + 1) if spare > 0 else 0
         there = torch.from_numpy(np.arange(crop) < lengths[:, None])
         valid = int(there[:, 1:].sum())
-        # tokens are gathered where they lie; a place past the end is that of a filler
+        # gathered on the device of the tokens; indices past the end belong to fillers and are masked below
         places = torch.from_numpy(starts[:, None] + np.arange(crop)).clamp_(max=max(0, len(values) - 1))
         there, places = there.to(values.device), places.to(values.device)
         line = values if len(values) else values.new_zeros(1)
@@ -156,7 +167,10 @@ class LanguageTask:
         return Inputs(tensors, valid, len(lengths))
 
     def _documents(self, cell: Any, starts: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Return (samples, context + 1) documents, and (samples, context) positions in the part of each in the crop."""
+        """Return (samples, context + 1) document numbers, and (samples, context) positions inside each document.
+
+        Positions count from the crop's start for a document that begins before the crop. Fillers have document −1.
+        """
         found = documents_of(cell, self.field, BOUNDARIES)
         length = found.document_ids.shape[1]
         places = torch.from_numpy(starts[:, None] + np.arange(self.context + 1))
@@ -186,7 +200,7 @@ class LanguageTask:
 
 
 class ClassifierTask:
-    """One label per image: arrays (h, w) or (h, w, channels), or encoded images (pillow decodes them)."""
+    """Image classification: arrays (h, w) or (h, w, channels), or encoded images, which pillow decodes."""
 
     unit = "sample"
 
@@ -203,11 +217,11 @@ class ClassifierTask:
         self.model: nn.Module = ResidualNetwork(config, self.shape[2], self.classes)
 
     def prepare(self, cell: Any, seed: int) -> Inputs:
-        """(samples, channels, h, w) float32, standardised image by image, and int64 labels."""
+        """Return (samples, channels, h, w) float32 images, each standardised, and (samples,) int64 labels."""
         raw = cell[self.field]
         images = torch.stack([_decode(one, self.size) for one in raw]) if self.encoded else raw
         wide = torch.as_tensor(images).reshape(-1, *self.shape).float()
-        # each image by its own mean and deviation: no statistics of the dataset, whatever the range of the pixels
+        # by each image's own mean and deviation: this needs no statistics of the dataset and fits any range of pixels
         spread, mean = torch.std_mean(wide, dim=(1, 2, 3), keepdim=True, correction=0)
         scaled = (wide - mean) / (spread + 1e-6)
         labels = torch.as_tensor(cell[self.label]).to(torch.int64)
@@ -246,7 +260,7 @@ def _field(schema: Mapping[str, Any], name: str) -> str:
 def _input(
     schema: Mapping[str, Any], named: str, fits: Callable[[Any], bool], preferred: Sequence[str], what: str
 ) -> str:
-    """The field that a model takes: the one that is named, else the only one that fits."""
+    """Return the input field of a model: the named field, otherwise the only suitable one."""
     if named:
         kind = schema[_field(schema, named)]
         expect((fits(kind), f"model.field = {named!r} is {kind}: expected {what}"))
@@ -273,7 +287,7 @@ def _count_classes(dataset: Any) -> int:
 
 
 def _sequences(column: Any) -> tuple[Tensor, np.ndarray]:
-    """Integer sequences of a text, bytes, array or ragged column, end to end, and (samples + 1) borders on the host."""
+    """Return the integers of a text, bytes, array or ragged column, end to end, and (samples + 1,) host borders."""
     if isinstance(column, tuple):
         return torch.as_tensor(column[0]), torch.as_tensor(column[1]).cpu().numpy().astype(np.int64)
     if isinstance(column, list):
@@ -297,7 +311,7 @@ def _decode(data: bytes, size: int) -> Tensor:
 
 
 def row_major(tensor: Tensor) -> Tensor:
-    """Return the tensor with the strides of row-major order in all dimensions.
+    """Return the tensor with row-major strides in all dimensions.
 
     `contiguous` ignores dimensions of size 1. With one channel, strides left over from ``permute`` look like another
     layout to torch's convolution, which then writes past its buffers (torch 2.13 on some processors).
@@ -322,7 +336,7 @@ class GPTBlock(nn.Module):
         self.feed_out = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """`mask`: (batch, 1, positions, positions) bool, where a query may look; None: at everything before it."""
+        """Apply the block; `mask` is (batch, 1, positions, positions) bool, None for causal attention."""
         batch, positions, width = x.shape
         query, key, value = (
             part.view(batch, positions, self.heads, width // self.heads).transpose(1, 2)
@@ -361,7 +375,10 @@ class GPT(nn.Module):
     def forward(
         self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None
     ) -> Tensor:
-        """`documents`, `positions`: (batch, positions) of packed rows; attention stays inside a document."""
+        """Return logits; with `documents` and `positions` of packed rows, attention stays inside a document.
+
+        All arguments are (batch, positions) int64.
+        """
         order = torch.arange(tokens.shape[1], device=tokens.device)
         mask = None
         if documents is not None:
@@ -375,10 +392,10 @@ class GPT(nn.Module):
 
 
 class Convolution(nn.Linear):
-    """A square convolution without bias whose weight is a matrix, (channels, channels_in · size²).
+    """A square convolution without bias; its weight is a matrix (channels, channels_in · size²).
 
-    The gradient of a four-dimensional weight comes with other strides than the weight wherever a dimension is 1, and
-    DDP must then copy it, with a warning; a matrix has one layout.
+    The gradient of a four-dimensional weight has other strides than the weight if a dimension is 1, and DDP then copies
+    it with a warning. A matrix has one layout.
     """
 
     def __init__(self, channels_in: int, channels: int, size: int, stride: int = 1):
@@ -386,7 +403,7 @@ class Convolution(nn.Linear):
         self.kernel, self.stride = (channels, channels_in, size, size), stride
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, channels_in, h, w) → (batch, channels, ⌈h/stride⌉, ⌈w/stride⌉)."""
+        """Map (batch, channels_in, h, w) to (batch, channels, ⌈h/stride⌉, ⌈w/stride⌉)."""
         weight = row_major(self.weight.view(self.kernel))
         return F.conv2d(row_major(x), weight, stride=self.stride, padding=self.kernel[-1] // 2)
 
@@ -398,7 +415,7 @@ def _norm(kind: str, channels: int) -> nn.Module:
 
 
 class ResidualBlock(nn.Module):
-    """Two 3×3 convolutions with a norm each and a shortcut (He et al. 2016)."""
+    """Two 3×3 convolutions, each with a norm, and a shortcut (He et al. 2016)."""
 
     def __init__(self, channels_in: int, channels: int, stride: int, norm: str):
         super().__init__()

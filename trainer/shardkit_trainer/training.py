@@ -1,7 +1,7 @@
-"""A run: open, resume, step by step, evaluate, save.
+"""A run on one rank: open, resume, take steps, evaluate and save.
 
-Everything that a step does is a function of (configuration, step): a run that is killed and resumed, on any number of
-ranks, takes the same steps. `RunData` and `CellsAhead`, which read the data, are at the end.
+A step is a function of (configuration, step), so a run that is killed and resumed on any number of ranks takes the same
+steps. `RunData` and `CellsAhead`, which read the data, are at the end.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from .tasks import Task, make_task
 
 @dataclass
 class Summary:
-    """How a run ended.
+    """The result of a run.
 
     Attributes:
-        step: steps of the whole run so far.
-        finished: whether that is all of them; otherwise a rank was asked to stop, and the state is saved.
-        asked: whether it was this rank that was asked to stop.
-        loss: mean loss per valid target of the last step (nan if none was taken).
-        evaluation: results of the last evaluation pass.
-        parameters_sha256: of all parameters in name order; exact mode only.
-        bytes_held: per kind, on this rank, in the last step.
+        step: number of steps taken in the whole run.
+        finished: whether all steps were taken; otherwise a rank was asked to stop, and the state is saved.
+        asked: whether this rank was asked to stop.
+        loss: mean loss per valid target of the last step (nan if no step was taken).
+        evaluation: results of the last evaluation.
+        parameters_sha256: SHA-256 of all parameters and buffers in name order; exact mode only.
+        bytes_held: bytes on this rank in the last step, by kind.
     """
 
     step: int
@@ -64,7 +64,12 @@ class Summary:
 
 
 def train(config: Configuration, *, allow_changes: Collection[str] = ()) -> Summary:
-    """Run or resume ``config`` on this rank, until it is finished or a signal asks a rank to stop."""
+    """Run or resume ``config`` on this rank until it is finished or a signal asks a rank to stop.
+
+    Raises:
+        ConfigurationError: a setting is wrong, or changes the data or the model and is not in ``allow_changes``.
+        RunError: another rank failed or differs, or the gradient stays non-finite.
+    """
     stop = StopRequest()
     with on_stop_signals(stop.ask, ending=bool(stop.launcher)):
         world = join_world(config)
@@ -73,7 +78,7 @@ def train(config: Configuration, *, allow_changes: Collection[str] = ()) -> Summ
             run.open()
             run.finish()
         except RuntimeError as error:
-            # an exact type: errors of memory and devices have their own
+            # the exact type, since errors of memory and devices are subclasses
             if world.size > 1 and (type(error) is RuntimeError or isinstance(error, DistError)):
                 raise world.failure(error) or error from error
             raise
@@ -84,7 +89,7 @@ def train(config: Configuration, *, allow_changes: Collection[str] = ()) -> Summ
 
 
 class _Run:
-    """The parts of one run on one rank, made by `open` and released by `close`."""
+    """The parts of a run on one rank, made by `open` and released by `close`."""
 
     directory: RunDirectory
     reporter: Reporter
@@ -123,7 +128,7 @@ class _Run:
             record_changes(directory, config, changes)
         self.steps = data.steps
         self.task: Task = make_task(config.model, data.dataset, config.run.seed)
-        # before the model is wrapped and sharded: one process can still run it alone
+        # before the model is wrapped and sharded, one process can run it alone
         self.efficiency = Efficiency(config.log, self.task, world.device, config.parallel.precision)
         self.strategy = make_strategy(self.task, config, world, max(plan.lanes for plan in data.plans))
         reporter = Reporter(config.log, directory, lead, self.steps, self.task.unit)
@@ -142,7 +147,7 @@ class _Run:
         directory.event("start", step=self.step, steps=self.steps, ranks=world.size)
 
     def _checkpoint_event(self, kind: str, **details: Any) -> None:
-        """Record an event, and print it if the run continues from another checkpoint than its newest."""
+        """Record an event, and print it if the run does not resume from its own newest checkpoint."""
         self.directory.event(kind, **details)
         if kind == "checkpoint-damaged":
             self.reporter.say(f"checkpoint {details['name']} is damaged and passed over: {details['error']}")
@@ -150,7 +155,7 @@ class _Run:
             self.reporter.say(f"checkpoint {details['name']} is taken from {details['store']}")
 
     def _open_loader(self) -> None:
-        """Open the loader of the stage that the next step belongs to."""
+        """Open the loader of the next step's stage."""
         assert self.data is not None
         self.loader, self.cells, self.stage_end = self.data.open_loader(self.step, self.world)
         self.stepper.cell_size = self.loader.plan.cell_size
@@ -184,13 +189,13 @@ class _Run:
     # --- the run -----------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Take all steps that are left, then save and evaluate."""
+        """Take all remaining steps, then save and evaluate."""
         if self.step >= self.steps:
             self.reporter.say(f"nothing is left to do: the run has {self.steps} steps, all of them taken")
         self._end(self._take_steps())
 
     def _take_steps(self) -> bool:
-        """Steps up to the end, or until any rank was asked to stop; True in that case."""
+        """Take steps to the end or until a rank is asked to stop; return True if steps are left."""
         while self.step < self.steps:
             if self.step == self.stage_end:
                 self._open_loader()
@@ -217,13 +222,13 @@ class _Run:
         return False
 
     def _freeze(self) -> None:
-        """After the first step: a full collection would visit everything that lives as long as the run."""
+        """Freeze existing objects after the first step, so that full collections do not visit them."""
         if not self.frozen:
             gc.freeze()
             self.frozen = True
 
     def _end(self, stopped: bool) -> None:
-        """The last save, evaluation, and the record of the end."""
+        """Save and evaluate for the last time, and record the end."""
         if self.checkpointer.last_saved_step != self.step:
             self._save(wait=True)
         self.checkpointer.wait()
@@ -252,7 +257,7 @@ class _Run:
         meta = {"step": self.step, "updates": self.strategy.optimizer.updates, "loader": loader,
                 "loss_scale": self.stepper.loss_scale, "ranks": self.world.size, "plan": self.loader.plan.digest,
                 "configuration": self.config.to_json(), "manifest": self.data.manifest}  # fmt: skip
-        if self.world.rank == 0:  # it writes the manifest; every rank has been handed these steps
+        if self.world.rank == 0:  # rank 0 writes the manifest; these steps were handed out on all ranks
             meta["ledger"] = ledger_head(self.directory.path, self.step)
         self.checkpointer.save(self.step, self.strategy, meta, wait=wait)
 
@@ -284,7 +289,7 @@ class _Run:
 
 
 def _check_same(config: Configuration, world: World) -> None:
-    """Refuse ranks that were started with other settings or other software than rank 0; collective."""
+    """Refuse ranks that were started with other settings or software than rank 0; collective."""
     if world.size == 1:
         return
     names = ("shardkit", "torch", *(["cpu"] if config.parallel.exact != "off" else []))
@@ -304,13 +309,14 @@ def _check_same(config: Configuration, world: World) -> None:
 
 
 class RunData:
-    """What a run reads: the dataset at the version that the run began with (a ref is resolved once), and its plans.
+    """The dataset of a run, at the version with which the run began, and its plans.
 
     Attributes:
-        dataset, manifest: opened, and its id.
-        parts: where several datasets are one: the URL of each, at its version.
-        plans: of each stage; the first begins at step 0.
-        steps: of the whole run.
+        dataset: the open dataset.
+        manifest: id of its manifest.
+        parts: name → URL with version of each dataset, if several are opened as one.
+        plans: one plan per stage; the first stage begins at step 0.
+        steps: number of steps of the whole run.
     """
 
     def __init__(self, config: Configuration, world: World, directory: RunDirectory):
@@ -334,7 +340,7 @@ class RunData:
         self.steps: int = config.run.steps or config.run.epochs * (first.steps_per_epoch or first.loop_steps)
 
     def open_loader(self, step: int, world: World) -> tuple[Any, CellsAhead, int]:
-        """The loader of the stage that ``step`` belongs to, at that step, its cells, and the step that ends it."""
+        """Open the loader of the stage of ``step``; return it, its cells from ``step`` on, and the stage's end step."""
         self.close_loader()
         data, parallel, directory = self._config.data, self._config.parallel, self._directory.path
         begins = [0, *(stage.from_step for stage in data.stages), self.steps]
@@ -352,7 +358,7 @@ class RunData:
                 **({"device": world.device, "device_prefetch": data.device_prefetch} if data.device_prefetch else {}),
             )  # fmt: skip
         except RunError as error:
-            if isinstance(error.__cause__, DistError):  # a rank did not come: as where it misses a collective
+            if isinstance(error.__cause__, DistError):  # a rank is missing: handle it as in a collective
                 raise error.__cause__ from error
             raise
         self._loader.seek(step)
@@ -361,7 +367,7 @@ class RunData:
         return self._loader, self._cells, end
 
     def close_loader(self) -> None:
-        """Close what `open_loader` gave; nothing where it is closed."""
+        """Close the open loader and its cells, if any."""
         if self._loader is not None:
             self._cells.close()
             self._loader.close()
@@ -369,14 +375,14 @@ class RunData:
 
 
 class CellsAhead:
-    """The cells of steps ``step`` … ``end``−1, epoch after epoch, one step ahead.
+    """Reads the cells of steps ``step`` … ``end``−1, across epochs, one step ahead.
 
-    Gathering and journaling a small step takes the interpreter for longer than 1 % of it. `ask` is called when torch
-    begins to compute without the interpreter, so that a thread has it meanwhile.
+    Gathering and journaling a small step holds the interpreter for more than 1 % of the step. `ask` is called when
+    torch begins to compute without the interpreter, so that a thread can use it meanwhile.
 
     Args:
-        loader: at ``step``.
-        in_turn: take cells only when they are needed: rebalancing is told what a step has cost before the next one.
+        loader: loader positioned at ``step``.
+        in_turn: take cells only when they are needed, since rebalancing needs the cost of a step before the next step.
     """
 
     def __init__(self, loader: Any, step: int, end: int, *, in_turn: bool):
@@ -386,7 +392,7 @@ class CellsAhead:
         self._next: Future[Any] | None = None
 
     def _follow(self, step: int) -> Iterator[Any]:
-        """The loader begins to read an epoch while the last step of the one before is computed."""
+        """Yield the cells of each step; open an epoch during the last step of the epoch before."""
         ahead = iter(self._loader)
         while True:
             epoch, ahead = ahead, None
@@ -398,12 +404,12 @@ class CellsAhead:
             ahead = ahead or iter(self._loader)
 
     def ask(self) -> None:
-        """Begin to take the next step's cells, if there is a next step."""
+        """Begin to take the next step's cells in the thread, if there is a next step."""
         if self._next is None and self._asked < self._end and not self._in_turn:
             self._next = self._thread.submit(next, self._cells)
 
     def take(self) -> Any:
-        """The next step's cells; waits for them."""
+        """Return the next step's cells; wait for them."""
         self._asked += 1
         if self._next is None:
             return next(self._cells)
@@ -411,5 +417,5 @@ class CellsAhead:
         return cells
 
     def close(self) -> None:
-        """Wait until nothing more is taken; to be called before the loader is closed."""
+        """Wait for the thread. Call this before the loader is closed."""
         self._thread.shutdown(cancel_futures=True)
