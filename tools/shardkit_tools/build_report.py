@@ -1,4 +1,4 @@
-"""What `shardkit build` tells: progress, the result as a page and as a document."""
+"""Output of `shardkit build`: progress, and the result as text and as a JSON document."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _VERBS = {"read": "reading", "pack": "packing", "write": "writing", "commit": "c
 
 
 def progress_text(now: Progress, doing: str | None = None) -> str:
-    """One line that says how far a build is, and what it is doing: the phase, unless given."""
+    """Return a line on the progress of a build. `doing` replaces the name of the phase."""
     if now.phase == "commit":
         return "committing …"
     left = f", {duration_text(now.seconds_left)} left" if now.seconds_left is not None else ""
@@ -33,7 +33,7 @@ def progress_text(now: Progress, doing: str | None = None) -> str:
 
 
 def document(result: BuildResult, root: str, ref: str) -> dict[str, Any]:
-    """What ``--json`` prints."""
+    """Return the result as printed by ``--json``."""
     manifest = result.manifest
     return {
         "root": root,
@@ -75,7 +75,7 @@ def document(result: BuildResult, root: str, ref: str) -> dict[str, Any]:
 
 
 def print_result(result: BuildResult, root: str, ref: str) -> None:
-    """Print what a build did, or would do."""
+    """Print the result of a build, or of a dry run."""
     manifest = result.manifest
     version = f"{root}@{ref}"
     console.print_line(version if manifest else f"would build {version}; nothing was written", "bold")
@@ -119,7 +119,7 @@ def _facts(result: BuildResult, manifest: Manifest | None) -> list[tuple[str, ob
 
 
 def print_strata(strata: Mapping[str, int], rows: int) -> None:
-    """The largest strata and their shares; nothing where there is only one."""
+    """Print the largest strata with their shares, if there are several."""
     if len(strata) < 2:
         return
     console.print_heading("Strata")
@@ -132,7 +132,7 @@ def print_strata(strata: Mapping[str, int], rows: int) -> None:
 
 
 def _classes(counts: Mapping[str, int]) -> str:
-    """How many there are; the first and the last few with their samples."""
+    """Return the number of classes, and the first and last few with their numbers of samples."""
     listed = [f"{name} {count:,}" for name, count in sorted(counts.items())]
     if len(listed) > 2 * _CLASSES_SHOWN:
         listed[_CLASSES_SHOWN:-_CLASSES_SHOWN] = ["…"]

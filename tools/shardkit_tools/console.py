@@ -1,8 +1,8 @@
-"""How commands print: pages and tables for people on a terminal, plain lines elsewhere, one JSON document on demand.
+"""Print the results of commands: pages and tables on a terminal, plain lines otherwise, JSON on request.
 
-Terminal: ids are shortened, tables fit the window. Elsewhere: everything is whole, columns are separated by
-two spaces or more, so that `awk` and `grep` find what they look for. What is not printable is escaped here, whatever
-its source. Values as people read them are at the end: sizes, counts, times, shares, digests.
+On a terminal, ids are shortened and tables fit the window. Otherwise nothing is shortened and columns are separated by
+at least two spaces, so that `awk` and `grep` work. Unprintable characters are always escaped. The last section formats
+values: sizes, counts, times, shares, digests.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ if TYPE_CHECKING:
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 _ID_DIGITS = 12
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
-_SIZES = ("size", "block_size", "shard_size")  # other names of bytes
-_LISTED = 20  # of a list that are printed
-_LINE = 100  # characters of a list that stand on one line
+_SIZES = ("size", "block_size", "shard_size")  # further names of values in bytes
+_LISTED = 20  # number of printed entries of a list
+_LINE = 100  # largest number of characters of a list printed on one line
 
 
 def print_json(document: object) -> None:
-    """Print one JSON document to standard output; see `plain`."""
+    """Print a value as one JSON document to standard output, converted by `plain`."""
     sys.stdout.write(json.dumps(plain(document), indent=2, ensure_ascii=False) + "\n")
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it: dataclasses and named tuples are objects of their fields, what is infinite is null."""
+    """Convert a value to JSON types. Dataclasses and named tuples become objects, infinity becomes null."""
     if dataclasses.is_dataclass(value):
         value = {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
     elif isinstance(value, tuple) and hasattr(value, "_asdict"):
@@ -62,7 +62,14 @@ def present(
     page: Callable[[], None] | None = None,
     exit_code: int = ExitCode.DONE,
 ) -> None:
-    """Print a result for machines or for people; then the command ends, if it has another exit code than 0."""
+    """Print a result, and end the command if the exit code is not 0.
+
+    Args:
+        as_json: print `document` as JSON.
+        document: returns the result.
+        page: prints the result as text; by default, `print_document`.
+        exit_code: exit code of the command.
+    """
     if as_json:
         print_json(document())
     elif page is None:
@@ -74,7 +81,7 @@ def present(
 
 
 def print_line(text: str = "", style: str = "") -> None:
-    """Print a line of text; a terminal wraps it by itself, so that paths and digests can be copied whole."""
+    """Print a line of text without inserting line breaks, so that long paths and digests can be copied."""
     if is_terminal():
         from rich.text import Text
 
@@ -84,13 +91,13 @@ def print_line(text: str = "", style: str = "") -> None:
 
 
 def print_heading(text: str) -> None:
-    """Print what the lines below it are about, after an empty line."""
+    """Print an empty line and a heading."""
     print_line()
     print_line(text, "bold")
 
 
 def print_facts(facts: Iterable[tuple[str, object]], indent: int = 0) -> None:
-    """Print names and values, one pair a line; those without a value (None) are left out."""
+    """Print names and values, one pair per line. Values that are None are skipped."""
     shown = [(clean(name), _cell(value)) for name, value in facts if value is not None]
     if not is_terminal():
         _print_plain(("", ""), shown, indent)
@@ -108,7 +115,7 @@ def print_facts(facts: Iterable[tuple[str, object]], indent: int = 0) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table; a column whose heading starts with `>` is set to the right, one with `*` may be wrapped."""
+    """Print a table. A column whose heading starts with `>` is right-aligned; one with `*` may be wrapped."""
     headings = [clean(column.lstrip(">*")) for column in columns]
     if not is_terminal():
         _print_plain(columns, [headings, *([_cell(cell, ", ") for cell in row] for row in rows)])
@@ -131,10 +138,14 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Non
 
 
 def print_document(document: object, most: int | None = 20, more: str = " (--json lists all)") -> None:
-    """Print for people what ``--json`` gives to machines, under the same names: facts, then tables and parts.
+    """Print the document of ``--json`` as text under the same names: single values, then tables and nested parts.
 
-    Names tell units: ``bytes`` in them means sizes, ``_s`` or ``seconds`` at their end times, ``share`` shares. What is
-    empty is left out. Records, in a list or by name, are a table.
+    Names determine units (`value_text`). Empty values are skipped. Records, in a list or by name, form a table.
+
+    Args:
+        document: value to print.
+        most: largest number of printed records per table; None prints all.
+        more: text after the number of omitted records.
     """
     shown = {name: value for name, value in plain(document).items() if value not in (None, "", [], {})}
     parts = {name: value for name, value in shown.items() if _is_nested(value) or _is_long(value)}
@@ -155,7 +166,7 @@ def print_document(document: object, most: int | None = 20, more: str = " (--jso
 
 
 def _is_nested(value: Any) -> bool:
-    """Whether a value has names in it."""
+    """Return True if a value is or contains a mapping."""
     return isinstance(value, dict) or (isinstance(value, list) and any(map(_is_nested, value)))
 
 
@@ -164,7 +175,7 @@ def _is_long(value: Any) -> bool:
 
 
 def _records(value: Any) -> list[dict[str, Any]]:
-    """The rows of a table; none where a value is something else."""
+    """Return the value as rows of a table, or an empty list if it is not a table of plain values."""
     if isinstance(value, dict) and all(isinstance(one, dict) for one in value.values()):
         value = [{"": name, **one} for name, one in value.items()]
     is_table = isinstance(value, list) and all(isinstance(one, dict) for one in value)
@@ -183,7 +194,10 @@ def _print_records(records: Sequence[Mapping[str, Any]]) -> None:
 
 
 def value_text(name: str, value: object) -> str:
-    """A value of a document for people, in the unit that its name tells."""
+    """Return a value of a document as text, in the unit given by its name.
+
+    Names with ``bytes`` are sizes, names ending in ``_s`` or ``seconds`` times, names ending in ``share`` shares.
+    """
     if isinstance(value, (list, tuple)):
         more = [f"… and {count_text(len(value) - _LISTED)} more"] if len(value) > _LISTED else []
         texts = (
@@ -223,13 +237,13 @@ def _cell(value: object, between: str = "\n") -> str:
 
 
 def print_more(left_out: int, where: str = " (--json lists all)") -> None:
-    """Say that there is more than was shown, and where; nothing where there is not."""
+    """Print the number of omitted entries and where to find them, if any were omitted."""
     if left_out > 0:
         print_line(f"… and {count_text(left_out)} more{where}")
 
 
 def print_list(lines: Iterable[str], most: int) -> None:
-    """Print the first lines of a list, indented, and how many more there are."""
+    """Print the first `most` lines of a list, indented, and the number of further lines."""
     given = list(lines)
     for line in given[:most]:
         print_line(f"  {line}")
@@ -237,7 +251,11 @@ def print_list(lines: Iterable[str], most: int) -> None:
 
 
 def pyplot(command: str) -> Any:
-    """`matplotlib.pyplot`, for pictures in files."""
+    """Import `matplotlib.pyplot` with a backend that draws to files.
+
+    Raises:
+        MissingDependency: matplotlib is not installed.
+    """
     try:
         import matplotlib as mpl
 
@@ -251,7 +269,11 @@ def pyplot(command: str) -> Any:
 
 
 def new_file(path: Path) -> BinaryIO:
-    """A file that is made, open for writing."""
+    """Create a file and open it for writing.
+
+    Raises:
+        StoreError: the file exists or cannot be created.
+    """
     try:
         return path.open("xb")
     except OSError as error:
@@ -259,7 +281,7 @@ def new_file(path: Path) -> BinaryIO:
 
 
 class LogHandler(logging.Handler):
-    """Lines of the library's log on standard error; a status line that stands there makes room."""
+    """Write the library's log to standard error, replacing a displayed status line."""
 
     def emit(self, record: logging.LogRecord) -> None:
         start = "\r\x1b[K" if sys.stderr.isatty() else ""
@@ -268,7 +290,7 @@ class LogHandler(logging.Handler):
 
 
 class StatusLine:
-    """One line of standard error that is kept up to date while somebody looks; nothing elsewhere."""
+    """A status line on standard error that is updated in place. Without a terminal, nothing is written."""
 
     def __init__(self) -> None:
         self._is_seen = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
@@ -285,7 +307,7 @@ class StatusLine:
 
 @contextlib.contextmanager
 def long_work() -> Iterator[StatusLine]:
-    """A status line for work that takes its time."""
+    """Yield a status line and clear it at the end."""
     status = StatusLine()
     try:
         yield status
@@ -294,7 +316,7 @@ def long_work() -> Iterator[StatusLine]:
 
 
 def _console() -> Console:
-    from rich.console import Console  # where it is needed: pages of help need none of rich
+    from rich.console import Console  # imported late: help pages do not need rich
 
     return Console(highlight=False, markup=False, emoji=False)
 
@@ -303,14 +325,14 @@ def _console() -> Console:
 
 
 def is_terminal() -> bool:
-    """Whether a person looks at standard output (TTY_COMPATIBLE=1 says yes where it cannot be seen)."""
-    from rich.console import Console  # where it is needed: pages of help need none of rich
+    """Return True if standard output is a terminal, or if TTY_COMPATIBLE=1 is set."""
+    from rich.console import Console  # imported late: help pages do not need rich
 
     return Console().is_terminal
 
 
 def clean(text: str) -> str:
-    """Text on one line, with what is not printable as a backslash escape."""
+    """Return the text on one line, with unprintable characters as backslash escapes."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(
@@ -322,18 +344,18 @@ def clean(text: str) -> str:
 
 
 def short_ids(text: str) -> str:
-    """Text with the digests in it shortened on a terminal."""
+    """Return the text with its digests shortened by `short_id`."""
     return _DIGEST.sub(lambda found: short_id(found[0]), text)
 
 
 def short_id(digest: str) -> str:
-    """A digest as people read it on a terminal; the whole elsewhere."""
+    """Return a digest, shortened if standard output is a terminal."""
     kind, colon, digits = digest.partition(":")
     return f"{kind}{colon}{digits[:_ID_DIGITS]}…" if is_terminal() and len(digits) > _ID_DIGITS else digest
 
 
 def bytes_text(size: int) -> str:
-    """A size with its unit: 812 bytes, 1.46 MiB, 12.3 GiB, 256 MiB."""
+    """Return a size with its unit, such as 812 bytes, 1.46 MiB, 12.3 GiB, 256 MiB."""
     value, unit = float(size), 0
     while value >= 1024 and unit + 1 < len(_UNITS):
         value, unit = value / 1024, unit + 1
@@ -344,14 +366,20 @@ def bytes_text(size: int) -> str:
 
 
 def count_text(count: int, noun: str = "", nouns: str = "") -> str:
-    """A number with its thousands set apart, and the noun in its number; ``nouns``: where s is not enough."""
+    """Return a number with thousands separators, followed by the noun in singular or plural.
+
+    Args:
+        count: the number.
+        noun: singular of the noun; by default, none.
+        nouns: plural of the noun; by default, `noun` with an s.
+    """
     if not noun:
         return f"{count:,}"
     return f"{count:,} {noun if count == 1 else nouns or noun + 's'}"
 
 
 def duration_text(seconds: float) -> str:
-    """A time for people: 12.1 ms, 1.8 s, 42 s, 3:07 min, 5:20 h."""
+    """Return a duration with its unit, such as 12.1 ms, 1.8 s, 42 s, 3:07 min, 5:20 h."""
     if seconds < 1:
         return f"{1000 * seconds:.3g} ms" if seconds > 0 else "0 s"
     if seconds < 60:
@@ -363,6 +391,6 @@ def duration_text(seconds: float) -> str:
 
 
 def share_text(part: int, whole: int) -> str:
-    """A share in per cent, with more digits where it is small."""
+    """Return a share in per cent, with more digits for small shares."""
     share = 100 * part / whole if whole else 0.0
     return f"{share:.{1 if share >= 0.95 or not part else 2 if share >= 0.095 else 3}f} %"

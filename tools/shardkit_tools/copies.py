@@ -1,7 +1,7 @@
-"""Copies in commands: the policy, what each location has, and work on copies by threads of this process or an engine.
+"""Copies in commands: the policy, the state of locations, and work on copies by local threads or an engine.
 
-On a cluster many small objects go into one task, so that handing a task over costs little beside the work. Where a
-machine does not see a location (a directory that it has not mounted), that is said: it never counts as missing copies.
+On a cluster, one task holds many small objects, so that the overhead of a task is small. A location that a machine
+cannot access, such as a directory that is not mounted, is reported as unreadable and never as missing copies.
 """
 
 from __future__ import annotations
@@ -43,7 +43,15 @@ def begin_copies(
     single_writer: bool = False,
     dry_run: bool = False,
 ) -> None:
-    """Record what a command line says of copies, before anything is built; nothing where it says nothing."""
+    """Record the locations and policy of a command line before a build, if any are given.
+
+    Args:
+        root: root of the dataset; created if missing.
+        location: locations as text, NAME=URL[,…].
+        wanted: changes of the policy; None leaves a setting unchanged.
+        single_writer: as in `Repository.create`.
+        dry_run: validate the settings only.
+    """
     if location is None and all(one is None for one in wanted.values()):
         return
     locations = tuple(LocationRecord.parse(text) for text in location or ())
@@ -61,7 +69,11 @@ def begin_copies(
 
 
 def finish_copies(root: str) -> int | None:
-    """After a commit: encode parity where it was not waited for; the bytes below policy, None without locations."""
+    """Encode parity after a commit, unless the mode is async.
+
+    Returns:
+        Number of bytes below policy; None if the dataset has no locations.
+    """
     repository = Repository.open(root)
     table = read_table(repository.store, repository.id)
     if table is None:
@@ -72,7 +84,7 @@ def finish_copies(root: str) -> int | None:
 
 
 def print_copies(root: str, lag: int | None) -> None:
-    """What is left to be copied, and critical strata that are in no version: nothing is protected by them."""
+    """Print the bytes left to copy, and critical strata that no version contains (they protect nothing)."""
     if lag is None:
         return
     if lag:
@@ -91,7 +103,7 @@ def print_copies(root: str, lag: int | None) -> None:
 
 
 def print_locations(done: Replication) -> None:
-    """A table of locations, and what they said."""
+    """Print a table of locations, and their errors."""
     console.print_table(
         [
             "location",
@@ -125,7 +137,7 @@ def print_locations(done: Replication) -> None:
 
 
 def print_lag(done: Replication, *, dry_run: bool = False) -> None:
-    """The lag before and after."""
+    """Print the lag before and after replication, in bytes below policy."""
     if dry_run:
         console.print_line(
             f"lag: {bytes_text(done.lag_before)} below policy, in {done.objects:,} missing copies",
@@ -143,11 +155,11 @@ _LINE_EVERY_S = 30.0
 
 
 class Work:
-    """What a command hands to the library; made by `running`."""
+    """Rate limit, engine and progress output of a command; created by `running`."""
 
     def __init__(self, bandwidth: str | None, between: str | None) -> None:
         self._status = console.StatusLine()
-        self.engine: Engine | None = None  # where threads of this process do not do it
+        self.engine: Engine | None = None  # None: threads of this process do the work
         self._began = self._told = time.monotonic()
         self.pace = RateLimiter(
             parse_bandwidth(bandwidth) if bandwidth else None,
@@ -156,7 +168,7 @@ class Work:
         )
 
     def report(self, objects: int, all_objects: int, done_bytes: int, all_bytes: int) -> None:
-        """Progress of copying: a line that is kept up to date on a terminal, one now and then elsewhere."""
+        """Show progress of copying: a status line on a terminal, otherwise a line every 30 s."""
         passed = time.monotonic() - self._began
         rate = f", {bytes_text(int(done_bytes / passed))}/s" if passed > 1 else ""
         self._say(
@@ -165,11 +177,11 @@ class Work:
         )
 
     def tell(self, what: str, done: int, total: int) -> None:
-        """Progress of looking at copies, likewise."""
+        """Show progress of checking copies, as `report` does."""
         self._say(f"{what} {done:,} of {count_text(total, 'copy', 'copies')}")
 
     def checks(self, jobs: int, location: Sequence[str] | None = None) -> CheckSettings:
-        """How copies are checked, those in further places too."""
+        """Return settings for checking copies, including those in further locations."""
         more = tuple(map(LocationRecord.parse, location or ()))
         check_all = spread_checks(self.engine)
         return CheckSettings(locations=more, pace=self.pace, jobs=jobs, check_all=check_all, report=self.tell)
@@ -190,7 +202,7 @@ class Work:
 
 @contextlib.contextmanager
 def running(bandwidth: str | None = None, between: str | None = None) -> Iterator[Work]:
-    """Work that can be seen and interrupted."""
+    """Yield a `Work` that shows progress and stops on an interrupt."""
     work = Work(bandwidth, between)
     try:
         yield work
@@ -208,7 +220,7 @@ _UNKNOWN_BYTES = 2**20
 
 
 class _Tasks(NamedTuple):
-    """Checks or copies that one worker makes, numbered; small ones together, so that handing them over costs little."""
+    """Numbered checks or copies of one engine task."""
 
     tasks: tuple[tuple[int, CopyCheck | CopyTask], ...]
 
@@ -230,7 +242,7 @@ def _grouped(tasks: Iterable[tuple[int, CopyCheck | CopyTask]]) -> Iterator[_Tas
 
 
 class CopyWorker:
-    """Makes checks and copies; see `building.engines.Worker`."""
+    """Worker of an engine that checks and copies objects; see `building.engines.Worker`."""
 
     def __init__(self) -> None:
         self._seen: dict[str, str] = {}
@@ -239,7 +251,7 @@ class CopyWorker:
         """Nothing is kept open."""
 
     def work(self, item: _Tasks, report: Report) -> list[tuple[int, Any]]:
-        """What came of each, by its number: a `CheckResult`, or what `copy_task` gives."""
+        """Return (number, result) of each task: a `CheckResult`, or the result of `copy_task`."""
         return [(number, self._done(task, report)) for number, task in item.tasks]
 
     def _done(self, task: CopyCheck | CopyTask, report: Report) -> CheckResult | int | ShardkitError:
@@ -257,7 +269,7 @@ class CopyWorker:
         return found
 
     def _problem(self, store: Store) -> str:
-        """Why nothing can be said of a location from this machine; empty where it is seen."""
+        """Return why this machine cannot access a location, or an empty string if it can."""
         if store.url not in self._seen:
             try:
                 found = store.head(IDENTITY_NAME)
@@ -269,13 +281,13 @@ class CopyWorker:
 
 
 def _spread(engine: Engine, tasks: Iterable[tuple[int, CopyCheck | CopyTask]]) -> Iterator[tuple[int, Any]]:
-    """What came of each task, by its number, as it comes; progress is told by the one who asks, copy by copy."""
+    """Yield (number, result) of each task in order of completion. The caller reports progress."""
     for outcomes in engine.run(CopyWorker, _grouped(tasks), lambda _rows, _size: None):
         yield from outcomes
 
 
 def spread_checks(engine: Engine | None) -> CheckAll | None:
-    """Makes checks on an engine that has been entered; None without one."""
+    """Return a function that makes checks on a started engine, or None without an engine."""
     if engine is None:
         return None
 
@@ -284,7 +296,7 @@ def spread_checks(engine: Engine | None) -> CheckAll | None:
         wanted = 0
         for number, found in _spread(engine, enumerate(checks)):
             waiting[number] = found
-            while wanted in waiting:  # the caller wants them in order
+            while wanted in waiting:  # results are yielded in order
                 yield waiting.pop(wanted)
                 wanted += 1
 
@@ -292,7 +304,7 @@ def spread_checks(engine: Engine | None) -> CheckAll | None:
 
 
 def spread_copies(engine: Engine | None) -> CopyAll | None:
-    """Makes copies on an engine that has been entered; None without one."""
+    """Return a function that makes copies on a started engine, or None without an engine."""
     return None if engine is None else functools.partial(_spread, engine)
 
 
@@ -300,11 +312,15 @@ def spread_copies(engine: Engine | None) -> CopyAll | None:
 def copying(
     engine: EngineName, address: str | None, jobs: int | None, bandwidth: str | None, between: str | None
 ) -> Iterator[Work]:
-    """Work on copies that can be seen and interrupted, by an engine or by threads of this process."""
+    """Yield a `Work` for copies, done by an engine or by threads of this process.
+
+    Raises:
+        ConfigurationError: the options do not fit the engine.
+    """
     with running(bandwidth, between) as work, contextlib.ExitStack() as stack:
         if engine == "local":
             if address is not None:
-                open_engine("local", None, address)  # says what is wrong with it
+                open_engine("local", None, address)  # raises: a local engine has no address
         elif bandwidth is not None or between is not None:
             raise ConfigurationError(
                 "--bandwidth and --between hold for the threads of one machine; leave them out with --engine ray, or "

@@ -1,4 +1,4 @@
-"""Help as a page that a person can read: usage, what it does, options by topic, an example; at most 100 columns."""
+"""Format help pages: usage, description, options by topic and an example, in at most 100 columns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Final
 from typer.core import TyperCommand, TyperGroup
 
 FIRST_CONTACT_S: Final = 6.0
-"""Seconds that commands wait for a store that has not answered once."""
+"""Default number of seconds to wait for the first answer of a store."""
 
 _OF_ALL_COMMANDS: Final = (
     "--timeout SECONDS",
@@ -21,7 +21,7 @@ _TERM_WIDEST = 28
 
 
 class CommandPage(TyperCommand):
-    """A subcommand with such a page."""
+    """A subcommand with a help page."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the page; called by typer for ``--help``."""
@@ -49,7 +49,7 @@ class GroupPage(TyperGroup):
     """The overview of all commands, grouped by task."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the page; called by typer for ``--help`` and for no command at all."""
+        """Write the page; called by typer for ``--help`` and if no command is given."""
         panels: dict[str, list[tuple[str, str]]] = {}
         widest = max((len(name) for name in self.commands), default=0)
         for name, command in self.commands.items():
@@ -71,7 +71,7 @@ def _write(
     sections: Sequence[tuple[str, Sequence[tuple[str, str]]]],
     end: str = "",
 ) -> None:
-    """Usage, the paragraphs of a docstring, terms by topic, and the example that the docstring ends with."""
+    """Write the usage, the docstring's paragraphs, the terms by topic, and the docstring's final example."""
     text, _, example = inspect.cleandoc(said or "").partition("\n\nExample: ")
     formatter.width = min(_WIDEST, shutil.get_terminal_size().columns) - 1
     formatter.write(f"{usage}\n\n")

@@ -1,4 +1,4 @@
-"""Which packages are installed here."""
+"""Find installed packages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib import metadata
 
 
 def installed(packages: Iterable[str]) -> dict[str, str]:
-    """Package → version, of those that are installed."""
+    """Return the versions of the given packages that are installed, by name."""
     found = {}
     for name in packages:
         with contextlib.suppress(metadata.PackageNotFoundError):

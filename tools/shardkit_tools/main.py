@@ -1,6 +1,6 @@
-"""The `shardkit` command: which subcommands there are, and what becomes of errors.
+"""The `shardkit` command: the list of subcommands, and error handling.
 
-Exit codes are those of `shardkit.exit_codes`. Only what shardkit did not raise on purpose shows a traceback.
+`shardkit.exit_codes` defines the exit codes. Only unexpected errors show a traceback.
 """
 
 from __future__ import annotations
@@ -39,11 +39,13 @@ COMMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Watch a run", ("top", "dashboard")),
     ("Size it, tune it", ("tune", "simulate")),
 )
-"""Headings and the modules of `shardkit_tools.commands` below them; each holds a function of the module's name,
-and `group` where it has commands of its own."""
+"""Headings of the overview and their modules of `shardkit_tools.commands`.
+
+A module holds a function of the same name or, if it has subcommands, a typer app `group`.
+"""
 
 CHECKS = ("verify", "scrub", "repair", "audit")
-"""Commands that answer whether something is sound: what they cannot reach is unchecked, not a failure of theirs."""
+"""Commands that check data. If they cannot reach the data, the result is "could not check", not a failure."""
 
 _INTRODUCTION = """Sharded, checksummed training data, from source files to optimizer step.
 
@@ -57,7 +59,7 @@ Example: shardkit build photos/ data/cats --stratify label && shardkit show data
 
 
 class _Program(GroupPage):
-    """All commands. Reports interrupts, which typer would not."""
+    """All commands. Reports interrupts, which typer does not."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command; called by typer."""
@@ -66,13 +68,17 @@ class _Program(GroupPage):
         except KeyboardInterrupt as interrupt:
             _fail(str(interrupt) or "interrupted", exit_code(interrupt))
         except BrokenPipeError:
-            # Whoever read our output has gone. Python would complain once more when it flushes at exit.
+            # The reader of stdout closed the pipe. /dev/null prevents a second error at the flush on exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(141) from None
 
 
 def make_app(only: str | None = None) -> typer.Typer:
-    """The command line as a typer app."""
+    """Return the command line as a typer app.
+
+    Args:
+        only: the only subcommand to import and include; by default, all.
+    """
     app = typer.Typer(
         name="shardkit",
         help=_INTRODUCTION,
@@ -95,7 +101,7 @@ def make_app(only: str | None = None) -> typer.Typer:
 
 
 def _overview_app() -> typer.Typer:
-    """The command line with the summary of every command and none of their code."""
+    """Return the command line with the help of every command, without importing their modules."""
     app = make_app("")
     for heading, names in COMMANDS:
         for name in names:
@@ -104,7 +110,10 @@ def _overview_app() -> typer.Typer:
 
 
 def _docstring(name: str) -> str:
-    """The help of a command, out of its compiled module: importing all of them takes numpy, pyarrow and seconds."""
+    """Return the help of a command from its compiled code.
+
+    Importing all commands would load numpy and pyarrow and take seconds.
+    """
     module = f"shardkit_tools.commands.{name}"
     loader = getattr(importlib.util.find_spec(module), "loader", None)
     assert isinstance(loader, InspectLoader), "a command is a module"
@@ -118,7 +127,7 @@ def _overview(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version of shardkit.")] = False,
 ) -> None:
-    """Show the page of all commands when none is given."""
+    """Show the overview if no command is given."""
     if version:
         typer.echo(f"shardkit {shardkit.__version__}")
     elif context.invoked_subcommand is None:
@@ -129,12 +138,16 @@ _overview.__doc__ = _INTRODUCTION
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
-    """Entry point of the `shardkit` command; ends the process."""
+    """Run the `shardkit` command and end the process with its exit code.
+
+    Args:
+        arguments: arguments of the command; by default ``sys.argv[1:]``.
+    """
     given = list(sys.argv[1:] if arguments is None else arguments)
     typed = given
     if (
         "_SHARDKIT_COMPLETE" in os.environ
-    ):  # a shell asks what could follow: bash by one variable, others by another
+    ):  # shell completion: bash sets COMP_WORDS, other shells _TYPER_COMPLETE_ARGS
         typed = (os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS", "")).split()[1:]
     known = {name for _, names in COMMANDS for name in names}
     command = typed[0] if typed and typed[0] in known else None
@@ -143,9 +156,9 @@ def run(arguments: Sequence[str] | None = None) -> None:
         log.addHandler(console.LogHandler())
     try:
         for number, argument in enumerate(given, 1):
-            refuse_credentials(argument, f"argument {number}")  # it is printed or recorded
+            refuse_credentials(argument, f"argument {number}")  # arguments are printed and recorded
         given = _take_timeout(given)
-        # Without a command the overview is asked for; for a wrong one typer lists those that exist.
+        # Without a command the overview is shown. For an unknown command typer lists the known ones.
         is_overview = command is None and (not given or given[0].startswith("-"))
         (_overview_app() if is_overview else make_app(command))(given)
     except KeyboardInterrupt as interrupt:
@@ -171,7 +184,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
 
 
 def _take_timeout(given: list[str]) -> list[str]:
-    """Apply ``--timeout SECONDS``, which all commands have, and return the other arguments."""
+    """Apply the option ``--timeout SECONDS`` of all commands and return the other arguments."""
     FIRST_CONTACT.limit_s = FIRST_CONTACT_S
     for place, argument in enumerate(given):
         if argument == "--":
@@ -192,6 +205,6 @@ def _fail(message: str, code: int) -> NoReturn:
     sys.stdout.flush()
     lines = "\n".join(
         clean(line) for line in hide_credentials(message).split("\n")
-    )  # names and values of strangers are in it
+    )  # the message contains untrusted names and values
     sys.stderr.write(f"shardkit: {lines}\n")
     raise SystemExit(code)

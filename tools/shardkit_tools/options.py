@@ -1,4 +1,4 @@
-"""How options are declared, and those that several commands take, each declared once."""
+"""Helpers that declare options, and the options shared by several commands."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 
 
 def option(shown: str, text: str, panel: str | None = None, **more: Any) -> Any:
-    """An option for `Annotated`, its names and value as its help shows them: ``option("--out -o FILE", "…")``."""
+    """Return an option for `Annotated` from its help form, such as ``option("--out -o FILE", "…")``."""
     words = shown.split()
     names = [word for word in words if word.startswith("-")]
     metavar = " ".join(words[len(names) :]) or None
@@ -20,7 +20,7 @@ def option(shown: str, text: str, panel: str | None = None, **more: Any) -> Any:
 
 
 def argument(shown: str, text: str, **more: Any) -> Any:
-    """An argument for `Annotated`: ``argument("ROOT[@REF]", "…")``."""
+    """Return an argument for `Annotated`, such as ``argument("ROOT[@REF]", "…")``."""
     return typer.Argument(metavar=shown, help=text, **more)
 
 
@@ -34,7 +34,7 @@ JsonFlag = Annotated[bool, option("--json", "Print one JSON document.")]
 EngineName = Literal["local", "ray"]
 ShardFormat = Literal["tar", "arrow"]
 
-# ---- The version that a command is about, and its commit
+# ---- Dataset versions and commits
 
 RootArgument = Annotated[str, argument("ROOT", "The dataset's root, not a copy of it.")]
 VersionArgument = Annotated[str, argument("ROOT[@REF]", "The version; without @REF: main.")]
@@ -45,7 +45,7 @@ ReplaceOption = Annotated[
     bool, _VERSION("--replace", "Even if the ref names samples of another schema, or was moved meanwhile.")
 ]
 
-# ---- Settings of a version (`VersionSettings`); the default depends on the command
+# ---- Settings of a version (`VersionSettings`). The default depends on the command.
 
 SCHEMA = option("--schema FIELD=TYPE", "FIELD=TYPE instead of the inferred type; may be repeated.", "Source")
 STRATIFY = _VERSION("--stratify FIELD", "Balance batches by this field; may be repeated.")
@@ -66,7 +66,7 @@ BLOCK_SIZE = _SHARDS(
 SEED = _SHARDS("--seed", "Of the shuffle.")
 SHUFFLE = _SHARDS("--shuffle/--no-shuffle", "Mix the samples, or keep the source's order in a stratum.")
 
-# ---- Where copies go, and what a commit waits for
+# ---- Locations and policy of copies
 
 LocationOption = Annotated[
     list[str] | None,
@@ -100,7 +100,7 @@ FurtherLocationOption = Annotated[
     ),
 ]
 
-# ---- How the work is done
+# ---- Execution
 
 EngineOption = Annotated[
     EngineName, _RUNNING("--engine local|ray", "This machine, or a Ray cluster; the result is the same.")
@@ -130,6 +130,6 @@ BetweenOption = Annotated[
 
 
 def settings_for(function: Callable[..., object], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a command that a function takes under the same name."""
+    """Return the options of a command that are parameters of a function."""
     wanted = inspect.signature(function).parameters
     return {name: value for name, value in given.items() if name in wanted}

@@ -1,6 +1,6 @@
-"""Lists of keys, values and sample numbers: on the command line, or in text files with one a line.
+"""Read lists of keys, values or sample numbers from the command line or from text files, one per line.
 
-One reader for all commands. `shardkit.dataset.lookups.list_samples` decides which samples a list names.
+All commands use this reader. `shardkit.dataset.lookups.list_samples` finds the samples that a list names.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ AbsentOption = Annotated[
 
 
 def read_values(path: Path, *, may_be_empty: bool = False, quoted: bool = False) -> list[str]:
-    """Return the values of a text file, one a line.
+    """Return the values of a text file, one per line.
 
-    The file is UTF-8, with or without a byte order mark. Empty lines are skipped. Lines with control characters,
-    blanks or quotes at an end are refused, since nobody can say whether these belong to the value.
+    The file is UTF-8, with or without a byte order mark. Empty lines are skipped. Lines with control characters, or
+    with blanks or quotes at either end, are refused, since these may or may not belong to the value.
 
     Args:
         path: path of the file.
-        may_be_empty: a file without values is no error.
-        quoted: values are JSON, in which texts have quotes.
+        may_be_empty: accept a file without values.
+        quoted: values are JSON, so quotes are allowed.
 
     Raises:
         SourceError: the file cannot be read, holds no value, or a line is refused.
@@ -64,7 +64,7 @@ def read_values(path: Path, *, may_be_empty: bool = False, quoted: bool = False)
 
 
 def split_values(text: str, name: str) -> list[str]:
-    """Return the values of an option, separated by commas.
+    """Return the comma-separated values of an option.
 
     Raises:
         UsageError: a value is empty, or is refused as in `read_values`.
@@ -95,8 +95,8 @@ def sample_number(dataset: Dataset, text: str, field: str | None = None) -> int:
     """Return the number of the sample that a text names by number or by key.
 
     Raises:
-        AbsentError: there is no such sample.
-        UsageError: it is the number of one sample and the key of another.
+        AbsentError: the dataset has no such sample.
+        UsageError: the text is the number of one sample and the key of another.
     """
     if field is None:
         is_key = len(list_samples(dataset, [text], KEY).samples)

@@ -1,4 +1,4 @@
-"""Versions as commands name and describe them: `ROOT`, `ROOT@REF`, `ROOT@sha256:…`."""
+"""Parse and describe versions in commands: `ROOT`, `ROOT@REF`, `ROOT@sha256:…`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardkit_tools.console import clean, short_id
 
 @dataclass(frozen=True, slots=True)
 class NamedVersion:
-    """A ref or tag, and the commit that gave it its present manifest."""
+    """A ref or tag with its manifest and the commit that set it."""
 
     name: str
     is_tag: bool
@@ -22,13 +22,17 @@ class NamedVersion:
 
 
 def parse_url(url: str) -> tuple[str, str]:
-    """(root, ref) of a version; the ref is ``main`` where none is given."""
+    """Return (root, ref) of a version. The default ref is ``main``."""
     root, ref = parse_dataset_url(url)
     return root, ref or DEFAULT_REF
 
 
 def named_versions(log: Sequence[LogEntry]) -> list[NamedVersion]:
-    """Refs (``main`` first), then tags, as they stand."""
+    """Return the current refs (``main`` first), then the tags.
+
+    Args:
+        log: commits, the newest first.
+    """
     if not log:
         return []
     versions = []
@@ -44,7 +48,7 @@ def named_versions(log: Sequence[LogEntry]) -> list[NamedVersion]:
 
 
 def stratum_label(stratum: Stratum, axes: Sequence[str], classes: Sequence[str]) -> str:
-    """The name of a stratum, with the class name where one of its axes is the label."""
+    """Return the name of a stratum, with the class name if one of its axes is the label."""
     if "label" in axes and classes and len(stratum.values) == len(axes):
         value = stratum.values[list(axes).index("label")]
         if value.isdecimal() and int(value) < len(classes):
@@ -53,12 +57,12 @@ def stratum_label(stratum: Stratum, axes: Sequence[str], classes: Sequence[str])
 
 
 def time_text(time: str) -> str:
-    """A commit's time for people: 2026-11-20 18:44:05."""
+    """Return a commit's time in the form 2026-11-20 18:44:05."""
     return time.replace("T", " ").removesuffix("Z")
 
 
 def moved_facts(moved: Mapping[str, tuple[str | None, str]]) -> list[tuple[str, str]]:
-    """Which refs named another version before, for people."""
+    """Return (name, text) pairs for the refs that named another version before."""
     return [
         (f"moved {name}", f"from {short_id(stood)} to {short_id(now)}")
         for name, (stood, now) in moved.items()
@@ -67,5 +71,5 @@ def moved_facts(moved: Mapping[str, tuple[str | None, str]]) -> list[tuple[str, 
 
 
 def moved_document(moved: Mapping[str, tuple[str | None, str]]) -> dict[str, dict[str, str | None]]:
-    """Which refs moved, for machines; from null: the ref is new."""
+    """Return the moved refs as JSON data: name → {"from", "to"}. A new ref has "from" null."""
     return {name: {"from": stood, "to": now} for name, (stood, now) in moved.items()}

@@ -1,1 +1,1 @@
-"""Looking at a run from outside: all of it is read from the run directory."""
+"""Observe a run from outside the trainer. All data are read from the run directory."""

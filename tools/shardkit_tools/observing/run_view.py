@@ -1,4 +1,4 @@
-"""A run's directory as one document, the same for terminal, page and scripts; its events as lines for people."""
+"""Summarise a run directory as one document for terminal, web page and scripts; describe events as text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LONGEST: Final = 60
 
 
 def view_run(run: Path) -> dict[str, Any]:
-    """The summary of a run as it is now, with its name, its last loss and what run.json says."""
+    """Return the current summary of a run, with its name, last loss, and identifiers from run.json."""
     check_run(run)
     settings = run_settings(run)
     software = settings.get("software")
@@ -39,7 +39,7 @@ def view_run(run: Path) -> dict[str, Any]:
 
 
 def run_settings(run: Path) -> dict[str, Any]:
-    """What run.json says; empty where there is none, or none that can be read."""
+    """Return the contents of run.json; empty if it is missing or unreadable."""
     try:
         path = run / "run.json"
         found = json.loads(path.read_bytes()) if path.stat().st_size < _MAX_RUN_JSON else {}
@@ -49,12 +49,12 @@ def run_settings(run: Path) -> dict[str, Any]:
 
 
 def clock_text(seconds: float) -> str:
-    """Local time of day."""
+    """Return the local time of day, HH:MM:SS, of a time in seconds since 1970."""
     return time.strftime("%H:%M:%S", time.localtime(seconds))
 
 
 def anomaly_text(anomaly: Mapping[str, Any]) -> str:
-    """What was found, in a sentence: ``rank 1 takes 12.1 ms per cell, the others 5.0 ms (2.4 times)``."""
+    """Return a sentence on an anomaly, such as ``rank 1 has made no step for 30 s, at step 7``."""
     found = anomaly.get("evidence")
     evidence: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
     who = f"rank {anomaly.get('rank')}"
@@ -85,7 +85,7 @@ def _sentence(kind: str, who: str, evidence: Mapping[str, Any]) -> str:
 
 
 def event_text(event: Mapping[str, Any]) -> str:
-    """The details of an event on one line, nothing unprintable."""
+    """Return the details of an event on one line of printable text."""
     if event.get("event") == "anomaly":
         kind, action = (clean(str(event.get(name))) for name in ("anomaly", "action"))
         return f"{kind}: {anomaly_text(event)} → {action}"
