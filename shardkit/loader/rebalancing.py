@@ -1,7 +1,7 @@
-"""Lanes that move between ranks while a run goes on: telemetry, decisions, their effect at a named step (SPEC.md §8).
+"""Movement of lanes between ranks during a run: telemetry, decisions, and lanes from a given step on (SPEC.md §8).
 
-Ranks talk through the process group's store, not by collectives: one small write every `every` steps, one small read a
-few steps later. What moves is decided by `shardkit.plan.assignment`, a pure function.
+Ranks communicate through the process group's store, without collectives: one small write every `every` steps and one
+small read a few steps later. The pure function `shardkit.plan.assignment.rebalance` makes the decisions.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ Record = Callable[..., None]
 
 @dataclass(frozen=True, kw_only=True)
 class Rebalancing:
-    """What ``rebalance=True`` stands for.
+    """Settings of rebalancing; ``rebalance=True`` stands for the defaults.
 
     Attributes:
-        every: steps between two looks at the telemetry; each uses that many steps at most.
-        rules: when to act.
-        store: a torch store that all ranks share and nothing else uses; by default a part of the process group's.
-        timeout_s: how long a rank waits for what the leader has decided; no wait where ranks train in step.
+        every: steps between two evaluations of the telemetry; each evaluates at most that many steps.
+        rules: conditions for moving lanes.
+        store: torch store that all ranks share and nothing else uses; by default a prefix of the process group's store.
+        timeout_s: seconds that a rank waits for a decision of the leader. Ranks that train in step do not wait.
     """
 
     every: int = 16
@@ -55,15 +55,19 @@ class Rebalancing:
 
 
 class Rebalancer:
-    """One rank's part: says how long its cells take, hears which lanes are its own.
+    """One rank's part of rebalancing: it publishes its cell times and reads which lanes it works.
 
     Args:
-        settings: with a store.
-        rank: in the data-parallel world.
-        dealt: lanes at first, and what lies where.
-        leads: this process decides; one of all.
-        record: journals a decision, before it is published: called with (step, details).
-        clock: seconds.
+        settings: settings with a store.
+        rank: data-parallel rank.
+        dealt: lanes at the start, and bytes stored on each node.
+        leads: True on the one process that decides.
+        record: called with (step, **details) to journal a decision before it is published.
+        prefix: prefix of all keys in the store.
+        clock: returns the time in seconds.
+
+    Attributes:
+        moves: number of decisions that this rank has applied.
     """
 
     def __init__(
@@ -82,20 +86,20 @@ class Rebalancer:
         self._dealt, self._world = dealt.assignment, dealt.assignment.ranks
         self._node = dealt.nodes[rank] if dealt.nodes else platform.node()
         self._nearby = dealt.nearby
-        self._loop = 0  # how often the steps did not go on where they had stopped
+        self._loop = 0  # number of seeks to another step; part of the keys
         self._next = 0
         self._begin(0)
 
     def _begin(self, step: int) -> None:
-        """The lanes of the start, no telemetry, no decision: the same on every rank, whatever was heard before."""
+        """Restore the lanes of the start and forget telemetry and decisions, in the same way on every rank."""
         self._first = step
         self._start = self._current = self._dealt
-        self._journal: list[Decision] = []  # the leader's; others know what is in force
+        self._journal: list[Decision] = []  # decisions made; only on the leader
         self.moves = 0
         self._forget()
 
     def _forget(self) -> None:
-        """Telemetry is of the lanes that a rank has now."""
+        """Clear the telemetry, which describes only the rank's present lanes."""
         kept = self._settings.every
         self._compute: deque[float] = deque(maxlen=kept)
         self._wait: deque[float] = deque(maxlen=kept)
@@ -106,25 +110,28 @@ class Rebalancer:
     # ---- what the loader calls
 
     def seek(self, step: int) -> None:
-        """Steps go on at `step`: where they had stopped, else with the lanes of the start."""
+        """Continue at `step`; if it is not the next step, restore the lanes of the start."""
         if step != self._next:
             self._loop += 1
             self._next = step
             self._begin(step)
 
     def lanes_now(self) -> list[int]:
-        """The own lanes of the last step that was asked for."""
+        """Return this rank's lanes at the last step passed to `lanes_at`."""
         return list(self._current.lanes_of(self._rank))
 
     def lanes_ahead(self, step: int) -> list[int]:
-        """The own lanes at a step that is handed out next, or begins the next loop; changes nothing."""
+        """Return this rank's lanes at the next step, or at the first step of the next loop, without side effects."""
         if step != self._next:
             return list(self._dealt.lanes_of(self._rank))
         moved = self._decided(step)
         return self.lanes_now() if moved is None else list(moved.lanes_of(self._rank))
 
     def lanes_at(self, step: int) -> list[int]:
-        """The own lanes at a step that is about to be handed out; called for every step, in order."""
+        """Apply decisions, publish telemetry and return this rank's lanes at `step`.
+
+        Called for every step in order, before it is handed out.
+        """
         every = self._settings.every
         moved = self._decided(step)
         if moved is not None:
@@ -139,16 +146,16 @@ class Rebalancer:
         return self.lanes_now()
 
     def handed_out(self, cells: int, waited_s: float) -> None:
-        """The trainer gets a step of so many cells, for which it has waited so long."""
+        """Note that the trainer gets a step of `cells` cells after waiting `waited_s` seconds."""
         self._cells, self._waited, self._computed = cells, waited_s, None
         self._handed_at = self._clock()
 
     def computed(self, seconds: float | None = None) -> None:
-        """This rank has computed what is its own of the step: now, or in so many seconds."""
+        """Note that this rank has computed its part of the step, now or in `seconds`."""
         self._computed = self._clock() - self._handed_at if seconds is None else seconds
 
     def came_back(self) -> None:
-        """The trainer asks for the next step."""
+        """Record the times of the last step; called when the trainer requests the next one."""
         if self._cells and self._computed is not None:
             self._compute.append(self._computed / self._cells)
             self._wait.append(self._waited / self._cells)
@@ -175,7 +182,7 @@ class Rebalancer:
             self._settings.store.set(self._key("telemetry", self._rank), json.dumps(told))
 
     def _decide(self, step: int) -> None:
-        """Leader: what changes `lead` steps from here; an empty decision is published too."""
+        """Publish the leader's decision for step + lead, also if nothing changes."""
         decision = self._decision(step)
         text = ""
         if decision is not None:
@@ -213,7 +220,7 @@ class Rebalancer:
         )
 
     def _telemetry(self) -> list[dict[str, Any]] | None:
-        """What every rank said of the lanes that it has now; None while one of them has not."""
+        """Return the telemetry of all ranks for their present lanes; None if a rank has not published it."""
         store = self._settings.store
         keys = [self._key("telemetry", rank) for rank in range(self._world)]
         if not store.check(keys):
@@ -223,7 +230,11 @@ class Rebalancer:
         return told if all(one["moves"] == self.moves for one in told) else None
 
     def _decided(self, step: int) -> Assignment | None:
-        """What the leader has decided to begin with at `step`; None: nothing changes there."""
+        """Return the assignment that takes effect at `step`; None if nothing changes.
+
+        Raises:
+            RunError: the leader has not published its decision in time.
+        """
         asked = step - self._settings.rules.lead
         if asked < self._first or asked % self._settings.every:
             return None
@@ -245,9 +256,9 @@ class Rebalancer:
 def make_rebalancer(
     settings: Rebalancing | None, *, rank: int, dealt: Dealt, record: Record
 ) -> Rebalancer | None:
-    """A rebalancer on the given store, or on the process group's; None where there is nothing to move.
+    """Return a rebalancer on the given store or on the process group's; None without settings or other ranks.
 
-    Processes make their loaders in the same order, as for the comparison at the start.
+    All processes must make their loaders in the same order, as for the comparison at the start.
     """
     world = dealt.assignment.ranks
     if settings is None or world == 1:
@@ -264,6 +275,6 @@ def make_rebalancer(
     shared = Rebalancing(
         every=settings.every, rules=settings.rules, store=store, timeout_s=settings.timeout_s
     )
-    # ranks that share a data-parallel coordinate each keep a rebalancer; one process of all decides
+    # each of the ranks of one data-parallel coordinate has a rebalancer; a single process decides
     return Rebalancer(shared, rank=rank, dealt=dealt, leads=distributed.get_rank() == 0, record=record,
                       prefix=f"shardkit/rebalance/{next(_numbers)}/")  # fmt: skip

@@ -1,4 +1,4 @@
-"""Blocks that come over a network, for one loader in one process: the cache, reading ahead, events to the run."""
+"""Blocks read over a network by one loader in one process: cache, reading ahead, and events for the run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Int64s = NDArray[np.int64]
 _GROUP_ROWS: Final = 65536
 _AHEAD_BYTES: Final = 256 << 20
 _AHEAD_THREADS: Final = 16
-_HORIZON_LOOPS: Final = 2  # what the cache knows of the future: the rest of this loop and the next
+_HORIZON_LOOPS: Final = 2  # future uses known to the cache: the rest of this loop and the next loop
 _SHARE_OF_DISK: Final = 0.8
 _JOURNALED: Final = {
     "failovers": "failover",
@@ -49,19 +49,20 @@ _JOURNALED: Final = {
     "circuit_opened": "location_lost",
     "circuit_closed": "location_back",
 }
-_STEPS: Final = 64  # between two entries of one kind and location
+_STEPS: Final = 64  # steps between two journal entries of one kind and location
 
 
 class RemoteBlocks:
-    """What a loader needs beside its threads where blocks may come over a network.
+    """Network reads of a loader: a reader through the cache, reading ahead, and events.
 
     Args:
-        setup: of the loader.
-        memory: bytes of its window; a part of that is read ahead.
+        setup: setup of the loader.
+        memory: bytes of its window; up to a quarter as much is read ahead.
 
     Attributes:
-        reader: gives the same blocks as the dataset's, through the cache.
-        journaled: what the ledger should know of these reads.
+        reader: reads the dataset's blocks through the cache.
+        supply: the cache, and the threads that read ahead.
+        journaled: read events that are recorded in the ledger.
     """
 
     def __init__(self, setup: LoaderSetup, memory: int) -> None:
@@ -86,7 +87,7 @@ class RemoteBlocks:
         self._listen(setup.events, config.run)
 
     def _nearby(self, holders: Holders) -> NearbyCaches:
-        """The caches of other nodes, asked for blocks of the lanes that they are known to have."""
+        """Return a client for the caches of other nodes, which asks a cache only for blocks of lanes that it holds."""
         plan, rows = self._plan, self._rows
         lane_of = LaneOfBlock(plan.population, plan.lanes, rows.segment_blocks)
 
@@ -102,7 +103,7 @@ class RemoteBlocks:
             self.journaled.note(event)
 
         def attest(found: Attestation) -> None:
-            if run is not None:  # a reader need not have the right to write the root: a repair reads it here
+            if run is not None:  # kept in the run for a repair: a reader may lack write access to the root
                 with contextlib.suppress(ShardkitError):
                     LocalStore(run).put_new(found.new_name(), found.to_bytes())
 
@@ -111,7 +112,7 @@ class RemoteBlocks:
             store.listen(events=record, attest=None if healing or run is None else attest)
 
     def start(self, step: int, lanes: list[int], is_loaded: Callable[[int], bool]) -> None:
-        """Read ahead for these lanes from `step` on, what is not `is_loaded` (dataset-wide block number) in memory."""
+        """Read ahead for these lanes from `step` on; blocks for which `is_loaded(block)` is True are skipped."""
         self._lanes = lanes
         reader, rows = self.reader, self._rows
         shards = rows.shard_first_block
@@ -132,19 +133,19 @@ class RemoteBlocks:
         self.supply.follow(self._uses, request, places, step=step, horizon=horizon)
 
     def _is_far(self) -> bool:
-        """Whether any shard is not a local file: a root on a disk may have copies, and need none of them."""
+        """Return True if any shard is not a local file; a local root with copies elsewhere may need none of them."""
         if any(store.local_path("shardkit.json") is None for store in self.reader.stores):
             return True
         return not all(self.reader.has_file(shard) for shard in range(len(self._rows.shard_first_block) - 1))
 
     @property
     def location_names(self) -> list[str]:
-        """Of all locations that blocks may come from, without repetition."""
+        """Distinct names of all locations that blocks may come from."""
         return list(dict.fromkeys(location.name for store in self._stores for location in store.locations))
 
     @property
     def hedge(self) -> bool:
-        """Whether a late answer is asked for a second time."""
+        """True if a late request is sent a second time."""
         return any(store.path.settings.hedge for store in self._stores)
 
     @hedge.setter
@@ -153,7 +154,7 @@ class RemoteBlocks:
             store.path.settings = replace(store.path.settings, hedge=on)
 
     def location(self, name: str) -> tuple[int, bool]:
-        """Rank of a location, and whether it is off."""
+        """Return the rank of a location, and True if it is off."""
         return next(
             store.path.tuned(name)
             for store in self._stores
@@ -161,12 +162,12 @@ class RemoteBlocks:
         )
 
     def tune_location(self, name: str, *, rank: int | None = None, off: bool | None = None) -> None:
-        """Change either, from the next read on."""
+        """Change the rank of a location, or turn it off or on, from the next read on."""
         for store in self._stores:
             store.path.tune(name, rank=rank, off=off)
 
     def stats(self) -> dict[str, float]:
-        """Counters of all reads over the network of this process, and of the cache; for `Loader.stats`."""
+        """Return counters of this process's network reads and of the cache, for `Loader.stats`."""
         found: Counter[str] = Counter()
         for counted in {
             id(one): one for one in (self._read_events, *(store.read_events for store in self._stores))
@@ -181,9 +182,9 @@ class RemoteBlocks:
             store.listen()
 
     def _uses(self, first: int) -> Iterator[tuple[Int64s, Int64s]]:
-        """Runs of (step, block): each block at the first step that needs it, in that order.
+        """Yield arrays of steps and blocks: each block at the first step that needs it, in that order.
 
-        A block that the run of steps before needed too is in memory still, and is not needed anew.
+        Blocks of the previous group of steps are left out, because they are still in memory.
         """
         if not self._is_far():
             return
@@ -207,15 +208,15 @@ class RemoteBlocks:
 
 
 class JournaledEvents:
-    """Counts events by kind and location; `flush` journals the first at once, the following ones by the dozen."""
+    """Counts read events by kind and location; `flush` journals the first at once and later ones in batches."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # events come from the threads that read
+        self._lock = threading.Lock()  # events come from several reading threads
         self._waiting: dict[tuple[str, str], tuple[int, str]] = {}  # count, the first object
         self._written: dict[tuple[str, str], int] = {}
 
     def note(self, event: ReadEvent) -> None:
-        """Remember an event."""
+        """Count an event."""
         kind = _JOURNALED.get(event.kind)
         if kind is None:
             return
@@ -225,7 +226,7 @@ class JournaledEvents:
             self._waiting[key] = (count + 1, what)
 
     def flush(self, step: int, journal: Journal, *, everything: bool = False) -> None:
-        """Journal what waits and is due, as of `step`."""
+        """Journal pending events without an entry in the last 64 steps, or with `everything` all of them."""
         if not self._waiting:
             return
         with self._lock:
@@ -241,7 +242,7 @@ class JournaledEvents:
 
 
 def _default_limit(path: str) -> int:
-    """Most of what the disk has room for; what the cache holds already is part of it."""
+    """Return the default cache size: 80 % of the free bytes of the disk, at least 1 MiB."""
     place = os.path.abspath(path)
     while not os.path.exists(place):
         place = os.path.dirname(place)

@@ -1,4 +1,4 @@
-"""What a loader opens in one process: the window and its threads, the workers, the journal; who says why they stall."""
+"""Resources that a loader opens in one process, and the watchdog that reports stalls."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ __all__ = ["LoaderResources", "Watchdog"]
 
 _ENOUGH_FILES: Final = 4096  # for a training program with its workers, sockets and pipes
 _LOADS_BEFORE_ROOM: Final = 16
-_LOADS_BEFORE_TELLING: Final = 256  # blocks; of fewer nothing can be said
+_LOADS_BEFORE_TELLING: Final = 256  # fewer loads say nothing about the rest of the epoch
 _ROOM_OF_WINDOWS: Final = (
-    1.5  # times what lanes mix at once: windows overlap where one ends and the next begins
+    1.5  # factor over the blocks that lanes mix at once, because consecutive windows overlap
 )
-_OWN_THREADS = "shardkit-"  # how the names of all threads that this library starts begin
+_OWN_THREADS = "shardkit-"  # prefix of the names of all threads that this library starts
 _ROOMY_BYTES = 128 << 20  # below this bound 64 MiB of freed memory are not negligible
 
 
 class LoaderResources:
-    """What a loader opens in one process: the window and its threads, the workers, the journal.
+    """Resources of a loader in one process: the window and its threads, the workers and the journal.
 
     Args:
-        setup: of the loader.
-        memory: bytes that blocks may take, as `LoaderSetup.memory_bound` says.
-        needed: bytes of the windows.
-        function: per row; None where no rows are decoded or transformed.
+        setup: setup of the loader.
+        memory: bytes that blocks may take, from `LoaderSetup.memory_bound`.
+        needed: bytes that the windows of the lanes need.
+        function: function applied to each row; None if no rows are decoded or transformed.
     """
 
     def __init__(
@@ -64,22 +64,22 @@ class LoaderResources:
         plan, sources, config = setup.plan, setup.sources, setup.config
         self.process = os.getpid()
         self._setup, self._function = setup, function
-        self._bound = None if config.memory is None else memory  # that of its user, or later of control.toml
+        self._bound = None if config.memory is None else memory  # set by the user or control.toml
         row_decoders = {} if function is None else function.row_decoders
         self._made_by = {name: one.made_by for name, one in row_decoders.items()}
         self._stages = {start: number for number, (start, _) in enumerate(plan.settings.stages) if number}
-        self.told: set[str] = set()  # of what is said once
+        self.told: set[str] = set()  # names of messages that are given once
         self.remote: RemoteBlocks | None = None
         if _needs_network(sources):
             from shardkit.loader.remote_blocks import RemoteBlocks
 
             self.remote = RemoteBlocks(setup, memory)
-        # What steps do not need any more is kept where it cost a network to have it, or where any step may need it.
+        # Blocks after use are kept up to the bound if they came over a network, or if any step may need them again.
         self._fills = self.remote is not None or plan.settings.shuffle == "full"
         start = memory if self._fills or self._bound is None else needed
         reader = (self.remote or sources).reader
 
-        self.close_pipeline: Callable[[], None] = lambda: None  # the last that was opened
+        self.close_pipeline: Callable[[], None] = lambda: None  # closes the current pipeline
         self.watch: RunWatch | None = None
         self.times: BlockTimes | None = None
         self._memory = BlockMemory(start)
@@ -122,7 +122,7 @@ class LoaderResources:
 
     @property
     def bound(self) -> int:
-        """Bytes that they may ever take, where somebody has set that; else what they may take now."""
+        """Bytes that blocks may ever take, if the user has set it; otherwise `memory`."""
         return self.memory if self._bound is None else self._bound
 
     @bound.setter
@@ -131,14 +131,14 @@ class LoaderResources:
         self.memory = num_bytes if self._fills else min(self.memory, num_bytes)
 
     def note_times(self) -> None:
-        """Tell `times` of what was loaded without the interpreter."""
+        """Pass the durations of loads in the C module to `times`."""
         if self.times is not None:
             self._load.note_times()
 
     def make_room(self, num_bytes: int) -> bool:
-        """Have room for so many bytes and, within the bound, half as many beside them.
+        """Raise `memory` to 1.5 times `num_bytes`, within the bound.
 
-        Returns whether there is more than before.
+        Returns False if it cannot grow or `num_bytes` would exceed the bound.
         """
         room = max(self.memory, num_bytes * 3 // 2)
         if self._bound is not None:
@@ -150,13 +150,13 @@ class LoaderResources:
 
     @property
     def verification_failures(self) -> int:
-        """How many blocks were not what was written."""
+        """Number of blocks that failed verification in all locations."""
         return self._load.verification_failures
 
     def record_step(
         self, one: StepBatches, lanes: Sequence[int], counts: LoaderCounts, *, last: bool
     ) -> None:
-        """Journal a step that is about to be handed out; `last` of its epoch."""
+        """Journal a step that is about to be handed out; `last` says that it is the last one of its epoch."""
         journal, remote = self.journal, self.remote
         if journal is not None:
             journal.record_step(one.step, lanes, one.lane_counts.tolist(), one.samples)
@@ -181,10 +181,10 @@ class LoaderResources:
             from shardkit.ledger import MASKED, SUBSTITUTED
 
             kind = SUBSTITUTED if facts["kind"] == "substitution" else MASKED
-            self.journal.event(kind=kind, **details)  # the audit accounts for it
+            self.journal.event(kind=kind, **details)  # the audit needs it
 
     def row_work(self, allocate: Allocate) -> RowWork | None:
-        """Decoding and transforms for one loop; None where rows are handed out as they are stored.
+        """Return the decoding and transforms of one loop; None if rows are handed out as stored.
 
         `allocate` makes the arrays of batches that decoders write to.
         """
@@ -196,16 +196,16 @@ class LoaderResources:
         return RowWork(self._setup, self._function, workers=self.workers, parts=parts, allocate=allocate)
 
     def _batch_array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-        """Memory of batches that nobody holds any more."""
+        """Allocate an array, preferably in the memory of an earlier batch that is not referenced."""
         taken = self._batch_memory.take(math.prod(shape) * dtype.itemsize)
         array: NDArray[Any] = taken.view(dtype).reshape(shape)
         return array
 
     def close(self) -> None:
-        """End all of it; may be called twice, and in a forked child does nothing."""
+        """Close all resources; may be called twice, and does nothing in a forked child."""
         if self.process != os.getpid():
             return
-        self.close_pipeline()  # while there are threads: the interpreter ends them at exit, whatever locks they hold
+        self.close_pipeline()  # first: its threads must end by themselves, not at exit while they hold locks
         if self.watch is not None:
             self.watch.close()
         if self.remote is not None:
@@ -219,9 +219,9 @@ class LoaderResources:
             self.journal.close()
 
     def close_unwatched(self) -> None:
-        """`close` for a loader that nobody holds any more, on whichever thread that comes to light.
+        """Close the resources of a loader that was garbage-collected, from any thread.
 
-        The collector may run on a thread of the loader's own, and no thread can wait for itself.
+        The collector may run on one of the loader's own threads, which cannot join itself.
         """
         if threading.current_thread().name.startswith(_OWN_THREADS):
             threading.Thread(target=self.close, name="shardkit-close", daemon=True).start()
@@ -230,12 +230,13 @@ class LoaderResources:
 
 
 class Watchdog:
-    """Called by whichever thread has waited too long; costs nothing while nothing stalls.
+    """Reports stalls; called by a thread that has waited too long, so it costs nothing otherwise.
 
     Args:
-        setup, resources: of the loader.
-        lanes: how many of them are loaded.
-        work: knows which batch is being transformed.
+        setup: setup of the loader.
+        resources: open resources of the loader.
+        lanes: number of lanes that are read.
+        work: decoding and transforms, to report the sample being transformed; None without them.
     """
 
     def __init__(
@@ -262,7 +263,7 @@ class Watchdog:
         self._tell(facts)
 
     def over_memory(self, step: int, needed: int) -> None:
-        """A step's blocks alone exceed the memory bound: said once, for it will not be the only one."""
+        """Warn that the blocks of a single step exceed the memory bound; only once, because other steps will too."""
         told, budget = self._resources.told, self._resources.memory
         if "over_memory" in told:
             return
@@ -277,9 +278,9 @@ class Watchdog:
         )
 
     def admitted(self) -> None:
-        """Where a loop loads mostly blocks that it had already, it reads many times what it needs.
+        """Check whether most loads of the epoch are of blocks that were evicted before.
 
-        Windows that nobody bounded get more room. Else it is said, once.
+        If so, memory grows unless the user has bounded it; otherwise a warning is given once.
         """
         resources, settings = self._resources, self._setup.plan.settings
         window, told = resources.window, resources.told
@@ -300,7 +301,7 @@ class Watchdog:
                 'rows of all blocks are mixed with shuffle="full", so that only the whole dataset would do'
             )
         else:
-            # more where there are many strata
+            # many strata need more than the windows
             mixed = self._lanes * settings.window_blocks * window.mean_block()
             needed = max(2 * budget, _ROOM_OF_WINDOWS * mixed)
             advice = (
@@ -338,7 +339,7 @@ class Watchdog:
 
 
 def _needs_network(sources: Sources) -> bool:
-    """Whether blocks may come over a network: from a store that is no folder, or from one of several locations."""
+    """Return True if blocks may come over a network: a store is not a folder, or has several locations."""
     return any(
         isinstance(store, LocatedStore) or store.local_path("shardkit.json") is None
         for store in sources.reader.stores
@@ -346,22 +347,22 @@ def _needs_network(sources: Sources) -> bool:
 
 
 def _seen_from(run: Path, urls: Sequence[str]) -> list[str]:
-    """Where local roots lie, seen from the run directory: they may be moved together; "" for other URLs."""
+    """Return local roots as paths relative to the run directory, as both may be moved together; "" for other URLs."""
     return ["" if "://" in url else os.path.relpath(url, run) for url in urls]
 
 
 def _keep_freed_memory() -> None:
-    """Let glibc keep up to 64 MiB of freed memory instead of giving it back after every batch.
+    """Make glibc keep up to 64 MiB of freed memory instead of returning it after every batch.
 
-    It adapts by itself once a program has freed a mapping of nearly 32 MiB (M_MMAP_THRESHOLD in mallopt(3)); this one
-    is never touched and costs two system calls. Without it each batch of large samples pays a page fault per 4 KiB,
-    a quarter of its time. Other allocators take no notice.
+    glibc raises its thresholds after a program has freed a mapping of nearly 32 MiB (M_MMAP_THRESHOLD in mallopt(3)).
+    The mapping freed here is never touched and costs two system calls. Otherwise a batch of large samples spends a
+    quarter of its time on page faults. Other allocators are not affected.
     """
     np.empty((32 << 20) - (1 << 16), dtype=np.uint8)
 
 
 def _raise_file_limit() -> None:
-    """Let this process open as many files as the system lets it raise its own limit to, if that is few."""
+    """Raise this process's limit of open files to 4,096, or as far as the hard limit allows."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,4 +1,4 @@
-"""Decoding and transforms of a batch, in order, and what becomes of rows that do not decode."""
+"""Decoding and transforms of batches in order, and replacement of rows that do not decode."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from shardkit.loader.transforms import (
 __all__ = ["BegunRows", "RowWork", "open_workers"]
 
 Rows: TypeAlias = list[Mapping[str, Any] | RowFailure]
-"""What became of each row of some."""
+"""Result or failure of each row."""
 
 _ATTEMPTS = 16
 _function: RowFunction | None = None  # of this worker process
@@ -40,32 +40,32 @@ _ALL: Final[Mapping[str, NDArray[Any]]] = {}
 
 
 class BegunRows(NamedTuple):
-    """A batch that is gathered, and whose rows may be in the hands of workers."""
+    """A gathered batch whose rows workers may be decoding."""
 
     fields: dict[str, Any]  # as gathered
-    columns: Mapping[str, Any]  # those of them of which rows are made
+    columns: Mapping[str, Any]  # the gathered columns that rows are made of
     step: int
     samples: NDArray[np.int64]
     slots: NDArray[np.int64]
-    pieces: list[Future[Rows]]  # in order; none where there are no workers
+    pieces: list[Future[Rows]]  # in order; empty without workers
     into: Mapping[str, NDArray[Any]] = _ALL  # arrays of the batch that decoders write their rows to
-    valid: Mapping[str, NDArray[np.bool_]] = _ALL  # optional field → which rows have a value
+    valid: Mapping[str, NDArray[np.bool_]] = _ALL  # optional field → (n,) presence of a value
 
     def give_up(self) -> None:
-        """Begin nothing more; returns once what has begun has ended."""
+        """Cancel the pieces that have not begun and wait for the rest."""
         wait([piece for piece in self.pieces if not piece.cancel()])
 
 
 class RowWork:
-    """Decoding and transforms of one loop: what is done to the rows of a batch after they were gathered.
+    """Decoding and transforms of one loop.
 
-    In two parts, so that workers have the rows of the next batch while one is put together.
+    Work on a batch has two parts, `begin` and `finish`, so that workers decode the next batch while one is assembled.
 
     Args:
-        setup: of the loader; its batch transform runs in the assembling thread.
-        function: per row; None where no rows are decoded or transformed.
-        workers: where `function` runs; None runs it where it is called.
-        parts: into how many pieces a step is cut for them.
+        setup: setup of the loader; its batch transform runs in the assembling thread.
+        function: function applied to each row; None if no rows are decoded or transformed.
+        workers: executor that runs `function`; None runs it in the assembling thread.
+        parts: number of pieces into which a step is split for the workers.
         allocate: makes the arrays that decoders write to.
     """
 
@@ -99,13 +99,10 @@ class RowWork:
         if config.runs_user_code and not config.rows_are_seeded:
             self._watch_rows = GeneratorWatch(self.trainer_waits, TRANSFORM_ADVICE)
         self._watch_batch = GeneratorWatch(self.trainer_waits, BATCH_ADVICE)
-        self.at: tuple[int, int] | None = None  # (step, first sample) under way, for the watchdog
+        self.at: tuple[int, int] | None = None  # (step, first sample) in `finish`, for the watchdog
 
     def steps_ahead(self, rows: int) -> int:
-        """How many steps of so many rows are to be begun beside one that is finished: no worker is left idle.
-
-        0 where there are no workers.
-        """
+        """Return how many steps of `rows` rows to begin ahead so that no worker is idle; 0 without workers."""
         return 0 if self._workers is None else -(-self._parts // max(1, rows))
 
     def begin(
@@ -116,7 +113,7 @@ class RowWork:
         slots: NDArray[np.int64],
         step_rows: int,
     ) -> BegunRows:
-        """Give the rows of a batch to the workers, in pieces of which the whole step makes `parts`."""
+        """Submit the rows of a batch to the workers; a whole step of `step_rows` rows makes `parts` pieces."""
         function = self._function
         if function is None:
             return BegunRows(fields, {}, step, samples, slots, [])
@@ -133,7 +130,7 @@ class RowWork:
         return BegunRows(fields, columns, step, samples, slots, pieces, into)
 
     def finish(self, begun: BegunRows) -> tuple[dict[str, Any], NDArray[np.int64]]:
-        """The batch after decoding and transforms, and the samples it now holds."""
+        """Return the fields of the batch after decoding and transforms, and its (n,) sample numbers."""
         fields, samples, step = begun.fields, begun.samples, begun.step
         self.at = (step, int(samples[0]) if len(samples) else -1)
         valid = np.ones(len(samples), dtype=np.bool_)
@@ -148,7 +145,7 @@ class RowWork:
         return fields, samples
 
     def take_replaced(self) -> list[dict[str, Any]]:
-        """What was replaced or masked since the last call: for the journal, once the step is handed out."""
+        """Return the rows replaced or masked since the last call; they are journaled when the step is handed out."""
         replaced, self._replaced = self._replaced, []
         return replaced
 
@@ -173,7 +170,7 @@ class RowWork:
                 else:
                     samples = samples.copy()
                     samples[position] = sample
-        if begun.into:  # there is no transform: what is written to its place already is not stacked
+        if begun.into:  # fields that decoders have written to the batch are not stacked
             rows = [{n: v for n, v in row.items() if n not in begun.into} for row in rows]  # type: ignore[union-attr]
         done = {**stack_samples(rows), **begun.into}  # type: ignore[arg-type]
         if function.transform:
@@ -237,7 +234,7 @@ class RowWork:
     def _work_one(
         self, function: RowFunction, columns: Mapping[str, Any], step: int, slot: NDArray[np.int64]
     ) -> Rows:
-        """The row of a substitute; where rows are worked by processes, in one of them."""
+        """Work the row of a substitute, in a worker process if rows are worked in processes."""
         if self._workers is None or isinstance(self._workers, ThreadPoolExecutor):
             return function(columns, step, slot, self._cell_size, watch=self._watch_rows)
         try:
@@ -290,9 +287,9 @@ def _worker_died(step: int) -> RunError:
 
 
 def open_workers(kind: Workers, number: int, function: RowFunction) -> Executor:
-    """Threads or spawned processes for `function`.
+    """Return an executor of threads or spawned processes for `function`.
 
-    Processes end with their parent, however it ends: each watches it on a thread.
+    A process watches its parent on a thread and exits when the parent ends, for whatever reason.
     """
     if kind == "threads":
         return ThreadPoolExecutor(number, "shardkit-transform")

@@ -1,4 +1,4 @@
-"""The near future of one rank as data: which rows of which blocks the next steps need. Pure."""
+"""Pure planning of groups of steps for one rank: the rows and blocks that the next steps need."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ __all__ = [
 
 Int64s = NDArray[np.int64]
 
-# Planning costs the same for a group as for a step: as many rows as make it vanish. Few large rows do that too.
+# Planning costs the same for a group as for a step. At these sizes its share of the time is negligible.
 _GROUP_ROWS = 32768
 _GROUP_BYTES = 256 << 20
 _MAX_GROUP_STEPS = 512
 
 LocateRows = Callable[[Int64s], tuple[Int64s, Int64s, Int64s, Int64s]]
-"""Sample numbers → (shard, row, block, row in block); `storage.RowMap.locate`."""
+"""Maps sample numbers to (shard, row, block, row in block), each (n,); `RowMap.locate`."""
 
 
 class StepGroup(NamedTuple):
-    """Some consecutive steps of one rank, worked out at once so that a step costs microseconds.
+    """Consecutive steps of one rank, planned together so that a step costs microseconds.
 
-    Rows of all steps lie end to end; those of step `numbers[i]` are `borders[i]:borders[i + 1]`.
+    Arrays over rows concatenate all steps; the rows of step `numbers[i]` are `borders[i]:borders[i + 1]`.
     """
 
-    numbers: range  # which steps, counted over the whole run
-    samples: Int64s  # (n,) sample numbers; empty slots are gone
-    slots: Int64s  # (n,) lane · cell_size + slot: the place in the grid
+    numbers: range  # the steps, counted over the whole run
+    samples: Int64s  # (n,) sample numbers, without empty slots
+    slots: Int64s  # (n,) places in the grid: lane · cell_size + slot
     lane_counts: Int64s  # (steps, lanes) rows of each cell
     borders: Int64s  # (steps + 1,)
     block_of: Int64s  # (n,) dataset-wide block number
     row: Int64s  # (n,) row inside the block
-    blocks: Int64s  # the distinct blocks, in the order in which steps first need them
+    blocks: Int64s  # (blocks,) distinct block numbers, ordered by first use
     which: Int64s  # (n,) index into `blocks`
-    first: Int64s  # (blocks,) the place in `numbers` of the first step that needs each
-    last: Int64s  # (blocks,) and of the last one
+    first: Int64s  # (blocks,) index in `numbers` of the first step that needs each block
+    last: Int64s  # (blocks,) index of the last step that needs it
 
     def split(self, steps: int) -> tuple[StepGroup, StepGroup | None]:
-        """The first so many steps, at least one, and the others."""
+        """Return the first `steps` steps, and the rest or None."""
         if steps >= len(self.numbers):
             return self, None
         at = int(self.borders[steps])
@@ -63,7 +63,7 @@ class StepGroup(NamedTuple):
 
 
 def plan_group(plan: Plan, locate: LocateRows, lanes: list[int], numbers: range) -> StepGroup:
-    """Work out the steps `numbers` (ascending) for the rank that owns `lanes` (ascending)."""
+    """Plan the steps `numbers` (ascending) of the rank that owns `lanes` (ascending)."""
     cells = _cells(plan, lanes, numbers)  # (steps, lanes, m)
     places = np.broadcast_to(
         np.array(lanes, dtype=np.int64)[:, None] * plan.cell_size + np.arange(plan.cell_size), cells.shape
@@ -77,7 +77,7 @@ def plan_group(plan: Plan, locate: LocateRows, lanes: list[int], numbers: range)
 def group_rows(
     numbers: range, samples: Int64s, slots: Int64s, lane_counts: Int64s, block_of: Int64s, row: Int64s
 ) -> StepGroup:
-    """Steps of which the rows and their places are known; see `StepGroup`."""
+    """Make a group from its rows and their places; see `StepGroup`."""
     borders = np.zeros(len(lane_counts) + 1, dtype=np.int64)
     np.cumsum(lane_counts.sum(axis=1), out=borders[1:])
     blocks, first, last, which = _distinct(block_of)
@@ -92,9 +92,9 @@ def group_rows(
 
 
 def _distinct(values: Int64s) -> tuple[Int64s, Int64s, Int64s, Int64s]:
-    """Distinct values ascending, where each comes first and last, and which of them is at each place.
+    """Return the distinct values (ascending), the first and last index of each, and the inverse indices.
 
-    As `np.unique` of values from 0 to 2**40, in a third of the time: sorting numbers is cheaper than an order of them.
+    Equivalent to `np.unique` for values from 0 to 2**40, in a third of the time: a sort is cheaper than an argsort.
     """
     bits = len(values).bit_length()
     ordered = np.sort(values << bits | np.arange(len(values)))
@@ -107,9 +107,10 @@ def _distinct(values: Int64s) -> tuple[Int64s, Int64s, Int64s, Int64s]:
 
 
 def steps_that_fit(group: StepGroup, sizes: Int64s, held: NDArray[np.bool_], room: int) -> tuple[int, int]:
-    """How many of a group's steps can be worked one after the other within so many bytes, and what the first needs.
+    """Return how many of a group's steps fit into `room` bytes, and the bytes that the first step needs.
 
-    A block takes room from the first step that needs it, or from the beginning where it is held, to the last one.
+    A block takes memory from the first to the last step that needs it; a block that is `held` takes it from the start.
+    At least one step is returned.
     """
     change = np.zeros(len(group.numbers) + 1, dtype=np.int64)
     np.add.at(change, np.where(held, 0, group.first), sizes)
@@ -119,7 +120,10 @@ def steps_that_fit(group: StepGroup, sizes: Int64s, held: NDArray[np.bool_], roo
 
 
 def first_lanes(group: StepGroup, cell_size: int) -> list[int]:
-    """The lane that needs each of `group.blocks` first; lanes share blocks at the borders of their hands only."""
+    """Return the lane that needs each of `group.blocks` first.
+
+    Lanes share blocks only at the boundaries of the plan's hands.
+    """
     first = np.empty(len(group.blocks), dtype=np.int64)
     first[group.which[::-1]] = group.slots[::-1]  # of equal indices the last assignment holds: the first row
     lanes: list[int] = (first // cell_size).tolist()
@@ -133,6 +137,6 @@ def _cells(plan: Plan, lanes: list[int], numbers: range) -> Int64s:
 
 
 def most_steps(rows_per_step: int, bytes_per_step: int) -> int:
-    """How many steps of a rank are planned at once; the first group is one step, each later one four times as long."""
+    """Return the largest number of steps of a group."""
     by_size = min(_GROUP_ROWS // max(1, rows_per_step), _GROUP_BYTES // max(1, bytes_per_step))
     return max(1, min(_MAX_GROUP_STEPS, by_size))

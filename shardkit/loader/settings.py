@@ -1,4 +1,4 @@
-"""Settings of a loader, where its rows come from, and what follows from both."""
+"""Settings of a loader, the sources of its rows, and values derived from both."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 __all__ = ["LoaderConfig", "LoaderSetup", "OnError", "OnStall", "Sources", "Workers"]
 
 Workers: TypeAlias = Literal["threads", "processes"]
-"""What transforms run in."""
+"""Workers that run decoders and transforms."""
 
 OnError: TypeAlias = Literal["raise", "substitute", "mask"]
-"""What becomes of a verified sample that does not decode."""
+"""Treatment of a verified sample that does not decode."""
 
 OnStall: TypeAlias = Callable[[Mapping[str, Any]], None]
-"""Takes what a stall waits for: rank, lane, shard, stage."""
+"""Called with the facts of a stall, such as rank, step, lane, shard and stage."""
 
 _RANGES = {
     "memory": Range(1 << 20, 1 << 50), "cache_size": Range(0, 1 << 60), "threads": Range(1, 4096),
     "prefetch": Range(0, 10**6), "device_prefetch": Range(1, 64), "stride": Range(1, 10**6), "offset": Range(0, 10**6),
 }  # fmt: skip
-"""Of whole numbers that a loader is told."""
+"""Allowed ranges of integer settings."""
 
 _KINDS: Sequence[tuple[str, str, Callable[[Any], bool]]] = [
     *((name, "True or False", lambda value: type(value) is bool) for name in ("by_cell", "uneven", "restart")),
@@ -54,26 +54,26 @@ _KINDS: Sequence[tuple[str, str, Callable[[Any], bool]]] = [
      lambda value: isinstance(value, Assignment) or value in ("near", "fixed")),
     ("rebalance", "True, False or a Rebalancing", lambda value: value is None or isinstance(value, Rebalancing)),
 ]  # fmt: skip
-"""Settings that are no numbers: name, what is expected, and a check."""
+"""Checks of other settings: name, expected value, and a predicate."""
 
-_AHEAD: Final = 0.25  # of the windows, for what comes next
+_AHEAD: Final = 0.25  # share of the windows that is added for the next blocks
 _LEAST: Final = 1 << 20
 _PAGE: Final = 4096
-_WHOLE: Final = 2 << 30  # where rows of all blocks are mixed, and only the whole dataset would do
+_WHOLE: Final = 2 << 30  # default bound if rows of all blocks are mixed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sources:
-    """Where the rows come from: made by `Dataset.loader`."""
+    """Access to a dataset's rows and blocks; made by `Dataset.loader`."""
 
     manifest: str  # "sha256:…"
     schema: Schema  # the stored columns
     rows: RowMap
     reader: BlockReader
-    block_bytes: Callable[[int], int]  # upper bound of a block's raw bytes by dataset-wide number
-    mean_block_bytes: int  # raw, of all blocks
-    row_bytes: Callable[[Sequence[str]], int]  # typical bytes of these fields of a row
-    fetch: Callable[[int], dict[str, Any]]  # one verified sample
+    block_bytes: Callable[[int], int]  # upper bound of a block's raw bytes, by dataset-wide block number
+    mean_block_bytes: int  # mean raw bytes of a block
+    row_bytes: Callable[[Sequence[str]], int]  # typical bytes of the given fields of a row
+    fetch: Callable[[int], dict[str, Any]]  # reads one sample, verified
     describe: Callable[[int], str]  # number, key and source of a sample, for messages
 
 
@@ -89,13 +89,13 @@ class LoaderConfig:
     by_cell: bool = False
     uneven: bool = False
     assignment: Literal["near", "fixed"] | Assignment = "near"
-    store: Any = None  # of torch, in place of the process group's
+    store: Any = None  # torch store used instead of the process group's
     rebalance: Rebalancing | None = None
-    memory: int | None = None  # of the rank; what its windows need where None
+    memory: int | None = None  # bytes per rank; None for what the windows need
     threads: int | None = None
     prefetch: int | None = None
     tensors: bool | None = None
-    device: Any = None  # of torch
+    device: Any = None  # torch device
     device_prefetch: int = 2
     decode: Mapping[str, str | Decoder] = field(default_factory=dict)
     transform: SampleTransform | None = None
@@ -106,33 +106,33 @@ class LoaderConfig:
     on_stall: OnStall | None = None
     run: Path | None = None
     cache: Path | None = None
-    share: bool | str = False  # the cache, with other nodes of the process group; HOST:PORT to listen on
-    cache_size: int | None = None  # bytes; most of the disk's free room where None
-    telemetry: TelemetrySettings | Literal[True] | None = True  # where there is a `run`
-    stride: int = 1  # hand out every stride-th step from the offset-th on: how DataLoader workers share them
+    share: bool | str = False  # serve the cache to other nodes of the job; HOST:PORT to listen on
+    cache_size: int | None = None  # bytes; None for 80 % of the disk's free space
+    telemetry: TelemetrySettings | Literal[True] | None = True  # used only with `run`
+    stride: int = 1  # hand out every stride-th step from the offset-th on, as DataLoader workers do
     offset: int = 0
     fill: Mapping[str, Any] = field(default_factory=dict)
     restart: bool = False  # every loop begins at the start of its epoch
 
     @property
     def num_threads(self) -> int:
-        """Threads that read blocks and work rows: by default one per processor that this process may use, at most 8.
+        """Number of threads that read blocks and work rows; by default one per usable processor, at most 8.
 
-        Not one less: no batch is handed out before the first blocks are loaded, and these threads wait as soon as the
-        window is full.
+        No processor is reserved for the trainer: it waits while the first blocks are loaded, and the threads wait when
+        the window is full.
         """
         usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return self.threads or max(1, min(8, usable))
 
     @property
     def runs_user_code(self) -> bool:
-        """Whether functions of the user work rows."""
+        """True if rows are decoded or transformed by functions of the user."""
         functions = [one for one in self.decode.values() if callable(one) and not isinstance(one, RowDecoder)]
         return self.transform is not None or bool(functions)
 
     @property
     def rows_are_seeded(self) -> bool:
-        """Whether each row has the global generators for itself: in processes, or while the trainer waits for it."""
+        """True if the global generators are seeded for each row: in worker processes, or while the trainer waits."""
         if not self.runs_user_code:
             return False
         return self.workers == "processes" or (self.num_threads == 1 and not self.prefetch)
@@ -171,7 +171,7 @@ class LoaderConfig:
 
 
 def gathered_fields(schema: Schema, config: LoaderConfig) -> list[str]:
-    """Columns that are gathered, in the order asked for; after an optional field its presence column."""
+    """Return the columns to gather in the requested order, with the presence columns of optional fields at the end."""
     fields = list(schema if config.fields is None else config.fields)
     for name in fields:
         if name not in schema:
@@ -184,7 +184,7 @@ def gathered_fields(schema: Schema, config: LoaderConfig) -> list[str]:
 
 
 def first_lanes(plan: Plan, topology: Topology, config: LoaderConfig) -> tuple[Dealt | None, list[int]]:
-    """Fixed shares, None if lanes were chosen, and the lanes of this rank, before ranks talk."""
+    """Return the fixed shares (None if lanes were chosen) and this rank's lanes, without communication."""
     if config.lanes is not None:
         return None, check_chosen(plan.lanes, config.lanes)
     check_shares(plan, topology.world, uneven=config.uneven)
@@ -193,7 +193,7 @@ def first_lanes(plan: Plan, topology: Topology, config: LoaderConfig) -> tuple[D
 
 
 def makes_tensors(config: LoaderConfig) -> bool:
-    """Whether batches hold torch tensors; imports torch if they were asked for before it was imported."""
+    """Return True if batches hold torch tensors; import torch if tensors or a device were requested."""
     wanted = "torch" in sys.modules if config.tensors is None else config.tensors
     if not wanted and config.device is None:
         return False
@@ -209,12 +209,16 @@ def makes_tensors(config: LoaderConfig) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderSetup:
-    """What one loader reads, and how: all that does not change while it lives, shared by its parts.
+    """The constant part of a loader, shared by its components: the data it reads and its settings.
 
     Attributes:
-        fields: stored columns that are gathered, in this order.
-        tensors: whether batches hold torch tensors.
-        missing: what becomes of rows that have no value of a field.
+        plan: assigns samples to steps.
+        sources: access to rows and blocks.
+        config: settings of the user.
+        topology: rank and world size.
+        fields: columns to gather, in this order.
+        tensors: batches hold torch tensors.
+        missing: treatment of rows without a value of an optional field.
         holders: caches of other nodes that blocks may come from.
     """
 
@@ -229,16 +233,16 @@ class LoaderSetup:
 
     @cached_property
     def events(self) -> EventLog:
-        """Of the run; goes nowhere without one."""
-        from shardkit.telemetry.recorder import EventLog  # here, for a loader that is not watched has none
+        """Event log of the run; discards events without a run."""
+        from shardkit.telemetry.recorder import EventLog  # imported here because most loaders have no run
 
         return EventLog(self.config.run, self.topology.rank)
 
     def memory_needed(self, lanes: int) -> int:
-        """Bytes of the blocks that so many lanes mix rows of at a time, and a quarter more.
+        """Return the bytes of the blocks that `lanes` lanes mix at a time, plus a quarter (SPEC.md §2).
 
-        With less the same blocks are read over and over. Nobody needs more than the whole dataset; with
-        ``shuffle="full"`` nothing less would do, and nothing is asked for.
+        With less memory the same blocks would be read repeatedly. The result is at most the size of the dataset plus a
+        quarter. With ``shuffle="full"`` it is the minimum of 1 MiB, because only the whole dataset would be enough.
         """
         plan, sources = self.plan, self.sources
         blocks = 0 if plan.settings.shuffle == "full" else min(sources.rows.blocks, lanes * plan.open_blocks)
@@ -246,7 +250,11 @@ class LoaderSetup:
         return max(_LEAST, int(blocks * size * (1 + _AHEAD)))
 
     def memory_bound(self, lanes: int) -> int:
-        """Bytes that the blocks of one process may take; `config.memory` is that of a rank, shared by its workers."""
+        """Return the bytes that the blocks of one process may take; workers of a rank share `config.memory`.
+
+        Raises:
+            ConfigurationError: `config.memory` is less than the lanes need.
+        """
         config, plan, sources = self.config, self.plan, self.sources
         needed = self.memory_needed(lanes)
         if config.memory is None:

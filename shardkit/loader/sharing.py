@@ -1,4 +1,4 @@
-"""This node's cache for the other nodes of the job, and what is known of theirs (SPEC.md §9)."""
+"""Sharing of caches between the nodes of a job: the server of this node's cache, and the holders of lanes (SPEC.md §9)."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from shardkit.telemetry.pages import parse_listen
 
 __all__ = ["ServedCache", "find_address", "holders_of"]
 
-_ASKED: Final = 2  # nodes that have bytes of a lane; behind them whoever works it
+_ASKED: Final = 2  # nodes with most bytes of a lane; the nodes that work the lane are asked after them
 _NO_LIMIT: Final = 1 << 62
 
 
 class ServedCache:
-    """A cache that neighbours read, until it is closed.
+    """A server from which other nodes read this node's cache, until it is closed.
 
     Args:
-        cache: its directory; made where it is missing.
-        bind: where to listen; port 0 takes a free one.
+        cache: directory of the cache; created if it is missing.
+        bind: address to listen on; port 0 takes a free port.
 
     Attributes:
-        address: HOST:PORT, as neighbours reach it.
+        address: HOST:PORT at which other nodes reach the server.
 
     Raises:
-        StoreError: the address cannot be listened on.
+        StoreError: the server cannot listen on the address.
         UsageError: the cache is on a network file system.
     """
 
@@ -44,14 +44,20 @@ class ServedCache:
         threading.Thread(target=self._server.serve, name="shardkit-share", daemon=True).start()
 
     def close(self) -> None:
-        """Serve nobody any more; nothing in a forked child, whose parent goes on."""
+        """Stop serving; does nothing in a forked child, whose parent continues."""
         if self._process == os.getpid():
             self._process = -1
             self._server.close()
 
 
 def find_address(share: bool | str, store: Any) -> tuple[str, int]:
-    """Where to listen: as told, else by the interface through which this machine reaches the process group's store."""
+    """Return the address to listen on.
+
+    ``share=True`` takes the interface through which this machine reaches the process group's store, and port 0.
+
+    Raises:
+        ConfigurationError: the address is invalid, or the host of the process group is unknown or not reachable.
+    """
     if isinstance(share, str):
         return parse_listen(share)
     while not hasattr(store, "host") and hasattr(store, "underlying_store"):
@@ -68,7 +74,7 @@ def find_address(share: bool | str, store: Any) -> tuple[str, int]:
     try:
         kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(kind, socket.SOCK_DGRAM) as way:
-            way.connect(address)  # sends nothing: it chooses the interface
+            way.connect(address)  # sends nothing; the system chooses the interface
             return str(way.getsockname()[0]), 0
     except OSError as error:
         raise ConfigurationError(
@@ -79,10 +85,14 @@ def find_address(share: bool | str, store: Any) -> tuple[str, int]:
 def holders_of(
     told: Sequence[Mapping[str, Any]], workers: Sequence[Collection[str]]
 ) -> tuple[dict[str, str], list[list[int]]]:
-    """Whom to ask for the blocks of each lane.
+    """Return the caches to ask for the blocks of each lane.
+
+    Args:
+        told: messages of all ranks: node, address of its cache, and bytes of each lane.
+        workers: lane → nodes that work it.
 
     Returns:
-        node → address, of those that have one; and lane → their numbers in that order, the first to ask first.
+        Node → address for nodes that serve a cache, and for each lane the indices of these nodes, best first.
     """
     addresses = {one["node"]: one["cache"] for one in told if one["cache"]}
     number = {node: i for i, node in enumerate(addresses)}

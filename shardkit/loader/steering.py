@@ -1,4 +1,4 @@
-"""A loader with a run directory is watched, and settings of it change while it runs (telemetry/SPEC.md §8)."""
+"""Monitoring of a loader with a run directory, and settings that change while it runs (telemetry/SPEC.md §8)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LEAST_CACHE: Final = 16 << 20
 
 
 def open_watch(setup: LoaderSetup, live: LiveLoader, telemetry: Telemetry) -> RunWatch | None:
-    """Begin to watch a loader whose resources are open; None where it has no run directory, or telemetry is off."""
+    """Start monitoring a loader whose resources are open; None without a run directory or with telemetry off."""
     config, rank = setup.config, setup.topology.rank
     run, settings = config.run, TelemetrySettings() if config.telemetry is True else config.telemetry
     if run is None or settings is None:
@@ -40,7 +40,7 @@ def open_watch(setup: LoaderSetup, live: LiveLoader, telemetry: Telemetry) -> Ru
 
 
 def loader_knobs(live: LiveLoader, memory_needed: int) -> Mapping[str, Knob]:
-    """The knobs of a loader whose resources are open, by the names that control.toml knows."""
+    """Return the adjustable settings of a loader whose resources are open, by their names in control.toml."""
     resources = live.resources
     assert resources is not None
     knobs = {
@@ -68,7 +68,7 @@ def _location_knobs(remote: RemoteBlocks, name: str) -> dict[str, Knob]:
 
 
 def size_of(least: int) -> Callable[[str, Any], int]:
-    """A parser of sizes from so many bytes on."""
+    """Return a parser of sizes of at least `least` bytes."""
 
     def parse(key: str, value: Any) -> int:
         try:
@@ -85,12 +85,12 @@ def size_of(least: int) -> Callable[[str, Any], int]:
 
 
 def count_in(allowed: Range) -> Callable[[str, Any], int]:
-    """A parser of whole numbers."""
+    """Return a parser of integers in a range."""
     return lambda key, value: int(allowed.check(f"control.toml: {key}", value))
 
 
 def flag_of(key: str, value: Any) -> bool:
-    """A parser of true and false."""
+    """Parse true or false."""
     if type(value) is not bool:
         raise ConfigurationError(f"control.toml: {key} = {value!r}: expected true or false")
     return value

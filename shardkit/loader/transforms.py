@@ -1,4 +1,4 @@
-"""Decoders, transforms and draws of other samples, with randomness that does not depend on who runs them."""
+"""Decoders, transforms and substitutes, with randomness that does not depend on rank or worker."""
 
 from __future__ import annotations
 
@@ -41,11 +41,12 @@ __all__ = [
 
 @runtime_checkable
 class RowDecoder(Protocol):
-    """A decoder whose results all have one shape: it writes each into its row of the batch, which is never stacked.
+    """A decoder whose results have a fixed shape and dtype; it writes each into its row of the batch.
 
     Attributes:
-        shape, dtype: of a row.
-        made_by: libraries and versions that its results depend on; ranks that differ in it are refused.
+        shape: shape of a row.
+        dtype: dtype of a row.
+        made_by: libraries and versions that determine the results; all ranks must have the same.
     """
 
     @property
@@ -58,20 +59,20 @@ class RowDecoder(Protocol):
     def made_by(self) -> str: ...
 
     def __call__(self, value: Any, /, *, place: Place, out: NDArray[Any]) -> None:
-        """Write all of `out`; what it draws depends on `place` alone."""
+        """Decode `value` into all of `out`; random draws depend on `place` alone."""
 
 
 Decoder: TypeAlias = Callable[[Any], Any] | RowDecoder
-"""Stored value → what the model takes."""
+"""Maps a stored value to the value in the batch."""
 
 SampleTransform = Callable[[dict[str, Any], "np.random.Generator"], Mapping[str, Any]]
-"""A sample and its own generator of random numbers → a sample."""
+"""Maps a sample and its own random generator to a sample."""
 
 BatchTransform = Callable[[dict[str, Any], "LazyGenerators"], Mapping[str, Any]]
-"""A batch and the generators of its samples → a batch."""
+"""Maps a batch and the random generators of its samples to a batch."""
 
 
-# ---- decoders: each raises where the bytes are not what its name says
+# ---- decoders: each raises an error for bytes of another format
 
 
 def _whole_picture(payload: bytes, mode: Any) -> NDArray[np.uint8]:
@@ -92,11 +93,16 @@ DECODERS: Mapping[str, Decoder] = {
     "json": json.loads,
     "text": methodcaller("decode", "utf-8"),
 }
-"""Those that are there, by name; all pickle."""
+"""Built-in decoders by name; all can be pickled."""
 
 
 def find_decoders(decode: Mapping[str, str | Decoder], schema: Schema) -> dict[str, Decoder]:
-    """Decoders by field."""
+    """Return the decoder of each field.
+
+    Raises:
+        ConfigurationError: a field or a decoder is unknown, or the field's type cannot be decoded.
+        MissingDependency: pictures are to be decoded and Pillow is not installed.
+    """
     found: dict[str, Decoder] = {}
     for name, wanted in decode.items():
         if name not in schema:
@@ -121,10 +127,10 @@ def find_decoders(decode: Mapping[str, str | Decoder], schema: Schema) -> dict[s
 
 
 def split_decoders(decoders: Mapping[str, Decoder], device: Any) -> tuple[dict[str, Decoder], dict[str, Any]]:
-    """Decoders of which each leaves its arithmetic to a device, where it can; and by field that arithmetic.
+    """Split decoders into a part on the host and, by field, a part on the device.
 
-    A `RowDecoder` can if it has ``for_device(device)``: another decoder of smaller rows, and what is done to a batch of
-    those on the device.
+    A `RowDecoder` is split if it has ``for_device(device)``, which returns a decoder of smaller rows and the function
+    to apply to a batch of them on the device. Other decoders stay as they are.
     """
     host, finish = dict(decoders), {}
     for name, one in decoders.items():
@@ -135,7 +141,7 @@ def split_decoders(decoders: Mapping[str, Decoder], device: Any) -> tuple[dict[s
 
 
 def _of_each(name: str, decode: Decoder, kind: FieldType) -> Decoder:
-    """Of a list, each item is decoded."""
+    """Return a decoder for the field; it decodes each item of a list."""
     if kind.kind != "list":
         return decode
     if isinstance(decode, RowDecoder):
@@ -154,9 +160,9 @@ def _decoded(decode: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
 
 
 def sample_generator(seed: int, step: int, lane: int, slot: int) -> np.random.Generator:
-    """The random generator of one place in the grid: the same on any rank, worker or resume.
+    """Return the random generator of one place in the grid, the same on any rank and worker and after a resume.
 
-    Philox keyed by SHA-256 of the place; for augmentation only, plans never draw from it.
+    It is Philox keyed by SHA-256 of the place (SPEC.md §4). It serves augmentation only; plans do not draw from it.
     """
     digest = bytes.fromhex(
         sha256_digest(struct.pack("<qqqq", seed, step, lane, slot)).removeprefix("sha256:")
@@ -165,7 +171,7 @@ def sample_generator(seed: int, step: int, lane: int, slot: int) -> np.random.Ge
 
 
 class LazyGenerators(Sequence["np.random.Generator"]):
-    """The generators of a batch's samples, each made only when it is asked for."""
+    """Sequence of the random generators of a batch's samples; each is made on access."""
 
     def __init__(self, seed: int, step: int, slots: NDArray[np.int64], cell_size: int) -> None:
         self._seed, self._step, self._slots, self.cell_size = seed, step, slots, cell_size
@@ -179,28 +185,28 @@ class LazyGenerators(Sequence["np.random.Generator"]):
         return sample_generator(*self.place(index))
 
     def place(self, index: int) -> Place:
-        """Where a sample of the batch stands."""
+        """Return the place in the grid of a sample of the batch."""
         lane, slot = divmod(int(self._slots[index]), self.cell_size)
         return Place(self._seed, self._step, lane, slot)
 
 
 class RowFailure(NamedTuple):
-    """Why a row has no value; travels between processes."""
+    """The reason why a row has no value; can be sent between processes."""
 
-    decoding: str  # the field that failed to decode; "" where the transform failed
+    decoding: str  # the field that failed to decode; "" if the transform failed
     reason: str  # "ValueError: no such thing"
-    details: str = ""  # the traceback, where the exception itself stays in another process
+    details: str = ""  # the traceback, for exceptions that stay in another process
     error: BaseException | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowFunction:
-    """What is done to each row: decode fields, then transform. Picklable where its functions are."""
+    """Function applied to each row: decode fields, then transform. Picklable if its functions are."""
 
     seed: int
     decoders: Mapping[str, Decoder] = field(default_factory=dict)
     transform: SampleTransform | None = None
-    is_seeded: bool = False  # each row has the global generators for itself
+    is_seeded: bool = False  # seed the global generators for each row
 
     def __call__(
         self,
@@ -211,10 +217,10 @@ class RowFunction:
         into: Mapping[str, NDArray[Any]] | None = None,
         watch: GeneratorWatch | None = None,
     ) -> list[Mapping[str, Any] | RowFailure]:
-        """One result per row, in order; `columns` hold decoded-to-be fields only where there is no transform.
+        """Return one result per row, in order.
 
-        `into` has, of fields with a `RowDecoder`, the rows of the batch that they are written to; without it each row
-        is an array of its own.
+        Without a transform, `columns` contains only the fields to decode. `into` contains, for fields with a
+        `RowDecoder`, the rows of the batch to write to; without it each row gets a new array.
         """
         readers = {name: row_reader(value) for name, value in columns.items()}
         generators = LazyGenerators(self.seed, step, slots, cell_size)
@@ -229,7 +235,7 @@ class RowFunction:
 
     @cached_property
     def row_decoders(self) -> Mapping[str, RowDecoder]:
-        """Those that write to a row; into the batch itself where no transform comes after them."""
+        """The decoders that write into an array."""
         return {name: one for name, one in self.decoders.items() if isinstance(one, RowDecoder)}
 
     def _one(
@@ -268,7 +274,7 @@ def _failure(decoding: str, error: Exception) -> RowFailure:
 
 
 def row_reader(value: Any) -> Callable[[int], Any]:
-    """Rows of a column, each by its number."""
+    """Return a function that returns a row of a column by its number."""
     if isinstance(value, tuple):
         values, borders, *shapes = value
         if shapes:
@@ -280,7 +286,10 @@ def row_reader(value: Any) -> Callable[[int], Any]:
 
 
 def columns_of_rows(like: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Rows → columns of the same kinds as in `like`: arrays, lists, (values, borders) or (values, borders, shapes)."""
+    """Turn rows into columns of the same kinds as in `like`.
+
+    A column is an array, a list, (values, borders) or (values, borders, shapes).
+    """
     result: dict[str, Any] = {}
     for name, column in like.items():
         values = [row[name] for row in rows]
@@ -299,7 +308,7 @@ def columns_of_rows(like: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) 
 
 
 def stack_samples(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Rows → columns: numbers and equal-shaped arrays are stacked, everything else becomes a list."""
+    """Turn rows into columns: numbers and arrays of equal shape are stacked, other values become a list."""
     if not samples:
         return {}
     return {name: _stack([sample[name] for sample in samples]) for name in samples[0]}
@@ -321,11 +330,11 @@ def _stack(values: list[Any]) -> Any:
 
 
 class SubstituteDraw:
-    """Draws by SHA-256 of (seed, sample, step, slot, attempt), uniform over the stratum's selected rows.
+    """Draws substitutes by SHA-256 of (seed, sample, step, slot, attempt), uniformly from the stratum's selected rows.
 
     Args:
-        population: strata and where their rows lie.
-        seed: of the plan.
+        population: strata and their rows.
+        seed: seed of the plan.
         fetch: reads one sample, verified.
     """
 
@@ -334,7 +343,7 @@ class SubstituteDraw:
         self._ends = np.cumsum(np.asarray(population.segment_rows, dtype=np.int64))
 
     def __call__(self, sample: int, step: int, slot: int, attempt: int) -> tuple[int, dict[str, Any]]:
-        """(another sample, its fields)."""
+        """Return the number and the fields of a substitute for `sample`."""
         population = self._population
         stratum = population.segment_stratum[int(np.searchsorted(self._ends, sample, side="right"))]
         segments = np.flatnonzero(population.segment_stratum == stratum)
