@@ -29,7 +29,7 @@ __all__ = ["BlockWindow", "WindowCounts"]
 
 Int64s = NDArray[np.int64]
 
-_BLOCKS_AT_ONCE: Final = 16  # threads are woken once per so many blocks
+_BLOCKS_AT_ONCE: Final = 16  # blocks per wake-up of the threads
 _BLOCKS_A_TURN: Final = 64  # blocks that get slots before the interpreter is released for a moment
 _TURN_S: Final = 5e-5
 _NICER: Final = 3  # niceness: a loading thread gets half as much of a contested processor as another thread

@@ -92,8 +92,8 @@ class TrainerWaits:
 class GeneratorWatch:
     """Observes the first calls of a user's function and raises if they advance a global generator.
 
-    The trainer may draw from the same generators, so only calls during which it waits all the time are checked. If
-    calls overlap, the one that advances a generator is a call of the same function.
+    The trainer may draw from the same generators, so only calls during which it waits all the time are checked. Calls
+    may overlap, because overlapping calls are calls of the same function.
     """
 
     def __init__(self, waits: TrainerWaits, advice: str) -> None:

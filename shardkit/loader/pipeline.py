@@ -37,7 +37,7 @@ __all__ = ["Pipeline"]
 T = TypeVar("T")
 Int64s = NDArray[np.int64]
 
-_GROUPS_AHEAD = 4  # besides the group that is gathered and the one that is planned
+_GROUPS_AHEAD = 4  # besides the group being gathered and the group being planned
 # Up to this size, handing a step over costs as much as gathering it in the trainer's own `next`.
 _INLINE_BYTES = 8 << 20
 _TOGETHER_BYTES, _LENT_BYTES, _TOGETHER_STEPS = 4 << 20, 1 << 20, 8

@@ -1,4 +1,4 @@
-"""Sharing of caches between the nodes of a job: the server of this node's cache, and the holders of lanes (SPEC.md §9)."""
+"""Sharing of caches between the nodes of a job: the server of this node's cache, and its peers (SPEC.md §9)."""
 
 from __future__ import annotations
 
