@@ -5,8 +5,8 @@ content has equal bytes, and therefore one digest. The type of a document is a s
 define fields, types and limits; msgspec checks them. A *sealed* document contains its own SHA-256 in the field
 ``digest``; it is used where no other document refers to it by digest.
 
-Sizes and digests are checked before parsing, types while parsing, and the canonical form after it. A failure is a
-`FormatError` that names the document and the field.
+Sizes and digests are checked before parsing, types while parsing, and the canonical form after it. A wrong digest is an
+`IntegrityError`; any other failure is a `FormatError` that names the document and the field.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reading blocks of the `arrow` format: record batch messages of an Arrow IPC file (SPEC.md §4).
+"""Decode blocks of the `arrow` format: record batch messages of an Arrow IPC file (SPEC.md §4).
 
 The metadata is parsed by `arrow_message`, and its arrays and buffers are compared with the schema of the index. Columns
 are numpy views of the buffers. Buffers of the requested columns are decompressed after every declared length has been

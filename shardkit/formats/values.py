@@ -274,7 +274,7 @@ _SHAPE = re.compile(rb"'shape': \(([0-9, ]{1,200})\), \}")
 _MAX_ITEMS = 2**40  # product of the sizes, 0 counted as 1: NumPy also limits the product for empty arrays
 _MAX_EMPTY = 2**16  # lists in an array without items: each takes an offset as an Arrow list
 HEAD_BYTES = 320
-"""Upper bound of the size of an .npy header with eight dimensions."""
+"""Upper bound of the size of a .npy header, which has at most eight dimensions."""
 
 
 @lru_cache(maxsize=4096)

@@ -69,7 +69,7 @@ class LookupPiece(Record, frozen=True):
     size: _Size
     """Bytes of the lookup object."""
     shards: _Shards
-    """Number of shards, counted from the end of the previous piece."""
+    """Number of shards; the first follows the shards of the previous piece."""
     entries: Annotated[int, Meta(ge=0, le=2**32)]
 
 
@@ -88,7 +88,7 @@ class CostPiece(Record, frozen=True):
     size: _Size
     """Bytes of the object."""
     shards: _Shards
-    """Number of shards, counted from the end of the previous piece."""
+    """Number of shards; the first follows the shards of the previous piece."""
     rows: Annotated[int, Meta(ge=1, le=2**42)]
     """Number of rows of these shards, selected or not; each has one byte."""
 
