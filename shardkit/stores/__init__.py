@@ -1,5 +1,4 @@
-"""Where bytes lie: the `Store` protocol, and folders, buckets and fsspec behind it.
+"""Storage of immutable objects: the `Store` protocol, implemented for folders, buckets and fsspec file systems.
 
-A store holds immutable objects by name and knows nothing of what they mean. Files are read and written through
-`file_operations` alone. Imports nothing of shardkit but errors, formats and manifest.
+A store holds objects by name and does not interpret them. Local stores access files through `file_operations` only.
 """

@@ -1,10 +1,9 @@
-"""Every system call by which shardkit reads or changes a local root, in one place.
+"""System calls that read or change a local root, in one place.
 
-One owner makes two proofs possible: the crash-state enumerator (`tests/faults/crash_states.py`) records the
-calls of the real code and replays what a power cut could leave of them, and the fault drills make any single
-call fail. Both substitute the object that `active` returns; nothing else in shardkit opens, writes, links or
-removes a store's files. `Directories` opens folders step by step so that no link is followed, and makes them so that
-they last.
+This makes two kinds of test possible. The crash-state enumerator (`tests/faults/crash_states.py`) records the calls of
+the real code and replays the states that a power cut could leave. The fault drills make any single call fail. Both
+substitute the object that `active` returns, so no other code in shardkit opens, writes, links or removes the files of a
+store. `Directories` opens folders one component at a time, so that no link is followed, and creates them durably.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _OPEN_NEW: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLO
 
 
 class Handle(NamedTuple):
-    """An open file or directory, and the path by which messages and records name it."""
+    """Open file or directory, and its path for messages and test records."""
 
     fd: int
     path: str
@@ -47,15 +46,15 @@ class Handle(NamedTuple):
 
 
 class FileOperations:
-    """The calls themselves, thin over `os`: each raises `OSError` as the kernel reports it.
+    """Thin wrappers of `os` functions; they raise `OSError` as the kernel reports it.
 
-    Entries are named relative to an open directory (``openat`` and its like) and never through a symbolic link, so that
-    a directory which is swapped for a link after it was looked at cannot lead out of the root. The umask decides who
-    may use what is made.
+    Entries are named relative to an open directory (``openat`` and similar) and symbolic links are not followed, so a
+    directory that is swapped for a link after a check cannot lead out of the root. The umask sets the access rights of
+    new entries.
     """
 
     def open_root(self, path: str) -> Handle:
-        """Open the root directory; the way to it may go through symbolic links, what is inside it may not."""
+        """Open the root directory; its path may contain symbolic links, paths inside it may not."""
         return Handle(os.open(path, _OPEN_DIRECTORY), path)
 
     def open_directory(self, parent: Handle, name: str) -> Handle:
@@ -65,14 +64,14 @@ class FileOperations:
         return Handle(os.open(name, _OPEN_READ, dir_fd=parent.fd), parent.child(name))
 
     def open_path(self, path: str) -> Handle:
-        """Open a file by its path, which must not end in a link."""
+        """Open a file by its path, whose last component must not be a link."""
         return Handle(os.open(path, _OPEN_READ), path)
 
     def create_file(self, parent: Handle, name: str) -> Handle:
         return Handle(os.open(name, _OPEN_NEW, 0o666, dir_fd=parent.fd), parent.child(name))
 
     def open_shared(self, parent: Handle, name: str) -> Handle:
-        """Open a file that several processes read, append to and lock; made where it is missing."""
+        """Open a file that several processes read, append to and lock; create it if missing."""
         return Handle(os.open(name, _OPEN_SHARED, 0o666, dir_fd=parent.fd), parent.child(name))
 
     def make_directory(self, parent: Handle, name: str) -> None:
@@ -82,11 +81,11 @@ class FileOperations:
         os.mkdir(path)
 
     def write(self, file: Handle, data: memoryview) -> int:
-        """Append; may write less than asked, as a full disk makes it do."""
+        """Append and return the number of bytes written, which is less than asked on a full disk."""
         return os.write(file.fd, data)
 
     def write_at(self, file: Handle, data: bytes, offset: int) -> int:
-        """Write over what is there; only for a few bytes of a file that no store publishes."""
+        """Overwrite bytes at `offset`; only for short writes to files that no store publishes."""
         return os.pwrite(file.fd, data, offset)
 
     def read(self, file: Handle, length: int, offset: int) -> bytes:
@@ -104,38 +103,38 @@ class FileOperations:
         _fsync(directory.fd)
 
     def link(self, source: Handle, name: str, target: Handle, new_name: str) -> None:
-        """Give a file a second name; fails where the name is taken, in one step."""
+        """Give a file a second name atomically; raise FileExistsError if the name exists."""
         os.link(name, new_name, src_dir_fd=source.fd, dst_dir_fd=target.fd, follow_symlinks=False)
 
     def rename(self, source: Handle, name: str, target: Handle, new_name: str) -> None:
-        """Move a file over whatever has the new name, in one step."""
+        """Move a file atomically, replacing any file of the new name."""
         os.rename(name, new_name, src_dir_fd=source.fd, dst_dir_fd=target.fd)
 
     def unlink(self, directory: Handle, name: str) -> None:
         os.unlink(name, dir_fd=directory.fd)
 
     def stat(self, directory: Handle, name: str) -> os.stat_result:
-        """What a name is, without following it."""
+        """Return the status of a name, without following links."""
         return os.stat(name, dir_fd=directory.fd, follow_symlinks=False)
 
     def stat_open(self, file: Handle) -> os.stat_result:
         return os.fstat(file.fd)
 
     def names(self, directory: Handle) -> list[tuple[str, bool]]:
-        """The entries of a directory, unsorted, each with whether it is a directory."""
+        """Return (name, whether it is a directory) of each entry, unsorted."""
         with os.scandir(directory.fd) as entries:
             return [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
 
     def try_lock(self, file: Handle) -> bool:
-        """Take the file's advisory lock unless another process holds it; the kernel drops it when we die."""
+        """Take the file's exclusive lock unless another holds it; the kernel releases it when the process dies."""
         return _flocked(file, fcntl.LOCK_EX)
 
     def try_share(self, file: Handle) -> bool:
-        """Take the file's advisory lock together with others, unless a process holds it alone."""
+        """Take the file's shared lock, unless another process holds the exclusive one."""
         return _flocked(file, fcntl.LOCK_SH)
 
     def lock(self, file: Handle) -> None:
-        """Wait for the file's advisory lock; for locks that are held for moments."""
+        """Wait for the file's exclusive lock; for locks that are held briefly."""
         fcntl.flock(file.fd, fcntl.LOCK_EX)
 
     def truncate(self, file: Handle, size: int) -> None:
@@ -157,7 +156,7 @@ def _fsync(fd: int) -> None:
     full = getattr(fcntl, "F_FULLFSYNC", None)
     if full is None:
         os.fsync(fd)
-    else:  # macOS: fsync alone leaves the bytes in the drive's own cache
+    else:  # macOS: fsync alone leaves the bytes in the drive's cache
         fcntl.fcntl(fd, full)
 
 
@@ -165,13 +164,13 @@ _active: FileOperations = FileOperations()
 
 
 def active() -> FileOperations:
-    """The operations that stores use now: the real ones, unless a test has substituted others."""
+    """Return the operations that stores use: the real ones, unless a test has substituted them."""
     return _active
 
 
 @contextlib.contextmanager
 def substituted(operations: FileOperations) -> Iterator[None]:
-    """Let all stores of this process, in every thread, use `operations`: for fault drills and records."""
+    """Make all stores of this process, in every thread, use `operations`; for tests."""
     global _active
     before, _active = _active, operations
     try:
@@ -188,7 +187,7 @@ def write_all(file: Handle, data: bytes | memoryview) -> None:
 
 
 def read_exactly(file: Handle, offset: int, length: int) -> bytes:
-    """`length` bytes, fewer only at the end of the file; the kernel hands out at most 2 GiB at a time."""
+    """Read `length` bytes, fewer only at the end of the file; one system call returns at most 2 GiB."""
     data = active().read(file, length, offset)
     while data and len(data) < length:
         more = active().read(file, length - len(data), offset + len(data))
@@ -227,7 +226,13 @@ _NO_LINKS: Final = (
 
 
 def store_error(error: OSError, doing: str, *, writing: bool) -> StoreError:
-    """The `StoreError` that says what an `OSError` means."""
+    """Return the `StoreError` that explains an `OSError`.
+
+    Args:
+        error: the system's error.
+        doing: the failed action, such as "write NAME".
+        writing: whether the action writes; EACCES and EPERM then mean a read-only store.
+    """
     number = error.errno or 0
     if number in _FULL:
         return StoreFullError(f"cannot {doing}: {_FULL[number]}")
@@ -243,7 +248,19 @@ def store_error(error: OSError, doing: str, *, writing: bool) -> StoreError:
 
 
 def read_file(path: str, file_size: int, offset: int, into: memoryview) -> None:
-    """Fill `into` from `offset` of a file, which is open for this read alone: what is read is what lies there now."""
+    """Fill `into` with bytes from `offset` of a file, which is opened for each read so that replaced files are seen.
+
+    Args:
+        path: path of the file.
+        file_size: expected size of the file.
+        offset: position of the first byte.
+        into: buffer to fill.
+
+    Raises:
+        IntegrityError: the file has another size.
+        NotFoundError: there is no such file.
+        StoreError: the file cannot be read.
+    """
     operations = active()
     try:
         file = operations.open_path(path)
@@ -300,7 +317,7 @@ def read_small_file(path: str | os.PathLike[str], *, max_bytes: int) -> bytes:
 
 @contextlib.contextmanager
 def explained(doing: str, *, writing: bool = False) -> Iterator[None]:
-    """Turn every `OSError` of the block into a `StoreError`; shardkit's own errors pass."""
+    """Turn `OSError` in the block into `StoreError`; shardkit's own errors pass unchanged."""
     try:
         yield
     except ShardkitError:
@@ -310,11 +327,11 @@ def explained(doing: str, *, writing: bool = False) -> Iterator[None]:
 
 
 class Directories:
-    """The directories of one root."""
+    """Directories of one local root, opened without following links and created durably."""
 
     def __init__(self, root: str) -> None:
         self._root = root
-        # Directories whose own entry is known to be durable, so that each is synced once per process.
+        # Directories whose entries are known to be durable, so that each is synced once per process.
         self._durable: set[str] = set()
 
     @property
@@ -323,9 +340,9 @@ class Directories:
 
     @contextlib.contextmanager
     def opened(self, components: Sequence[str]) -> Iterator[Handle]:
-        """A folder of the root, open for the time of the block; FileNotFoundError where it does not exist.
+        """Open a folder of the root for the duration of the block; raise FileNotFoundError if it does not exist.
 
-        Opened step by step, so that no link inside the root is followed.
+        Each component is opened in turn, so that no link inside the root is followed.
         """
         folder = active().open_root(self._root)
         for component in components:
@@ -337,7 +354,7 @@ class Directories:
 
     @contextlib.contextmanager
     def made(self, components: Sequence[str]) -> Iterator[Handle]:
-        """A folder of the root, made where it is missing; its entry is durable."""
+        """Open a folder of the root, creating it durably if missing."""
         folder = self._make(components)
         try:
             yield folder
@@ -345,11 +362,10 @@ class Directories:
             active().close(folder)
 
     def _make(self, components: Sequence[str]) -> Handle:
-        """Open a folder, making what is missing; every entry on the way is durable when this returns.
+        """Open a folder, creating missing components; all entries on the path are durable when this returns.
 
-        A directory that another process made a moment ago may not be durable yet, hence the sync of the
-        parent of each one that this store has not met before. The temporaries' own folder needs none: losing
-        it loses nothing.
+        A directory that another process has just created may not be durable yet, so the parent of each directory that
+        is new to this store is synced. The folder of temporaries need not be durable.
         """
         operations = active()
         folder = self._make_root()
@@ -400,7 +416,7 @@ def _step(folder: Handle, component: str) -> Handle:
 
 
 def check_regular(found: os.stat_result, path: str) -> None:
-    """Refuse links, directories, devices and pipes where an object should be."""
+    """Raise StoreError for a link, directory, device or pipe in place of an object."""
     if not stat.S_ISREG(found.st_mode):
         what = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "not a regular file"
         raise StoreError(f"{path} is {what}: expected a plain file; remove it and run: shardkit repair")
@@ -415,7 +431,7 @@ def _make_directory(parent: Handle, name: str) -> bool:
 
 
 def _make_durable_path(path: str) -> None:
-    """Make a directory and those above it, each durable in its parent."""
+    """Create a directory and its missing parents durably."""
     parent = os.path.dirname(path)
     if parent != path and not os.path.isdir(parent):
         _make_durable_path(parent)

@@ -1,14 +1,11 @@
-"""A store in a local directory, or on a mounted network file system (SPEC.md §3 says what is assumed of it).
+"""Store in a local directory or on a mounted network file system (assumptions: SPEC.md §2); `open_store`.
 
-Publishing: ``O_EXCL`` temporary in ``ROOT/tmp`` → write loop → fsync → link to the final name → fsync of the
-directory → unlink of the temporary. A name therefore appears in one step, all its bytes durable, and never
-changes hands.
+Publishing: create an ``O_EXCL`` temporary in ``ROOT/tmp`` → write all bytes → fsync → link to the final name → fsync
+the directory → unlink the temporary. A name therefore appears atomically, with all bytes durable, and is never reused.
 
 A temporary is named ``<boot>-<pid namespace>-<pid>-<start>-<random>[.suffix]``, and its writer holds an advisory lock
-on it, by which the sweep knows those whose writer is dead. Sweeping too much costs the writer a clean error and nothing
-else (publishing links the temporary by name), but it would be rude; sweeping too little costs space.
-
-`open_store` is the way from what a user types to any store.
+on it. From both, the sweep recognizes temporaries of dead writers. Removing the temporary of a live writer makes the
+writer fail cleanly, as publishing links the temporary by name.
 """
 
 from __future__ import annotations
@@ -53,10 +50,10 @@ from shardkit.stores.store import (
 class LocalStore(DirectStore):
     """Objects as files below one directory; implements `shardkit.stores.store.Store`.
 
-    Keeps no descriptor open between calls: it may be used from any thread, after a fork, and pickled.
+    Keeps no descriptor open between calls, so it may be used from any thread, after a fork, and pickled.
 
     Args:
-        root: The directory; made when the first object is put.
+        root: The directory; created when the first object is put.
         read_only: Refuse every change, and do not sweep.
     """
 
@@ -81,7 +78,7 @@ class LocalStore(DirectStore):
             size = active().stat_open(file).st_size
             self._check_size(name, size, max_bytes)
             data = read_exactly(file, 0, size)
-        self._check_length(name, len(data), size)  # it may shrink while it is read
+        self._check_length(name, len(data), size)  # the file may shrink while it is read
         return data
 
     def get_range(self, name: str, offset: int, length: int) -> bytes:
@@ -109,7 +106,7 @@ class LocalStore(DirectStore):
                     names = active().names(folder)
             except FileNotFoundError:
                 return
-        # A folder sorts with its slash: "a-b" comes before "a/x", as in an object store.
+        # A folder sorts with its slash, so "a-b" comes before "a/x", as in an object store.
         for name in sorted(f"{prefix}{name}/" if is_folder else prefix + name for name, is_folder in names):
             if not is_name(name.removesuffix("/")):
                 continue
@@ -129,7 +126,7 @@ class LocalStore(DirectStore):
             self._directories.made(components[:-1]) as folder,
         ):
             if exists(folder, components[-1]):
-                active().fsync_directory(folder)  # whoever linked it may not have come that far yet
+                active().fsync_directory(folder)  # the process that linked it may not have synced yet
                 return False
             with self.stage() as stage:
                 stage.write(data)
@@ -163,10 +160,9 @@ class LocalStore(DirectStore):
             yield stage
 
     def sweep(self) -> int:
-        """Remove temporaries of dead processes; the number removed.
+        """Remove temporaries of dead processes and return their number.
 
-        Housekeeping: what cannot be swept now is left for later, and a failing disk will say so on the next
-        write.
+        Errors are ignored: the remaining files are swept later, and a failing disk raises on the next write.
         """
         swept = 0
         with contextlib.suppress(OSError), self._directories.opened((FOLDER,)) as folder:
@@ -208,7 +204,7 @@ _NAME: Final = re.compile(r"([0-9a-z]+)-([0-9a-z]+)-([0-9]+)-([0-9]+)-[0-9a-f]{1
 
 
 def temporary_name(suffix: str = "") -> str:
-    """A new name that says which process of which boot writes it."""
+    """Return a new name that identifies the boot and the process of the writer."""
     import secrets  # slow to import, and readers do not need it
 
     pid = os.getpid()
@@ -217,7 +213,11 @@ def temporary_name(suffix: str = "") -> str:
 
 
 def private_folder(url: str) -> str:
-    """A local folder for scratch files of work on a remote root: the same one each time, nobody else's."""
+    """Return the path of this user's private local scratch folder for a remote root; the same for each call.
+
+    Raises:
+        StoreError: the folder above it is not private.
+    """
     import tempfile  # slow to import, and rarely needed
 
     parent = os.path.join(tempfile.gettempdir(), f"shardkit-{os.getuid()}")
@@ -233,15 +233,14 @@ def private_folder(url: str) -> str:
 
 
 def writer_is_dead(operations: FileOperations, folder: Handle, name: str) -> bool:
-    """Whether the process that wrote this temporary certainly is gone.
+    """Whether the writer of a temporary is certainly dead.
 
-    A writer of this boot and this process namespace is looked up. Any other may be one of an earlier boot or
-    one on another machine or in another container: it counts as dead only when nobody holds the file's lock
-    and the file has not been written to for a day.
+    A writer of this boot and pid namespace is looked up. Any other writer may belong to an earlier boot, another
+    machine or another container. It counts as dead only if the file is unlocked and has not been written to for a day.
     """
     match = _NAME.fullmatch(name)
     if match is None:
-        return False  # not ours: leave it alone
+        return False  # not a temporary of shardkit
     boot, namespace, pid, start = match.group(1), match.group(2), int(match.group(3)), int(match.group(4))
     if (boot, namespace) == (_boot(), _pid_namespace()):
         return not _is_alive(pid, start)
@@ -259,9 +258,9 @@ def _is_alive(pid: int, start: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        pass  # alive, and somebody else's
+        pass  # alive, and owned by another user
     now = _start_time(pid)
-    # A start time tells the writer from a later process that was given its number.
+    # The start time distinguishes the writer from a later process with the same pid.
     return now is None or start in (0, now)
 
 
@@ -283,17 +282,17 @@ def _pid_namespace() -> str:
 
 
 def _start_time(pid: int) -> int | None:
-    """Clock ticks after boot at which a process started, None where the system does not say."""
+    """Return the start time of a process in clock ticks after boot, or None if unknown."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        # Field 22 of proc_pid_stat(5); the second field is the command in brackets and may hold anything.
+        # Field 22 of proc_pid_stat(5). The second field is the command in brackets, which may contain anything.
         return int(text.rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):
         return None
 
 
 class LocalStage(Stage):
-    """A file beside the objects of a local root, published by its name."""
+    """Temporary file in a local root, published by linking it to its final name."""
 
     def __init__(self, directories: Directories, folder: Handle, suffix: str) -> None:
         self._directories = directories
@@ -301,7 +300,7 @@ class LocalStage(Stage):
         self._name = temporary_name(suffix)
         self._file = active().create_file(folder, self._name)
         super().__init__(self._file.path)
-        # a file system without locks: the sweep then goes by process alone
+        # on a file system without locks, the sweep relies on process ids and file age
         with contextlib.suppress(OSError):
             active().try_lock(self._file)
 
@@ -309,12 +308,12 @@ class LocalStage(Stage):
         return active().write(self._file, data)
 
     def sync(self) -> None:
-        """Make durable what was written so far; another thread may write meanwhile."""
+        """Make the bytes written so far durable; another thread may write meanwhile."""
         with explained(f"write {self._file.path}", writing=True):
             active().fsync(self._file)
 
     def publish(self, name: str, *, replace: bool = False) -> bool:
-        """Make the bytes durable, then give them their name; see `Stage.publish`."""
+        """Make the bytes durable, then link them to their name; see `Stage.publish`."""
         components = check_name(name)
         directories = self._directories
         with (
@@ -324,7 +323,7 @@ class LocalStage(Stage):
             return self.publish_into(folder, components[-1], replace=replace)
 
     def publish_into(self, folder: Handle, name: str, *, replace: bool) -> bool:
-        """`publish` into a folder that is open and durable already."""
+        """Publish into a folder that is already open and durable."""
         operations = active()
         self._check_whole()
         operations.fsync(self._file)
@@ -337,7 +336,7 @@ class LocalStage(Stage):
         return created
 
     def drop(self) -> None:
-        """Close and remove the temporary; a published name stays. What cannot be removed is swept later."""
+        """Close and remove the temporary; a published name stays. If removal fails, a later sweep removes it."""
         with contextlib.suppress(OSError):
             active().unlink(self._folder, self._name)
         with contextlib.suppress(OSError):
@@ -347,8 +346,8 @@ class LocalStage(Stage):
         try:
             active().link(self._folder, self._name, folder, name)
         except OSError as error:
-            # A network file system may repeat a request whose answer was lost and then report that the name
-            # exists: the link count tells whether the name is ours.
+            # A network file system may repeat a request whose answer was lost, and then report that the name
+            # exists. The link count shows whether the name refers to this file.
             if active().stat_open(self._file).st_nlink == 2:
                 return True
             if isinstance(error, FileExistsError):
@@ -358,12 +357,11 @@ class LocalStage(Stage):
 
 
 def open_store(url: str | os.PathLike[str], *, read_only: bool = False) -> Store:
-    """The store at a root.
+    """Return the store at a root.
 
     Args:
         url: A local path or ``file://`` URL; ``s3://``, ``gs://`` or ``az://`` bucket and prefix, with endpoint,
-            region and credentials from the environment (SPEC.md, "Stores beyond the local disk"); or any other URL
-            that fsspec knows.
+            region and credentials from the environment (SPEC.md §3); or any other URL that fsspec knows.
         read_only: Refuse every change.
 
     Raises:
@@ -379,7 +377,7 @@ def open_store(url: str | os.PathLike[str], *, read_only: bool = False) -> Store
         if host not in ("", "localhost") or not slash:
             raise UsageError(f"{text!r}: expected file:///absolute/path")
         return LocalStore(unquote(slash + path), read_only=read_only)
-    from shardkit.stores.remote.addresses import parse_address  # what is local needs none of it
+    from shardkit.stores.remote.addresses import parse_address  # imported late: local stores need neither
     from shardkit.stores.remote.object_store import ObjectStore
 
     return ObjectStore(parse_address(text), read_only=read_only)

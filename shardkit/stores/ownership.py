@@ -1,6 +1,6 @@
-"""Decide whether another user of this machine can change a local file.
+"""Check whether another user of this machine can change a local file.
 
-Access control lists count: the group bits of a mode are the most that any of their entries grants.
+Access control lists are covered, because the group bits of a mode are the upper limit of what their entries grant.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import stat
 
 
 class WriteAccess:
-    """Answers for many files; each folder is examined once. The superuser does not count as another user."""
+    """Checks many files, examining each folder once. The superuser does not count as another user."""
 
     def __init__(self) -> None:
         self._folders: dict[str, bool] = {}
@@ -21,7 +21,7 @@ class WriteAccess:
     def others_can_write(self, path: str | os.PathLike[str]) -> bool:
         """Return True if another user can change the file at `path`, or put another file in its place.
 
-        True also where the file or one of its folders cannot be examined.
+        Also True if the file or one of its folders cannot be examined.
         """
         folder, name = os.path.split(os.path.abspath(path))
         try:
@@ -50,7 +50,7 @@ def _is_open(found: os.stat_result) -> bool:
     if _is_foreign(found):
         return True
     if stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX:
-        return False  # others may add entries, and not replace ours
+        return False  # sticky: other users may add entries but cannot replace ours
     if found.st_mode & stat.S_IWOTH:
         return True
     return bool(found.st_mode & stat.S_IWGRP) and not _is_private_group(found.st_gid, os.geteuid())
@@ -62,7 +62,7 @@ def _is_foreign(found: os.stat_result) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _is_private_group(gid: int, uid: int) -> bool:
-    """Return True if the group has one member, as many systems make one for each user."""
+    """Return True if the group is the user's private one, as many systems create for each user."""
     try:
         user, group = pwd.getpwuid(uid), grp.getgrgid(gid)
     except KeyError:

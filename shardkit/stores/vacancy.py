@@ -1,4 +1,4 @@
-"""Checks before a local folder becomes a dataset, a copy, a cache or a run: nothing is mixed with other files."""
+"""Check that a local folder may become a dataset, a copy, a cache or a run, without mixing it with other files."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ _NAMES: Final[dict[Kind, frozenset[str]]] = {
     "copy": _DATASET,
     "cache": frozenset({"blocks", "tmp", "futures", "users", "lock", "catalogue"}),
 }
-"""Names that a folder may have while it is being made and has no mark yet."""
+"""Names that may be in a folder of each kind before it has a mark."""
 
 _RUN_FILES: Final = ("run.json", "run.toml", "journal", "ledger", "telemetry", "events.jsonl", "attest")
 _MARKS: Final[dict[Kind, frozenset[str]]] = {
     "cache": frozenset({"shardkit-cache.json"}),
     "run": frozenset({*_RUN_FILES, "checkpoints", "lock"}),
 }
-"""Names by which a folder is known to be of a kind; other files in it are left alone."""
+"""Names that mark a folder as one of a kind; other files in it are left alone."""
 
 
 def check_vacant(url: str | os.PathLike[str], kind: Kind) -> None:
-    """Refuse a local folder that holds somebody's files, or that is in a dataset.
+    """Refuse a local folder that holds other files or is inside a dataset.
 
     Args:
         url: Path or URL of the folder; only local paths are checked. A missing folder is vacant.
-        kind: What the folder is to become. A folder that is already of this kind is accepted.
+        kind: Intended use of the folder. A folder that is already of this kind is accepted.
 
     Raises:
         UsageError: The folder may not be used; the message names a file in it.
@@ -54,7 +54,7 @@ def check_vacant(url: str | os.PathLike[str], kind: Kind) -> None:
     try:
         found = sorted(name for name in os.listdir(path) if name != "lost+found")
     except OSError:
-        return  # it does not exist, or using it says what is wrong with it
+        return  # it does not exist, or its first use will raise
     is_marked = kind in _MARKS and not _MARKS[kind].isdisjoint(found)
     foreign = [] if is_marked else [name for name in found if name not in _NAMES.get(kind, ())]
     if foreign:

@@ -1,6 +1,5 @@
-"""Stores beyond the local disk.
+"""Remote stores: buckets and fsspec file systems.
 
-Clients are made per process and make one attempt of each request; repeating, pausing and settling lost answers is
-done above them. URLs that hold a credential are refused, and no message holds one. Packages of others are imported
-where they are used.
+Clients are created per process and make one attempt per request. The layer above them retries, pauses and resolves
+lost answers. URLs with credentials are refused, and no message contains one. Third-party packages are imported late.
 """

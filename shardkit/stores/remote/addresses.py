@@ -1,4 +1,4 @@
-"""URLs of stores that are not local paths: what they may hold, and what of them may be printed."""
+"""URLs of remote stores, parsed and checked to contain no credentials."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OBJECT_SCHEMES: Final = {
     "azure": "az",
     "abfs": "az",
 }
-"""Schemes of object stores → the store's kind."""
+"""Scheme of a URL → kind of object store."""
 
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^\x00-\x20]*)")
 _OBJECT_URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/]*)/?(.*)", re.DOTALL)
@@ -30,26 +30,27 @@ _PREFIX: Final = re.compile(r"[A-Za-z0-9_=+,.@-]+(?:/[A-Za-z0-9_=+,.@-]+)*")
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A URL taken apart. It holds no credential, so it may be printed, logged and pickled."""
+    """Parsed URL of a store. It contains no credential, so it may be printed, logged and pickled."""
 
     scheme: str
-    """Lower case."""
+    """Scheme in lower case; a kind of object store, or another scheme for fsspec."""
     host: str
     """Bucket, container, or host with port and user name."""
     path: str
-    """Prefix below it, without slashes at its ends."""
+    """Path or prefix of the root, without slashes at its ends."""
 
     @property
     def url(self) -> str:
-        """The URL, in one spelling."""
+        """The normalized URL."""
         return f"{self.scheme}://{self.host}/{self.path}".rstrip("/")
 
 
 def parse_address(url: str) -> Address:
-    """Take a URL apart, refusing those that hold a credential.
+    """Parse the URL of a root.
 
-    A URL is printed, logged and pickled; passwords and signatures belong into the environment or into the
-    client's own configuration.
+    Raises:
+        UsageError: The URL is malformed, or has a password, a query or a fragment. URLs are printed, logged and
+            pickled; credentials belong in the environment or in the client's configuration.
     """
     refuse_credentials(url, "the URL")
     if "::" in url.partition("://")[0]:
@@ -79,10 +80,13 @@ def parse_address(url: str) -> Address:
 
 
 def split_url(url: str) -> tuple[Address, str]:
-    """The place of an object of somebody else, and its key there; what is behind ``://`` is taken as it is written.
+    """Split the URL of an external object into its store and its key; the path is not unquoted.
 
     Returns:
-        For an object store the bucket and the whole key; for anything else the folder and the file's name.
+        For an object store, the bucket and the whole key; for other URLs, the folder and the file name.
+
+    Raises:
+        UsageError: The URL or the key is malformed, or the URL contains a credential.
     """
     refuse_credentials(url, "the URL of an object")
     match = _OBJECT_URL.fullmatch(url)
@@ -95,14 +99,14 @@ def split_url(url: str) -> tuple[Address, str]:
     if address.scheme in OBJECT_SCHEMES.values():
         check_key(address.url, key)
         return address, key
-    address = parse_address(url)  # refuses a query, which is where signatures are
+    address = parse_address(url)  # refuses a query, which may contain a signature
     folder, _, name = key.rpartition("/")
     check_key(address.url, name)
     return Address(address.scheme, address.host, folder), name
 
 
 def check_key(where: str, key: str) -> None:
-    """Refuse what is no key of an object of somebody else; UsageError."""
+    """Raise UsageError unless `key` is a valid key of an external object."""
     if not key or len(key) > _LONGEST or _CONTROL.search(key):
         raise UsageError(
             f"{where}: key {key[:200]!r}, expected 1 to {_LONGEST} characters and no control characters"

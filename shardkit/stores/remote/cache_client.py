@@ -1,4 +1,4 @@
-"""A neighbour's cache as a location: blocks by digest over HTTP, see `shardkit.reading.cache.serving`."""
+"""HTTP client of a neighbour's cache, which serves blocks by digest; see `shardkit.reading.cache.serving`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _TIMEOUT_S: Final = 10.0
 
 
 class CacheClient:
-    """Reads blocks; implements as much of `shardkit.stores.store.Store` as a location that holds blocks needs."""
+    """Reads blocks from a neighbour; implements the part of `shardkit.stores.store.Store` that such locations need."""
 
     def __init__(self, url: str) -> None:
         self._address = parse_address(url)
         self._open()
 
     def _open(self) -> None:
-        # kept open between requests
+        # process id and its open connections, kept between requests
         self._idle: tuple[int, list[http.client.HTTPConnection]] = (os.getpid(), [])
         weakref.finalize(self, _close_all, self._idle[1])
 
@@ -62,7 +62,7 @@ class CacheClient:
             connection.close()
             if not used:
                 raise
-            connection = self._made()  # the kept one was closed for idleness: once more on a new one
+            connection = self._made()  # the server closed the idle connection: try once more on a new one
             answer = _ask(connection, name)
         keep = False
         try:
@@ -96,7 +96,7 @@ class CacheClient:
         raise error
 
     def _connection(self) -> tuple[bool, http.client.HTTPConnection]:
-        """(whether it was used before, a connection)."""
+        """Return (whether it was used before, a connection)."""
         if self._idle[0] != os.getpid():
             self._open()
         with contextlib.suppress(IndexError):
@@ -107,7 +107,7 @@ class CacheClient:
         kind = http.client.HTTPSConnection if self._address.scheme == "https" else http.client.HTTPConnection
         return kind(self._address.host, timeout=_TIMEOUT_S)
 
-    # What a cache of blocks is not asked for
+    # Operations that a cache does not support
 
     def local_path(self, name: str) -> Path | None:
         return None
