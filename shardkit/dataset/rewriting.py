@@ -1,9 +1,9 @@
-"""Shards without some of their rows, manifests over such shards, and the journal of an erasure (SPEC.md §10).
+"""Rewrite shards without erased rows, and the manifests over them; journal the erasure (SPEC.md §10).
 
-Everything else stays as it was. The journal is documents below ``erasures/<id>/`` of the root, for a killed erasure to
-go on and, at the end, as evidence. In the order in which they appear: ``plan.json`` (which rows of which shards),
-``objects.json`` (what replaces them, and what is to be deleted), ``report.json`` (what was done; the first two go).
-Numbers and digests only: no key, no value.
+Everything else stays as it is. The journal consists of documents below ``erasures/<id>/`` of the root: a
+killed erasure continues from them, and the report remains as evidence. In the order of writing: ``plan.json``
+(which rows of which shards), ``objects.json`` (replacements, and objects to delete), ``report.json`` (the
+result; the first two are then deleted). They hold only numbers and digests, no keys or values.
 """
 
 from __future__ import annotations
@@ -52,23 +52,23 @@ _FORMAT: Final = "shardkit-erasure/1"
 
 @dataclass(frozen=True, slots=True)
 class ErasurePlan:
-    """Which rows go."""
+    """The rows to erase."""
 
-    request: str  # digest of what was asked for, by which a second call of the same kind knows it again
-    reason: str  # for the log, as the author
+    request: str  # digest of the request, by which a repeated call is recognised
+    reason: str  # for the log, like the author
     author: str
     # (hex of the shard, hex of its index) → rows, ascending
     shards: Mapping[tuple[str, str], tuple[int, ...]]
-    notes: tuple[str, ...]  # what was found that cannot be erased from here
-    samples: int  # how many were asked for
+    notes: tuple[str, ...]  # findings that cannot be erased from here
+    samples: int  # number of samples asked for
 
     @property
     def id(self) -> str:
-        """32 hex digits: the same for the same plan."""
+        """32 hex digits, the same for the same plan."""
         return sha256_digest(self.to_bytes()).removeprefix("sha256:")[:32]
 
     def to_bytes(self) -> bytes:
-        """Canonical JSON."""
+        """Return canonical JSON."""
         facts = {one.name: getattr(self, one.name) for one in fields(self)}
         shards = [[*pair, list(rows)] for pair, rows in sorted(self.shards.items())]
         return canonical_json.dumps({**facts, "format": _FORMAT, "notes": list(self.notes), "shards": shards})
@@ -87,7 +87,7 @@ class ErasurePlan:
 
 @dataclass(frozen=True, slots=True)
 class NewShard:
-    """What replaces a shard of which rows were erased; `digest` is "" where no row was left."""
+    """Replacement of a shard with erased rows; `digest` is "" if no row was left."""
 
     digest: str
     size: int
@@ -99,22 +99,22 @@ class NewShard:
 
 @dataclass(slots=True)
 class ErasureReport:
-    """What an erasure did."""
+    """Result of an erasure."""
 
-    id: str = ""  # of the erasure
+    id: str = ""  # id of the erasure
     reason: str = ""
-    samples: int = 0  # that were asked for
-    rows: int = 0  # erased from shards, equal rows in other shards counted
-    # old manifest id → new one, "" where nothing was left
+    samples: int = 0  # number of samples asked for
+    rows: int = 0  # rows erased from shards, including equal rows in other shards
+    # old manifest id → new one, "" if no row was left
     versions: dict[str, str] = field(default_factory=dict)
-    refs: dict[str, str] = field(default_factory=dict)  # ref → its new manifest id, "" where it was dropped
+    refs: dict[str, str] = field(default_factory=dict)  # ref → new manifest id, "" if it was dropped
     tags: dict[str, str] = field(default_factory=dict)  # withdrawn tag → the manifest id that it named
     commits: list[int] = field(default_factory=list)  # numbers of the log entries
-    rewritten: int = 0  # shards that were replaced
-    dropped: int = 0  # shards that had no row left
-    objects: list[str] = field(default_factory=list)  # names of what was deleted
-    bytes: int = 0  # how many bytes that were
-    # what cannot be erased from here, and what to do about it
+    rewritten: int = 0  # number of shards replaced
+    dropped: int = 0  # number of shards without a remaining row
+    objects: list[str] = field(default_factory=list)  # names of deleted objects
+    bytes: int = 0  # size of the deleted objects
+    # data that cannot be erased from here, and what to do about it
     not_reached: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
@@ -122,7 +122,7 @@ class ErasureReport:
 
 
 class Journal:
-    """The documents of one erasure."""
+    """The documents of one erasure in the root."""
 
     def __init__(self, repository: Repository, plan: ErasurePlan) -> None:
         self._store = repository.store
@@ -130,11 +130,11 @@ class Journal:
         self._folder = f"{_PREFIX}{plan.id}/"
 
     def begin(self) -> None:
-        """Make the plan durable: from here on the erasure will be finished."""
+        """Make the plan durable; from then on the erasure will be finished."""
         self._store.put_new(f"{self._folder}plan.json", self.plan.to_bytes())
 
     def write(self, shards: Mapping[str, NewShard], report: ErasureReport) -> None:
-        """Note what replaces what, and what is to be deleted, before anything that needs it is gone."""
+        """Record replacements and objects to delete, before anything that they depend on is deleted."""
         document = {
             "format": _FORMAT,
             "shards": {
@@ -145,7 +145,7 @@ class Journal:
         put_over(self._store, f"{self._folder}objects.json", canonical_json.dumps(document))
 
     def read(self) -> tuple[dict[str, NewShard], ErasureReport]:
-        """What `write` noted; nothing where it has not been called."""
+        """Return what `write` recorded, or no shards and a new report if it was not called."""
         try:
             data = self._store.get(f"{self._folder}objects.json", max_bytes=_MAX_BYTES)
         except NotFoundError:
@@ -165,7 +165,7 @@ class Journal:
             raise FormatError(f"erasure journal: {error!r}; a newer shardkit may read it") from None
 
     def report(self) -> ErasureReport | None:
-        """The report of an erasure that was killed while it tidied up, else None."""
+        """Return the report of an erasure that was killed while finishing, else None."""
         try:
             value = _loads(self._store.get(f"{self._folder}report.json", max_bytes=_MAX_BYTES))
             return ErasureReport(**value["report"])
@@ -173,7 +173,7 @@ class Journal:
             return None
 
     def finish(self, report: ErasureReport) -> None:
-        """Leave the report, and nothing else."""
+        """Write the report and delete the other documents."""
         document = {"format": _FORMAT, "report": report.to_json()}
         put_over(self._store, f"{self._folder}report.json", canonical_json.dumps(document))
         for name in ("objects.json", "plan.json"):
@@ -181,7 +181,7 @@ class Journal:
 
 
 def unfinished(repository: Repository) -> list[ErasurePlan]:
-    """Plans of erasures that were begun and are not done, oldest name first."""
+    """Return the plans of unfinished erasures, sorted by id."""
     return [
         ErasurePlan.from_bytes(repository.store.get(name, max_bytes=_MAX_BYTES))
         for name in repository.store.list_after(_PREFIX)
@@ -201,37 +201,37 @@ P = TypeVar("P", LookupPiece, CostPiece)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Loss:
-    """What a manifest loses in one shard."""
+    """Rows that a manifest loses in one shard."""
 
-    stratum: NDArray[np.int32] | None  # own strata of the rows that go
-    selected: NDArray[np.bool_]  # which of them it had selected
+    stratum: NDArray[np.int32] | None  # own strata of the lost rows
+    selected: NDArray[np.bool_]  # True for lost rows that the manifest selected
 
 
 @dataclass(eq=False)
 class Rewriter:
-    """Makes the shards and manifests that replace those of a plan; everything it puts is named by its content.
+    """Makes the shards and manifests that replace those with rows of a plan.
 
-    So whatever was done before a kill is found again, and made again at worst.
+    Everything is named by its content, so work done before a kill is found again or, at worst, repeated.
     """
 
-    repository: Repository  # that rows are erased from
-    plan: ErasurePlan  # which rows
+    repository: Repository  # repository of the rows
+    plan: ErasurePlan  # rows to erase
     shards: dict[
         str, NewShard
-    ]  # those known from an earlier attempt, whose originals may be gone, and the new ones
+    ]  # replacements from an earlier attempt, whose originals may be deleted, and new ones
     empty_strata: set[str] = field(default_factory=set)
 
     def lost_rows(self, table: ShardTable, shard: int) -> tuple[int, ...]:
-        """Rows of a shard that go, ascending."""
+        """Return the rows of a shard to erase, ascending."""
         return self.plan.shards.get(shard_pair(table, shard), ())
 
     def touches(self, table: ShardTable) -> NDArray[np.bool_]:
-        """(shards,) which shards of a table lose rows."""
+        """Return (shards,) bool, True for shards of a table that lose rows."""
         lost = [bool(self.lost_rows(table, shard)) for shard in range(len(table))]
         return np.array(lost, dtype=np.bool_)
 
     def rewrite(self, survey: StoreSurvey, manifest: Manifest, parent: str | None) -> Manifest | None:
-        """Put the manifest that replaces one of the plan's, with all that it needs; None where no sample is left."""
+        """Put the manifest that replaces another, with all its objects; return None if no sample is left."""
         losses: list[_Loss] = []
         pages = [self._page(manifest, page, losses) for page in survey.pages(manifest)]
         kept = [page for page in pages if len(page)]
@@ -241,7 +241,7 @@ class Rewriter:
         references = [(ref, data) for page in kept for ref, data in paginate(page)]
         before = survey.table(manifest)
         strata = _recount(manifest, table, losses)
-        # They keep their numbers, which other shards and indexes use; so their names stay.
+        # Strata keep their numbers, which other shards and indexes use; so empty strata keep their names.
         self.empty_strata |= {
             new.name for new, old in zip(strata, manifest.strata, strict=True) if old.rows and not new.rows
         }
@@ -274,7 +274,7 @@ class Rewriter:
         return new
 
     def _page(self, manifest: Manifest, page: ShardTable, losses: list[_Loss]) -> ShardTable:
-        """A page without the rows; the page itself where it loses none, so that its digest stays."""
+        """Return a page without the rows; an unaffected page is returned as it is and keeps its digest."""
         touched = self.touches(page)
         if not touched.any():
             return page
@@ -289,7 +289,7 @@ class Rewriter:
     def _record(
         self, manifest: Manifest, page: ShardTable, shard: int, losses: list[_Loss]
     ) -> ShardRecord | None:
-        """The entry of the shard that replaces one, put where it has not been."""
+        """Return the record of the shard that replaces one, and put it if needed; None if no row is left."""
         segments = slice(int(page.segment_starts[shard]), int(page.segment_starts[shard + 1]))
         segment_rows = page.segment_rows[segments]
         rows = int(page.rows[shard])
@@ -304,7 +304,7 @@ class Rewriter:
 
         reader = version_reader(self.repository, manifest, page)
         pooled = any(stratum.in_pool for stratum in manifest.strata)
-        # The index is read when it is needed: after a kill it may be gone, and not needed any more.
+        # The index is read only if needed: after a kill it may be deleted already.
         own = reader.index(shard).row_stratum if pooled else None
         losses.append(_Loss(None if own is None else own[~keep], mask[~keep]))
         new = self._shard(manifest, page, shard, reader, keep, new_rows)
@@ -330,9 +330,9 @@ class Rewriter:
         keep: NDArray[np.bool_],
         segment_rows: NDArray[np.int64],
     ) -> NewShard:
-        """The shard without the rows: order, payloads, keys and sources of the others stay to the last byte."""
+        """Return the shard without the erased rows; all other rows stay as they are, in the same order."""
         block_rows = int(page.block_rows[shard])
-        # The same bytes may be cut into other segments by another manifest: its blocks then lie otherwise.
+        # Another manifest may divide the same bytes into other segments, and then needs other blocks.
         cut = hashlib.sha256(np.ascontiguousarray(page.digest[shard]).tobytes())
         cut.update(np.ascontiguousarray(page.index_digest[shard]).tobytes())
         cut.update(np.array([block_rows, *segment_rows], dtype="<i8").tobytes())
@@ -349,7 +349,7 @@ class Rewriter:
                 compression=manifest.compression,
                 schema=manifest.schema,
                 block_rows=block_rows,
-                segments=((), ()),  # each manifest has its own over these bytes
+                segments=((), ()),  # each manifest has its own segments
                 is_small=True,
             )
             self.shards[key] = NewShard(*(getattr(made, one.name) for one in dataclasses.fields(NewShard)))
@@ -361,9 +361,9 @@ class Rewriter:
         table: ShardTable,
         rewrite: Callable[[P, NDArray[np.int64], NDArray[np.bool_]], P | None],
     ) -> tuple[P, ...]:
-        """Pieces of a sidecar; those over shards that lose no row stay, the others are rewritten or go.
+        """Return the pieces of a sidecar; pieces over shards that lose rows are rewritten or dropped.
 
-        `rewrite` gets a piece, the rows of its shards, and which of all these rows stay.
+        `rewrite` gets a piece, the numbers of rows of its shards, and a mask of the rows that stay.
         """
         touched, found, first = self.touches(table), list[P](), 0
         for piece in pieces:
@@ -387,7 +387,7 @@ class Rewriter:
         entries = Entries.from_bytes(data, field, rows)
         before = np.cumsum(rows) - rows
         left = np.add.reduceat(keep.astype(np.int64), before)
-        inside = before[entries.shard] + entries.row  # of each entry in the rows of the piece
+        inside = before[entries.shard] + entries.row  # position of each entry among the rows of the piece
         rank: NDArray[np.int64] = np.cumsum(keep) - keep
         new_row = (rank[inside] - rank[before][entries.shard]).astype(np.uint32)
         new_shard = (np.cumsum(left > 0) - 1)[entries.shard].astype(np.uint32)
@@ -431,7 +431,7 @@ def _kept_rows(reader: BlockReader, shard: int, keep: NDArray[np.bool_]) -> Iter
 
 
 def _recount(manifest: Manifest, table: ShardTable, losses: list[_Loss]) -> tuple[Stratum, ...]:
-    """The strata with their new counts; those that share the pool by the rows that they lost."""
+    """Return the strata with new counts; strata in the pool are counted by their lost rows."""
     rows, selected = stratum_counts(table, len(manifest.strata))
     for number, stratum in enumerate(manifest.strata):
         if stratum.in_pool:

@@ -1,4 +1,4 @@
-"""How samples look when a person prints them, and in a notebook: types and sizes instead of megabytes of bytes."""
+"""Short text and HTML forms of samples: types and sizes instead of megabytes of bytes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _ROWS: Final = 20  # samples on a page
 
 
 class Sample(dict[str, Any]):
-    """A sample: a dict of its fields, printed in one short line each.
+    """A sample: a dict of its fields with a short representation.
 
     Attributes:
-        classes: names of the values of ``label``; empty where they have none.
+        classes: names of the values of ``label``; empty if they have none.
     """
 
     __slots__ = ("classes",)
@@ -38,7 +38,7 @@ class Sample(dict[str, Any]):
 
 
 class SampleList(list[dict[str, Any]]):
-    """Several samples: a list, one sample a line."""
+    """A list of samples, printed one per line."""
 
     def __repr__(self) -> str:
         return f"[{(',' + chr(10) + ' ').join(map(repr, self))}]"
@@ -61,7 +61,7 @@ def _texts(sample: dict[str, Any]) -> Iterable[tuple[str, str]]:
 
 
 def samples_page(samples: Sequence[dict[str, Any]]) -> str:
-    """Return HTML: thumbnails with their class where a field holds pictures, then a table of the other fields."""
+    """Return HTML: thumbnails with their class if a field holds images, then a table of all fields."""
     figures, rows = [], []
     for sample in samples:
         shown = dict(_texts(sample))
@@ -78,7 +78,7 @@ def samples_page(samples: Sequence[dict[str, Any]]) -> str:
 
 
 def thumbnail(value: object) -> str | None:
-    """A picture's file as a data: URL of a small PNG; None for anything else, and without Pillow."""
+    """Return an image file as a data: URL of a small PNG; None for other values, or without Pillow."""
     if not isinstance(value, bytes) or len(value) > _MAX_BYTES:
         return None
     try:

@@ -1,4 +1,4 @@
-"""The samples of a version, one, several or all of them, as Python values and as tables (SPEC.md §14)."""
+"""Samples of a version as Python values and as tables (SPEC.md §14)."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from shardkit.repository.versions import Version
 _COUNT = Range(0, 2**40)
 _COUNT_OF_BATCH = Range(1, 2**40)
 _SEEDS = Range(0, 2**64 - 1)
-_SAMPLE = 0x73616D706C65  # "sample": drawn apart from everything else that a seed decides
+_SAMPLE = 0x73616D706C65  # "sample": separates these draws from other uses of a seed
 
 
 class Samples:
-    """What a dataset is to a reader: a sequence of verified samples, and a table."""
+    """Base class of `Dataset`: a sequence of verified samples, and a table."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Samples:
         self.version = version
         self.manifest = version.manifest
         self.table = version.table
-        self._selections = selections  # those of a view, which no repository holds
+        self._selections = selections  # selections of a view, which are in no repository
         self._verify: VerifySetting = verify
 
     @property
@@ -49,7 +49,7 @@ class Samples:
 
     @cached_property
     def reader(self) -> BlockReader:
-        """Of its blocks."""
+        """Reader of the version's blocks."""
         parts = self.version.parts
         return BlockReader(
             self.table,
@@ -61,14 +61,14 @@ class Samples:
 
     @cached_property
     def rows(self) -> RowMap:
-        """Where each sample lies."""
+        """Map from sample numbers to shards and rows."""
         load = self.version.load_selection if self._selections is None else self._selections.__getitem__
         return RowMap(self.table, load)
 
     def __len__(self) -> int:
         return self.manifest.selected
 
-    # ---- as Python values
+    # ---- Python values
 
     @overload
     def __getitem__(self, sample: int | np.integer[Any]) -> dict[str, Any]: ...
@@ -79,9 +79,9 @@ class Samples:
     ) -> list[dict[str, Any]]: ...
 
     def __getitem__(self, sample: Any) -> dict[str, Any] | list[dict[str, Any]]:
-        """A sample as a dict of Python values and fresh arrays; of a slice, list or array of numbers a list of them.
+        """Return a sample as a dict of Python values and new arrays; a list for a slice, list or array.
 
-        Negative numbers count from the end. ``select(rows=…)`` gives a dataset instead, with nothing read.
+        Negative numbers count from the end. ``select(rows=…)`` returns a dataset instead and reads nothing.
         """
         if is_one(sample):
             shard, block, inside, _ = self._locate_one(sample)
@@ -89,24 +89,24 @@ class Samples:
         return self._several(numbers_of(sample, len(self), "ds[…]"))
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """All samples in order, each block read once and held until its last sample."""
+        """Yield all samples in order; each block is read once and held until its last sample."""
         for block, rows in read_runs(self.reader, self.rows, all_numbers(len(self))):
             for row in rows.tolist():
                 yield Sample(block.sample(row), self.manifest.classes)
 
     def __contains__(self, wanted: object) -> NoReturn:
-        """Refused: a number, a key and a sample could all be meant, and two of them would read everything."""
+        """Refuse: a number, a key or a sample could be meant, and two of these would read everything."""
         raise UsageError(
             f"{wanted!r:.60} in ds: say what is meant: `0 <= number < len(ds)` for a sample number, "
             "`shardkit find ROOT --field key=KEY` for a key, ds.select(where=…) for the value of a field"
         )
 
     def head(self, n: int = 5) -> list[dict[str, Any]]:
-        """The first `n` samples, or all where there are fewer."""
+        """Return the first `n` samples, or all if there are fewer."""
         return self[: _COUNT.check("head: n", n)]
 
     def sample(self, n: int, seed: int = 0) -> list[dict[str, Any]]:
-        """`n` different samples in random order: the same ones for the same version and seed, on every machine."""
+        """Return `n` different samples in random order: the same for the same version and seed."""
         if _COUNT.check("sample: n", n) > len(self):
             raise UsageError(
                 f"ds.sample({n}): this dataset has {len(self)} samples; ask for at most that many"
@@ -115,17 +115,17 @@ class Samples:
         return self._several(Feistel(key, len(self))(np.arange(n, dtype=np.int64)))
 
     def key(self, sample: int) -> str:
-        """The key of a sample as the source named it."""
+        """Return the key of a sample as given by the source."""
         shard, _, _, row = self._locate_one(sample, "ds.key(…)")
         return self.reader.index(shard).original_key(row)
 
     def source(self, sample: int) -> tuple[str, int] | None:
-        """(source file, row in it) that a sample was built from, where the build recorded it."""
+        """Return the (source file, row in it) of a sample, if the build recorded it."""
         shard, _, _, row = self._locate_one(sample, "ds.source(…)")
         return self.reader.index(shard).source(row)
 
     def name_of(self, sample: int) -> str:
-        """Return number, key and source of a sample, for messages; only the number if its index cannot be read."""
+        """Return number, key and source of a sample as text; only the number if its index is unreadable."""
         try:
             key, source = self.key(sample), self.source(sample)
         except ShardkitError:
@@ -133,7 +133,7 @@ class Samples:
         return f"{sample} (key {key!r}{'' if source is None else f', row {source[1]} of {source[0]}'})"
 
     def _several(self, numbers: NDArray[np.int64]) -> SampleList:
-        """Samples in the order of `numbers`, each a dict of its own, each block read once."""
+        """Return samples in the order of `numbers`, each a separate dict; each block is read once."""
         order = np.argsort(numbers, kind="stable")
         found = SampleList([Sample({})] * len(numbers))
         places = iter(order.tolist())
@@ -147,17 +147,18 @@ class Samples:
         shard, block = self.rows.shard_of_block(int(where.block[0]))
         return shard, block, int(where.row_in_block[0]), int(where.row[0])
 
-    # ---- as tables
+    # ---- tables
 
     def iter_arrow(self, batch_rows: int = 1024, fields: Sequence[str] | None = None) -> Any:
-        """All samples as a ``pyarrow.RecordBatchReader``; blocks are read and verified as it is asked for more.
+        """Return all samples as a ``pyarrow.RecordBatchReader``; blocks are read and verified on demand.
 
-        Fixed shapes are nested fixed-size lists, ragged fields large lists, json its text. No column is nullable.
+        Fixed shapes are nested fixed-size lists, ragged fields large lists, json text. Only optional fields
+        are nullable.
         """
         return self._stream(fields, _COUNT_OF_BATCH.check("iter_arrow: batch_rows", batch_rows))
 
     def _stream(self, fields: Sequence[str] | None, batch_rows: int | None) -> Any:
-        """A ``pyarrow.RecordBatchReader`` over all samples; a batch for each block where `batch_rows` is None."""
+        """Return a ``pyarrow.RecordBatchReader``; without `batch_rows`, one batch per block."""
         if isinstance(fields, str):
             raise UsageError(f"fields={fields!r}: expected a list of field names, such as [{fields!r}]")
         schema = self.schema
@@ -165,7 +166,7 @@ class Samples:
             for name in fields:
                 schema.position(name)
             schema = Schema({name: schema[name] for name in fields})
-        import pyarrow as pa  # slow to import, and only tables need it
+        import pyarrow as pa  # slow to import, and only needed for tables
 
         from shardkit.formats.arrow_writing import arrow_schema, record_batch
 
@@ -177,32 +178,37 @@ class Samples:
         )
 
     def __arrow_c_stream__(self, requested_schema: object = None) -> object:
-        """The Arrow stream interface: duckdb, polars and pyarrow read a dataset as it is, block by block."""
+        """Return an Arrow C stream: duckdb, polars and pyarrow read a dataset directly, block by block."""
         return self.iter_arrow().__arrow_c_stream__(requested_schema)
 
     def to_arrow(self, fields: Sequence[str] | None = None) -> Any:
-        """All samples as a ``pyarrow.Table``, in memory; a chunk for each block. See `iter_arrow`."""
+        """Return all samples as a ``pyarrow.Table`` in memory, one chunk per block. See `iter_arrow`."""
         return self._stream(fields, None).read_all()
 
     def to_pandas(self, fields: Sequence[str] | None = None) -> Any:
-        """All samples as a ``pandas.DataFrame``; see `iter_arrow`."""
+        """Return all samples as a ``pandas.DataFrame``; see `iter_arrow`."""
         table_library("pandas", "to_pandas")
         return self.to_arrow(fields).to_pandas()
 
     def to_polars(self, fields: Sequence[str] | None = None) -> Any:
-        """All samples as a ``polars.DataFrame``; see `iter_arrow`."""
+        """Return all samples as a ``polars.DataFrame``; see `iter_arrow`."""
         return table_library("polars", "to_polars").from_arrow(self.to_arrow(fields))
 
 
 def is_one(wanted: object) -> bool:
-    """Whether a caller asks for one sample, rightly or wrongly, and not for several."""
+    """Return True if an index asks for one sample, valid or not, rather than several."""
     if isinstance(wanted, slice | list | range | tuple):
         return False
     return not hasattr(wanted, "__array__") or np.ndim(wanted) == 0
 
 
 def number_of(wanted: object, count: int, call: str) -> int:
-    """One sample number, 0 to `count` - 1; negative ones count from the end."""
+    """Return a sample number as 0 to `count` - 1; negative numbers count from the end.
+
+    Raises:
+        UsageError: It is not an integer.
+        SampleIndexError: It is out of range.
+    """
     if isinstance(wanted, bool):
         raise _refusal(wanted, count, call)
     try:
@@ -215,7 +221,7 @@ def number_of(wanted: object, count: int, call: str) -> int:
 
 
 def numbers_of(wanted: Any, count: int, call: str) -> NDArray[np.int64]:
-    """Several sample numbers in the caller's order, (n,) int64; see `number_of`."""
+    """Return several sample numbers in the caller's order, (n,) int64; see `number_of`."""
     if isinstance(wanted, slice):
         try:
             return np.arange(*wanted.indices(count), dtype=np.int64)
@@ -259,11 +265,11 @@ def _is_mask(wanted: object) -> bool:
     return isinstance(wanted, bool) or str(getattr(wanted, "dtype", "")).endswith("bool")
 
 
-_NUMBERS_AT_ONCE = 1 << 16  # located together, however many samples there are
+_NUMBERS_AT_ONCE = 1 << 16  # bounds memory when locating samples
 
 
 def all_numbers(count: int) -> Iterator[NDArray[np.int64]]:
-    """The sample numbers 0 to `count` - 1, some at a time."""
+    """Yield the sample numbers 0 to `count` - 1, some at a time."""
     for start in range(0, count, _NUMBERS_AT_ONCE):
         yield np.arange(start, min(start + _NUMBERS_AT_ONCE, count), dtype=np.int64)
 
@@ -274,7 +280,7 @@ def read_runs(
     numbers: Iterable[NDArray[np.int64]],
     fields: Sequence[str] | None = None,
 ) -> Iterator[tuple[Block, NDArray[np.int64]]]:
-    """The samples of `numbers` as (verified block, rows in it), each block read once."""
+    """Yield the samples of `numbers` as (verified block, rows in it), each block read once."""
     last, block = -1, None
     for some in numbers:
         where = row_map.locate(some)
@@ -289,7 +295,7 @@ def read_runs(
 
 
 def _cut(batches: Iterable[Any], size: int) -> Iterator[Any]:
-    """The same rows in batches of `size`; a batch that lies inside one block is a view of it."""
+    """Yield the same rows in batches of `size`; a batch inside one block is a view of it."""
     waiting: list[Any] = []
     rows = 0
     for batch in batches:
@@ -314,7 +320,11 @@ def _joined(batches: list[Any]) -> Any:
 
 
 def table_library(name: str, call: str) -> Any:
-    """A library that makes tables of Arrow's."""
+    """Import and return a library that makes tables from Arrow tables.
+
+    Raises:
+        MissingDependency: It is not installed.
+    """
     try:
         return importlib.import_module(name)
     except ImportError as error:

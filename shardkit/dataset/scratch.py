@@ -1,10 +1,10 @@
-"""Encoded rows between being added and being written to shards: payloads in scratch files, columns in memory.
+"""Scratch: encoded rows before they are written to shards, payloads in files and columns in memory.
 
-A scratch file is an Arrow IPC stream of the stored columns. Rows are buffered and written in *runs*, each sorted by the
-order that the layout will use, so that the rows of one shard are neighbours in every run: a source of any size is read
-back in a few long ranges per run and shard, not one seek per row. A build that fits into one run stays in memory.
-Nothing here is synced to disk: scratch is worth nothing after a power cut, and every record batch is verified when it
-is read back (SPEC.md §3). The columns of parts are joined, and handed out by shard.
+A scratch file is an Arrow IPC stream of the stored columns. Rows are buffered and written in *runs*, each
+sorted in the order that the layout will use, so that the rows of one shard are neighbours in every run: a
+source of any size is read back in a few long ranges per run and shard, not with one seek per row. A build
+that fits into one run stays in memory. Nothing here is synced: scratch is worthless after a power failure,
+and every record batch is verified when it is read back (SPEC.md §3).
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from shardkit.stores.file_operations import FOLDER, Directories, active, explain
 from shardkit.stores.local import LocalStore, private_folder
 
 RUN_BYTES = 64 * 2**20
-"""Bytes of a run of scratch that is held in memory, at most and by default."""
+"""Default and maximum size of a run of scratch in memory."""
 
 MIN_RUN_BYTES = 8 * 2**20
 
 _RANGE_BYTES = 2**20
 _MAX_BATCH_BYTES = 2**17
 _MIN_BATCH_BYTES = 2**14
-_FLUSH_ROWS, _FLUSH_BYTES = 4096, 2**20  # added one by one, before they become a record batch
+_FLUSH_ROWS, _FLUSH_BYTES = 4096, 2**20  # rows added singly become a record batch at these limits
 
 _KIND = "scratch-rows"
 _MARK = "mark_"
@@ -61,16 +61,16 @@ _BATCH = "batch_"
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Rows(RowTable):
-    """One entry per row: of a part in the order of adding, or of all parts, one behind the other."""
+    """One entry per row of one part in the order of adding, or of several parts concatenated."""
 
-    strata: tuple[tuple[str, ...], ...]  # texts that `stratum` indexes; sorted where parts are joined
-    split: NDArray[np.uint64]  # the hash that decides the split; zeros where the identity does
-    generated: NDArray[np.bool_]  # whether the key is made from the ordinal
-    records: Records  # zeros where rows are counted only
-    marks: Mapping[str, NDArray[np.uint64]] = field(default_factory=dict)  # what else a build wants to know
+    strata: tuple[tuple[str, ...], ...]  # texts that `stratum` indexes; sorted after joining parts
+    split: NDArray[np.uint64]  # hash that decides the split; zeros if the identity decides
+    generated: NDArray[np.bool_]  # True if the key is generated from the ordinal
+    records: Records  # zeros if rows are only counted
+    marks: Mapping[str, NDArray[np.uint64]] = field(default_factory=dict)  # further columns for a build
 
     def take(self, places: NDArray[np.int64]) -> Rows:
-        """Some of the rows, whose places are their ordinals then; strata without rows go."""
+        """Return the rows at these positions, renumbered; strata without rows are dropped."""
         present, stratum = np.unique(self.stratum[places], return_inverse=True)
         return Rows(
             identity=self.identity[places],
@@ -84,7 +84,7 @@ class Rows(RowTable):
         )
 
     def to_bytes(self, meta: dict[str, object]) -> bytes:
-        """The columns of a part as a container, with something to remember them by."""
+        """Return the columns of a part as a container, together with `meta`."""
         columns = {
             "identity_high": self.identity[:, 0],
             "identity_low": self.identity[:, 1],
@@ -99,7 +99,7 @@ class Rows(RowTable):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> tuple[Rows, dict[str, object]]:
-        """What `to_bytes` was given."""
+        """Return the arguments of `to_bytes`."""
         columns = unpack_columns(data, _KIND)
         arrays = columns.arrays
         rows = cls(
@@ -121,24 +121,24 @@ class Rows(RowTable):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardRows:
-    """What one shard is to hold; arrays have one entry per row, in row order."""
+    """Content of one shard; arrays have one entry per row, in row order."""
 
-    number: int  # of the shard in the manifest
+    number: int  # number of the shard among the new shards
     ordinal: NDArray[np.int64]
     records: Records
-    stratum: NDArray[np.int32] | None  # number of each row's own stratum where the shard has pooled rows
+    stratum: NDArray[np.int32] | None  # own stratum of each row if the shard has pooled rows
     segment_stratum: NDArray[np.int32]  # numbers in `Rows`, one per segment, in row order
     segment_rows: NDArray[np.int64]
     block_rows: int  # rows per block
-    row_bytes: NDArray[np.int64]  # of each row in the shard, before compression
+    row_bytes: NDArray[np.int64]  # size of each row in the shard, before compression
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes of all rows."""
+        """Size of all rows in bytes."""
         return int(self.row_bytes.sum())
 
     def fingerprint(self) -> str:
-        """32 hex digits that are equal only where the shard holds the same rows in the same way."""
+        """Return 32 hex digits, equal only for shards with the same rows, segments and block size."""
         digest = xxhash.xxh3_128(f"{self.number} {self.block_rows}".encode())
         for column in (self.ordinal, *self.records.identity, self.segment_stratum, self.segment_rows):
             digest.update(np.ascontiguousarray(column).data)
@@ -151,7 +151,7 @@ class ShardRows:
 
 
 def join_parts(parts: Sequence[Rows]) -> Rows:
-    """The rows of parts, one behind the other; strata that several parts have are one."""
+    """Return the rows of parts, concatenated; equal strata of several parts become one."""
     strata = tuple(sorted({values for part in parts for values in part.strata}))
     number = {values: index for index, values in enumerate(strata)}
 
@@ -176,7 +176,7 @@ def join_parts(parts: Sequence[Rows]) -> Rows:
 
 
 def describe_row(rows: Rows, reader: ScratchReader | None, place: int, first_ordinal: int) -> str:
-    """A row by key and source, for messages; of rows that were counted only, by its place."""
+    """Describe a row by key and source, for messages; without a reader, by its position."""
     if reader is None:
         return f"row {place}"
     ordinal = first_ordinal + place
@@ -188,40 +188,40 @@ def describe_row(rows: Rows, reader: ScratchReader | None, place: int, first_ord
     return f"{name} ({block.source_names[0]} row {block.source_row[0]})"
 
 
-# ---- Rows on their way to scratch
+# ---- Writing rows to scratch
 
 
 def sized_run(source_bytes: int, shard_size: int) -> int:
-    """Bytes of a run that is as short as memory is dear, and long enough: of it a shard is read in one MiB and more.
+    """Return the bytes of a run: short, but so long that a shard reads 1 MiB or more of each.
 
-    Memory that is touched for the first time costs more than a copy, and a short run stays in the processor's cache.
+    Touching memory for the first time costs more than a copy, and a short run stays in the processor's cache.
     """
     shards = -(-source_bytes // max(1, shard_size))
     return min(RUN_BYTES, max(MIN_RUN_BYTES, shards * _RANGE_BYTES))
 
 
 def sized_batch(run_bytes: int, source_bytes: int, shard_size: int) -> int:
-    """Bytes of a record batch: a shard reads whole ones, so that they are small if it takes little of each run."""
+    """Return the bytes of a record batch, small for many shards: a shard reads whole batches."""
     shards = -(-source_bytes // max(1, shard_size))
     return min(_MAX_BATCH_BYTES, max(_MIN_BATCH_BYTES, run_bytes // max(1, 4 * shards)))
 
 
 @dataclass(eq=False)
 class RowSpool:
-    """Takes encoded rows, keeps their columns, and writes their payloads in sorted runs of record batches.
+    """Collects encoded rows, keeps their columns, and writes their payloads in sorted runs of record batches.
 
-    Not safe for threads: the caller locks.
+    Not thread-safe: the caller locks.
     """
 
-    folder: str  # where the scratch file is made when memory does not suffice; "": count only, keep nothing
-    name: str  # of the scratch file
-    schema: Schema  # of the dataset
+    folder: str  # folder of the scratch file if memory does not suffice; "": only count rows
+    name: str  # name of the scratch file
+    schema: Schema  # schema of the dataset
     _: KW_ONLY
-    seed: int | None  # of the shuffle, None where rows keep the order of adding
-    run_bytes: int | None = None  # held in memory before a run is written; None: `RUN_BYTES`
-    batch_bytes: int = _MAX_BATCH_BYTES  # of a record batch: a shard reads whole ones
+    seed: int | None  # seed of the shuffle, None to keep the order of adding
+    run_bytes: int | None = None  # bytes in memory before a run is written; None: `RUN_BYTES`
+    batch_bytes: int = _MAX_BATCH_BYTES  # bytes of a record batch; a shard reads whole batches
     always_file: bool = False  # write even a single run to the file
-    marks: Sequence[str] = ()  # names of further numbers that come with every row
+    marks: Sequence[str] = ()  # names of additional uint64 columns
 
     def __post_init__(self) -> None:
         self._arrow = spool_schema(self.schema)
@@ -246,7 +246,7 @@ class RowSpool:
         return len(self._columns["stratum"])
 
     def append(self, row: EncodedRow, identity: tuple[int, int], marks: Sequence[int] = ()) -> None:
-        """Take a row; ``identity`` replaces `EncodedRow.identity` if that is None."""
+        """Add a row; ``identity`` is used if `EncodedRow.identity` is None."""
         size = sum(map(len, row.payloads))
         if self.folder:
             self._make_room(size)
@@ -263,7 +263,7 @@ class RowSpool:
             column.append(mark)
 
     def append_rows(self, rows: EncodedRows) -> None:
-        """Take rows that were encoded together."""
+        """Add rows that were encoded together."""
         if self.folder:
             self._flush_rows()
             batch = pa.RecordBatch.from_arrays(
@@ -293,7 +293,7 @@ class RowSpool:
             column.frombytes(rows.marks[name].tobytes())
 
     def finish(self) -> tuple[Rows, Parts | None]:
-        """Return the columns, and where the records are; None if nothing was kept."""
+        """Return the columns, and the part with the records, or None if rows were only counted."""
         if self.folder:
             pieces = self._run_messages(0 if self._file is None else self._file.size)
             if self.always_file or self._file is not None:
@@ -328,7 +328,7 @@ class RowSpool:
         )
 
     def drop(self) -> None:
-        """Forget the rows and remove the scratch file."""
+        """Discard the rows and remove the scratch file."""
         self._rows, self._run, self._run_bytes, self._rows_bytes = [], [], 0, 0
         if self._file is not None:
             self._file.close()
@@ -352,7 +352,7 @@ class RowSpool:
             self._write(self._run_messages(0 if self._file is None else self._file.size))
 
     def _flush_rows(self) -> None:
-        """Make a record batch of the rows that were added one by one."""
+        """Turn the rows that were added singly into a record batch."""
         if self._rows:
             rows, self._rows, self._rows_bytes = self._rows, [], 0
             batch = _batch_of(rows, self.schema, self._arrow)
@@ -368,7 +368,7 @@ class RowSpool:
         self._broken = False
 
     def _run_messages(self, offset: int) -> Iterator[bytes | memoryview]:
-        """Yield the run as messages of an IPC stream, in the order of the layout, and note where its rows are."""
+        """Yield the run as IPC messages, in the order of the layout, and record where its rows are."""
         if not offset:
             head = self._arrow.serialize()
             offset += len(head)
@@ -397,7 +397,7 @@ class RowSpool:
         self._columns["row"].frombytes(row.tobytes())
 
     def _cut(self, size: int, rows: int) -> Iterator[tuple[int, int]]:
-        """Yield runs of rows of about `batch_bytes`."""
+        """Yield (start, stop) of rows of about `batch_bytes`."""
         step = max(1, min(_FLUSH_ROWS, rows * self.batch_bytes // max(1, size)))
         for start in range(0, rows, step):
             yield start, min(rows, start + step)
@@ -416,7 +416,7 @@ _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 def _batch_of(rows: Sequence[EncodedRow], schema: Schema, arrow: Any) -> Any:
-    """Return a record batch of rows that were encoded one by one."""
+    """Return a record batch of rows that were encoded singly."""
     columns = [
         spool_array(kind, [row.payloads[place] for row in rows], name)
         for place, (name, kind) in enumerate(schema.stored.items())
@@ -435,7 +435,7 @@ def _batch_of(rows: Sequence[EncodedRow], schema: Schema, arrow: Any) -> Any:
 
 
 class ScratchFile:
-    """A scratch file that is being written."""
+    """A scratch file being written."""
 
     def __init__(self, folder: str, name: str) -> None:
         self.folder = folder
@@ -444,7 +444,8 @@ class ScratchFile:
         doing = f"create scratch file {folder}/{name}"
         with explained(doing, writing=True), Directories(folder).opened(()) as opened:
             self._file = active().create_file(opened, name)
-        with contextlib.suppress(OSError):  # tells the sweep of a store's tmp/ that we live
+        # the lock shows the sweep of a store's tmp/ that the writer is alive
+        with contextlib.suppress(OSError):
             active().try_lock(self._file)
 
     def write(self, data: bytes | memoryview) -> None:
@@ -458,13 +459,13 @@ class ScratchFile:
 
 
 def remove_scratch(folder: str, name: str) -> None:
-    """Remove a scratch file if it is there; one that cannot be removed is left to the sweep."""
+    """Remove a scratch file if it exists; if that fails, it is left to the sweep."""
     with contextlib.suppress(OSError), Directories(folder).opened(()) as opened:
         active().unlink(opened, name)
 
 
 def scratch_folder(repository: Repository, scratch: str | os.PathLike[str] | None) -> str:
-    """Where scratch files of a build go."""
+    """Return the folder for the scratch files of a build."""
     if scratch is not None:
         folder = os.fspath(scratch)
         if not os.path.isdir(folder):

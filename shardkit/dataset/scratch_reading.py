@@ -1,7 +1,7 @@
-"""Scratch read back: parts by number, and their record batches as blocks of rows, field by field, verified.
+"""Read scratch back: parts by number, and their record batches as blocks of rows, column by column, verified.
 
-A batch has the stored columns of the dataset, without nulls, and four more: key (null: generated), original key,
-source name and row in the source (null: none).
+A batch has the stored columns of the dataset, without nulls, and four more: key (null: generated), original
+key, source name and row in the source (null: none).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardkit.formats import RowBlock, Schema
 from shardkit.formats.block import PayloadColumn, part_of, sizes_of
 from shardkit.stores.file_operations import Directories, Handle, active, explained, read_exactly, write_all
 
-_CHECK_BYTES = 8  # of the XXH3-64 in front of a record of finished work
+_CHECK_BYTES = 8  # size of the XXH3-64 in front of a record of finished work
 _MAX_GAP = 128 * 2**10
 _MAX_OPEN = 128
 
@@ -45,7 +45,7 @@ class Batches:
     def of_part(
         cls, offset: NDArray[np.int64], length: NDArray[np.int64], check: NDArray[np.uint64]
     ) -> Batches:
-        """Return those of one part, which is number 0."""
+        """Return the batches of a single part, which has number 0."""
         return cls(np.zeros(len(offset), np.int32), offset, length, check)
 
     def __len__(self) -> int:
@@ -57,7 +57,7 @@ class Batches:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Records:
-    """Where the records of rows are: batch and row in it, one entry per row."""
+    """Location of each row's record: batch, and row in the batch."""
 
     batch: NDArray[np.int32]  # index into `batches`
     row: NDArray[np.int32]
@@ -88,7 +88,7 @@ class Records:
         return Records(self.batch[places], self.row[places], self.batches)
 
     def only(self, places: NDArray[np.int64]) -> Records:
-        """Return some of the records with the batches that they need, to be sent to another process."""
+        """Return some of the records with only the batches that they need, to be sent to another process."""
         used, batch = np.unique(self.batch[places], return_inverse=True)
         batches = self.batches if not len(self.batches) else self.batches[used]
         return Records(batch.astype(np.int32), self.row[places], batches)
@@ -101,17 +101,17 @@ class Records:
 
 
 class Parts(Protocol):
-    """Where the records of spools are, by the number of the spool."""
+    """The records of spools, by the number of the spool."""
 
     def read_into(self, number: int, offset: int, buffer: memoryview) -> None:
-        """Fill the buffer from a part; where the part ends before, the rest of it is zero."""
+        """Fill the buffer from a part; beyond the end of the part, it is filled with zeros."""
 
     def close(self) -> None:
-        """Let go of files."""
+        """Close open files."""
 
 
 class MemoryPart:
-    """The one part of a spool whose records never left memory."""
+    """The single part of a spool whose records stayed in memory."""
 
     def __init__(self, data: bytes | memoryview) -> None:
         self._data = memoryview(data)
@@ -122,11 +122,11 @@ class MemoryPart:
         buffer[len(found) :] = bytes(len(buffer) - len(found))
 
     def close(self) -> None:
-        """Memory needs no closing."""
+        """Do nothing."""
 
 
 class PartFiles:
-    """Scratch files, opened at the first read, of which only so many are open at a time."""
+    """Scratch files, opened at the first read; at most `_MAX_OPEN` are open at a time."""
 
     def __init__(self, folder: str, names: Sequence[str]) -> None:
         self._folder = folder
@@ -159,31 +159,31 @@ class PartFiles:
 
 
 def pack_record(data: bytes) -> bytes:
-    """A record of finished work as it is stored: its XXH3-64, then what it holds."""
+    """Return the stored form of a record of finished work: its XXH3-64, then its content."""
     return xxhash.xxh3_64_digest(data) + data
 
 
 def unpack_record(stored: bytes) -> bytes | None:
-    """What a record holds; None where it is damaged."""
+    """Return the content of a stored record, or None if it is damaged."""
     data = stored[_CHECK_BYTES:]
     return data if stored[:_CHECK_BYTES] == xxhash.xxh3_64_digest(data) else None
 
 
 class ScratchFolder:
-    """A folder of scratch files, and of records of what is finished in it.
+    """A folder of scratch files, and of records of finished work.
 
-    A record appears by rename once it is whole.
+    A record appears by rename once it is complete.
     """
 
     def __init__(self, path: str) -> None:
         self.path = path
 
     def parts(self, names: Sequence[str]) -> PartFiles:
-        """Scratch files by number."""
+        """Return scratch files, numbered in the order of `names`."""
         return PartFiles(self.path, names)
 
     def put_record(self, name: str, data: bytes, *, is_durable: bool = False) -> None:
-        """Make a record appear, whole or not at all; where it is to last, so must what is in the folder by now."""
+        """Publish a record atomically; if `is_durable`, the folder's earlier entries become durable first."""
         temporary = f"{name}.{os.getpid()}-{secrets.token_hex(4)}.new"
         with self.opened(f"write {self.path}/{name}", writing=True) as folder:
             try:
@@ -205,7 +205,7 @@ class ScratchFolder:
                 active().fsync_directory(folder)
 
     def read(self, name: str) -> bytes | None:
-        """What a record holds; None where there is none, or it is damaged."""
+        """Return the content of a record, or None if it does not exist or is damaged."""
         with self.opened(f"read {self.path}/{name}") as folder, contextlib.suppress(FileNotFoundError):
             file = active().open_file(folder, name)
             try:
@@ -215,12 +215,12 @@ class ScratchFolder:
         return None
 
     def names(self) -> list[str]:
-        """Of everything in the folder."""
+        """Return the names of all files in the folder."""
         with self.opened(f"read {self.path}") as folder:
             return [name for name, _ in active().names(folder)]
 
     def remove(self, name: str) -> None:
-        """Remove a file if it is there."""
+        """Remove a file if it exists."""
         with (
             self.opened(f"write {self.path}", writing=True) as folder,
             contextlib.suppress(FileNotFoundError),
@@ -229,13 +229,13 @@ class ScratchFolder:
 
     @contextlib.contextmanager
     def opened(self, doing: str, *, writing: bool = False) -> Iterator[Handle]:
-        """The folder, open; errors say what was being done."""
+        """Open the folder; errors say what `doing` was."""
         with explained(doing, writing=writing), Directories(self.path).opened(()) as folder:
             yield folder
 
 
 class ScratchReader:
-    """Reads the records of many rows into one buffer that it keeps; one per thread."""
+    """Reads the records of many rows into one reused buffer; not thread-safe."""
 
     def __init__(self, parts: Parts, schema: Schema) -> None:
         self._parts = parts
@@ -244,7 +244,7 @@ class ScratchReader:
         self._buffer = np.empty(0, np.uint8)
 
     def read(self, records: Records, ordinal: NDArray[np.int64]) -> SpooledRows:
-        """Return records in the order asked for; what was read before is overwritten."""
+        """Return records in the given order; this overwrites the result of the previous call."""
         used, batch = np.unique(records.batch, return_inverse=True)
         batches = records.batches[used]
         held = [
@@ -262,7 +262,7 @@ class ScratchReader:
     def _messages(self, batches: Batches, records: Records, ordinal: NDArray[np.int64]) -> list[memoryview]:
         total = int(batches.length.sum())
         if len(self._buffer) < total:
-            self._buffer = np.empty(0, np.uint8)  # lets go of the old one first
+            self._buffer = np.empty(0, np.uint8)  # frees the old buffer before the new one is allocated
             self._buffer = np.empty(total, np.uint8)
         view = self._buffer.data
         stops = np.cumsum(batches.length)
@@ -283,7 +283,7 @@ class ScratchReader:
 
 
 def _neighbours(batches: Batches) -> Iterator[tuple[int, int]]:
-    """Runs of batches that one read gives: batches are sorted by part and offset."""
+    """Yield (first, last) of adjacent batches, to read at once; batches are sorted by part and offset."""
     ends = batches.offset + batches.length
     apart = (batches.part[1:] != batches.part[:-1]) | (batches.offset[1:] != ends[:-1])
     borders = [0, *(np.flatnonzero(apart) + 1).tolist(), len(batches)]
@@ -291,7 +291,7 @@ def _neighbours(batches: Batches) -> Iterator[tuple[int, int]]:
 
 
 class SpooledRows:
-    """Verified rows in memory; blocks of them borrow the memory."""
+    """Verified rows in memory; their blocks are views of that memory."""
 
     def __init__(self, schema: Schema, rows: Any, ordinal: NDArray[np.int64]) -> None:
         self._ordinal = ordinal
@@ -302,7 +302,7 @@ class SpooledRows:
 
     @property
     def payload_bytes(self) -> NDArray[np.int64]:
-        """Bytes of the payloads of the rows before each, and of all: (rows + 1,)."""
+        """(rows + 1,) cumulative bytes of payloads, beginning with 0."""
         found = np.zeros(len(self._ordinal) + 1, np.int64)
         np.cumsum(sum(sizes_of(column) for column in self._columns), out=found[1:])
         return found
@@ -316,10 +316,10 @@ class SpooledRows:
         payloads: bool = True,
         ends: Sequence[int] = (),
     ) -> RowBlock:
-        """Return rows ``start`` … ``stop`` − 1 with the stratum of each, if they have any.
+        """Return rows ``start`` … ``stop`` − 1 with the stratum of each, if given.
 
-        `ends`, counted from `start`, are those of their blocks if they are several. Without `payloads` there are no
-        columns.
+        `ends`, counted from `start`, are the ends of their blocks if there are several. Without `payloads`
+        there are no columns.
         """
         rows = slice(start, stop)
         originals = self._originals[rows]

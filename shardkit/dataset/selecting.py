@@ -1,4 +1,4 @@
-"""Versions of the same bytes that hold only some of their rows."""
+"""Select rows of a version: a new version over the same shards."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from shardkit.repository.repository import Repository
 from shardkit.repository.versions import Version, put_manifest, put_selection
 
 RowStrata = Callable[[int], NDArray[np.int32] | None]
-"""Shard → int32[rows], the own stratum of each row (`ShardIndex.row_stratum`); None: no row is pooled."""
+"""Shard → (rows,) int32, the own stratum of each row (`ShardIndex.row_stratum`); None: no row is pooled."""
 
 
 def selected_rows(version: Version, shard: int) -> NDArray[np.bool_]:
-    """(rows,) which rows of a shard a version holds."""
+    """Return (rows,) bool, True for rows of a shard that a version selects."""
     if version.table.has_selection[shard]:
         return version.load_selection(shard).mask()
     return np.ones(int(version.table.rows[shard]), dtype=np.bool_)
@@ -35,10 +35,13 @@ def select_rows(
     row_strata: RowStrata,
     build: Mapping[str, Any] | None = None,
 ) -> tuple[Manifest, ShardTable, dict[int, Selection]]:
-    """The version of a dataset that holds the rows of ``masks``; nothing is written (`put_selected` does).
+    """Return the version that selects the rows of ``masks``; nothing is written (`put_selected` does).
 
     Returns:
-        Its manifest, its table, and the selections of those shards of which only some rows are selected.
+        Its manifest, its table, and the selections of partly selected shards.
+
+    Raises:
+        UsageError: No row is selected, or a mask is missing or has the wrong length.
     """
     for shard, rows in enumerate(table.rows.tolist()):
         if shard not in masks or masks[shard].shape != (rows,):
@@ -76,7 +79,7 @@ def select_rows(
 def put_selected(
     repository: Repository, manifest: Manifest, table: ShardTable, selections: Mapping[int, Selection]
 ) -> None:
-    """Make what `select_rows` gave durable, so that a commit may name it."""
+    """Make the result of `select_rows` durable, so that a commit may name it."""
     for selection in selections.values():
         put_selection(repository, selection)
     put_manifest(repository, manifest, [data for _, data in paginate(table)])
@@ -85,7 +88,7 @@ def put_selected(
 def _pooled_counts(
     manifest: Manifest, masks: Mapping[int, NDArray[np.bool_]], row_strata: RowStrata
 ) -> NDArray[np.int64]:
-    """int64[strata], selected rows of each stratum that lies in a pool."""
+    """Return (strata,) int64, the selected rows of each stratum in the pool."""
     counts = np.zeros(len(manifest.strata), dtype=np.int64)
     if not any(stratum.in_pool for stratum in manifest.strata):
         return counts

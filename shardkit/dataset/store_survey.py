@@ -1,6 +1,6 @@
-"""Everything that a repository holds, named or not: its manifests, what each of them refers to, and equal rows.
+"""Survey a repository: all manifests, named or not, the objects that they refer to, and equal rows.
 
-Those are rows of the same key and content as some others, in any other shard.
+Two rows are equal if they have the same key and the same content.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _OBJECTS = "objects/"
 
 
 class StoreSurvey:
-    """One listing of a repository's objects, with all manifests among them loaded.
+    """A listing of a repository's objects, with all manifests among them loaded.
 
-    Objects are listed in the root, and read from wherever they are good: a damaged manifest or page in the root must
-    not make a version look as if it needed nothing.
+    Objects are listed in the root, and read from any location with a good copy: a damaged manifest or page in
+    the root must not make a version look as if it needed no objects.
 
     Attributes:
         repository: reads the root and all its locations.
-        names: of all objects.
-        manifests: id → manifest, of all that can be read, whether a ref or tag names them or not.
-        unreadable: names of damaged manifests; what they refer to is not known.
+        names: names of all objects.
+        manifests: id → manifest of all readable manifests, named by a ref or tag or not.
+        unreadable: names of damaged manifests; the objects that they refer to are unknown.
     """
 
     def __init__(self, repository: Repository) -> None:
@@ -50,7 +50,8 @@ class StoreSurvey:
                 self._load(digest, name)
         head = repository.head()
         self._named = frozenset((*head.refs.values(), *head.tags.values()) if head else ())
-        for digest in sorted(self._named - self.manifests.keys()):  # not in the root, perhaps elsewhere
+        # missing in the root, perhaps in another location
+        for digest in sorted(self._named - self.manifests.keys()):
             self._load(digest, object_name(digest, "manifest"))
 
     def _load(self, digest: str, name: str) -> None:
@@ -59,10 +60,10 @@ class StoreSurvey:
         except (IntegrityError, FormatError):
             self.unreadable.append(name)
         except NotFoundError:
-            self.names.discard(name)  # deleted since it was listed
+            self.names.discard(name)  # deleted since the listing
 
     def pages(self, manifest: Manifest) -> list[ShardTable]:
-        """The pages of a manifest as tables."""
+        """Return the pages of a manifest as tables."""
         return [self._page(ref, len(manifest.strata)) for ref in manifest.pages]
 
     def table(self, manifest: Manifest) -> ShardTable:
@@ -76,11 +77,15 @@ class StoreSurvey:
         return found
 
     def references(self, manifest: Manifest) -> Iterator[str]:
-        """Names of all objects that a manifest needs, its own among them; those of its parts are the parts'."""
+        """Return the names of the manifest and of all objects that it needs; parts are not followed."""
         return (name for name, _ in Inventory(manifest, tuple(self.pages(manifest))).names())
 
     def live(self, without: set[str]) -> set[str]:
-        """Names that some manifest needs which is not in ``without`` (ids)."""
+        """Return the names that manifests other than ``without`` (ids) need.
+
+        Raises:
+            IntegrityError: A named version cannot be read.
+        """
         for identity in sorted(self._named - without - self.manifests.keys()):
             self._refuse(identity, "its manifest is good nowhere")
         needed: set[str] = set()
@@ -91,7 +96,7 @@ class StoreSurvey:
                 except (NotFoundError, IntegrityError, FormatError) as error:
                     if identity in self._named:
                         self._refuse(identity, str(error))
-                    continue  # a version that nothing names and that was broken before: it can lose nothing more
+                    continue  # no ref names it and it is broken already: nothing more can be lost
         return needed
 
     def _refuse(self, identity: str, why: str) -> NoReturn:
@@ -103,7 +108,7 @@ class StoreSurvey:
 
 
 ROW_KINDS = ("tar", "arrow", "index")
-"""Kinds of objects that hold rows, or their keys."""
+"""Kinds of objects that hold rows or keys."""
 
 _SHOWN = 5
 
@@ -114,14 +119,14 @@ Places = dict[tuple[str, str], tuple[int, ...]]
 def find_equal_rows(
     repository: Repository, version: Version, rows: Mapping[int, list[int]]
 ) -> tuple[Places, list[str]]:
-    """All rows of a repository that are equal to some rows of a version in key and content.
+    """Return all rows of a repository that are equal to some rows of a version.
 
-    Other shards of the version itself are not searched: keys are unique in a dataset. Every other index is read, and of
-    the shards the blocks that hold one of the keys.
+    Other shards of the version itself are not searched, because keys are unique in a dataset. All other
+    indexes are read, and of their shards the blocks with one of the keys.
 
     Returns:
-        Where they lie, those asked for among them; and notes of what may hold the rows and could not be looked at, or
-        must not be touched.
+        The rows, including the given ones; and notes on data that may hold the rows but could not be
+        searched, or must stay.
     """
     wanted: dict[str, bytes] = {}  # key → digest of the content
     shards: Places = {}
@@ -163,7 +168,7 @@ def find_equal_rows(
 
 
 def _content(reader: BlockReader, schema: Schema, shard: int, row: int) -> bytes:
-    """SHA-256 over the fields of a row with their names, types and lengths: equal in every format and compression."""
+    """Return the SHA-256 of a row's fields, names, types and lengths: the same in every format."""
     block, inside = reader.index(shard).block_of(row)
     payloads = zip(schema.stored.items(), reader.read(shard, block).payloads(inside), strict=True)
     digest = hashlib.sha256()
@@ -174,7 +179,7 @@ def _content(reader: BlockReader, schema: Schema, shard: int, row: int) -> bytes
 
 
 def _orphans(survey: StoreSurvey) -> list[str]:
-    """Shards and indexes that nothing names: of builds that are under way, or were killed."""
+    """Return a note on shards and indexes that nothing names, from builds that are running or were killed."""
     live = survey.live(without=set())
     orphans = sorted(name for name in survey.names - live if parse_object_name(name)[1] in ROW_KINDS)
     if not orphans:
@@ -201,10 +206,10 @@ def _source_names(version: Version, reader: BlockReader, rows: Mapping[int, list
 
 
 def shard_pair(table: ShardTable, shard: int) -> tuple[str, str]:
-    """(hex of the shard, hex of its index): by which an erasure knows a shard."""
+    """Return (hex of the shard, hex of its index), which identifies a shard in an erasure."""
     return bytes(table.digest[shard]).hex(), bytes(table.index_digest[shard]).hex()
 
 
 def version_reader(repository: Repository, manifest: Manifest, table: ShardTable) -> BlockReader:
-    """A reader of the shards of a version, or of one of its pages, that trusts SHA-256 alone."""
+    """Return a reader of a version's shards, or of one of its pages, that verifies SHA-256."""
     return BlockReader(table, [repository.store], [0], [manifest.format], "strong")

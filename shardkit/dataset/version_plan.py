@@ -1,7 +1,6 @@
-"""A version before its shards are written: its settings, what is to be made, and where every row goes.
+"""Plan a version before its shards are written: settings, schema, and the place of every row.
 
-So too for a version that grows: new rows come in new shards behind those of the base, whose pages stay as they are
-(SPEC.md §7).
+An append puts new rows in new shards after those of the base, whose pages stay as they are (SPEC.md §7).
 """
 
 from __future__ import annotations
@@ -44,28 +43,29 @@ _NONE: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewVersion:
-    """What a new version is to be, apart from its rows."""
+    """Description of a new version, apart from its rows."""
 
     schema: Schema
     format: str
     compression: str  # normalised
-    axes: tuple[str, ...]  # fields by which it is stratified
+    axes: tuple[str, ...]  # fields to stratify by
     classes: tuple[str, ...]  # names of the values of `label`
     settings: LayoutSettings
     split: Split | None = None
-    recipe: Mapping[str, Any] = field(default_factory=dict)  # more settings that decide the bytes: plain JSON
+    # further settings that decide the bytes: plain JSON
+    recipe: Mapping[str, Any] = field(default_factory=dict)
     sources: str | None = None  # digest of the object that lists the source files
-    about: About | None = None  # licence, source and contact; None: what the base says
-    # fields of which sidecars are made; of a base its own are carried on, as costs
+    about: About | None = None  # licence, source and contact; None: as in the base
+    # fields with look-ups; an append keeps those of its base, as for costs
     lookups: tuple[str, ...] = ()
-    costs: tuple[str, ...] = ()  # expressions of which rows' costs are written
+    costs: tuple[str, ...] = ()  # cost expressions
 
     def refs(self, ref: str) -> tuple[str, ...]:
-        """All refs that it moves, where ``ref`` is to name all rows."""
+        """Return all refs that the version moves; ``ref`` names all rows."""
         return (ref, *(self.split.names if self.split else ()))
 
     def build_settings(self) -> dict[str, Any]:
-        """What the manifest says of how it was built."""
+        """Return the manifest's `build` entry."""
         return {
             **self.recipe,
             "seed": self.settings.seed,
@@ -77,10 +77,10 @@ class NewVersion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionSettings:
-    """Settings of a version, as `create`, `build`, `rebuild` and the parts of a version give them; checked when made.
+    """Settings of a version, shared by `create`, `build`, `rebuild` and parts; validated when made.
 
     Raises:
-        ConfigurationError, UsageError: a setting that cannot be carried out.
+        ConfigurationError, UsageError: A setting is invalid.
     """
 
     stratify: str | Sequence[str] | None = None
@@ -107,7 +107,7 @@ class VersionSettings:
         return (self.stratify,) if isinstance(self.stratify, str) else tuple(self.stratify or ())
 
     def layout(self) -> LayoutSettings:
-        """Where rows go."""
+        """Return the layout settings."""
         return LayoutSettings(
             seed=self.seed,
             shuffle=self.shuffle,
@@ -118,7 +118,7 @@ class VersionSettings:
     def encoder(
         self, schema: Schema, classes: Sequence[str], folders: Mapping[str, str] = _NONE
     ) -> RowEncoder:
-        """Of the rows, as they are before they are packed."""
+        """Return the encoder of the rows, as they are before packing."""
         return RowEncoder(
             schema,
             self.format,
@@ -137,7 +137,7 @@ class VersionSettings:
         folders: Mapping[str, str] = _NONE,
         recipe: Mapping[str, Any] = _NONE,
     ) -> NewVersion:
-        """What is to be made."""
+        """Return the description of the new version."""
         return NewVersion(
             schema=schema,
             format=self.format,
@@ -153,7 +153,7 @@ class VersionSettings:
         )
 
     def _split(self, folders: Mapping[str, str], ref: str) -> Split | None:
-        """By the folders of the source where they are splits, else by shares."""
+        """Return the split by folders of the source if these are splits, otherwise by shares."""
         if not folders:
             return parse_split(self.split, self.split_by, ref=ref) if self.split is not None else None
         if self.split is not None:
@@ -168,17 +168,18 @@ class VersionSettings:
 class VersionPlan:
     """A version before its shards are written; made by `plan_version`."""
 
-    version: NewVersion  # what it is to be
-    base: Base | None  # the version that it is appended to
-    rows: Rows  # all new ones
-    layout: Layout  # of these rows
-    listed: Sequence[Stratum]  # the manifest's strata, with the rows of the base
-    # from the number of a stratum in `rows` (last: the pool) to that in the manifest
+    version: NewVersion  # description of the version
+    base: Base | None  # version to append to
+    rows: Rows  # all new rows
+    layout: Layout  # layout of these rows
+    listed: Sequence[Stratum]  # strata of the manifest, with the rows of the base
+    # number of a stratum in `rows` (last: the pool) → number in the manifest
     of_stratum: NDArray[np.int32]
-    split: NDArray[np.int16] | None  # of each row in ordinal order, -1 for none; None without splits
+    # (n,) split of each row in ordinal order, -1 for none; None without splits
+    split: NDArray[np.int16] | None
 
     def shards(self) -> Iterator[ShardRows]:
-        """What each new shard holds, in shard order; made one at a time."""
+        """Yield the content of each new shard, in shard order."""
         rows, layout = self.rows, self.layout
         first_ordinal = self.base.first_ordinal if self.base else 0
         for shard in range(layout.shards):
@@ -202,7 +203,7 @@ class VersionPlan:
         return {name: int(np.count_nonzero(self.split == number)) for number, name in enumerate(names)}
 
     def strata(self) -> tuple[Stratum, ...]:
-        """Those of the manifest with their rows, those of the base added; all of the new ones are selected."""
+        """Return the manifest's strata with the rows of base and new shards; all new rows are selected."""
         total = [0] * len(self.listed)
         counts = np.bincount(self.rows.stratum, minlength=len(self.rows.strata)).tolist()
         for number, count in zip(self.of_stratum.tolist(), counts, strict=False):
@@ -215,14 +216,19 @@ class VersionPlan:
         )
 
     def rows_of(self, shard: int) -> NDArray[np.int64]:
-        """Places in ``rows`` of the rows of a new shard."""
+        """Return the positions in ``rows`` of the rows of a new shard."""
         return self.layout.rows[self.layout.shard_start[shard] : self.layout.shard_start[shard + 1]]
 
 
 def plan_version(
     version: NewVersion, rows: Rows, base: Base | None, reader: ScratchReader | None
 ) -> VersionPlan:
-    """Check the rows against each other and those of the base, and lay them out."""
+    """Check the rows against each other and against the base, and lay them out.
+
+    Raises:
+        SampleError: Two samples have the same key.
+        ConfigurationError: A split is empty, or `about` names an unknown stratum.
+    """
     before = base.manifest.strata if base else ()
     _check_unique_keys(rows, base, reader)
     if version.about is not None:
@@ -239,14 +245,14 @@ def plan_version(
 def _number_strata(
     strata: Sequence[tuple[str, ...]], pooled: NDArray[np.bool_], before: Sequence[Stratum]
 ) -> tuple[list[Stratum], NDArray[np.int32]]:
-    """How the manifest numbers the strata.
+    """Number the strata of the manifest.
 
-    Those of the version that is appended to keep their numbers; then come the new ones with segments of their own, the
-    pool where there is none yet, and the new ones in the pool.
+    Strata of the base keep their numbers; then come new strata with segments of their own, the pool if it is
+    new, and new strata in the pool.
 
     Returns:
-        The strata in the manifest's order, with the rows of the base; and int32[strata + 1], from the number in `Rows`
-        (last: the pool) to that in the manifest.
+        The strata in the manifest's order, with the rows of the base; and (strata + 1,) int32, number in
+        `Rows` (last: the pool) → number in the manifest.
     """
     inside = pooled.tolist()
     new = [Stratum(values, 0, 0) for values, is_in in zip(strata, inside, strict=True) if not is_in]
@@ -262,7 +268,7 @@ def _number_strata(
 
 
 def _split_rows(version: NewVersion, rows: Rows, *, allow_empty: bool) -> NDArray[np.int16] | None:
-    """int16[n], the split of each row in ordinal order; None without a split."""
+    """Return (n,) int16, the split of each row in ordinal order; None without a split."""
     split = version.split
     if split is None:
         return None
@@ -279,12 +285,12 @@ def _split_rows(version: NewVersion, rows: Rows, *, allow_empty: bool) -> NDArra
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Base:
-    """The version that rows are appended to."""
+    """The version to append to."""
 
-    ref: str  # by which it is named
+    ref: str  # ref that names it
     version: Version
-    keys: NDArray[np.uint64]  # (rows, 2) the identities of its keys, for the search for duplicates
-    row_strata: Mapping[int, NDArray[np.int32]]  # shard → own strata of its rows, where some are pooled
+    keys: NDArray[np.uint64]  # (rows, 2) identities of its keys, to find duplicates
+    row_strata: Mapping[int, NDArray[np.int32]]  # shard → own strata of its rows, for shards with pooled rows
     splits: Mapping[str, Version]  # split → its version over the same shards
 
     @property
@@ -293,20 +299,23 @@ class Base:
 
     @property
     def first_ordinal(self) -> int:
-        """Of the rows that are appended: rows that were erased have had ordinals, and so keys, of their own."""
+        """Ordinal of the first appended row; erased rows keep their ordinals, and so their keys."""
         return self.manifest.rows + int(self.manifest.build.get("erased", 0))
 
     @property
     def expected(self) -> dict[str, str | None]:
-        """Where the refs must still stand when the longer version is committed."""
+        """Where the refs must still be when the longer version is committed."""
         refs: dict[str, str | None] = {name: split.manifest.id for name, split in self.splits.items()}
         return {**refs, self.ref: self.manifest.id}
 
 
 def load_base(repository: Repository, ref: str, new: NewVersion) -> Base:
-    """Load what a new version is appended to, and check that it is of the same kind.
+    """Load the base of a new version and check that schema and settings match.
 
-    Every index is read, for the keys: about 100 bytes per row.
+    All indexes are read for their keys, about 100 bytes per row.
+
+    Raises:
+        UsageError: The base is merged or differs in schema or settings.
     """
     version = load_manifest(repository, repository.resolve(ref))
     manifest = version.manifest
@@ -365,7 +374,7 @@ def _splits(repository: Repository, version: Version, split: Split | None) -> di
 
 
 def _check_unique_keys(rows: Rows, base: Base | None, reader: ScratchReader | None) -> None:
-    """Refuse a key, given or generated, that two rows share, or a row and the version that is appended to."""
+    """Refuse keys, given or generated, that two rows or a row and the base share."""
     identity = rows.identity
     first_ordinal, before = (base.first_ordinal, len(base.keys)) if base else (0, 0)
     if rows.generated.all() and not before:
@@ -379,7 +388,8 @@ def _check_unique_keys(rows: Rows, base: Base | None, reader: ScratchReader | No
     high = np.sort(identity[:, 0])
     if not (high[1:] == high[:-1]).any():
         return
-    order = np.lexsort((identity[:, 1], identity[:, 0]))  # stable: of equal keys the earlier row comes first
+    # stable: among equal keys the earlier row comes first
+    order = np.lexsort((identity[:, 1], identity[:, 0]))
     ranked = identity[order]
     equal = np.flatnonzero((ranked[1:] == ranked[:-1]).all(axis=1))
     if len(equal):

@@ -1,8 +1,8 @@
-"""`shardkit_tools.build`: a source in, a committed version out; parallel, in bounded memory, killable.
+"""`shardkit_tools.build`: build a committed version from a source, in parallel and bounded memory.
 
-Two passes, with packing between them, and the commit. The first reads the source task by task and leaves every row
-encoded in scratch, with a row table beside it; the second lays all rows out and writes each shard from scratch. Both
-journal what is finished (SPEC.md of shardkit.dataset §5).
+The first pass reads the source task by task and writes all rows, encoded, to scratch, with a row table.
+Packing, if any, follows. The second pass lays out all rows and writes each shard from scratch; then the
+version is committed. Each pass journals finished work (SPEC.md of shardkit.dataset §6).
 """
 
 from __future__ import annotations
@@ -83,26 +83,26 @@ from shardkit_tools.importers.protocol import Importer
 from shardkit_tools.importers.source_files import find_source
 from shardkit_tools.transforms import AppliedFunction, TextTokenizer, TransformedImporter
 
-# Larger rows are copied and hashed, and little else.
+# Larger rows are mostly copied and hashed.
 _LIGHT_ROW_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Laid:
-    """What is to be written, and from where."""
+    """A version ready to be written, and the parts that hold its rows."""
 
     plan: VersionPlan
-    parts: Sequence[TaskFacts]  # what the ``part`` of its rows indexes
-    duplicates: int  # rows left out because an earlier one has the same value
-    packed: PackReport | None  # what packing did
+    parts: Sequence[TaskFacts]  # parts that the row records index
+    duplicates: int  # rows dropped because an earlier row has the same value
+    packed: PackReport | None  # result of packing
 
 
 class BuildRun:
     """One build; made by `shardkit_tools.build`.
 
     Args:
-        settings: what is read, how it is changed on the way, and what it becomes.
-        engine: does the work; entered and left by this build.
+        settings: source, transforms and settings of the version.
+        engine: runs the tasks; entered and left by this build.
     """
 
     def __init__(self, settings: BuildSettings, engine: Engine) -> None:
@@ -115,7 +115,7 @@ class BuildRun:
         )
         self._importer = importer = _transformed(source, settings)
         schema, classes = importer.schema, importer.classes
-        self._encoder = settings.encoder(schema, classes, folders)  # of the rows that are read
+        self._encoder = settings.encoder(schema, classes, folders)  # encodes the rows as read, before packing
         recipe: dict[str, object] = {"source": importer.describe()}
         if isinstance(importer, TransformedImporter):
             recipe |= importer.transforms()
@@ -123,7 +123,7 @@ class BuildRun:
         if settings.unique is not None:
             recipe["unique"] = settings.unique
         ((packed, length),) = settings.pack.items() if settings.pack else ((None, 0),)
-        # of every row, for leaving out equal ones and for packing
+        # columns for removing duplicates and for packing
         self._marks = RowMarks.of(schema, unique=settings.unique, packed=packed)
         self._packing: PackSettings | None = None
         if packed is not None:
@@ -141,25 +141,25 @@ class BuildRun:
         self._seed = layout_settings.seed if layout_settings.shuffle else None
 
     def count(self) -> BuildResult:
-        """The dry run: everything but writing."""
+        """Do a dry run: everything but writing."""
         base = None
         with contextlib.ExitStack() as missing:
             if not self._settings.append:
-                missing.enter_context(contextlib.suppress(NotFoundError))  # a root that is to be made
+                missing.enter_context(contextlib.suppress(NotFoundError))  # the root does not exist yet
             base = self._begin(Repository.open(self._root, read_only=True)).base
         with self._engine:
-            every = {file.name for file in self._importer.files()}  # nobody asks for digests
+            every = {file.name for file in self._importer.files()}  # a dry run needs no digests
             found, columns = self._read(NO_FOLDER, {}, digested=every)
             laid = self._lay_out(found, columns, base, None)
         result = self._result(found, laid)
         root = None if "://" in self._root else self._root
-        # Remote roots: in a folder of this machine, which is only made when it is needed.
+        # For remote roots, a local folder; it is only created when needed.
         scratch = self._settings.scratch or root or tempfile.gettempdir()
         needs = space_needs(self._version, os.fspath(scratch), result.raw_bytes, root, result.raw_bytes)
         return dataclasses.replace(result, space=needs)
 
     def build(self) -> BuildResult:
-        """Both passes and the commit."""
+        """Run both passes and commit."""
         open_or_make = Repository.open if self._settings.append else Repository.create
         repository = open_or_make(self._root)
         to = self._begin(repository)
@@ -171,7 +171,7 @@ class BuildRun:
         return result
 
     def _begin(self, repository: Repository) -> Destination:
-        """Where the refs stand now is where the commit must find them."""
+        """Record where the refs stand now; the commit requires them to be there still."""
         settings = self._settings
         return Destination.begin(
             repository,
@@ -198,7 +198,7 @@ class BuildRun:
             sources = self._sources(found, digests) if base is not None else None
             if base is not None and sources is not None and self._is_appended(base, sources):
                 splits = {name: split.manifest for name, split in base.splits.items()}
-                laid = self._lay_out(found, columns, None, job)  # its rows are these, counted by themselves
+                laid = self._lay_out(found, columns, None, job)  # only counts these rows
                 return self._result(found, laid, MadeVersion(base.manifest, splits), reused_tasks=reused)
             laid = self._lay_out(found, columns, base, job)
             final = digests.beside(lambda: self._final_version(to, sources or self._sources(found, digests)))
@@ -211,12 +211,12 @@ class BuildRun:
         result = self._result(found, laid, made, moved, reused_tasks=reused, reused_shards=reused_shards)
         return dataclasses.replace(result, skipped_file=listed)
 
-    # ---- The passes: work lists for the engine, results in the order of the source or of the shards
+    # ---- Passes: work lists for the engine, results in the order of the source or of the shards
 
     def _read(
         self, folder: JobFolder, found: dict[int, TaskRows], *, digested: Collection[str]
     ) -> tuple[list[TaskFacts], list[Rows]]:
-        """Pass 1: every task that is not in ``found`` yet; facts and columns of all, in source order."""
+        """Pass 1: read the tasks missing in ``found``; return facts and columns of all, in source order."""
         todo = [
             ReadTask(number, task, not any(file.name in digested for file in task.files))
             for number, task in enumerate(self._tasks)
@@ -253,7 +253,7 @@ class BuildRun:
         self, found: Sequence[TaskFacts], columns: list[Rows], base: Base | None, job: Job | None
     ) -> _Laid:
         rows = join_parts(columns)
-        columns.clear()  # copied: two row tables of 10⁸ rows do not fit where one does
+        columns.clear()  # frees the copied columns: memory may not hold two row tables of 10⁸ rows
         if not len(rows):
             skipped = len(_skipped(found))
             raise SourceError(
@@ -277,7 +277,7 @@ class BuildRun:
     def _pack(
         self, packing: PackSettings, documents: Rows, found: Sequence[TaskFacts], job: Job | None
     ) -> tuple[Rows, list[TaskFacts], PackReport]:
-        """Documents → rows of a fixed length, in new parts of the scratch."""
+        """Pack documents into rows of a fixed length, in new parts of the scratch."""
         split = self._version.split
         by = split_of(split, documents.identity, documents.split) if split and split.is_noted else None
         total = int(documents.raw_bytes.sum())
@@ -312,7 +312,7 @@ class BuildRun:
         return packed, [made[number].facts for number in range(len(made))], report
 
     def _write(self, repository: Repository, job: Job, laid: _Laid) -> tuple[list[ShardRecord], int]:
-        """Pass 2: every shard, in shard order, and how many of them an earlier run had written."""
+        """Pass 2: write every shard; return them in order, and how many an earlier run had written."""
         total = int(laid.plan.rows.raw_bytes.sum())
         self._meter.begin("write", total_bytes=total)
         written: dict[int, ShardRecord] = {}
@@ -337,7 +337,7 @@ class BuildRun:
         try:
             written.update(self._engine.run(make, unfinished(), self._meter.add, here=here))
         except IntegrityError:
-            job.discard()  # damaged scratch must not be used again
+            job.discard()  # never use damaged scratch again
             raise
         self._meter.end()
         return [written[number] for number in range(laid.plan.layout.shards)], reused
@@ -350,9 +350,9 @@ class BuildRun:
         return SourcesObject(digests.of_all(self._importer.files(), by_tasks), skipped)
 
     def _is_appended(self, base: Base, sources: SourcesObject) -> bool:
-        """Whether the base was itself made by appending these very files in this very way.
+        """Return True if the base was made by appending exactly these files with these settings.
 
-        So a build that is killed between its commit and its end does not append twice.
+        A build that was killed between its commit and its end then does not append twice.
         """
         last = dict(base.manifest.build.get("append", {}))
         last.pop("rows", None)
@@ -361,7 +361,7 @@ class BuildRun:
     def _final_version(self, to: Destination, sources: SourcesObject) -> NewVersion:
         version = self._version
         if to.base is not None:
-            # What the next append is compared with; the object itself lists the files of the base as well.
+            # The next append compares this digest; the object itself also lists the files of the base.
             own = sha256_digest(pack_sources(sources))
             version = dataclasses.replace(version, recipe={**version.recipe, "sources": own})
             if to.base.manifest.sources is not None:
@@ -377,7 +377,7 @@ class BuildRun:
         return os.path.abspath(source) if isinstance(source, (str, os.PathLike)) else ""
 
     def _digest(self) -> str:
-        """What must be equal for the work of an earlier run to be of use."""
+        """Return a digest of everything that must be equal for an earlier run's work to be reusable."""
         version = self._version
         files = self._importer.files()
         recipe = {
@@ -394,16 +394,16 @@ class BuildRun:
         }
         return hashlib.sha256(canonical_json.dumps(recipe)).hexdigest()
 
-    # ---- Room, and results
+    # ---- Disk space and results
 
     def _check_space(
         self, repository: Repository, parent: str, job: Job, read: Mapping[int, TaskRows]
     ) -> None:
-        """That what is left to do fits on the disks."""
+        """Refuse if the remaining work cannot fit on the disks."""
         left = sum(task.size for number, task in enumerate(self._tasks) if number not in read)
         rows = least_bytes(self._version, self._source_bytes)
         store = repository.store
-        # Shards of an earlier run are there already, and how large they are is not worth finding out.
+        # Shards of an earlier run exist already; their size is not worth determining.
         is_begun = any(name.endswith(".done") for name in job.folder.names())
         root = store.url if isinstance(store, LocalStore) and not is_begun else None
         here = parent if job.is_local else None
@@ -464,7 +464,7 @@ _P = ParamSpec("_P")
 def _of_settings(
     settings: Callable[_P, BuildSettings],
 ) -> Callable[[Callable[[BuildSettings], BuildResult]], Callable[_P, BuildResult]]:
-    """A function of settings as one of their fields, by which people call it."""
+    """Return a decorator: a function of settings is called with their fields instead."""
 
     def spread(function: Callable[[BuildSettings], BuildResult]) -> Callable[_P, BuildResult]:
         @functools.wraps(function)
@@ -482,19 +482,20 @@ def _of_settings(
 def build(settings: BuildSettings) -> BuildResult:
     """Build a version of the dataset at ``root`` from a source.
 
-    The manifest depends on the source and the settings alone: not on jobs, scratch, kills or the machine. After a kill,
-    Ctrl-C or an error the same call goes on where it stood.
+    The manifest depends only on the source and the settings, not on jobs, scratch, kills or the machine.
+    After a kill, Ctrl-C or an error, the same call continues.
 
     Args:
         settings: the fields of `BuildSettings`: ``build("photos", "data/cats", stratify="label")``.
 
     Raises:
-        NotFoundError, SourceError, SampleError: the source; names file and row.
-        SchemaError, ConfigurationError, UsageError: a setting; or a ref names samples of another schema.
-        CommitConflict: another commit moved a ref meanwhile; says how this version can be named all the same.
-        StoreError: the root or the scratch disk.
-        RunError: a process died, or another one is at work on the same build.
-        KeyboardInterrupt: on Ctrl-C; its text says how to go on.
+        NotFoundError, SourceError, SampleError: The source is unusable; the message names file and row.
+        SchemaError, ConfigurationError, UsageError: A setting is invalid, or a ref names samples of another
+            schema.
+        CommitConflict: Another commit moved a ref meanwhile; the message says how to name this version.
+        StoreError: The root or the scratch disk failed.
+        RunError: A process died, or another one runs the same build.
+        KeyboardInterrupt: On Ctrl-C; its text says how to continue.
     """
     engine = open_engine(settings.engine, settings.jobs, settings.address)
     blocks = block_size_for(settings.root, settings.ref, settings.block_size)
@@ -508,7 +509,7 @@ def build(settings: BuildSettings) -> BuildResult:
 
 
 def _open_source(settings: BuildSettings) -> tuple[Importer, tuple[str, ...]]:
-    """What is read, and what to say of files that were left out."""
+    """Return the importer of the source, and notes on files that are left out."""
     if isinstance(settings.source, Importer):
         return settings.source, ()
     options = settings.options or ImportOptions(skip_bad_rows=settings.skips)
@@ -517,7 +518,7 @@ def _open_source(settings: BuildSettings) -> tuple[Importer, tuple[str, ...]]:
 
 
 def _transformed(importer: Importer, settings: BuildSettings) -> Importer:
-    """The source as the function and the tokenizer change it, if there are any."""
+    """Return the source with its function and tokenizer applied, if any."""
     if settings.apply is None and settings.tokenizer is None and not settings.output_schema:
         return importer
     return TransformedImporter(

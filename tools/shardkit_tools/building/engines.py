@@ -1,13 +1,13 @@
-"""Engines: who works off the tasks of a build or an adoption. `LocalEngine` does so with processes of this machine.
+"""Engines run the tasks of a build or an adoption. `LocalEngine` does so in processes on this machine.
 
-What an engine runs is deterministic and idempotent: a task that was done twice, or half and then again, leaves what
-doing it once leaves, and its record in the job directory appears when it is whole. So an engine may lose a worker at
-any moment, hand its task to another, or run one twice; and any result of a task is as good as another.
+Tasks are deterministic and idempotent: a task that runs twice, or in part and then again, has the same
+result, and its record in the job directory appears only when it is complete. An engine may therefore lose a
+worker at any moment, reassign its task or run it twice.
 
-The local engine is not `multiprocessing.Pool` (which waits for ever for the result of a killed worker) and not
-`concurrent.futures` (which cannot stop running work on Ctrl-C without touching its private parts): one pipe
-per process, and the parent waits for pipes and processes alike. Processes are spawned, for a fork would copy
-the locks of threads.
+The local engine does not use `multiprocessing.Pool`, which waits for ever for the result of a killed worker,
+or `concurrent.futures`, which cannot stop running work on Ctrl-C through its public interface. It has one
+pipe per process, and the parent waits for both pipes and processes. Processes are spawned, because a fork
+would copy the locks of threads.
 """
 
 from __future__ import annotations
@@ -28,38 +28,43 @@ from shardkit_tools.building.worker import Report, Worker, run_here, worker_erro
 ENGINES = ("local", "ray")
 
 SMALL_BYTES = 8 * 2**20
-"""Below this a process costs more to start than it saves."""
+"""Below this size, starting a process costs more than it saves."""
 
-# Copying and hashing is done by threads that do not wait for the interpreter: one process keeps some two processors
-# busy with it, and has done so many times as much before another one has started.
+# Threads that copy and hash release the interpreter lock: one process keeps about two processors busy, and
+# has processed this many times `SMALL_BYTES` before another process has started.
 _LIGHT = 64
 _FEW_PROCESSORS = 4
 
 
 class Engine(Protocol):
-    """Works off lists of tasks, one list after another; a context manager.
+    """Runs lists of tasks, one list after another; a context manager.
 
     Attributes:
-        is_remote: whether workers may be on machines that see no folder of this one. They see the source and the root
-            by the same names; what they finish then travels through the root, where it is no folder either.
+        is_remote: True if workers may be on machines without access to folders of this one. They see the
+            source and the root under the same names; unless the root is a directory, finished work is
+            exchanged through it.
     """
 
     is_remote: bool
 
     def __enter__(self) -> Self:
-        """Ready to run."""
+        """Prepare to run."""
 
     def __exit__(self, *_: object) -> None:
-        """Stop whatever is still at work: finished work is durable, unfinished work is worthless."""
+        """Stop running work: finished work is durable, unfinished work is worthless."""
 
     def run(
         self, make: Callable[[], Worker], items: Iterable[Any], report: Report, *, here: bool = False
     ) -> Iterator[Any]:
-        """Work off all items and yield the results as they come, in no particular order."""
+        """Run all items and yield their results in any order; with `here`, in this process."""
 
 
 def open_engine(engine: str | Engine, jobs: int | None, address: str | None = None) -> Engine:
-    """The engine of a name."""
+    """Return the engine with this name.
+
+    Raises:
+        ConfigurationError: The name, `jobs` or `address` is invalid.
+    """
     if jobs is not None and jobs < 1:
         raise ConfigurationError(f"jobs is {jobs}; expected at least 1")
     if address is not None and engine != "ray":
@@ -76,7 +81,7 @@ def open_engine(engine: str | Engine, jobs: int | None, address: str | None = No
 
 
 def is_small(engine: Engine, size: int, *, is_light: bool = False) -> bool:
-    """Whether so many bytes are done sooner in this process than when others are started for them."""
+    """Return True if this many bytes are processed sooner in this process than by starting others."""
     if not is_light or not isinstance(engine, LocalEngine):
         return size < SMALL_BYTES
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -85,7 +90,7 @@ def is_small(engine: Engine, size: int, *, is_light: bool = False) -> bool:
 
 @dataclass(slots=True)
 class _Process:
-    """A process, and the item that it works on."""
+    """A process and its current item."""
 
     process: SpawnProcess
     connection: Connection
@@ -103,7 +108,7 @@ class _Process:
             raise self._died() from None
 
     def take(self, report: Report) -> Iterator[Any]:
-        """What it has to say; the result, if it is one."""
+        """Receive a message; yield the result if it is one."""
         try:
             kind, value = self.connection.recv()
         except (EOFError, OSError):
@@ -128,9 +133,9 @@ class _Process:
 
 
 class LocalEngine:
-    """Up to ``jobs`` processes, started when there is work for them and kept for the next list.
+    """Up to ``jobs`` processes, started on demand and kept for the next list.
 
-    Results are durable or worthless, so that leaving simply kills what is still at work.
+    Results are durable or worthless, so that leaving kills running processes.
     """
 
     is_remote = False
@@ -153,7 +158,7 @@ class LocalEngine:
     def run(
         self, make: Callable[[], Worker], items: Iterable[Any], report: Report, *, here: bool = False
     ) -> Iterator[Any]:
-        """See `Engine`; always in this process with one job."""
+        """See `Engine`; with one job, items run in this process."""
         if here or self._jobs <= 1:
             yield from run_here(make, items, report)
             return
@@ -189,7 +194,7 @@ class LocalEngine:
 
 
 def _die_with_parent() -> None:
-    """A killed parent must not leave processes behind that go on writing."""
+    """Exit when the parent dies, so that a killed parent leaves no writing processes."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])
@@ -197,7 +202,7 @@ def _die_with_parent() -> None:
 
 
 def _serve(connection: Connection) -> None:
-    """The life of a process: until the parent closes the pipe, or dies."""
+    """Serve the parent until it closes the pipe or dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     threading.Thread(target=_die_with_parent, daemon=True).start()
     make: Callable[[], Worker] | None = None
@@ -220,7 +225,7 @@ def _serve(connection: Connection) -> None:
                     worker = make()
                 answer = ("done", worker.work(value, report))
             except BrokenPipeError:
-                raise  # the parent is gone: nobody is left to tell
+                raise  # the parent has exited
             except BaseException as error:  # noqa: BLE001 (told to the parent)
                 answer = ("failed", worker_error(value, error))
             connection.send(answer)

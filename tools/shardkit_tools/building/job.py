@@ -1,12 +1,12 @@
-"""Finished work of a build, kept where a killed build finds it again (SPEC.md of shardkit.dataset §6).
+"""Store finished work of a build, for the next run after a kill (SPEC.md of shardkit.dataset §6).
 
-A record is a small file that appears by rename once the work it tells of is complete, with a checksum in front; so a
-SIGKILL at any moment leaves a record whole or not at all. Nothing is synced: after a power cut the page cache is gone,
-and what is then found is verified (`Job.may_have_lost_pages`) or refused by its checksums.
+A record is a small file with a checksum in front. It appears by rename once its work is complete, so after a
+SIGKILL a record is complete or absent. Nothing is synced: after a power failure, files are verified
+(`Job.may_have_lost_pages`) or refused by their checksums.
 
-The files are in a folder that all workers see, or objects of the root where they have no folder in common. What travels
-to workers is the `JobFolder`: a worker asks it for a place to write a part, hands the part over when it is whole, and
-leaves the record last.
+The files are in a folder that all workers see, or objects of the root if workers share no folder. Workers get
+the `JobFolder`: they ask it for a new part, hand the part over when it is complete, and write the record
+last.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shardkit.stores.file_operations import Handle, active, explained
 from shardkit.stores.local import LocalStore, private_folder, temporary_name, writer_is_dead
 from shardkit.stores.store import Store, root_store
 
-_SCRATCH = "scratch"  # folder of a root for the scratch of builds over several machines
+_SCRATCH = "scratch"  # folder of a root for the scratch of builds on several machines
 _MAX_RECORD_BYTES = 2**30
 _PIECE_BYTES = 8 * 2**20
 _OWN_FOLDER = "travelling"
@@ -42,40 +42,40 @@ _JOB = re.compile(rf"{_SCRATCH}/build-[0-9a-f]{{32}}/")
 
 
 class LocalFolder(ScratchFolder):
-    """A folder of this machine, or one that all machines mount; "" keeps nothing."""
+    """A folder of this machine, or one that all machines mount; "" stores nothing."""
 
     def new_part(self, kind: str) -> str:
-        """Name of a part that nobody has; "" where nothing is kept."""
+        """Return an unused name for a part, or "" if nothing is stored."""
         return f"{kind}-{os.getpid()}-{secrets.token_hex(8)}" if self.path else ""
 
     def keep(self, part: str) -> int:
-        """Take over a part that was written whole; its size in bytes."""
+        """Take over a complete part and return its size in bytes."""
         return os.stat(f"{self.path}/{part}").st_size if part else 0
 
     def size_of(self, name: str) -> int | None:
-        """Bytes of a file, None where it is not there."""
+        """Return the size of a file, or None if it does not exist."""
         with contextlib.suppress(FileNotFoundError):
             return os.stat(f"{self.path}/{name}").st_size
         return None
 
 
 NO_FOLDER = LocalFolder("")
-"""Keeps nothing: for a dry run."""
+"""Stores nothing; for dry runs."""
 
 
 @dataclass(frozen=True)
 class StoreFolder:
-    """Objects of the root below a prefix; parts are written on the worker's own disk and put when they are whole."""
+    """Objects of the root below a prefix; parts are written to local disk and uploaded when complete."""
 
-    store: Store  # of the root
-    prefix: str  # of the build, ending in "/"
+    store: Store  # store of the root
+    prefix: str  # prefix of the build, ending in "/"
 
     def __reduce__(self) -> tuple[type[StoreFolder], tuple[Store, str]]:
-        return StoreFolder, (self.store, self.prefix)  # another machine has another folder
+        return StoreFolder, (self.store, self.prefix)  # the cached `path` is valid on this machine only
 
     @cached_property
     def path(self) -> str:
-        """A private folder of this machine, made and cleaned of what dead workers left at the first use."""
+        """Private folder of this machine; the first use creates it and removes files of dead workers."""
         path = os.path.join(private_folder(self.store.url), _OWN_FOLDER)
         with explained(f"make {path}", writing=True):
             os.makedirs(path, exist_ok=True)
@@ -83,7 +83,7 @@ class StoreFolder:
         return path
 
     def new_part(self, kind: str) -> str:
-        return temporary_name(kind)  # it says whose it is, so that what a killed worker leaves can be told
+        return temporary_name(kind)  # names the writer, so that files of killed workers are recognised
 
     def keep(self, part: str) -> int:
         path = f"{self.path}/{part}"
@@ -125,7 +125,7 @@ class StoreFolder:
 
 
 class _StoreParts(NamedTuple):
-    """Parts in a store, read by range; nothing is held open."""
+    """Parts in a store, read by range."""
 
     store: Store
     names: Sequence[str]
@@ -136,28 +136,28 @@ class _StoreParts(NamedTuple):
             buffer[:] = self.store.get_range(self.names[number], offset, len(buffer))
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""
 
 
 JobFolder = LocalFolder | StoreFolder
-"""Where the files of a build are; picklable."""
+"""Location of a build's files; picklable."""
 
 
 class Job:
-    """The work of one recipe; held by one build at a time.
+    """The finished work of one recipe; held by one build at a time.
 
-    A folder of this machine holds the lock. The files are in it, or objects of the root where workers have no folder in
-    common: then the lock keeps a second build of this machine away.
+    A folder of this machine holds the lock. The files are in that folder, or objects of the root if workers
+    share no folder; the lock then excludes only other builds on this machine.
 
     Args:
-        repository: that is built into.
-        scratch: folder that the user named; all workers see it then.
-        digest: of the recipe and the source, hex: the same work is found again, other work never.
+        repository: destination of the build.
+        scratch: folder given by the user; all workers see it.
+        digest: hex digest of recipe and source, which identifies the work.
         is_remote: whether workers may be on other machines.
 
     Raises:
-        RunError: another process works on the same build.
-        StoreError: the folder cannot be made, or the root cannot be written.
+        RunError: Another process works on the same build.
+        StoreError: The folder cannot be created, or the root cannot be written.
         UsageError: ``scratch`` does not exist.
     """
 
@@ -169,12 +169,12 @@ class Job:
         self.is_local = not is_remote or scratch is not None or isinstance(store, LocalStore)
         remote = StoreFolder(store, f"{_SCRATCH}/{name}/")
         self.folder: JobFolder = LocalFolder(self.path) if self.is_local else remote
-        self.may_have_lost_pages = False  # an object is durable once it is put
+        self.may_have_lost_pages = False  # objects are durable once they are put
         with explained(f"make the scratch directory {self.path}", writing=True):
             os.makedirs(self.path, exist_ok=True)
             self._lock = self._take_lock()
         try:
-            if self.is_local:  # a boot record that is torn is of a machine that went down, too
+            if self.is_local:  # a damaged boot record also means that the machine went down
                 self.may_have_lost_pages = self.folder.read("boot") != _boot_id()
             else:
                 begun = {"begun": dt.datetime.now(dt.UTC).isoformat(timespec="seconds")}
@@ -200,14 +200,14 @@ class Job:
         return lock
 
     def note_verified(self) -> None:
-        """What is in the folder now is of this boot, or was verified in it."""
+        """Record that all files in the folder are from this boot, or were verified during it."""
         if self.is_local:
             self.folder.put_record("boot", _boot_id())
             self.may_have_lost_pages = False
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """For the time of one build: finished work outlives whatever interrupts it, and goes once it is committed."""
+        """Hold the work during one build: it is kept after an interruption and removed after the commit."""
         try:
             yield
         except KeyboardInterrupt:
@@ -222,17 +222,17 @@ class Job:
         except BaseException:
             if self._has_work():
                 self.release()
-            else:  # leave nothing behind
+            else:  # nothing worth keeping
                 self.discard()
             raise
         self.discard()
 
     def discard(self) -> None:
-        """Remove everything: the build is committed, or its work is worthless."""
+        """Remove all files: the build is committed, or its work is worthless."""
         self.release()
         shutil.rmtree(self.path, ignore_errors=True)
         if isinstance(self.folder, StoreFolder):
-            with contextlib.suppress(StoreError):  # without the right to delete `gc` is left to do it
+            with contextlib.suppress(StoreError):  # without permission to delete, it is left to `gc`
                 remove_job(self.folder.store, self.folder.prefix)
 
     def _has_work(self) -> bool:
@@ -241,17 +241,17 @@ class Job:
         except FileNotFoundError:
             return False
         except StoreError:
-            return True  # the root does not answer: what is there is kept
+            return True  # the root does not answer: keep the work
 
     def release(self) -> None:
-        """Let another process go on with this build."""
+        """Release the lock, so that another process can continue this build."""
         if self._lock.fd >= 0:
             active().close(self._lock)
             self._lock = Handle(-1, self._lock.path)
 
 
 def abandoned_jobs(store: Store, older_than_s: float) -> list[str]:
-    """Prefixes of builds in a root that were begun so long ago that nobody will go on with them."""
+    """Return prefixes of builds in a root that were begun more than ``older_than_s`` ago."""
     prefixes = {match.group() for name in store.list_after(f"{_SCRATCH}/") if (match := _JOB.match(name))}
     now = dt.datetime.now(dt.UTC)
     return [
@@ -262,14 +262,14 @@ def abandoned_jobs(store: Store, older_than_s: float) -> list[str]:
 
 
 def remove_job(store: Store, prefix: str) -> None:
-    """Delete all objects of a build; what says when it was begun goes last, so that a kill on the way is told of."""
+    """Delete all objects of a build; the record of its start last, so that a killed deletion is noticed."""
     names = list(store.list_after(prefix))
     for name in sorted(names, key=lambda name: name == prefix + _BEGUN):
         store.delete(name)
 
 
 def _begun(store: Store, prefix: str) -> dt.datetime | None:
-    """When a build was last started; None where that cannot be read: it is damaged, and nothing can go on."""
+    """Return when a build was last started, or None if the record is missing or damaged."""
     if store.head(prefix + _BEGUN) is None:
         return None
     try:
@@ -291,7 +291,7 @@ def _sweep(path: str) -> None:
 
 
 def clear_temporaries(repository: Repository) -> None:
-    """Remove what workers that died on the way were writing into the root; opening it would do so as well."""
+    """Remove temporary files of dead workers from the root, as opening it would."""
     if isinstance(repository.store, LocalStore):
         repository.store.sweep()
 

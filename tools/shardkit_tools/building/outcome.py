@@ -1,4 +1,4 @@
-"""What is asked of a build, how far it is, what it answers, and whether it fits on the disks."""
+"""Settings, progress and result of a build, and the check of disk space."""
 
 from __future__ import annotations
 
@@ -24,62 +24,66 @@ Phase: TypeAlias = Literal["read", "pack", "write", "commit"]
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A moment of a build."""
+    """State of a build at one moment."""
 
     # "read" (source to scratch), "pack" (documents to rows), "write" (scratch to shards), "commit"
     phase: Phase
-    rows: int  # rows done in this phase, those of an earlier, killed run included
-    done_bytes: int  # bytes done in this phase: of the source while reading, of the rows while writing
+    rows: int  # rows done in this phase, including those of an earlier, killed run
+    done_bytes: int  # bytes done in this phase, of the source while reading, of the rows while writing
     total_bytes: int  # bytes of this phase
-    seconds: float  # since this phase began in this run
-    rate: float  # bytes per second since then, work of earlier runs not counted
-    scratch_bytes: int  # estimate of the scratch space that the build takes
-    reused: int  # finished units (tasks or shards) of an earlier, killed run
+    seconds: float  # seconds since this phase began in this run
+    rate: float  # bytes per second in this phase, without work of earlier runs
+    scratch_bytes: int  # estimated scratch space of the build
+    reused: int  # finished tasks or shards of an earlier, killed run
 
     @property
     def seconds_left(self) -> float | None:
-        """At this rate; None while there is none."""
+        """Estimated seconds to the end of the phase; None without a rate."""
         return (self.total_bytes - self.done_bytes) / self.rate if self.rate > 0 else None
 
 
 ProgressCallback = Callable[[Progress], None]
-"""Is told how far a build is."""
+"""Called with the progress of a build."""
 
 
 @dataclass(frozen=True)
 class BuildSettings(VersionSettings):
-    """Everything that a build is told; of the version itself see `VersionSettings`.
+    """All settings of a build; those of the version are inherited from `VersionSettings`.
 
     Attributes:
         source: a file, folder, glob or URL, or an importer.
-        root: where the dataset is or is to be.
+        root: directory or URL of the dataset, new or existing.
         from_: name of the importer; by default it is detected.
-        options: of the importer.
-        apply: a function of a module, or its name ``"package.module:function"``: sample → sample, list of samples or
-            None; every process imports it. Its name and the SHA-256 of its file are part of the recipe.
+        options: options of the importer.
+        apply: a function of a module, or its name ``"package.module:function"``: sample → sample, list of
+            samples or None; every process imports it. Its name and the SHA-256 of its file are part of the
+            recipe.
         tokenizer: a ``tokenizer.json``; the text field becomes ``tokens``. Its SHA-256 is part of the recipe.
-        text_field: the field to tokenise, where several are text.
-        eos: token that ends each document; None: the tokenizer's own, "none": no token. The report says which.
-        output_schema: field → type of what ``apply`` and ``tokenizer`` make, in place of the inferred types.
-        unique: field; of rows whose values of it are equal to the last byte the first of the source stays.
-        pack: ragged field → length, such as ``{"tokens": 2048}``: the samples are documents that are put together
-            into rows of this length, with their borders in ``boundaries``; of other fields only those by which the
-            dataset is stratified stay. Rows are filled up with zeros.
-        append: put the rows behind those of the version that ``ref`` names; the rest must be as it was built.
-            Appending the very files that the last version appended changes nothing.
-        ref: the ref that is moved. By default blocks aim at the size of those of the version that it names.
-        replace: whatever the refs name, another schema and what others commit meanwhile included.
-        single_writer: for a new root on a store that does not keep put-if-absent: nobody else writes it meanwhile.
-        message, author: of the commit.
-        jobs: processes; with more than 1 a script that calls `build` needs ``if __name__ == "__main__":``. None for
-            one per processor, of the cluster where there is one.
-        engine: ``"local"``, ``"ray"``, or an `Engine` of your own that runs the tasks elsewhere.
-        address: of a running Ray cluster; without it ``"ray"`` starts one here.
-        scratch: directory for encoded rows, about as large as the source, that all workers see; by default inside
-            ``root``.
-        on_error: ``"raise"``, or ``"skip"`` to leave out rows that cannot be read or do not fit, empty folders, and
-            files of another kind than most are.
-        skipped_file: where rows left out are listed as JSON lines; by default beside the scratch.
+        text_field: the field to tokenise, if several are text.
+        eos: token that ends each document; None: the tokenizer's own, "none": no token. The report names it.
+        output_schema: field → type of the output of ``apply`` and ``tokenizer``, instead of the inferred
+            types.
+        unique: field; of rows with equal values, byte for byte, only the first of the source is kept.
+        pack: ragged field → length, such as ``{"tokens": 2048}``: documents are packed into rows of this
+            length, with their borders in ``boundaries``. Of the other fields, only those that the dataset is
+            stratified by are kept. Rows are padded with zeros.
+        append: add the rows after those of the version that ``ref`` names; schema, format, compression,
+            stratify and classes must be the same. Appending exactly the files of the last append changes
+            nothing.
+        ref: the ref that is moved; the block size defaults to that of the version that it names.
+        replace: move the refs even from another schema, and over concurrent commits.
+        single_writer: for a new root on a store without put-if-absent: promise that there is no other writer.
+        message: message of the commit.
+        author: author of the commit.
+        jobs: number of processes; with more than 1, a script that calls `build` needs ``if __name__ ==
+            "__main__":``. None: one per processor, of the cluster if there is one.
+        engine: ``"local"``, ``"ray"``, or another `Engine`.
+        address: address of a running Ray cluster; without it, ``"ray"`` starts one on this machine.
+        scratch: directory for encoded rows, about as large as the source, that all workers see; by default
+            inside ``root``.
+        on_error: ``"raise"``, or ``"skip"`` to leave out rows that cannot be read or do not fit, empty
+            folders, and files of another kind than most.
+        skipped_file: file that lists skipped rows as JSON lines; by default next to the scratch.
         dry_run: read and lay out everything, write nothing.
         progress: called with a `Progress` a few times a second.
     """
@@ -136,12 +140,12 @@ class BuildSettings(VersionSettings):
 
 
 class ProgressMeter:
-    """Adds up what workers report and tells a callback, ten times a second at most."""
+    """Sums up the reports of workers and calls a callback at most ten times a second."""
 
     def __init__(self, callback: ProgressCallback | None) -> None:
         self._callback: ProgressCallback | None = None
         self._now = Progress("read", 0, 0, 0, 0.0, 0.0, 0, 0)
-        self.begin("read")  # which nobody is told of: nothing has begun
+        self.begin("read")  # not reported: the callback is set afterwards
         self._callback = callback
 
     def begin(
@@ -154,7 +158,7 @@ class ProgressMeter:
         reused: int = 0,
         scratch_bytes: int | None = None,
     ) -> None:
-        """Start a phase, with what an earlier run has done of it."""
+        """Start a phase, with the work that an earlier run has done."""
         scratch = self._now.scratch_bytes if scratch_bytes is None else scratch_bytes
         self._now = Progress(phase, done_rows, done_bytes, total_bytes, 0.0, 0.0, scratch, reused)
         self._before, self._started, self._told = done_bytes, time.monotonic(), 0.0
@@ -180,7 +184,7 @@ class ProgressMeter:
 
 @dataclass(frozen=True, slots=True)
 class SkippedRow:
-    """A row that was left out with ``on_error="skip"``; row -1 stands for the rest of a task."""
+    """A row left out with ``on_error="skip"``; row -1 stands for the rest of a task."""
 
     source_name: str
     source_row: int
@@ -190,50 +194,50 @@ class SkippedRow:
 
 @dataclass(frozen=True, slots=True)
 class PackReport:
-    """What packing did."""
+    """Result of packing."""
 
-    documents: int  # packed
-    tokens: int  # of all of them
-    rows: int  # that they fill
-    padding: int  # items of rows that hold none
+    documents: int  # number of documents packed
+    tokens: int  # number of items in all documents
+    rows: int  # number of rows that they fill
+    padding: int  # number of padding items
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildResult:
-    """What a build did."""
+    """Result of a build."""
 
-    manifest: Manifest | None  # of all rows; None for a dry run
+    manifest: Manifest | None  # manifest of all rows; None for a dry run
     splits: Mapping[str, Manifest] = field(default_factory=dict)  # split → its manifest; empty for a dry run
     split_rows: Mapping[str, int] = field(default_factory=dict)  # split → rows
-    # the log entry; None where every ref pointed there already, and for a dry run
+    # log entry; None if every ref named its version already, and for a dry run
     commit: LogEntry | None = None
-    # ref → (from, to) of those that moved; from None: it is new
+    # moved ref → (from, to); from is None for a new ref
     moved: Mapping[str, tuple[str | None, str]] = field(default_factory=dict)
-    rows: int  # of the dataset
-    raw_bytes: int  # in shards, before compression
-    shards: int  # number of them
+    rows: int  # rows of the dataset
+    raw_bytes: int  # size in shards, before compression
+    shards: int  # number of shards
     strata: Mapping[str, int]  # name → rows, without the pool
-    pooled: int  # how many of them share the pool
+    pooled: int  # number of strata in the pool
     classes: Mapping[str, int] = field(default_factory=dict)  # class folder → its samples in the source
-    notes: tuple[str, ...] = ()  # what is unusual about the source
-    source_bytes: int  # read from the source
-    scratch_bytes: int  # of encoded rows
-    skipped: tuple[SkippedRow, ...] = ()  # rows left out
-    skipped_file: str | None = None  # where they are listed, or None
-    duplicates: int = 0  # rows left out because an earlier one has the same value
-    packed: PackReport | None = None  # what packing did, or None
-    reused_tasks: int = 0  # of an earlier, killed run
-    reused_shards: int = 0  # likewise
-    # what a dry run says the build will need on its disks, and what is free there
+    notes: tuple[str, ...] = ()  # remarks on unusual properties of the source
+    source_bytes: int  # size of the source
+    scratch_bytes: int  # size of the encoded rows
+    skipped: tuple[SkippedRow, ...] = ()  # rows that were left out
+    skipped_file: str | None = None  # file that lists them, or None
+    duplicates: int = 0  # rows left out because an earlier row has the same value
+    packed: PackReport | None = None  # result of packing, or None
+    reused_tasks: int = 0  # tasks of an earlier, killed run
+    reused_shards: int = 0  # shards of an earlier, killed run
+    # of a dry run: disk space that the build will need, and free space
     space: tuple[SpaceNeed, ...] = ()
-    seconds: float = 0.0  # wall clock
+    seconds: float = 0.0  # wall-clock time
 
 
-# ---- Room: estimated from below, so that nothing is refused that would have fitted. A full disk in the middle of a
-# build is an error as well, and costs no finished work.
+# ---- Disk space: estimated from below, so that no build is refused that would fit. A full disk during a
+# build is an error as well, and loses no finished work.
 
 
-# Numbers in text take a multiple of what they take in a shard, and transforms may leave anything.
+# Numbers in text take several times their size in a shard, and transforms may reduce rows to any size.
 _OF_TEXT = 0.25
 _OF_DATA = 0.9
 _TEXT_IMPORTERS = frozenset({"csv", "jsonl", "text"})
@@ -241,17 +245,17 @@ _TEXT_IMPORTERS = frozenset({"csv", "jsonl", "text"})
 
 @dataclass(frozen=True, slots=True)
 class SpaceNeed:
-    """What one folder needs."""
+    """Disk space that one folder needs."""
 
     what: str  # "scratch" or "shards"
-    folder: str  # where
-    need_bytes: int  # about
-    free_bytes: int  # there now
-    device: int  # of the file system
+    folder: str  # path of the folder
+    need_bytes: int  # estimate
+    free_bytes: int  # free space now
+    device: int  # device number of the file system
 
 
 def least_bytes(version: NewVersion, source_bytes: int) -> int:
-    """What so many bytes of the source at least become as encoded rows."""
+    """Return the least size as encoded rows of this many bytes of the source."""
     described = version.recipe.get("source", {})
     importer = described.get("importer") if isinstance(described, dict) else None
     is_changed = bool(set(version.recipe) - {"source"})
@@ -261,9 +265,9 @@ def least_bytes(version: NewVersion, source_bytes: int) -> int:
 def space_needs(
     version: NewVersion, scratch: str | None, scratch_bytes: int, root: str | None, raw_bytes: int
 ) -> tuple[SpaceNeed, ...]:
-    """What the folders of a build need, and have; None for a folder that is none of this machine.
+    """Return the needed and free space of a build's local folders; None stands for a remote one.
 
-    Shards that are compressed count for nothing: nobody knows how well they will be.
+    Compressed shards count as 0 bytes, because their size is unknown.
     """
     needs = []
     shard_bytes = raw_bytes if version.compression == "none" else 0
@@ -271,7 +275,7 @@ def space_needs(
         if folder is None:
             continue
         there = os.path.abspath(folder)
-        while not os.path.isdir(there) and os.path.dirname(there) != there:  # the nearest that exists
+        while not os.path.isdir(there) and os.path.dirname(there) != there:  # nearest existing folder
             there = os.path.dirname(there)
         with explained(f"see how much room is in {there}"):
             needs.append(SpaceNeed(what, folder, need, shutil.disk_usage(there).free, os.stat(there).st_dev))
@@ -279,7 +283,11 @@ def space_needs(
 
 
 def check_space(needs: Sequence[SpaceNeed]) -> None:
-    """Refuse to begin what cannot end; folders on one file system share its room."""
+    """Refuse a build that cannot fit; folders on one file system share its free space.
+
+    Raises:
+        StoreFullError: A file system has too little free space.
+    """
     for need in needs:
         together = [other for other in needs if other.device == need.device]
         total = sum(other.need_bytes for other in together)

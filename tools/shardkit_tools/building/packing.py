@@ -1,7 +1,7 @@
-"""Between the passes: documents of any length, packed into rows of a fixed length, again as rows in scratch.
+"""Pack documents of any length into rows of a fixed length, between the passes, again as rows in scratch.
 
-Documents of one stratum (and one split, with ``split_by``) are packed together, in groups of neighbours in the source
-of at most `_GROUP_BYTES`. Groups depend on the documents alone, so the rows do not depend on jobs.
+Documents of one stratum (and one split, with ``split_by``) are packed together, in groups of neighbours in
+the source of at most `_GROUP_BYTES`. Groups depend only on the documents, so the rows do not depend on jobs.
 """
 
 from __future__ import annotations
@@ -30,25 +30,29 @@ _Piece: TypeAlias = tuple[int, int, int]  # (document, first item, items)
 _Held: TypeAlias = tuple[RowBlock, Mapping[str, Sequence[bytes | memoryview]]]
 
 BOUNDARIES = "boundaries"
-"""Field of packed rows: where documents begin and end."""
+"""Field of packed rows: the borders of documents."""
 
 _GROUP_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class PackSettings:
-    """What is packed into what."""
+    """Settings of packing."""
 
     field: str  # the ragged field
-    length: int  # items of a row
-    axes: tuple[str, ...]  # by which it is stratified
-    documents: Schema  # schema of what is packed
-    rows: Schema  # schema of what comes out: the field, the boundaries, and what the dataset is stratified by
-    format: str  # of the shards, for sizes
+    length: int  # items per row
+    axes: tuple[str, ...]  # fields to stratify by
+    documents: Schema  # schema of the documents
+    rows: Schema  # schema of the packed rows: the field, the boundaries, and the fields to stratify by
+    format: str  # format of the shards, for sizes
 
     @classmethod
     def of(cls, documents: Schema, field: str, length: int, axes: Sequence[str], format: str) -> PackSettings:
-        """The settings for a dataset; ``field`` is ragged."""
+        """Return the settings for a dataset; ``field`` is ragged.
+
+        Raises:
+            ConfigurationError: The length or the name of a field is invalid.
+        """
         if not 1 <= length < 2**31:
             raise ConfigurationError(f"--pack {field}={length}: expected a length from 1 to {2**31 - 1}")
         kept = ["label" if axis == CLASS_AXIS else axis for axis in axes]
@@ -61,30 +65,30 @@ class PackSettings:
         return cls(field, length, tuple(axes), documents, Schema.parse(types), format)
 
     def describe(self) -> dict[str, object]:
-        """What the recipe says of it."""
+        """Return the entry in the recipe."""
         return {"field": self.field, "length": self.length}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Documents:
-    """Documents for one process; arrays have one entry per document, those of a group lie together."""
+    """Documents for one process; arrays have one entry per document, and documents of a group are adjacent."""
 
-    number: int  # of this item
-    group_start: NDArray[np.int64]  # int64[groups + 1]
-    ordinal: NDArray[np.int64]  # see `Rows`, as for records and split
+    number: int  # number of this item
+    group_start: NDArray[np.int64]  # (groups + 1,)
+    ordinal: NDArray[np.int64]  # see `Rows`, also for records and split
     records: Records
     items: NDArray[np.int64]
     split: NDArray[np.uint64]
-    identity: NDArray[np.uint64]  # uint64[n, 2]
-    stratum: tuple[tuple[str, ...], ...]  # texts of the stratum of each group
-    raw_bytes: int  # of all of them
+    identity: NDArray[np.uint64]  # (n, 2)
+    stratum: tuple[tuple[str, ...], ...]  # stratum of each group
+    raw_bytes: int  # size of all documents
 
     def __str__(self) -> str:
         return f"documents to pack, part {self.number}"
 
     @property
     def record_name(self) -> str:
-        """Of the record of what they become: equal only where the same documents are packed in the same way."""
+        """Name of the record of the packed rows: a hash of the documents and their order."""
         digest = xxhash.xxh3_128(str(self.number).encode())
         for column in (self.ordinal, *self.records.identity, self.items, self.group_start):
             digest.update(np.ascontiguousarray(column).data)
@@ -92,9 +96,9 @@ class Documents:
 
 
 def cut_documents(rows: Rows, split: NDArray[np.int16] | None) -> Iterator[Documents]:
-    """Documents in items of at most `_GROUP_BYTES` (or one document), by stratum and split, then in source order."""
+    """Yield documents by split, stratum and source order, `_GROUP_BYTES` or one document at a time."""
     kinds: list[NDArray[np.integer]] = [rows.stratum] if split is None else [split, rows.stratum]
-    order = np.lexsort(kinds)  # stable: source order within
+    order = np.lexsort(kinds)  # stable: keeps source order
     is_first = np.zeros(len(order), dtype=np.bool_)
     is_first[:1] = True
     for kind in kinds:
@@ -128,12 +132,12 @@ def _item(rows: Rows, number: int, places: NDArray[np.int64], borders: NDArray[n
 class PackWorker:
     """Packs documents; one per process."""
 
-    settings: PackSettings  # of the packing
+    settings: PackSettings  # settings of packing
     _: KW_ONLY
-    seed: int | None  # of the shuffle, None where rows keep their order
+    seed: int | None  # seed of the shuffle, None to keep the order
     folder: JobFolder  # the job directory
     parts: Sequence[str]  # names of the scratch files of the documents
-    run_bytes: int  # of `RowSpool`
+    run_bytes: int  # see `RowSpool`
 
     def __post_init__(self) -> None:
         settings = self.settings
@@ -148,7 +152,7 @@ class PackWorker:
         self._parts.close()
 
     def work(self, item: Documents, report: Report) -> TaskRows:
-        """Pack documents; in a job directory, leave a record of the rows there."""
+        """Pack documents; in a job directory, also write the rows and their record."""
         part = self.folder.new_part("packed")
         spool = RowSpool(
             self.folder.path,
@@ -181,7 +185,7 @@ class PackWorker:
         return made
 
     def _documents(self, item: Documents) -> _Held:
-        """Documents in memory, and the payloads of each of their fields."""
+        """Return documents in memory, and the payloads of each of their fields."""
         records = self._reader.read(item.records, item.ordinal)
         block = records.block(0, len(item.ordinal))
         columns = zip(self.settings.documents.stored, block.columns, strict=True)
@@ -190,11 +194,11 @@ class PackWorker:
     def _row(
         self, pieces: list[_Piece], stratum: tuple[str, ...], documents: _Held | None
     ) -> tuple[tuple[str, int] | None, tuple[bytes, ...], tuple[int, ...]]:
-        """(source, payloads, their sizes) of a row; without documents there are only sizes."""
+        """Return (source, payloads, payload sizes) of a row; without documents, only sizes."""
         settings = self.settings
         ends = np.cumsum([0, *(length for _, _, length in pieces)], dtype="<i4")
         if documents is None:
-            # what the dataset is stratified by has the size of its text in the stratum
+            # a stratify field of variable size is the text of the stratum
             kept = (
                 len(stratum[settings.axes.index(name)].encode())
                 if kind.item_bytes is None
@@ -222,7 +226,7 @@ class PackWorker:
 
 
 def _rows(packing: Packing, base: int) -> Iterator[list[_Piece]]:
-    """The pieces of each row, of documents that are counted from ``base`` on."""
+    """Yield the pieces of each row; documents are numbered from ``base``."""
     document = (base + packing.document).tolist()
     pieces = list(zip(document, packing.start.tolist(), packing.length.tolist(), strict=True))
     for first, last in itertools.pairwise(packing.row_start.tolist()):
@@ -230,23 +234,23 @@ def _rows(packing: Packing, base: int) -> Iterator[list[_Piece]]:
 
 
 def _identity(document: NDArray[np.uint64], start: int) -> tuple[int, int]:
-    """Rows are told apart by their first piece."""
+    """Return the identity of a row, from its first piece."""
     high, low = document.tolist()
     return divmod(xxhash.xxh3_128_intdigest(b"packed %d %d %d" % (high, low, start)), 2**64)
 
 
-# ---- Which documents share a row: best-fit decreasing (Johnson et al., "Worst-case performance bounds for simple
-# one-dimensional packing algorithms", 1974; for training data Ding et al., "Fewer Truncations Improve Language
-# Modeling", 2024): the longest document first, each into the fullest row that takes it. Only a document longer than a
-# row is cut, into full rows and a rest.
+# ---- Best-fit decreasing packing (Johnson et al., "Worst-case performance bounds for simple one-dimensional
+# packing algorithms", 1974; for training data Ding et al., "Fewer Truncations Improve Language Modeling",
+# 2024): documents are placed in order of decreasing length, each in the fullest row with enough space. Only a
+# document longer than a row is cut, into full rows and a rest.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packing:
-    """Which pieces of which documents a row holds, in document order."""
+    """Rows and their pieces of documents, in document order."""
 
-    row_start: NDArray[np.int64]  # int64[rows + 1]; the pieces of row r are row_start[r] … row_start[r + 1]
-    # document, start, length: int64[pieces]; a piece is items start … start + length of a document
+    row_start: NDArray[np.int64]  # (rows + 1,); the pieces of row r are row_start[r] … row_start[r + 1]
+    # document, start, length: (pieces,); a piece is items start … start + length of a document
     document: NDArray[np.int64]
     start: NDArray[np.int64]
     length: NDArray[np.int64]
@@ -256,10 +260,10 @@ class Packing:
 
 
 def pack(lengths: NDArray[np.int64], capacity: int) -> Packing:
-    """Pack documents; a function of the lengths alone.
+    """Pack documents; depends only on the lengths.
 
     Returns:
-        Rows in the order of their first piece; every item is in exactly one of them.
+        Rows in the order of their first piece; every item is in exactly one row.
     """
     pieces = -(-lengths // capacity)
     document = np.repeat(np.arange(len(lengths)), pieces)
@@ -283,7 +287,7 @@ def pack(lengths: NDArray[np.int64], capacity: int) -> Packing:
 
 
 def _best_fit(length: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
-    """The row of each piece. Rows with the same room are a stack; bit r of ``rooms`` says that one has room r."""
+    """Return the row of each piece. Rows of equal room form a stack; bit r of ``rooms``: a row has room r."""
     row = np.empty(len(length), dtype=np.int64)
     stacks: dict[int, list[int]] = {}
     rooms = 0

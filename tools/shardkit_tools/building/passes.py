@@ -1,6 +1,6 @@
-"""The two passes as work for processes, journaled when it is whole, and found again.
+"""The two passes as work for processes; results are journaled when complete, and reused.
 
-Pass 1: the rows of a task, encoded into a scratch part. Pass 2: shards from scratch.
+Pass 1 encodes the rows of a task into a scratch part. Pass 2 writes shards from scratch.
 """
 
 from __future__ import annotations
@@ -57,20 +57,24 @@ _MAX_SKIPPED = 10_000
 _REPORT_INTERVAL_S = 0.2
 _HIGH, _LOW = "unique_high", "unique_low"
 ITEMS = "items"
-"""Mark of a row: how many items its packed field has."""
+"""Column of `Rows.marks`: number of items in the packed field."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowMarks:
-    """What pass 1 notes of every row beyond its size: the digest of one field, the number of items of another."""
+    """Additional columns that pass 1 records: the digest of one field, the number of items of another."""
 
-    unique: int | None = None  # place in the schema of the field whose values are to be different, or None
-    packed: int | None = None  # place of the ragged field whose items are counted, or None
-    item_bytes: int = 1  # of one of its items
+    unique: int | None = None  # position in the schema of the field that must be unique, or None
+    packed: int | None = None  # position of the ragged field whose items are counted, or None
+    item_bytes: int = 1  # size of one of its items
 
     @classmethod
     def of(cls, schema: Schema, *, unique: str | None, packed: str | None) -> RowMarks:
-        """The marks for these fields."""
+        """Return the marks for these fields.
+
+        Raises:
+            ConfigurationError: A field does not exist or has an unsuitable type.
+        """
         for option, name in (("--unique", unique), ("--pack", packed)):
             if name is not None and name not in schema:
                 raise ConfigurationError(
@@ -93,7 +97,7 @@ class RowMarks:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the marks, in the order of `marks`."""
+        """Names of the columns, in the order of `marks`."""
         unique = () if self.unique is None else (_HIGH, _LOW)
         return unique if self.packed is None else (*unique, ITEMS)
 
@@ -101,7 +105,7 @@ class RowMarks:
         """Return the marks of rows from the payloads of their stored columns."""
         found: dict[str, NDArray[np.uint64]] = {}
         if self.unique is not None:
-            # SHA-256, not XXH3: nobody can make two values that are taken for one another.
+            # SHA-256, not XXH3: values come from strangers, who must not be able to construct equal digests.
             digests = b"".join(hashlib.sha256(one).digest()[:16] for one in payloads_of(columns[self.unique]))
             words = np.frombuffer(digests, "<u8").reshape(-1, 2)
             found = {_HIGH: words[:, 1], _LOW: words[:, 0]}
@@ -111,9 +115,9 @@ class RowMarks:
 
 
 def first_of_equals(marks: Mapping[str, NDArray[np.uint64]]) -> NDArray[np.int64]:
-    """Places of the rows whose value no row before them has, rising."""
+    """Return the indices of first occurrences, ascending."""
     high, low = marks[_HIGH], marks[_LOW]
-    order = np.lexsort((low, high))  # stable: of equal values the first in the source comes first
+    order = np.lexsort((low, high))  # stable: equal values stay in source order
     is_new = np.ones(len(order), dtype=np.bool_)
     is_new[1:] = (high[order[1:]] != high[order[:-1]]) | (low[order[1:]] != low[order[:-1]])
     places: NDArray[np.int64] = np.sort(order[is_new]).astype(np.int64)
@@ -122,7 +126,7 @@ def first_of_equals(marks: Mapping[str, NDArray[np.uint64]]) -> NDArray[np.int64
 
 @dataclass(frozen=True, slots=True)
 class ReadTask:
-    """A task, its place in the order of the source, and whether it makes the digests of its files."""
+    """A task, its number in source order, and whether it computes the digests of its files."""
 
     number: int
     task: SourceTask
@@ -134,24 +138,24 @@ class ReadTask:
 
 @dataclass(frozen=True, slots=True)
 class TaskFacts:
-    """What pass 1 found in a task, apart from its rows."""
+    """Result of pass 1 for a task, apart from its rows."""
 
-    number: int  # of the task
-    part: str  # name of the scratch file, "" where nothing was kept
-    part_bytes: int  # its size
-    files: tuple[SourceDigest, ...] = ()  # digests of the task's files, where it made them
-    skipped: tuple[SkippedRow, ...] = ()  # rows left out
+    number: int  # number of the task
+    part: str  # name of the scratch file, "" if nothing was stored
+    part_bytes: int  # size of the scratch file
+    files: tuple[SourceDigest, ...] = ()  # digests of the task's files, if it computed them
+    skipped: tuple[SkippedRow, ...] = ()  # rows that were left out
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TaskRows:
-    """A task that was read: facts, and columns with one entry per row."""
+    """A finished task: facts, and columns with one entry per row."""
 
     facts: TaskFacts
     columns: Rows
 
     def to_bytes(self) -> bytes:
-        """The record of a task, or of packed documents."""
+        """Return the record of a task, or of packed documents."""
         files, skipped = (
             [list(astuple(one)) for one in held] for held in (self.facts.files, self.facts.skipped)
         )
@@ -160,7 +164,7 @@ class TaskRows:
 
     @classmethod
     def from_bytes(cls, number: int, data: bytes) -> TaskRows:
-        """What `to_bytes` made."""
+        """Read a record made by `to_bytes`."""
         columns, found = Rows.from_bytes(data)
         meta: Any = found
         facts = TaskFacts(
@@ -177,24 +181,24 @@ class TaskRows:
 class ReadWorker:
     """Reads tasks; one per process."""
 
-    importer: Importer  # of the source
-    encoder: RowEncoder  # of the dataset
+    importer: Importer  # importer of the source
+    encoder: RowEncoder  # encoder of the dataset
     _: KW_ONLY
-    seed: int | None  # of the shuffle, None where rows keep their order
+    seed: int | None  # seed of the shuffle, None to keep the order
     folder: JobFolder  # the job directory
-    skip: bool  # leave out rows that cannot be read instead of failing
-    run_bytes: int  # of `RowSpool`
-    batch_bytes: int  # of `RowSpool`
-    marks: RowMarks  # what else is noted of every row
+    skip: bool  # leave out unreadable rows instead of failing
+    run_bytes: int  # see `RowSpool`
+    batch_bytes: int  # see `RowSpool`
+    marks: RowMarks  # additional columns
 
     def __post_init__(self) -> None:
         self._reads_whole = isinstance(self.importer, FileImporter) and self.importer.reads_whole_files
 
     def close(self) -> None:
-        """Nothing is held between tasks."""
+        """Do nothing."""
 
     def work(self, item: ReadTask, report: Report) -> TaskRows:
-        """Read a task; in a job directory, leave its record there."""
+        """Read a task; in a job directory, also write its record."""
         part = self.folder.new_part("part")
         spool = RowSpool(
             self.folder.path,
@@ -229,7 +233,7 @@ class ReadWorker:
         return read
 
     def _decode(self, task: SourceTask, seen: FileObserver) -> DecodedStream:
-        """Yield the rows of a task; an error of the source itself ends it, as a failure of row -1."""
+        """Yield the rows of a task; an error of the source ends it, as a failure of row -1."""
         try:
             yield from decode(self.importer, task, seen)
         except SourceError as error:
@@ -247,7 +251,7 @@ class ReadWorker:
             for failure in failures:
                 if not self.skip:
                     raise failure.error
-                # A message may quote bytes of the source that are not text.
+                # a message may quote bytes of the source that are not text
                 message = str(failure.error).encode("utf-8", "backslashreplace").decode("utf-8")[:1_000]
                 row = SkippedRow(failure.source_name, failure.source_row, failure.error.kind, message)
                 skipped.append(row)
@@ -262,7 +266,7 @@ class ReadWorker:
     def _take(
         self, found: DecodedRows, paths: Mapping[str, str], spool: RowSpool, throttle: _Throttle
     ) -> list[SourceFailure]:
-        """Spool rows; return those that cannot be stored."""
+        """Spool rows; return failures for those that cannot be stored."""
         names, numbers, keys = found.origin.source_names, found.origin.source_row, found.origin.keys
 
         def name_of(row: int) -> str:
@@ -312,7 +316,7 @@ class _Throttle:
 
 
 def _record_name(task: SourceTask) -> str:
-    """Name of the record of a task: another one as soon as a file of it has changed."""
+    """Return the name of a task's record; it changes with the name, size or stamp of a file."""
     digest = xxhash.xxh3_128(f"{task.name}\0{task.start}\0{task.stop}\0{task.size}".encode())
     for file in task.files:
         digest.update(f"\0{file.name}\0{file.size}\0{file.stamp}".encode())
@@ -320,9 +324,10 @@ def _record_name(task: SourceTask) -> str:
 
 
 def finished_tasks(job: Job, tasks: Sequence[SourceTask], files: Iterable[SourceFile]) -> dict[int, TaskRows]:
-    """Tasks whose rows are in scratch, by number; everything else of pass 1 is removed from the directory.
+    """Return tasks whose rows are in scratch, by number; other files of pass 1 are removed.
 
-    What was packed stays: its records are named by what they were made of. So do digests of ``files`` as they are now.
+    Packed rows stay, because their records are named by their input. Digests of the unchanged ``files`` stay
+    as well.
     """
     finished: dict[int, TaskRows] = {}
     keep = {"lock", "boot", *map(digest_record, files)}
@@ -336,22 +341,22 @@ def finished_tasks(job: Job, tasks: Sequence[SourceTask], files: Iterable[Source
         packed = name.startswith("packed-") and not job.may_have_lost_pages
         if name not in keep and not packed and not name.endswith(".done"):
             job.folder.remove(name)
-    job.note_verified()  # only now: a kill before this must not pass unverified parts off as good
+    job.note_verified()  # last: a kill before this must not make unverified parts count as verified
     return finished
 
 
 def finished_rows(job: Job, number: int, name: str) -> TaskRows | None:
-    """The rows that a record tells of; None where there is none, or its scratch file is not whole."""
+    """Return the rows of a record, or None if it is missing or its scratch file is incomplete."""
     data = job.folder.read(name)
     if data is None:
         return None
     try:
         rows = TaskRows.from_bytes(number, data)
     except (FormatError, KeyError, TypeError, ValueError):
-        return None  # of another release
+        return None  # written by another release
     if job.folder.size_of(rows.facts.part) != rows.facts.part_bytes:
         return None
-    # The page cache survives the death of any process, but not of the machine.
+    # The page cache survives the death of a process, but not of the machine.
     return rows if not job.may_have_lost_pages or _is_whole(job, rows) else None
 
 
@@ -382,10 +387,10 @@ _MAX_RECORD_BYTES = 10_000
 class WriteWorker:
     """Writes shards; one per process."""
 
-    repository: Repository  # where to
+    repository: Repository  # destination
     version: NewVersion  # schema, format and compression
     folder: JobFolder  # the job directory
-    parts: Sequence[str]  # names of the scratch files, by number of the part
+    parts: Sequence[str]  # names of the scratch files, by part number
 
     def __post_init__(self) -> None:
         self._parts = self.folder.parts(self.parts)
@@ -395,7 +400,7 @@ class WriteWorker:
         self._parts.close()
 
     def work(self, item: ShardRows, report: Report) -> tuple[int, ShardRecord]:
-        """Write a shard and leave a record of it; its number, and how the manifest lists it."""
+        """Write a shard and its record; return its number and the manifest's entry."""
         written = write_shard(self.repository, self._reader, item, self.version, on_block=report)
         record = {
             "fingerprint": item.fingerprint(),
@@ -409,7 +414,7 @@ class WriteWorker:
 
 
 def finished_shard(job: Job, repository: Repository, item: ShardRows, extension: str) -> ShardRecord | None:
-    """The shard that an earlier, killed run wrote of the same rows; None where it has to be written."""
+    """Return the shard that an earlier run wrote of the same rows, or None if it must be written."""
     data = job.folder.read(_shard_record_name(item))
     if data is None:
         return None
@@ -438,7 +443,7 @@ def finished_shard(job: Job, repository: Repository, item: ShardRows, extension:
                 return None
         return record
     except (FormatError, KeyError, TypeError):
-        return None  # a record of another release
+        return None  # written by another release
 
 
 def _shard_record_name(item: ShardRows) -> str:

@@ -1,9 +1,9 @@
-"""Tasks of a build on a Ray cluster: a local one, started for the build, or one that is there.
+"""Run tasks of a build on a Ray cluster: a local one started for the build, or an existing one.
 
-Ray runs a task again when its worker or its node dies; nothing else is needed, for tasks are idempotent (`engines`).
-Every worker must see the root and the source by the same names, and have the same versions of what decides the bytes:
-the latter is checked where work begins. On a cluster that was there before, what workers finish travels through the
-root, unless a scratch directory that all nodes mount is named (SPEC.md of shardkit.dataset §6).
+Ray reruns a task when its worker or node dies; this suffices, because tasks are idempotent (`engines`). Every
+worker must see the root and the source under the same names, and have the same versions of the packages that
+decide the bytes, which is checked. On an existing cluster, finished work is exchanged through the root,
+unless a scratch directory that all nodes mount is given (SPEC.md of shardkit.dataset §6).
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ _SAME_VERSIONS = ("shardkit", "numpy", "pyarrow", "zstandard", "xxhash")
 
 
 class RayEngine:
-    """An `Engine` whose workers are Ray's.
+    """An `Engine` that runs tasks as Ray tasks.
 
     Args:
-        jobs: tasks at a time; None for as many as the cluster has processors. A local cluster gets as many processors.
-        address: of a running cluster ("auto", "10.0.0.5:6379", "ray://…"); None takes the one that this process has
-            joined already, else starts one on this machine, which ends with the build.
+        jobs: most tasks at a time; None: the number of processors of the cluster. A local cluster gets this
+            many processors.
+        address: address of a running cluster ("auto", "10.0.0.5:6379", "ray://…"); None uses the cluster that
+            this process has joined, or starts one on this machine for the duration of the build.
 
     Raises:
         MissingDependency: ray is not installed.
@@ -70,7 +71,7 @@ class RayEngine:
         return self
 
     def _slots(self) -> int:
-        """Tasks at a time: nodes may come and go while a build goes on."""
+        """Return the most tasks at a time; nodes may join and leave during a build."""
         processors = int(self._ray.cluster_resources().get("CPU", 1))
         return max(1, min(processors, self._jobs or processors))
 
@@ -85,7 +86,7 @@ class RayEngine:
             self._folder = None
 
     def _start(self) -> None:
-        # Figures about the use of a private cluster are nobody's business unless somebody says so.
+        # Usage statistics of a private cluster are not sent unless the user enables them.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         settings: dict[str, Any] = {
             "log_to_driver": False,
@@ -98,7 +99,7 @@ class RayEngine:
             self._folder = tempfile.mkdtemp(prefix="shardkit-ray-", dir=_short_folder())
             settings |= {"address": "local", "num_cpus": self._jobs, "include_dashboard": False,
                          "_temp_dir": self._folder}  # fmt: skip
-        # Ray tells of lost workers on standard output, where the results of a command belong.
+        # Ray reports lost workers on standard output, which belongs to the results of a command.
         self._output.enter_context(contextlib.redirect_stdout(sys.stderr))
         try:
             self._ray.init(**settings)
@@ -113,12 +114,12 @@ class RayEngine:
     def run(
         self, make: Callable[[], Worker], items: Iterable[Any], report: Report, *, here: bool = False
     ) -> Iterator[Any]:
-        """See `Engine`; what a task reports is told when it is done, so that one that runs again counts once."""
+        """See `Engine`; a task's progress is reported when it is done, so that a rerun counts once."""
         if here:
             yield from run_here(make, items, report)
             return
         task = self._ray.remote(num_cpus=1, max_retries=RETRIES)(_work)
-        # By reference within a list: fetched once per worker, not with every task.
+        # A reference inside a list is fetched once per worker, not with every task.
         made = [self._ray.put(make)]
         key = os.urandom(8).hex()
         given = _Given(platform.node(), _own_versions())
@@ -151,7 +152,7 @@ class RayEngine:
             ) from None
         if kind == "failed":
             raise value
-        # Arrays that Ray hands over are views of memory that ends with the cluster.
+        # Arrays from Ray are views of memory that ends with the cluster.
         return copy.deepcopy(value), rows, size
 
     def _cancel(self) -> None:
@@ -163,18 +164,18 @@ class RayEngine:
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """What workers know of the one who asks: node, and versions that decide the bytes."""
+    """Facts about the driver that workers need: its node, and versions that decide the bytes."""
 
     node: str
     versions: dict[str, str]
 
 
 _held: tuple[str, Worker] | None = None
-"""In a worker: the list of items that its worker is for, and the worker."""
+"""In a worker process: key of the current list of items, and its worker."""
 
 
 def _work(key: str, made: list[Any], item: Any, given: _Given) -> Any:
-    """One item, in a worker: ("done", result, rows, bytes) or ("failed", error, rows, bytes)."""
+    """Run one item in a worker: ("done", result, rows, bytes) or ("failed", error, rows, bytes)."""
     rows = size = 0
 
     def report(new_rows: int, new_size: int) -> None:
@@ -189,7 +190,7 @@ def _work(key: str, made: list[Any], item: Any, given: _Given) -> Any:
 
 
 def _told(error: ShardkitError, node: str) -> ShardkitError:
-    """The error, with what is probably the reason where it is of another machine and its files."""
+    """Return the error; on another node, add the probable reason to errors about files."""
     if platform.node() == node or not isinstance(error, (SourceError, StoreError, NotFoundError)):
         return error
     return type(error)(
@@ -227,7 +228,7 @@ def _own_versions() -> dict[str, str]:
 
 
 def _short_folder() -> str:
-    """Where the local cluster's files go: Ray makes sockets there, whose paths may have 107 bytes."""
+    """Return a short folder for a local cluster: Ray creates sockets in it, with paths of at most 107 bytes."""
     usual = tempfile.gettempdir()
     return usual if len(usual) <= _LONGEST_FOLDER else "/tmp"  # noqa: S108 - mkdtemp makes a private one in it
 

@@ -1,4 +1,7 @@
-"""`rebuild`: the samples of a version in other strata, shards, blocks, format or compression; or its look-ups alone."""
+"""`rebuild`: build a version's samples with other strata, shards, blocks, format or compression.
+
+`label_again` changes only its look-ups, costs or about.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ from shardkit_tools.building.build_run import build
 from shardkit_tools.building.outcome import BuildResult
 from shardkit_tools.importers.protocol import SourceFailure, SourceFile, SourceSample, SourceTask
 
-_BUILT = ("shard_size", "block_size", "seed", "shuffle")  # what a manifest says of how it was built
+_BUILT = ("shard_size", "block_size", "seed", "shuffle")  # settings recorded in the manifest
 
 
 def rebuild(
@@ -41,10 +44,10 @@ def rebuild(
     message: str = "",
     **settings: Any,
 ) -> BuildResult:
-    """Build the samples that a version holds anew; what is not given stays as it is.
+    """Build the samples of a version again; settings that are not given stay the same.
 
-    Samples, keys and sources stay to the last byte; rows that the version does not select are left out. Killable and
-    resumable as a build is.
+    Samples, keys and sources stay byte for byte the same; rows that the version does not select are left out.
+    Like any build, it can be killed and resumed.
     """
     root, named = parse_dataset_url(url)
     dataset = shardkit.open(url)
@@ -67,7 +70,7 @@ def label_again(
     message: str = "",
     author: str = "",
 ) -> tuple[Manifest, LogEntry | None]:
-    """Give a version other look-ups, costs or another about, over the same shards; what is not given stays."""
+    """Give a version other look-ups, costs or about over the same shards; None keeps the old value."""
     root, named = parse_dataset_url(url)
     dataset = shardkit.open(url)
     repository, manifest = Repository.open(root), dataset.manifest
@@ -103,7 +106,7 @@ def label_again(
 
 
 def _settings(dataset: Dataset, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the version, but for what is given."""
+    """Return the settings of the version, updated by the changes."""
     manifest, about = dataset.manifest, about_of(dataset.version)
     held: dict[str, Any] = {name: manifest.build[name] for name in _BUILT if name in manifest.build}
     held |= {
@@ -136,7 +139,7 @@ def _ref(root: str, named: str | None) -> str:
 
 @dataclass(frozen=True)
 class DatasetImporter:
-    """One version of a dataset as a source; made by `open_dataset_source`."""
+    """A version of a dataset as a source; made by `open_dataset_source`."""
 
     root: str
     manifest_id: str
@@ -145,11 +148,11 @@ class DatasetImporter:
     manifest_file: SourceFile
 
     def files(self) -> Sequence[SourceFile]:
-        """The manifest alone: its SHA-256 vouches for every shard."""
+        """The manifest; its SHA-256 covers every shard."""
         return (self.manifest_file,)
 
     def tasks(self) -> Sequence[SourceTask]:
-        """The shards, one by one."""
+        """One task per shard."""
         table = _open(self.root, self.manifest_id).table
         return [
             SourceTask(f"shard {shard}", (self.manifest_file,), size, shard, shard + 1)
@@ -157,7 +160,7 @@ class DatasetImporter:
         ]
 
     def read(self, task: SourceTask) -> Iterator[SourceSample | SourceFailure]:
-        """The selected rows of a shard, by the keys and sources that they came with."""
+        """Yield the selected rows of a shard with their original keys and sources."""
         dataset = _open(self.root, self.manifest_id)
         shard = task.start
         index = dataset.reader.index(shard)
@@ -171,12 +174,16 @@ class DatasetImporter:
                 yield SourceSample(block.sample(row - first), index.original_key(row), *source)
 
     def describe(self) -> dict[str, object]:
-        """Name and manifest, for the recipe."""
+        """Return importer name and manifest id, for the recipe."""
         return {"importer": "shardkit", "manifest": self.manifest_id}
 
 
 def open_dataset_source(root: str, dataset: Dataset) -> DatasetImporter:
-    """A version as a source."""
+    """Return a version as a source.
+
+    Raises:
+        UsageError: The root is not on a local disk.
+    """
     identity = dataset.manifest.id
     path = open_store(root, read_only=True).local_path(object_name(identity, "manifest"))
     if path is None:
@@ -188,5 +195,5 @@ def open_dataset_source(root: str, dataset: Dataset) -> DatasetImporter:
 
 @functools.lru_cache(maxsize=2)
 def _open(root: str, manifest_id: str) -> Dataset:
-    """One open dataset per process; workers are spawned, so that none is inherited."""
+    """Return the dataset, opened once per process; workers are spawned, so they inherit none."""
     return shardkit.open(f"{root}@{manifest_id}", verify="strong")

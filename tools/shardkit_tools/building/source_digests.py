@@ -1,4 +1,4 @@
-"""SHA-256 of source files, made beside both passes where a task would otherwise wait for it."""
+"""SHA-256 of source files, computed by separate threads during both passes if a task would have to wait."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _MAX_UNHASHED = 2
 
 
 class SourceDigests:
-    """Threads that make the digests of some files while the passes go on; a context manager.
+    """Threads that compute digests of files during the passes; a context manager.
 
-    A digest that is there outlives a kill: it is left in the job directory.
+    Finished digests are recorded in the job directory and survive a kill.
 
     Args:
-        files: of which each is hashed from its first to its last byte.
-        job: where finished digests are kept.
-        threads: files at a time.
+        files: files to hash completely.
+        job: stores finished digests.
+        threads: number of files at a time.
     """
 
     def __init__(self, files: Sequence[SourceFile], job: Job, threads: int) -> None:
@@ -53,20 +53,20 @@ class SourceDigests:
         self._waiting.shutdown(wait=True, cancel_futures=True)
 
     def beside(self, work: Callable[[], T]) -> Callable[[], T]:
-        """Begin work that waits for `of_all`, in a thread unless they are there; what is returned waits for it."""
+        """Start work that waits for `of_all`, in a thread if digests are pending; the result waits for it."""
         return self._waiting.submit(work).result if self._found else work
 
     def check(self) -> None:
-        """Do not go on where one has failed already; raises as `of_all` does."""
+        """Raise the error of a digest that has failed already."""
         for one in self._found:
             if one.done():
                 one.result()
 
     def of_all(self, files: Iterable[SourceFile], known: Iterable[SourceDigest]) -> tuple[SourceDigest, ...]:
-        """Digests of all files, sorted by name: those that tasks made, these, and the rest."""
+        """Return digests of all files, sorted by name: `known` ones, these, and the rest."""
         by_name = {file.name: file for file in (*known, *(one.result() for one in self._found))}
         for file in files:
-            if file.name not in by_name:  # a file that no task begins with, such as a list of classes
+            if file.name not in by_name:  # a file that no task reads, such as a list of classes
                 by_name[file.name] = digest_file(file)
         return tuple(by_name[name] for name in sorted(by_name))
 
@@ -78,7 +78,7 @@ class SourceDigests:
                 found: str = canonical_json.loads(held, _MAX_RECORD_BYTES)["sha256"]
                 return SourceDigest(file.name, file.size, found)
             except (FormatError, KeyError, TypeError):
-                pass  # of another release
+                pass  # written by another release
         digest = digest_file(file, self._stopped)
         check_unchanged(file)
         self._job.folder.put_record(name, canonical_json.dumps({"sha256": digest.sha256}))
@@ -86,12 +86,12 @@ class SourceDigests:
 
 
 class TaskDigests:
-    """Digests of files of one task, made by another thread while its rows are encoded.
+    """Digests of the files of one task, computed by another thread while its rows are encoded.
 
     Args:
-        files: of which digests are wanted.
-        executor: makes them.
-        whole: every file comes by `add`; otherwise they are read here, beginning now.
+        files: files to hash.
+        executor: runs the hashing.
+        whole: every file will be given to `add`; otherwise they are read here, starting now.
     """
 
     def __init__(self, files: Sequence[SourceFile], executor: Executor, *, whole: bool) -> None:
@@ -104,14 +104,14 @@ class TaskDigests:
         self._made: list[SourceDigest] = []
 
     def add(self, file: SourceFile, data: bytes) -> None:
-        """All bytes of a file."""
+        """Take all bytes of a file."""
         self._pending.append((file, data))
         self._pending_bytes += len(data)
-        if self._pending_bytes >= _PIECE_BYTES:  # one by one, small files would cost more than their hashes
+        if self._pending_bytes >= _PIECE_BYTES:  # hashing small files singly costs more than the hashes
             self._submit()
 
     def results(self) -> tuple[SourceDigest, ...]:
-        """In the order of the files; one that never came is read."""
+        """Return the digests in the order of the files; a file that was not added is read."""
         if self._read is not None:
             return tuple(self._read.result())
         self._submit()
@@ -123,8 +123,8 @@ class TaskDigests:
     def _submit(self) -> None:
         pending, self._pending, self._pending_bytes = self._pending, [], 0
         behind = self._hashed[-_MAX_UNHASHED:]
-        if len(behind) == _MAX_UNHASHED and not behind[0].done():  # they hold their files in memory
-            self._made += _hashed(pending)  # rather than wait
+        if len(behind) == _MAX_UNHASHED and not behind[0].done():  # pending hashes hold their files in memory
+            self._made += _hashed(pending)  # instead of waiting
             return
         self._hashed.append(self._executor.submit(_hashed, pending))
 
@@ -134,20 +134,24 @@ def _hashed(files: list[tuple[SourceFile, bytes]]) -> list[SourceDigest]:
 
 
 def digest_record(file: SourceFile) -> str:
-    """Name of the record of a file's digest: another one as soon as the file has changed."""
+    """Return the name of the record of a file's digest; it changes with the file."""
     text = f"{file.name}\0{file.size}\0{file.stamp}".encode()
     return f"source-{xxhash.xxh3_128_hexdigest(text)}.digest"
 
 
 def shared_files(tasks: Iterable[SourceTask]) -> list[SourceFile]:
-    """The files of which several tasks read a part each, in source order."""
+    """Return the files that several tasks read in part, in source order."""
     times = Counter(file.name for task in tasks if task.start or task.stop is not None for file in task.files)
     files = {file.name: file for task in tasks for file in task.files if times[file.name] > 1}
     return list(files.values())
 
 
 def digest_file(file: SourceFile, stopped: threading.Event | None = None) -> SourceDigest:
-    """Read a source file for its digest, until it is ``stopped``: nobody wants the digest any more."""
+    """Return the digest of a source file, unless ``stopped`` is set while it is read.
+
+    Raises:
+        SourceError: The file cannot be read, or the build was stopped.
+    """
     digest = hashlib.sha256()
     size = 0
     buffer = memoryview(bytearray(min(_PIECE_BYTES, max(1, file.size))))
@@ -163,9 +167,9 @@ def digest_file(file: SourceFile, stopped: threading.Event | None = None) -> Sou
 
 
 def check_unchanged(file: SourceFile) -> None:
-    """Rows and digest must be of the same bytes."""
+    """Raise SourceError if a file has changed: rows and digest must be of the same bytes."""
     if not file.stamp.isdigit():
-        return  # not a modification time: only the importer can tell
+        return  # not a modification time: only the importer can check it
     try:
         found = os.stat(file.path)
     except OSError as error:

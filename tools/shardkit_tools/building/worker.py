@@ -1,4 +1,4 @@
-"""What every engine runs: workers, in this process or in another one, and what they report."""
+"""Workers, which every engine runs in this process or another one, and their reports."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ Report = Callable[[int, int], None]
 
 
 class Worker(Protocol):
-    """What the processes do; made once in each of them."""
+    """Work of a process; made once in each."""
 
     def work(self, item: Any, report: Report) -> Any:
-        """Do one item; items, results and errors cross process borders by pickling."""
+        """Do one item; items, results and errors must be picklable."""
 
     def close(self) -> None:
-        """Let go of files."""
+        """Close open files."""
 
 
 def run_here(make: Callable[[], Worker], items: Iterable[Any], report: Report) -> Iterator[Any]:
-    """Work off all items in this process; see `Engine.run`."""
+    """Run all items in this process; see `Engine.run`."""
     worker = make()
     try:
         for item in items:
@@ -33,7 +33,7 @@ def run_here(make: Callable[[], Worker], items: Iterable[Any], report: Report) -
 
 
 def worker_error(item: Any, error: BaseException) -> ShardkitError:
-    """Return the error as a worker reports it: one of shardkit as it is, any other with its traceback."""
+    """Return a worker's error: shardkit's own as they are, any other with its traceback."""
     if isinstance(error, ShardkitError):
         return error
     return RunError(f"{item}: {error!r}\n{traceback.format_exc()}")

@@ -1,7 +1,7 @@
 """Importers: each turns one kind of source into samples.
 
-An importer cuts its source into tasks, reads strictly, and names file and row in every error; it knows nothing of
-shards. Packages of others are imported by the importer that needs them.
+An importer divides its source into tasks, reads strictly, and names file and row in every error; it does not
+know shards. Third-party packages are imported by the importer that needs them.
 """
 
 from __future__ import annotations

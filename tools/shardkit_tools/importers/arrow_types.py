@@ -1,21 +1,21 @@
-"""Arrow columns → fields: which type a column has in shardkit.
+"""Map Arrow columns to field types.
 
     bool, integers, floats → the same            utf8 → str           binary → bytes
     list of numbers → ragged                     fixed-size lists of numbers → fixed arrays
-    list of those → dtype[*,n]                   list of binary, of pictures → bytes[*]
-    `Array2D` and its like, as Hugging Face describes them → dtype[*,n], dtype[m,n]
-    struct, map, list of anything else → json    dictionary → what it encodes
+    list of fixed-size lists → dtype[*,n]        list of binary, of images → bytes[*]
+    `Array2D` to `Array5D` of Hugging Face → dtype[*,n], dtype[m,n]
+    struct, map, other lists → json              dictionary → type of its values
     date, time, timestamp, duration → the same   decimal → the same, beyond 18 digits str
 
-Lists of lists are json where nobody says more, for rows of several lengths can be in them; ``--schema
-boxes=float32[*,*]`` and ``tags=str[*]`` make arrays and lists (a note tells it).
+Lists of lists are json by default, because their rows may differ in length; ``--schema boxes=float32[*,*]``
+and ``tags=str[*]`` make arrays and lists (a note says so).
 
-A text column ``__key__`` holds the samples' keys, as it does in shards of the arrow format. A struct of bytes and path,
-as Hugging Face keeps pictures and sounds, is its bytes.
+A text column ``__key__`` holds the samples' keys, as in shards of the arrow format. A struct of bytes and
+path, as Hugging Face stores images and audio, becomes its bytes.
 
-``--schema when=str`` has all of a timestamp as text, ``when=int64`` is the number of units since 1970,
-``price=float64`` a number to compute with. What is nested can be json, and str with the same text: bytes are base64
-there, and maps whose keys are no text are lists of pairs.
+``--schema when=str`` stores the complete text of a timestamp, ``when=int64`` the number of units since 1970,
+``price=float64`` a number to compute with. Nested columns can be json, or str with the same text: bytes are
+base64 there, and maps whose keys are not text are lists of pairs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from shardkit.formats.values import Logical
 from shardkit_tools.importers.protocol import MIXED, ImportOptions, Source, array_note, shell_word
 
 KEY = "__key__"
-_MOST_CLASSES = 2**17  # a manifest has no more
+_MOST_CLASSES = 2**17  # limit of a manifest
 _NUMBER = re.compile("bool|u?int(8|16|32|64)|float(16|32|64)")
 _UNFIT = re.compile("[\0-\x1f\x7f\ud800-\udfff]")
 
@@ -46,7 +46,12 @@ def table_schema(
     null_columns: Callable[[Any, Collection[str]], Collection[str]],
     features: Mapping[str, Any] | None = None,
 ) -> tuple[Schema, tuple[str, ...]]:
-    """The fields of tables, and the names of their classes."""
+    """Return the schema of tables, and the names of their classes.
+
+    Raises:
+        SourceError: The tables differ, two columns have the same name, or a column needs a type from the
+            user.
+    """
     for file, schema in zip(source.files, schemas, strict=True):
         _check_same_fields(schemas[0], schema, source.files[0].name, file.path)
     described = [_described_features(schema) if features is None else features for schema in schemas]
@@ -70,7 +75,7 @@ def table_schema(
 
 
 def flat_schema(schema: Any, options: ImportOptions) -> Any:
-    """A pyarrow schema with the members of structs in their places, where the user wants it."""
+    """Return a pyarrow schema with the members of structs in their places, if the user wants it."""
     fields = list(schema)
     for place, field in reversed(list(enumerate(fields))):
         if _is_flattened(field, options):
@@ -83,7 +88,7 @@ def flat_schema(schema: Any, options: ImportOptions) -> Any:
 
 
 def flat_batch(batch: Any, options: ImportOptions) -> Any:
-    """A record batch of `flat_schema`; where a struct is null, its members are."""
+    """Return a record batch of `flat_schema`; where a struct is null, its members are null."""
     if not options.flatten:
         return batch
     columns: list[Any] = []
@@ -122,7 +127,7 @@ def _column_type(column: Any, arrays: Mapping[str, str], options: ImportOptions,
 
 
 def _list_notes(schema: Any, types: Mapping[str, str], given: Collection[str]) -> list[str]:
-    """How lists of lists of numbers, which are json where nobody says more, become arrays."""
+    """Return notes on how lists of lists of numbers, json by default, can become arrays."""
     notes = []
     for column in schema:
         item, depth = column.type, 0
@@ -134,7 +139,7 @@ def _list_notes(schema: Any, types: Mapping[str, str], given: Collection[str]) -
 
 
 def _described_features(schema: Any) -> Mapping[str, Any]:
-    """What Hugging Face ``datasets`` wrote of the columns into a pyarrow schema; empty where it did not."""
+    """Return the features that Hugging Face ``datasets`` wrote into a pyarrow schema, or an empty mapping."""
     try:
         features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))["info"]["features"]
     except (ValueError, RecursionError, LookupError, TypeError):
@@ -143,7 +148,7 @@ def _described_features(schema: Any) -> Mapping[str, Any]:
 
 
 def described_arrays(features: Mapping[str, Any]) -> dict[str, str]:
-    """Field → type text of the features `Array2D` to `Array5D`, whose first dimension may be free."""
+    """Return field → type text of the features `Array2D` to `Array5D`, whose first dimension may be free."""
     types = {}
     for name, feature in features.items():
         if not isinstance(feature, dict) or not re.fullmatch("Array[2-5]D", str(feature.get("_type"))):
@@ -157,7 +162,7 @@ def described_arrays(features: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _class_names(labels: Sequence[object], schema: Mapping[str, FieldType]) -> tuple[str, ...]:
-    """Names of the values of the int64 field ``label`` where all files describe it as the same `ClassLabel`."""
+    """Return the class names of the int64 field ``label`` if all files have the same `ClassLabel`."""
     first = labels[0]
     if not isinstance(first, dict) or first.get("_type") != "ClassLabel":
         return ()
@@ -184,7 +189,7 @@ def _check_same_fields(first: Any, other: Any, first_name: str, where: str) -> N
 
 
 def is_media(kind: Any) -> bool:
-    """Whether a column keeps files as Hugging Face does: their bytes, and the paths that they had."""
+    """Return True if a column stores files as Hugging Face does: their bytes and original paths."""
     if not pa.types.is_struct(kind):
         return False
     found = {field.name: field.type for field in kind}
@@ -192,23 +197,23 @@ def is_media(kind: Any) -> bool:
         found.keys() == {"bytes", "path"}
         and (
             pa.types.is_null(found["path"]) or _type_text(found["path"]) == "str"
-        )  # pandas: null where all are None
+        )  # pandas: null if all are None
         and _type_text(found["bytes"]) == "bytes"
     )
 
 
 def is_list(kind: Any) -> bool:
-    """Whether rows are lists of any length."""
+    """Return True if rows are lists of any length."""
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
 
 
 def is_number(kind: Any) -> bool:
-    """Whether values are numbers or truths."""
+    """Return True if values are numbers or booleans."""
     return bool(pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind))
 
 
 def fixed_shape(kind: Any) -> tuple[tuple[int, ...], Any]:
-    """The sizes of fixed-size lists in one another, and the type of what is in them."""
+    """Return the sizes of nested fixed-size lists, and the type of their items."""
     shape: list[int] = []
     while pa.types.is_fixed_size_list(kind):
         shape.append(kind.list_size)
@@ -236,11 +241,11 @@ def _type_text(kind: Any) -> str | None:
 
 
 def _logical_text(kind: Any) -> str | None:
-    """The field type of dates, times and decimals, where there is one."""
+    """Return the field type of dates, times and decimals, or None if no field type fits."""
     if pa.types.is_date(kind):
         return "date"
     if pa.types.is_decimal(kind):
-        # Writers such as pandas take the digits of the largest value: the next file may have more.
+        # Writers such as pandas use the precision of the largest value; the next file may need more.
         text = f"decimal[{max(kind.precision, 18)},{kind.scale}]"
     else:
         name = next(
@@ -251,7 +256,7 @@ def _logical_text(kind: Any) -> str | None:
 
 
 def _held(kind: Any) -> Any:
-    """What an extension stores, and a dictionary encodes."""
+    """Return the storage type of an extension, or the value type of a dictionary."""
     if isinstance(kind, pa.BaseExtensionType):
         return _held(kind.storage_type)
     return _held(kind.value_type) if pa.types.is_dictionary(kind) else kind
@@ -268,12 +273,12 @@ def _is_binary(kind: Any) -> bool:
 
 
 def _says_itself(kind: Any) -> bool:
-    """Whether a value is no number, and its text says all of it."""
+    """Return True if a value is not a plain number, and its text represents it completely."""
     return bool(pa.types.is_decimal(kind) or (pa.types.is_temporal(kind) and not pa.types.is_interval(kind)))
 
 
 def _is_json(kind: Any) -> bool:
-    """Whether a nested type holds only what JSON has, or text says."""
+    """Return True if a nested type holds only values that JSON or text can represent."""
     kind = _held(kind)
     if pa.types.is_nested(kind):
         return all(_is_json(kind.field(i).type) for i in range(kind.num_fields))

@@ -1,6 +1,6 @@
-"""Record batches of a source as record batches of its schema: columns are cast, or encoded value by value.
+"""Convert record batches of a source to its schema: columns are cast, or encoded value by value.
 
-A column that holds nulls is optional, and json holds them as they are; other nulls are errors that name the row.
+A column with nulls is optional, and json stores nulls; other nulls are errors that name the row.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from shardkit_tools.importers.protocol import (
 
 
 def null_columns(batches: Iterable[Any]) -> set[str]:
-    """Columns of record batches that hold a null, other than inside of a value."""
+    """Return the columns of record batches that hold nulls, except inside a value."""
     return {
         name for batch in batches for name, column in zip(batch.schema.names, batch.columns, strict=True)
         if (_media_bytes(column) if is_media(column.type) else _plain(column)).null_count
@@ -50,7 +50,7 @@ def conform_batch(
 ) -> DecodedStream:
     """Yield a record batch of a source as one of its schema; rows that do not fit are failures.
 
-    `fields` are those of the schema under the names that the source has.
+    `fields` are the fields of the schema under the names of the source.
     """
     columns = _Columns(batch, file.path, first_row)
     arrays = [columns.conform(name, kind) for name, kind in fields.items()]
@@ -70,7 +70,7 @@ def conform_batch(
 def batch_samples(
     batch: Any, fields: Schema, file: SourceFile, first_row: int, *, unchecked: bool
 ) -> SampleStream:
-    """Yield the rows of a record batch as Python values; unchecked ones that do not fit as Arrow has them."""
+    """Yield rows of a record batch as Python values; `unchecked` ones that do not fit stay as in Arrow."""
     columns = _Columns(batch, file.path, first_row)
     values = {name: columns.values(name, kind, unchecked=unchecked) for name, kind in fields.items()}
     keys = columns.keys()
@@ -83,7 +83,7 @@ def batch_samples(
 
 
 class _Columns:
-    """The columns of a record batch in the types of fields, and the rows that do not fit."""
+    """The columns of a record batch, converted to field types, and the rows that do not fit."""
 
     def __init__(self, batch: Any, path: str, first_row: int) -> None:
         self._batch, self._path, self._first_row = batch, path, first_row
@@ -105,7 +105,7 @@ class _Columns:
         self.bad.setdefault(row, SourceError(f"{self._named(row)}: {why}"))
 
     def keys(self) -> list[str | None]:
-        """Return the keys of the rows, nothing if the source has none."""
+        """Return the keys of the rows, or an empty list if the source has none."""
         if KEY not in self._batch.schema.names:
             return []
         column = self._column(KEY)
@@ -125,7 +125,7 @@ class _Columns:
         return self._by_row(column, kind, name, absent, where) if array is None else array
 
     def values(self, name: str, kind: FieldType, *, unchecked: bool) -> Sequence[Any]:
-        """Return the values of a column, None where there is none; unchecked ones that do not fit as Arrow has them."""
+        """Return a column's values, None if missing; `unchecked` ones that do not fit stay as in Arrow."""
         before = dict(self.bad)
         try:
             if unchecked and kind.kind == MIXED:
@@ -153,7 +153,7 @@ class _Columns:
         return _plain(self._batch.column(self._batch.schema.get_field_index(name)))
 
     def _media(self, column: Any, kind: FieldType, name: str) -> Any:
-        """Return files as their bytes."""
+        """Return a column of files as one of their bytes."""
         if kind.kind == "list" and is_list(column.type) and is_media(column.type.value_type):
             return _media_lists(column)
         if kind.kind != "bytes" or not is_media(column.type):
@@ -168,7 +168,7 @@ class _Columns:
         return _media_bytes(column)
 
     def _check_nulls(self, column: Any, kind: FieldType, name: str) -> set[int]:
-        """Refuse rows with a null that cannot be stored; return those without a value."""
+        """Refuse rows with a null that cannot be stored; return rows without a value."""
         absent = set(_true_rows(column.is_null())) if column.null_count else set()
         if kind.kind == "json":
             return absent if kind.optional else set()
@@ -200,12 +200,12 @@ class _Columns:
 
 
 def _plain(column: Any) -> Any:
-    """What an extension stores, and a dictionary encodes."""
+    """Return the storage of an extension column, and the values of a dictionary column."""
     if isinstance(column.type, pa.BaseExtensionType):
         column = column.storage
     if not pa.types.is_dictionary(column.type):
         return column
-    if pa.types.is_string_view(column.type.value_type):  # of polars; pyarrow cannot decode views
+    if pa.types.is_string_view(column.type.value_type):  # from polars; pyarrow cannot decode views
         column = pa.DictionaryArray.from_arrays(column.indices, column.dictionary.cast(pa.large_string()))
     return column.dictionary_decode()
 
@@ -216,7 +216,7 @@ def _true_rows(flags: Any) -> list[int]:
 
 
 def _null_rows(column: Any) -> list[int]:
-    """Rows that hold a null at any depth of lists."""
+    """Return rows that hold a null at any depth of lists."""
     rows = set(_true_rows(column.is_null())) if column.null_count else set()
     if (is_list(column.type) or pa.types.is_fixed_size_list(column.type)) and (
         inner := _null_rows(column.flatten())
@@ -230,7 +230,7 @@ def _media_bytes(column: Any) -> Any:
 
 
 def _media_lists(column: Any) -> Any:
-    """Lists of files as lists of their bytes."""
+    """Return lists of files as lists of their bytes."""
     made = pa.LargeListArray if pa.types.is_large_list(column.type) else pa.ListArray
     borders = pc.subtract(column.offsets, column.offsets[0])
     mask = column.is_null() if column.null_count else None
@@ -241,7 +241,7 @@ def _media_lists(column: Any) -> Any:
 
 
 def _cast(column: Any, kind: FieldType, name: str, where: str) -> Any:
-    """Return a column in the Arrow type of a field; None where values have to be looked at one by one."""
+    """Return a column in the Arrow type of a field, or None if values must be converted one by one."""
     is_decimal = kind.logical is not None and kind.logical.kind == "decimal"
     nested = pa.types.is_nested(column.type) or pa.types.is_interval(column.type)
     if kind.kind == "json" or kind.is_packed or is_decimal or (kind.kind == "str" and nested):
@@ -249,7 +249,7 @@ def _cast(column: Any, kind: FieldType, name: str, where: str) -> Any:
     if kind.kind in ("array", "ragged"):
         return _fixed_array(column, kind, name) if kind.kind == "array" else _ragged_array(column, kind, name)
     if kind.logical is not None and not pa.types.is_temporal(column.type):
-        return None  # texts, which the schema reads
+        return None  # texts, which the schema parses
     target = arrow_type(kind)
     try:
         if kind.logical is None and pa.types.is_temporal(column.type) and pa.types.is_integer(target):
@@ -262,7 +262,7 @@ def _cast(column: Any, kind: FieldType, name: str, where: str) -> Any:
 
 
 def _fixed_array(column: Any, kind: FieldType, name: str) -> Any:
-    """Rows of the shape and dtype of a field; None where they are not, or hold a null."""
+    """Return rows of the shape and dtype of a field; None if they differ or hold a null."""
     shape, item = fixed_shape(column.type)
     if shape != kind.shape or not is_number(item) or _dtype_name(item) != kind.dtype or _null_rows(column):
         return None
@@ -275,7 +275,7 @@ def _fixed_array(column: Any, kind: FieldType, name: str) -> Any:
 
 
 def _ragged_array(column: Any, kind: FieldType, name: str) -> Any:
-    """Lists of numbers of the dtype of a field; None where they are not, or hold a null."""
+    """Return lists of numbers of the dtype of a field; None if they differ or hold a null."""
     if not is_list(column.type) or _dtype_name(column.type.value_type) != kind.dtype:
         return None
     borders = column.offsets.to_numpy().astype(np.int64)
@@ -293,7 +293,7 @@ def _dtype_name(kind: Any) -> str:
 
 
 def _values(column: Any, kind: FieldType, where: str) -> Sequence[Any]:
-    """One Python value per row, for `encode_value`."""
+    """Return one Python value per row, for `encode_value`."""
     if kind.kind == "json":
         return _json_values(column)
     if kind.is_packed or kind.kind in ("array", "ragged"):
@@ -305,7 +305,7 @@ def _values(column: Any, kind: FieldType, where: str) -> Sequence[Any]:
 
 
 def _lists(column: Any, kind: FieldType, where: str) -> list[Any]:
-    """Lists of numbers as arrays: with one level of any size straight from the buffer, others through Python lists."""
+    """Return lists of numbers as arrays: views of the buffer with one ragged level, otherwise Python lists."""
     shape, item = fixed_shape(column.type.value_type) if is_list(column.type) else ((), None)
     if item is not None and is_number(item) and not _null_rows(column):
         inner = column.values
@@ -315,7 +315,7 @@ def _lists(column: Any, kind: FieldType, where: str) -> list[Any]:
         parts = [numbers[start:stop] for start, stop in pairwise(column.offsets.to_numpy().tolist())]
         if shape or kind.kind != "array":
             return parts
-        # what does not fit stays as it is: the schema then names the row
+        # an array of another size is kept: the schema then names the row
         size = np.prod(kind.shape)
         return [part.reshape(kind.shape) if part.size == size else part for part in parts]
     if not pa.types.is_nested(column.type):
@@ -325,7 +325,7 @@ def _lists(column: Any, kind: FieldType, where: str) -> list[Any]:
 
 
 def _json_values(column: Any) -> list[Any]:
-    """The rows of a column as JSON has them."""
+    """Return the rows of a column as JSON values."""
     return [_as_json(value, column.type) for value in column.to_pylist()]
 
 
@@ -344,7 +344,7 @@ def _as_json(value: Any, kind: Any) -> Any:
         return named if len(named) == len(pairs) else [list(pair) for pair in pairs]
     if pa.types.is_nested(kind):
         return [_as_json(one, kind.value_type) for one in value]
-    if pa.types.is_interval(kind):  # of three numbers, none of which says the others
+    if pa.types.is_interval(kind):  # three numbers that cannot be converted to each other
         return dict(zip(("months", "days", "nanoseconds"), value, strict=True))
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()

@@ -1,10 +1,10 @@
 """CSV and TSV with a header line. Types are inferred from the first rows; later rows must fit them.
 
-Cells end at commas, or, where the header has none, at semicolons, tabs or bars: no field name holds one of these.
+The delimiter is the comma if the header has one, otherwise the most frequent of semicolon, tab and bar.
 
-A column of integers is int64, one of numbers float64, one of true and false bool, anything else str.
-Integers with leading zeros stay text: they are codes, and a number would lose the zeros. An empty cell is a
-text without characters; in a column of numbers or truths it has no value, and the column is optional.
+A column of integers is int64, one of numbers float64, one of true and false bool, any other str. Integers
+with leading zeros stay text, because they are codes, which a number would change. An empty cell is an empty
+text; in a column of numbers or booleans it means no value, and the column is optional.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ _UTF8 = "utf-8-sig"
 
 @dataclass(frozen=True, kw_only=True)
 class CsvImporter(FileImporter):
-    """Tables as a source."""
+    """CSV tables as a source."""
 
     name: ClassVar[str] = "csv"
     names: tuple[str, ...]
-    """Of all columns, those included that are left out."""
+    """Names of all columns, including excluded ones."""
     encoding: str
 
     def _rows(self, task: SourceTask, seen: FileObserver) -> SampleStream:
-        """A row that does not fit costs its own sample only."""
-        types = {name: _cell_type(kind) for name, kind in self.fields.items()}  # without what is left out
+        """Yield the rows; a row that does not fit is a failure of that row only."""
+        types = {name: _cell_type(kind) for name, kind in self.fields.items()}  # without excluded columns
         value_of = _value_or_cell if self.options.unchecked else _value
         for file in task.files:
-            first = max(0, task.first_row - 1)  # the header is no row
+            first = max(0, task.first_row - 1)  # the header is not a row
             for row, cells in enumerate(_rows(file, self.encoding, task.start, task.stop, first), first):
                 where = f"{file.path} row {row + 1}"
                 try:
@@ -91,7 +91,8 @@ def open_csv(source: Source, options: ImportOptions) -> CsvImporter:
                 f"({', '.join(first)[:80]}); make the files alike"
             )
     types = _infer(source, first, encoding, options)
-    is_cut = b"\n".decode(encoding, "replace") == "\n"  # line ends are those bytes, as they are not in UTF-16
+    # line ends are the byte 10, which does not hold for UTF-16
+    is_cut = b"\n".decode(encoding, "replace") == "\n"
     whole = () if is_cut else [file.name for file in source.files]
     return CsvImporter(
         source=source,
@@ -106,7 +107,7 @@ def open_csv(source: Source, options: ImportOptions) -> CsvImporter:
 def _encoding(file: SourceFile, options: ImportOptions) -> str:
     if options.encoding:
         try:
-            "a".encode(options.encoding)  # of text, as hex and zip are not
+            "a".encode(options.encoding)  # fails for encodings that are not of text, such as hex and zip
             return codecs.lookup(options.encoding).name
         except LookupError:
             raise UsageError(
@@ -153,7 +154,7 @@ def _common(kinds: set[str]) -> str:
 
 
 def _cell_type(kind: FieldType) -> str:
-    """What `_value` makes of a cell; dates, times and decimals are texts, which the schema reads."""
+    """Return the type for `_value`; dates, times and decimals stay texts, which the schema parses."""
     return ("str" if kind.logical is not None else str(kind.required)) + "?" * kind.optional
 
 
@@ -185,7 +186,7 @@ def _value(cell: str, kind: str, name: str, where: str) -> object:
 
 
 def _value_or_cell(cell: str, kind: str, name: str, where: str) -> object:
-    """The value, or the cell itself where it is none; nothing of an empty one."""
+    """Return the value, the cell itself if it does not convert, or None for an empty cell."""
     try:
         return _value(cell, kind, name, where)
     except SourceError:
@@ -222,9 +223,9 @@ def _delimiter(file: SourceFile, encoding: str) -> str:
 def _rows(
     file: SourceFile, encoding: str, start: int = 0, stop: int | None = None, first: int = 0
 ) -> Iterator[list[str]]:
-    """The rows below the header, without empty lines; or those of a range, whose first row has that number.
+    """Yield the rows below the header, without empty lines; or those of a range, from row `first` on.
 
-    A range begins with a row, or the header, and holds no empty lines: its lines are those of the rows.
+    A range begins at a row, or at the header, and holds no empty lines.
     """
     stream = open_plain(file)
     if start or stop is not None:
@@ -233,7 +234,7 @@ def _rows(
             part = stream.read((file.size if stop is None else stop) - start)
         stream = cast(BinaryIO, io.BytesIO(part))
     if start and encoding == _UTF8:
-        encoding = "utf-8"  # a mark stands at the begin of a file alone
+        encoding = "utf-8"  # a byte-order mark is only at the beginning of a file
     with stream, closing(_cells(stream, file, encoding, line=first + 1 if start else 0)) as cells:
         if not start:
             next(cells, None)
@@ -241,7 +242,7 @@ def _rows(
 
 
 def _cells(stream: BinaryIO, file: SourceFile, encoding: str, *, line: int = 0) -> Generator[list[str]]:
-    """The cells of every row of a file, or of a range of it, before which there are so many lines."""
+    """Yield the cells of every row of a file, or of a range after `line` lines."""
     csv.field_size_limit(_MAX_CELL_CHARACTERS)
     text = io.TextIOWrapper(stream, encoding=encoding, newline="")
     reader = csv.reader(text, delimiter=_delimiter(file, encoding), strict=True)
@@ -259,4 +260,4 @@ def _cells(stream: BinaryIO, file: SourceFile, encoding: str, *, line: int = 0) 
             f"{file.path} line {line + reader.line_num}: not CSV ({error}); mend the line"
         ) from error
     finally:
-        text.detach()  # whoever opened the stream closes it
+        text.detach()  # the caller closes the stream

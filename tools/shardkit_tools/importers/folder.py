@@ -1,4 +1,4 @@
-"""Folders of files: one sample per image, sound, film, text or other file, with its class and its sidecars.
+"""Folders of files: one sample per image, audio, video, text or other file, with its class and sidecars.
 
 cats/17.jpg  cats/17.json  dogs/4.jpg …     class per folder → int64 ``label``, names in ``classes``
 train/cats/17.jpg  val/dogs/4.jpg …         split per folder → a ref, then classes as above
@@ -54,12 +54,12 @@ class FolderImporter(FileImporter):
 
     name: ClassVar[str] = "folder"
     reads_whole_files: ClassVar[bool] = True
-    samples: tuple[tuple[SourceFile, ...], ...]  # the sample's own file first, then its sidecars
-    media: str  # the field that holds the file: image, audio, video or blob
+    samples: tuple[tuple[SourceFile, ...], ...]  # each sample's own file first, then its sidecars
+    media: str  # field for the file: image, audio, video or blob
     layout: FolderLayout
 
     def tasks(self) -> Sequence[SourceTask]:
-        """Runs of whole samples."""
+        """Groups of whole samples."""
         own_files = [
             replace(own, size=own.size + sum(one.size for one in rest)) for own, *rest in self.samples
         ]
@@ -73,7 +73,7 @@ class FolderImporter(FileImporter):
         return tasks
 
     def _rows(self, task: SourceTask, seen: FileObserver) -> SampleStream:
-        """One sample per file; a file that cannot be read costs its own sample only."""
+        """Yield one sample per file; an unreadable file is a failure of its sample only."""
         width = len(self.samples[0])
         for start in range(0, len(task.files), width):
             own, *sidecars = task.files[start : start + width]
@@ -111,7 +111,11 @@ class FolderImporter(FileImporter):
 
 
 def open_folder(source: Source, options: ImportOptions) -> FolderImporter:
-    """Recognise the samples of a folder."""
+    """Recognise the samples of a folder.
+
+    Raises:
+        SourceError: Kinds of files are mixed, or sidecars or class folders are inconsistent.
+    """
     by_stem: dict[str, list[SourceFile]] = {}
     media: dict[str, SourceFile] = {}
     for file in source.files:
@@ -195,7 +199,7 @@ def _sidecar_value(name: str, file: SourceFile, data: bytes) -> object:
         raise SourceError(f"{file.path}: not UTF-8 (byte {error.start}); convert it to UTF-8") from error
 
 
-# ---- Texts: a sample for each file, or for each line of one
+# ---- Texts: a sample per file, or per line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +210,7 @@ class TextImporter(FileImporter):
     layout: FolderLayout
 
     def _rows(self, task: SourceTask, seen: FileObserver) -> SampleStream:
-        """One sample per file, or per line that is not empty."""
+        """Yield one sample per file, or per non-empty line."""
         for file in task.files:
             try:
                 for number, key, where, data in self._texts(file, task):
@@ -220,7 +224,7 @@ class TextImporter(FileImporter):
                 yield SourceFailure(file.name, 0, error)
 
     def _texts(self, file: SourceFile, task: SourceTask) -> Iterator[tuple[int, str, str, bytes]]:
-        """(number in the file, key, what messages call it, bytes)."""
+        """Yield (number in the file, key, name for messages, bytes)."""
         if self.options.per == "file":
             yield 0, file.name, file.path, _whole_text(file)
             return
@@ -259,7 +263,7 @@ def _whole_text(file: SourceFile) -> bytes:
 
 
 def open_text(source: Source, options: ImportOptions) -> TextImporter:
-    """Text files; folders directly below the source are classes, as for other files."""
+    """Open text files; folders directly below the source are classes, as for other files."""
     layout = folder_layout(source, options, [file.name for file in source.files])
     fields = {"text": "str"} | ({"label": "int64"} if layout.classes else {})
     return TextImporter(
@@ -272,7 +276,7 @@ def open_text(source: Source, options: ImportOptions) -> TextImporter:
     )
 
 
-# ---- What the folders mean: splits at the first level where they have such names, then classes
+# ---- Folders: splits at the first level if they have the names of splits, then classes
 
 _WORD = re.compile(r"[^a-z]")
 _MANY_CLASSES = 20
@@ -283,18 +287,18 @@ _HOW = "pass --split-folders to make every first folder a ref, or --no-split-fol
 class FolderLayout:
     """Splits and classes of a source."""
 
-    splits: Mapping[str, str]  # first folder → ref; empty where there are no splits
-    # names of the class folders over all splits, sorted; empty where there are no classes
+    splits: Mapping[str, str]  # first folder → ref; empty without splits
+    # sorted names of the class folders of all splits; empty without classes
     classes: tuple[str, ...]
-    counts: Mapping[str, int]  # class → samples
-    notes: tuple[str, ...]  # what is unusual about it, for people
+    counts: Mapping[str, int]  # class → number of samples
+    notes: tuple[str, ...]  # remarks on unusual properties
 
     def label(self, name: str) -> int:
-        """The number of the class of a file."""
+        """Return the class number of a file."""
         return bisect_left(self.classes, _folders(name, self.splits)[0])
 
     def describe(self) -> dict[str, object]:
-        """What the recipe says; nothing of splits where there are none, as ever."""
+        """Return the entry in the recipe."""
         return {"classes": bool(self.classes), **({"split_folders": True} if self.splits else {})}
 
 
@@ -317,7 +321,7 @@ def folder_layout(source: Source, options: ImportOptions, samples: Sequence[str]
 
 
 def split_notes(names: Iterable[str]) -> tuple[str, ...]:
-    """What to say of files such as train-00000-of-00002.parquet and test/0.tar, which become one version."""
+    """Return a note if files named as splits (train-00000-of-00002.parquet) become one version."""
     words = {_WORD.split(part.lower())[0] for name in names for part in (name, name.rpartition("/")[2])}
     found = [word for word in SPLIT_NAMES if word in words]
     if len(found) < 2:
@@ -330,12 +334,12 @@ def split_notes(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _folders(name: str, splits: Mapping[str, str]) -> list[str]:
-    """The folders that a file lies in, below its split."""
+    """Return the folders of a file below its split."""
     return name.split("/")[1 if splits else 0 : -1]
 
 
 def _splits(source: Source, options: ImportOptions) -> dict[str, str]:
-    """First folder → ref; empty where the first folders are no splits."""
+    """Return first folder → ref; empty if the first folders are not splits."""
     if options.split_folders is False:
         return {}
     first = {file.name.partition("/")[0] if "/" in file.name else "" for file in source.files}
@@ -344,7 +348,8 @@ def _splits(source: Source, options: ImportOptions) -> dict[str, str]:
     if options.split_folders:
         named, others = sorted(first - {""}), sorted(first & {""})
     if not named or (others and not options.split_folders and not _is_deep(source, named)):
-        return {}  # a class may be called train: among others, with its files directly in it, it is one
+        # a folder called train is a class if it is next to other folders and has its files directly in it
+        return {}
     if others:
         beside = f"{others[0]}/" if others[0] else next(f.name for f in source.files if "/" not in f.name)
         raise SourceError(
@@ -363,7 +368,7 @@ def _splits(source: Source, options: ImportOptions) -> dict[str, str]:
 
 
 def _is_deep(source: Source, named: Sequence[str]) -> bool:
-    """Whether such a folder holds folders itself, as a split does and a class does not."""
+    """Return True if such a folder has subfolders, as a split has and a class does not."""
     return any(file.name.partition("/")[0] in named and file.name.count("/") > 1 for file in source.files)
 
 
@@ -398,7 +403,7 @@ def _notes(
 
 
 def _missing(classes: Sequence[str], splits: Mapping[str, str], samples: Sequence[str]) -> list[str]:
-    """Classes that a split lacks; they keep their numbers in it."""
+    """Return notes on classes that a split lacks; they keep their numbers in it."""
     held: dict[str, set[str]] = {folder: set() for folder in splits}
     for name in samples if splits else ():
         held[name.partition("/")[0]].add(_folders(name, splits)[0])

@@ -1,12 +1,12 @@
-"""JSON as a source may hold it, with no NaN and no key twice; and files of lines, or of one array, of objects.
+"""Strict JSON (no NaN, no duplicate keys), and sources of JSON lines or of one array of objects.
 
 The schema is inferred from the first rows and checked on the rest.
 
-    int → int64 (uint64 where a value needs it)    float → float64, which also takes exact ints
+    int → int64 (uint64 if a value needs it)       float → float64, which also takes exact ints
     string → str    true, false → bool             object, list → json
 
-A field that is null or missing in some rows is optional. Two of these types in one field are an error that names both
-rows: what to do about it is a decision for whoever knows the data, and ``--schema field=json`` is always one way out.
+A field that is null or missing in some rows is optional. Two of these types in one field are an error that
+names both rows: the user decides how to resolve it, and ``--schema field=json`` always works.
 """
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ _BETWEEN = re.compile(r"[ \t\r\n]*")
 def parse_json(data: bytes, where: str) -> object:
     """Parse UTF-8 JSON.
 
-    A key that is given twice is refused: parsers keep the first or the last, and a value would be lost in
-    silence.
+    Duplicate keys are refused: parsers keep the first or the last, so a value would be lost silently.
     """
     try:
         return _DECODER.decode(data.decode("utf-8-sig"))
@@ -60,7 +59,7 @@ def parse_json(data: bytes, where: str) -> object:
 
 
 def read_array(file: SourceFile) -> Iterator[object]:
-    """The items of a file that holds one JSON array, one of them in memory at a time."""
+    """Yield the items of a file with one JSON array, one at a time in memory."""
     with open_plain(file) as stream, io.TextIOWrapper(stream, encoding="utf-8-sig") as text:
         array, number = _Array(text), 0
         try:
@@ -91,13 +90,13 @@ class _Array:
         self._text, self._held, self._at = text, "", 0
 
     def _fill(self) -> bool:
-        """Hold as much more as is held, so that a long value is tried a few times only."""
+        """Double the buffer, so that a long value is parsed only a few times."""
         piece = self._text.read(max(_PIECE, len(self._held) - self._at))
         self._held, self._at = self._held[self._at :] + piece, 0
         return bool(piece)
 
     def look(self) -> str:
-        """The next character that is no space; none at the end."""
+        """Return the next character that is not a space, or "" at the end."""
         while True:
             found = _BETWEEN.match(self._held, self._at)
             self._at = found.end() if found else self._at
@@ -107,7 +106,7 @@ class _Array:
                 return ""
 
     def take(self, wanted: str, else_: str) -> str:
-        """Pass one of some characters."""
+        """Consume and return one of the wanted characters."""
         found = self.look()
         if not found or found not in wanted:
             raise SourceError(f"{else_}{'' if found else ' (it ends there)'}; mend or fetch the file again")
@@ -115,7 +114,7 @@ class _Array:
         return found
 
     def value(self, where: str) -> object:
-        """Pass a value."""
+        """Consume and return a value."""
         self.look()
         while True:
             try:
@@ -125,7 +124,7 @@ class _Array:
                     said = error.msg if isinstance(error, json.JSONDecodeError) else error
                     raise SourceError(f"{where}: not valid JSON ({said}); mend or remove it") from error
             else:
-                if end < len(self._held) or not self._fill():  # a number may go on
+                if end < len(self._held) or not self._fill():  # a number may continue
                     self._at = end
                     return value
 
@@ -147,7 +146,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse)
 
 
 SCAN_ROWS = 100_000
-"""Rows that the schema is inferred from, in source order: the same for any number of jobs."""
+"""Number of rows, in source order, for inferring the schema: the same for any number of jobs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,10 +158,10 @@ class JsonLinesImporter(FileImporter):
     arrays: frozenset[str]
     """Names of files that hold one JSON array of objects."""
     structs: frozenset[str]
-    """Objects of which only the members are fields: a null says nothing that these do not."""
+    """Objects whose members are the fields, because of `flatten`; a null in their place is dropped."""
 
     def _rows(self, task: SourceTask, seen: FileObserver) -> SampleStream:
-        """One sample per line; a line that does not parse or fit costs its own sample only."""
+        """Yield one sample per line; a line that does not parse or fit is a failure of that line only."""
         for file in task.files:
             lines = enumerate(read_lines(file, task.start, task.stop), task.first_row)
             for number, where, found in _objects(
@@ -195,7 +194,7 @@ def open_json_lines(source: Source, options: ImportOptions) -> JsonLinesImporter
     )
     structs = frozenset(first.objects - first.valued)  # objects whose members are fields, or null
     types = {name: kind for name, kind in types.items() if name not in structs}
-    # fields that begin later: a type says that rows may have none, and what is left out need not have been seen
+    # Fields that first appear later: their optional type is given, and dropped fields need not appear.
     types |= {n: kind for n, kind in options.field_types.items() if n not in types and kind.endswith("?")}
     known = [*types, *first.left_out]
     unseen = [name for name in options.drop if not difflib.get_close_matches(name, known, 1)]
@@ -221,13 +220,13 @@ def open_json_lines(source: Source, options: ImportOptions) -> JsonLinesImporter
 
 
 class _First:
-    """The rows that types are inferred from, and what is found out beside these."""
+    """The rows that types are inferred from, and facts collected from them."""
 
     def __init__(self, source: Source, options: ImportOptions, arrays: Collection[str]) -> None:
         self._source, self._options, self._arrays = source, options, arrays
-        self.left_out: dict[str, None] = {}  # fields
+        self.left_out: dict[str, None] = {}  # dropped fields
         self.objects = set[str]()
-        self.valued = set[str]()  # fields that are not null everywhere
+        self.valued = set[str]()  # fields with a value other than null
         self.lists: dict[str, list[object]] = {}  # field → its first lists
 
     def rows(self) -> Iterator[tuple[str, Mapping[str, object]]]:
@@ -253,7 +252,7 @@ class _First:
 
 
 def _is_array(file: SourceFile) -> bool:
-    """Whether a file holds one array instead of lines, of which each would be an object."""
+    """Return True if a file holds one array instead of lines."""
     if file_suffix(file.name) != "json":
         return False
     with open_plain(file) as stream:
@@ -266,7 +265,7 @@ def _objects(
     options: ImportOptions,
     objects: set[str] | None = None,
 ) -> Iterator[tuple[int, str, dict[str, object] | SourceError]]:
-    """(number from 0, what messages call it, object) of the lines, or of the items of the file's array."""
+    """Yield (number from 0, name for messages, object) of the lines, or of the items of the file's array."""
     items: Iterator[tuple[int, object]] = (
         enumerate(read_array(file)) if lines is None else (line for line in lines if line[1].strip())
     )
@@ -290,7 +289,7 @@ def _objects(
 def _flat(
     value: dict[str, object], where: str, options: ImportOptions, objects: set[str], prefix: str = ""
 ) -> dict[str, object]:
-    """An object with the members of those inside in their places; the names of these are added to `objects`."""
+    """Return an object with nested objects replaced by their members; their names are added to `objects`."""
     row: dict[str, object] = {}
     for name, one in value.items():
         path = prefix + name
@@ -318,15 +317,15 @@ _WORDS = {
 }
 _KINDS = {bool: "bool", int: "int64", float: "float64", str: "str", dict: "json", list: "json"}
 _LOOKED_AT = 4096
-_LISTS_SEEN = 16  # of a field, for what a build says of it
+_LISTS_SEEN = 16  # lists kept per field, for notes
 _INT64 = range(-(2**63), 2**63)
 _UINT64 = range(2**64)
-_EXACT = 2**53  # float64 holds every integer up to here
+_EXACT = 2**53  # float64 holds every integer up to this
 
 
 @dataclass(slots=True)
 class _Seen:
-    """What is known of one field: its type so far, and where that was learned."""
+    """Facts about one field: its type so far, and the row that it was inferred from."""
 
     kind: str
     where: str
@@ -336,7 +335,7 @@ class _Seen:
     inexact: int | None = None  # an integer that float64 would change
 
     def holds(self, value: object) -> bool:
-        """Whether a value tells nothing new; not of every such value."""
+        """Return True if a value certainly changes nothing; False means that `learn` must check it."""
         kind = type(value)
         return _KINDS.get(kind) == self.kind and (kind is not int or 0 <= value <= _EXACT)  # type: ignore[operator]  # it is one
 
@@ -360,7 +359,11 @@ class _Seen:
                 )
 
     def conclude(self, name: str) -> str:
-        """The type that holds all values."""
+        """Return the type that holds all values.
+
+        Raises:
+            SourceError: No type holds all values.
+        """
         word = shell_word(name)
         if self.kind == "float64" and self.inexact is not None:
             raise SourceError(
@@ -378,7 +381,7 @@ class _Seen:
 
 
 def _of_each(shapes: Mapping[tuple[str, ...], int]) -> dict[str, int]:
-    """Field → in how many rows it is."""
+    """Return field → number of rows that have it."""
     found: dict[str, int] = {}
     for names, count in shapes.items():
         for name in names:
@@ -387,7 +390,7 @@ def _of_each(shapes: Mapping[tuple[str, ...], int]) -> dict[str, int]:
 
 
 def _learn(seen: dict[str, _Seen], name: str, value: object, where: str, mixed: set[str] | None) -> None:
-    """A value that `seen` does not hold; where that is no error its field becomes one of the `mixed` ones."""
+    """Learn from a value; unless `mixed` is None, a conflict adds the field to it instead of raising."""
     if mixed is not None and name in mixed:
         return
     known = seen.get(name)
@@ -408,15 +411,18 @@ def infer_types(
     skip: bool = False,
     unchecked: bool = False,
 ) -> dict[str, str]:
-    """Field types that hold every row.
+    """Return field types that hold every row.
 
     Returns:
-        field → type text; optional where a row lacks the field, or has null there; json where it is null in every row.
+        field → type text; optional if a row lacks the field or has null; json if it is null in every row.
+
+    Raises:
+        SourceError: A field has values of different types.
     """
     seen: dict[str, _Seen] = {}
     mixed: set[str] | None = set() if unchecked and not skip else None
-    shapes = Counter[tuple[str, ...]]()  # fields → rows that have just these, in order
-    nulls = Counter[tuple[str, ...]]()  # the same of fields that are null in them
+    shapes = Counter[tuple[str, ...]]()  # fields in order → number of rows with exactly these
+    nulls = Counter[tuple[str, ...]]()  # the same for fields that are null
     for where, row in rows:
         known = {name: replace(one) for name, one in seen.items()} if skip else seen
         try:
@@ -458,7 +464,11 @@ def _concluded(known: _Seen | None, name: str, *, unchecked: bool) -> str:
 def check_row(
     row: Mapping[str, object], types: Mapping[str, str], given: Mapping[str, str], where: str
 ) -> None:
-    """Check a row that the inference did not see."""
+    """Check a row against the inferred types.
+
+    Raises:
+        SourceError: A field is missing, unknown or of another type.
+    """
     if row.keys() != types.keys():
         _check_fields(row, types, where)
     for name, value in row.items():
@@ -505,7 +515,7 @@ def _is_exact(value: int) -> bool:
 
 
 def _array_of(values: list[object]) -> tuple[str, int] | None:
-    """Dtype and dimensions of lists of numbers, all as deep; None of other lists, and where there is no number."""
+    """Return dtype and dimensions of lists of numbers of equal depth, or None for other lists."""
     dimensions = 0
     while values and all(type(value) is list for value in values):
         values = [one for value in values for one in cast("list[object]", value)]

@@ -1,4 +1,4 @@
-"""Files of lines, cut into ranges that processes can read apart, with the number of every line known."""
+"""Cut files of lines into ranges for processes to read, with the number of every line known."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def cut_lines(
 
 
 def read_lines(file: SourceFile, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
-    """The lines of a file without their ends, or of a range of it that starts and stops at line ends."""
+    """Yield the lines of a file without line ends, or of a range that starts and stops at line ends."""
     with open_plain(file) as stream:
         if start:
             stream.seek(start)
@@ -55,11 +55,11 @@ def read_lines(file: SourceFile, start: int = 0, stop: int | None = None) -> Ite
 
 
 def _borders(file: SourceFile, is_plain: Callable[[bytes], bool]) -> list[tuple[int, int]]:
-    """(first byte, line number) of ranges that start at a line and are at least the range size long."""
+    """Return (first byte, line number) of ranges that start at a line and have at least the range size."""
     borders = [(0, 0)]
     wanted = _RANGE_BYTES
     at = lines = 0
-    before = b"\n"  # an empty first line is one, too
+    before = b"\n"  # so that an empty first line is detected as well
     with open_file(file) as stream:
         while piece := stream.read(_PIECE_BYTES):
             if not is_plain(before + piece):
@@ -76,11 +76,11 @@ def _borders(file: SourceFile, is_plain: Callable[[bytes], bool]) -> list[tuple[
 
 
 def holds_plain_rows(piece: bytes) -> bool:
-    r"""Whether every line of a piece of a table, with the byte before it, is a row.
+    r"""Return True if every line of a piece of a table, with the byte before it, is certainly a row.
 
-    Which line ends are those of rows, only who reads a table from its start knows: a quoted cell may hold others. And
-    rows are counted as lines are only where none is empty and no line ends but with ``\n`` and ``\r\n``.
+    A quoted cell may contain line ends, and only a reader from the start of the table can tell them from the
+    ends of rows. Rows are counted as lines only if no line is empty and all line ends are ``\n`` or ``\r\n``.
     """
-    # A carriage return at the very end is looked at with the next piece.
+    # A carriage return at the very end is checked with the next piece.
     alone = piece.count(b"\r", 0, len(piece) - 1) != piece.count(b"\r\n")
     return not (b'"' in piece or b"\n\n" in piece or b"\n\r" in piece or alone)

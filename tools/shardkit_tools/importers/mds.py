@@ -1,11 +1,12 @@
-"""MosaicML Streaming's MDS shards, read by their layout; what is pickled is refused.
+"""Read MDS shards of MosaicML Streaming by their layout; pickled values are refused.
 
-    index.json      {"version": 2, "shards": [{column_names, column_encodings, column_sizes, raw_data, zip_data, …}]}
+    index.json      {"version": 2, "shards": [{column_names, column_encodings, column_sizes, raw_data,
+    zip_data, …}]}
     shard           u32 rows | u32 offset of each row, and of the end | JSON of the columns | rows
-    row             u32 size of each field that has no fixed one | fields
+    row             u32 size of each variable-size field | fields
 
-Numbers are little-endian. Sizes and offsets are checked before anything is cut out, and the hashes that a
-writer left in the index before anything is parsed.
+Numbers are little-endian. Sizes and offsets are validated before any slice is taken, and hashes in the index
+before anything is parsed.
 """
 
 from __future__ import annotations
@@ -49,13 +50,13 @@ _MAX_SHARD_BYTES = 2**32  # offsets are 32 bits wide
 
 @dataclass(frozen=True, slots=True)
 class MdsShard:
-    """What the index says of one shard."""
+    """A shard, as the index describes it."""
 
     file: SourceFile
     rows: int
     raw_bytes: int
     compression: str
-    hashes: tuple[tuple[str, str], ...]  # of the file as it lies there
+    hashes: tuple[tuple[str, str], ...]  # hashes of the file as stored
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,7 @@ class MdsImporter(FileImporter):
     encodings: tuple[tuple[str, str, int | None], ...]  # (column, encoding, fixed size)
 
     def _rows(self, task: SourceTask, seen: FileObserver) -> SampleStream:
-        """A field that cannot be decoded costs its own sample only."""
+        """Yield the rows; a field that cannot be decoded is a failure of its row only."""
         shard = self.shards[task.start]
         for row, fields in enumerate(_rows(shard, self.encodings)):
             try:
@@ -83,7 +84,11 @@ class MdsImporter(FileImporter):
 
 
 def open_mds(source: Source, options: ImportOptions) -> MdsImporter:
-    """Read the index of an MDS folder."""
+    """Read the index of an MDS folder.
+
+    Raises:
+        SourceError: The index or a shard is missing or invalid, or a column cannot be read.
+    """
     by_name = {file.name: file for file in source.files}
     if _INDEX not in by_name:
         inside = sorted(os.path.dirname(name) for name in by_name if os.path.basename(name) == _INDEX)
@@ -160,7 +165,7 @@ def _shard(entry: dict[str, Any], by_name: dict[str, SourceFile], where: str) ->
         raise SourceError(
             f"{where}: a shard claims {raw['bytes']} bytes; an MDS shard has less than {_MAX_SHARD_BYTES}"
         )
-    # A reader leaves the decompressed shard beside the compressed one: then that is what is read.
+    # Readers leave the decompressed shard next to the compressed one; then it is read instead.
     lies, kind = (
         (raw, "") if raw.get("basename") in by_name or not isinstance(packed, dict) else (packed, "packed")
     )
@@ -178,7 +183,7 @@ def _shard(entry: dict[str, Any], by_name: dict[str, SourceFile], where: str) ->
 
 
 def _rows(shard: MdsShard, encodings: Sequence[tuple[str, str, int | None]]) -> Iterator[list[bytes]]:
-    """The fields of every row, not decoded yet."""
+    """Yield the encoded fields of every row."""
     data = memoryview(_unpacked(shard, _checked(shard)))
     where = shard.file.path
     head = 4 * (shard.rows + 2)
@@ -225,7 +230,7 @@ def _checked(shard: MdsShard) -> bytes:
 
 
 def _unpacked(shard: MdsShard, data: bytes) -> bytes:
-    """The raw shard; never more than one byte beyond what the index says, however much the file would unpack to."""
+    """Return the raw shard; at most one byte more than the index says is decompressed."""
     kind = shard.compression.partition(":")[0]
     if not kind:
         return data
@@ -249,7 +254,7 @@ _ARRAYS = ("ndarray", "pil")
 
 
 def _common_type(encoding: str, examples: Sequence[bytes], where: str) -> str:
-    """The type of a column by its first rows: a dimension of which they have several sizes is free."""
+    """Return the type of a column from its first rows; a dimension with several sizes is free."""
     name, _, settings = encoding.partition(":")
     has_shape = name not in _ARRAYS or ":" in settings
     found = _field_type(encoding, examples[0], where)
@@ -265,7 +270,7 @@ def _common_type(encoding: str, examples: Sequence[bytes], where: str) -> str:
 
 
 def _field_type(encoding: str, example: bytes, where: str) -> str:
-    """The field type of a column; arrays without a declared shape are judged by the example."""
+    """Return the field type of a column; an array without a declared shape has the type of the example."""
     name, _, settings = encoding.partition(":")
     if name == "pkl":
         raise SourceError(
@@ -286,7 +291,7 @@ def _field_type(encoding: str, example: bytes, where: str) -> str:
 
 
 def _value_of(encoding: str, data: bytes, where: str) -> object:
-    """The value of one field."""
+    """Return the value of one field."""
     name, _, settings = encoding.partition(":")
     if name == "json":
         return parse_json(data, where)
@@ -310,7 +315,7 @@ def _value_of(encoding: str, data: bytes, where: str) -> object:
 
 
 def _array(settings: str, data: bytes) -> NDArray[np.generic]:
-    """An array with dtype and shape in the settings or, where they are not, before the values."""
+    """Return an array whose dtype and shape are in the settings or, if not, precede the values."""
     dtype, _, text = settings.partition(":")
     at = 0
     if not dtype:
@@ -327,7 +332,7 @@ def _array(settings: str, data: bytes) -> NDArray[np.generic]:
 
 
 def _image(data: bytes) -> NDArray[np.uint8]:
-    """A raw image: width, height, length of the mode (u32 each), mode, pixels."""
+    """Return the pixels of a raw image: width, height, length of the mode (u32 each), mode, pixels."""
     width, height, length = np.frombuffer(data, "<u4", 3).tolist()
     mode = data[12 : 12 + length].decode("ascii")
     if mode not in _PIXELS:

@@ -1,11 +1,11 @@
-"""NumPy files: the rows of the first axis are the samples.
+"""NumPy files: the rows along the first axis are the samples.
 
-Of ``.npy`` files with equally many rows each is a field of one sample; so is each array of an archive (``.npz``), and
-the rows of several archives follow each other.
+Several ``.npy`` files with equal numbers of rows give one field each; so do the arrays of an archive
+(``.npz``), and the rows of several archives follow each other.
 
-A header is parsed by numpy's own reader with pickling off; the data is read by offset, so that a file of any size takes
-the memory of about a MiB of rows. Archives carry a CRC of each array. It is checked before the first row is handed out,
-so that an array is decompressed twice.
+Headers are parsed by numpy's reader without pickling. Data is read by offset, so that a file of any size
+needs memory for about a MiB of rows. Archives have a CRC of each array. It is checked before the first row is
+returned, so an array is decompressed twice.
 """
 
 from __future__ import annotations
@@ -47,44 +47,44 @@ from shardkit_tools.importers.source_files import check_suffixes, file_stem, is_
 
 _TASK_BYTES = 64 << 20
 _PIECE_ROWS = 1 << 14
-_PIECE_BYTES = 1 << 20  # stays in the cache of a processor between being read and being encoded
+_PIECE_BYTES = 1 << 20  # small enough to stay in the processor's cache while it is encoded
 
 
 @dataclass(frozen=True)
 class ArrayHeader:
-    """What the header of an array says."""
+    """Header of an array."""
 
     dtype: str
     shape: tuple[int, ...]
-    columns_first: bool  # Fortran order: a row is not one run of bytes
+    columns_first: bool  # Fortran order: the bytes of a row are not contiguous
     offset: int  # first byte of the data
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row."""
+        """Size of one row."""
         return int(np.dtype(self.dtype).itemsize * np.prod(self.shape[1:], dtype=np.int64))
 
     @property
     def row_type(self) -> str:
-        """The field type of a row."""
+        """Field type of a row."""
         return array_type(np.dtype(self.dtype), self.shape[1:])
 
 
 def array_type(dtype: np.dtype[np.generic], shape: Sequence[int]) -> str:
-    """The field type of an array, in native spelling (`>i4` and `<i4` are both int32)."""
+    """Return the field type of an array, in native spelling (`>i4` and `<i4` are both int32)."""
     name = dtype.newbyteorder("=").name
     return f"{name}[{','.join(map(str, shape))}]" if shape else name
 
 
 @dataclass
 class Rows:
-    """The rows of an array, in order."""
+    """A reader of the rows of an array, in order."""
 
     header: ArrayHeader
-    where: str  # what messages call it
-    read: Callable[[int], bytes]  # gives the next so many bytes of its data, fewer at their end
-    whole: NDArray[np.generic] | None = None  # the array, where it need not be read
-    at: int = 0  # the row that is taken next
+    where: str  # name for messages
+    read: Callable[[int], bytes]  # returns the next bytes of the data, fewer at its end
+    whole: NDArray[np.generic] | None = None  # the array, if it need not be read
+    at: int = 0  # next row
 
     def __post_init__(self) -> None:
         head = self.header
@@ -93,8 +93,8 @@ class Rows:
             self.whole = np.frombuffer(data, head.dtype).reshape(head.shape, order="F")
 
     def take(self, count: int) -> NDArray[np.generic]:
-        """So many more, as an array of their own."""
-        if self.whole is not None:  # a row lies scattered over the array
+        """Return the next rows as a new array."""
+        if self.whole is not None:  # the bytes of a row are not contiguous
             self.at += count
             return np.array(self.whole[self.at - count : self.at], order="C")
         data = self._read(count * self.header.row_bytes)
@@ -109,7 +109,7 @@ class Rows:
 
 @dataclass(frozen=True, kw_only=True)
 class RowsImporter(FileImporter):
-    """Arrays whose rows are read in turn."""
+    """Base class of importers that read the rows of arrays in order."""
 
     def decode(self, task: SourceTask, seen: FileObserver = ignore_file) -> DecodedStream:
         """Yield rows about a MiB at a time."""
@@ -144,7 +144,7 @@ class RowsImporter(FileImporter):
                 yield start, {field: one.take(count) for field, one in fields.items()}, file
 
     def _open(self, task: SourceTask) -> tuple[SourceFile, range, AbstractContextManager[Mapping[str, Rows]]]:
-        """Return the file that names rows, their numbers, and readers of the fields."""
+        """Return the file that names the rows, their numbers, and readers of the fields."""
         raise NotImplementedError
 
 
@@ -153,7 +153,7 @@ def _conform(
 ) -> Any:
     """Return rows of an array in the Arrow type of a field; rows that do not fit are added to `bad`."""
     if values.dtype.kind == "b" and kind.dtype == "bool":
-        values = values.view(np.uint8) != 0  # a bool of `view` may be any byte
+        values = values.view(np.uint8) != 0  # the view may hold bytes other than 0 and 1
     present = np.ones((len(values), 1), np.uint8) if kind.optional else None
     if kind.item_bytes is not None and values.dtype == kind.numpy_dtype and values.shape[1:] == kind.shape:
         octets = np.ascontiguousarray(values).view(np.uint8).reshape(len(values), kind.item_bytes)
@@ -175,17 +175,17 @@ class ArrayFile:
     field: str
     file: SourceFile
     header: ArrayHeader
-    member: str = ""  # its name in the archive
+    member: str = ""  # name in the archive
 
     def range(self, start: int, stop: int) -> tuple[SourceFile, int, int]:
-        """Return the bytes of some rows; all of them if a row is scattered over the data."""
+        """Return (file, start, stop) bytes of some rows; all data if rows are not contiguous."""
         head = self.header
         if head.columns_first:
             return self.file, head.offset, self.file.size
         return self.file, head.offset + start * head.row_bytes, head.offset + stop * head.row_bytes
 
     def rows(self, start: int, stack: ExitStack) -> Rows:
-        """Rows from ``start`` on; the file is open as long as the stack."""
+        """Return a reader of rows from ``start`` on; the file is open as long as the stack."""
         head = self.header
         stream = stack.enter_context(open_file(self.file))
         stream.seek(head.offset + (0 if head.columns_first else start * head.row_bytes))
@@ -195,7 +195,7 @@ class ArrayFile:
         return Rows(head, self.file.path, stream.read, whole, start)
 
     def archived_rows(self, members: zipfile.ZipFile, stack: ExitStack) -> Rows:
-        """The rows of a member; the archive is open as long as the stack. It is read to its end first, for its CRC."""
+        """Return a reader of a member's rows, open as long as the stack; its CRC is checked first."""
         where, size = f"{self.file.path}: {self.member}", members.getinfo(self.member).file_size
         with _named(self.file, self.member), members.open(self.member) as whole:
             while whole.read(_PIECE_BYTES):
@@ -213,7 +213,7 @@ class ArrayFile:
 
 @dataclass(frozen=True, kw_only=True)
 class NumpyImporter(RowsImporter):
-    """Arrays as a source."""
+    """NumPy arrays as a source."""
 
     name: ClassVar[str] = "npy"
     arrays: tuple[ArrayFile, ...]
@@ -270,7 +270,11 @@ def _open_array(field: str, file: SourceFile) -> ArrayFile:
 
 
 def check_rows(rows: Mapping[str, int], what: str) -> None:
-    """Arrays are the fields of one sample: where → how many rows are the same everywhere, and not none."""
+    """Check that arrays have equal numbers of rows, and at least one.
+
+    Raises:
+        SourceError: The numbers differ or are 0.
+    """
     (first, expected), *others = rows.items()
     for where, count in others:
         if count != expected:
@@ -283,14 +287,18 @@ def check_rows(rows: Mapping[str, int], what: str) -> None:
 
 
 def read_header(stream: IO[bytes], where: str, size: int, *, has_rows: bool = True) -> ArrayHeader:
-    """The header of an array of so many bytes; the stream is then at its data."""
+    """Read the header of an array of `size` bytes; the stream is then at its data.
+
+    Raises:
+        SourceError: The header is invalid, or dtype, shape or size is unsuitable.
+    """
     start = stream.tell()
     try:
         version = npy_format.read_magic(stream)
         read = {(1, 0): npy_format.read_array_header_1_0, (2, 0): npy_format.read_array_header_2_0}.get(
             version
         )
-        if read is None:  # 3.0 has field names in UTF-8 only
+        if read is None:  # 3.0 only adds UTF-8 field names
             raise ValueError(f"format version {version} is not 1.0 or 2.0")
         shape, columns_first, dtype = read(stream)
     except (ValueError, EOFError, TypeError, SyntaxError, OverflowError, RecursionError) as error:
@@ -325,16 +333,16 @@ def read_header(stream: IO[bytes], where: str, size: int, *, has_rows: bool = Tr
 _DAMAGED = (
     zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError, OverflowError, RuntimeError, ValueError
 )  # fmt: skip
-"""What `zipfile` raises: damage, a place before the file's start, a compression that it lacks, a password."""
+"""Exceptions of `zipfile` for damage, invalid offsets, unknown compression and encryption."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArchiveImporter(RowsImporter):
-    """Archives as a source, each a task: what is compressed is read from its start."""
+    """NumPy archives as a source, each one task: compressed data is read from its start."""
 
     name: ClassVar[str] = "npz"
     archives: tuple[tuple[ArrayFile, ...], ...]
-    """Of each file, the arrays that are taken."""
+    """The imported arrays of each file."""
 
     def _open(self, task: SourceTask) -> tuple[SourceFile, range, AbstractContextManager[Mapping[str, Rows]]]:
         (file,) = task.files
@@ -377,7 +385,7 @@ def _told(types: Mapping[str, str]) -> str:
 
 
 def _read_archive(file: SourceFile, options: ImportOptions) -> tuple[tuple[ArrayFile, ...], dict[str, str]]:
-    """The arrays that are taken of an archive, and the names of all members by their fields."""
+    """Return the imported arrays of an archive, and field → member name of all its arrays."""
     arrays = []
     with _opened(file) as members:
         fields = _fields(members, file)
@@ -388,7 +396,7 @@ def _read_archive(file: SourceFile, options: ImportOptions) -> tuple[tuple[Array
                     header = read_header(stream, f"{file.path}: {member}", size)
                 arrays.append(ArrayFile(field, file, header, member))
     if not arrays:
-        options.schema({}, file.path, names=fields)  # says what the fields are
+        options.schema({}, file.path, names=fields)  # raises an error that lists the fields
     check_rows(
         {f"{file.path}: {one.member}": one.header.shape[0] for one in arrays}, "the arrays of an archive"
     )
@@ -396,7 +404,7 @@ def _read_archive(file: SourceFile, options: ImportOptions) -> tuple[tuple[Array
 
 
 def _fields(members: zipfile.ZipFile, file: SourceFile) -> dict[str, str]:
-    """Field → name of its member."""
+    """Return field → member name."""
     fields: dict[str, str] = {}
     for member in members.namelist():
         stem, dot, suffix = member.rpartition(".")
@@ -421,7 +429,7 @@ def _opened(file: SourceFile) -> Iterator[zipfile.ZipFile]:
 
 @contextmanager
 def _named(file: SourceFile, member: str = "") -> Iterator[None]:
-    """What `zipfile` raises as an error that names the file."""
+    """Raise exceptions of `zipfile` as an error that names the file."""
     try:
         yield
     except ShardkitError:

@@ -1,8 +1,8 @@
-"""What an importer is, and what a user says of its source: field types, which fields are taken, and under which names.
+"""The importer protocol, and the options of a source: field types, selected fields and their names.
 
-The build engine asks an importer for its tasks once, hands them to worker processes and may read any of them again
-after a kill. So an importer holds settings and file names only, never an open file; it survives pickling; and what it
-answers is a function of the source alone, whatever the number of jobs and the order of the calls.
+The build engine asks an importer for its tasks once, sends them to worker processes, and may read any of them
+again after a kill. An importer therefore holds only settings and file names, no open files; it can be
+pickled; and its results depend only on the source, not on the number of jobs or the order of calls.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _Value = TypeVar("_Value")
 _LONGEST_SHOWN = 1000  # characters of a name
 
 MIXED = "mixed"
-"""Type text of a field whose values have no common type; only a source that is not checked has such a field."""
+"""Type text of a field whose values have no common type; only possible with `ImportOptions.unchecked`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,19 +37,21 @@ class ImportOptions:
 
     Attributes:
         field_types: field → type that replaces the inferred one (``--schema field=type``).
-        per: "file" or "line": what one sample of a text source is.
-        classes: whether the folders directly below the source are classes; None: yes where there are such folders.
-        split_folders: whether the folders directly below the source are splits, which become refs; None: yes where all
-            are named train, val, valid, validation, test or dev.
-        skip_bad_rows: infer the schema from the rows that can be read, and leave out the others.
-        columns: fields that are taken, by the names that the source has; empty: all.
-        drop: fields that are left out.
-        rename: field of the source → name that it gets.
-        flatten: structs and objects become a field for each of their members, ``a.b.c``; those that `field_types` names
-            stay whole, as maps and lists do. `columns` and `drop` may name one for all of its members.
-        encoding: of CSV; "": UTF-8, or UTF-16 where the file begins with its mark.
-        unchecked: rows go to a function that may mend them: values that do not fit are given as the source has them,
-            None for a value that is not there, and no field name is refused.
+        per: "file" or "line": unit of a sample in a text source.
+        classes: whether the folders directly below the source are classes; None: yes if there are such
+            folders.
+        split_folders: whether the folders directly below the source are splits, which become refs; None: yes
+            if all are named train, val, valid, validation, test or dev.
+        skip_bad_rows: infer the schema from the readable rows, and leave out the others.
+        columns: fields to import, by their names in the source; empty: all.
+        drop: fields to leave out.
+        rename: field of the source → new name.
+        flatten: structs and objects become a field for each of their members, ``a.b.c``; those named in
+            `field_types` stay whole, as maps and lists do. `columns` and `drop` may name one for all of its
+            members.
+        encoding: encoding of CSV; "": UTF-8, or UTF-16 if the file begins with its byte-order mark.
+        unchecked: rows go to a function that may fix them: values that do not fit are passed as they are in
+            the source, missing values as None, and no field name is refused.
     """
 
     field_types: Mapping[str, str] = field(default_factory=dict)
@@ -74,30 +76,30 @@ class ImportOptions:
         return bool(self.columns or self.drop or self.rename)
 
     def keeps(self, name: str) -> bool:
-        """Whether a field of the source is taken."""
+        """Return True if a field of the source is imported."""
         return not self._names(self.drop, name) and (not self.columns or self._names(self.columns, name))
 
     def _names(self, given: Iterable[str], name: str) -> bool:
-        """Whether a field is among those given, or a member of one."""
+        """Return True if a field is among the given ones, or a member of one."""
         return name in given or (self.flatten and any(name.startswith(f"{one}.") for one in given))
 
     def kept(self, fields: Mapping[str, _Value]) -> Mapping[str, _Value]:
-        """Fields of a sample without those that are left out."""
+        """Return the imported fields of a sample."""
         return {name: value for name, value in fields.items() if self.keeps(name)} if self.chooses else fields
 
     def schema(self, inferred: Mapping[str, str], source: str, *, names: Iterable[str] = ()) -> Schema:
-        """The inferred schema with the user's types in place of the inferred ones, without what is left out.
+        """Return the inferred schema with the user's types, without fields that are left out.
 
         Args:
             inferred: field → type text, in storage order.
             source: the source as the user gave it, for messages.
-            names: of the source's other fields, which were left out already.
+            names: other fields of the source, which were left out already.
 
         Returns:
-            The fields by the names that the source has; `FileImporter` renames them.
+            The fields under their names in the source; `FileImporter` renames them.
 
         Raises:
-            SchemaError: a field is named that the source does not have, or a field name cannot be stored.
+            SchemaError: An option names an unknown field, or a field name cannot be stored.
         """
         known = list(dict.fromkeys([*inferred, *names]))
         self._check_named(known, source)
@@ -144,7 +146,7 @@ class ImportOptions:
 
 
 class SourceSchema(Schema):
-    """Fields by the names that a source has, of which not all can be stored; types may be `MIXED`."""
+    """A schema with the names of the source, which may not be storable; types may be `MIXED`."""
 
     def __init__(self, fields: Mapping[str, FieldType]) -> None:
         self._fields = dict(fields)
@@ -152,7 +154,7 @@ class SourceSchema(Schema):
 
 
 def _other_name(names: Iterable[str]) -> str:
-    """What to do about the first name that cannot be stored; nothing where all can."""
+    """Return advice on the first name that cannot be stored, or "" if all can."""
     for name in names:
         try:
             Schema.parse({name: "int64"})
@@ -168,7 +170,7 @@ def _other_name(names: Iterable[str]) -> str:
 
 
 def shell_word(text: str) -> str:
-    """Text as a shell takes it; what cannot be printed is escaped, as bash and zsh read it."""
+    """Quote a text for a shell; unprintable characters are escaped as bash and zsh read them."""
     if text.isprintable():
         return shlex.quote(text)
     escaped = text.encode("unicode_escape").decode().replace("'", r"\'")
@@ -176,17 +178,17 @@ def shell_word(text: str) -> str:
 
 
 def array_note(name: str, dtype: str, dimensions: int) -> str:
-    """How a field of lists of numbers, which is json where nobody says more, becomes arrays."""
+    """Return a note on how a field of lists of numbers, json by default, becomes arrays."""
     flag = shell_word(f"{name}={dtype}[{','.join('*' * dimensions)}]")
     shaped = "" if dimensions == 1 else ", where its lists are equally long"
     return f"{name} is json; --schema {flag} makes an array of each row{shaped}"
 
 
 def parse_field_types(pairs: Iterable[str], option: str = "--schema") -> dict[str, str]:
-    """Parse ``field=type`` texts as given on a command line.
+    """Parse ``field=type`` texts from a command line.
 
     Raises:
-        UsageError: a text is not of that form, or the type does not exist.
+        UsageError: A text does not have this form, or the type does not exist.
     """
     types = parse_pairs(pairs, option, "field=type, for example score=float64 or tokens=int32[*]")
     for text in types.values():
@@ -195,7 +197,11 @@ def parse_field_types(pairs: Iterable[str], option: str = "--schema") -> dict[st
 
 
 def parse_pairs(texts: Iterable[str], option: str, expected: str) -> dict[str, str]:
-    """What stands before and behind the last equals sign of each text."""
+    """Split each text at its last equals sign and return a mapping.
+
+    Raises:
+        UsageError: A text has no name or no value.
+    """
     pairs = {}
     for text in texts:
         name, _, value = text.rpartition("=")
@@ -207,14 +213,14 @@ def parse_pairs(texts: Iterable[str], option: str, expected: str) -> dict[str, s
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """One file of a source."""
+    """A file of a source."""
 
-    # relative to the source root, `/` between parts; the same on every machine; it goes into the manifest
+    # relative to the source root, with `/`; the same on every machine; recorded in the manifest
     name: str
-    path: str  # where this machine finds it; it never leaves this machine
+    path: str  # path or URL on this machine; not recorded
     size: int  # in bytes
-    # any text that changes when the content does (modification time in ns, ETag): finished work of a killed build is
-    # reused only where name, size and stamp are what they were
+    # text that changes with the content (modification time in ns, ETag): finished work of a killed build is
+    # reused only if name, size and stamp are unchanged
     stamp: str
 
 
@@ -222,48 +228,47 @@ class SourceFile:
 class Source:
     """A listed source."""
 
-    given: str  # the source as the user typed it, for messages
+    given: str  # source as the user typed it, for messages
     files: tuple[SourceFile, ...]  # sorted by name
-    is_single_file: bool = False  # the user named one file, not a folder or a glob
-    # what was there and is no sample → why, where the user lets it be left out
+    is_single_file: bool = False  # True if the user named one file, not a folder or a glob
+    # file that is not a sample → reason, if the user allows to leave it out
     left_out: Mapping[str, str] = field(default_factory=dict)
-    # what a person may want to know of it; importers add to them
+    # remarks for the user; importers add to them
     notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class SourceTask:
-    """A share of the source that one process reads in one go (aim: 16 to 256 MiB)."""
+    """A part of the source that one process reads at once (target: 16 to 256 MiB)."""
 
-    name: str  # unique within the source, for reports; no path of this machine
-    files: tuple[SourceFile, ...]  # what the task reads; a file may appear in several tasks (ranges of it)
-    size: int  # bytes that this task reads, to balance work and show progress
-    # start, stop: the range of the file, in whatever unit the importer counts (bytes, rows); stop is exclusive and
-    # None means the end; meaningful only to the importer
+    name: str  # unique in the source, for reports; not a path of this machine
+    files: tuple[SourceFile, ...]  # files to read; a file may be in several tasks (ranges of it)
+    size: int  # bytes to read, for balancing and progress
+    # range in a unit of the importer (bytes, rows); stop is exclusive, None means the end
     start: int = 0
     stop: int | None = None
-    first_row: int = 0  # number in the file of its first row, where that is known before it is read
+    first_row: int = 0  # number in the file of the task's first row, if it is known before reading
 
 
 @dataclass(frozen=True, slots=True)
 class SourceSample:
-    """One sample as the source has it, before it is encoded by the schema."""
+    """A sample of the source, before it is encoded by the schema."""
 
     sample: Mapping[str, object]  # field → value, as `shardkit.create(...).add` takes it
-    # the source's own name of the row (any text; made to fit by `shardkit.formats.fit_key`), unique in the source;
-    # None where the source has none: it is then generated from the row's ordinal
+    # name of the row in the source (any text; see `shardkit.formats.fit_key`), unique; None: the key is
+    # generated from the row's ordinal
     key: str | None
-    source_name: str  # `SourceFile.name` of the file that the row comes from
+    source_name: str  # `SourceFile.name` of the row's file
     source_row: int  # its row in that file, counted from 0
-    piece: int = 0  # its number among the samples that were made of this row; 0 where there is one only
+    piece: int = 0  # number among the samples made from this row; 0 if there is only one
 
 
 @dataclass(frozen=True, slots=True)
 class SourceFailure:
-    """A row that cannot be read although the rows after it can.
+    """A row that cannot be read, although later rows can.
 
-    An importer that *raises* ends its task. With ``on_error="skip"`` that costs the rest of the task; a yielded failure
-    costs one row. ``error`` is a SourceError or SampleError that names file and row.
+    An importer that *raises* ends its task: with ``on_error="skip"``, the rest of the task is lost. A yielded
+    failure loses one row. ``error`` is a SourceError or SampleError that names file and row.
     """
 
     source_name: str
@@ -272,7 +277,7 @@ class SourceFailure:
 
 
 def row_name(row: SourceSample | SourceFailure, paths: Mapping[str, str]) -> str:
-    """A row by file, number and key, for messages; `paths` of files by their names."""
+    """Describe a row by file, number and key, for messages; `paths` maps file names to paths."""
     text = f"{paths.get(row.source_name, row.source_name)} row {row.source_row}"
     key = row.key if isinstance(row, SourceSample) else None
     return text if key is None else f"{text} (key {key!r})"
@@ -284,32 +289,32 @@ class Importer(Protocol):
 
     @property
     def schema(self) -> Schema:
-        """The fields of every sample, in the order in which they are stored."""
+        """Fields of every sample, in storage order."""
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of the values 0, 1, … of the int64 field ``label``; empty where the source has no such names."""
+        """Names of the values 0, 1, … of the int64 field ``label``; empty if the source has no such names."""
 
     def files(self) -> Sequence[SourceFile]:
-        """Every file of the source, sorted by name; their digests go into the manifest's sources object."""
+        """Return every file of the source, sorted by name; the sources object records their digests."""
 
     def tasks(self) -> Sequence[SourceTask]:
-        """The source cut into shares, in source order: the rows of the source are the rows of its tasks in turn."""
+        """Return tasks in source order: the rows of the source are the rows of its tasks in sequence."""
 
     def read(self, task: SourceTask) -> Iterator[SourceSample | SourceFailure]:
-        """The rows of one task, in source order.
+        """Yield the rows of a task, in source order.
 
         Raises:
-            SourceError: names the file and the row that cannot be read.
+            SourceError: The rest of the task cannot be read; the message names file and row.
         """
 
     def describe(self) -> dict[str, object]:
-        """Name and settings for the recipe: text, integers, booleans, lists and dicts of them; no path, no time."""
+        """Return name and settings for the recipe: plain JSON values without paths or times."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodedRows:
-    """Neighbouring rows of a source, decoded."""
+    """Consecutive decoded rows of a source."""
 
     batch: Any  # record batch of `arrow_schema` of the source's schema
     origin: RowOrigin
@@ -323,7 +328,7 @@ def decode_samples(
 ) -> DecodedStream:
     """Yield samples as record batches; a sample that does not fit the schema is a failure of its row.
 
-    `paths` of files by their names are for messages.
+    `paths` maps file names to paths, for messages.
     """
     rows: list[SourceSample] = []
     payloads: list[tuple[bytes, ...]] = []
@@ -348,7 +353,7 @@ def decode_samples(
 
 
 def decode(importer: Importer, task: SourceTask, seen: FileObserver) -> DecodedStream:
-    """Yield the rows of a task as record batches, of any importer."""
+    """Yield the rows of a task of any importer as record batches."""
     if isinstance(importer, FileImporter):
         return importer.decode(task, seen)
     paths = {file.name: file.path for file in task.files}
@@ -356,7 +361,7 @@ def decode(importer: Importer, task: SourceTask, seen: FileObserver) -> DecodedS
 
 
 def _failure(row: SourceSample, schema: Schema, paths: Mapping[str, str]) -> SourceFailure:
-    """Encode once more with the row's name: making one for every good row would cost more than encoding some."""
+    """Encode again with the row's name, which is too slow to make for every row, and return the failure."""
     try:
         schema.encode(row.sample, where=row_name(row, paths))
     except SampleError as error:
@@ -376,26 +381,26 @@ def _decoded(rows: list[SourceSample], payloads: list[tuple[bytes, ...]], schema
 
 SampleStream: TypeAlias = Iterator[SourceSample | SourceFailure]
 FileObserver: TypeAlias = Callable[[SourceFile, bytes], None]
-"""Called with every file that was read whole, and its bytes, so that it is not read again for its digest."""
+"""Called with each file that was read as a whole and its bytes, to avoid a second read for its digest."""
 
 
 def ignore_file(file: SourceFile, data: bytes) -> None:
-    """The `FileObserver` of a caller that needs no digests."""
+    """Do nothing: the `FileObserver` of a caller that needs no digests."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileImporter:
-    """A source format over the files of a source: its units, and how the bytes of one are decoded."""
+    """Base class of importers over a list of files."""
 
-    name: ClassVar[str]  # of the importer, in the recipe
+    name: ClassVar[str]  # name of the importer in the recipe
     reads_whole_files: ClassVar[bool] = (
-        False  # every file is read whole, once, and passed to the `FileObserver`
+        False  # every file is read once as a whole and passed to the `FileObserver`
     )
 
-    source: Source  # its files
-    options: ImportOptions  # what the user said of them
-    fields: Schema  # of every sample, by the names that the source has
-    cut: tuple[SourceTask, ...] = ()  # its tasks, where they are known when it is opened
+    source: Source  # the files
+    options: ImportOptions  # options of the user
+    fields: Schema  # fields of every sample, under their names in the source
+    cut: tuple[SourceTask, ...] = ()  # the tasks, if they are known when the source is opened
     labels: tuple[str, ...] = ()  # names of the values of the source's field `label`
 
     @cached_property
@@ -412,35 +417,35 @@ class FileImporter:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of the label; none where it is gone, or is another field."""
+        """Names of the label values; empty if the field is left out or renamed."""
         return self.labels if self._stored.get("label") == "label" else ()
 
     def files(self) -> Sequence[SourceFile]:
         return self.source.files
 
     def tasks(self) -> Sequence[SourceTask]:
-        """As they were cut when the source was opened, else one per file."""
+        """Return the tasks made when the source was opened, otherwise one per file."""
         return self.cut or [SourceTask(file.name, (file,), file.size) for file in self.files()]
 
     def ranges(self, task: SourceTask) -> Sequence[tuple[SourceFile, int, int]]:
-        """Return the bytes that a task needs for the fields that are taken: (file, start, stop)."""
+        """Return (file, start, stop) of the bytes that a task needs for the imported fields."""
         return [(file, 0, file.size) for file in task.files]
 
     def decode(self, task: SourceTask, seen: FileObserver = ignore_file) -> DecodedStream:
-        """Yield the rows of a task as record batches of the schema, in source order; and those that cannot be read.
+        """Yield the rows of a task as record batches of the schema, in source order, and failures.
 
         Raises:
-            SourceError: names the file and the row from which on nothing can be read.
+            SourceError: The rest of the task cannot be read; the message names file and row.
         """
         paths = {file.name: file.path for file in task.files}
         return decode_samples(self._samples(task, seen), self.schema, paths)
 
     def read(self, task: SourceTask) -> SampleStream:
-        """Yield the rows of a task as Python values; a function gets them as the source has them."""
+        """Yield the rows of a task as Python values; with `unchecked`, they are as in the source."""
         return self._samples(task, ignore_file)
 
     def _samples(self, task: SourceTask, seen: FileObserver) -> SampleStream:
-        """Yield the rows of a task, under the names that are stored."""
+        """Yield the rows of a task under their stored names."""
         for found in self._rows(task, seen):
             if self.options.rename and isinstance(found, SourceSample):
                 sample = {self._stored.get(name, name): value for name, value in found.sample.items()}
@@ -449,7 +454,7 @@ class FileImporter:
                 yield found
 
     def _rows(self, task: SourceTask, seen: FileObserver) -> SampleStream:
-        """Yield the rows of a task, under the names that the source has."""
+        """Yield the rows of a task under their names in the source."""
         raise NotImplementedError
 
     def describe(self) -> dict[str, object]:
@@ -457,5 +462,5 @@ class FileImporter:
         return {"importer": self.name, **self._settings(), **chosen}
 
     def _settings(self) -> dict[str, object]:
-        """What decides the samples beside their files, for the recipe."""
+        """Return further settings that decide the samples, for the recipe."""
         return {"flatten": True} if self.options.flatten else {}

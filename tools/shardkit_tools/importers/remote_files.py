@@ -1,7 +1,8 @@
-"""Sources behind a URL: object stores by the library's own clients, ``https://host/rows.jsonl`` and others by fsspec.
+"""Sources at a URL: object stores through shardkit's clients, HTTP and other protocols through fsspec.
 
-Credentials come from the environment, as each protocol's package looks for them: a URL that holds one is refused, for
-the URL appears in messages. A file is read in pieces; where an object is read front to back the next are on their way.
+Credentials come from the environment, as each protocol's package expects. A URL with credentials is refused,
+because URLs appear in messages. Files are read in pieces; for sequential reads of an object store, the next
+pieces are requested ahead.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from shardkit_tools.importers.protocol import SourceFile
 _WILDCARD = re.compile(r"[*?\[]")
 _SETTINGS = ("AWS_", "GOOGLE_", "AZURE_")
 _PIECE_BYTES = 4 << 20
-_AHEAD = 3  # pieces on their way while one is read
+_AHEAD = 3  # pieces requested ahead
 _BUFFER_BYTES = 1 << 20
-_PACKAGES = {"hf": "huggingface_hub"}  # where fsspec does not say what to install
+_PACKAGES = {"hf": "huggingface_hub"}  # packages that fsspec does not name in its error
 _STAMPS = (
     "ETag",
     "etag",
@@ -42,7 +43,12 @@ _STAMPS = (
 
 
 def list_url(url: str) -> tuple[list[SourceFile], bool]:
-    """The files below a URL, in no particular order, and whether the URL named one file."""
+    """Return the files below a URL, unordered, and whether the URL named one file.
+
+    Raises:
+        NotFoundError: There are no files.
+        SourceError: The URL cannot be listed.
+    """
     _check_harmless(url)
     if _is_bucket(url):
         return _list_bucket(url)
@@ -56,7 +62,7 @@ def list_url(url: str) -> tuple[list[SourceFile], bool]:
             return [_file(system, root, root.rpartition("/")[0], system.info(root))], True
         else:
             found = system.find(root, detail=True)
-    except Exception as error:  # every protocol raises its own
+    except Exception as error:  # every protocol has its own exceptions
         raise SourceError(
             f"{url}: cannot be listed ({_brief(error)}); check the URL and the credentials"
         ) from error
@@ -71,7 +77,11 @@ def list_url(url: str) -> tuple[list[SourceFile], bool]:
 
 
 def open_url(file: SourceFile) -> BinaryIO:
-    """Open a file, buffered and seekable; errors name it."""
+    """Open a file, buffered and seekable; errors name it.
+
+    Raises:
+        SourceError: The file cannot be read, or has changed since it was listed.
+    """
     read: Callable[[int, int], bytes]
     if _is_bucket(file.path):
         size = stat_file(file).size
@@ -90,7 +100,7 @@ def open_url(file: SourceFile) -> BinaryIO:
 
 
 class _Pieces(io.RawIOBase):
-    """A file that is read in pieces, some ahead; errors name it."""
+    """A file read in pieces, some of them ahead; errors name the file."""
 
     def __init__(self, file: SourceFile, read: Callable[[int, int], bytes], ahead: int) -> None:
         self._file, self._read, self._ahead = file, read, ahead
@@ -123,7 +133,7 @@ class _Pieces(io.RawIOBase):
         return self._position
 
     def close(self) -> None:
-        """Let go of what is on its way."""
+        """Cancel pending reads and close."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._pieces.clear()
         super().close()
@@ -196,7 +206,7 @@ def _unreadable(file: SourceFile, error: Exception) -> SourceError:
 
 
 def _brief(error: Exception) -> str:
-    """What a client of somebody else says, on one line, without credentials: it may repeat a signed URL."""
+    """Return a client's error on one line, without credentials: it may contain a signed URL."""
     return redact(" ".join(f"{type(error).__name__}: {error}".split()))[:300]
 
 
@@ -205,19 +215,19 @@ def _is_bucket(url: str) -> bool:
 
 
 def foreign_store(address: Address) -> ForeignStore:
-    """What reads a bucket or folder of somebody else; kept, since a client takes a tenth of a second to be made."""
+    """Return a cached client of a foreign bucket or folder; creating one takes a tenth of a second."""
     settings = hash(tuple(sorted(one for one in os.environ.items() if one[0].startswith(_SETTINGS))))
     return _kept(address, settings)
 
 
 @functools.lru_cache(maxsize=16)
 def _kept(address: Address, settings: int) -> ForeignStore:
-    """One for each environment: a process that is given other credentials or another endpoint has other clients."""
+    """Cached per environment: other credentials or another endpoint need another client."""
     return ForeignStore(address, read_only=True)
 
 
 def _list_bucket(url: str) -> tuple[list[SourceFile], bool]:
-    """`list_url` of an object store; in a glob ``*`` and ``?`` stop at a slash and ``**`` does not."""
+    """Do `list_url` for an object store; in a glob, ``*`` and ``?`` stop at a slash and ``**`` does not."""
     scheme, _, rest = url.partition("://")
     name, _, key = rest.partition("/")
     key = key.rstrip("/")
@@ -243,7 +253,11 @@ def _list_bucket(url: str) -> tuple[list[SourceFile], bool]:
 
 
 def stat_file(file: SourceFile) -> ObjectStat:
-    """What the store says of a file now."""
+    """Return the current state of a file in an object store.
+
+    Raises:
+        SourceError: The file is gone or cannot be read.
+    """
     try:
         address, key = split_url(file.path)
         found = foreign_store(address).head(key)
