@@ -1,7 +1,7 @@
-"""The one protocol that every store implements, and the names in a store: those it accepts, and those of objects.
+"""The `Store` protocol, valid names in a store, and names of content-addressed objects.
 
-An object is called by the SHA-256 of its bytes, as ``sha256sum`` prints it. The suite in
-`shardkit.testing.store_conformance` is run on all implementations.
+The name of an object contains the SHA-256 of its bytes, as ``sha256sum`` prints it. The suite in
+`shardkit.testing.store_conformance` tests all implementations.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from shardkit.stores.file_operations import explained
 _Result = TypeVar("_Result")
 
 Parse: TypeAlias = Callable[[bytes, str], _Result]
-"""(bytes, how messages name them) → what they say; IntegrityError, FormatError: they are not what was written."""
+"""Parses (bytes, name for messages); raises IntegrityError or FormatError if the bytes are damaged."""
 
-_MAX_NAME: Final = 512  # bytes: every object store and every file system takes it
+_MAX_NAME: Final = 512  # bytes; all object stores and file systems accept this
 
 MAX_OBJECT_BYTES: Final = 5 * 2**30
-"""The largest single upload that object stores take, and so the largest object."""
+"""Maximum size of an object in bytes: the largest single upload that object stores accept."""
 
 _COMPONENT: Final = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}"
 _NAME: Final = re.compile(rf"[a-z0-9][A-Za-z0-9._-]{{0,199}}(?:/{_COMPONENT})*")
@@ -42,21 +42,21 @@ _SCHEME: Final = re.compile(r"((?:[A-Za-z][A-Za-z0-9+.-]*::)*[A-Za-z][A-Za-z0-9+
 
 
 class ObjectStat(NamedTuple):
-    """What a store knows of an object without reading it."""
+    """Properties of an object that a store reports without reading it."""
 
     size: int
-    """Bytes."""
+    """Size in bytes."""
     sha256: str | None
-    """Hex digest that the store itself keeps of the bytes, None where it keeps none (local files)."""
+    """Hex digest that the store itself keeps; None if it keeps none, as for local files."""
     etag: str = ""
-    """Another one as soon as the bytes are others; empty where the store has none."""
+    """Changes whenever the bytes change; empty if the store has none."""
 
 
 class Stage(abc.ABC):
-    """An object on its way into a store: written piece by piece, counted and hashed, visible only once published.
+    """Object being written to a store in pieces; counted and hashed, and visible only after it is published.
 
     Args:
-        path: of the file that holds it meanwhile, for messages.
+        path: path of the temporary file, for messages.
     """
 
     def __init__(self, path: str) -> None:
@@ -77,18 +77,18 @@ class Stage(abc.ABC):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of what was written so far, as hex."""
+        """SHA-256 of the bytes written so far, as hex."""
         return self._hash.hexdigest()
 
     def write(self, data: bytes | bytearray | memoryview, /) -> int:
-        """Append all of `data`; returns its length. After an error the stage can only be dropped."""
+        """Append all of `data` and return its length; after an error the stage can only be dropped."""
         rest = memoryview(data).cast("B")
         length = len(rest)
         check_size(self._size + length)
         with explained(f"write {self._path}", writing=True):
             self._check_whole()
             self._broken = True
-            while len(rest):  # a full disk takes a part and reports no error: only the next call does
+            while len(rest):  # a full disk writes a part without an error; only the next call reports one
                 written = self._append(rest)
                 self._hash.update(rest[:written])
                 rest = rest[written:]
@@ -97,20 +97,23 @@ class Stage(abc.ABC):
         return length
 
     def sync(self) -> None:  # noqa: B027 (most have nothing to do)
-        """Make durable what was written so far, where the store can."""
+        """Make the bytes written so far durable, if the store can."""
 
     @abc.abstractmethod
     def publish(self, name: str, *, replace: bool = False) -> bool:
-        """Give the bytes their name, durably and all at once.
+        """Publish the bytes under a name, durably and atomically.
+
+        Args:
+            name: the final name.
+            replace: overwrite an existing object; for healing, with bytes of the name's digest.
 
         Returns:
-            True where this call created the name, False where it existed (which is then left as it is, unless
-            `replace`: for healing, with bytes of the same digest).
+            True if this call created or replaced the object; False if the name existed and was left as it is.
         """
 
     @abc.abstractmethod
     def _append(self, data: memoryview) -> int:
-        """Write at least a part of `data`; how much."""
+        """Write at least a part of `data` and return the number of bytes written."""
 
     def _check_whole(self) -> None:
         if self._broken:
@@ -121,49 +124,51 @@ class Stage(abc.ABC):
 class Store(Protocol):
     """A root that holds immutable objects under names.
 
-    Errors of every implementation: `StoreError` and its kinds when the store does not answer or refuses,
-    `NotFoundError` for a name that does not exist, `IntegrityError` for bytes of another size than expected,
-    `UsageError` for a name that no store takes. A name that is listed or read is always complete.
+    All implementations raise `StoreError` or a subclass if the store does not answer or refuses, `NotFoundError` for a
+    missing name, `IntegrityError` for an unexpected size, and `UsageError` for an invalid name. An object that is
+    listed or read is always complete.
     """
 
     @property
     def url(self) -> str:
-        """Where the store is, without credentials."""
+        """Path or URL of the store, without credentials."""
 
     def get(self, name: str, *, max_bytes: int) -> bytes:
-        """The whole object, after its size has been compared with `max_bytes`."""
+        """Return the whole object; raise IntegrityError, before reading, if it is larger than `max_bytes`."""
 
     def get_range(self, name: str, offset: int, length: int) -> bytes:
-        """Exactly `length` bytes from `offset`; IntegrityError where the object is shorter."""
+        """Return exactly `length` bytes from `offset`; raise IntegrityError if the object is shorter."""
 
     def put_new(self, name: str, data: bytes) -> bool:
-        """Create durably, never overwrite: True if this call created the name, False if it existed.
+        """Create an object durably without overwriting.
 
-        False also promises that the object that was there is durable. After an error the name is either
-        absent or complete: read it back to know.
+        After an error the name is either absent or complete; read it back to find out.
+
+        Returns:
+            True if this call created the object; False if the name existed, in which case that object is durable.
         """
 
     def replace(self, name: str, data: bytes) -> None:
-        """Put bytes over an object, durably and in one step: for healing, with bytes of its digest."""
+        """Overwrite an object durably and atomically; for healing, with bytes of its digest."""
 
     def head(self, name: str) -> ObjectStat | None:
-        """Size and stored checksum, None where the name does not exist."""
+        """Return size and stored checksum of an object, or None if the name does not exist."""
 
     def list_after(self, prefix: str, after: str = "") -> Iterator[str]:
-        """Names under the folder `prefix` (``""`` or ending in ``/``) after `after`, in byte order."""
+        """Yield names in the folder `prefix` (``""`` or ending in ``/``) and below, after `after`, in byte order."""
 
     def delete(self, name: str) -> None:
-        """Remove durably; no error where the name does not exist."""
+        """Remove an object durably; no error if the name does not exist."""
 
     def stage(self, suffix: str = "") -> AbstractContextManager[Stage]:
-        """Write a large object piece by piece; what is not published when the context ends is dropped."""
+        """Write a large object in pieces; the stage is dropped at the end of the context unless published."""
 
     def local_path(self, name: str) -> Path | None:
-        """The file that holds the object, None where it is not a local file or does not exist."""
+        """Return the object's file, or None if it does not exist or is not a local file."""
 
 
 class DirectStore(abc.ABC):
-    """What stores that hold the bytes themselves share: names, sizes, ranges and rights are checked in one way."""
+    """Base class of stores that hold the bytes themselves; checks sizes, ranges and access."""
 
     _read_only: bool
 
@@ -197,7 +202,7 @@ class DirectStore(abc.ABC):
             )
 
     def _check_range(self, name: str, offset: int, length: int, size: int | None = None) -> None:
-        """Refuse a range below zero (UsageError) and one past the end of an object of `size` bytes."""
+        """Raise UsageError for a negative range, IntegrityError for one past the end of an object of `size` bytes."""
         if offset < 0 or length < 0:
             raise UsageError(
                 f"{name}: range ({offset}, {length}): expected an offset and a length of 0 or more"
@@ -210,7 +215,7 @@ class DirectStore(abc.ABC):
 
 
 class StoreAround(abc.ABC):
-    """A store that reads another one in its own way; what is listed, written and deleted there goes through.
+    """Base class of stores that wrap another store and change how it is read; other calls are passed through.
 
     May be used from any thread, after a fork, and pickled.
     """
@@ -218,7 +223,7 @@ class StoreAround(abc.ABC):
     @property
     @abc.abstractmethod
     def inner(self) -> Store:
-        """The store below."""
+        """The wrapped store."""
 
     @property
     def url(self) -> str:
@@ -249,10 +254,13 @@ class StoreAround(abc.ABC):
 
 
 def check_name(name: str) -> tuple[str, ...]:
-    """The components of a valid name.
+    """Return the components of a valid name.
 
-    Names are plain: ASCII letters, digits, ``. _ -`` and ``/`` between components; no component starts with a
-    dot or a dash, so neither ``..`` nor an option of some tool can be spelled.
+    Names consist of ASCII letters, digits, ``. _ -``, and ``/`` between components. No component starts with a dot or a
+    dash, so no name contains ``..`` or looks like an option of a tool.
+
+    Raises:
+        UsageError: The name is invalid.
     """
     if len(name) > _MAX_NAME or _NAME.fullmatch(name) is None or name.startswith(_PRIVATE) or name == "tmp":
         raise UsageError(
@@ -264,7 +272,7 @@ def check_name(name: str) -> tuple[str, ...]:
 
 
 def is_name(name: str) -> bool:
-    """Whether a listed name is an object's: temporaries and foreign objects are not ours to show."""
+    """Whether a listed name is valid; temporaries and foreign objects are not listed."""
     try:
         check_name(name)
     except UsageError:
@@ -273,7 +281,11 @@ def is_name(name: str) -> bool:
 
 
 def check_prefix(prefix: str) -> tuple[str, ...]:
-    """The components of a folder prefix: ``""`` or a name followed by ``/``; UsageError for any other."""
+    """Return the components of a folder prefix: ``""`` or a name followed by ``/``.
+
+    Raises:
+        UsageError: The prefix is invalid.
+    """
     if not prefix:
         return ()
     if not prefix.endswith("/"):
@@ -298,26 +310,26 @@ EXTENSIONS: Final = (
     "tensor",
     "checkpoint",
 )
-"""Kinds of object; the extension is for people and foreign tools, the digest alone identifies."""
+"""Kinds of object. The extension helps people and other tools; the digest alone identifies an object."""
 
 
 class Descriptor(NamedTuple):
-    """What is needed to fetch an object and know that it is the right one."""
+    """Digest, size and kind of an object: enough to fetch and verify it."""
 
     digest: str
     """``sha256:<64 hex>`` of the bytes."""
     size: int
-    """Bytes; compared before anything is read."""
+    """Size in bytes; compared before the object is read."""
     extension: str
 
     @property
     def name(self) -> str:
-        """Where the object lies in a store."""
+        """Name of the object in a store."""
         return object_name(self.digest, self.extension)
 
 
 def object_name(digest: str, extension: str) -> str:
-    """``objects/sha256/ab/<hex>.<extension>``.
+    """Return the name of an object: ``objects/sha256/ab/<hex>.<extension>``.
 
     Raises:
         FormatError: `digest` is not ``sha256:<64 hex>``.
@@ -330,10 +342,10 @@ def object_name(digest: str, extension: str) -> str:
 
 
 def parse_object_name(name: str) -> tuple[str, str]:
-    """(digest, extension) of an object's name in a store.
+    """Return (digest, extension) of an object's name.
 
     Raises:
-        FormatError: The name is not one that `object_name` gives.
+        FormatError: The name is not one that `object_name` returns.
     """
     hexadecimal, _, extension = name.rpartition("/")[2].partition(".")
     digest = f"sha256:{hexadecimal}"
@@ -345,7 +357,7 @@ def parse_object_name(name: str) -> tuple[str, str]:
 
 
 def check_size(size: int) -> None:
-    """Refuse more bytes than any store takes in one piece; UsageError."""
+    """Raise UsageError if an object is larger than stores accept."""
     if size > MAX_OBJECT_BYTES:
         raise UsageError(f"object of {size} bytes: expected at most {MAX_OBJECT_BYTES}; use smaller samples")
 
@@ -353,7 +365,19 @@ def check_size(size: int) -> None:
 def read_object(
     store: Store, digest: str, extension: str, size: int | None = None, *, max_bytes: int = MAX_OBJECT_BYTES
 ) -> bytes:
-    """The bytes of an object, verified."""
+    """Read an object and verify it; wrong bytes are read once more.
+
+    Args:
+        store: store of the object.
+        digest: ``sha256:<hex>``.
+        extension: one of `EXTENSIONS`.
+        size: exact size in bytes; None if unknown.
+        max_bytes: maximum size if `size` is unknown.
+
+    Raises:
+        IntegrityError: The bytes have another digest or size.
+        NotFoundError: There is no such object.
+    """
     name = object_name(digest, extension)
     if size is not None and not 0 <= size <= MAX_OBJECT_BYTES:
         raise UsageError(f"{name}: size {size}, expected 0 to {MAX_OBJECT_BYTES}")
@@ -375,7 +399,7 @@ def read_object(
 
 
 def asked_twice(ask: Callable[[], _Result]) -> _Result:
-    """What `ask` gives; asked once more where what came was not what was written."""
+    """Return the result of `ask`, which is called once more after an IntegrityError or a FormatError."""
     try:
         return ask()
     except (IntegrityError, FormatError):
@@ -385,14 +409,25 @@ def asked_twice(ask: Callable[[], _Result]) -> _Result:
 def read_checked(
     store: Store, name: str, parse: Parse[_Result], *, max_bytes: int, is_optional: bool = False
 ) -> _Result:
-    """What has no digest in its name, as `parse` understands it: the identity, the log, tables, documents of parity."""
+    """Read and parse a document that has no digest in its name, such as the identity, the log or a parity document.
+
+    Args:
+        store: store of the document.
+        name: name of the document.
+        parse: parses and validates the bytes; damaged bytes are read again.
+        max_bytes: maximum size.
+        is_optional: whether a missing document is expected, so that a store of several locations asks only its root.
+
+    Raises:
+        NotFoundError: There is no such document.
+    """
     if isinstance(store, StoreAround):
         return store.read_checked(name, parse, max_bytes=max_bytes, is_optional=is_optional)
     return asked_twice(lambda: parse(store.get(name, max_bytes=max_bytes), f"{name} in {store.url}"))
 
 
 def find_checked(store: Store, name: str, parse: Parse[_Result], *, max_bytes: int) -> _Result | None:
-    """`read_checked` for a document that need not be there: None where it is not."""
+    """Read an optional document as `read_checked` does; return None if it does not exist."""
     try:
         return read_checked(store, name, parse, max_bytes=max_bytes, is_optional=True)
     except NotFoundError:
@@ -400,14 +435,14 @@ def find_checked(store: Store, name: str, parse: Parse[_Result], *, max_bytes: i
 
 
 def root_store(store: Store) -> Store:
-    """The store of the root itself, below those that read it in their own way."""
+    """Return the root's own store, unwrapped from every `StoreAround`."""
     while isinstance(store, StoreAround):
         store = store.inner
     return store
 
 
 def put_over(store: Store, name: str, data: bytes) -> None:
-    """Make a small document say `data`: put where there is none, and over one that says something else."""
+    """Write a small document, replacing one with other content."""
     if store.put_new(name, data):
         return
     try:
@@ -419,6 +454,6 @@ def put_over(store: Store, name: str, data: bytes) -> None:
 
 
 def scheme_of(place: str) -> str | None:
-    """Return the scheme of a URL in lower case, with those chained before it; None for a local path."""
+    """Return the scheme of a URL in lower case, including chained ones (``a::b``); None for a local path."""
     match = _SCHEME.match(place)
     return match[1].lower() if match else None

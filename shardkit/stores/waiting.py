@@ -1,12 +1,11 @@
-"""Waiting: for a store that does not answer, for the next attempt, and for the rate and hours of background work.
+"""Retry pauses, reports of slow stores, and limits on the rate and hours of background work.
 
-Pauses are exponential with full jitter (Brooker, "Exponential Backoff and Jitter", 2015): one is uniform in [0, bound),
-and the bound doubles. Many clients that failed at once then do not come back at once.
+Pauses grow exponentially with full jitter (Brooker, "Exponential Backoff and Jitter", 2015): a pause is uniform in
+[0, bound), and the bound doubles. So clients that failed together do not retry together.
 
-A store that does not answer is not a program that does nothing: whoever asks a store over a network, once or until a
-deadline, does so within `Waits.waiting`. What has been under way for some seconds is logged, once every so many seconds
-for each store, whoever asks: commands and scripts alike. Without any configuration of `logging`, Python prints warnings
-of the logger ``shardkit`` to standard error.
+Requests to remote stores run within `Waits.waiting`. Requests that take longer than some seconds are logged at
+intervals, one line per store, so that a user sees why a program stands still. Unless `logging` is configured, Python
+prints warnings of the logger ``shardkit`` to standard error.
 """
 
 from __future__ import annotations
@@ -28,14 +27,15 @@ from shardkit.errors import ConfigurationError
 from shardkit.ranges import parse_size
 
 EXPIRED: Final = errno.EAGAIN
-"""`StoreError.errno` of requests that were refused because credentials have expired; somebody may be renewing them."""
+"""`StoreError.errno` of requests that were refused because credentials have expired; they may be renewed soon."""
 
 
 class FirstContact:
-    """Limits the wait for the very first answer of a store, which is where a wrong endpoint shows.
+    """Limit on the wait for the first answer of a store, so that a wrong endpoint fails early.
 
     Attributes:
-        limit_s: seconds; unlimited in programs, for a loader waits for a network that comes back. Commands set it.
+        limit_s: limit in seconds. Commands set it; in other programs it is unlimited, as a loader waits for a network
+            to come back.
     """
 
     limit_s: float = math.inf
@@ -43,19 +43,19 @@ class FirstContact:
 
 FIRST_CONTACT: Final = FirstContact()
 
-# Forked processes must not draw the same pauses, hence the system's own source.
+# The system's random source, because forked processes must not draw the same pauses.
 _JITTER: Final = random.SystemRandom()
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetryPolicy:
-    """How long one operation of a store may take.
+    """Time limits of one operation of a store, in seconds.
 
     Attributes:
-        deadline_s: all attempts together.
-        attempt_s: one request without any byte arriving, or one connection.
-        first_pause_s: bound of the first pause; each next one is twice as long.
-        longest_pause_s: largest bound.
+        deadline_s: limit for all attempts together.
+        attempt_s: limit for connecting, and for a request during which no byte arrives.
+        first_pause_s: bound of the first pause; it doubles for each further one.
+        longest_pause_s: maximum bound.
     """
 
     deadline_s: float = 120.0
@@ -72,9 +72,9 @@ class RetryPolicy:
 
 
 def pauses(retry: RetryPolicy) -> Iterator[float]:
-    """Yield the number of seconds slept before each further attempt; ends at the deadline.
+    """Sleep between attempts, and yield the seconds slept before each; end at the deadline.
 
-    A `for` loop over it is a retry loop: its first turn comes at once.
+    A `for` loop over it is a retry loop whose first turn starts at once.
     """
     started = time.monotonic()
     bound = retry.first_pause_s
@@ -94,14 +94,14 @@ _LOG: Final = logging.getLogger("shardkit.stores")
 
 @dataclass(eq=False)
 class Wait:
-    """Something that is waited for.
+    """One running request.
 
     Attributes:
         where: URL of the store, without credentials.
-        doing: what is asked of it.
-        since: seconds of the clock.
-        deadline_s: seconds after which it is given up.
-        problem: what the last attempt met; "" while there was none.
+        doing: operation and name, such as "read NAME".
+        since: time of the clock at which it started, in seconds.
+        deadline_s: limit in seconds from then.
+        problem: problem of the last attempt; "" if there was none.
     """
 
     where: str
@@ -112,14 +112,14 @@ class Wait:
 
 
 class Waits:
-    """What a process waits for; may be used from any thread, and after a fork.
+    """Running requests of a process, reported when they are slow; may be used from any thread, and after a fork.
 
     Args:
-        first_s: Nothing is said of what takes less.
+        first_s: Seconds after which a request is reported.
         every_s: Seconds between two lines about one store.
-        clock: Seconds.
-        tell: Gets each line.
-        is_watched: Look every half second, on a thread that ends when nothing is waited for.
+        clock: Returns the time in seconds.
+        tell: Called with each line.
+        is_watched: Check every half second, on a thread that ends when no request is running.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Waits:
 
     def _forget(self) -> None:
         self._lock = threading.Lock()
-        self._waits: dict[Wait, None] = {}  # in the order in which they began
+        self._waits: dict[Wait, None] = {}  # in order of start
         self._told: dict[str, float] = {}
         self._watcher: threading.Thread | None = None
 
@@ -146,7 +146,14 @@ class Waits:
     def waiting(
         self, where: str, doing: str, deadline_s: float, *, since: float | None = None
     ) -> Iterator[Wait]:
-        """While this is open, the store at `where` is waited for; since now, unless an earlier moment is given."""
+        """Register a request to the store at `where` for the duration of the block.
+
+        Args:
+            where: URL of the store, without credentials.
+            doing: operation and name, such as "read NAME".
+            deadline_s: limit in seconds.
+            since: time of the clock at which it started; default now.
+        """
         wait = Wait(where, doing, self.now() if since is None else since, deadline_s)
         with self._lock:
             self._waits[wait] = None
@@ -163,7 +170,7 @@ class Waits:
         return self._clock()
 
     def tell_due(self) -> None:
-        """Say what is due to be said."""
+        """Report the slowest request of each store for which a line is due."""
         lines: list[str] = []
         with self._lock:
             now = self._clock()
@@ -202,7 +209,7 @@ _LONGEST_WAIT_S: Final = 30.0
 
 
 def parse_bandwidth(text: str) -> int:
-    """Bytes per second of ``200MB/s``."""
+    """Parse a rate such as ``200MB/s`` into bytes per second."""
     try:
         found = parse_size(text.strip().removesuffix("/s").removesuffix("ps"))
     except ConfigurationError:
@@ -214,11 +221,11 @@ def parse_bandwidth(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Hours:
-    """A part of the day, in local time; it may go over midnight.
+    """A part of the day, in local time; it may include midnight.
 
     Attributes:
-        start: minutes after midnight.
-        end: likewise; work stops here.
+        start: start in minutes after midnight.
+        end: end in minutes after midnight, exclusive.
     """
 
     start: int
@@ -226,7 +233,7 @@ class Hours:
 
     @classmethod
     def parse(cls, text: str) -> Hours:
-        """Read ``22:00-06:00``."""
+        """Parse a range of times such as ``22:00-06:00``."""
         match = _HOURS.fullmatch(text.strip())
         numbers = [int(part) for part in match.groups()] if match else []
         if not match or numbers[0] > 24 or numbers[2] > 24 or max(numbers[1], numbers[3]) > 59:
@@ -239,7 +246,7 @@ class Hours:
         return cls(start, end)
 
     def wait_s(self, minute: int, second: int = 0) -> int:
-        """Seconds from a minute of the day until the hours begin; 0 within them."""
+        """Return the seconds from a minute of the day until the hours begin; 0 within them."""
         inside = (
             self.start <= minute < self.end
             if self.start < self.end
@@ -249,14 +256,15 @@ class Hours:
 
 
 class RateLimiter:
-    """Lets work go on at a rate, within hours, until it is stopped; shared by threads.
+    """Limits the rate and the hours of work that threads share.
 
     Args:
-        bandwidth: bytes per second over all threads; None: as fast as it goes.
-        hours: None: always.
-        clock: seconds that only grow.
-        now: (minute of the day, second), local.
-        waiting: told how many seconds remain until the hours begin.
+        bandwidth: bytes per second over all threads; None for no limit.
+        hours: hours in which work is allowed; None for always.
+        clock: returns monotonic time in seconds.
+        now: returns (minute of the day, second) in local time.
+        wait: sleeps for the given seconds, or until `stop` is called.
+        waiting: called with the seconds that remain until the hours begin.
     """
 
     def __init__(
@@ -277,17 +285,21 @@ class RateLimiter:
         self._free_at = 0.0
 
     def stop(self) -> None:
-        """End what waits and what asks."""
+        """Make running and later calls of `take` raise KeyboardInterrupt."""
         self._stop.set()
 
     def take(self, num_bytes: int) -> None:
-        """Wait until `num_bytes` more may be moved."""
+        """Wait until `num_bytes` more may be transferred.
+
+        Raises:
+            KeyboardInterrupt: `stop` was called.
+        """
         while self._hours is not None and (left := self._hours.wait_s(*self._now())):
             if self._waiting is not None:
                 self._waiting(left)
             self._pause(min(left, _LONGEST_WAIT_S))
         if self._bandwidth is not None:
-            with self._lock:  # bytes are booked one after the other: the rate holds over all threads together
+            with self._lock:  # bytes are reserved in turn, so the rate holds over all threads
                 start = max(self._free_at, self._clock())
                 self._free_at = start + num_bytes / self._bandwidth
             while (left_s := start - self._clock()) > 0:

@@ -1,12 +1,11 @@
-"""The clients below a remote store: obstore where it can be used, boto3 where it cannot, fsspec for any other URL.
+"""Clients of remote stores: obstore or boto3 for object stores, fsspec for other URLs.
 
-obstore runs on threads of its own that a forked child does not have: using it in the child of a process that used it
-hangs. So clients belong to a process id, and a child of such a process is given boto3, which costs more processor
-time per request and is otherwise the same. Both are told not to try again by themselves: who repeats what, and what a
-lost answer means, is decided in one place (`object_store`).
+obstore runs its own threads, which a forked child lacks: it hangs in the child of a process that used it. So clients
+belong to a process id, and such a child uses boto3, which costs more processor time per request. Retries inside the
+clients are switched off: `object_store` alone decides what to repeat and what a lost answer means.
 
-Clients print requests, headers and answers into their errors; an S3 answer may quote the access key and the string that
-was signed. So nothing of their text is passed on but the HTTP status and the error code.
+Clients quote requests, headers and answers in their errors, and an S3 answer may contain the access key and the signed
+string. So only the HTTP status and the error code of an error are passed on.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ _BY_STATUS: Final[dict[int, Kind]] = {
     503: "throttled",
 }
 _PAST_THE_END: Final = "Wanted range starting at"
-"""What obstore says of a range where the server answered it with bytes that do not begin there (Azure)."""
+"""Text of obstore's error if the server answers a range request with bytes from another offset (Azure)."""
 _ADVICE: Final[dict[Kind, str]] = {
     "throttled": "it asks for fewer requests; lower the concurrency or wait",
     "no-answer": "look at the network and the endpoint, then run it again",
@@ -76,10 +75,10 @@ class Failure(Exception):
     """One failed request.
 
     Attributes:
-        kind: "absent" (no such object), "exists" (put-if-absent found one), "conflict" (another put is under way),
+        kind: "absent" (no such object), "exists" (put-if-absent found one), "conflict" (another put is running),
             "throttled", "no-answer" (unknown whether it was carried out), "expired" (credentials), "denied", "range"
-            (past the end), "refused" (anything else that asking again does not change).
-        reason: for people; holds no credential.
+            (past the end), "refused" (any other error that would recur).
+        reason: text for messages, without credentials.
     """
 
     def __init__(self, kind: Kind, reason: str) -> None:
@@ -89,20 +88,20 @@ class Failure(Exception):
 
     @property
     def passing(self) -> bool:
-        """Whether the same request may succeed a little later."""
+        """Whether the same request may succeed if repeated."""
         return self.kind in ("throttled", "no-answer", "conflict", "expired")
 
     @property
     def advice(self) -> str:
-        """What to do next."""
+        """Next action, for messages."""
         return _ADVICE.get(self.kind, "check bucket, endpoint and region, then run it again")
 
 
 def classify(error: BaseException) -> Failure:
-    """What a client's exception means. Drop the exception itself: its text may hold credentials."""
+    """Return the failure that a client's exception means. Drop the exception: its text may contain credentials."""
     text = str(error)
     status_match, code_match = _STATUS.search(text), _CODE.search(text)
-    # botocore keeps it beside the text; a HEAD has no body, and so no code
+    # botocore has the status in an attribute too; the answer to a HEAD has no body, so no code
     answer = getattr(error, "response", None)
     status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(answer, dict) else None
     if status_match:
@@ -116,7 +115,7 @@ def classify(error: BaseException) -> Failure:
 
 @contextlib.contextmanager
 def classified() -> Iterator[None]:
-    """Turn whatever a client raises into a `Failure`; also a decorator."""
+    """Turn any exception of a client into a `Failure`; also a decorator."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 (whatever the client raises)
@@ -142,7 +141,7 @@ def _kind(name: str, status: int | None, code: str) -> Kind:
 
 
 def _short(error: BaseException, text: str) -> str:
-    """A word for errors that have neither status nor code: the request got no answer."""
+    """Describe an error without status and code, which means that the request got no answer."""
     lowered = text.lower()
     for word, meaning in (
         ("timed out", "timed out"),
@@ -159,48 +158,48 @@ def _short(error: BaseException, text: str) -> str:
 
 
 Buffer = Any
-"""Bytes, or whatever has them behind the buffer protocol."""
+"""Object with the buffer protocol, such as bytes."""
 
 WRITE_ID: Final = "shardkitwrite"
-"""Metadata key under which a put notes which call made the object; Azure takes letters, digits and _ only, and some
-proxies drop headers with _."""
+"""Metadata key of the id of the call that created an object. Letters only, because Azure allows only letters, digits
+and _, and some proxies drop headers with _."""
 
 
 class Found(NamedTuple):
-    """An object as a listing or a request shows it."""
+    """Properties of an object, from a listing or a request."""
 
     name: str
     size: int
     write_id: str | None = None
     etag: str = ""
-    """Changes when the object does; empty where the store has none."""
+    """Changes whenever the object changes; empty if the store has none."""
     sha256: str | None = None
-    """Hex digest that the store keeps of the whole object, None where it keeps none or the client cannot ask."""
+    """Hex digest that the store keeps of the whole object; None if it keeps none or the client cannot read it."""
 
 
 class Client(Protocol):
-    """One attempt of each request; raises `Failure`."""
+    """Makes one attempt per request and raises `Failure`."""
 
     def get(self, name: str, max_bytes: int) -> tuple[int, Buffer]:
-        """(size, bytes); the bytes are empty and unread where size > max_bytes."""
+        """Return (size, bytes); the bytes are empty and not read if size > max_bytes."""
 
     def get_range(self, name: str, offset: int, length: int) -> Buffer:
-        """At most `length` bytes from `offset`, fewer at the end."""
+        """Return `length` bytes from `offset`, fewer at the end."""
 
     def put(self, name: str, data: Buffer, *, write_id: str | None) -> None:
-        """Put over whatever is there; if `write_id` is given, only where nothing is there."""
+        """Write an object: overwrite it, or, if `write_id` is given, fail if it exists."""
 
     def stat(self, name: str) -> Found:
-        """Everything that the client can learn of an object without reading it."""
+        """Return the properties of an object without reading it."""
 
     def list(self, prefix: str, after: str) -> Iterator[Found]:
-        """Objects below the folder `prefix` after the name `after`, in byte order of names."""
+        """Yield objects below the folder `prefix` after the name `after`, in byte order of names."""
 
     def delete(self, name: str) -> None:
-        """Remove; absent is fine."""
+        """Remove an object; no error if it is absent."""
 
 
-# obstore asks again five minutes before the end: about once a minute
+# obstore renews five minutes before expiry, so about once a minute
 _TOKEN_LIFE: Final = timedelta(minutes=6)
 # the first process id in which obstore was used, inherited by forked children
 _obstore_process: int | None = None
@@ -211,7 +210,7 @@ _substitute: Callable[[Address], Client] | None = None
 
 @contextlib.contextmanager
 def substituted(opener: Callable[[Address], Client]) -> Iterator[None]:
-    """Let object stores of this process that have no client yet take `opener`'s: for simulations."""
+    """Make object stores of this process without a client yet use the clients of `opener`; for simulations."""
     global _substitute
     before, _substitute = _substitute, opener
     try:
@@ -221,7 +220,17 @@ def substituted(opener: Callable[[Address], Client]) -> Iterator[None]:
 
 
 def open_client(address: Address, retry: RetryPolicy, *, checksums: bool = False) -> Client:
-    """A client for this process."""
+    """Return a client for this process.
+
+    Args:
+        address: root of the store.
+        retry: source of the timeout of one attempt.
+        checksums: prefer the client that can read stored checksums (boto3).
+
+    Raises:
+        MissingDependency: obstore or fsspec is not installed.
+        StoreError: the process is a fork of one that used obstore, and boto3 cannot be used.
+    """
     global _obstore_process
     if _substitute is not None:
         return _substitute(address)
@@ -268,7 +277,7 @@ class ObstoreClient:
                 self._store = stores.GCSStore(address.host, **google_options(), **options)
             else:
                 self._store = stores.AzureStore(address.host, **options)
-        except self._api.exceptions.BaseError:  # its text may quote what it was given
+        except self._api.exceptions.BaseError:  # its text may quote credentials
             raise Failure(
                 "refused", "what the environment says of its endpoint or credentials is unusable"
             ) from None
@@ -317,11 +326,11 @@ _ENDPOINTS: Final = {
     "gs": ("STORAGE_EMULATOR_HOST",),
     "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
 }
-"""Kind of object store → variables of the environment that name another endpoint than the public one."""
+"""Kind of object store → environment variables that set an endpoint other than the public one."""
 
 
 def endpoint_of(scheme: str) -> str:
-    """Return `` at ENDPOINT (VARIABLE)`` for messages; empty for the public endpoint of a kind of store."""
+    """Return `` at ENDPOINT (VARIABLE)`` for messages; empty for the public endpoint."""
     for name in _ENDPOINTS.get(scheme, ()):
         if os.environ.get(name):
             return f" at {hide_credentials(os.environ[name])} ({name})"
@@ -329,7 +338,7 @@ def endpoint_of(scheme: str) -> str:
 
 
 def s3_options() -> dict[str, Any]:
-    """Endpoint, region and credentials from the usual AWS environment, for obstore."""
+    """Return obstore's options for S3: endpoint, region and credentials from the usual AWS environment."""
     found = os.environ
     options: dict[str, Any] = {}
     endpoint = found.get("AWS_ENDPOINT_URL_S3") or found.get("AWS_ENDPOINT_URL")
@@ -344,17 +353,17 @@ def s3_options() -> dict[str, Any]:
         if session.get_credentials() is None:
             options["skip_signature"] = True  # a public bucket
         else:
-            # profiles, roles and single sign-on as boto3 finds them; it renews those that expire
+            # boto3 finds profiles, roles and single sign-on, and renews expiring credentials
             providers = importlib.import_module("obstore.auth.boto3")
             options["credential_provider"] = providers.Boto3CredentialProvider(session, ttl=_TOKEN_LIFE)
     return options | {"region": region or "us-east-1"}
 
 
 def google_options(environment: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Where Google's storage is, if not at Google, for obstore, which finds all else in the environment by itself.
+    """Return obstore's options for an emulator of Google Cloud Storage; obstore reads other settings by itself.
 
-    ``STORAGE_EMULATOR_HOST`` is what Google's own clients call an emulator's address, with or without a scheme. Nobody
-    signs in there: without a token in ``GOOGLE_BEARER_TOKEN`` a made-up one is sent, and no other credential at all.
+    ``STORAGE_EMULATOR_HOST`` is the emulator's address, with or without a scheme, as for Google's own clients. The only
+    credential sent to it is the token in ``GOOGLE_BEARER_TOKEN``, or a made-up one.
     """
     found = os.environ if environment is None else environment
     endpoint = found.get("STORAGE_EMULATOR_HOST")
@@ -444,13 +453,13 @@ class Boto3Client:
 
 _TEMPORARIES: Final = "tmp"
 _ETAGS: Final = ("ETag", "etag", "md5Hash", "content_md5")
-"""Under which names file systems tell something that changes with the bytes; times tell nothing."""
+"""Keys under which file systems report a value that changes with the bytes; times are not reliable."""
 
 
 class FsspecClient:
-    """Any file system that fsspec knows: the compatible path, for one writer at a time.
+    """Any file system that fsspec supports, for one writer at a time.
 
-    fsspec promises no put-if-absent that holds between processes: most of its file systems look first and write then.
+    fsspec has no atomic put-if-absent: most of its file systems check for the name and then write.
     """
 
     def __init__(self, address: Address) -> None:
@@ -460,7 +469,7 @@ class FsspecClient:
                 system, root = fsspec.core.url_to_fs(
                     address.url, skip_instance_cache=True, use_listings_cache=False
                 )
-            except TypeError:  # some hand what they do not know to their client: sftp
+            except TypeError:  # some file systems, such as sftp, pass unknown options to their client
                 system, root = fsspec.core.url_to_fs(address.url, skip_instance_cache=True)
             except ValueError:
                 raise StoreError(
@@ -478,7 +487,7 @@ class FsspecClient:
             return self._system.cat_file(self._path(name), start=offset, end=offset + length)
 
     def put(self, name: str, data: Buffer, *, write_id: str | None) -> None:
-        """Write under a temporary name, then move: no reader sees half an object."""
+        """Write under a temporary name, then move, so that no reader sees an incomplete object."""
         assert write_id is None, "fsspec has no put-if-absent"
         temporary, final = self._path(f"{_TEMPORARIES}/{uuid.uuid4().hex}"), self._path(name)
         with _told(writing=name):
@@ -524,7 +533,7 @@ class FsspecClient:
 
 @contextlib.contextmanager
 def _told(writing: str = "") -> Iterator[None]:
-    """Turn what a file system raises into a `Failure`; a full or read-only one is not asked again."""
+    """Turn exceptions of a file system into `Failure`; errors of full or read-only ones pass and are not retried."""
     try:
         yield
     except (Failure, StoreError):

@@ -1,4 +1,4 @@
-"""A store behind a URL: in a bucket of S3 and its like, of Google or of Azure, or wherever fsspec reaches."""
+"""Store at a URL: a bucket of S3 or a compatible service, Google or Azure, or any fsspec file system."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _ERRNO: Final = {
     "expired": EXPIRED,
     "denied": errno.EACCES,
 }
-"""Kind of failure → number by which the read path decides whether to ask again or elsewhere."""
+"""Kind of failure → `StoreError.errno`, by which the read path decides whether to retry."""
 _S3_RIGHTS: Final = {
     "read": "s3:GetObject",
     "look at": "s3:GetObject",
@@ -55,9 +55,9 @@ _S3_RIGHTS: Final = {
 
 
 class SpooledStage(Stage):
-    """Collected in an unnamed local file, then put.
+    """Stage that collects bytes in a local file and uploads them when it is published.
 
-    The file has no name, so a killed process leaves nothing behind.
+    The file has no name, so a killed process leaves no file.
     """
 
     def __init__(self, store: ObjectStore, file: Any) -> None:
@@ -78,32 +78,31 @@ class SpooledStage(Stage):
 
     @contextlib.contextmanager
     def _mapped(self) -> Iterator[Any]:
-        """The bytes without a copy: the file is ours alone, so a map of it cannot be cut short."""
+        """Map the file; mapping is safe because no other process can truncate it."""
         if not self._size:
             yield b""
             return
         mapped = mmap.mmap(self._file.fileno(), self._size, access=mmap.ACCESS_READ)
         try:
-            # not the map itself: clients take that for a file, with a position in it
+            # a view, because clients treat the map itself as a file with a position
             yield memoryview(mapped)
         finally:
-            with contextlib.suppress(BufferError):  # a client still views it: closed with the last view
+            with contextlib.suppress(BufferError):  # a client has a view: the last one closes the map
                 mapped.close()
 
 
 class ObjectStore(DirectStore):
     """Objects below a URL; implements `shardkit.stores.store.Store`.
 
-    May be used from any thread, after a fork, and pickled: clients are made per process when they are first needed,
-    and credentials are read by them from the environment, never kept here.
+    May be used from any thread, after a fork, and pickled. Clients are created per process on first use and read
+    credentials from the environment; the store itself holds none.
 
     Args:
-        address: Of the root.
+        address: Address of the root.
         read_only: Refuse every change.
-        retry: How long each operation may take. With ``deadline_s=0`` nothing is tried twice,
-            except with new credentials.
-        conditional: Whether the store keeps put-if-absent; where it does not, as behind fsspec, a put looks first, for
-            one writer at a time, whose threads may share the store.
+        retry: Time limits of each operation. With ``deadline_s=0`` requests are repeated only with new credentials.
+        conditional: Whether the store supports put-if-absent. Otherwise, and for fsspec, a put checks for the name
+            first, which is safe only for one writer at a time, whose threads may share the store.
     """
 
     _PICKLED: Final = ("_address", "_read_only", "_retry", "_conditional")
@@ -128,7 +127,7 @@ class ObjectStore(DirectStore):
         self._open()
 
     def _open(self) -> None:
-        """Begin without any client, in a process that may be new."""
+        """Start without clients; also after unpickling in another process."""
         self._lock = threading.Lock()
         self._clients: dict[tuple[int, str], Any] = {}
         self._answered: set[int] = set()  # processes that have had an answer
@@ -139,7 +138,7 @@ class ObjectStore(DirectStore):
 
     @property
     def is_conditional(self) -> bool:
-        """Whether it may keep put-if-absent, if its server does."""
+        """Whether puts use put-if-absent."""
         return self._conditional
 
     def local_path(self, name: str) -> Path | None:
@@ -147,11 +146,11 @@ class ObjectStore(DirectStore):
         return None
 
     def with_retry(self, retry: RetryPolicy) -> Self:
-        """The same root, more or less patient."""
+        """Return the same root with other time limits."""
         return self._changed("_retry", retry)
 
     def for_one_writer(self) -> Self:
-        """The same root for a bucket that does not keep put-if-absent, and one writer at a time."""
+        """Return the same root without put-if-absent, for one writer at a time."""
         return self._changed("_conditional", False)
 
     def _changed(self, name: str, value: object) -> Self:
@@ -172,10 +171,10 @@ class ObjectStore(DirectStore):
         return bytes(self.read_range(name, offset, length))
 
     def read_range(self, name: str, offset: int, length: int) -> Buffer:
-        """`get_range` without the copy: whatever the client has the bytes in."""
+        """Return a range as `get_range` does, without a copy: in the client's own buffer."""
         self._check_name(name)
         self._check_range(name, offset, length)
-        if length == 0:  # no request asks for nothing
+        if length == 0:  # HTTP has no empty ranges
             stat = self.head(name)
             if stat is None:
                 self._refuse(name, "read", Failure("absent", ""))
@@ -186,7 +185,7 @@ class ObjectStore(DirectStore):
         return data
 
     def head(self, name: str) -> ObjectStat | None:
-        """Size, and the SHA-256 that S3 took when the object was put."""
+        """Return size and ETag, and the SHA-256 that S3 computed when the object was written."""
         self._check_name(name)
 
         def look(client: Client) -> Found | None:
@@ -205,14 +204,14 @@ class ObjectStore(DirectStore):
         return (one.name for one in self._list(prefix, after, "data") if is_name(one.name))
 
     def _list(self, prefix: str, after: str, role: str) -> Iterator[Found]:
-        """What lies below a folder, each once however often the listing has to be begun again."""
+        """Yield the objects below a folder, each once, even if the listing must be restarted."""
         last, what, since = after, prefix or "objects", WAITS.now()
         problem = Failure("no-answer", "")
         for _ in pauses(self._patience()):
             try:
                 listed = self._client(role).list(prefix, last)
                 while True:
-                    # for a name, not for what is done with it
+                    # wait for the next name only, not while the caller processes it
                     with self._waiting("list", what, since) as wait:
                         wait.problem = problem.reason
                         found = self._answer(functools.partial(next, listed, None))
@@ -232,10 +231,10 @@ class ObjectStore(DirectStore):
     # Writing
 
     def put_new(self, name: str, data: bytes) -> bool:
-        """Create, never over another.
+        """Create an object without overwriting; see `Store.put_new`.
 
-        A put whose answer was lost may have landed, or may land yet. It is therefore repeated, with the same mark in
-        the object's metadata, until it is answered; the mark then tells whether the object that exists is ours.
+        A put whose answer was lost may have succeeded, or may still succeed. It is therefore repeated, with the same
+        write id in the object's metadata, until it is answered. The id then shows whether this call created the object.
         """
         self._check_name(name)
         self._check_put(name, len(data))
@@ -293,11 +292,11 @@ class ObjectStore(DirectStore):
 
     @property
     def _attesting(self) -> str:
-        """The client that can read stored checksums, where there is one."""
+        """Role of the client for `head`: "checksums" if stored checksums can be read, otherwise "data"."""
         return "checksums" if self._address.scheme == "s3" and _has_boto3() else "data"
 
     def _client(self, role: str) -> Client:
-        """The client of this process: "data" for bytes, "checksums" for stored ones."""
+        """Return this process's client for a role: "data", or "checksums" to read stored checksums."""
         key = (os.getpid(), role)
         found = self._clients.get(key)
         if found is None:
@@ -306,21 +305,21 @@ class ObjectStore(DirectStore):
         return found  # type: ignore[no-any-return]
 
     def _renew(self, failure: Failure) -> None:
-        """Drop clients whose credentials the store no longer takes; the next ones read them again."""
+        """Drop the clients if their credentials were refused; new clients read the credentials again."""
         if failure.kind in ("expired", "denied"):
             self._clients.clear()
 
     def _try(
         self, name: str, doing: str, request: Callable[[Any], _Result], *, role: str = "data"
     ) -> _Result:
-        """Carry out a request that may be repeated, until it is answered or the deadline has passed."""
+        """Repeat a request until it is answered or the deadline has passed."""
         problem: Failure | None = None
         turns, renewed = pauses(self._patience()), False
         with self._waiting(doing, name) as wait:
             while True:
                 expired = problem is not None and problem.kind == "expired"
                 if next(turns, None) is None and (renewed or not expired):
-                    break  # new credentials get their attempt however little time there is
+                    break  # after expiry, new credentials get one attempt even past the deadline
                 renewed = renewed or expired
                 denied_before = problem is not None and problem.kind == "denied"
                 try:
@@ -328,21 +327,21 @@ class ObjectStore(DirectStore):
                 except Failure as failure:
                     problem, wait.problem = failure, failure.reason
                     self._renew(failure)
-                    # Not every answer that denies says that a token has expired: new credentials, once.
+                    # Some stores answer "denied" for an expired token, so try new credentials once.
                     if not failure.passing and (failure.kind != "denied" or denied_before):
                         break
         assert problem is not None
         return self._refuse(name, doing, problem)
 
     def _patience(self) -> RetryPolicy:
-        """The retry policy; until the store has answered once, within the limit of the first contact."""
+        """Return the retry policy, limited by `FIRST_CONTACT` until the store has answered once."""
         limit_s = FIRST_CONTACT.limit_s
         if math.isinf(limit_s) or os.getpid() in self._answered:
             return self._retry
         return dataclasses.replace(self._retry, deadline_s=min(self._retry.deadline_s, limit_s))
 
     def _answer(self, request: Callable[[], _Result]) -> _Result:
-        """Return what a request gives. The first ones may be given up before their client gives up."""
+        """Return the result of a request; until the store has answered once, wait at most `FIRST_CONTACT.limit_s`."""
         if os.getpid() in self._answered or math.isinf(FIRST_CONTACT.limit_s):
             return request()
         try:
@@ -360,7 +359,7 @@ class ObjectStore(DirectStore):
         return WAITS.waiting(self.url, f"{doing} {name}", deadline_s, since=since)
 
     def _refuse(self, name: str, doing: str, failure: Failure) -> NoReturn:
-        """Turn a failure into the error that the protocol asks for."""
+        """Raise the error that the store protocol requires for a failure."""
         if failure.kind == "absent":
             raise NotFoundError(
                 f"{name} is not in {self.url}; check the URL, or run: shardkit verify {self.url}"
@@ -371,7 +370,7 @@ class ObjectStore(DirectStore):
             )
         advice = failure.advice
         if failure.kind == "denied":
-            # what the credentials lack, in the words of the store's own policies where we know them
+            # the missing permission, named as in S3 policies if the store is S3
             right = _S3_RIGHTS.get(doing, doing) if self._address.scheme == "s3" else f"to {doing}"
             advice = f"get the right {right}, or set other credentials in the environment"
         endpoint = endpoint_of(self._address.scheme) if failure.kind == "no-answer" else ""
@@ -388,25 +387,25 @@ class ObjectStore(DirectStore):
 
 
 class ForeignStore(ObjectStore):
-    """Objects of somebody else, listed, looked at and read: adopted tars, and sources of builds.
+    """External objects, which are only read: adopted tars, and sources of builds.
 
-    A whole bucket, or a folder behind another URL. Its objects have whatever names their owner gave them, but none with
-    empty parts, ``.`` or ``..``.
+    The root is a whole bucket, or a folder at another URL. Any keys are allowed except those with empty parts, ``.`` or
+    ``..``.
     """
 
     def _check_name(self, name: str) -> None:
         check_key(self.url, name)
 
     def list_keys(self, prefix: str) -> Iterator[tuple[str, ObjectStat]]:
-        """Keys below the folder `prefix` (empty, or ending in ``/``), in byte order."""
-        # boto3 lists every key there is; obstore stops at one that has an empty part
+        """Yield (key, size and ETag) below the folder `prefix` (empty, or ending in ``/``), in byte order."""
+        # with boto3 if possible, because obstore stops at a key that has an empty part
         for found in self._list(prefix, "", self._attesting):
-            if not found.name.endswith("/"):  # the marker of a folder
+            if not found.name.endswith("/"):  # a folder marker
                 yield found.name, ObjectStat(found.size, None, found.etag)
 
 
 def _within(limit_s: float, request: Callable[[], _Result]) -> _Result:
-    """Return what a request gives on a thread of its own, which is left behind if that takes longer."""
+    """Run a request on a new thread and return its result; after `limit_s`, abandon the thread and raise Failure."""
     answer: Future[_Result] = Future()
 
     def work() -> None:
@@ -424,26 +423,26 @@ def _within(limit_s: float, request: Callable[[], _Result]) -> _Result:
 
 @functools.cache
 def _has_boto3() -> bool:
-    """Asked with every look at an object, and slow to find out."""
+    """Whether boto3 is installed; cached, because every `head` asks and the check is slow."""
     return importlib.util.find_spec("boto3") is not None
 
 
-# Some servers ignore put-if-absent, some keep it one request after the other and break it in a race. Either loses
-# commits without a word, so a new root is tried out before several writers get it.
+# Some servers ignore put-if-absent, others break it only in a race. Both lose commits silently, so a new root is probed
+# before several writers may use it.
 
 WRITERS: Final = 16
 ROUNDS: Final = 5
 
 
 class ProbeResult(NamedTuple):
-    """What a race showed."""
+    """Result of racing writers."""
 
     winners: tuple[int, ...]
-    """Per round, how many writers were told that they created the object."""
+    """Number of writers per round whose put reported that it created the object."""
     kept: tuple[bool, ...]
-    """Per round, whether what lies there afterwards is a winner's."""
+    """Per round, whether the stored object is the one of a winner."""
     overwritten: bool
-    """A later put on an existing name was told that it created it."""
+    """Whether a later put on an existing name reported that it created the object."""
 
     @property
     def holds(self) -> bool:
@@ -452,9 +451,14 @@ class ProbeResult(NamedTuple):
 
 
 def probe(store: Store, *, writers: int = WRITERS, rounds: int = ROUNDS) -> ProbeResult:
-    """Let writers race for the same names; what they put is removed again.
+    """Test put-if-absent with racing writers; the objects that they write are removed.
 
-    Each writer has a client of its own, so that no lock inside one process hides what the store does.
+    Each writer has its own client, so that no lock inside this process hides the store's behaviour.
+
+    Args:
+        store: store to test, which must be writable.
+        writers: number of threads.
+        rounds: number of races; the first failure ends the test.
     """
     folder = f"probe/{uuid.uuid4().hex}"
     copies = [copy.copy(store) for _ in range(writers)]
@@ -484,8 +488,8 @@ def probe(store: Store, *, writers: int = WRITERS, rounds: int = ROUNDS) -> Prob
 
 
 def check_writers(store: Store) -> None:
-    """Refuse a store that several writers must not share."""
-    if isinstance(store, ObjectStore) and not store.is_conditional:  # a race might be won by luck
+    """Raise StoreError if several writers must not share a store."""
+    if isinstance(store, ObjectStore) and not store.is_conditional:  # no probe: it might pass by luck
         flaw = "fsspec looks first and writes then"
     else:
         found = probe(store)
