@@ -1,5 +1,5 @@
-"""Copies of a root's objects: what there shall be, what there is, and how one becomes the other (SPEC.md).
+"""Copies of a root's objects: where they belong, and commands that check, make, repair and delete them (SPEC.md).
 
-`reading.inventory` says what versions need, `placement` where it belongs; `reading.objects` checks whether
-it is there and good, and copies it. verify, replicate, scrub, repair, place and collections of garbage use these.
+`reading.inventory` lists the objects that versions need, and `placement` the locations that each belongs in.
+`reading.objects` checks and copies objects. verify, replicate, scrub, repair, place and gc are built on these.
 """

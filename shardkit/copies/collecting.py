@@ -1,7 +1,7 @@
-"""`collect`: delete objects that no version needs, in all locations, whatever else happens at the same time.
+"""`collect`: delete objects that no version needs, in all locations, safely during other commands.
 
-An object goes if it was garbage when it was marked and still is a grace period later. What goes is announced by one
-entry of the log, which is put only if it is absent, and commits are checked against it (SPEC.md, "Garbage").
+An object is deleted if it was marked as garbage and is still garbage a grace period later. A log entry announces the
+deletion, and commits are checked against it (SPEC.md of `shardkit.repository`, "Garbage").
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ from shardkit.stores.local import LocalStore
 from shardkit.stores.store import EXTENSIONS, Store, object_name, parse_object_name, root_store
 
 GRACE_S: Final = 7 * 86_400
-"""Seconds from the marking of an object to its deletion, by default."""
+"""Default time in seconds from the mark of an object to its deletion."""
 
 HISTORY_S: Final = 30 * 86_400
-"""Seconds for which versions stay that a ref or tag named, by default."""
+"""Default time in seconds for which versions are kept after the last ref or tag named them."""
 
 COLLECTED: Final = frozenset(EXTENSIONS) - {"tensor", "checkpoint"}
-"""Extensions that a collection may take: checkpoints belong to runs, which remove their own."""
+"""Extensions of objects that may be deleted. Checkpoints are not: runs delete their own."""
 
 _HEX: Final = re.compile(rb"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
 _MAX_RECORD_BYTES: Final = 64 * 2**20
 
 _CHECK_EVERY_S: Final = 1.0
 _PAUSE_S: Final = 3.0
-"""Shortest time from taking a deletion over to its end: a collector that lives after all has noticed by then."""
+"""Minimum time in seconds from taking a deletion over to its end, in which a live collector notices and stops."""
 
 _OBJECTS: Final = "objects/"
 _FIRST: Final = ("manifest", "page", "selection", "lookup", "cost", "sources", "about")
-"""Kinds that are deleted first: a version that lacks an object then has no manifest."""
+"""Extensions that are deleted first, so that no version keeps its manifest and lacks another object."""
 
 Report = Callable[[int, int], None]
 """(objects deleted, objects to delete)."""
@@ -70,17 +70,19 @@ Report = Callable[[int, int], None]
 
 @dataclass(slots=True)
 class Collection:
-    """What `collect` found and did.
+    """The result of `collect`.
 
     Attributes:
-        live: number of objects that are needed.
-        garbage: number of objects, over all locations, that no version needs. garbage_bytes: their bytes in the root.
-        marked: garbage that was marked now, for the first time.
-        waiting: garbage that was marked less than a grace period ago.
-        due: garbage that may be deleted now. due_bytes: its bytes in the root.
+        live: number of needed objects.
+        garbage: number of objects in all locations that no version needs.
+        garbage_bytes: bytes of the garbage in the root; set only without `delete`.
+        marked: number of garbage objects without a mark before this call.
+        waiting: number of garbage objects marked less than a grace period ago.
+        due: number of garbage objects that may be deleted now.
+        due_bytes: bytes of those objects in the root; set only without `delete`.
         deleted: location → number of copies deleted.
-        finished: deletions of killed calls that were finished first.
-        unreachable: location → its error; its garbage stays until the next call.
+        finished: number of deletions of killed calls that this call finished.
+        unreachable: location → its error; its garbage is kept until the next call.
     """
 
     live: int = 0
@@ -107,10 +109,10 @@ def collect(
 
     Args:
         repository: The root, opened for writing.
-        delete: False: nothing is changed.
-        grace_s: Seconds from marking to deletion. It spares builds under way from putting objects again. A deletion
-            that was announced so long ago and has not ended counts as killed, and is finished.
-        history_s: Versions that a ref or tag named within so many seconds stay.
+        delete: False: change nothing.
+        grace_s: Seconds from mark to deletion, so that running builds need not put their objects again. A deletion
+            that was announced longer ago and has not ended counts as killed, and is finished.
+        history_s: Versions that a ref or tag named within this number of seconds are kept.
         report: Called with progress.
 
     Raises:
@@ -132,7 +134,7 @@ def collect(
     listed = work.listed()
     garbage = {name for name in listed if _is_ours(name)} - live
     done.live, done.garbage = len(listed) - len(garbage), len(garbage)
-    # A mark from the future, of a clock that was ahead, must not keep garbage for ever: it is made again.
+    # A mark in the future, from a clock that was ahead, would keep garbage for ever, so it is replaced.
     marks = {name: when for name, when in read_marks(store).items() if name in garbage and when <= now}
     due = {name for name, when in marks.items() if now - when >= grace_s}
     done.marked, done.waiting, done.due = len(garbage - marks.keys()), len(marks) - len(due), len(due)
@@ -145,7 +147,7 @@ def collect(
 
         def still_due(head: LogEntry | None) -> list[str]:
             if (head or NO_COMMIT).deletion != before:
-                return []  # another one came and went: what is due by this listing may have been put again
+                return []  # another deletion ended meanwhile, so objects of this listing may have been put again
             return sorted(chosen - mark_live(reading, repository.newest_commits(), now - history_s))
 
         work.collect(still_due)
@@ -158,15 +160,16 @@ def announce_deletion(
     names: Callable[[LogEntry | None], Sequence[str]],
     message: str = "garbage: deleting",
 ) -> Deletion | None:
-    """Announce in the log what is going to be deleted: from then on no commit may name any of it.
+    """Announce in the log the objects to delete: from then on no commit may name them.
 
     Args:
         repository: The root.
-        names: Head → objects to delete; called again if another commit came first. None of them: no deletion.
-        message: Of the entry.
+        names: Function from the head to the objects to delete, called again if another commit came first. It may raise
+            UsageError because another deletion is under way.
+        message: Message of the log entry.
 
-    Raises:
-        UsageError: Another deletion is under way: the log allows one at a time.
+    Returns:
+        The deletion, or None if `names` returned no objects.
     """
 
     def change(head: LogEntry | None) -> Mapping[str, Any] | None:
@@ -180,7 +183,7 @@ def announce_deletion(
 
 
 def end_deletion(repository: Repository, deletion: Deletion) -> bool:
-    """Note in the log that all of it was deleted. Return False if somebody else took it over."""
+    """Record the end of a deletion in the log. Return False if another process took it over."""
 
     def change(head: LogEntry | None) -> Mapping[str, Any] | None:
         is_current = head is not None and head.deletion == deletion
@@ -200,7 +203,7 @@ class _Collector:
         self.done.unreachable = dict(self._found.problems)
 
     def check_logs(self) -> None:
-        """Refuse to delete anything if a copy's log names more than the root's, or cannot be compared with it."""
+        """Raise an error if a copy's log has entries that the root's lacks, or cannot be compared with it."""
         url = self._repository.url
         for name, why in self.done.unreachable.items():
             raise StoreError(
@@ -220,7 +223,7 @@ class _Collector:
         return set().union(*self._found.held.values())
 
     def collect(self, names: Callable[[LogEntry | None], Sequence[str]]) -> None:
-        """Announce in the log what goes, and delete it."""
+        """Announce the deletion of `names` in the log, and delete them."""
 
         def chosen(head: LogEntry | None) -> Sequence[str]:
             if head is not None and head.deletion is not None and not head.deletion.is_ended:
@@ -238,7 +241,7 @@ class _Collector:
     def finish_killed(self, grace_s: int) -> None:
         """Finish a deletion that was announced a grace period ago: its collector was killed.
 
-        It is announced again, so that a collector which lives after all sees that it was taken over, and stops.
+        It is announced again, so that a collector that is still alive notices and stops.
         """
         found = (self._repository.head() or NO_COMMIT).deletion
         if found is None or found.is_ended:
@@ -249,7 +252,7 @@ class _Collector:
         names: Sequence[str] = ()
         with contextlib.suppress(
             NotFoundError, IntegrityError, FormatError
-        ):  # without its list it can only be ended
+        ):  # without its list, the deletion is only ended
             names = read_list(self.store, found)
 
         def unchanged(head: LogEntry | None) -> Sequence[str]:
@@ -272,12 +275,12 @@ class _Collector:
         )
 
     def _delete(self, deletion: Deletion) -> bool:
-        """Delete everywhere, copies first, so that what the root does not have is nowhere.
+        """Delete in all locations, the root last, so that no copy is left of an object that the root lacks.
 
-        A location that does not answer keeps its copies until the next call; a root that does not answer ends this one.
+        A location that does not answer keeps its copies until the next call. An error of the root is raised.
 
         Returns:
-            False if somebody else took the deletion over: what is put from then on is not ours to delete.
+            False if another process took the deletion over: objects that are put from then on must not be deleted.
         """
         done, checked = self.done, time.monotonic()
         names = read_list(self.store, deletion)
@@ -323,7 +326,7 @@ def _bytes(store: Store, names: Iterable[str]) -> int:
 
 
 def versions_of(log: Iterable[LogEntry], since: float) -> tuple[set[str], set[str]]:
-    """Versions that refs and tags name now, and those that they named at some time since `since`."""
+    """Return the versions that refs and tags name now, and the others that they named at any time since `since`."""
     now: set[str] | None = None
     recent: set[str] = set()
     for entry in log:
@@ -336,9 +339,9 @@ def versions_of(log: Iterable[LogEntry], since: float) -> tuple[set[str], set[st
 
 
 def mark_live(repository: Repository, log: Iterable[LogEntry], since: float) -> set[str]:
-    """Names of all objects that refs, tags and the history since `since` need, and builds under way have put."""
+    """Return the names of objects that refs, tags and the history since `since` need, or running builds have put."""
     now, past = versions_of(log, since)
-    # Versions of the past may be gone; what is left of them is no reason to stop.
+    # Old versions may be incomplete, which is no error.
     return _mark(repository, now) | _mark(repository, past, optional=True) | objects_of_builds(repository)
 
 
@@ -350,9 +353,10 @@ def _mark(repository: Repository, versions: Iterable[str], *, optional: bool = F
 
 
 def objects_of_builds(repository: Repository) -> set[str]:
-    """What unfinished builds below ``tmp/`` of a local root, or ``scratch/`` of another, say that they have put.
+    """Return the names of objects in the records of unfinished builds, so that a continued build finds them.
 
-    Every digest in their records counts, whatever kind of object it may be of: a build that goes on finds its work.
+    Records are below ``tmp/`` of a local root, or ``scratch/`` of another. Every digest in a record counts, with every
+    extension.
     """
     store = root_store(repository.store)
     records = _local_records(store) if isinstance(store, LocalStore) else _stored_records(store)
@@ -361,13 +365,13 @@ def objects_of_builds(repository: Repository) -> set[str]:
 
 
 def _stored_records(store: Store) -> Iterator[bytes]:
-    """Records of builds over several machines (SPEC.md of shardkit.dataset §6)."""
+    """Yield the records of builds over several machines (SPEC.md of `shardkit.dataset`, §6)."""
     for name in store.list_after("scratch/"):
         if name.endswith(".done"):
             try:
                 yield store.get(name, max_bytes=_MAX_RECORD_BYTES)
             except (IntegrityError, NotFoundError):
-                continue  # finished meanwhile, or no record
+                continue  # the build finished meanwhile, or this is no record
 
 
 def _local_records(store: LocalStore) -> Iterator[bytes]:
@@ -380,4 +384,4 @@ def _local_records(store: LocalStore) -> Iterator[bytes]:
                 if file.endswith(".done") and path.stat().st_size <= _MAX_RECORD_BYTES:
                     yield path.read_bytes()
             except OSError:
-                continue  # finished meanwhile
+                continue  # the build finished meanwhile

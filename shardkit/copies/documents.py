@@ -1,8 +1,8 @@
-"""Documents that no manifest names, made good again in the root and its copies, and brought to them.
+"""Check and repair the documents that no manifest names: identity, marks, log and location tables.
 
-Identity, marks, log and tables say by themselves whether they are as they were written, and entries and tables name
-their predecessors: so a good one can be told wherever it lies. Damaged ones in the root are repaired before anything
-else is read; those of copies last, after the objects, so that a copy never shows a state of which it lacks the objects.
+Each document has its own digest, and entries and tables name their predecessors, so a good document can be recognized
+in any location. The root's documents are repaired before anything is read through them. The documents of copies are
+repaired last, after the objects, so that a copy never names an object that it lacks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _AT_ONCE: Final = 16
 
 
 class BadCopy(NamedTuple):
-    """A copy that is to be repaired: "wrong" or "missing"."""
+    """A copy to repair. `was` is "wrong" or "missing"."""
 
     location: str
     name: str
@@ -52,7 +52,7 @@ class BadCopy(NamedTuple):
 
 
 class Healed(NamedTuple):
-    """A copy that is good again, and the name of the location with the good one, or "parity"."""
+    """A repaired copy. `source` is the name of the location that had a good copy, or "parity"."""
 
     location: str
     name: str
@@ -62,7 +62,7 @@ class Healed(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """An object of which no good bytes are left anywhere, and the samples lost with it: 0 for what is no shard."""
+    """An object without a good copy. `rows` is the number of lost samples: 0 for objects other than shards."""
 
     name: str
     rows: int
@@ -70,7 +70,7 @@ class Lost(NamedTuple):
 
 
 class Unchecked(NamedTuple):
-    """A copy that could not be checked, or not be written."""
+    """A copy that could not be checked or written."""
 
     location: str
     name: str
@@ -88,11 +88,11 @@ class _Document(NamedTuple):
 
 @dataclass(frozen=True)
 class _Held:
-    """What one place has of a row.
+    """Documents of one row in one location.
 
     Attributes:
-        listed: numbers under which there is anything.
-        good: number → what is as it was written, of this repository and number.
+        listed: numbers of all documents.
+        good: number → valid document of this repository.
     """
 
     location: str
@@ -103,17 +103,17 @@ class _Held:
 
 
 class _Put(NamedTuple):
-    """A document to be put where it is not, or where something else is."""
+    """A document to put or to delete in one location."""
 
     location: str
     store: Store
     name: str
     data: bytes | None
-    """None: the document is to be deleted."""
+    """Bytes to put; None to delete the document."""
     was: str
     source: str
     is_lag: bool = False
-    """The copy is only behind: nothing was damaged."""
+    """True if the copy is only behind the root, and not damaged."""
 
 
 class Fork(NamedTuple):
@@ -132,15 +132,15 @@ class Fork(NamedTuple):
 
 @dataclass
 class Documents:
-    """What was found of them.
+    """The result of a check of documents.
 
     Attributes:
-        newest: the newest good log entry.
-        locations: name → those beside the root that hold this repository.
-        absent: name → why: those that do not, or do not answer.
-        lost: documents that are good nowhere.
-        unchecked: what a copy has and should not have.
-        puts: what is to be put where.
+        newest: newest good log entry.
+        locations: name → location, for the locations other than the root that have this repository.
+        absent: name → reason, for the locations that do not have it or do not answer.
+        lost: documents without a good copy.
+        unchecked: documents that could not be read or written.
+        puts: documents to put or delete.
         forks: logs of copies that do not continue the root's.
     """
 
@@ -154,15 +154,15 @@ class Documents:
 
     @property
     def bad(self) -> list[BadCopy]:
-        """Documents that are damaged or gone, and good elsewhere."""
+        """Documents that are damaged or missing and good in another location."""
         return [BadCopy(one.location, one.name, one.was) for one in self.puts if not one.is_lag]
 
     def heal_root(self) -> list[Healed]:
-        """Put right what the root has wrong."""
+        """Repair the root's documents."""
         return [healed for one in self._taken(is_root=True) for healed in _put(one)]
 
     def heal_copies(self, *, is_lag_left: bool = False) -> list[Healed]:
-        """Put right what copies have wrong, and bring them what they lack; what cannot be written is `unchecked`."""
+        """Repair the documents of copies, and add those that they lack. A failed write is noted in `unchecked`."""
         done: list[Healed] = []
         for one in self._taken(is_root=False):
             if is_lag_left and one.is_lag:
@@ -174,7 +174,7 @@ class Documents:
         return done
 
     def add_commit(self, entry: LogEntry) -> None:
-        """Note an entry that was committed after the logs were compared: every copy is to get it."""
+        """Add an entry that was committed after the comparison of the logs; every copy will get it."""
         self.newest = entry
         name, data = LOG.name(entry.n), entry.to_bytes()
         stores = {one.location: one.store for one in self.puts if one.location != ROOT_NAME}
@@ -198,18 +198,23 @@ def _put(one: _Put) -> Iterator[Healed]:
     if one.was != "missing" or not one.store.put_new(one.name, one.data):
         with contextlib.suppress(ShardkitError):
             if one.store.get(one.name, max_bytes=MAX_ENTRY_BYTES) == one.data:
-                return  # somebody else put it there meanwhile
+                return  # another process put it meanwhile
         one.store.replace(one.name, one.data)
     if not one.is_lag:
         yield Healed(one.location, one.name, one.was, one.source, len(one.data))
 
 
 def check_documents(root: Store, more: Sequence[LocationRecord]) -> Documents:
-    """Check the documents of a root and of its copies; nothing is written."""
+    """Check the documents of a root and its copies without writing.
+
+    Args:
+        root: store of the root.
+        more: copies that the root's table does not name.
+    """
     found = Documents()
     repository = repository_id(root)
     if not repository or root.head(COPY_NAME) is not None:
-        return found  # whoever opens it says what is wrong with it
+        return found  # opening the root reports the error
     tables = [_held(ROOT_NAME, root, row, repository) for row in (TABLES, SPARES)]
     logs = [_held(ROOT_NAME, root, LOG, repository)]
     known = _chosen(tables)
@@ -252,7 +257,7 @@ def check_documents(root: Store, more: Sequence[LocationRecord]) -> Documents:
 
 
 def repository_id(root: Store) -> str:
-    """By the identity, else by the first good document that names it; "" where there is none."""
+    """Return the repository id of the identity, otherwise of the first good document; "" if there is none."""
     with contextlib.suppress(*_DAMAGED):
         return identity_in(root).id
     for row in (LOG, TABLES, SPARES):
@@ -269,9 +274,7 @@ def _held(location: str, store: Store, row: _Row, repository: str) -> _Held:
     good: dict[int, _Document] = {}
 
     def read(number: int) -> None:
-        with contextlib.suppress(
-            ShardkitError
-        ):  # damaged, or no regular file: putting a good one tells them apart
+        with contextlib.suppress(ShardkitError):  # damaged or not a regular file; `_put` handles both
             said, data = row.read(store, number, repository)
             good[number] = _Document(data, said, location)
 
@@ -283,7 +286,8 @@ def _held(location: str, store: Store, row: _Row, repository: str) -> _Held:
 def _chosen(places: Sequence[_Held], *, may_grow: bool = False) -> dict[int, _Document]:
     """Return the good document of each number: it names its predecessor, and the root's successor names it.
 
-    With `may_grow`, copies may continue the root: what they have more, the root lost, because nobody commits to copies.
+    With `may_grow`, documents of copies may follow the root's last one: the root lost them, because commits go to the
+    root only.
     """
     root, copies = places[0], sorted(places[1:], key=lambda place: -len(place.good))
     own = max((n for place in places if place.location == root.location for n in place.listed), default=0)
@@ -304,7 +308,7 @@ def _chosen(places: Sequence[_Held], *, may_grow: bool = False) -> dict[int, _Do
 
 
 def _compare(places: Sequence[_Held], chosen: dict[int, _Document], found: Documents) -> None:
-    """Note which documents of a row each place lacks or has otherwise."""
+    """Add puts for the documents of a row that a location lacks or that differ from the chosen ones."""
     root = places[0]
     for number in range(1, max((n for place in places for n in place.listed), default=0) + 1):
         if number not in chosen and not any(number in place.good for place in places):
@@ -325,7 +329,7 @@ def _compare(places: Sequence[_Held], chosen: dict[int, _Document], found: Docum
 
 
 def _note_fork(place: _Held, chosen: dict[int, _Document], found: Documents) -> bool:
-    """Return True if a copy has good documents that are not the chosen ones; a log is then merged before it goes."""
+    """Return True if a copy has good documents other than the chosen ones. A forked log is noted for merging."""
     other = [n for n, one in place.good.items() if n not in chosen or chosen[n].data != one.data]
     if not other or not chosen:
         return False
@@ -340,10 +344,10 @@ def _note_fork(place: _Held, chosen: dict[int, _Document], found: Documents) -> 
 def merged_names(
     head: LogEntry, fork: Fork, is_there: Callable[[str], bool]
 ) -> Mapping[str, Mapping[str, str]] | None:
-    """Return the refs and tags of `head` with those that only the fork has; None if it has no others.
+    """Return the refs and tags of `head` and those that only the fork has; None if there are none.
 
-    A name that both changed keeps the root's version, and the fork's gets a name of its own. Versions of which no
-    manifest is left, and versions of withdrawn tags, do not come back.
+    A name that both changed keeps the root's version, and the fork's version gets the name ``<name>-<location>``.
+    Versions without a manifest, and versions of withdrawn tags, are not restored.
     """
     before = fork.common or NO_COMMIT
     tables: dict[str, dict[str, str]] = {"refs": dict(head.refs), "tags": dict(head.tags)}
@@ -369,7 +373,7 @@ def merged_names(
 
 
 def _is_ours(store: Store, repository: str, root: Store, *, is_marked: bool = False) -> tuple[bool, str]:
-    """Whether a place holds this repository, else why not: a disk that is not mounted looks like an empty folder."""
+    """Return whether a store has this repository, and the reason if not. An unmounted disk is an empty folder."""
     try:
         if identity_in(store).id == repository:
             return True, ""
@@ -387,11 +391,10 @@ def _is_ours(store: Store, repository: str, root: Store, *, is_marked: bool = Fa
 def _is_copy(
     store: Store, root: Store, record: LocationRecord, repository: str, table: int, found: Documents
 ) -> tuple[bool, str]:
-    """Whether a location is the copy that the table says, and why it holds nothing of this repository.
+    """Return whether a location is the copy that the table names, and why it does not have this repository.
 
-    A mark that is damaged or gone is noted to be put again: a copy that has lost its mark still has the identity; a
-    folder over which no disk is mounted has neither. One that is ahead of the root has become a root itself and bears
-    no mark: its objects are good for others, its documents are its own.
+    A damaged or missing mark is restored if the identity is there: an unmounted disk has neither. A location whose
+    table is newer than the root's was promoted to a root and has no mark. Its objects are used, its documents are not.
     """
     wanted, was = CopyMark(record.name, repository), "wrong"
     try:
@@ -415,7 +418,7 @@ def _is_copy(
 def _identities(
     root: Store, copies: dict[str, Store], first: _Document | None, repository: str, found: Documents
 ) -> None:
-    """The identity of each place, by any good one, or by the first commit, which names its digest."""
+    """Add puts for missing or damaged identities, from any good one or from the digest in the first log entry."""
     places = {ROOT_NAME: root, **copies}
     known: dict[str, Identity] = {}
     for name, store in places.items():
@@ -431,7 +434,7 @@ def _identities(
         )
         return
     for name, store in places.items():
-        if name not in known:  # one of another repository is not ours to change
+        if name not in known:  # the identity of another repository is left as it is
             with contextlib.suppress(ShardkitError):
                 was = "missing" if store.head(IDENTITY_NAME) is None else "wrong"
                 data = good.to_bytes()

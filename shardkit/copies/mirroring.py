@@ -1,4 +1,4 @@
-"""Bring documents and the log from the root to a copy, and back to a root that is lost."""
+"""Copy documents and the log from the root to a copy, and from a copy to a lost root."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _MIRRORED: Final = ("locations/", "parity/", "erasures/")
 def log_conflict(root: Store, copy: Store) -> str:
     """Return why a copy's log is not the beginning of the root's, "" if it is.
 
-    The copy is listed first: a commit that is made meanwhile is in the root before it is in a copy.
+    The copy is listed first, because a concurrent commit reaches the root before it reaches a copy.
     """
     held = list(copy.list_after(LOG.prefix))
     foreign = sorted(set(held) - set(root.list_after(LOG.prefix)))
@@ -58,24 +58,28 @@ def log_conflict(root: Store, copy: Store) -> str:
 
 
 def mirror_log(root: Store, copy: Store) -> int:
-    """Copy the entries that a copy lacks and return their number."""
+    """Copy the log entries that a copy lacks and return their number.
+
+    Raises:
+        IntegrityError: The copy's log is not the beginning of the root's, or a new entry is damaged.
+    """
     conflict = log_conflict(root, copy)
     if conflict:
         raise IntegrityError(conflict)
     missing = sorted(set(root.list_after(LOG.prefix)) - set(copy.list_after(LOG.prefix)))
     for name in missing:
         data = root.get(name, max_bytes=MAX_ENTRY_BYTES)
-        LogEntry.from_bytes(data, f"{name} in {root.url}")  # a copy gets nothing damaged
+        LogEntry.from_bytes(data, f"{name} in {root.url}")  # do not copy a damaged entry
         if not copy.put_new(name, data) and copy.get(name, max_bytes=MAX_ENTRY_BYTES) != data:
             raise IntegrityError(f"{name} in {copy.url} is another one; run: shardkit repair {root.url}")
     return len(missing)
 
 
 def mirror_documents(root: Store, copy: Store) -> list[tuple[str, str]]:
-    """Copy the documents that a copy lacks or has otherwise; a damaged one of the root comes from the copy.
+    """Copy the documents that a copy lacks or that differ. A damaged document of the root is restored from the copy.
 
     Returns:
-        (name, "missing" or "wrong") of each.
+        (name, "missing" or "wrong") of each document copied to the copy.
     """
     done: list[tuple[str, str]] = []
     for folder in _MIRRORED:
@@ -97,7 +101,7 @@ def mirror_documents(root: Store, copy: Store) -> list[tuple[str, str]]:
 
 
 def _sound_bytes(store: Store, name: str) -> bytes | None:
-    """The bytes of a document that is what its name says; None if it is damaged, gone or another one."""
+    """Return the bytes of a document that fits its name; None if it is damaged, missing or another document."""
     limit = MAX_RECORD_BYTES if name.startswith("parity/") else _MAX_PLACE_BYTES
     with contextlib.suppress(ShardkitError):
         data = store.get(name, max_bytes=_MAX_ERASURE_BYTES if name.startswith("erasures/") else limit)
@@ -107,7 +111,7 @@ def _sound_bytes(store: Store, name: str) -> bytes | None:
 
 
 def check_document(name: str, data: bytes) -> None:
-    """Raise FormatError if a document does not fit its name: it is damaged, or it is of another set, part or tar."""
+    """Raise FormatError if a document is damaged or belongs to another set, part or tar than its name says."""
     said = name
     if name.startswith("parity/sets/"):
         said = SetRecord.from_bytes(data, name).set.record_name
@@ -126,9 +130,10 @@ def check_document(name: str, data: bytes) -> None:
 
 
 def restore_lost_root(root: Store, more: Sequence[LocationRecord]) -> list[Healed]:
-    """Give a root that has neither identity nor log nor tables the documents of a copy, the tables last.
+    """Copy the documents of a copy to a root that has neither identity nor log nor tables, the tables last.
 
-    The rest is repaired as ever from then on. Copies come from `more`; if it is empty, from folders next to the root.
+    The usual repair then restores the rest. The copies are those of `more` or, if it is empty, of folders next to the
+    root.
     """
     if repository_id(root):
         return []

@@ -1,4 +1,4 @@
-"""P and Q of every set of a version, set by set, so that it can be interrupted at any point (SPEC.md §4)."""
+"""Encode the parity objects of a version, set by set, so that encoding may be interrupted at any point."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from shardkit.stores.waiting import RateLimiter
 
 @dataclass
 class Encoding:
-    """What `encode_sets` did.
+    """The result of `encode_sets`.
 
     Attributes:
-        sets: of the version.
-        encoded: by this call.
-        kept: that were there.
-        failed: set → why it has no parity: a member is lost, or a store did not answer.
+        sets: number of parity sets of the version.
+        encoded: number of sets that this call encoded.
+        kept: number of sets that had parity before.
+        failed: id of a set without parity → the reason: a member is lost, or a store did not answer.
     """
 
     sets: int = 0
@@ -55,14 +55,24 @@ def encode_sets(
     k: int = 8,
     pace: Callable[[int], None] | None = None,
 ) -> Encoding:
-    """Give a version parity. What is there already is kept, so a killed call is finished by the next."""
+    """Encode the parity sets of a version. Existing parity is kept, so the next call finishes a killed one.
+
+    Args:
+        repository: the root.
+        manifest_id: id of the version.
+        k: number of members of a set.
+        pace: called with the number of bytes read in each round; may sleep.
+
+    Raises:
+        UsageError: `k` is out of range, or the version is merged.
+    """
     if not 1 <= k <= MAX_MEMBERS:
         raise UsageError(f"k={k}: a parity set has 1 to {MAX_MEMBERS} members")
     inventory = take_inventory(repository.store, manifest_id)
     if inventory.manifest.parts:
         raise UsageError(f"version {manifest_id} was merged; give its parts parity, where they lie")
     root = repository.store
-    adopting = with_adopted_tars(root, inventory.manifest)  # tars that lie outside are members as well
+    adopting = with_adopted_tars(root, inventory.manifest)  # adopted tars are members too
     sources = [adopting, *_copies(repository)]
     put_over(root, version_record_name(manifest_id), version_record(manifest_id, k))
     chosen = sets_of(inventory, k, inventory.small(repository.store))
@@ -81,7 +91,7 @@ def encode_sets(
 
 
 def _copies(repository: Repository) -> list[Store]:
-    """Other locations of the root, as far as they can be opened."""
+    """Return the stores of the other locations that can be opened."""
     try:
         return [one.store for one in open_locations(repository.store, repository.id)[1:]]
     except ShardkitError:
@@ -89,7 +99,7 @@ def _copies(repository: Repository) -> list[Store]:
 
 
 def _is_encoded(root: Store, one: ParitySet) -> bool:
-    """Whether the document of a set is there, and its parity objects with their sizes."""
+    """Return True if the document of a set exists, and its parity objects exist with their sizes."""
     try:
         record = read_record(root, one)
     except FormatError:
@@ -101,9 +111,12 @@ def _is_encoded(root: Store, one: ParitySet) -> bool:
 def encode_parity(
     repository: Repository, table: LocationTable, versions: Iterable[str], pace: RateLimiter
 ) -> int:
-    """Encode what is not encoded yet of some versions; how many sets were.
+    """Encode the missing parity of versions and return the number of sets encoded.
 
-    A merged version has no sets of its own, its parts have; those of parts in other roots are their roots' business.
+    A merged version has no sets of its own. Its parts have sets, and parts in other roots are encoded there.
+
+    Raises:
+        StoreError: A set could not be encoded.
     """
     if table.policy.parity is None:
         return 0
@@ -117,7 +130,7 @@ def encode_parity(
             except (
                 NotFoundError,
                 IntegrityError,
-            ) as error:  # without its size nobody knows how the rest is cut
+            ) as error:  # the sets depend on the sizes of all objects
                 failed[version] = str(error)
             else:
                 encoded += done.encoded

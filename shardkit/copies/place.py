@@ -1,4 +1,4 @@
-"""`place`: other locations or another policy, and the bytes moved after them: copy, verify, commit, delete later."""
+"""`place`: change locations or policy and move the copies: copy, verify, commit the table, delete later."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ from shardkit.stores.store import Store, root_store
 from shardkit.stores.waiting import RateLimiter
 
 GRACE_S: Final = 7 * 86_400
-"""How long surplus copies stay after a table was committed: until then it can be undone without a copy being made."""
+"""Seconds from the commit of a table to the deletion of surplus copies. Until then, an undo needs no new copies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """What a user wants of the locations.
+    """A change of the locations and the policy.
 
     Attributes:
-        locations: added, or given other properties by their name.
-        empty: names of locations that shall give away what they have.
-        forget: names of locations that are gone, or shall not be asked any more.
-        refill: names of locations that are empty, because their disk was replaced, and shall be filled again.
-        policy: makes the new policy of the old one.
-        is_undo: it goes back to what was there: strata that have gone since are no mistake.
+        locations: locations to add, or to change by name.
+        empty: names of locations whose objects are moved to other locations.
+        forget: names of locations to remove from the table.
+        refill: names of locations to fill again, such as after the replacement of a disk.
+        policy: function from the old policy to the new one.
+        is_undo: True to accept critical strata that no version has.
     """
 
     locations: tuple[LocationRecord, ...] = ()
@@ -64,12 +64,13 @@ class Change:
 
 @dataclass(slots=True)
 class Drops:
-    """What was taken away.
+    """Deleted surplus copies.
 
     Attributes:
-        objects: copies deleted. bytes: their bytes.
-        kept: surplus copies that stay because too few good ones were found elsewhere: (location, name).
-        problems: what locations said.
+        objects: number of copies deleted.
+        bytes: bytes of those copies.
+        kept: (location, name) of surplus copies that were kept because other copies are missing or bad.
+        problems: errors of locations.
     """
 
     objects: int = 0
@@ -80,16 +81,16 @@ class Drops:
 
 @dataclass(slots=True)
 class Placing:
-    """What `place` did.
+    """The result of `place`.
 
     Attributes:
-        table: that holds now; None where the root has none.
-        was: the table before, None where there was none.
-        committed: whether this call made the table.
-        copies: what was copied.
-        drops: what was taken away.
-        surplus: copies that are not needed where they are: objects, bytes are deleted after the grace.
-        due_in_s: seconds until they may be deleted.
+        table: current table; None if the root has none.
+        was: table before the call; None if there was none.
+        committed: True if this call committed the table.
+        copies: copies made.
+        drops: surplus copies deleted.
+        surplus: number of copies in locations where they do not belong.
+        due_in_s: seconds until the surplus copies may be deleted.
     """
 
     table: LocationTable | None
@@ -118,7 +119,12 @@ class Placing:
 def changed_table(
     repository: Repository, base: LocationTable | None, change: Change
 ) -> tuple[Policy, tuple[LocationRecord, ...]]:
-    """Policy and locations after a change; nothing is written."""
+    """Return policy and locations after a change, without writing.
+
+    Raises:
+        UsageError: A location to empty, forget or refill is unknown.
+        ConfigurationError: A location overlaps another one, or the root gets a weight.
+    """
     root = base.root if base else first_root(root_store(repository.store))
     records = {one.name: one for one in (base.locations if base else (root,))}
     for name in (*change.empty, *change.forget, *change.refill):
@@ -141,7 +147,7 @@ def changed_table(
 
 
 def _check_apart(names: Collection[str], records: Sequence[LocationRecord]) -> None:
-    """Refuse a location inside or above another one: the same disk and the same files hold both."""
+    """Raise ConfigurationError if a location is inside or above another one: both would fail together."""
     paths = {one.name: os.path.realpath(path) for one in records if (path := local_path(one.url))}
     for name in names:
         for other in paths.keys() - {name} if name in paths else ():
@@ -164,10 +170,25 @@ def place(
     report: Report | None = None,
     clock: Callable[[], float] = time.time,
 ) -> Placing:
-    """Change where copies belong, and move them: copy and verify, then commit, then delete what is due.
+    """Change where copies belong, and move them: copy and verify, commit the table, then delete due surplus copies.
 
-    A killed call changes nothing that matters: copies that were made stay and are found again; the table is committed
-    only when all copies are there that it asks for; deleting goes on with the next call.
+    The table is committed only if no copy is missing that it asks for. After a killed call, the next call finds the
+    copies that were made, and continues the deletion.
+
+    Args:
+        repository: the root.
+        change: the change.
+        pace: rate limit of the copies.
+        dry_run: only find what would be done.
+        grace_s: seconds from the commit of the table to the deletion of surplus copies.
+        message: message of the table; by default a description of the change.
+        author: author of the table.
+        report: called with progress.
+        clock: clock in seconds since 1970.
+
+    Raises:
+        StoreError: A copy is missing; the old table stays valid.
+        ConfigurationError: A critical stratum is in no version.
     """
     pace = pace or RateLimiter()
     base = read_table(root_store(repository.store), repository.id)
@@ -186,7 +207,7 @@ def place(
     found = look(repository, table, needed)
     placing.copies = Replication.of(found)
     if dry_run:
-        for one in found.all.values():  # what is not there yet because nothing was done is no problem
+        for one in found.all.values():  # a new location is not prepared in a dry run, which is no problem
             if one.state == "unprepared" and (base is None or base.find(one.name) is None):
                 one.state, one.problem = "new", ""
         placing.table = table
@@ -208,7 +229,7 @@ def place(
 
 
 def _table_after(repository: Repository, base: LocationTable | None, change: Change) -> LocationTable | None:
-    """The table that a change asks for: the one that holds where it changes nothing, else one to place by."""
+    """Return a draft of the changed table; `base` if nothing changes; None if no table is needed."""
     policy, records = changed_table(repository, base, change)
     if base is not None and policy == base.policy and records == base.locations:
         return base
@@ -220,7 +241,7 @@ def _table_after(repository: Repository, base: LocationTable | None, change: Cha
 
 
 def _check_strata(repository: Repository, base: LocationTable | None, policy: Policy) -> None:
-    """Refuse a critical stratum that no version has: it would protect nothing, and nobody would be told."""
+    """Raise ConfigurationError for a new critical stratum that no version has, such as a misspelled one."""
     before = {one.stratum for one in base.policy.critical} if base else set[str]()
     new = sorted({one.stratum for one in policy.critical} - before)
     for name, hint in unknown_strata(over_all(repository), new).items() if new else ():
@@ -228,7 +249,11 @@ def _check_strata(repository: Repository, base: LocationTable | None, policy: Po
 
 
 def undo(repository: Repository, **options: Any) -> Placing:
-    """Put locations and policy back to what they were before the newest table; what was deleted is copied again."""
+    """Restore the locations and the policy of the table before the newest one, and copy deleted copies again.
+
+    Raises:
+        UsageError: There is no earlier table.
+    """
     tables = read_tables(root_store(repository.store), repository.id)
     if len(tables) < 2:
         raise UsageError(f"{repository.url}: there is no earlier placement to go back to")
@@ -290,7 +315,10 @@ def _told(base: LocationTable | None, records: Sequence[LocationRecord]) -> str:
 
 
 def surplus(found: Holdings, needed: Mapping[str, Needed]) -> list[tuple[str, str]]:
-    """(location, object) of copies that belong to some version and not there; what nothing needs is for `gc`."""
+    """Return (location, object) of copies of needed objects that do not belong in the location.
+
+    Objects that no version needs are left to `gc`.
+    """
     return [
         (location, name)
         for location in found.stores
@@ -307,10 +335,9 @@ def drop_surplus(
     copies: Iterable[tuple[str, str]],
     pace: RateLimiter,
 ) -> Drops:
-    """Delete surplus copies, each only if all copies that the policy asks for are there and good, now.
+    """Delete each surplus copy, after a check that all copies that the policy asks for are good.
 
-    "Good" is what the store's own checksum says, freshly asked, or a read of every byte. A listing proves nothing, nor
-    does an old attestation.
+    The check uses the store's own checksum, requested now, or reads every byte. Listings and attestations do not count.
     """
     done = Drops()
     domains = {one.name: one.domain for one in table.locations}
@@ -343,9 +370,18 @@ def _is_good(found: Holdings, location: str, name: str, pace: RateLimiter) -> bo
 def promote(
     url: str | os.PathLike[str], *, copies: int | None = None, message: str = "", author: str = ""
 ) -> LocationTable:
-    """Make a copy the root: commits go there from now on, and `replicate` brings it what it lacks.
+    """Make a copy the root, which gets the commits. `replicate` then copies the objects that it lacks.
 
-    What was committed after the log was last copied is lost with the old root. May be killed and called again.
+    Commits that were made after the log was last copied are lost with the old root. May be killed and called again.
+
+    Args:
+        url: URL of the copy.
+        copies: new number of copies; None keeps it.
+        message: message of the table.
+        author: author of the table.
+
+    Raises:
+        UsageError: The store is not a copy, or the old root still answers.
     """
     store = open_store(url)
     mark = read_mark(store)
@@ -363,12 +399,12 @@ def promote(
         policy: Policy = table.policy if copies is None else table.policy.changed(copies=copies)
         told = message or f"{mark.location} is the root now"
         table = commit_table(store, identity.id, table, policy, [root, *others], message=told, author=author)
-    store.delete(COPY_NAME)  # last: until then nobody commits here
+    store.delete(COPY_NAME)  # last: the mark prevents commits until then
     return table
 
 
 def _check_lost(table: LocationTable, store: Store, repository_id: str) -> None:
-    """Two roots of one repository would each have a log of their own."""
+    """Raise UsageError if the root of the table still answers: two roots would fork the log."""
     try:
         root = Repository.open(table.root.url, read_only=True)
     except (NotFoundError, ShardkitError):

@@ -1,10 +1,9 @@
-"""Which objects the versions of a root need, in which locations each belongs, and what those hold of them.
+"""Objects that the versions of a root need, the locations that each belongs in, and the objects in each location.
 
-The places are drawn by weighted rendezvous hashing over SHA-256, in integers; pure. Every location draws a number for
-an object from (name of the location, digest of the object); the object goes to those that drew best, one per failure
-domain. So nothing has to be looked up or kept, and a location that comes or goes moves only what it draws or drew best
-(Thaler and Ravishankar, 1998). With weights a draw u in (0, 1] counts as -log(u) / weight, smallest first: the
-exponential race, in which a location wins in proportion to its weight.
+Placement is weighted rendezvous hashing over SHA-256 in integers (Thaler and Ravishankar, 1998), a pure function. Every
+location hashes (its name, digest of the object) to a draw u in (0, 1]. The object belongs in the locations with the
+smallest -log(u) / weight, one per failure domain, so a location gets a share in proportion to its weight. No state is
+kept, and adding or removing a location moves only the objects that it gets or had.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ from shardkit.repository.repository import Repository
 from shardkit.stores.store import Store, parse_object_name, root_store
 
 LARGE: Final = ("tar", "arrow", "parity")
-"""Extensions of objects that are not metadata."""
+"""Extensions of objects other than metadata."""
 
 ALWAYS_EVERYWHERE: Final = frozenset(
     {"manifest", "page", "index", "selection", "sources", "about", "lookup", "cost"}
 )
-"""Extensions of metadata: small, and without it no shard can be read or verified, so each location has all of it."""
+"""Extensions of metadata. It is small and needed to read any shard, so each location has all of it."""
 
 _FRACTION_BITS: Final = 32
 _SCALE_BITS: Final = 64
@@ -54,10 +53,10 @@ class Needed:
     """An object that a version needs.
 
     Attributes:
-        name: of the object in a root.
-        size: bytes; None where no page says.
-        where: names of the locations that it belongs in, the root first.
-        is_critical: whether a commit in hybrid mode waits for its copies: metadata, and shards with critical strata.
+        name: name of the object in a store.
+        size: size in bytes; None if no page has it.
+        where: names of the locations that the object belongs in, the root first.
+        is_critical: True for metadata and shards with critical strata: a commit in hybrid mode waits for their copies.
     """
 
     name: str
@@ -67,7 +66,7 @@ class Needed:
 
 
 def live_versions(repository: Repository) -> list[str]:
-    """Manifest ids that a ref or a tag names, each once, and those of their parts that lie in this root."""
+    """Return the manifest ids that refs and tags name, each once."""
     head = repository.head()
     found = dict.fromkeys([*head.refs.values(), *head.tags.values()]) if head else {}
     return list(found)
@@ -80,7 +79,7 @@ def find_needed(
     *,
     stores: Sequence[Store] | None = None,
 ) -> dict[str, Needed]:
-    """Name → what is needed, of some versions, their parts in this root, and their parity."""
+    """Return the objects that versions need, by name, with their parts in this root and their parity."""
     found: dict[str, Needed] = {}
     for inventory in walk_versions(repository.store, versions):
         parity = parity_names(repository.store, inventory, stores=stores)
@@ -89,14 +88,14 @@ def find_needed(
 
 
 def add_needed(found: dict[str, Needed], more: Iterable[Needed]) -> None:
-    """Note what another version needs; one version may know a shard as critical, another not."""
+    """Add objects to `found`. A shard may be critical in one version only; the entry with more locations is kept."""
     for one in more:
         if one.name not in found or len(found[one.name].where) < len(one.where):
             found[one.name] = one
 
 
 def needed_of(table: LocationTable, inventory: Inventory, parity: Collection[str]) -> Iterator[Needed]:
-    """What one version needs, `parity_names` included."""
+    """Yield the objects that one version needs, including the parity objects named in `parity`."""
     strata = _strata_of_shards(inventory) if table.policy.critical else {}
     sizes = dict(inventory.names())
     sizes |= dict.fromkeys(sorted(set(parity) - sizes.keys()))
@@ -109,9 +108,9 @@ def needed_of(table: LocationTable, inventory: Inventory, parity: Collection[str
 
 
 def unknown_strata(repository: Repository, names: Iterable[str]) -> dict[str, str]:
-    """Names of critical strata that no version, nor part of one in this root, has → which there are, for a message.
+    """Return the strata of `names` that no version or part in this root has, each with a hint for a message.
 
-    Empty while there is no version.
+    The result is empty if there is no version.
     """
     wanted, versions = list(names), live_versions(repository)
     if not wanted or not versions:
@@ -123,7 +122,7 @@ def unknown_strata(repository: Repository, names: Iterable[str]) -> dict[str, st
 
 
 def _there_are(name: str, known: Iterable[str]) -> str:
-    """For a message: the stratum that was meant, or some of those that there are."""
+    """Return a hint for a message: the most similar stratum, or some of the known ones."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1)
     if close:
@@ -133,7 +132,7 @@ def _there_are(name: str, known: Iterable[str]) -> str:
 
 
 def _strata_of_shards(inventory: Inventory) -> dict[str, frozenset[str]]:
-    """Digest of each shard → names of the strata of which it holds rows."""
+    """Return the names of each shard's strata, by digest of the shard."""
     found: dict[str, frozenset[str]] = {}
     names = _names_of_strata(inventory.manifest)
     for table in inventory.tables:
@@ -145,7 +144,7 @@ def _strata_of_shards(inventory: Inventory) -> dict[str, frozenset[str]]:
 
 
 def _names_of_strata(manifest: Manifest) -> list[frozenset[str]]:
-    """What each stratum may be called: by its name, and by that of its class; the pool by all that are in it."""
+    """Return the names of each stratum: its own, and that of its class. The pool has the names of all its members."""
     found: list[frozenset[str]] = []
     for stratum in manifest.strata:
         names = {stratum.name}
@@ -171,11 +170,14 @@ def placement(
     extension: str,
     strata: frozenset[str] = frozenset(),
 ) -> tuple[str, ...]:
-    """Names of the locations that an object belongs in, the root first, the others by how well they drew.
+    """Return the names of the locations that an object belongs in, the root first, then in the order of their draws.
 
     Returns:
-        As many as the policy asks for, in distinct failure domains; fewer where there are fewer domains. All of them
-        for metadata.
+        As many names as the policy has copies, in distinct failure domains, or fewer if there are fewer domains. For
+        metadata, all locations with a weight.
+
+    Raises:
+        ConfigurationError: `locations` is empty.
     """
     if not locations:
         raise ConfigurationError("no location to place objects in; name the root first")
@@ -201,7 +203,7 @@ def _drawn(digest: str, locations: Iterable[LocationRecord], count: int, taken: 
 
 
 def _draw(digest: str, location: LocationRecord) -> tuple[int, bytes]:
-    """-log2(u) / weight in fixed point, smallest best; the whole hash settles what rounding made equal."""
+    """Return (-log2(u) / weight in fixed point, the whole hash as tie-breaker). The smallest draw wins."""
     hashed = hashlib.sha256(
         b"shardkit-placement/1\0" + f"{location.name}\0{parse_digest(digest)}".encode()
     ).digest()
@@ -210,7 +212,10 @@ def _draw(digest: str, location: LocationRecord) -> tuple[int, bytes]:
 
 
 def _minus_log2(u: int) -> int:
-    """-log2(u / 2**64) for 1 ≤ u ≤ 2**64, rounded up to 32 fractional bits: one bit per squaring of the mantissa."""
+    """Return -log2(u / 2**64) for 1 ≤ u ≤ 2**64, rounded up to 32 fractional bits.
+
+    Each squaring of the mantissa gives one bit.
+    """
     exponent = u.bit_length() - 1
     mantissa = (u << 63) >> exponent  # [2**63, 2**64): 1.0 … 2.0
     log2 = exponent
@@ -229,7 +234,7 @@ _QUESTIONS: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """A copy that belongs in a location and is not there."""
+    """A copy that belongs in a location and is missing there."""
 
     needed: Needed
     location: str
@@ -238,18 +243,20 @@ class Missing:
 
 @dataclass(slots=True)
 class Holding:
-    """One location: how it answers, what a call did there, and what it lacks.
+    """State of one location, the copies made there by a call, and the copies that it lacks.
 
     Attributes:
-        name: of the location.
-        url: where it is.
-        domain: its failure domain.
-        state: "ok"; "unreachable"; "unprepared": empty, or not mounted; "foreign": it is something else; "failed"
-            where copies could not be put; "new" where nothing was done yet.
-        problem: what it said, or "".
-        copied: objects that this call copied to it. copied_bytes: their bytes.
-        commits: log entries that this call copied to it.
-        lag: objects that belong there and are not. lag_bytes: their bytes.
+        name: name of the location.
+        url: URL of the location.
+        domain: failure domain.
+        state: "ok"; "unreachable"; "unprepared": empty or not mounted; "foreign": another dataset; "failed": copies
+            could not be put; "new": not yet prepared, in a dry run.
+        problem: error message, or "".
+        copied: number of objects copied to it.
+        copied_bytes: bytes of those objects.
+        commits: number of log entries copied to it.
+        lag: number of objects that belong there and are missing.
+        lag_bytes: bytes of those objects.
     """
 
     name: str
@@ -265,18 +272,18 @@ class Holding:
 
 
 class Holdings:
-    """Locations, opened for writing; each has been seen to be what it should be, and nothing is listed yet.
+    """Locations opened for writing, after a check of their marks. Objects are not listed until `fill`.
 
     Args:
-        repository: the root, opened in any way.
-        records: by default those of the root's table, or the root alone where it has none.
+        repository: the root.
+        records: locations; by default those of the root's table, or the root alone if it has no table.
 
     Attributes:
-        root: its store.
-        all: name → what is known of it.
-        stores: name → location, of those that can be used: the others do not answer, or are not what they should be.
-        held: name → names of the objects that it lists.
-        missing: copies that are not there, of all locations, also of those that do not answer.
+        root: store of the root.
+        all: name → state, of all locations.
+        stores: name → location, of those that answer and have the expected mark.
+        held: location name → names of the objects that it lists.
+        missing: missing copies of all locations, including those that do not answer.
     """
 
     def __init__(self, repository: Repository, records: Sequence[LocationRecord] | None = None) -> None:
@@ -310,26 +317,30 @@ class Holdings:
             self._leave_out(name, "unreachable", str(error))
 
     def _leave_out(self, name: str, state: str, problem: str) -> None:
-        """Neither read nor write there any more."""
+        """Exclude a location from reads and writes."""
         self.stores.pop(name, None)
         self.all[name].state, self.all[name].problem = state, problem
 
     @property
     def problems(self) -> dict[str, str]:
-        """Name → why, of those that cannot be used."""
+        """Name → error message, of the locations that cannot be used."""
         return {name: one.problem for name, one in self.all.items() if name not in self.stores}
 
     @property
     def lag_bytes(self) -> int:
-        """Bytes of copies that are not there: what is below the policy."""
+        """Bytes of the copies that the policy asks for and that are missing."""
         return sum(one.size for one in self.missing)
 
     def sources(self, name: str) -> list[Location]:
-        """Who lists an object, the root first."""
+        """Return the locations that list an object, the root first."""
         return [one for one in self.stores.values() if name in self.held[one.name]]
 
     def fill(self, names: Collection[str] | None = None) -> None:
-        """Find out what each location holds; one that does not answer is left out."""
+        """List the objects of each location, or look up only `names`. A copy that does not answer is left out.
+
+        Raises:
+            ShardkitError: The root does not answer.
+        """
 
         def ask(location: Location) -> set[str] | ShardkitError:
             try:
@@ -352,7 +363,7 @@ class Holdings:
                 self._leave_out(name, "unreachable", str(answer))
 
     def count_missing(self) -> None:
-        """What is missing now; and so what each location lacks."""
+        """Update `missing` and the lag of each location from `held`."""
         self.missing = [one for one in self.missing if one.needed.name not in self.held[one.location]]
         for name, found in self.all.items():
             sizes = [one.size for one in self.missing if one.location == name]
@@ -362,13 +373,19 @@ class Holdings:
 def look(
     repository: Repository, table: LocationTable, needed: Mapping[str, Needed], *, listing: bool = True
 ) -> Holdings:
-    """List all locations and compare: the one place that tells how far copies are below the policy.
+    """List all locations and find the copies that are missing.
 
-    What a location does not answer counts as missing there: a policy is met by copies that are known of.
+    If a location does not answer, all copies that belong there count as missing.
+
+    Args:
+        repository: the root, or a view of it over all locations.
+        table: locations and policy.
+        needed: objects by name, from `find_needed`.
+        listing: list the locations; False: look up each needed object by name.
     """
     found = Holdings(repository, table.locations)
     found.fill(None if listing else list(needed))
-    adopting = AdoptedStore(found.root)  # adopted tars lie elsewhere and count as there
+    adopting = AdoptedStore(found.root)  # adopted tars count as copies in the root
     for one in needed.values():
         lacking = [name for name in one.where if one.name not in found.held[name]]
         if ROOT_NAME in lacking and adopting.head(one.name) is not None:

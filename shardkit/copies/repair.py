@@ -1,4 +1,4 @@
-"""`repair`: what is bad or missing is made good again, from another copy, else from parity (SPEC.md, "Repair")."""
+"""`repair`: replace bad and missing copies from another copy, otherwise from parity (SPEC.md, "Repair")."""
 
 from __future__ import annotations
 
@@ -29,7 +29,18 @@ def repair(
     from_runs: Sequence[str] = (),
     settings: CheckSettings | None = None,
 ) -> Repair:
-    """Make good what is bad. May be interrupted and called again at any time."""
+    """Replace bad and missing copies. May be interrupted and called again at any time.
+
+    Args:
+        url: URL of the root.
+        level: depth of the checks; "attested" checks only copies that were attested as bad.
+        from_runs: run directories whose readers attested bad copies.
+        settings: how copies are checked.
+
+    Raises:
+        UsageError: The level is unknown.
+        NotFoundError: A run directory does not exist.
+    """
     if level != "attested" and level not in DEPTHS:
         raise UsageError(f"level {level!r}: expected attested, {', '.join(DEPTHS)}")
     with Repairer(url, "repair", level, settings) as work:
@@ -45,10 +56,10 @@ def repair(
 
 
 def repair_listed(url: str, *, level: Depth, settings: CheckSettings) -> Repair:
-    """Make good what the root lacks and what is wrong anywhere; copies that are not there are left to `replicate`.
+    """Repair missing objects of the root and wrong copies in all locations; `replicate` makes the missing copies.
 
-    Nothing is recorded: whoever replicates need not have the right to write attestations. `level` is that of shards
-    and parity; metadata is read. See `repair`.
+    Nothing is attested, so that `replicate` needs no right to write attestations. `level` applies to shards and
+    parity; metadata is read. See `repair`.
     """
     if level not in DEPTHS:
         raise UsageError(f"level {level!r}: expected {', '.join(DEPTHS)}")
@@ -65,7 +76,7 @@ _LARGE: Final = (".tar", ".arrow", ".parity")
 
 
 def _run_store(run: str) -> Store:
-    """Where the readers of a run attested what they met."""
+    """Open the directory of a run, which has the attestations of its readers."""
     if not os.path.isdir(run):
         raise NotFoundError(
             f"run directory {run} is not there; give the directory that the loader was given as run="

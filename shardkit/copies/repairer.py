@@ -1,4 +1,4 @@
-"""Check copies, and put good bytes in the place of bad ones: the work of `repair`, `replicate` and `scrub`."""
+"""Check copies and replace bad ones: the common part of `repair`, `replicate` and `scrub`."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ _DAMAGED: Final = (NotFoundError, IntegrityError, FormatError)
 
 
 class _Failed(Exception):
-    """A copy could not be repaired this way.
+    """A copy could not be repaired from copies, or from parity.
 
     Attributes:
-        is_sure: False if a location that did not answer may have it, or the bad copy cannot be overwritten.
+        is_sure: False if a location that did not answer may have good bytes, or the bad copy cannot be overwritten.
     """
 
     def __init__(self, why: str, *, is_sure: bool) -> None:
@@ -71,28 +71,28 @@ class _Failed(Exception):
 
 
 class Repairer:
-    """One call of `repair`, `replicate` or `scrub`: checks copies, and puts good bytes in the place of bad ones.
+    """Context manager of one call of `repair`, `replicate` or `scrub`.
 
-    Entering it repairs the root's documents and metadata, without which the rest cannot be known.
+    On entry it repairs the root's documents and metadata, which are needed to find all other objects.
 
     Args:
-        url: of the root.
-        by: who attests what is found; None: nobody does.
-        level: how deep every copy is checked.
-        settings: how.
-        heal: False: nothing is repaired.
+        url: URL of the root.
+        by: name of the command for attestations; None: attest nothing.
+        level: level of the checks, for the result.
+        settings: how copies are checked.
+        heal: False: repair nothing.
 
     Attributes:
-        documents: what was found of those that no manifest names.
+        documents: result of the check of documents that no manifest names.
         repository: the root alone.
-        table: locations and policy; made up where none was ever committed.
-        locations: name → location, the root first; open for writing where that is allowed.
-        needed: object name → what is needed of it, as far as that can be known where anything may be damaged.
+        table: locations and policy; a default one if the root has no table.
+        locations: name → location open for writing, the root first.
+        absent: name → reason, of the locations that cannot be used.
+        needed: object name → needed object, of the versions whose metadata can be read.
         sets: digest of a member → its parity set, for versions that have parity.
-        rows: object name of a shard → its samples.
-        done: what was found and done.
-        records: what is attested.
-
+        rows: object name of a shard → its number of samples.
+        done: result of the call.
+        records: attestations of the call.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Repairer:
         plain = root_store(self.repository.store)
         table = read_table(plain, self.repository.id)
         self.table = table or draft_table(self.repository.id, None, Policy(), (first_root(plain),))
-        # a disk is the nearest place
+        # a local disk is read first
         rank = -1_000 if isinstance(plain, LocalStore) else self.table.root.rank
         own = Location(name=ROOT_NAME, store=plain, domain=self.table.root.domain, rank=rank)
         self.locations = {ROOT_NAME: own, **self.documents.locations}
@@ -140,7 +140,7 @@ class Repairer:
         return self
 
     def _merge_forks(self) -> None:
-        """Commit what only the log of a copy names, so that nothing is lost when the root's log is put over it."""
+        """Commit the names that only a copy's log has, before the root's log replaces it."""
         for fork in self.documents.forks:
 
             def change(head: LogEntry | None, fork: Fork = fork) -> Mapping[str, Any] | None:
@@ -165,20 +165,20 @@ class Repairer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self._pace.stop()  # what the other threads are at ends soon
+            self._pace.stop()  # so that the other threads end soon
         self._pool.shutdown()
-        # what was found is worth keeping, and what went wrong is worth telling
+        # keep the results so far, but do not hide the first error
         with contextlib.suppress(*([] if error is None else [ShardkitError])):
             self.records.flush()
 
     @property
     def root(self) -> Store:
-        """Where results are recorded."""
+        """Store of the root."""
         return self.locations[ROOT_NAME].store
 
     @property
     def stores(self) -> list[Store]:
-        """Of all locations, the root's first."""
+        """Stores of all locations, the root first."""
         return [one.store for one in self.locations.values()]
 
     def _add(self, version: str) -> None:
@@ -201,7 +201,7 @@ class Repairer:
     def _add_inventory(self, inventory: Inventory) -> None:
         root = self.locations[ROOT_NAME]
         if inventory.manifest.adopted and not isinstance(root.store, AdoptedStore):
-            # adopted tars count as the root's; what is in the root itself is found first
+            # adopted tars count as copies in the root; an object in the root itself is found first
             self.locations[ROOT_NAME] = dataclasses.replace(root, store=AdoptedStore(root.store))
         parity: set[str] = set()
         k = None if inventory.manifest.parts else self._members(inventory)
@@ -216,7 +216,7 @@ class Repairer:
     # Parity
 
     def record(self, digest: str) -> SetRecord | None:
-        """The set of an object, by its document, or by the headers of parity objects; None where it is in none."""
+        """Return the parity set of an object, from its document or from headers of parity objects; None if none."""
         one = self.sets.get(digest)
         if one is not None:
             found = first_good(self.stores, functools.partial(read_record, wanted=one))
@@ -225,7 +225,7 @@ class Repairer:
         return self._scan().get(digest)
 
     def _scan(self) -> dict[str, SetRecord]:
-        """Digest of an object → its set, by all documents and headers."""
+        """Return the parity sets of all documents and headers, by digest of each object."""
         if self._scanned is None:
             self._scanned = {}
             for record in find_records(self.stores):
@@ -234,10 +234,11 @@ class Repairer:
         return self._scanned
 
     def _members(self, inventory: Inventory) -> int | None:
-        """Members of a set of a version: by its first good document, else by the sets that there are.
+        """Return the number of members of a version's parity sets, None if the version has no parity.
 
-        A document that is damaged in the root, or gone, is put again; where nothing tells what it said, it is taken
-        away: the version can be encoded again.
+        It comes from the first good document of the version, otherwise from existing sets. If `heal`, a damaged or
+        missing document in the root is restored; if its content is unknown, it is deleted, so that the version can be
+        encoded again.
         """
         version, root = inventory.manifest.id, self.root
         name = version_record_name(version)
@@ -263,7 +264,7 @@ class Repairer:
     def restore(
         self, record: SetRecord, name: str, target: Store, without: Collection[tuple[int | None, str]] = ()
     ) -> int:
-        """Make an object of a set again from the others; see `parity.restore`. Its bytes."""
+        """Rebuild an object of a parity set from the other objects and return its size in bytes; see `restore`."""
         position = record.position(parse_object_name(name)[0])
         assert position is not None
         objects = [record.object_at(i) for i in range(record.set.k + 2)]
@@ -273,7 +274,7 @@ class Repairer:
         return made[position].size
 
     def _first_damaged(self, version: str) -> str | None:
-        """The manifest or page without which a version cannot be read."""
+        """Return the name of the first damaged manifest or page of a version, None if all are good."""
         damaged: list[str] = []
         try:
             take_inventory(
@@ -284,7 +285,7 @@ class Repairer:
         return damaged[0] if damaged else None
 
     def _restore_damaged(self, name: str) -> bool:
-        """Make a manifest or page again in the root, from parity; False where that is not possible."""
+        """Rebuild a manifest or page in the root from parity. Return False if that is not possible."""
         record = self.record(parse_object_name(name)[0])
         if record is None or any(one.name == name for one in self.done.healed):
             return False
@@ -296,7 +297,7 @@ class Repairer:
         return True
 
     def placed(self) -> Iterator[Placed]:
-        """Every copy that should be there, the smallest kinds of objects first."""
+        """Yield every copy that belongs in a usable location."""
         for one in self.needed.values():
             for location in one.where:
                 if location in self.locations:
@@ -307,7 +308,7 @@ class Repairer:
     def check_each(
         self, wanted: Sequence[Placed], depth: Callable[[Placed], Depth]
     ) -> Iterator[tuple[Placed, CheckResult]]:
-        """Check copies, in order."""
+        """Check copies in parallel and yield the results in order."""
         stores = {name: location.store for name, location in self.locations.items()}
         checks = [CopyCheck(stores[one.location], one.name, one.size, depth(one)) for one in wanted]
         if self._check_all is not None:
@@ -319,7 +320,7 @@ class Repairer:
         return zip(wanted, self._pool.map(check, checks), strict=True)
 
     def check_copies(self, wanted: Sequence[Placed], depth: Callable[[Placed], Depth]) -> list[BadCopy]:
-        """Check copies; the bad ones."""
+        """Check copies and return the bad ones."""
         bad: list[BadCopy] = []
         for number, (one, result) in enumerate(self.check_each(wanted, depth), 1):
             bad += self.note(one.location, one.name, result)
@@ -328,12 +329,12 @@ class Repairer:
         return bad
 
     def check_attested(self, looks: dict[str, dict[str, Attestation]]) -> Iterator[BadCopy]:
-        """Copies that somebody found bad, and that are bad now."""
+        """Check copies that were attested as bad, and yield those that are still bad."""
         for location, names in sorted(looks.items()):
             for name, look in sorted(names.items()):
                 needed = self.needed.get(name)
                 if not look.is_bad or needed is None or location in self.absent:
-                    continue  # an absent location is told of once
+                    continue  # an absent location is reported once, not per copy
                 if location not in self.locations:
                     why = f"attested {look.result} by {look.by} at {look.time}, in a location that is not known here"
                     why += f"; name it: --location {location}=URL"
@@ -343,12 +344,12 @@ class Repairer:
                     continue  # the policy wants no copy there
                 store = self.locations[location].store
                 result = check_object(store, name, needed.size, "read", self._pace.take)
-                if result.is_good:  # said so that it outweighs what was said before
+                if result.is_good:  # "healed" outweighs an earlier "wrong" or "missing"
                     result = result._replace(result="healed")
                 yield from self.note(location, name, result)
 
     def note(self, location: str, name: str, result: CheckResult) -> list[BadCopy]:
-        """Count and attest what a check found; the copy where it is bad."""
+        """Count and attest the result of a check. Return the copy in a list if it is bad, otherwise an empty list."""
         self.done.copies += 1
         self.done.read_bytes += result.num_bytes
         if result.result == "unreadable":
@@ -361,10 +362,10 @@ class Repairer:
     # Repairing
 
     def repair_copies(self, bad: Iterable[BadCopy]) -> None:
-        """Put good bytes in the place of bad ones; what is possible is done, the rest is told in `done`.
+        """Replace bad copies. Copies that cannot be repaired are added to `done.lost` or `done.unchecked`.
 
-        All that other copies can give comes first: parity then has more to go by. What parity has given may be what it
-        lacked for another one, so it is asked again as long as that helps.
+        Copies in other locations are used first, because each repaired copy helps to rebuild others from parity. Parity
+        is tried repeatedly until no copy is repaired, because a rebuilt object may complete another set.
         """
         left = sorted(set(bad))
         self._num_bad, self._num_healed = len(left), 0
@@ -386,7 +387,7 @@ class Repairer:
     def _repair_each(
         self, bad: Iterable[BadCopy], attempt: Callable[[BadCopy], Healed]
     ) -> dict[BadCopy, _Failed]:
-        """Those that stay bad, and why."""
+        """Try to repair each copy, and return those that stay bad with the reasons."""
         left: dict[BadCopy, _Failed] = {}
         for one in bad:
             try:
@@ -413,7 +414,7 @@ class Repairer:
                 bad_copy=lambda one, _name, result: told.append(f"{one.name}: {result}"),
             )
         except (StoreFullError, StoreReadOnlyError) as error:
-            raise _Failed(str(error), is_sure=False) from None  # the place cannot be written: no source helps
+            raise _Failed(str(error), is_sure=False) from None  # no source can help
         except IntegrityError:
             silent = absent
         except ShardkitError as error:
@@ -424,7 +425,7 @@ class Repairer:
         raise _Failed(f"no other copy is good ({why})", is_sure=not silent)
 
     def _from_parity(self, bad: BadCopy, left: Iterable[BadCopy]) -> Healed:
-        """From the others of its set, those that are known to be bad left out."""
+        """Rebuild a copy from the other objects of its parity set, without those known to be bad."""
         record = self.record(parse_object_name(bad.name)[0])
         if record is None:
             raise _Failed("it has no parity", is_sure=True)
@@ -442,7 +443,7 @@ class Repairer:
     # Documents
 
     def finish(self, *, is_lag_left: bool = False) -> None:
-        """What comes after the objects: documents of parity, then all documents of the copies."""
+        """Repair the documents of parity, then all documents of the copies; to be called after the objects."""
         self._heal_parity()
         done, documents = self.done, self.documents
         done.healed += documents.heal_copies(is_lag_left=is_lag_left)
@@ -460,7 +461,7 @@ class Repairer:
         done.unchecked += documents.unchecked
 
     def _heal_parity(self) -> None:
-        """Sets whose document is gone get it again; those whose parity is known of nowhere are encoded again."""
+        """Restore missing or damaged documents of parity sets, and encode the sets whose parity is lost."""
         root, done = self.root, self.done
         lost = {one.name for one in done.lost}
         encoded: list[SetRecord] = []
@@ -469,7 +470,7 @@ class Repairer:
             try:
                 if read_record(root, one) is not None:
                     continue
-            except ShardkitError:  # damaged, or no regular file
+            except ShardkitError:  # damaged or not a regular file
                 was = "wrong"
             record = self.record(one.members[0].digest)
             if record is not None and record.set == one:
@@ -478,7 +479,7 @@ class Repairer:
                 done.healed.append(Healed(ROOT_NAME, one.record_name, was, "parity", len(data)))
                 continue
             if was == "wrong":
-                root.delete(one.record_name)  # it tells nothing
+                root.delete(one.record_name)  # damaged, and no good copy exists
             if not any(member.name in lost for member in one.members):
                 try:
                     encoded.append(encode_set(root, one, self.stores, pace=self._pace.take))
@@ -489,7 +490,7 @@ class Repairer:
         self._copy_parity(encoded)
 
     def _copy_parity(self, encoded: Iterable[SetRecord]) -> None:
-        """Bring the parity objects of sets that were just encoded to where they belong."""
+        """Copy the parity objects of newly encoded sets to the locations that they belong in."""
         for record in encoded:
             for parity in (record.object_at(record.set.k), record.object_at(record.set.k + 1)):
                 where = placement(self.table.policy, self.table.locations, parity.digest, "parity")

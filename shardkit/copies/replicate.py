@@ -1,6 +1,7 @@
-"""`replicate`: copy what is missing until the policy is met, from wherever the last call stopped.
+"""`replicate`: make the copies that the policy asks for and that are missing.
 
-And what a commit waits for: the mode of the policy; and how far copies are below the policy while a run goes on.
+Also `commit`, which first makes the copies that the policy's mode requires, and `ReplicationLag`, which reports the
+bytes of missing copies during a run.
 """
 
 from __future__ import annotations
@@ -53,14 +54,14 @@ from shardkit.telemetry import Record
 _JOBS: Final = 4
 _FEW: Final = 2_000
 _FAILURES: Final = 3
-"""After so many failures in a row a location is left alone until the next call."""
+"""Number of consecutive failures after which a location is skipped until the next call."""
 
 Report = Callable[[int, int, int, int], None]
-"""(objects done, objects, bytes done, bytes)."""
+"""(number of objects done, number of objects, bytes done, bytes)."""
 
 
 class CopyTask(NamedTuple):
-    """A copy to be made; see `copy_object`."""
+    """A copy to make; see `copy_object`."""
 
     name: str
     sources: tuple[Location, ...]
@@ -71,13 +72,13 @@ class CopyTask(NamedTuple):
 CopyAll = Callable[
     [Iterable[tuple[int, CopyTask]]], Iterator[tuple[int, "int | IntegrityError | StoreError"]]
 ]
-"""Makes numbered copies and yields what came of each as it comes: its bytes, or why there is none."""
+"""Makes numbered copies and yields (number, bytes copied or the error) as each is finished."""
 
 
 def copy_task(
     task: CopyTask, pace: RateLimiter, moved: Callable[[int], None] | None = None
 ) -> int | IntegrityError | StoreError:
-    """Make a copy: its bytes, or why there is none."""
+    """Make a copy, and return its size in bytes or the error."""
     try:
         return copy_object(task.name, task.sources, task.target, pace=pace.take, moved=moved)[1]
     except (IntegrityError, StoreError) as error:
@@ -86,16 +87,17 @@ def copy_task(
 
 @dataclass(slots=True)
 class Replication:
-    """What `replicate` did.
+    """The result of `replicate`.
 
     Attributes:
-        lag_before: bytes below the policy when it began. lag_after: when it ended.
-        objects: copies that were missing when it began.
-        locations: in the table's order.
-        lost: names of objects of which no location has good bytes.
-        dry_run: whether it was only found out what is missing.
-        healed: copies and documents that were damaged, or that the root had lost.
-        unchecked: copies of which nothing is known.
+        lag_before: bytes of missing copies at the start.
+        lag_after: bytes of missing copies at the end.
+        objects: number of missing copies at the start.
+        locations: states of the locations, in the order of the table.
+        lost: names of objects without a good copy in any location.
+        dry_run: True if no copies were made.
+        healed: repaired copies and documents.
+        unchecked: copies that could not be checked or written.
     """
 
     lag_before: int = 0
@@ -109,13 +111,16 @@ class Replication:
 
     @classmethod
     def of(cls, found: Holdings, *, dry_run: bool = False) -> Replication:
-        """Nothing was copied yet of what is missing."""
+        """Return the result before any copy is made."""
         lag = found.lag_bytes
         return cls(lag, lag, len(found.missing), list(found.all.values()), dry_run=dry_run)
 
     @property
     def exit_code(self) -> ExitCode:
-        """Done where the policy is met; a location that does not answer, or cannot be filled, is unchecked."""
+        """DONE if the policy is met, DAMAGED if an object is lost, UNCHECKED if a location cannot be used.
+
+        If copies are missing for other reasons: NO in a dry run, otherwise FAILED.
+        """
         if self.lost:
             return ExitCode.DAMAGED
         if self.unchecked or any(one.state != "ok" for one in self.locations):
@@ -147,10 +152,22 @@ def replicate(
     report: Report | None = None,
     versions: Iterable[str] | None = None,
 ) -> Replication:
-    """Copy every object that a ref or tag needs to where it belongs and is not, or is damaged.
+    """Repair damaged copies, and make the copies that refs and tags need and that are missing.
 
-    Each copy is verified by its digest while it is made, and has its name only then; so this may be killed at any
-    moment and called again.
+    Each copy is verified by its digest before it gets its name, so a call may be killed at any time and repeated.
+
+    Args:
+        repository: the root.
+        level: depth of the checks of shards and parity.
+        settings: how copies are checked.
+        dry_run: only find missing copies.
+        copy_all: makes the copies, in place of the threads of this process.
+        report: called with progress.
+        versions: manifest ids; by default all that refs and tags name.
+
+    Raises:
+        NotFoundError: The root has no location table.
+        StoreFullError, StoreReadOnlyError: Parity cannot be written to the root.
     """
     settings = settings or CheckSettings()
     fixed = None if dry_run else repair_listed(repository.url, level=level, settings=settings)
@@ -170,7 +187,7 @@ def replicate(
         encode_parity(repository, table, chosen, settings.pace)
     except (StoreFullError, StoreReadOnlyError):
         raise
-    except StoreError as error:  # some sets have none: what is lost stops nothing else
+    except StoreError as error:  # a lost set must not prevent other copies
         problem = str(error)
     found = look(repository, table, _needed(repository, table, chosen))
     done = copy_missing(found, settings.pace, settings.jobs, report, copy_all)
@@ -184,7 +201,7 @@ def replicate(
 
 
 def _needed(repository: Repository, table: LocationTable, versions: Iterable[str]) -> dict[str, Needed]:
-    """What is needed of all versions that can be read; what is lost was told."""
+    """Return the objects that readable versions need. Versions that cannot be read were reported by the repair."""
     reading, found = over_all(repository), dict[str, Needed]()
     stores = [one.store for one in open_locations(repository.store, repository.id)]
     for version in versions:
@@ -200,7 +217,7 @@ def copy_missing(
     report: Report | None = None,
     copy_all: CopyAll | None = None,
 ) -> Replication:
-    """Make the copies that a comparison found missing, small and critical ones first; see `replicate`."""
+    """Make the missing copies of `found`, critical and small ones first; see `replicate`."""
     done = Replication.of(found)
     copying = _Copying(found, done, report)
     if copy_all is not None:
@@ -228,7 +245,7 @@ def copy_missing(
 
 
 class _Copying:
-    """Copies under way, of several threads."""
+    """State of the copies that several threads make."""
 
     def __init__(self, found: Holdings, done: Replication, report: Report | None) -> None:
         self._found, self._done, self._report = found, done, report
@@ -241,7 +258,7 @@ class _Copying:
         self._objects = self._bytes = 0
         self._failures = dict.fromkeys(found.all, 0)
         self._lock = threading.Lock()
-        # Adopted tars are no objects of the root, and yet the root is where they are read.
+        # Adopted tars are not listed in the root, but they are read through it.
         self._adopted = Location(name=ROOT_NAME, store=AdoptedStore(found.root))
 
     def is_wanted(self, one: Missing) -> bool:
@@ -258,7 +275,7 @@ class _Copying:
                 self._report(self._objects, len(self.work), self._bytes, self._total_bytes)
 
     def settle(self, one: Missing, outcome: int | IntegrityError | StoreError) -> None:
-        """Note what came of a copy: its bytes, or why there is none."""
+        """Record the outcome of a copy: its bytes or the error."""
         there, name = self._found.all[one.location], one.needed.name
         with self._lock:
             if isinstance(outcome, IntegrityError):
@@ -280,7 +297,7 @@ class _Copying:
 
 
 def mirror(found: Holdings) -> None:
-    """Copy log and documents to every location that answers."""
+    """Copy the log and the documents to every location that answers."""
     for name, location in found.stores.items():
         there = found.all[name]
         if name != ROOT_NAME and there.state == "ok":
@@ -292,7 +309,7 @@ def mirror(found: Holdings) -> None:
 
 
 def over_all(repository: Repository) -> Repository:
-    """The same repository for reading, over all its locations: metadata that the root has lost is read from a copy."""
+    """Return the repository opened for reading from all locations, so that lost metadata is read from a copy."""
     return Repository.open(repository.url, read_only=True)
 
 
@@ -308,8 +325,13 @@ def commit(
 ) -> LogEntry:
     """Commit as `Repository.commit` does, with the copies that the policy's mode asks for.
 
-    Sync: all copies, parity included, are made before the commit. Hybrid: those of metadata and of shards with critical
-    strata. Async: none. After the commit, in sync and hybrid mode, copies that answer get the log.
+    Before the commit, mode sync makes all copies, including parity. Mode hybrid makes the copies of metadata and of
+    shards with critical strata. Mode async makes none. After the commit, in modes sync and hybrid, locations that
+    answer get the log and the documents.
+
+    Raises:
+        StoreError: A required copy could not be made; nothing was committed.
+        IntegrityError: A copy's log has an entry that the root lacks; nothing was committed.
     """
     return repository.commit(
         set_refs,
@@ -334,7 +356,7 @@ def _copies_of_commit(repository: Repository, versions: Sequence[str]) -> Callab
         _copy_before_commit(repository, table, versions)
 
     def follow_up() -> None:
-        """The commit stands: a copy that does not answer now is caught up by `replicate`; that is lag, no error."""
+        """Copy the log. A location that does not answer is not an error: `replicate` updates it later."""
         mirror(Holdings(repository, table.locations))
 
     return follow_up
@@ -344,7 +366,7 @@ def _check_logs(repository: Repository, table: LocationTable) -> None:
     """Refuse to commit if a copy's log has entries that the root lost: the commit would fork the log."""
     for record in table.others:
         conflict = ""
-        with contextlib.suppress(ShardkitError):  # a copy that does not answer says nothing
+        with contextlib.suppress(ShardkitError):  # a copy that does not answer is skipped
             copy = location_of(record).store
             if read_mark(copy) is not None:
                 conflict = log_conflict(root_store(repository.store), copy)
@@ -376,13 +398,13 @@ _SHARE_OF_TIME: Final = 1 / 200
 
 
 class ReplicationLag:
-    """A hook of rank 0's recorder: lists the locations every ten minutes at most, on a thread of its own.
+    """Hook of rank 0's recorder that measures the replication lag at most every ten minutes, on its own thread.
 
-    Nothing is done where a dataset has no policy. What a location does not answer counts as missing there.
+    Roots without a location table are skipped. If a location does not answer, its copies count as missing.
 
     Args:
-        roots: URLs of the repositories of the dataset's parts; opened for each look.
-        versions: manifest that counts, for a dataset of one part; else all that refs name.
+        roots: URLs of the repositories of the dataset's parts, opened for each measurement.
+        versions: manifest ids, used if there is one root; otherwise all versions that refs and tags name.
     """
 
     def __init__(self, roots: Sequence[str], versions: Sequence[str]) -> None:
@@ -391,7 +413,7 @@ class ReplicationLag:
         self._thread: threading.Thread | None = None
 
     def __call__(self, record: Record) -> None:
-        """Begin a look if it is time to."""
+        """Start a measurement if one is due."""
         if time.monotonic() >= self._next_look and (self._thread is None or not self._thread.is_alive()):
             self._thread = threading.Thread(target=self.look, name="shardkit-replication-lag", daemon=True)
             self._thread.start()
@@ -400,7 +422,7 @@ class ReplicationLag:
         started = time.monotonic()
         policies, lag = 0, 0.0
         for root in self._roots:
-            with contextlib.suppress(ShardkitError):  # a root that does not answer tells nothing new
+            with contextlib.suppress(ShardkitError):  # skip a root that does not answer
                 repository = Repository.open(root, read_only=True)
                 if read_table(root_store(repository.store), repository.id) is None:
                     continue
@@ -412,5 +434,5 @@ class ReplicationLag:
         self._next_look = time.monotonic() + max(_BETWEEN_S, took / _SHARE_OF_TIME)
 
     def numbers(self) -> dict[str, float]:
-        """For `Telemetry.add_source`; empty until a policy was found."""
+        """Return the metrics for `Telemetry.add_source`; empty until a policy is found."""
         return {"policies": float(self._policies), "lag_bytes": self._lag_bytes} if self._policies else {}

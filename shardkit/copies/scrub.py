@@ -1,4 +1,4 @@
-"""`scrub`: copies are checked, those first that nobody has checked for longest (SPEC.md, "Scrubs")."""
+"""`scrub`: check the copies whose last check is longest ago (SPEC.md, "Attestations and scrubs")."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from shardkit.formats.canonical_json import utc_text
 from shardkit.reading.attestations import Attestation, read_attestations
 from shardkit.reading.objects import CheckResult, Depth
 
-_AHEAD: Final = 4  # checks under way per job: few, so that the end of the time is the end
+_AHEAD: Final = 4  # checks submitted per job at a time: few, so that a scrub ends soon after its time box
 
 
 @dataclass
 class ScrubbedLocation:
-    """What was found in one location.
+    """Results of one location.
 
     Attributes:
-        copies: that belong there.
-        checked: by this call.
-        stored: of these, by the store's own checksum, without reading a byte.
-        read_bytes: of the others.
+        copies: number of copies that belong in the location.
+        checked: number of copies that this call checked.
+        stored: number of those that were checked by the store's own checksum, without reading a byte.
+        read_bytes: bytes read to check the others.
         bad: object name → "wrong" or "missing".
-        not_due: that somebody checked lately.
-        oldest: when the copy was checked that now waits longest; "" where one never was, None where there is none.
+        not_due: number of copies that were checked recently.
+        oldest: time of the oldest check among copies that this call did not check; "" if one was never checked, None
+            if this call checked all of them.
     """
 
     copies: int = 0
@@ -42,21 +43,21 @@ class ScrubbedLocation:
     oldest: str | None = None
 
     def waits_since(self, when: str) -> None:
-        """A copy was not checked by this call."""
+        """Count a copy, last checked at `when`, that this call does not check."""
         self.oldest = when if self.oldest is None else min(self.oldest, when)
 
 
 @dataclass
 class Scrub:
-    """What was found.
+    """The result of a scrub.
 
     Attributes:
-        url: of the root.
-        locations: name → what was found there.
-        remaining: copies that are due and were not checked, because the time was up.
-        unchecked: copies of which nothing is known.
-        repair: what was done about the bad ones; None where that was not asked for.
-        lost: manifests and pages that are nowhere.
+        url: URL of the root.
+        locations: location name → its results.
+        remaining: number of due copies that were not checked because the time was up.
+        unchecked: copies that could not be checked.
+        repair: result of the repair of bad copies; None without `heal`.
+        lost: name of a manifest or page without a good copy → the reason.
     """
 
     url: str
@@ -72,7 +73,7 @@ class Scrub:
 
     @property
     def exit_code(self) -> ExitCode:
-        """Bad copies that are left come before what could not be checked."""
+        """DAMAGED if bad copies are left, otherwise UNCHECKED if a copy could not be checked."""
         if self.repair is not None:
             return self.repair.exit_code
         if self.num_bad or self.lost:
@@ -98,9 +99,22 @@ def scrub(
     settings: CheckSettings | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Scrub:
-    """Check copies that are due, longest waiting first; results go to ``attest/``, as they come.
+    """Check copies that are due, in the order of their last checks, and attest the results below ``attest/``.
 
-    May be interrupted at any time: the next call begins with what this one did not reach.
+    May be interrupted at any time: the next call starts with the copies that this one did not reach.
+
+    Args:
+        url: URL of the root.
+        depth: depth of the checks.
+        older_than_s: age in seconds after which a copy is due; None: every copy is due.
+        time_box_s: seconds after which no further checks start; None: no limit.
+        only: names of the locations to check; empty: all.
+        heal: repair bad copies.
+        settings: how copies are checked.
+        clock: monotonic clock in seconds.
+
+    Raises:
+        UsageError: A location of `only` is unknown.
     """
     started, settings = clock(), settings or CheckSettings()
     with Repairer(url, "scrub", depth, settings, heal=heal) as work:
@@ -147,7 +161,7 @@ def _due(
     older_than_s: int | None,
     done: Scrub,
 ) -> list[tuple[str, Placed]]:
-    """(when it was last checked, copy) of those to check, in order; "", for never, comes first."""
+    """Return (time of the last check, copy) of the due copies, oldest first; the time is "" for never."""
     border = "9" if older_than_s is None else utc_text(time.time() - older_than_s)
     due: list[tuple[str, Placed]] = []
     for one in work.placed():
@@ -156,7 +170,7 @@ def _due(
         there = done.locations.setdefault(one.location, ScrubbedLocation())
         there.copies += 1
         look = looks.get(one.location, {}).get(one.name)
-        if look is None or look.is_bad:  # what was bad is checked again first
+        if look is None or look.is_bad:  # bad copies are checked first
             due.append(("", one))
         elif look.time <= border:
             due.append((look.time, one))

@@ -1,4 +1,4 @@
-"""Check one shard and its index at a level, and say what is wrong as findings."""
+"""Check one shard and its index at a level, and return findings."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from shardkit.reading.objects import CheckResult, Depth, check_object
 from shardkit.stores.store import Store, parse_object_name, read_object
 
 Level = Literal["list", "attested", "stored", "read", "decode"]
-"""How deep to check; `LEVELS` from the least to the most."""
+"""Depth of a check; see `LEVELS`."""
 
 
 LEVELS: tuple[Level, ...] = ("list", "attested", "stored", "read", "decode")
-"""Listed; vouched for by a scrub; the checksum that the store keeps; every byte; every sample decoded."""
+"""Levels, each including the checks of the levels before it.
+
+The object exists; a scrub attested it; the store's checksum matches; every byte is read; every sample is decoded.
+"""
 
 
 _RESTORE = "run: shardkit repair (another copy, or parity), or build again: it rewrites objects whose bytes are wrong"
@@ -29,16 +32,16 @@ _RESTORE_ADOPTED = "put the tar back as it was when it was adopted, or adopt it 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong, or that could not be checked.
+    """One error found by a check, or one object that could not be checked.
 
     Attributes:
-        name: of the object in its store.
-        expected: what the manifest, page or log says.
-        got: what was found instead.
-        action: what to do next.
-        blocks: damaged blocks of a shard, where they could be told apart.
-        rows: samples of the shard that are lost with it; 0 for other objects.
-        is_damage: False where the store did not answer: nothing is known about the object then.
+        name: name of the object in its store.
+        expected: value in the manifest, page or log.
+        got: value found.
+        action: the user's next step.
+        blocks: numbers of the damaged blocks of a shard, if they could be identified.
+        rows: number of lost samples; 0 for objects other than shards.
+        is_damage: False if the store did not answer, so that the state of the object is unknown.
     """
 
     name: str
@@ -52,7 +55,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class ShardCheck:
-    """What a page says of one shard, and where it lies."""
+    """One shard with its store and its entry in a page."""
 
     store: Store
     manifest: Manifest
@@ -63,7 +66,7 @@ class ShardCheck:
     rows: int
 
     def is_read(self, level: Level) -> bool:
-        """Whether every byte is read at a level: at "stored", files of this machine are."""
+        """Return True if a check at this level reads every byte. At "stored", only local files are read."""
         return level in ("read", "decode") or (level == "stored" and self._is_file(self.name))
 
     def _is_file(self, name: str) -> bool:
@@ -73,7 +76,7 @@ class ShardCheck:
             return False
 
     def check(self, level: Level) -> list[Finding]:
-        """What is wrong with the shard and its index."""
+        """Check the shard and its index, and return the findings."""
         if self.is_read(level):
             index, found = self._index()
             found += self._placed(self._bytes(index))
@@ -103,7 +106,7 @@ class ShardCheck:
         ]
 
     def _placed(self, findings: list[Finding]) -> list[Finding]:
-        """What was found of an adopted tar, by the name that its owner knows it by."""
+        """Return findings with the URL of an adopted tar in place of the object's name."""
         place = adopted_place(self.store, self.name)
         if place is None:
             return findings
@@ -172,7 +175,7 @@ def finding_of(name: str, found: CheckResult, *, blocks: tuple[int, ...] = (), r
 def failed_finding(
     name: str, expected: str, error: ShardkitError, *, blocks: tuple[int, ...] = (), rows: int = 0
 ) -> Finding:
-    """The finding that an error amounts to: damage, or a store that does not answer."""
+    """Return the finding for an error: damage, or a store that does not answer."""
     if isinstance(error, NotFoundError):
         return Finding(name, expected, "nothing of that name", _RESTORE, blocks, rows)
     if isinstance(error, (IntegrityError, FormatError)):

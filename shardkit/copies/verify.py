@@ -1,17 +1,15 @@
-"""Whether a repository still holds what was written: the log, and every object that its versions name.
+"""`verify`: check the log of a repository and every object that its versions name.
 
-Results, not messages: each thing that is wrong is a `Finding`. Levels, each with all that the ones before it
-see:
+Each error is a `Finding`. Each level includes the checks of the levels before it:
 
     list       every object exists and has its size
-    attested   and somebody read it and found it good, within the policy's age
-    stored     and the checksums that the store keeps are those of the names: no byte is fetched. Files of this machine
-               keep none, and are read; a store behind a network that keeps none leaves it open (exit code 3)
-    read       and every byte is what was written
-    decode     and every sample decodes
+    attested   a scrub found every object good within the policy's maximum age
+    stored     the checksums that the store keeps match the names; no byte is fetched. Local files have no such
+               checksums and are read. If a remote store keeps none, the object counts as not checked (exit code 3)
+    read       every byte has the digest of the name
+    decode     every sample decodes
 
-The log, manifests and pages are read at every level; they are small, and nothing else can be found without
-them.
+The log, manifests and pages are read at every level: they are small, and all other objects are found through them.
 """
 
 from __future__ import annotations
@@ -77,19 +75,20 @@ _RESTORE_LOG = (
 
 @dataclass(frozen=True)
 class Verification:
-    """What `verify` saw.
+    """The result of `verify`.
 
     Attributes:
-        url: of the repository.
-        level: that was asked for.
-        versions: name (ref or tag, or the id itself) → manifest id, of every version that was checked.
-        entries: log entries that were read.
-        objects: number of manifests, pages, shards, indexes and selections that were checked.
-        shards_seen: of `shards` different ones, how many were checked (all, without sampling).
+        url: URL of the repository.
+        level: level of the checks.
+        versions: name (ref, tag or manifest id) → manifest id, of the checked versions.
+        entries: number of log entries read.
+        objects: number of manifests, pages, shards, indexes and selections checked.
+        shards: number of distinct shards of the versions.
+        shards_seen: number of shards checked; smaller than `shards` if they were sampled.
         stored_bytes: bytes of the shards that were read.
-        seed: of the sample of shards; the same seed picks the same ones again.
-        damaged: what is not as it was written.
-        unknown: what could not be checked.
+        seed: seed of the sample of shards; the same seed selects the same shards.
+        damaged: findings of damage.
+        unknown: findings of objects that could not be checked.
     """
 
     url: str
@@ -106,7 +105,7 @@ class Verification:
 
     @property
     def exit_code(self) -> ExitCode:
-        """Damage comes before what could not be checked."""
+        """DAMAGED if anything is damaged, otherwise UNCHECKED if an object could not be checked."""
         return ExitCode.DAMAGED if self.damaged else ExitCode.UNCHECKED if self.unknown else ExitCode.DONE
 
 
@@ -119,7 +118,20 @@ def verify(
     jobs: int | None = None,
     report: Callable[[int, int], None] | None = None,
 ) -> Verification:
-    """Verify a dataset where it lies. Nothing is written."""
+    """Verify a dataset without writing.
+
+    Args:
+        url: ``ROOT[@REF]``; without a ref, all refs and tags are verified.
+        level: depth of the checks.
+        sample: share of the shards to check, in (0, 1].
+        seed: seed of the sample; random by default.
+        jobs: number of threads.
+        report: called with (shards done, shards).
+
+    Raises:
+        UsageError: The level or the share is not valid.
+        NotFoundError: The repository or the ref does not exist.
+    """
     share = Fraction(str(sample))
     if level not in LEVELS or not 0 < share <= 1:
         raise UsageError(
@@ -164,7 +176,7 @@ def verify(
 
 
 class _Verifier:
-    """What log and metadata name, and what is wrong with them."""
+    """Checks of the log and the metadata, which collect findings and the shards to check."""
 
     def __init__(self) -> None:
         self.findings: list[Finding] = []
@@ -177,7 +189,7 @@ class _Verifier:
         self.findings.append(failed_finding(name, expected, error, rows=rows))
 
     def check_log(self, repository: Repository, ref: str | None) -> None:
-        """Check every entry and the chain; so which versions there are, by the newest good entry."""
+        """Check every entry and the chain, and set `versions` from the newest good entry."""
         store = repository.store
         numbers = sorted(n for n in map(LOG.number, store.list_after(LOG.prefix)) if n is not None)
         newest: LogEntry | None = None
@@ -211,7 +223,7 @@ class _Verifier:
             raise NotFoundError(f"{repository.url} has no ref or tag {ref!r}; there are: {shown}")
 
     def check_documents(self, store: Store, repository_id: str) -> None:
-        """Check the tables of locations, and that no copy's log has more than this one."""
+        """Check the location tables, and that no copy's log has an entry that the root lacks."""
         table: LocationTable | None = None
         rows = (TABLES, SPARES) if own_name(store) == ROOT_NAME else (TABLES,)
         listed = [n for row in rows for n in map(row.number, store.list_after(row.prefix)) if n is not None]
@@ -226,7 +238,7 @@ class _Verifier:
         for record in table.others:
             with contextlib.suppress(
                 ShardkitError
-            ):  # what a copy lacks, or does not answer, is no damage here
+            ):  # a copy that is behind or does not answer is no damage of the root
                 copy = location_of(record).store
                 conflict = log_conflict(store, copy) if read_mark(copy) is not None else ""
                 if conflict:
@@ -236,7 +248,7 @@ class _Verifier:
                     )
 
     def check_parity(self, repository: Repository, inventory: Inventory, level: Level) -> None:
-        """Check the documents of a version's parity sets, and the parity objects that belong in this location."""
+        """Check the documents of a version's parity sets, and the parity objects of this location."""
         store, version = repository.store, inventory.manifest.id
         try:
             k = None if inventory.manifest.parts else read_members(store, version)
@@ -265,7 +277,7 @@ class _Verifier:
                     self.findings.append(finding_of(parity.name, found))
 
     def check_version(self, repository: Repository, manifest_id: str, level: Level) -> None:
-        """Read the metadata of a version and its parts, and note its shards."""
+        """Check the metadata of a version and its parts, and collect its shards."""
         if manifest_id in self._seen:
             return
         self._seen.add(manifest_id)
@@ -319,7 +331,7 @@ class _Verifier:
 
 
 def _choose(shards: list[ShardCheck], share: Fraction, seed: str) -> list[ShardCheck]:
-    """The share of the shards whose names, hashed with the seed, come first."""
+    """Return the share of the shards whose names, hashed with the seed, are smallest."""
     wanted = ceil(len(shards) * share)
     if wanted == len(shards):
         return shards
@@ -329,7 +341,7 @@ def _choose(shards: list[ShardCheck], share: Fraction, seed: str) -> list[ShardC
 
 
 def _attested(repository: Repository, shards: list[ShardCheck]) -> list[Finding]:
-    """What nobody has checked within the policy's age, and what was bad when somebody did."""
+    """Return a finding for each object that was attested as bad, or not checked within the policy's maximum age."""
     store = root_store(repository.store)
     looks = read_attestations([store]).get(own_name(store), {})
     if not looks:
@@ -353,6 +365,6 @@ def _attested(repository: Repository, shards: list[ShardCheck]) -> list[Finding]
 
 
 def _wrong_document(name: str, expected: str, error: ShardkitError) -> Finding:
-    """The finding of a document; whatever hinders reading it, such as a symbolic link, a repair puts right."""
+    """Return a finding of damage: a repair replaces a document that cannot be read, even a symbolic link."""
     got = "nothing of that name" if isinstance(error, NotFoundError) else str(error)
     return Finding(name, expected, got, "run: shardkit repair")
