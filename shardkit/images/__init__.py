@@ -1,4 +1,4 @@
-"""Pictures into batches: decoded, cropped and resized directly into the row of the batch (SPEC.md).
+"""Decoders that crop and resize pictures directly into the rows of a batch (SPEC.md).
 
 ::
 
@@ -6,9 +6,9 @@
 
     loader = ds.loader(plan, decode={"image": images.random_resized_crop(224, normalise="imagenet")})
 
-libjpeg-turbo and Pillow decode, torch or Pillow resize. Random numbers are integers computed from a sample's place in
-the plan. This package turns bytes of pictures into pixels; it imports torch when the first picture is resized. Other
-augmentations are functions of ``transform=`` (see the guide training_on_images.py).
+libjpeg-turbo and Pillow decode; torch or Pillow resize. Random numbers are integers computed from a sample's place in
+the plan. torch is imported when the first picture is resized. Other augmentations belong in ``transform=`` (see the
+guide training_on_images.py).
 """
 
 from shardkit.images.decoders import random_resized_crop, resize, resize_center_crop

@@ -1,4 +1,4 @@
-"""Decoders that write a picture straight into its row of the batch."""
+"""Decoders that write a picture directly into its row of the batch."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from shardkit.images.framing import CenterCrop, Framing, RandomCrop, View, Whole
 from shardkit.plan import Place
 
 Normalise: TypeAlias = Literal["imagenet"] | tuple[Sequence[float], Sequence[float]] | None
-"""Mean and standard deviation of each channel, of values from 0 to 1; None leaves bytes."""
+"""Means and standard deviations of the three channels, for values from 0 to 1; None keeps uint8."""
 
 Layout: TypeAlias = Literal["CHW", "HWC"]
-"""Planes, as convolutions of torch take them, or pixels."""
+"""Order of dimensions: planes, as torch's convolutions take them, or pixels."""
 
 IMAGENET: Final = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 @dataclass(frozen=True)
 class PictureDecoder:
-    """A decoder for ``decode=``: the loader allocates (rows, *shape) and hands each call its own row.
+    """A decoder for ``decode=``: the loader allocates (rows, *shape) and passes each call its own row.
 
-    It pickles, and looks up its libraries when it is made: a worker decodes as its parent does.
+    It can be pickled. Its libraries are chosen when it is made, so that a worker process uses the same ones.
     """
 
-    frame: Framing  # what is seen of each picture
+    frame: Framing  # chooses the part of each picture
     size: tuple[int, int]  # (height, width)
     normalise: tuple[Sequence[float], Sequence[float]] | None  # mean and standard deviation, or None
     layout: Layout  # of a row
@@ -43,16 +43,20 @@ class PictureDecoder:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of a row: (3, height, width), or (height, width, 3)."""
+        """Shape of a row: (3, height, width) or (height, width, 3)."""
         return (3, *self.size) if self.layout == "CHW" else (*self.size, 3)
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """uint8, or float32 where it normalises."""
+        """Type of a row: float32 if it is normalised, otherwise uint8."""
         return np.dtype(np.uint8 if self.normalise is None else np.float32)
 
     def __call__(self, payload: bytes, *, place: Place, out: NDArray[Any]) -> None:
-        """Decode into `out`, of `shape` and `dtype`, all of which is written."""
+        """Decode a picture into all of `out`, an array of `shape` and `dtype`.
+
+        Raises:
+            FormatError: the bytes are not a picture, are truncated, or have too many pixels.
+        """
         reader = PictureReader(payload, self.decoder, self.max_pixels, orient=self.orient)
         view = self.frame(reader.height, reader.width, place)
         pixels = reader.pixels(shrink=view.shrink, bottom=view.top + view.height)
@@ -68,20 +72,23 @@ class PictureDecoder:
             out *= factor
 
     def for_device(self, device: Any) -> tuple[PictureDecoder, Callable[[Any], Any]] | None:
-        """The same in bytes, and what normalises a batch of them on a torch device; None: it does not normalise."""
+        """Return a decoder of uint8 rows and a function that normalises a batch of them on a torch device.
+
+        Returns None if this decoder does not normalise.
+        """
         if self.normalise is None:
             return None
         import torch
 
         mean, factor = (torch.from_numpy(one).to(device) for one in scaling(self.normalise, self.layout))
-        # two operations, each rounded, as on the host: the same bits
+        # two rounded operations, as on the host, for bit-identical results
         return replace(self, normalise=None), lambda rows: torch.sub(rows, mean).mul_(factor)
 
 
 def scaling(
     normalise: tuple[Sequence[float], Sequence[float]], layout: Layout
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """What is subtracted from bytes, and what the difference is multiplied by: float32 that broadcast over a row."""
+    """Return the float32 arrays to subtract from and multiply with uint8 pixels; both broadcast over a row."""
     shape = (3, 1, 1) if layout == "CHW" else (3,)
     mean, deviation = (np.array(values, dtype=np.float64).reshape(shape) * 255 for values in normalise)
     return mean.astype(np.float32), (1 / deviation).astype(np.float32)
@@ -98,19 +105,19 @@ def random_resized_crop(
     max_pixels: int = MAX_PIXELS,
     orient: bool = False,
 ) -> PictureDecoder:
-    """Return a decoder for training: a random part of the picture, resized with antialiasing and perhaps mirrored.
+    """Return a decoder for training: crops a random box, resizes it with antialiasing and mirrors it at random.
 
-    The part depends only on (seed, step, lane, slot) and is computed in integers: it is the same on every machine.
+    The box depends only on (seed, step, lane, slot) and is computed in integers, so it is the same on every machine.
 
     Args:
         size: pixels of each side of the result, or (height, width).
-        scale: least and largest share of the picture's area.
-        ratio: least and largest width / height, drawn evenly in the logarithm.
-        flip: how often the picture is mirrored.
-        normalise: ``"imagenet"`` or (means, deviations): float32 rows; None: uint8 rows.
-        layout: of a row.
+        scale: smallest and largest share of the picture's area.
+        ratio: smallest and largest width / height; its logarithm is drawn uniformly.
+        flip: probability that the picture is mirrored.
+        normalise: ``"imagenet"`` or (means, deviations) for float32 rows; None for uint8 rows.
+        layout: order of dimensions of a row.
         max_pixels: pictures with more pixels are refused.
-        orient: turn and mirror the picture as its EXIF orientation says, before it is cropped.
+        orient: turn and mirror the picture according to its EXIF orientation before it is cropped.
 
     Raises:
         ConfigurationError: a value is out of range.
@@ -130,15 +137,19 @@ def resize_center_crop(
     max_pixels: int = MAX_PIXELS,
     orient: bool = False,
 ) -> PictureDecoder:
-    """Return a decoder for validation: resize the shorter side to `shorter` pixels and cut out the middle.
+    """Return a decoder for validation: resizes the shorter side to `shorter` pixels and crops the middle.
 
     Args:
         shorter: pixels of the shorter side.
         size: pixels of each side of the result, or (height, width); at most `shorter`.
-        normalise: see `random_resized_crop`, also for the arguments that follow and for errors.
-        layout: see there.
-        max_pixels: see there.
-        orient: see there.
+        normalise: see `random_resized_crop`.
+        layout: see `random_resized_crop`.
+        max_pixels: see `random_resized_crop`.
+        orient: see `random_resized_crop`.
+
+    Raises:
+        ConfigurationError: a value is out of range.
+        MissingDependency: Pillow is not installed.
     """
     pair = pair_of(size)
     return _decoder(CenterCrop(shorter, pair), pair, normalise, layout, max_pixels, orient)
@@ -152,14 +163,18 @@ def resize(
     max_pixels: int = MAX_PIXELS,
     orient: bool = False,
 ) -> PictureDecoder:
-    """Return a decoder that resizes the whole picture and does not keep its aspect ratio.
+    """Return a decoder that resizes the whole picture without keeping its aspect ratio.
 
     Args:
         size: pixels of each side of the result, or (height, width).
-        normalise: see `random_resized_crop`, also for the arguments that follow and for errors.
-        layout: see there.
-        max_pixels: see there.
-        orient: see there.
+        normalise: see `random_resized_crop`.
+        layout: see `random_resized_crop`.
+        max_pixels: see `random_resized_crop`.
+        orient: see `random_resized_crop`.
+
+    Raises:
+        ConfigurationError: a value is out of range.
+        MissingDependency: Pillow is not installed.
     """
     pair = pair_of(size)
     return _decoder(WholePicture(pair), pair, normalise, layout, max_pixels, orient)
@@ -197,18 +212,18 @@ def _checked(normalise: Normalise) -> tuple[Sequence[float], Sequence[float]] | 
     return mean, deviation
 
 
-# ---- Resizing with antialiasing: by torch's uint8 kernel or by Pillow's, which agree to one level
+# ---- resizing with antialiasing, by torch's uint8 kernel or by Pillow's; the two differ by at most one level
 
 
 def _find_resizer() -> str:
-    """What resizes here: "torch", which takes a third of the time, or "pillow" where it is not installed."""
+    """Return the library that resizes: "torch" if it is installed, which takes a third of the time, or "pillow"."""
     return "pillow" if importlib.util.find_spec("torch") is None else "torch"
 
 
 def _resize_view(
     pixels: NDArray[np.uint8], view: View, size: tuple[int, int], resizer: str, shrunk: int
 ) -> NDArray[np.uint8]:
-    """What is seen of a picture: (*size, 3) uint8, of any strides, the caller's own."""
+    """Return the view of a picture, (*size, 3) uint8 with arbitrary strides, in new memory."""
     left, top, wide, high = (edge // shrunk for edge in view[:4])
     resize = _by_torch if resizer == "torch" else _by_pillow
     return resize(pixels[top : top + high, left : left + wide], view, size)
@@ -217,7 +232,7 @@ def _resize_view(
 def _by_torch(box: NDArray[np.uint8], view: View, size: tuple[int, int]) -> NDArray[np.uint8]:
     import torch
 
-    # a batch of one that is whole in memory, and whose strides say so: of any other torch makes planes, which is slower
+    # a contiguous channels-last batch of one picture: for other strides torch makes planes, which is slower
     planes = torch.from_numpy(np.ascontiguousarray(box)).view(1, *box.shape).permute(0, 3, 1, 2)
     if box.shape[:2] == view.resized:
         seen = planes.clone()

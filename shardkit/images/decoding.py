@@ -1,4 +1,4 @@
-"""Bytes of a picture → pixels: JPEGs by libjpeg-turbo in simplejpeg's wheel, the rest by Pillow."""
+"""Decoding of pictures: JPEGs by libjpeg-turbo from simplejpeg's wheel, other formats by Pillow."""
 
 from __future__ import annotations
 
@@ -14,43 +14,51 @@ from numpy.typing import NDArray
 from shardkit.errors import ConfigurationError, FormatError, MissingDependency
 
 Mode = Literal["RGB", "L"]
-"""Pixels of three bytes, or of one."""
+"""Three bytes per pixel, or one."""
 
 MAX_PIXELS: Final = 89_478_485
-"""Pillow's own limit: a quarter of a gibibyte of RGB."""
+"""Default limit of pixels per picture; Pillow's own limit, a quarter of a gibibyte of RGB."""
 
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 _JPEG, _END = b"\xff\xd8\xff", b"\xff\xd9"
-_FRAMES: Final = (0xC0, 0xC1, 0xC2)  # baseline, extended, progressive; Huffman-coded all
+_FRAMES: Final = (0xC0, 0xC1, 0xC2)  # baseline, extended, progressive; all Huffman-coded
 _NO_MORE: Final = b"\xff\xd8" * (
     1 << 15
-)  # pictures begun inside the picture, more than one segment can pass over
+)  # start-of-image markers, which libjpeg rejects; longer than one segment can skip
 _SEGMENTS: Final = frozenset(range(0xC0, 0xFF)) - frozenset(
     range(0xD0, 0xDB)
-)  # with a length; before the scan
+)  # segments before the scan that have a length
 _COLOURS: Final = {"RGB": "RGB", "L": "GRAY"}
 _ORIENTATION: Final = 0x0112  # EXIF tag
-_EXIF_BYTES: Final = 1 << 17  # two segments: Exif stands in the first or second
-_KEPT_BYTES: Final = 32 << 20  # a larger picture gets memory of its own
+_EXIF_BYTES: Final = 1 << 17  # two segments; Exif is in the first or second
+_KEPT_BYTES: Final = 32 << 20  # larger pictures get new memory
 _scratch = threading.local()
 
 
 def decode_picture(payload: bytes, mode: Mode = "RGB") -> NDArray[np.uint8]:
-    """The whole picture: (height, width, 3) uint8, or (height, width) for "L"."""
+    """Decode a whole picture to (height, width, 3) uint8, or (height, width) for "L".
+
+    Raises:
+        FormatError: the bytes are not a picture, are damaged, or have too many pixels.
+    """
     return PictureReader(payload).pixels(mode, own=True)
 
 
 class PictureReader:
-    """One picture: its size from its header, and its pixels, in full or scaled down while they are decoded.
+    """One picture: its size from the header, and its pixels, optionally scaled down during decoding.
 
     Args:
-        payload: JPEG, PNG, WebP, GIF, BMP, TIFF or PPM; of several frames the first.
-        decoder: as `find_decoder` names it.
-        max_pixels: a picture of more is refused before memory is taken for it.
-        orient: turn and mirror it as its EXIF orientation says; such a picture is decoded whole, by Pillow.
+        payload: JPEG, PNG, WebP, GIF, BMP, TIFF or PPM; the first of several frames is taken.
+        decoder: library that decodes JPEGs, as `find_decoder` returns it; "" looks it up.
+        max_pixels: pictures with more pixels are refused before memory is allocated.
+        orient: turn and mirror according to the EXIF orientation; Pillow decodes such a picture whole.
+
+    Attributes:
+        height: rows of the picture, after it is turned.
+        width: columns of the picture, after it is turned.
 
     Raises:
-        FormatError: the bytes are no picture, or have too many pixels.
+        FormatError: the bytes are not a picture, or have too many pixels.
     """
 
     def __init__(
@@ -73,33 +81,40 @@ class PictureReader:
     def pixels(
         self, mode: Mode = "RGB", *, shrink: int = 1, bottom: int = 0, own: bool = False
     ) -> NDArray[np.uint8]:
-        """(⌈height / shrink⌉, ⌈width / shrink⌉, 3) uint8, without the 3 for "L".
+        """Return the pixels: (rows, columns, 3) uint8, or (rows, columns) for "L".
 
-        Transparency is dropped, CMYK and 16 bits are converted, as Pillow does.
+        Transparency is dropped, and CMYK and 16 bits are converted, as Pillow does.
+
+        Args:
+            mode: colours of the result.
+            shrink: 1, 2, 4 or 8; the result may be smaller by this factor or have full size.
+            bottom: rows below this one may be missing; 0 for all rows.
+            own: return new memory; otherwise it may be a buffer that this thread's next picture overwrites.
+
+        Raises:
+            FormatError: the picture is damaged.
         """
         if self._image is None:
             decoded = self._by_turbo(mode, shrink, bottom or self.height, own)
             if decoded is not None:
                 return decoded
-            self._image = _open(self._payload)  # whether what libjpeg warns of is an error is Pillow's to say
+            self._image = _open(self._payload)  # Pillow decides whether a warning of libjpeg is an error
         image: Any = self._image
         try:
             image.draft(mode, (max(1, self.width // shrink), max(1, self.height // shrink)))
             return np.array(image.convert(mode))
-        except Exception as error:  # damaged pictures raise a dozen kinds, MemoryError among them
+        except Exception as error:  # damaged pictures raise a dozen types of errors, MemoryError among them
             raise _unreadable(error) from error
 
     def _by_turbo(self, mode: Mode, shrink: int, bottom: int, own: bool) -> NDArray[np.uint8] | None:
         import simplejpeg
 
-        rows = (
-            bottom + 2 * shrink
-        )  # smooth upsampling of colour looks one row of the scaled colour planes further
+        rows = bottom + 2 * shrink  # smooth upsampling reads one more row of the colour planes
         cut = _of_height(self._payload, rows) if rows < self.height else None
         high, wide = -(-(self.height if cut is None else rows) // shrink), -(-self.width // shrink)
-        need = high * wide * len(mode)  # one byte for each letter
+        need = high * wide * len(mode)  # one byte per letter of the mode
         buffer = np.empty(need, np.uint8) if own or need > _KEPT_BYTES else _buffer(need)
-        last = buffer[max(need - 16, need - wide * len(mode)) : need]  # of the last row
+        last = buffer[max(need - 16, need - wide * len(mode)) : need]  # end of the last row
         last[:] = range(1, 1 + len(last))
         unwritten = last.tobytes()
         try:
@@ -109,16 +124,16 @@ class PictureReader:
         except (ValueError, MemoryError):
             return None
         if cut and (last.tobytes() == unwritten or decoded.shape[:2] != (high, wide)):
-            return None  # an error after a warning passes for a warning
+            return None  # simplejpeg reports an error after a warning like a warning
         return decoded[..., 0] if mode == "L" else decoded
 
 
 def _of_height(payload: bytes, rows: int) -> bytes | None:
-    """The JPEG with another height in its header, which is where libjpeg ends: its first rows come out the same.
+    """Return the JPEG with height `rows` in its header, so that libjpeg stops there; the rows before it are the same.
 
-    It warns of the data that it skips, so other warnings go unheard: as in Pillow, which heeds none, unless data ends
-    before the picture does. For libjpeg that is a warning too, so what follows the picture is an error to read.
-    None: there is no plain frame in the header, or the data has no end.
+    libjpeg warns about the data that it skips, so other warnings cannot be noticed. Pillow ignores warnings too, except
+    for data that ends before the picture. libjpeg only warns about that, so markers that it rejects are appended.
+    Returns None if the header has no Huffman-coded frame, or the data has no end-of-image marker.
     """
     at = 2
     while at + 7 <= len(payload) and payload[at] == 0xFF and payload[at + 1] in _SEGMENTS:
@@ -131,25 +146,29 @@ def _of_height(payload: bytes, rows: int) -> bytes | None:
 
 
 def find_decoder() -> str:
-    """What decodes JPEGs here: "simplejpeg", or "pillow" without it."""
+    """Return the library that decodes JPEGs: "simplejpeg" if it is installed, otherwise "pillow".
+
+    Raises:
+        MissingDependency: Pillow is not installed.
+    """
     if importlib.util.find_spec("PIL") is None:
         raise MissingDependency('decoding pictures needs Pillow; run: pip install "shardkit[images]"')
     return "pillow" if importlib.util.find_spec("simplejpeg") is None else "simplejpeg"
 
 
 def versions_of(*packages: str) -> str:
-    """What pixels depend on, for the record of a run: "pillow 13.0.0, torch 2.13.0"."""
+    """Return the versions of the packages that pixels depend on, such as "pillow 13.0.0, torch 2.13.0"."""
     return ", ".join(f"{name} {version(name)}" for name in dict.fromkeys(packages))
 
 
 def check_pixels(max_pixels: int) -> None:
-    """Raise ConfigurationError for a limit that is none."""
+    """Raise ConfigurationError if `max_pixels` is below 1."""
     if max_pixels < 1:
         raise ConfigurationError(f"max_pixels={max_pixels}: 1 or more is expected")
 
 
 def _jpeg_size(payload: bytes) -> tuple[int, int] | None:
-    """(height, width) of a JPEG that simplejpeg takes: neither CMYK nor anything else that Pillow has to look at."""
+    """Return (height, width) of a JPEG that simplejpeg decodes; None for CMYK and other pictures."""
     if payload[:3] != _JPEG:
         return None
     import simplejpeg
@@ -171,11 +190,11 @@ def _open(payload: bytes) -> Any:
 
 
 def _turned(payload: bytes) -> Any:
-    """The picture as its EXIF orientation says; None where that is how it is stored, or EXIF cannot be read."""
+    """Return the picture turned by its EXIF orientation; None if it needs no turn or EXIF cannot be read."""
     from PIL import ImageOps
 
     if b"Exif" not in payload[:_EXIF_BYTES] and payload[:3] == _JPEG:
-        return None  # spares most pictures a second look by Pillow
+        return None  # most pictures need not be opened by Pillow again
     image = _open(payload)
     try:
         orientation = image.getexif().get(_ORIENTATION, 1)
@@ -190,13 +209,13 @@ def _turned(payload: bytes) -> Any:
 
 
 def _unreadable(error: Exception) -> FormatError:
-    if type(error).__name__ == "UnidentifiedImageError":  # whose text is an address in memory
+    if type(error).__name__ == "UnidentifiedImageError":  # its text is a memory address
         return FormatError(f"a picture cannot be decoded: its bytes are none of {', '.join(_FORMATS)}")
     return FormatError(f"a picture cannot be decoded: {type(error).__name__}: {error}")
 
 
 def _buffer(need: int) -> NDArray[np.uint8]:
-    """Memory of this thread: to touch fresh pages for each picture costs a tenth of decoding it."""
+    """Return this thread's buffer; touching new pages for each picture costs a tenth of decoding it."""
     kept: NDArray[np.uint8] | None = getattr(_scratch, "kept", None)
     if kept is None or len(kept) < need:
         kept = _scratch.kept = np.empty(need, np.uint8)

@@ -1,4 +1,4 @@
-"""Which part of a picture is seen at which size: integers, equal on every machine."""
+"""Choice of the box of a picture and its size, computed in integers that are equal on every machine."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from shardkit.plan import Place, draw, draws
 
 _CROP: Final = "random_resized_crop"
 _TRIES: Final = 10
-ONE: Final = 1 << 32  # fixed point
-_RATIOS: Final = 1024  # aspect ratios that are drawn from, evenly spaced in their logarithm
-_SHARP: Final = 3  # a picture scaled in decoding to so many times its target is ≥ 50 dB from Pillow's
+ONE: Final = 1 << 32  # 1 in fixed point
+_RATIOS: Final = 1024  # number of aspect ratios to draw from, evenly spaced in their logarithm
+_SHARP: Final = 3  # a picture scaled in decoding to this multiple of its target is ≥ 50 dB from Pillow's
 
 
 class View(NamedTuple):
-    """A box of the picture, resized, and what is cut out of the result; all in pixels."""
+    """A box of the picture, its size after resizing, and the position of the crop in the result; all in pixels."""
 
     left: int
     top: int
     width: int
     height: int
-    resized: tuple[int, int]  # (height, width) of the box afterwards
-    cut: tuple[int, int] = (0, 0)  # (top, left) in that of what is wanted
-    shrink: int = 1  # by which the picture may be scaled in decoding; divides the box
+    resized: tuple[int, int]  # (height, width) of the resized box
+    cut: tuple[int, int] = (0, 0)  # (top, left) of the crop in the resized box
+    shrink: int = 1  # factor by which decoding may scale the picture down; divides the box
     flip: bool = False
 
 
 Framing: TypeAlias = Callable[[int, int, Place], View]
-"""(height, width, place) → what is seen of the picture."""
+"""Maps (height, width, place) to the view of a picture."""
 
 
 @dataclass(frozen=True)
 class RandomCrop:
-    """Inception's crop: a share of the area and an aspect ratio, tried ten times, else the middle.
+    """Inception's crop: a random share of the area with a random aspect ratio; after ten failed tries the middle.
 
-    Each sample has 41 draws, of which each try has four of its own.
+    Each sample has 41 draws: one for the flip and four for each try.
     """
 
     size: tuple[int, int]
@@ -60,7 +60,7 @@ class RandomCrop:
             shrink = _shrink(high, wide, self.size)
             left, top, wide, high = (edge - edge % shrink for edge in box)
             return View(left, top, wide, high, self.size, shrink=shrink, flip=flip)
-        wide, high = width, height  # the middle, as near to the picture's own ratio as is allowed
+        wide, high = width, height  # the middle, with the allowed ratio nearest to the picture's own
         low, tall = _ratios(self.ratio)[0], _ratios(self.ratio)[-1]
         if wide * ONE < low * high:
             high = max(1, wide * ONE // low)
@@ -77,7 +77,7 @@ def random_box(
     place: Place,
     name: str,
 ) -> tuple[int, int, int, int] | None:
-    """(left, top, width, height) of a random share of the area, by draws 1 to 40 of the name; None: ten did not fit."""
+    """Return (left, top, width, height) of a random box from draws 1 to 40 of `name`; None if no try fits."""
     least, most = (round(share * ONE) for share in scale)
     for attempt in range(_TRIES):
         a, b, c, d = draws(place, name, 4, first=1 + 4 * attempt)
@@ -90,7 +90,7 @@ def random_box(
 
 
 def check_ratio(scale: tuple[float, float], ratio: tuple[float, float]) -> None:
-    """Raise ConfigurationError for bounds that are none."""
+    """Raise ConfigurationError for invalid bounds of area or aspect ratio."""
     if not 0 < scale[0] <= scale[1] <= 1:
         raise ConfigurationError(f"scale={scale}: shares of the area, 0 < least <= most <= 1, are expected")
     if not 0 < ratio[0] <= ratio[1]:
@@ -98,14 +98,14 @@ def check_ratio(scale: tuple[float, float], ratio: tuple[float, float]) -> None:
 
 
 def check_share(name: str, value: float) -> None:
-    """Raise ConfigurationError for what is no probability."""
+    """Raise ConfigurationError unless `value` is a probability."""
     if not 0 <= value <= 1:
         raise ConfigurationError(f"{name}={value}: a probability from 0 to 1 is expected")
 
 
 @dataclass(frozen=True)
 class CenterCrop:
-    """The shorter side becomes `shorter`, and the middle is cut out."""
+    """The middle of the picture after its shorter side is resized to `shorter` pixels."""
 
     shorter: int
     size: tuple[int, int]
@@ -125,7 +125,7 @@ class CenterCrop:
 
 @dataclass(frozen=True)
 class WholePicture:
-    """All of it, whatever its aspect ratio was."""
+    """The whole picture, without keeping its aspect ratio."""
 
     size: tuple[int, int]
 
@@ -134,7 +134,7 @@ class WholePicture:
 
 
 def pair_of(size: int | tuple[int, int]) -> tuple[int, int]:
-    """(height, width) in pixels."""
+    """Return (height, width) in pixels; raise ConfigurationError unless both are from 1 to 16,384."""
     high, wide = (size, size) if isinstance(size, int) else size
     if not (1 <= high <= 16_384 and 1 <= wide <= 16_384):
         raise ConfigurationError(f"size={size!r}: pixels or (height, width) are expected, 1 to 16384 each")
@@ -143,7 +143,7 @@ def pair_of(size: int | tuple[int, int]) -> tuple[int, int]:
 
 @lru_cache(maxsize=16)
 def _ratios(bounds: tuple[float, float]) -> tuple[int, ...]:
-    """Fixed point; `decimal` rounds exp and ln correctly, which no C library promises."""
+    """Return the aspect ratios in fixed point; `decimal` rounds exp and ln correctly, C libraries may not."""
     with localcontext() as context:
         context.prec = 28
         low, high = (Decimal(bound).ln() for bound in bounds)
@@ -152,18 +152,18 @@ def _ratios(bounds: tuple[float, float]) -> tuple[int, ...]:
 
 
 def _rounded_root(value: int, over: int) -> int:
-    """The integer nearest to √(value / over)."""
+    """Return the integer nearest to √(value / over)."""
     return (isqrt(4 * value // over) + 1) // 2
 
 
 def _shrink(high: int, wide: int, size: tuple[int, int]) -> int:
-    """How far a box may be scaled in decoding."""
+    """Return the factor, 1, 2, 4 or 8, by which decoding may scale a box down."""
     spare = min(high // size[0], wide // size[1]) // _SHARP
     return 1 << min(3, max(1, spare).bit_length() - 1)
 
 
 def _whole_shrink(height: int, width: int, resized: tuple[int, int]) -> int:
     shrink = _shrink(height, width, resized)
-    while height % shrink or width % shrink:  # else the last row stands for less than a whole one
+    while height % shrink or width % shrink:  # otherwise the last row or column would stand for a part of one
         shrink //= 2
     return shrink

@@ -14,13 +14,13 @@ T = TypeVar("T")
 
 
 class Background(Generic[T]):
-    """Items of an iterator, produced ahead on a daemon thread.
+    """Iterator over items that a daemon thread produces ahead.
 
     An error of the iterator is raised by `__next__` after the items before it.
 
     Args:
         items: the iterator; only the thread uses it from now on.
-        depth: how many finished items may wait.
+        depth: maximum number of finished items that wait.
         name: name of the thread.
         waited: called with "blocked" and the seconds that the thread waited for room, or "starved" and the seconds that
             the consumer waited for an item.
@@ -49,12 +49,12 @@ class Background(Generic[T]):
         self._thread.start()
 
     def __len__(self) -> int:
-        """Finished items that wait."""
+        """Return the number of finished items that wait."""
         return len(self._ready)
 
     @property
     def depth(self) -> int:
-        """How many finished items may wait."""
+        """Maximum number of finished items that wait."""
         return self._depth
 
     @depth.setter

@@ -1,4 +1,4 @@
-"""The blocks of a group of steps: waited for step by step, then gathered from."""
+"""Wait for the blocks of a group of steps, step by step, and gather rows from them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ class GroupBlocks:
         admitted: Admitted,
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Take an admitted group; a waiting thread that is woken raises UsageError once `stopped` returns True."""
+        """Make the blocks of an admitted group.
+
+        Once `stopped` returns True, a thread that is woken from `wait` raises UsageError.
+        """
         self._loop, slots, self._needs, self._origin = admitted
         self.group, self.which = group, slots[group.which] if len(slots) else group.which
         self._window = window

@@ -441,7 +441,7 @@ class Loader:
             if loop is not None and loop.is_under_way:
                 self._move_lanes(loop, lanes, again=True)
 
-    # ---- the rest
+    # ---- properties, statistics, close
 
     @property
     def lanes(self) -> list[int]:
