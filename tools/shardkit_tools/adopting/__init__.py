@@ -1,7 +1,7 @@
-"""Adoption: WebDataset tars become a dataset where they lie; one strict pass, in parallel, killable (SPEC.md).
+"""Adoption: make a dataset of existing WebDataset tars, in one strict, parallel pass (SPEC.md).
 
-No sample is copied: indexes say where the members of a tar lie, and digests whether it is what it was. What does not
-hold for adopted data is said when it is adopted.
+No sample is copied: indexes locate the members of a tar, and digests detect changes. Guarantees that do not
+hold for adopted data are reported.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""`shardkit_tools.adopting.adopt`: tars in, a committed version over them out; nothing of them is copied.
+"""`adopt`: commit a version over existing tars; they are not copied.
 
-A tar is the work of one process; its record appears when index and place are durable in the root.
+Each tar is read by one process; its record appears when its index and location are durable in the root.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SHARD_FACTS = ("digest", "size", "index_digest", "index_size", "block_rows", "l
 
 @dataclass(frozen=True, slots=True)
 class AdoptTask:
-    """A tar and its place in the order."""
+    """A tar and its number in the order."""
 
     number: int
     file: SourceFile
@@ -54,31 +54,31 @@ class AdoptTask:
 
     @property
     def stamp(self) -> str:
-        """Another one when the tar was written to."""
+        """Text that changes when the tar is written to."""
         return f"{self.file.size} {self.file.stamp}"
 
 
 @dataclass(frozen=True, slots=True)
 class AdoptedTar:
-    """What the manifest needs to know of one tar."""
+    """Facts about one tar for the manifest."""
 
-    number: int  # of the task
-    digest: str  # of the tar
+    number: int  # number of the task
+    digest: str  # digest of the tar
     size: int
-    etag: str  # its store's, empty where there is none
-    index_digest: str  # of its index; empty in a dry run
+    etag: str  # ETag of its store, empty if there is none
+    index_digest: str  # digest of its index; empty in a dry run
     index_size: int  # 0 in a dry run
-    block_rows: int  # this and the next two: of its blocks
+    block_rows: int  # rows per block
     largest_block: int
     raw_bytes: int
-    runs: Runs  # (values of the axes, rows) of each run of rows of one label, in order
+    runs: Runs  # (values of the axes, rows) of each run of rows with equal values, in order
 
     @property
     def rows(self) -> int:
         return sum(rows for _, rows in self.runs)
 
     def record(self, strata: Mapping[tuple[str, ...], int]) -> ShardRecord:
-        """The shard as the manifest lists it."""
+        """Return the shard's entry in the manifest."""
         return ShardRecord(
             **{name: getattr(self, name) for name in _SHARD_FACTS},
             segment_stratum=[strata[labels] for labels, _ in self.runs],
@@ -90,17 +90,17 @@ class AdoptedTar:
 class AdoptWorker:
     """Adopts tars; one per process."""
 
-    repository: Repository | None  # that adopts them; None to write nothing
+    repository: Repository | None  # the adopting root; None to write nothing
     folder: JobFolder  # the job directory
-    schema: Schema  # of every sample
-    axes: Sequence[str]  # fields by which runs are told apart
+    schema: Schema  # schema of every sample
+    axes: Sequence[str]  # fields to stratify by
     block_bytes: int  # target size of a block
 
     def close(self) -> None:
-        """Nothing is kept open."""
+        """Do nothing."""
 
     def work(self, item: AdoptTask, report: Report) -> AdoptedTar:
-        """Read a tar, put its index and its place, and leave a record of it."""
+        """Read a tar, put its index and location, and write its record."""
         scanned = TarScan(item.file, self.schema, self.axes, self.block_bytes, report).run()
         index, sizes = Descriptor("", 0, "index"), scanned.index.block_raw_size
         if self.repository is not None:
@@ -126,10 +126,10 @@ class AdoptWorker:
 
 
 def finished_tar(job: Job, repository: Repository, item: AdoptTask) -> AdoptedTar | None:
-    """What an earlier, killed run found of this tar as it is now; None where it has to be read.
+    """Return the result of an earlier run for the unchanged tar, or None if it must be read.
 
-    Size and time of change decide whether a tar is read again, never whether its bytes are believed: each block is
-    verified whenever it is read.
+    Size and modification time decide only whether a tar is read again; every read of a block verifies its
+    bytes.
     """
     data = job.folder.read(item.record_name)
     if data is None:
@@ -141,29 +141,29 @@ def finished_tar(job: Job, repository: Repository, item: AdoptTask) -> AdoptedTa
         runs = tuple((tuple(labels), rows) for labels, rows in record.pop("runs"))
         found = AdoptedTar(runs=runs, **record)
         repository.get_object(found.index_digest, "index", found.index_size)
-        # The tar may have been moved since, and is then at another path: what the root remembers is the last one.
+        # The tar may have moved since; the root keeps its latest location.
         put_adopted(repository.store, found.digest, place_of(item.file), found.etag)
     except (FormatError, KeyError, TypeError, ValueError, LookupError):
-        return None  # of another release, or not durable after all
+        return None  # written by another release, or not durable
     return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adoption:
-    """What `adopt` did."""
+    """Result of `adopt`."""
 
-    manifest: Manifest | None  # of the version; None for a dry run
-    commit: LogEntry | None  # the log entry; None where the ref named this version already, and for a dry run
-    moved: Mapping[str, tuple[str | None, str]]  # ref → (from, to) where it moved; from None: it is new
-    schema: Schema  # of the samples
+    manifest: Manifest | None  # manifest of the version; None for a dry run
+    commit: LogEntry | None  # log entry; None if the ref named this version already, and for a dry run
+    moved: Mapping[str, tuple[str | None, str]]  # moved ref → (from, to); from is None for a new ref
+    schema: Schema  # schema of the samples
     tars: int  # number of them
-    rows: int  # samples
-    stored_bytes: int  # of the tars
+    rows: int  # number of samples
+    stored_bytes: int  # size of the tars
     strata: Mapping[str, int]  # name → rows
-    promises: Mapping[str, str]  # that do not hold, see `broken_promises`
-    reused: int  # tars that an earlier, killed run had read
-    read_bytes: int  # by this run
-    seconds: float  # wall clock
+    promises: Mapping[str, str]  # guarantees that do not hold, see `broken_promises`
+    reused: int  # number of tars that an earlier, killed run had read
+    read_bytes: int  # bytes read by this run
+    seconds: float  # wall-clock time
 
 
 def adopt(
@@ -184,10 +184,32 @@ def adopt(
     dry_run: bool = False,
     progress: ProgressCallback | None = None,
 ) -> Adoption:
-    """Make a version of ``root`` whose shards are WebDataset tars where they lie.
+    """Make a version of ``root`` whose shards are existing WebDataset tars, which stay where they are.
 
-    The manifest depends on the tars' bytes, their order and the settings alone. After a kill, Ctrl-C or an error the
-    same call goes on where it stood. Adopting tars that have moved tells the root their new places.
+    The manifest depends only on the tars' bytes, their order and the settings. After a kill, Ctrl-C or an
+    error, the same call continues. Adopting tars that have moved updates their locations in the root.
+
+    Args:
+        tars: paths, globs and URLs of tars, in order.
+        root: directory or URL of the dataset, new or existing.
+        field_types: field → type that replaces the inferred one.
+        stratify: field or fields by which batches are balanced.
+        block_size: target size of a block in bytes.
+        ref: the ref that is moved.
+        replace: move the ref even from another schema, and over concurrent commits.
+        message: message of the commit.
+        author: author of the commit.
+        jobs: number of processes; None: one per processor.
+        engine: ``"local"``, ``"ray"``, or another `Engine`.
+        address: address of a running Ray cluster.
+        scratch: directory for records of finished work; by default inside ``root``.
+        dry_run: read everything, write nothing.
+        progress: called with a `Progress` a few times a second.
+
+    Raises:
+        SourceError: A tar cannot be adopted; the message names tar and member.
+        UsageError: A setting is invalid, or the ref names samples of another schema.
+        CommitConflict: Another commit moved the ref meanwhile.
     """
     doing = open_engine(engine, jobs, address)
     files = find_tars(tars)
@@ -226,7 +248,7 @@ class _Adopting:
         self._reused = self._read_bytes = 0
 
     def read(self, repository: Repository | None = None, job: Job | None = None) -> list[AdoptedTar]:
-        """Every tar, in order, but for those that an earlier run has read; without a root nothing is written."""
+        """Read the tars that no earlier run has read; return all in order. Without a root, write nothing."""
         found: dict[int, AdoptedTar] = {}
         if repository is not None and job is not None:
             finished = ((task.number, finished_tar(job, repository, task)) for task in self._tasks)
@@ -282,7 +304,7 @@ class _Adopting:
         return manifest
 
     def _strata(self, found: Sequence[AdoptedTar]) -> dict[tuple[str, ...], int]:
-        """Values of the axes → rows, sorted; numbers by value, not as text."""
+        """Return values of the axes → rows, sorted; integers are sorted as numbers, not as text."""
         counts: Counter[tuple[str, ...]] = Counter()
         for tar in found:
             for labels, rows in tar.runs:
@@ -298,7 +320,7 @@ class _Adopting:
         return {labels: counts[labels] for labels in sorted(counts, key=order)}
 
     def digest(self, root: str | os.PathLike[str]) -> str:
-        """What must be equal for the work of an earlier run to be of use."""
+        """Return a digest of everything that must be equal for an earlier run's work to be reusable."""
         recipe = {
             "adopt": 1,
             "tars": [place_of(task.file) for task in self._tasks],
@@ -343,10 +365,10 @@ def _check_axes(axes: Sequence[str], schema: Schema) -> None:
 
 
 def broken_promises(axes: Sequence[str], strata: int, largest_block: int, block_bytes: int) -> dict[str, str]:
-    """Promises that do not hold for so many strata by these axes, and so large blocks for that target.
+    """Return the guarantees that do not hold for adopted tars.
 
     Returns:
-        Name of the promise, stable, for programs → what is so instead, for people.
+        Stable name of the guarantee, for programs → explanation, for users.
     """
     balance = (
         f"{strata} strata of {'/'.join(axes)} lie where the tars have them; a shard need not hold all of them, so "

@@ -1,7 +1,7 @@
-"""Tars to adopt, and one pass over each: its index, its digest, and the runs of rows of one label (SPEC.md §2).
+"""Find tars to adopt, and scan each in one pass: index, digest and runs of rows of one label (SPEC.md §2).
 
-A tar is read from its first byte to its last in order, by the strict reader of importers; nothing of it is copied.
-Memory: one block, one sample, and the index.
+A tar is read in order from its first byte to its last, by the strict reader of the importers; nothing is
+copied. Memory: one block, one sample, and the index.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from shardkit_tools.importers.tar_members import Member, TarSample, read_members
 from shardkit_tools.importers.webdataset import check_fields
 
 BUILD_INSTEAD = "read it into shards of its own instead: shardkit build"
-"""What to do with a tar that cannot be adopted."""
+"""Advice for a tar that cannot be adopted."""
 
 _PACKED = {
     b"\x1f\x8b": "gzip",
@@ -46,7 +46,7 @@ _PACKED_NAMES = (".gz", ".tgz", ".zst", ".bz2", ".xz", ".lz4")
 
 
 def stat_tar(file: SourceFile) -> ObjectStat:
-    """A tar as it is now; of a local one the size alone is known."""
+    """Return the current state of a tar; for a local one, only the size is filled in."""
     if is_url(file.path):
         return stat_file(file)
     check_unchanged(file)
@@ -54,12 +54,18 @@ def stat_tar(file: SourceFile) -> ObjectStat:
 
 
 def place_of(file: SourceFile) -> str:
-    """What the root remembers: a URL, or a path without links."""
+    """Return the location that the root records: a URL, or a path without links."""
     return file.path if is_url(file.path) else os.path.realpath(file.path)
 
 
 def find_tars(tars: Sequence[str | os.PathLike[str]]) -> list[SourceFile]:
-    """All tars that paths, globs and URLs name, in this order."""
+    """Return all tars that paths, globs and URLs name, in this order.
+
+    Raises:
+        UsageError: A tar is named twice.
+        SourceError: A tar is compressed or cannot be read.
+        NotFoundError: There are no tars.
+    """
     files: list[SourceFile] = []
     seen: set[str] = set()
     for given in tars:
@@ -79,7 +85,7 @@ def _listed(given: str) -> Iterator[SourceFile]:
     local = given[7:] if given.lower().startswith("file:///") else given
     for file in list_source(local).files:
         if is_url(file.path):
-            split_url(file.path)  # it is recorded, and holds no credential
+            split_url(file.path)  # refuses credentials: the URL is recorded
         yield file
 
 
@@ -94,7 +100,7 @@ def _check_kind(file: SourceFile) -> None:
 
 
 def _first_bytes(file: SourceFile) -> bytes:
-    """Eight of them, and of a tar behind a URL no more."""
+    """Return the first eight bytes; from a URL, only these are requested."""
     if not is_url(file.path):
         with open_file(file) as stream:
             return stream.read(8)
@@ -105,10 +111,10 @@ def _first_bytes(file: SourceFile) -> bytes:
         raise SourceError(f"{file.path}: cannot be read ({error}); check it, then try again") from error
 
 
-_LARGEST = 64  # a block of so many times the target is too uneven: the tar is cut into smaller ones
+_LARGEST = 64  # a block of more than this many times the target is too uneven: smaller blocks are tried
 _MAX_GAP_BYTES = (5 << 30) + (
     64 << 20
-)  # the largest member that is read, or the padding behind the end of a tar
+)  # the largest member that is read, or the padding after the end of a tar
 _MIN_RUN_ROWS = 8
 _DIGITS = re.compile(rb"[ \t\r\n]*(?:\+?0*(0|[1-9][0-9]*)|(-[1-9][0-9]*))[ \t\r\n]*\Z")
 _MAX_LABEL = 200
@@ -118,17 +124,17 @@ Report = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class ScannedTar:
-    """What one pass found."""
+    """Result of one pass."""
 
     digest: str  # `sha256:<hex>` of the whole tar
     index: ShardIndex  # its index
-    # (values of the axes, rows) of each run of rows of one label, in order
+    # (values of the axes, rows) of each run of rows with equal values, in order
     runs: tuple[tuple[tuple[str, ...], int], ...]
-    etag: str = ""  # that its store has for these bytes; empty where there is none
+    etag: str = ""  # ETag of these bytes in the tar's store; empty if there is none
 
 
 class _TarRow(NamedTuple):
-    """One sample: where it begins, (offset, size) of each field's payload or member in the tar, and its labels."""
+    """A sample: start offset, (offset, size) of each field's payload or member in the tar, and labels."""
 
     key: str
     start: int
@@ -137,11 +143,11 @@ class _TarRow(NamedTuple):
 
 
 class _TooUneven(Exception):
-    """A block became far larger than its target."""
+    """A block is far larger than its target."""
 
 
 class _HeldStream:
-    """A file that remembers what was read of it since the last cut."""
+    """A file that keeps the bytes read since the last cut."""
 
     def __init__(self, file: BinaryIO, where: str, report: Report) -> None:
         self._file = file
@@ -166,7 +172,7 @@ class _HeldStream:
         return data
 
     def take(self, size: int) -> bytes:
-        """The next `size` bytes that were read; members begin and end where reads do, so nothing is cut."""
+        """Return the next `size` bytes; members begin and end at borders of reads, so no read is split."""
         parts = []
         while size > 0:
             parts.append(self._held.popleft())
@@ -184,27 +190,27 @@ class TarScan:
     """One pass over an uncompressed tar."""
 
     file: SourceFile
-    schema: Schema  # of every sample
-    axes: Sequence[str]  # fields by whose values rows are told apart
+    schema: Schema  # schema of every sample
+    axes: Sequence[str]  # fields to stratify by
     block_bytes: int  # target size of a block
-    report: Report  # called with (rows, bytes) that were read
-    block_rows: int | None = None  # None: as many as the first `block_bytes` hold, once these are read
+    report: Report  # called with (rows, bytes) read
+    block_rows: int | None = None  # None: the number in the first `block_bytes`, once these are read
 
     def __post_init__(self) -> None:
         self.rows = self.position = 0
         self._sha256 = hashlib.sha256()
         self._is_payload: dict[str, bool] = {}
         self._keys: list[str] = []
-        self._block: list[_TarRow] = []  # rows of the block that is being filled
+        self._block: list[_TarRow] = []  # rows of the current block
         self._runs: list[tuple[tuple[str, ...], int]] = []
         self._block_start = 0
-        self._sizes: list[int] = []  # of each block, in bytes
+        self._sizes: list[int] = []  # size of each block in bytes
         self._starts = [0]
         self._digests: list[tuple[int, bytes]] = []
         self._fields: list[list[tuple[int, int]]] = []
 
     def run(self) -> ScannedTar:
-        """Read the tar and describe it; once more, for smaller blocks, where a block becomes far too large."""
+        """Read the tar and describe it; if a block gets far too large, read again with smaller blocks."""
         try:
             return self._read()
         except _TooUneven:
@@ -240,14 +246,14 @@ class TarScan:
     # Rows
 
     def _read_rows(self) -> int:
-        """Read to the end; where the last sample ends."""
+        """Read to the end and return the end of the last sample."""
         end = 0
         for sample in tar_samples(self._members(), self.file.path):
             members = [member for _, member in sample.members.values()]
             row = self._row(sample, members[0].start)
             end = members[-1].end
             if self.block_rows is None and row.start >= self.block_bytes:
-                self.block_rows = max(1, self.rows)  # a function of the tar alone
+                self.block_rows = max(1, self.rows)  # depends only on the tar
             self._place(row)
         return end
 
@@ -295,7 +301,7 @@ class TarScan:
     # Blocks
 
     def _cut(self, end: int) -> None:
-        """Close the block: it reaches from where the last one ended up to `end`."""
+        """Close the block, which extends from the end of the last one to `end`."""
         size = end - self._block_start
         data = self._stream.take(size)
         self._sha256.update(data)
@@ -312,7 +318,7 @@ class TarScan:
         self._block = []
 
     def _check_values(self, data: bytes, fields: list[list[tuple[int, int]]]) -> None:
-        """Every value decodes: by the very code that will read it."""
+        """Check that every value decodes, with the code that will read it."""
         raw = np.frombuffer(data, np.uint8)
         table = np.array(fields, np.int64).reshape(len(fields), len(self.schema), 2)
         for place, (name, kind) in enumerate(self.schema.items()):
@@ -320,7 +326,7 @@ class TarScan:
             try:
                 self._check_column(raw, table[:, place], kind, name)
             except FormatError:
-                rows = range(len(fields))  # one of these
+                rows = range(len(fields))  # one of these is bad
             for row in rows:
                 try:
                     self._check_column(raw, table[row : row + 1, place], kind, name)
@@ -387,7 +393,7 @@ class TarScan:
 
 
 def _locate(kind: FieldType, suffix: str, data: bytes, where: str) -> tuple[int, int, bool]:
-    """(bytes to skip, size, whether what is left is the payload itself) of a member's value inside it."""
+    """Return (bytes to skip, size, is_payload) of the value inside a member."""
     if kind.is_packed:
         raise SourceError(f"{where}: {kind} cannot be read where it lies; {BUILD_INSTEAD}")
     if kind.is_opaque:
@@ -409,7 +415,7 @@ def _locate(kind: FieldType, suffix: str, data: bytes, where: str) -> tuple[int,
 
 
 def _digits(data: bytes, where: str) -> tuple[int, int]:
-    """(offset, size) of the canonical decimal in a member: without space, plus sign and leading zeros around it."""
+    """Return (offset, size) of the decimal in a member, without space, plus sign and leading zeros."""
     match = _DIGITS.match(data[:200]) if len(data) <= 200 else None
     if match is None:
         raise SourceError(
@@ -421,7 +427,7 @@ def _digits(data: bytes, where: str) -> tuple[int, int]:
 
 
 def _label(kind: FieldType, data: bytes, is_payload: bool, where: str) -> str:
-    """The value as the name of a stratum, as a build would write it."""
+    """Return the value as the name of a stratum, as a build would write it."""
     text = (
         str(int(np.frombuffer(data, kind.numpy_dtype)[0]))
         if is_payload

@@ -1,9 +1,8 @@
-"""The files of a source: which there are, in one order, which importer they call for, and their bytes.
+"""The files of a source: list them in order, choose the importer, and open or read them.
 
-A source is a file, a folder, a glob (``data/**/*.jsonl``) or a URL. Files are listed in the order of their names (by
-code point, `/` as separator), so that the same source gives the same rows on every machine. Nothing outside
-the source is read through a symlink inside it, nothing that is not a regular file is opened, and every error
-names the file.
+A source is a file, a folder, a glob (``data/**/*.jsonl``) or a URL. Files are sorted by name (by code point,
+`/` as separator), so that the same source gives the same rows on every machine. Symlinks that lead out of the
+source are refused, only regular files are opened, and every error names the file.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from shardkit_tools.importers.protocol import (
 
 _PACKED = (".gz", ".zst", ".xz")
 _XZ_MEMORY = 256 << 20  # `xz -9` needs 65 MiB; a file can ask for 4 GiB
-_FRAME_PIECE = 4 << 10  # unpacks to some 128 MiB at most
+_FRAME_PIECE = 4 << 10  # decompresses to about 128 MiB at most
 _WILDCARDS = frozenset("*?[")
 _TASK_BYTES = 64 << 20
 _TASK_FILES = 4096
@@ -44,12 +43,12 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(?:::[A-Za-z][A-Za-z0-9+.-]*)*://")
 
 
 def is_url(source: str) -> bool:
-    """Whether a source is a URL and not a path."""
+    """Return True if a source is a URL and not a path."""
     return _URL.match(source) is not None
 
 
 def file_suffix(name: str) -> str:
-    """The last extension in lower case without its dot, or ""; that before it where the file is compressed."""
+    """Return the last extension in lower case without its dot, or ""; compression suffixes are ignored."""
     base = name.rsplit("/", 1)[-1].lower()
     for packed in _PACKED:
         base = base.removesuffix(packed)
@@ -57,7 +56,11 @@ def file_suffix(name: str) -> str:
 
 
 def check_suffixes(source: Source, suffixes: Iterable[str], what: str) -> None:
-    """Check that every file has one of the suffixes."""
+    """Check that every file has one of the suffixes.
+
+    Raises:
+        SourceError: A file has another suffix.
+    """
     wanted = frozenset(suffixes)
     for file in source.files:
         if file_suffix(file.name) not in wanted:
@@ -68,18 +71,23 @@ def check_suffixes(source: Source, suffixes: Iterable[str], what: str) -> None:
 
 
 def is_compressed(file: SourceFile) -> bool:
-    """Whether `open_plain` decompresses a file."""
+    """Return True if `open_plain` decompresses a file."""
     return file.name.lower().endswith((*_PACKED, ".tgz"))
 
 
 def file_stem(name: str) -> str:
-    """The name without its last extension: what a sample and its sidecars share."""
+    """Return the name without its last extension, which a sample and its sidecars share."""
     head, slash, base = name.rpartition("/")
     return head + slash + (base.rpartition(".")[0] if "." in base[1:] else base)
 
 
 def list_source(source: str, *, skip: bool = False) -> Source:
-    """List a source."""
+    """List the files of a source; with ``skip``, empty folders are left out instead of refused.
+
+    Raises:
+        NotFoundError: The source does not exist.
+        SourceError: The source holds no files, or something that is not imported.
+    """
     if is_url(source):
         from shardkit_tools.importers.remote_files import list_url
 
@@ -99,7 +107,11 @@ def list_source(source: str, *, skip: bool = False) -> Source:
 
 
 def open_file(file: SourceFile) -> BinaryIO:
-    """Open a file for reading, buffered and seekable."""
+    """Open a file for reading, buffered and seekable.
+
+    Raises:
+        SourceError: The file cannot be read, or its size has changed since it was listed.
+    """
     if is_url(file.path):
         from shardkit_tools.importers.remote_files import open_url
 
@@ -108,9 +120,9 @@ def open_file(file: SourceFile) -> BinaryIO:
 
 
 def _opened(file: SourceFile) -> int:
-    """Descriptor of a local file that is as large as it was when it was listed."""
+    """Open a local file, check that its size is as listed, and return the descriptor."""
     try:
-        # O_NONBLOCK: a name that has become a pipe since it was listed must not hang the build
+        # O_NONBLOCK: a name that has become a pipe since the listing must not hang the build
         descriptor = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise _unreadable(file.path, error) from error
@@ -125,7 +137,7 @@ def _opened(file: SourceFile) -> int:
 
 
 def read_file(file: SourceFile) -> bytes:
-    """All bytes of a file; errors as for `open_file`."""
+    """Return all bytes of a file; errors as for `open_file`."""
     try:
         if is_url(file.path):
             with open_file(file) as stream:
@@ -142,7 +154,7 @@ def read_file(file: SourceFile) -> bytes:
 
 
 def _read_local(descriptor: int, size: int) -> bytes:
-    """Without a stream: of small files that is most of what reading them costs."""
+    """Read without a stream object, which would take most of the time for small files."""
     pieces = []
     try:
         while size and (piece := os.read(descriptor, size)):
@@ -154,18 +166,18 @@ def _read_local(descriptor: int, size: int) -> bytes:
 
 
 def open_plain(file: SourceFile) -> BinaryIO:
-    """Open a file, decompressed on the way (and not seekable) if it ends in ``.gz``, ``.tgz``, ``.zst`` or ``.xz``."""
+    """Open a file; ``.gz``, ``.tgz``, ``.zst`` and ``.xz`` are decompressed, and not seekable."""
     stream = open_file(file)
     kind = file.name.lower().rpartition(".")[2]
     return open_packed(stream, kind, file.path) if is_compressed(file) else stream
 
 
 def open_packed(packed: BinaryIO, kind: str, path: str) -> BinaryIO:
-    """What a stream holds that is compressed as ``zst``, ``xz``, ``bz2`` or ``gz`` says; not seekable."""
+    """Open a compressed stream of kind ``zst``, ``xz``, ``bz2`` or ``gz``; not seekable."""
     reader: gzip.GzipFile | _Frames
     if kind == "zst":
         reader = _Frames(packed, new_decompressor)
-    elif kind == "xz":  # zeros may stand between its streams
+    elif kind == "xz":  # zeros are allowed between its streams
         reader = _Frames(packed, lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, _XZ_MEMORY), b"\0")
     elif kind == "bz2":
         reader = _Frames(packed, bz2.BZ2Decompressor)
@@ -175,7 +187,7 @@ def open_packed(packed: BinaryIO, kind: str, path: str) -> BinaryIO:
 
 
 def group_files(files: Iterable[SourceFile]) -> list[SourceTask]:
-    """Tasks of whole files, in order, of about 64 MiB and at most 4,096 files each."""
+    """Return tasks of whole files, in order, of about 64 MiB and at most 4,096 files each."""
     tasks: list[SourceTask] = []
     group: list[SourceFile] = []
     size = 0
@@ -210,14 +222,15 @@ class _Guarded(io.RawIOBase):
         return len(data)
 
     def close(self) -> None:
-        self._packed.close()  # no decompressor closes what it reads from
+        self._packed.close()  # decompressors do not close the file that they read
         super().close()
 
 
 class _Frames:
-    """Compressed frames one behind another, in bounded memory, which must not end within one.
+    """Concatenated compressed frames, read in bounded memory; the file must not end inside a frame.
 
-    The stream reader of zstd takes such an end for the text's, and `lzma.LZMAFile` as much memory as a file asks for.
+    The stream reader of zstd treats such an end as the end of the data, and `lzma.LZMAFile` allocates any
+    memory that a file asks for.
     """
 
     def __init__(self, packed: BinaryIO, new: Callable[[], Any], padding: bytes = b"") -> None:
@@ -227,7 +240,7 @@ class _Frames:
         self._made = memoryview(b"")
 
     def read(self, size: int) -> bytes | memoryview:
-        """Up to so many bytes; none at the end."""
+        """Return up to ``size`` bytes, or none at the end."""
         while not self._made:
             piece = self._rest or self._packed.read(_FRAME_PIECE)
             if not piece:
@@ -252,7 +265,7 @@ def _sorted(files: Iterable[SourceFile]) -> tuple[SourceFile, ...]:
 
 
 def _walk(root: str, empty: dict[str, str] | None) -> Iterator[SourceFile]:
-    """The files of a folder; empty folders are refused, or noted."""
+    """Yield the files of a folder; empty folders are refused, or added to ``empty``."""
     inside = os.path.realpath(root)
     pending = [""]
     while pending:
@@ -269,7 +282,7 @@ def _walk(root: str, empty: dict[str, str] | None) -> Iterator[SourceFile]:
             )
         if not entries and below:
             if empty is None:
-                # a class folder whose files did not arrive would otherwise vanish from the dataset without a word
+                # otherwise a class folder whose files are missing would disappear from the dataset silently
                 raise SourceError(
                     f"{folder}: an empty folder; fill it, remove it, or leave it out: --on-error skip"
                 )
@@ -313,7 +326,7 @@ def _regular(path: str, name: str) -> SourceFile:
 
 
 def _matches(pattern: str) -> Iterator[SourceFile]:
-    """The files of a glob, named below the folder before its first wildcard."""
+    """Yield the files of a glob, with names relative to the folder before its first wildcard."""
     parts = pattern.split("/")
     literal = parts[: next(n for n, part in enumerate(parts) if _WILDCARDS.intersection(part))]
     root = "/".join(literal) or ("/" if pattern.startswith("/") else ".")
@@ -346,7 +359,7 @@ IMPORTERS = {
     "huggingface": ("shardkit_tools.importers.tables", "open_huggingface"),
     "mds": ("shardkit_tools.importers.mds", "open_mds"),
 }
-"""Name for ``--from`` → module and function that open a source, imported then: some need pyarrow."""
+"""Name for ``--from`` → module and function that open a source, imported on demand: some need pyarrow."""
 
 MEDIA = {
     "image": ("jpg", "jpeg", "png", "gif", "webp", "bmp", "tif", "tiff", "ppm", "pgm", "pbm",
@@ -354,13 +367,13 @@ MEDIA = {
     "audio": ("wav", "flac", "mp3", "ogg", "opus", "m4a", "aac"),
     "video": ("mp4", "mkv", "webm", "avi", "mov", "mpg", "mpeg"),
 }  # fmt: skip
-"""Field → file extensions that are of its kind."""
+"""Field → file extensions of its kind."""
 SPLIT_NAMES = ("train", "val", "valid", "validation", "test", "dev")
-"""Names, in any case, that a first level of folders has if it holds splits and no classes."""
+"""Names, in any case, of top-level folders that are splits rather than classes."""
 SIDECARS = {"json": ("meta", "json"), "txt": ("text", "str")}
-"""File extension of what describes a file of the same stem → its field and type."""
+"""Extension of a sidecar, which describes the file with the same stem → its field and type."""
 
-# Extensions that belong to one importer: files of records, never samples by themselves.
+# Extensions of files of records, which are never samples themselves.
 _RECORDS = dict.fromkeys(("jsonl", "ndjson"), "jsonl") | dict.fromkeys(("tar", "tgz"), "webdataset")
 _RECORDS |= dict.fromkeys(("parquet", "pq"), "parquet") | dict.fromkeys(("arrow", "feather", "ipc"), "arrow")
 _RECORDS |= {"csv": "csv", "tsv": "csv", "npy": "npy", "npz": "npz", "mds": "mds"}
@@ -373,29 +386,29 @@ _TEXTS = frozenset((
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _NESTED = ("parquet", "arrow", "jsonl", "huggingface")
 _WITH_AN_INDEX = ("huggingface", "mds")
-# What the samples of an importer may be, where more than files of its own extensions.
+# Kinds of files that an importer accepts as samples, if not only those of its own extensions.
 _KINDS_OF = {name: {name} for name in set(_RECORDS.values())}
 _KINDS_OF |= {"jsonl": {"jsonl", "json"}, "text": {"text"}, "folder": {*MEDIA, "blob"}}
 
 
 def open_source(source: str, kind: str | None = None, options: ImportOptions | None = None) -> Importer:
-    """Open a source with the importer that fits it.
+    """Open a source with a suitable importer.
 
     Args:
         source: a file, a folder, a glob or a URL.
         kind: one of `IMPORTERS`; None: detected.
-        options: what the user says about the source.
+        options: options of the user.
 
     Raises:
-        NotFoundError: nothing is there.
-        SourceError: the source cannot be read as that kind, or its kind cannot be told.
-        SchemaError: a field cannot be stored under its name, or `options` type a field that is not there.
+        NotFoundError: The source does not exist.
+        SourceError: The source cannot be read as this kind, or its kind cannot be detected.
+        SchemaError: A field name cannot be stored, or `options` name an unknown field.
     """
     return find_source(source, kind, options or ImportOptions())[0]
 
 
 def find_source(source: str, kind: str | None, options: ImportOptions) -> tuple[Importer, tuple[str, ...]]:
-    """`open_source`, and what to say of files that were left out."""
+    """Do `open_source`, and also return notes on files that were left out."""
     if kind is not None and kind not in IMPORTERS:
         raise UsageError(f"--from {kind!r}: no such importer; expected one of {', '.join(IMPORTERS)}")
     is_hub = source.startswith("hf://")
@@ -406,7 +419,7 @@ def find_source(source: str, kind: str | None, options: ImportOptions) -> tuple[
     listed = list_source(source, skip=options.skip_bad_rows)
     if is_hub and kind == "huggingface" and not _index_of(listed):
         kind = None  # files as they were pushed, not a folder of `save_to_disk`
-    if options.skip_bad_rows or is_hub:  # a repository of the hub has a card, a licence, a script
+    if options.skip_bad_rows or is_hub:  # repositories of the hub have cards, licences and scripts
         listed = _without_strays(listed, kind)
     kind = kind or detect(listed)
     if options.flatten and kind not in _NESTED:
@@ -420,20 +433,21 @@ def find_source(source: str, kind: str | None, options: ImportOptions) -> tuple[
 
 
 def _without_strays(source: Source, kind: str | None) -> Source:
-    """A source without the files that are not of the kind that most are of; sidecars stay with their samples."""
+    """Return a source with only the most frequent kind of files; sidecars stay with their samples."""
     if source.is_single_file or kind in _WITH_AN_INDEX or (kind is None and _index_of(source)):
         return source
     kinds = {file.name: _kind_of(file.name) for file in source.files}
     wanted = _KINDS_OF.get(kind or "")
     counts = Counter(found for found in kinds.values() if wanted is None or found in wanted)
-    # texts and documents lie beside samples, and are some only where there are no others; what nobody knows even less
+    # Media and records rank before texts and documents, which often accompany samples, and these before
+    # unknown files.
     for is_sample in ({*MEDIA, *_RECORDS.values()}, {"text", "json"}, {"blob"}):
         among = Counter({found: n for found, n in counts.items() if found in is_sample})
         if among:
             break
     (most, count), *others = among.most_common() or [("", 0)]
     if not count or (others and others[0][1] == count):
-        return source  # nobody can tell
+        return source  # ambiguous
     keep = {most} if wanted is None or kind == "folder" else wanted
     stems = {file_stem(name) for name, found in kinds.items() if found == most}
     kept, left_out = [], dict(source.left_out)
@@ -466,10 +480,10 @@ def _notes(left_out: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def detect(source: Source) -> str:
-    """The importer that the extensions of a source's files call for.
+    """Return the importer for the extensions of a source's files.
 
     Raises:
-        SourceError: the files call for several importers, or for none.
+        SourceError: The files need several importers, or none fits.
     """
     if index := _index_of(source):
         return index
@@ -484,7 +498,8 @@ def detect(source: Source) -> str:
         )
     records = {_RECORDS[suffix]: file for suffix, file in suffixes.items() if suffix in _RECORDS}
     others = [file for suffix, file in suffixes.items() if suffix not in _RECORDS]
-    if suffixes.keys() == {"json"}:  # beside others it describes them; alone it is an array, or lines
+    # next to other files they are sidecars; alone they hold an array, or lines
+    if suffixes.keys() == {"json"}:
         return "jsonl"
     if len(records) == 1 and not others:
         return next(iter(records))
@@ -507,16 +522,16 @@ def detect(source: Source) -> str:
 
 
 def _index_of(source: Source) -> str | None:
-    """The importer whose index is among the files."""
+    """Return the importer whose index is among the files, or None."""
     names = {file.name for file in source.files}
     if (
         "dataset_dict.json" in names or {"dataset_info.json", "state.json"} <= names
-    ):  # what `save_to_disk` writes
+    ):  # written by `save_to_disk`
         return "huggingface"
     bases = {name.rpartition("/")[2] for name in names}
     return "mds" if "index.json" in bases and any(".mds" in base for base in bases) else None
 
 
 def media_of(suffix: str) -> str | None:
-    """The field of `MEDIA` that files of an extension are of."""
+    """Return the field of `MEDIA` for an extension, or None."""
     return next((field for field, known in MEDIA.items() if suffix in known), None)

@@ -1,7 +1,7 @@
-"""Tables: Parquet; Arrow IPC files (``.arrow``, Feather 2) and streams, and what Hugging Face saves of them.
+"""Tables: Parquet, Arrow IPC files (``.arrow``, Feather 2) and streams, saved Hugging Face datasets.
 
-Row groups and record batches are read one at a time. Of a folder of `save_to_disk` two JSON files tell which data files
-there are, and the types of its columns.
+Row groups and record batches are read one at a time. In a folder of `save_to_disk`, two JSON files list the
+data files and the types of the columns.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from shardkit_tools.importers.source_files import check_suffixes, is_url, open_f
 _TASK_BYTES = 64 << 20
 _BATCH_ROWS = 4096
 _BATCH_BYTES = 16 << 20
-_INT96_UNIT = "us"  # what Spark and Hive write
+_INT96_UNIT = "us"  # resolution that Spark and Hive write
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableImporter(FileImporter):
-    """Tables as a source."""
+    """Base class of importers of tables."""
 
     def decode(self, task: SourceTask, seen: FileObserver = ignore_file) -> DecodedStream:
-        """Yield the record batches of the file with their columns in the types of the schema."""
+        """Yield the record batches of the file, converted to the types of the schema."""
         for batch, first in self._raw(task):
             yield from conform_batch(batch, self.fields, self.schema, task.files[0], first)
 
@@ -57,7 +57,7 @@ class TableImporter(FileImporter):
             )
 
     def _raw(self, task: SourceTask) -> Iterator[tuple[Any, int]]:
-        """Yield (batch, number in the file of its first row)."""
+        """Yield (batch, number of its first row in the file)."""
         row = task.first_row
         for found in self._batches(task.files[0], task.start, task.stop):
             if found.num_rows:
@@ -65,12 +65,12 @@ class TableImporter(FileImporter):
             row += found.num_rows
 
     def _batches(self, file: SourceFile, start: int, stop: int | None) -> Iterator[Any]:
-        """The record batches of some pieces; of all that there are to the end where `stop` is None."""
+        """Yield the record batches of the pieces ``start`` to ``stop``, or to the end if `stop` is None."""
         raise NotImplementedError
 
 
 def _cut(files: Sequence[SourceFile], pieces: Sequence[Sequence[tuple[int, int]]]) -> tuple[SourceTask, ...]:
-    """Runs of pieces of about 64 MiB; a file whose pieces are not known is one task."""
+    """Return tasks of pieces of about 64 MiB; a file with unknown pieces is one task."""
     tasks = []
     for file, sizes in zip(files, pieces, strict=True):
         start = first_row = rows = size = 0
@@ -89,10 +89,10 @@ class ParquetImporter(TableImporter):
     """Parquet files as a source."""
 
     name: ClassVar[str] = "parquet"
-    wanted: tuple[str, ...] | None  # columns that are read; None: all
+    wanted: tuple[str, ...] | None  # columns to read; None: all
 
     def ranges(self, task: SourceTask) -> Sequence[tuple[SourceFile, int, int]]:
-        """Return the column chunks of the fields that are taken."""
+        """Return the column chunks of the imported fields."""
         (file,) = task.files
         with open_file(file) as stream:
             footer = _open(stream, file).metadata
@@ -146,12 +146,12 @@ def _null_columns(
     wanted: Collection[str],
     options: ImportOptions,
 ) -> set[str]:
-    """Those of some columns that hold nulls: the footers say it, and where they do not tell, the columns."""
+    """Return the wanted columns that hold nulls, from the footers or, if these do not say, from the data."""
     found: set[str] = set()
     fields = {field.name: field for field in schema}
     for file, (whole, footer) in zip(source.files, footers, strict=True):
         unsure = set()
-        # a name may hold dots, as the path of a leaf does
+        # a name may hold dots, like the path of a leaf column
         owners = [field.name for field in flat_schema(whole, options) for _ in range(_leaves(field.type))]
         for group in map(footer.row_group, range(footer.num_row_groups)):
             for place, name in enumerate(owners):
@@ -167,7 +167,7 @@ def _null_columns(
                 if nulls and (is_file or not inner):
                     found.add(name)
                 elif nulls != 0 and fields[name].nullable:
-                    unsure.add(name)  # inside of lists and structs the nulls are counted together
+                    unsure.add(name)  # nulls inside lists and structs are counted together
         if unsure - found:
             batches = _batches(file, range(footer.num_row_groups), sorted(unsure - found))
             found |= null_columns(flat_batch(batch, options) for batch in batches)
@@ -175,7 +175,7 @@ def _null_columns(
 
 
 def _leaves(kind: Any) -> int:
-    """Columns of Parquet that a column of Arrow is kept in."""
+    """Return the number of Parquet columns that store an Arrow column."""
     if isinstance(kind, pa.BaseExtensionType):
         return _leaves(kind.storage_type)
     return sum(_leaves(kind.field(n).type) for n in range(kind.num_fields)) if pa.types.is_nested(kind) else 1
@@ -183,9 +183,9 @@ def _leaves(kind: Any) -> int:
 
 def _open(stream: Any, file: SourceFile, unit: str = _INT96_UNIT) -> Any:
     try:
-        # of INT96 the default, nanoseconds, would wrap around before 1677 and after 2262
+        # the default for INT96, nanoseconds, would wrap around before 1677 and after 2262
         parquet = pq.ParquetFile(stream, coerce_int96_timestamp_unit=unit)
-        _ = parquet.schema_arrow.names  # they are decoded here: they may not be UTF-8
+        _ = parquet.schema_arrow.names  # decoded here: names may not be UTF-8
         return parquet
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise SourceError(
@@ -213,7 +213,7 @@ def _batches(file: SourceFile, groups: range, columns: Sequence[str] | None) -> 
 
 
 def _rows_of_batches(footer: Any, groups: range) -> int:
-    """Return rows that take about `_BATCH_BYTES`, whatever the size of one."""
+    """Return the number of rows of about `_BATCH_BYTES`, at least 1."""
     found = [footer.row_group(number) for number in groups]
     size = int(
         sum(group.total_byte_size for group in found) // max(1, sum(group.num_rows for group in found))
@@ -228,11 +228,11 @@ def _int96_columns(parquet: Any, only: Sequence[str] | None) -> list[str]:
 
 
 def _check_int96(batch: Any, fine: Any, file: SourceFile) -> None:
-    """Refuse INT96 times that microseconds would cut; both batches hold the same rows."""
+    """Refuse INT96 times that microseconds would truncate; both batches hold the same rows."""
     for name in fine.schema.names:
         coarse, exact = (one.column(name).cast(pa.int64()) for one in (batch, fine))
         micros, nanos = (one.fill_null(0).to_numpy(zero_copy_only=False) for one in (coarse, exact))
-        held = np.abs(micros) < _NANOS_END_MICROS  # of others, nanoseconds have wrapped around
+        held = np.abs(micros) < _NANOS_END_MICROS  # outside, nanoseconds have wrapped around
         if bool((nanos[held] % 1000 != 0).any()):
             raise SourceError(
                 f"{file.path}: column {name!r} has INT96 times with nanoseconds, and INT96 is read as microseconds; "
@@ -242,7 +242,7 @@ def _check_int96(batch: Any, fine: Any, file: SourceFile) -> None:
 
 _NANOS_END_MICROS = 2**63 // 1000 - 1
 _MAGIC = b"ARROW1"
-_SCAN_ROWS = 100_000  # whose nulls tell which fields are optional
+_SCAN_ROWS = 100_000  # rows whose nulls decide which fields are optional
 _INFO, _STATE, _SPLITS = "dataset_info.json", "state.json", "dataset_dict.json"
 
 
@@ -288,7 +288,11 @@ def _opened(
 
 
 def open_huggingface(source: Source, options: ImportOptions) -> ArrowImporter:
-    """Read the description and the schemas of a saved dataset."""
+    """Read the description and the schemas of a saved dataset.
+
+    Raises:
+        SourceError: A file is missing or invalid, or the folder holds several splits.
+    """
     by_name = {file.name: file for file in source.files}
     if _SPLITS in by_name:
         splits = _document(by_name[_SPLITS]).get("splits")
@@ -330,7 +334,7 @@ def _data_files(by_name: Mapping[str, SourceFile], source: Source) -> Iterator[S
 
 
 def _first_batches(source: Source) -> Iterator[Any]:
-    """The batches that types are inferred from."""
+    """Yield the batches that types are inferred from."""
     rows = size = 0
     for file in source.files:
         for batch in _record_batches(file):
@@ -341,9 +345,9 @@ def _first_batches(source: Source) -> Iterator[Any]:
 
 
 def _sizes_of_batches(file: SourceFile, schema: Any) -> tuple[tuple[int, int], ...]:
-    """(rows, even share of the bytes) of each record batch of a local file; nothing of a stream, and of a URL.
+    """Return (rows, even share of the bytes) of each record batch of a local file.
 
-    Of these, all would be read.
+    Return nothing for a stream or a URL, which would have to be read completely.
     """
     if is_url(file.path) or not schema.names:
         return ()
@@ -351,7 +355,8 @@ def _sizes_of_batches(file: SourceFile, schema: Any) -> tuple[tuple[int, int], .
         if not hasattr(reader, "num_record_batches"):
             return ()
     widths = [kind.bit_width if pa.types.is_primitive(kind) else 10_000 for kind in schema.types]
-    narrow = widths.index(min(widths))  # a compressed batch is unpacked for its columns: one, the cheapest
+    # a compressed batch is decompressed per column: read only the narrowest
+    narrow = widths.index(min(widths))
     only = pa.ipc.IpcReadOptions(included_fields=[narrow])
     rows = [batch.num_rows for batch in _record_batches(file, options=only)]
     borders = [file.size * number // len(rows) for number in range(len(rows) + 1)] if rows else []
@@ -360,13 +365,13 @@ def _sizes_of_batches(file: SourceFile, schema: Any) -> tuple[tuple[int, int], .
 
 @contextmanager
 def _open_ipc(file: SourceFile, options: Any = None) -> Iterator[Any]:
-    """A reader of an Arrow file or stream, whichever it is."""
+    """Open a reader of an Arrow file or stream."""
     with open_file(file) as stream:
         is_file = stream.read(len(_MAGIC)) == _MAGIC
         stream.seek(0)
         try:
             reader = (pa.ipc.open_file if is_file else pa.ipc.open_stream)(stream, options=options)
-            _ = reader.schema.names  # they are decoded here: they may not be UTF-8
+            _ = reader.schema.names  # decoded here: names may not be UTF-8
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise SourceError(
                 f"{file.path}: not a readable Arrow file ({error}); fetch or write it again"
@@ -388,7 +393,8 @@ def _record_batches(
                 batch = reader.read_next_batch() if count is None else reader.get_batch(number)
             except StopIteration:
                 return
-            except (pa.ArrowException, OSError, MemoryError) as error:  # a damaged length asks for any amount
+            # a damaged length may ask for any amount
+            except (pa.ArrowException, OSError, MemoryError) as error:
                 raise SourceError(
                     f"{file.path}: record batch {number} cannot be read ({error}); fetch or write it again"
                 ) from error

@@ -1,10 +1,10 @@
-"""The members of a tar that somebody else wrote, read strictly, and the samples that they make up.
+"""Read the members of foreign tars strictly, and group them into samples.
 
-The standard library's tarfile obeys headers that no honest writer makes (a pax ``path`` over a clean name, a
-pax ``size=0`` that lets a hidden member appear, a sparse file of a terabyte): it never sees a source here.
-This reader takes what common writers produce (ustar, GNU tar with long names, pax headers with times and long
-names) and refuses the rest by name of file and member. Links, devices and names with ``..`` are refused,
-never skipped.
+The standard library's tarfile follows headers that no honest writer makes (a pax ``path`` over a clean name,
+a pax ``size=0`` that reveals a hidden member, a sparse file of a terabyte), so it is not used for sources.
+This reader accepts the output of common writers (ustar, GNU tar with long names, pax headers with times and
+long names) and refuses the rest with the names of file and member. Links, devices and names with ``..`` are
+refused, never skipped.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from shardkit.errors import SourceError
 from shardkit_tools.importers.source_files import MEDIA
 
 _BLOCK = 512
-_MAX_HEADER_BYTES = 1 << 20  # of a long name or a pax header; honest ones have a few hundred bytes
-_MAX_MEMBER_BYTES = 5 << 30  # the largest sample that a shard takes
+_MAX_HEADER_BYTES = 1 << 20  # limit for a long name or a pax header; honest ones have a few hundred bytes
+_MAX_MEMBER_BYTES = 5 << 30  # the largest sample that fits in a shard
 _PIECE_BYTES = 16 << 20
-_SIZE_FIELD_LIMIT = 8**11  # what eleven octal digits hold: larger members need another way to say their size
+_SIZE_FIELD_LIMIT = 8**11  # limit of eleven octal digits: larger members state their size elsewhere
 _REFUSED_TYPES = {
     b"1": "a hard link",
     b"2": "a symbolic link",
@@ -33,7 +33,7 @@ _REFUSED_TYPES = {
     b"S": "a GNU sparse file",
     b"M": "a part of a multi-volume tar",
 }
-# pax records that say nothing about where or what the data is
+# pax records that affect neither the name nor the data of a member
 _HARMLESS_PAX = frozenset(
     {"mtime", "atime", "ctime", "uid", "gid", "uname", "gname", "comment", "LIBARCHIVE.creationtime"}
 )
@@ -58,19 +58,19 @@ _UNREAD = {
 
 
 class Stream(Protocol):
-    """What a tar is read from."""
+    """A stream that a tar is read from."""
 
     def read(self, size: int = -1, /) -> bytes: ...
 
 
 class Member(NamedTuple):
-    """One file of a tar."""
+    """A file in a tar."""
 
-    name: str  # its path inside the tar, with `/`, never absolute, never with `..`
-    data: bytes  # its bytes
-    start: int = 0  # where its first header begins
-    offset: int = 0  # where its bytes begin
-    end: int = 0  # where its padding ends
+    name: str  # path inside the tar, with `/`, never absolute or with `..`
+    data: bytes  # content
+    start: int = 0  # offset of its first header
+    offset: int = 0  # offset of its content
+    end: int = 0  # offset of the end of its padding
 
 
 @dataclass(slots=True)
@@ -78,13 +78,17 @@ class TarSample:
     """Members that share a name up to its first dot."""
 
     key: str
-    row: int  # its number in the tar
+    row: int  # number in the tar
     # field → (extension in lower case, member)
     members: dict[str, tuple[str, Member]] = field(default_factory=dict)
 
 
 def field_of(extension: str, where: str) -> str:
-    """The field that a member becomes."""
+    """Return the field name for the extension of a member.
+
+    Raises:
+        SourceError: Members with this extension are not read.
+    """
     *parts, suffix = extension.split(".")
     if suffix in _PICKLED:
         raise SourceError(
@@ -95,14 +99,19 @@ def field_of(extension: str, where: str) -> str:
         raise SourceError(
             f"{where}: {_UNREAD[suffix]} members are not read; convert the member to .npy or .json"
         )
-    if len(parts) == 1 and _ENCODED.fullmatch(parts[0]):  # as shardkit writes names that a tar cannot hold
+    # names that a tar cannot hold, as shardkit encodes them
+    if len(parts) == 1 and _ENCODED.fullmatch(parts[0]):
         with contextlib.suppress(UnicodeDecodeError):
             return unquote(parts[0], errors="strict")
     return ".".join(parts) or _NAMES.get(suffix, suffix)
 
 
 def tar_samples(members: Iterable[Member], path: str) -> Iterator[TarSample]:
-    """The samples of a tar; hidden files and the resource forks that macOS adds belong to none."""
+    """Yield the samples of a tar, without hidden files and the resource forks of macOS.
+
+    Raises:
+        SourceError: A member has no extension, or a sample or field appears twice.
+    """
     keys: set[str] = set()
     fields: dict[str, str] = {}  # extension → field
     sample: TarSample | None = None
@@ -142,7 +151,11 @@ def tar_samples(members: Iterable[Member], path: str) -> Iterator[TarSample]:
 
 
 def read_members(stream: BinaryIO | Stream, where: str, *, one_name: bool = False) -> Iterator[Member]:
-    """Read a tar from its first byte to its end."""
+    """Yield the members of a tar, read from its first byte to its end.
+
+    Raises:
+        SourceError: The tar is damaged, or holds something that is refused.
+    """
     return _Reader(stream, where, one_name=one_name).members()
 
 
@@ -150,7 +163,7 @@ class _Reader:
     def __init__(self, stream: BinaryIO | Stream, where: str, *, one_name: bool) -> None:
         self._stream, self._where, self._one_name = stream, where, one_name
         self._at = 0
-        # what extension headers say of the next member
+        # values from extension headers for the next member
         self._long_name: str | None = None
         self._large_size: int | None = None
         self._is_extended = False
@@ -189,7 +202,7 @@ class _Reader:
             start = self._at
 
     def _header(self, header: bytes) -> tuple[bytes, str, int]:
-        """(kind, name, size)."""
+        """Return (kind, name, size)."""
         claimed = self._octal(header[148:156], "checksum")
         unsigned = sum(header) - sum(header[148:156]) + 8 * 0x20
         if claimed != unsigned:
@@ -199,7 +212,7 @@ class _Reader:
             prefix = header[345:500].split(b"\0", 1)[0]
             raw = prefix + b"/" + raw if prefix else raw
         size = header[124:136]
-        if size[0] == 0x80:  # GNU and star write what does not fit in octal digits as a big-endian number
+        if size[0] == 0x80:  # GNU and star write sizes beyond the octal digits as big-endian numbers
             return header[156:157], self._text(raw), int.from_bytes(size[1:], "big")
         if size[0] & 0x80:
             self._refuse("a header claims a negative size; the tar is damaged or hostile")
@@ -236,7 +249,7 @@ class _Reader:
             self._large_size = int(records["size"])
 
     def _pax_records(self, data: bytes) -> dict[str, str]:
-        """Path and size; other records say nothing, or are refused."""
+        """Return path and size; other records must be harmless."""
         records: dict[str, str] = {}
         at = 0
         while at < len(data):
@@ -262,7 +275,7 @@ class _Reader:
 
     def _effective_size(self, size: int, name: str) -> int:
         if self._large_size is not None and self._large_size != size:
-            # the header could have said it: two sizes are two readings of one tar
+            # the header could hold this size: with two sizes, readers would disagree
             if self._large_size < _SIZE_FIELD_LIMIT:
                 self._refuse(
                     f"member {name!r} has the size {size} in its header and {self._large_size} in its pax record; "
@@ -274,7 +287,7 @@ class _Reader:
         return size
 
     def _check_one_name(self, short: str, long: str) -> None:
-        """Writers put what fits of a long name into the header, and ``?`` or a part of it for what is not ASCII."""
+        """Refuse different names: the header may only truncate a long name or replace non-ASCII characters."""
         if long.encode()[: len(short.encode())] == short.encode() and len(short.encode()) >= 99:
             return
         if short == long or (not long.isascii() and long.encode("ascii", "replace").decode()[:100] == short):
@@ -308,7 +321,7 @@ class _Reader:
         pieces: list[bytes] = []
         missing = size
         while missing:
-            # in pieces: a header that claims gigabytes must not allocate them before they are there
+            # in pieces, so that a header that claims gigabytes does not allocate them before they are read
             piece = self._stream.read(min(missing, _PIECE_BYTES))
             if not piece:
                 self._refuse(

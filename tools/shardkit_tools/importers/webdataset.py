@@ -1,11 +1,11 @@
-"""WebDataset tars: members that share a name up to its first dot are one sample, read as webdataset's decoders do.
+"""WebDataset tars: members with the same name up to the first dot form a sample, read as by webdataset.
 
-The decoders that can run code (pickle, torch) have no counterpart here: such members are refused by name.
+Decoders that can run code (pickle, torch) have no counterpart here: such members are refused by name.
 
     jpg png … → image: bytes    wav mp3 … → audio: bytes     mp4 … → video: bytes
     cls → label: int64          index, count, id, inx, cls2 → int64
     txt text transcript → text: str                          json → meta: json
-    npy → its dtype and shape   bin → blob: bytes            anything else → bytes, named by its extension
+    npy → its dtype and shape   bin → blob: bytes            others → bytes, named by their extension
 
 A longer extension names its field: ``17.left.png`` is the field ``left``, ``17.tokens.npy`` the field
 ``tokens``.
@@ -43,18 +43,18 @@ from shardkit_tools.importers.protocol import (
 from shardkit_tools.importers.source_files import check_suffixes, open_plain
 from shardkit_tools.importers.tar_members import TEXTS, Member, TarSample, read_members, tar_samples
 
-# The schema is inferred from this many samples, in source order; the rest are checked against it.
+# number of samples, in source order, that the schema is inferred from; the rest are checked against it
 _SCAN_SAMPLES = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
 class WebDatasetImporter(FileImporter):
-    """Tars as a source, each a task: a tar can only be read from its start."""
+    """Tars as a source, each one task: a tar can only be read from its start."""
 
     name: ClassVar[str] = "webdataset"
 
     def _rows(self, task: SourceTask, seen: FileObserver) -> SampleStream:
-        """A member that cannot be decoded costs its own sample only."""
+        """Yield the samples; one with a member that cannot be decoded is a failure of that sample only."""
         (file,) = task.files
         types = {name: str(kind.required) for name, kind in self.fields.items()}
         optional = {name for name, kind in self.fields.items() if kind.optional}
@@ -111,7 +111,7 @@ def open_webdataset(source: Source, options: ImportOptions) -> WebDatasetImporte
 def _first_samples(
     source: Source, options: ImportOptions
 ) -> Iterator[tuple[str, Mapping[str, tuple[str, Member]]]]:
-    """Yield the samples that types are inferred from; of a damaged tar those before the damage, if rows may go."""
+    """Yield the samples for inference; with `skip_bad_rows`, those before the damage of a damaged tar."""
     for file in source.files:
         try:
             for found in _samples(file):
@@ -122,7 +122,7 @@ def _first_samples(
 
 
 def _dotted_notes(counts: Mapping[str, int], scanned: int) -> list[str]:
-    """Say so if dots in names have become fields that few samples have."""
+    """Return a note if dots in names have made fields that few samples have."""
     odd = [name for name, count in counts.items() if " " in name or ("." in name and 2 * count < scanned)]
     if not odd:
         return []
@@ -132,7 +132,7 @@ def _dotted_notes(counts: Mapping[str, int], scanned: int) -> list[str]:
 
 
 def _value_or_bytes(extension: str, kind: str, data: bytes, where: str) -> object:
-    """The value of a member, or the member itself where it is not what its extension says."""
+    """Return the value of a member, or its bytes if they do not fit its extension."""
     try:
         known = field_type_of(extension, data, where) if kind == MIXED else kind
         return value_of(extension, known, data, where)
@@ -148,7 +148,7 @@ def _samples(file: SourceFile) -> Iterator[TarSample]:
 def check_fields(
     members: Mapping[str, object], types: Mapping[str, object], where: str, optional: Collection[str] = ()
 ) -> None:
-    """Refuse a sample that has other fields than those before it, or lacks one that is not optional."""
+    """Refuse a sample with an unknown field, or without a required one."""
     if members.keys() == types.keys():
         return
     missing = [name for name in types if name not in members and name not in optional]
@@ -166,7 +166,7 @@ def check_fields(
 
 
 def _merged(known: str, found: str, where: str) -> str:
-    """One type for two arrays: equal ones stay, dimensions that differ become free."""
+    """Return a common type of two arrays: equal types stay, dimensions of different sizes become free."""
     if known == found:
         return known
     common = common_array(known, found)
@@ -177,14 +177,14 @@ def _merged(known: str, found: str, where: str) -> str:
     )
 
 
-# ---- The values of members
+# ---- Values of members
 
 
 _INTEGERS = frozenset(["cls", "cls2", "index", "count", "id", "inx"])
 
 
 def field_type_of(extension: str, data: bytes, where: str) -> str:
-    """The field type of one member."""
+    """Return the field type of a member."""
     suffix = extension.rpartition(".")[2]
     if suffix in _INTEGERS:
         return "int64"
@@ -199,7 +199,7 @@ def field_type_of(extension: str, data: bytes, where: str) -> str:
 
 
 def common_array(known: str, found: str) -> str | None:
-    """The type that holds arrays of both types: where they differ in a size, it is free. None where there is none."""
+    """Return the type of arrays of both types, free in sizes that differ, or None if there is none."""
     (dtype, _, sizes), (other, _, other_sizes) = (text.rstrip("]").partition("[") for text in (known, found))
     pairs = list(zip(sizes.split(","), other_sizes.split(","), strict=False))
     if dtype != other or not (sizes and other_sizes) or sizes.count(",") != other_sizes.count(","):
@@ -208,7 +208,7 @@ def common_array(known: str, found: str) -> str | None:
 
 
 def value_of(extension: str, kind: str, data: bytes, where: str) -> object:
-    """The value of one member."""
+    """Return the value of a member."""
     suffix = extension.rpartition(".")[2]
     if kind == "bytes":
         return data

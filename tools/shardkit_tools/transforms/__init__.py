@@ -1,6 +1,6 @@
-"""What `shardkit build` does to samples between the source and the shards.
+"""Transforms of samples in `shardkit build`, between the source and the shards.
 
-What a transform does is a function of the sample and of what the recipe names: never of jobs or the machine.
+Their result depends only on the sample and on what the recipe names, not on jobs or the machine.
 """
 
 from __future__ import annotations

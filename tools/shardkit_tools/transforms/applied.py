@@ -1,8 +1,9 @@
-"""What turns samples into others: a function of the user's, into none, one or several; a tokenizer, texts into tokens.
+"""Transforms of samples: a user's function, to none, one or several; a tokenizer, from text to tokens.
 
-A function is named, never shipped: every process of a build imports it, and checks that its code is that of the recipe.
-So it does with the file of a tokenizer (of the `tokenizers` library). Truncation and padding that it asks for are
-switched off: a dataset holds every token once. Special tokens are added as its post-processor says.
+Functions are named, not sent: every process of a build imports the function and checks that its code is that
+of the recipe; the same holds for the file of a tokenizer (of the `tokenizers` library). The tokenizer's
+truncation and padding are disabled: a dataset holds every token once. Special tokens are added by its
+post-processor.
 """
 
 from __future__ import annotations
@@ -43,14 +44,18 @@ _MAX_MESSAGE = 500
 
 @dataclass(frozen=True, slots=True)
 class AppliedFunction:
-    """A function by name."""
+    """A function of the user, by name."""
 
     name: str  # `package.module:function`
-    digest: str  # SHA-256 (hex) of the source file that defines it; what that file imports is not in it
+    digest: str  # SHA-256 (hex) of the source file that defines it, without the files that this imports
 
     @classmethod
     def find(cls, function: str | Callable[..., Any]) -> AppliedFunction:
-        """The function that a user names, or gives."""
+        """Return the function with a name, or a given function.
+
+        Raises:
+            ConfigurationError: It cannot be imported by name, or has no Python source.
+        """
         name = function if isinstance(function, str) else _name_of(function)
         found, source = _load(name)
         if not isinstance(function, str) and found is not function:
@@ -61,11 +66,15 @@ class AppliedFunction:
         return cls(name, hashlib.sha256(source).hexdigest())
 
     def describe(self) -> dict[str, object]:
-        """What the recipe says of it."""
+        """Return the function's entry in the recipe."""
         return {"function": self.name, "sha256": self.digest}
 
     def __call__(self, sample: Mapping[str, object], where: object) -> Iterator[Mapping[str, object]]:
-        """The samples that it makes of one."""
+        """Yield the samples that it makes from one.
+
+        Raises:
+            SampleError: The function fails or returns something other than samples.
+        """
         function = _checked(self.name, self.digest)
         try:
             result = function(dict(sample))
@@ -102,7 +111,7 @@ def _shown(error: Exception) -> str:
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
     last = frames[-1] if len(frames) > 1 else None
-    if last is not None and last.filename.startswith("<"):  # inside Python: nothing that a user could look at
+    if last is not None and last.filename.startswith("<"):  # inside Python, of no use to the user
         last = None
     place = f" ({os.path.basename(last.filename)} line {last.lineno})" if last else ""
     return text[:_MAX_MESSAGE] + place
@@ -128,7 +137,7 @@ def _checked(name: str, digest: str) -> Callable[..., Any]:
 
 
 def _load(name: str) -> tuple[Callable[..., Any], bytes]:
-    """The function, and the bytes of the file that defines it."""
+    """Return the function, and the bytes of the file that defines it."""
     module_name, colon, path = name.partition(":")
     if not colon or not module_name or not path:
         raise ConfigurationError(
@@ -153,7 +162,7 @@ def _load(name: str) -> tuple[Callable[..., Any], bytes]:
 def _import(module_name: str, name: str) -> ModuleType:
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
-        # A command's own path holds only where it was installed; what it applies lies where its user works.
+        # A command's path does not include the working directory, where the user's modules are.
         sys.path.insert(0, here)
     try:
         return importlib.import_module(module_name)
@@ -180,7 +189,7 @@ def _source(function: Any, module: ModuleType, name: str) -> bytes:
 
 TOKENS = "tokens"
 NO_EOS = "none"
-"""Value of ``--eos`` that leaves documents as the tokenizer makes them."""
+"""Value of ``--eos`` that adds no end-of-document token."""
 
 _MAX_FILE_BYTES = 512 * 2**20
 _MAX_CONFIG_BYTES = 16 * 2**20
@@ -196,7 +205,11 @@ _EOS_TOKENS = (
 
 
 def find_text_field(schema: Schema, named: str | None = None) -> str:
-    """The field to tokenise: the one named, else ``text``, else the only one of type str."""
+    """Return the field to tokenise: the named one, otherwise ``text``, otherwise the only field of type str.
+
+    Raises:
+        ConfigurationError: There is no such field, or a field ``tokens`` exists.
+    """
     texts = [name for name, kind in schema.items() if kind.kind == "str"]
     if named is not None and named not in texts:
         raise ConfigurationError(
@@ -221,15 +234,20 @@ def find_text_field(schema: Schema, named: str | None = None) -> str:
 class TextTokenizer:
     """A tokenizer file."""
 
-    path: str  # of the file on this machine
+    path: str  # path on this machine
     digest: str  # its SHA-256 (hex)
-    dtype: str  # of the tokens: uint16 where the vocabulary fits, else int32
+    dtype: str  # dtype of the tokens: uint16 if the vocabulary fits, otherwise int32
     eos: str | None = None  # token that ends each document, None if there is none
     eos_id: int | None = None  # its id
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], eos: str | None = None) -> TextTokenizer:
-        """Read a ``tokenizer.json``; ``eos`` None: its own end-of-document token, `NO_EOS`: none."""
+        """Read a ``tokenizer.json``; ``eos`` None: its own end-of-document token, `NO_EOS`: none.
+
+        Raises:
+            NotFoundError: The file cannot be read.
+            ConfigurationError: It is not a tokenizer, or ``eos`` is not one of its tokens.
+        """
         path = os.path.abspath(path)
         digest = hashlib.sha256(_read(path)).hexdigest()
         tokenizer = _tokenizer(path, digest)
@@ -251,7 +269,7 @@ class TextTokenizer:
 
     @property
     def note(self) -> str:
-        """How documents end, for the build's report."""
+        """Text for the build's report on how documents end."""
         if self.eos is None:
             return (
                 "no token marks where a document ends: the tokenizer names none, or --eos none was given; "
@@ -260,14 +278,18 @@ class TextTokenizer:
         return f"documents end with the token {self.eos!r} (id {self.eos_id}); --eos TOKEN names another one"
 
     def encode(self, text: object, where: object) -> NDArray[np.integer]:
-        """The tokens of a text, in the dtype of the tokenizer."""
+        """Return the tokens of a text, in the dtype of the tokenizer.
+
+        Raises:
+            SampleError: The value is not a text, or the tokenizer refuses it.
+        """
         if not isinstance(text, str):
             raise SampleError(f"{where}: {type(text).__name__} is no text to tokenise; give a str")
         try:
             ids = _tokenizer(self.path, self.digest).encode(text).ids
         except (ValueError, TypeError, UnicodeError) as error:
             raise SampleError(f"{where}: the tokenizer refuses this text: {error}; mend it") from None
-        if self.eos_id is not None and ids[-1:] != [self.eos_id]:  # a post-processor may have added it
+        if self.eos_id is not None and ids[-1:] != [self.eos_id]:  # the post-processor may have added it
             ids.append(self.eos_id)
         return np.array(ids, dtype=self.dtype)
 
@@ -285,7 +307,7 @@ def _read(path: str) -> bytes:
 
 
 def _own_eos(path: str, tokenizer: Tokenizer) -> str | None:
-    """Return the end-of-document token that ``tokenizer_config.json`` or the special tokens name, None if none does."""
+    """Return the end-of-document token of ``tokenizer_config.json`` or of the special tokens, or None."""
     config = Path(path).with_name("tokenizer_config.json")
     if config.is_file():
         try:

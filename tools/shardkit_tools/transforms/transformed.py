@@ -1,4 +1,4 @@
-"""An importer whose samples went through a function and a tokenizer, on their way to being encoded."""
+"""An importer whose samples pass through a function and a tokenizer."""
 
 from __future__ import annotations
 
@@ -29,22 +29,20 @@ _ROWS_LOOKED_AT = 10_000
 
 @dataclass(eq=False)
 class TransformedImporter:
-    """`Importer` of what the transforms make of another one's samples.
+    """An `Importer` that transforms the samples of another one.
 
     Raises:
-        ConfigurationError, SchemaError: the samples cannot be transformed so.
-        SourceError, SampleError: the first samples cannot be made.
+        ConfigurationError, SchemaError: The samples cannot be transformed this way.
+        SourceError, SampleError: The first samples cannot be read or transformed.
     """
 
-    importer: Importer  # of the source
+    importer: Importer  # importer of the source
     function: AppliedFunction | None = None  # applied first
     tokenizer: TextTokenizer | None = None  # then applied to the text
     _: KW_ONLY
-    text_field: str | None = None  # which field is text, where that is not clear
-    output_types: Mapping[str, str] | None = (
-        None  # of the samples that come out, where the inferred will not do
-    )
-    skip: bool = False  # infer types from the samples that can be made, and leave out the others
+    text_field: str | None = None  # text field, if it is ambiguous
+    output_types: Mapping[str, str] | None = None  # types of the output that replace the inferred ones
+    skip: bool = False  # infer types from the samples without errors, and leave out the others
 
     def __post_init__(self) -> None:
         importer, function, tokenizer = self.importer, self.function, self.tokenizer
@@ -76,7 +74,7 @@ class TransformedImporter:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """See `Importer`; none where the label is gone."""
+        """See `Importer`; empty if the label is gone."""
         label = self._schema.get("label")
         return self.importer.classes if label is not None and str(label) == "int64" else ()
 
@@ -90,7 +88,7 @@ class TransformedImporter:
         return self.importer.describe()
 
     def transforms(self) -> dict[str, object]:
-        """What the recipe says of the transforms, beside the source."""
+        """Return the entries of the transforms in the recipe."""
         said: dict[str, object] = {}
         if self.function is not None:
             said["apply"] = self.function.describe()
@@ -100,7 +98,7 @@ class TransformedImporter:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the build's report says of the transforms."""
+        """Notes on the transforms for the build's report."""
         return () if self.tokenizer is None else (self.tokenizer.note,)
 
     def read(self, task: SourceTask) -> Iterator[SourceSample | SourceFailure]:
@@ -123,7 +121,8 @@ class TransformedImporter:
         is_seen = self.function is not None
         gaps = dict.fromkeys(name for name, kind in self.importer.schema.items() if kind.optional or is_seen)
         for found in self.importer.read(task):
-            if gaps and isinstance(found, SourceSample):  # a function sees None, and no field come and go
+            # a function gets all fields, with None for missing values
+            if gaps and isinstance(found, SourceSample):
                 found = replace(found, sample={**gaps, **found.sample})
             yield found, _Where(found, paths)
 
@@ -144,7 +143,7 @@ class TransformedImporter:
         return made
 
     def _first_samples(self) -> Iterator[tuple[str, Mapping[str, object]]]:
-        """Samples to learn the types from, out of rows enough to find some where most are filtered out."""
+        """Yield samples to infer types from; many rows are read, because a function may drop most."""
         looked_at = 0
         made = 0
         for task in self.importer.tasks():
@@ -172,7 +171,7 @@ class TransformedImporter:
 
 
 class _Where(NamedTuple):
-    """A row, whose name is made only when a message needs it."""
+    """A row whose name is only made when a message needs it."""
 
     found: SourceSample | SourceFailure
     paths: Mapping[str, str]
@@ -181,17 +180,17 @@ class _Where(NamedTuple):
         return row_name(*self)
 
 
-# ---- Field types of what a function returns, from the first samples that it makes
+# ---- Field types of the values that a function returns, from its first samples
 #
 #     bool, int, float, str, bytes                     bool, int64, float64, str, bytes
 #     numpy scalar, array of one axis, of more axes    its dtype, dtype[*], dtype[shape]
 #     list of ints, of numbers                         int64[*], float64[*]
 #     any other list, dict                             json
 #
-# A field that the source has too keeps its type where the values fit it.
+# A field that the source also has keeps its type if the values fit.
 
 
-_EMPTY = "[]"  # an empty list: of whatever the others are
+_EMPTY = "[]"  # type of an empty list, which fits any list
 
 
 def types_of(
@@ -201,7 +200,12 @@ def types_of(
     *,
     skip: bool = False,
 ) -> Schema:
-    """The schema that holds these samples."""
+    """Return the schema that holds these samples.
+
+    Raises:
+        SourceError: There are no samples.
+        SchemaError: The values of a field have no common type, or `given` names an unknown field.
+    """
     rows = list(samples)
     if not rows:
         raise SourceError("no sample is left after --apply; change the function or the source")
@@ -243,7 +247,7 @@ def _field(name: str, values: list[tuple[str, object]], source: Schema, skip: bo
 
 
 def _fits(name: str, values: list[object], source: Schema, skip: bool) -> bool:
-    """Whether all values fit the type that the source's field has, or most where others are left out."""
+    """Return True if all values fit the type of the source's field; with `skip`, if most do."""
     alone, fitting = Schema({"value": source[name]}), 0
     for value in values:
         try:
