@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate over shardkit: the loader's state is part of Accelerate's checkpoints.
+"""Hugging Face Accelerate with shardkit: the loader's state is part of Accelerate's checkpoints.
 
 accelerate launch --num_processes 2 examples/accelerate_loop.py [DATA] RUN --steps 40
 """
@@ -21,7 +21,7 @@ def main() -> None:
     loader = ds.loader(ds.plan(global_batch=32, lanes=8, seed=1), run=options.run)
     model = torch.nn.Linear(8, 2)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-    accelerator.register_for_checkpointing(loader)  # and not prepared: each rank has its own lanes
+    accelerator.register_for_checkpointing(loader)  # not prepared: each rank has its own lanes already
     saved = sorted((options.run / "accelerate").glob("step-*/done"))
     if saved:
         accelerator.load_state(str(saved[-1].parent))
@@ -39,7 +39,7 @@ def main() -> None:
                 accelerator.save_state(str(folder))
                 accelerator.wait_for_everyone()
                 if accelerator.is_main_process:
-                    (folder / "done").touch()  # a folder without it was not finished when the job was killed
+                    (folder / "done").touch()  # marks a complete checkpoint
             if step == options.steps:
                 break
     loader.close()

@@ -1,4 +1,4 @@
-"""Plain DistributedDataParallel over shardkit: killed anywhere, resumed at any world size, on the same samples.
+"""Plain DistributedDataParallel with shardkit: killed at any step, resumed at any world size, on the same samples.
 
 torchrun --nproc-per-node 2 examples/ddp.py [DATA] RUN --steps 40
 """
@@ -21,7 +21,7 @@ def main() -> None:
     plan = ds.plan(global_batch=32, lanes=8, seed=1)
     model = DistributedDataParallel(torch.nn.Linear(8, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    loader = ds.loader(plan, run=options.run)  # finds rank and world in the process group
+    loader = ds.loader(plan, run=options.run)  # rank and world come from the process group
 
     checkpoint = options.run / "checkpoint.pt"
     step = 0
@@ -29,7 +29,7 @@ def main() -> None:
         saved = torch.load(checkpoint, weights_only=True)
         model.module.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
-        loader.load_state_dict(saved["loader"])  # the state fits any rank of any world
+        loader.load_state_dict(saved["loader"])  # fits any rank of any world size
         step = saved["loader"]["step"]
 
     while step < options.steps:

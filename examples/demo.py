@@ -1,9 +1,9 @@
-"""Build, verify, train, kill, resume, audit, damage and heal, in two minutes.
+"""Build, verify, train, kill, resume, audit, damage and repair a dataset, in two minutes.
 
     python examples/demo.py [--dir DIR]
 
-The data are the source text of Python's standard library and scikit-learn's digits: nothing is downloaded, no server
-is needed. Commands run as they are typed, and their own output is shown.
+The data are the source text of Python's standard library and scikit-learn's digits: the demo downloads nothing and
+needs no server. It runs real commands and shows their output.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from shardkit_tools.console import count_text
 _TEXT_BYTES = 4_000_000
 _STEPS = 120
 _KILL_AFTER = 45
-_PATIENCE_S = 300  # without a step; a busy machine may take minutes to begin
+_PATIENCE_S = 300  # longest wait for a step; a busy machine may take minutes to begin
 
 _CONFIG = """\
 [run]
@@ -87,7 +87,7 @@ every = 40
 
 
 def tell(story: Narration) -> None:
-    """All chapters."""
+    """Tell all chapters."""
     (story.directory / "source").mkdir()
     _build(story)
     _digits(story)
@@ -211,21 +211,21 @@ def _damage(story: Narration) -> None:
 
 
 def _one_epoch(root: Path) -> tuple[list[str], int]:
-    """All texts, and how many blocks came from another place."""
+    """Return all texts of an epoch, and the number of blocks that came from another location."""
     ds = shardkit.open(str(root))
     with ds.loader(ds.plan(global_batch=16, lanes=8), tensors=False) as loader:
         texts = [text for batch in loader for text in batch["text"]]
         return texts, int(loader.stats().get("remote_failovers", 0))
 
 
-# Not the library itself: tests, the packages of others, generated tables.
+# Folders that are not the library itself: tests, installed packages, generated tables.
 _LEFT_OUT = {"site-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data", "__pycache__", "ensurepip",
              "lib-dynload"}  # fmt: skip
 _PIECE = 2048  # characters
 
 
 def write_stdlib_lines(path: Path, limit_bytes: int) -> int:
-    """Write ``{"text": …, "package": …}`` lines to `path`; gives their number."""
+    """Write ``{"text": …, "package": …}`` lines to `path`; return their number."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [one for one in sorted(root.rglob("*.py")) if not _LEFT_OUT & {*one.relative_to(root).parts}]
     rows = written = 0
@@ -253,7 +253,7 @@ class Narration:
         self._started = time.monotonic()
 
     def chapter(self, title: str, why: str) -> None:
-        """Begin a chapter: a rule with a number, and one sentence."""
+        """Begin a chapter: print a rule with its number, and one sentence."""
         self._chapter += 1
         elapsed = time.monotonic() - self._started
         self.console.print()
@@ -264,7 +264,7 @@ class Narration:
         self.console.print(Text(text, style=style))
 
     def command(self, *arguments: str, expect: Sequence[int] = (0,), show: int | None = None) -> None:
-        """Run `shardkit ARGUMENTS…` as a process of its own and print what it prints."""
+        """Run `shardkit ARGUMENTS…` as a separate process and print its output."""
         process = self.start(*arguments)
         output, _ = process.communicate()
         self.quote(output, show)
@@ -276,9 +276,9 @@ class Narration:
             self.say(f"  (exit code {process.returncode})", "dim")
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
-        """Start `shardkit ARGUMENTS…` and go on; its output comes through the pipe."""
+        """Start `shardkit ARGUMENTS…` without waiting; its output goes to the pipe."""
         self.say(f"$ shardkit {shlex.join(arguments)}", "bold cyan")
-        width = str(max(60, self.console.width - 2))  # the terminal's less our indent
+        width = str(max(60, self.console.width - 2))  # of the terminal, minus the indent
         return subprocess.Popen(
             [sys.executable, "-m", "shardkit_tools", *arguments], cwd=self.directory, text=True,
             env={**os.environ, "COLUMNS": width, "PYTHONUNBUFFERED": "1"},
@@ -286,7 +286,7 @@ class Narration:
         )  # fmt: skip
 
     def quote(self, output: str, show: int | None = None) -> None:
-        """Print what a command said, indented."""
+        """Print a command's output, indented; at most `show` lines."""
         lines = output.rstrip("\n").splitlines()
         for line in lines if show is None else lines[:show]:
             self.console.print(Text(f"  {line}"), soft_wrap=True)

@@ -1,12 +1,12 @@
-"""Device meshes over shardkit with torch's own parts: hybrid sharding, data × tensor and data × pipeline parallel.
+"""Device meshes with shardkit and torch's own parts: hybrid sharding, data × tensor and data × pipeline parallel.
 
 torchrun --nnodes 2 --nproc-per-node 2 examples/device_mesh.py hybrid [DATA] --steps 40
 torchrun --nproc-per-node 4 examples/device_mesh.py tensor [DATA] --steps 40
 torchrun --nproc-per-node 4 examples/device_mesh.py pipeline [DATA] --steps 40
 
-DATA has fields x (float32[8]) and y (int64); without it points are made.
-`mesh=` gives a loader the cells of its data-parallel coordinate: each rank
-its own with hybrid sharding, all of one "tp" or "pp" group the same.
+DATA has fields x (float32[8]) and y (int64); without DATA, points are generated.
+With `mesh=`, a loader reads the cells of its data-parallel coordinate: with hybrid
+sharding every rank has different cells; all ranks of a "tp" or "pp" group have the same.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NAMES = {"hybrid": ("dp_replicate", "dp_shard"), "tensor": ("dp", "tp"), "pipeli
 
 
 class Feed(nn.Module):
-    """A residual feed-forward block: `up` is cut by columns, `down` by rows, so that only its sum travels."""
+    """A residual feed-forward block: `up` is cut by columns and `down` by rows, so ranks exchange only the sum."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -43,15 +43,15 @@ class Feed(nn.Module):
 
 
 def make_model() -> nn.Sequential:
-    """The same parameters on every rank."""
+    """Make a model with the same parameters on every rank."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 16), Feed(16), Feed(16), nn.Linear(16, 2))
 
 
 def hybrid(model: nn.Sequential, mesh: DeviceMesh) -> Callable[[Tensor, Tensor], None]:
-    """Parameters are sharded inside a node and replicated between nodes; only gradients cross over.
+    """Shard parameters inside a node and replicate them between nodes; only gradients are sent between nodes.
 
-    Contiguous lanes go to the ranks of one node, so what they read lies close together.
+    The ranks of a node have contiguous lanes, so they read nearby parts of the dataset.
     """
     for layer in model:
         fully_shard(layer, mesh=mesh)
@@ -60,7 +60,7 @@ def hybrid(model: nn.Sequential, mesh: DeviceMesh) -> Callable[[Tensor, Tensor],
 
 
 def tensor(model: nn.Sequential, mesh: DeviceMesh) -> Callable[[Tensor, Tensor], None]:
-    """Layers are cut by columns and by rows over "tp", then sharded over "dp"."""
+    """Cut layers by columns and rows over "tp", then shard them over "dp"."""
     for block in (model[1], model[2]):
         parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         fully_shard(block, mesh=mesh["dp"])
@@ -69,9 +69,9 @@ def tensor(model: nn.Sequential, mesh: DeviceMesh) -> Callable[[Tensor, Tensor],
 
 
 def pipeline(model: nn.Sequential, mesh: DeviceMesh) -> Callable[[Tensor, Tensor], None]:
-    """Microbatches run through a stage per "pp" coordinate; gradients are averaged over "dp".
+    """Run microbatches through one stage per "pp" coordinate, and average gradients over "dp".
 
-    Of the cells of a pipeline the first stage uses the inputs, the last one the targets.
+    All stages of a pipeline have the same cells. The first stage uses the inputs, the last stage the targets.
     """
     number, stages = mesh.get_local_rank("pp"), mesh["pp"].size()
     size = len(model) // stages
@@ -94,7 +94,7 @@ WAYS = {"hybrid": hybrid, "tensor": tensor, "pipeline": pipeline}
 
 
 def train(way: str, data: str | None, steps: int, inner: int = 2) -> nn.Sequential:
-    """Train for some steps; ``inner`` ranks are a row of the mesh. Parameters that it shards are DTensors."""
+    """Train for ``steps`` steps on a mesh with rows of ``inner`` ranks; return the model, sharded as DTensors."""
     mesh = init_device_mesh("cpu", (dist.get_world_size() // inner, inner), mesh_dim_names=NAMES[way])
     model = make_model()
     backward = WAYS[way](model, mesh)
@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     options = parser.parse_args()
     dist.init_process_group("gloo")
-    inner = int(os.environ["LOCAL_WORLD_SIZE"]) if options.way == "hybrid" else 2  # a node's ranks
+    inner = int(os.environ["LOCAL_WORLD_SIZE"]) if options.way == "hybrid" else 2  # ranks per node
     train(options.way, options.data, options.steps, inner)
     if dist.get_rank() == 0:
         print(f"trained {options.steps} steps on {dist.get_world_size()} ranks")

@@ -1,4 +1,4 @@
-"""An FSDP2 loop in the manner of torchtitan: device mesh, fully_shard, checkpoints through DCP into the run directory.
+"""An FSDP2 loop similar to torchtitan's: device mesh, fully_shard, and DCP checkpoints in the run directory.
 
 torchrun --nproc-per-node 2 examples/fsdp2.py [DATA] RUN --steps 40
 """
@@ -21,7 +21,7 @@ from shardkit.torch import CheckpointReader, CheckpointWriter, checkpoint_names
 
 
 class Trainer:
-    """Model, optimizer and loader as one state; DCP asks for it and gives it back."""
+    """Model, optimizer and loader with one state, which DCP saves and loads."""
 
     def __init__(self, data: str | None, run: Path) -> None:
         self.run = run

@@ -1,4 +1,4 @@
-"""Hugging Face Trainer over shardkit: the loader's state is part of the Trainer's checkpoints.
+"""Hugging Face Trainer with shardkit: the loader's state is part of the Trainer's checkpoints.
 
 torchrun --nproc-per-node 2 examples/hf_trainer.py [DATA] RUN --steps 40
 """
@@ -30,7 +30,7 @@ def main() -> None:
         output_dir=str(options.run / "hf"), max_steps=options.steps, save_steps=5, use_cpu=True, report_to=[],
         disable_tqdm=True, ddp_backend="gloo", save_total_limit=2,
     )  # fmt: skip
-    # the state is written last: a checkpoint without it was not finished when the job was killed
+    # the state is written last, so a checkpoint without it is incomplete
     saved = sorted(
         options.run.glob("hf/checkpoint-*/trainer_state.json"), key=lambda path: path.stat().st_mtime_ns
     )

@@ -1,4 +1,4 @@
-"""Lightning's Trainer over shardkit: mid-epoch checkpoints, sanity validation, any world size on resume.
+"""Lightning's Trainer with shardkit: mid-epoch checkpoints, sanity validation, and any world size on resume.
 
 torchrun --nproc-per-node 2 examples/lightning_trainer.py [DATA] RUN --steps 40
 """
@@ -35,7 +35,7 @@ class Model(lightning.LightningModule):
 
 def main() -> None:
     options = parse_arguments()
-    os.environ.setdefault("TORCHELASTIC_RUN_ID", "example")  # ranks come from outside, as with torchrun
+    os.environ.setdefault("TORCHELASTIC_RUN_ID", "example")  # ranks are started externally, as by torchrun
     lightning.seed_everything(0)
     ds = open_points(options.data)
     data = PlanDataModule(

@@ -1,4 +1,4 @@
-"""Arguments and data of the examples beside it: DATA where it is given and has their fields, else points made here."""
+"""Arguments and data of the other examples: DATA with the fields `FIELDS`, or generated points without DATA."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OWN = Path("points")
 
 
 def parse_arguments() -> argparse.Namespace:
-    """DATA (optional), RUN and --steps."""
+    """Parse DATA (optional), RUN and --steps."""
     parser = argparse.ArgumentParser()
     parser.add_argument("data", nargs="?")
     parser.add_argument("run", type=Path)
@@ -26,7 +26,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def open_points(data: str | None) -> shardkit.Dataset:
-    """The dataset, on every rank; without DATA the first rank makes one in the working directory."""
+    """Open the dataset on this rank; without DATA, rank 0 first writes one in the working directory."""
     if data is None and int(os.environ.get("RANK", "0")) == 0 and not OWN.exists():
         make_points(OWN)
     ds = shardkit.open(data) if data is not None else _once_it_is_there()
@@ -39,7 +39,7 @@ def open_points(data: str | None) -> shardkit.Dataset:
 
 
 def make_points(root: Path) -> None:
-    """800 points in eight dimensions, of two classes: on which side of a plane they are."""
+    """Write 800 points in eight dimensions; their class is the side of a plane on which they are."""
     numbers = np.random.default_rng(0)
     with shardkit.create(str(root), schema=FIELDS, format="arrow", block_size="1KiB") as writer:
         for x in numbers.normal(size=(800, 8)).astype(np.float32):

@@ -1,10 +1,10 @@
-"""Auditing: prove what a run consumed, find where two runs part, trace a sample, show that a list was never used.
+"""Auditing: prove which samples a run consumed, compare two runs, trace a sample, show that a list was never used.
 
     python examples/guides/auditing.py
 
-A loader with ``run=`` writes what its ranks *gathered* (digests of cells, never the plan's word) to the run
-directory; the bundled trainer merges and chains them at every checkpoint. Anyone with the manifest can replay the
-plan and compare, without reading a sample:
+A loader with ``run=`` writes digests of the cells that its ranks actually *gathered* to the run directory. The bundled
+trainer merges and chains them at every checkpoint. Anyone with the manifest can replay the plan and compare, without
+reading a sample:
 
     shardkit audit runs/mine                       # ledger, steps, coverage, checkpoints, data; exit code 0, 3 or 4
     shardkit audit runs/mine --html report.html    # the same as a page
@@ -13,8 +13,8 @@ plan and compare, without reading a sample:
     shardkit audit trace runs/mine --sample 17     # which steps saw it
     shardkit audit trace runs/mine --exclude takedown.txt
 
-What it proves: which samples, in which step and lane, by whose manifest, in which order of restarts. What it does
-not: that the gradient of those samples was computed; the trainer's exact mode makes that repeatable.
+An audit proves which samples a run consumed, with the manifest, the step, the lane and the order of restarts of each.
+It does not prove that the gradient of these samples was computed; the trainer's exact mode makes that repeatable.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STEPS = 20
 
 
 def make_dataset() -> None:
-    """320 texts of two sources, findable by their address."""
+    """Write 320 texts of two sources, with a lookup by URL."""
     with sk.create(
         "data/pages", schema={"text": "str", "source": "str", "url": "str"}, stratify="source", lookup="url"
     ) as writer:
@@ -41,7 +41,7 @@ def make_dataset() -> None:
 
 
 def train(run: str, *, seed: int = 0, crash_at: int | None = None) -> None:
-    """A run that only reads: two ranks; perhaps killed after ``crash_at`` steps and gone on with by one."""
+    """Read as a run of two ranks does; with ``crash_at``, stop after that step and continue with one rank."""
     dataset = sk.open("data/pages")
     plan = dataset.plan(global_batch=16, lanes=4, seed=seed)
     for first, last, world in ((0, crash_at or STEPS, 2), (crash_at or STEPS, STEPS, 1)):
@@ -60,15 +60,15 @@ def main() -> None:
         train("runs/c", seed=1)
         shardkit("audit", "runs/a")
         shardkit("audit", "runs/b")  # another number of ranks and a restart: the same steps
-        # Two runs: one history, then another seed.
+        # Two runs with the same history, then two with different seeds.
         shardkit("audit", "diff", "runs/a", "runs/b")
         shardkit("audit", "diff", "runs/a", "runs/c", expect=5)
-        # A sample, and a list of addresses that were asked to be left out.
+        # The steps of a sample, and the samples of a list of URLs that should have been left out.
         uses = json.loads(shardkit("audit", "trace", "runs/a", "--sample", 17, "--json"))
         assert uses
         Path("takedown.txt").write_text("https://news.example/1\nhttps://nowhere.example/0\n")
         shardkit("audit", "trace", "runs/a", "--exclude", "takedown.txt", "--field", "url", expect=5)
-        # A journal that somebody has edited does not pass.
+        # An edited journal is detected.
         journal = min(Path("runs/c/journal").iterdir())
         data = bytearray(journal.read_bytes())
         data[len(data) // 2] ^= 1

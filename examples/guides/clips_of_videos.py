@@ -1,9 +1,9 @@
-"""Clips of videos: torchcodec decodes verified bytes straight into the row of the batch, the clip seeded.
+"""Clips of videos: torchcodec decodes seeded clips of verified bytes directly into the rows of a batch.
 
     pip install torchcodec    # and FFmpeg 4 to 8, as apt-get install ffmpeg brings
     python examples/guides/clips_of_videos.py
 
-shardkit decodes neither video nor sound. A decoder that declares shape and dtype is all that a library for it needs::
+shardkit decodes neither video nor sound. A decoder that declares its shape and dtype connects any library that does::
 
     ds = shardkit.open("data/videos")
     loader = ds.loader(ds.plan(global_batch=32, seed=0), decode={"video": RandomClip(16, 224, 224)})
@@ -12,13 +12,15 @@ shardkit decodes neither video nor sound. A decoder that declares shape and dtyp
 
 What to know:
 
-* What is drawn depends on the place of the sample (seed, step, lane, slot): ranks, threads and resuming change no clip.
-* Threads decode (``threads=``, one per processor by default), so FFmpeg gets one of its own for each video.
-* A video that is broken, or too short, is one that does not decode: ``on_error`` says what becomes of it.
-* The ledger of a run names ``made_by``, and ranks that differ in it are refused: other versions may give other pixels.
-* torchcodec's build has to fit torch's. PyPI's are for CUDA from 0.14 on: beside a CPU build of torch take
-  ``"torchcodec<0.14"``, or PyTorch's own index.
-* Sound is the same with `AudioDecoder` and ``get_samples_played_in_range``.
+* Random draws depend on the sample's place (seed, step, lane, slot), so clips do not depend on ranks, threads or
+  restarts.
+* Videos are decoded in threads (``threads=``, one per processor by default), so each FFmpeg decoder gets one thread.
+* A broken or short video is a decoding error, which ``on_error`` handles.
+* The run's ledger records ``made_by``. Ranks with different values are refused, since other versions may give other
+  pixels.
+* The builds of torchcodec and torch must match. From 0.14 on, PyPI's builds are for CUDA: with a CPU build of torch
+  take ``"torchcodec<0.14"``, or PyTorch's own index.
+* Sound works in the same way, with `AudioDecoder` and ``get_samples_played_in_range``.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ from shardkit.plan import Place, draw, draws
 
 @dataclass(frozen=True)
 class RandomClip:
-    """Consecutive frames from a random one on: (frames, 3, height, width) uint8."""
+    """Decodes consecutive frames from a random start: (frames, 3, height, width) uint8."""
 
     frames: int
     height: int
@@ -56,7 +58,7 @@ class RandomClip:
         return self.frames, 3, self.height, self.width
 
     def __call__(self, video: bytes, /, *, place: Place, out: NDArray[np.uint8]) -> None:
-        """Decode into `out`."""
+        """Decode a clip into `out`."""
         decoder = VideoDecoder(video, num_ffmpeg_threads=1, transforms=[Resize((self.height, self.width))])
         if len(decoder) < self.frames:
             raise ValueError(f"a video of {len(decoder)} frames; {self.frames} are wanted")
@@ -66,7 +68,7 @@ class RandomClip:
 
 
 def make_videos(folder: Path) -> None:
-    """24 videos of 40 frames, each of which is a little brighter than the one before."""
+    """Write 24 videos of 40 frames; each frame is a little brighter than the frame before."""
     folder.mkdir()
     for number in range(24):
         frames = torch.full((40, 3, 48, 64), 40, dtype=torch.uint8)
@@ -76,7 +78,7 @@ def make_videos(folder: Path) -> None:
 
 
 def clips(loader: Any) -> dict[int, NDArray[np.uint8]]:
-    """What is left of a loader's epoch, by step."""
+    """Return {step: clips} for the remaining steps of a loader's epoch."""
     return {batch.step: batch["video"].numpy() for batch in loader}
 
 

@@ -1,17 +1,19 @@
-"""Copies and parity: a policy, a lost directory, a flipped bit, and training that goes on meanwhile.
+"""Copies and parity: a policy, a lost directory, a flipped bit, and training that continues meanwhile.
 
     python examples/guides/copies_and_parity.py
 
-Where copies belong is kept in the root's folder ``locations/``, in numbered versions beside the log, and not in the
-manifest: a version is the same wherever it lies. Locations have a failure domain; copies go to different ones. Parity
-(k + 2) costs 2/k of the space and survives the loss of any two of k + 2 objects; it repairs, digests detect.
+The policy for copies is stored in numbered versions in the root's folder ``locations/``, next to the log. It is not
+part of the manifest, so a version has the same id in every location. Each location has a failure domain, and copies go
+to different domains. Parity (k + 2) costs 2/k of the space and survives the loss of any two of k + 2 objects. Digests
+detect damage; parity repairs it.
 
     shardkit place ROOT --location mirror=s3://bucket/cats,domain=aws --copies 2 --parity 8+2
-    shardkit replicate ROOT          # until every copy is there; lag is what is missing
+    shardkit replicate ROOT          # until every copy exists; lag counts the missing ones
     shardkit scrub ROOT --time-box 1h --older-than 30d --repair       # nightly
-    shardkit repair ROOT             # bad and missing objects: from another location, else from parity
+    shardkit repair ROOT             # bad and missing objects: from another location, otherwise from parity
 
-Readers do not wait for any of it: a block that does not verify is read from the next location, and noted.
+Readers do not wait for repairs: if a block does not verify, it is read from the next location, and the event is
+recorded.
 """
 
 from __future__ import annotations
@@ -24,14 +26,14 @@ from guide_shell import shardkit, workplace
 
 
 def make_dataset() -> None:
-    """400 rows in some 20 shards."""
+    """Write 400 rows in about 20 shards."""
     with sk.create("data/cats", schema={"x": "int64[256]"}, shard_size="64KiB", block_size="8KiB") as writer:
         for number in range(400):
             writer.add({"x": [number] * 256})
 
 
 def read_all() -> dict[str, int]:
-    """One epoch, every row checked; returns where bytes came from."""
+    """Read one epoch and check every row; return the bytes read from each location."""
     dataset = sk.open("data/cats")
     plan = dataset.plan(global_batch=8, lanes=4, seed=0)
     numbers = set()
@@ -58,7 +60,7 @@ def main() -> None:
         shardkit("replicate", "data/cats")
         shardkit("scrub", "data/cats", "--level", "read")
 
-        # A bit flips in the root's own copy: training reads on, scrub finds and heals it.
+        # A bit flips in the root's own copy: training continues, and scrub finds and repairs it.
         victim = shards_of("data/cats")[3]
         data = bytearray(victim.read_bytes())
         data[len(data) // 2] ^= 0x10
@@ -69,11 +71,11 @@ def main() -> None:
         )
         shardkit("scrub", "data/cats", "--level", "read", "--repair")
 
-        # The mirror is lost with everything, and two shards of the root as well: parity brings those back.
+        # The whole mirror is lost, and two shards of the root: parity restores the shards.
         shutil.rmtree("rack-2/cats")
         for shard in shards_of("data/cats")[:2]:
             shard.unlink()
-        # Healed, but the mirror could not be looked at; an empty disk is filled only when somebody says so.
+        # Repaired, but the mirror could not be read; an empty location is filled only after --refill.
         shardkit("repair", "data/cats", "--level", "list", expect=3)
         read_all()
         shardkit("place", "data/cats", "--refill", "mirror")

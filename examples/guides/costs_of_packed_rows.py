@@ -1,4 +1,4 @@
-"""Packed rows that cost what their attention costs: ranks wait less for each other.
+"""Packed rows balanced by the cost of their attention, so that ranks wait less for each other.
 
     python examples/guides/costs_of_packed_rows.py
 
@@ -9,16 +9,17 @@ The same commands, for real data:
 
 What to know:
 
-* Rows of one length do not cost the same where attention stays inside documents: a row that is one document of 8,192
-  tokens costs 64 times one of 64 documents. ``squares(boundaries)`` is the sum of squared document lengths. What is
-  linear in tokens is the same for all rows; with a model of width w, ``squares(boundaries) + w * len(boundaries)`` and
-  the like weigh both. Costs are below 2**32: ``squares(boundaries) // 64`` for long contexts.
-* ``--cost`` writes one byte a row beside the shards; ``shardkit rebuild ROOT --cost EXPR`` does so for shards that lie
-  there, and writes none.
-* The plan arranges each lane's window so that its cells cost nearly the same. Which rows a lane has, exactly once, and
-  resuming at any step stay as they are; `shardkit plan --cost` tells beforehand what it saves for your ranks.
-* ``balance="align"`` has all lanes draw their dear cells in the same steps: best where a rank has one lane, but steps
-  then differ in cost, and gradients vary more.
+* Rows of one length differ in cost if attention stays inside documents: the attention of a row with one document of
+  8,192 tokens costs 64 times that for 64 documents. ``squares(boundaries)`` is the sum of squared document lengths.
+* Costs that are linear in tokens are equal for all rows. An expression such as
+  ``squares(boundaries) + w * len(boundaries)``, for a model of width w, weighs both. Costs must be below 2**32: for
+  long contexts use ``squares(boundaries) // 64``.
+* ``--cost`` writes one byte per row next to the shards. ``shardkit rebuild ROOT --cost EXPR`` does so for existing
+  shards, without rewriting them.
+* The plan arranges each lane's window so that its cells have nearly equal costs. Each lane still reads the same rows,
+  each row exactly once, and can resume at any step. `shardkit plan --cost` predicts the savings for your ranks.
+* With ``balance="align"``, all lanes draw their expensive cells in the same steps. This is best if each rank has one
+  lane, but steps then differ in cost, and gradients vary more.
 """
 
 from __future__ import annotations

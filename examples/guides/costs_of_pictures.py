@@ -1,18 +1,18 @@
-"""Pictures of any size that cost what their patches cost: ranks wait less for each other.
+"""Pictures of any size, balanced by the cost of their patches, so that ranks wait less for each other.
 
     python examples/guides/costs_of_pictures.py
 
 What to know:
 
-* A vision transformer at native resolution has (height / 16) · (width / 16) tokens a picture: keep that number as a
-  field when you build, and any expression of it is a cost: ``"patches"`` where the multilayer perceptron dominates,
-  ``"patches**2 // 16 + 64 * patches"`` or the like where attention counts.
-* A dataset that has no such field has ``bytes(image)``, which follows the patches roughly, or ``height * width`` where
-  it keeps those. ``shardkit rebuild ROOT --cost EXPR`` writes what rows cost beside shards that lie there; it reads
-  them where an expression asks for values, and writes none.
-* Text and pictures in one dataset: ``"patches + len(tokens)"``. A field that a row lacks counts 0.
-* In a trainer's TOML file: ``[data]`` ``cost = "patches"``. `shardkit top` shows how much the dearest rank costs over
-  the mean in the last steps, and what it were without.
+* A vision transformer at native resolution has (height / 16) · (width / 16) tokens per picture. Store that number as a
+  field when you build. A cost is any expression of fields: ``"patches"`` if the multilayer perceptron dominates, or
+  for example ``"patches**2 // 16 + 64 * patches"`` if attention matters.
+* Without such a field, use ``bytes(image)``, which is roughly proportional to the patches, or ``height * width`` if
+  these are fields. ``shardkit rebuild ROOT --cost EXPR`` writes the costs of rows next to existing shards. It reads the
+  shards only if the expression needs values, and does not rewrite them.
+* For text and pictures in one dataset, use ``"patches + len(tokens)"``. A field that a row lacks counts as 0.
+* In a trainer's TOML file, set ``cost = "patches"`` in ``[data]``. `shardkit top` shows how far the most expensive rank
+  was above the mean in the last steps, with and without the arrangement.
 """
 
 from __future__ import annotations

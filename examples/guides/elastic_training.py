@@ -1,33 +1,32 @@
-"""Elastic training: killed anywhere, resumed on any number of ranks, and every step is the same batch.
+"""Elastic training: killed at any step, resumed on any number of ranks, with the same batch in every step.
 
     python examples/guides/elastic_training.py
 
-The state of a loader is a step number and a few digests; it fits any rank of any world. Here a run of 60 steps is
-played four times in this process, with a model small enough to see that even its weights come out equal, to the last
-bit:
+The state of a loader is a step number and a few digests; it fits any rank of any world size. This guide runs the same
+60 steps four times in one process, with a small model, and shows that even its weights are equal to the last bit:
 
     undisturbed on 1 rank · 2 ranks, then 3, then 1 · 4 ranks of unequal shares · read ahead, then thrown away
 
-For real, the same is one command. It starts torchrun's agent, which restarts ranks that were killed:
+A real run is one command. It starts torchrun's agent, which restarts ranks that were killed:
 
     shardkit train run.toml --nproc 8 --max-restarts 20
     shardkit train run.toml --nproc 3                                           # later, with fewer ranks
 
-Started on several machines, it makes one job that machines join and leave while it trains:
+On several machines, the command forms one job that machines can join and leave during training:
 
     shardkit train run.toml --nproc 8 --nnodes 1:4 --rendezvous node-1:29400
 
-In a loop of your own (examples/ddp.py, fsdp2.py, lightning_trainer.py, accelerate_loop.py, hf_trainer.py are whole
+In your own loop (examples/ddp.py, fsdp2.py, lightning_trainer.py, accelerate_loop.py and hf_trainer.py are complete
 programs):
 
     loader = ds.loader(plan, run="runs/mine")             # rank and world from torchrun
-    loader.load_state_dict(saved["loader"])               # of any rank, of any world
+    loader.load_state_dict(saved["loader"])               # from any rank of any world size
     for batch in loader:
         ...
-        saved["loader"] = loader.state_dict(after=batch)  # exact, however far the loader has read ahead
+        saved["loader"] = loader.state_dict(after=batch)  # exact even if the loader has read ahead
 
-``shardkit plan`` says which world sizes divide the lanes. Trainers that average over ranks (DDP) need equal shares;
-the loader refuses others unless ``uneven=True``, and ``batch.weight`` is then the factor for the loss.
+``shardkit plan`` shows which world sizes divide the lanes. Trainers that average over ranks (DDP) need equal shares.
+The loader refuses unequal shares without ``uneven=True``; with it, multiply the loss by ``batch.weight``.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ STEPS, FEATURES, LANES = 60, 8, 12
 
 
 def make_dataset() -> None:
-    """1,200 points of a linear function with noise, as float32 rows."""
+    """Write 1,200 points of a linear function with noise, as float32 rows."""
     rng = np.random.default_rng(0)
     truth = rng.normal(size=FEATURES)
     with sk.create(
@@ -60,7 +59,7 @@ def make_dataset() -> None:
 def exact_gradient(
     weights: NDArray[np.float64], x: NDArray[np.float32], y: NDArray[np.float32]
 ) -> NDArray[np.int64]:
-    """The cell's gradient in fixed point: integers add up to the same sum in any order, on any rank."""
+    """Return the cell's gradient in fixed point: integers have the same sum in any order, on any ranks."""
     error = x.astype(np.float64) @ weights - y
     return np.round(error @ x * 2.0**32).astype(np.int64)
 
@@ -68,9 +67,9 @@ def exact_gradient(
 def play(
     worlds: Sequence[tuple[int, int]], run: str, *, look_ahead: int = 0
 ) -> tuple[NDArray[np.float64], list[list[int]]]:
-    """Train up to each (step, world) in turn; returns the weights and the samples of every step.
+    """Train up to each (step, world) in turn; return the weights and the samples of every step.
 
-    Ranks take turns in this process; what they exchange is the sum of their gradients.
+    Ranks take turns in this process, and their gradients are summed.
     """
     dataset = sk.open("data/points")
     plan = dataset.plan(global_batch=48, lanes=LANES, seed=0)
@@ -99,7 +98,7 @@ def play(
                 batches.append(sorted(number for cell in cells for number in cell["samples"].tolist()))
             state = ranks[0].state_dict(after=step[0])
             for stream in streams:
-                for _ in range(look_ahead):  # read and never trained on: the state does not count it
+                for _ in range(look_ahead):  # read but not trained on: the state does not count these steps
                     next(stream)
     return weights, batches
 

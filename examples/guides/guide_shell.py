@@ -1,4 +1,4 @@
-"""What the guides under examples share: a place to work in, and `shardkit` commands run and shown as typed."""
+"""Shared parts of the guides: a working directory, and `shardkit` commands that are run and shown."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["shardkit", "workplace"]
 
 @contextlib.contextmanager
 def workplace(about: str | None) -> Iterator[Path]:
-    """The folder of ``--dir`` (kept), or a temporary one (removed), as the working directory."""
+    """Work in the folder of ``--dir``, which is kept, or in a temporary folder, which is removed."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", type=Path, help="work here and leave everything for you to look at")
     given: Path | None = parser.parse_args().dir
@@ -32,9 +32,9 @@ def workplace(about: str | None) -> Iterator[Path]:
 
 
 def shardkit(*arguments: object, expect: int | tuple[int, ...] = 0) -> str:
-    """Run a command in this process, show it and what it prints; returns its standard output.
+    """Run a command in this process, show it with its output, and return its standard output.
 
-    Exit codes are part of the story: another one than ``expect`` ends the guide.
+    An exit code other than ``expect`` ends the guide.
     """
     words = [str(argument) for argument in arguments]
     print(f"$ shardkit {shlex.join(words)}")

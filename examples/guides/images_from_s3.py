@@ -1,22 +1,23 @@
-"""Images from S3: folders of pictures → shards in a bucket → batches, each byte fetched once per node.
+"""Images from S3: folders of pictures → shards in a bucket → batches, with each byte fetched once per node.
 
     python examples/guides/images_from_s3.py          # against a bucket that moto serves on this machine
     BUCKET=cats AWS_ENDPOINT_URL=http://localhost:4566 python examples/guides/images_from_s3.py     # LocalStack, S3
 
-Credentials, region and endpoint come from the environment, a profile or the machine's role, as for every S3 client;
-there is no place for them in a URL or in the dataset. ``gs://`` and ``az://`` are used alike, with Google's and Azure's
-own environment (``GOOGLE_APPLICATION_CREDENTIALS``, ``AZURE_STORAGE_ACCOUNT_NAME`` …), and an emulator of Google's
-where ``STORAGE_EMULATOR_HOST`` says.
+Credentials, region and endpoint come from the environment, a profile or the machine's role, as for every S3 client.
+They are never part of a URL or of the dataset. ``gs://`` and ``az://`` work in the same way, with Google's and Azure's
+own environment variables (``GOOGLE_APPLICATION_CREDENTIALS``, ``AZURE_STORAGE_ACCOUNT_NAME`` …).
+``STORAGE_EMULATOR_HOST`` names an emulator of Google's storage.
 
 What to know for real data:
 
-* ``--stratify label`` balances every batch by class: 512 of 1,000 ImageNet classes never leave one out for long.
-* ``--split train=0.95,val=0.05`` is by content: a picture stays in its split when the dataset is built anew.
-* Pictures stay the bytes that they were. The loader decodes, crops and flips them, drawn from (seed, step, lane, slot),
-  so that a resumed run crops the same pixels: see training_on_images.py.
-* ``cache=`` is a directory on the node's own disk that all its ranks share. Blocks are verified when they come and
-  whenever they are read again; eviction knows the plan. Where it has room for the node's share, small blocks come
-  together with what lies around them; without a cache, use blocks of 256 KiB and more.
+* ``--stratify label`` balances every batch by class: with batches of 512 over ImageNet's 1,000 classes, no class is
+  missing for long.
+* ``--split train=0.95,val=0.05`` is by content: a picture stays in its split when the dataset is built again.
+* The bytes of pictures are stored unchanged. The loader decodes, crops and flips them with draws from
+  (seed, step, lane, slot), so a resumed run crops the same pixels: see training_on_images.py.
+* ``cache=`` is a directory on the node's own disk that all ranks of the node share. Blocks are verified on arrival and
+  whenever they are read again, and eviction follows the plan. If the cache has room for the node's share, small blocks
+  are fetched together with their neighbours. Without a cache, use blocks of at least 256 KiB.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ SIZE = 32
 
 
 def make_photos(folder: Path) -> None:
-    """240 small pictures of three classes, told apart by their colour."""
+    """Write 240 small pictures of three classes that differ in colour."""
     rng = np.random.default_rng(0)
     for number in range(240):
         kind = number % 3
@@ -56,7 +57,7 @@ def main() -> None:
         make_photos(Path("photos"))
         root = f"s3://{bucket}/guide/photos"
 
-        # Shards appear in the bucket under their SHA-256; the log entry that names the version is written last.
+        # Shards are stored under their SHA-256; the log entry that names the version is written last.
         shardkit("build", "photos", root, "--stratify", "label", "--split", "train=0.9,val=0.1", "--jobs", 1)
         shardkit("tag", f"{root}@train", "v1", "-m", "as trained on")
         shardkit("plan", f"{root}@v1", "--global-batch", 24, "--lanes", 4)

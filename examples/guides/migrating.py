@@ -1,16 +1,16 @@
-"""From WebDataset tars and MosaicML MDS shards to shardkit: what stays where it is, what is built.
+"""From WebDataset tars and MosaicML MDS shards to shardkit: adopt files in place, or build new shards.
 
     python examples/guides/migrating.py
 
-**WebDataset.** Tars can be *adopted*: one pass indexes and hashes them where they lie (a disk, S3, any URL), nothing is
-copied, and every later read is verified and can seek. What adopted data cannot promise is printed (strata are where
-the tars have them). Built instead, the same samples are spread over shards by class; shards stay tars that webdataset
-reads.
+**WebDataset.** Tars can be *adopted*: one pass indexes and hashes them in place (on a disk, S3 or any URL) and copies
+nothing. Every later read is verified and can seek. The command prints which guarantees adopted data lacks: for example,
+each stratum stays in the tars that contain it. ``shardkit build`` instead spreads the same samples over shards by
+class; the new shards are tars that webdataset reads too.
 
 **MDS.** ``shardkit build FOLDER ROOT`` reads ``index.json`` and its shards, plain or compressed, of every encoding
 but pickle.
 
-How loops change, and what has no counterpart: docs/coming_from.md.
+docs/coming_from.md shows how training loops change, and which features have no counterpart.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ COUNT = 300
 
 
 def samples() -> Iterator[tuple[str, bytes, int]]:
-    """(key, bytes, label), sorted by label as such tars often are."""
+    """Yield (key, bytes, label), sorted by label, as tars often are."""
     for number in range(COUNT):
         yield f"{number:06d}", bytes([number % 256]) * (200 + number), number // 100
 
 
 def write_webdataset(folder: Path) -> None:
-    """Three tars of `key.bin` and `key.cls`, as webdataset's ShardWriter names them."""
+    """Write three tars of `key.bin` and `key.cls`, named as by webdataset's ShardWriter."""
     folder.mkdir()
     found = list(samples())
     for shard in range(3):
@@ -50,7 +50,7 @@ def write_webdataset(folder: Path) -> None:
 
 
 def write_mds(folder: Path) -> None:
-    """One MDS shard: number of samples, offsets, then per sample the sizes of variable columns and the columns."""
+    """Write one MDS shard: number of samples, offsets, then the variable sizes and the columns of each sample."""
     folder.mkdir()
     columns = {"data": "bytes", "label": "int"}
     rows = [struct.pack("<I", len(data)) + data + struct.pack("<q", label) for _, data, label in samples()]
@@ -69,7 +69,7 @@ def write_mds(folder: Path) -> None:
 
 
 def first_epoch(root: str, name: str) -> tuple[list[bytes], float]:
-    """All payloads, and the mean number of labels in a batch of 12."""
+    """Return all payloads, sorted, and the mean number of labels in a batch of 12."""
     dataset = sk.open(root)
     plan = dataset.plan(global_batch=12, lanes=4, seed=0, remainder="short")
     payloads: list[bytes] = []
@@ -85,10 +85,10 @@ def main() -> None:
     with workplace(__doc__):
         write_webdataset(Path("tars"))
         write_mds(Path("mds"))
-        # In place: the tars stay the data, only indexes and a manifest are written.
+        # In place: the tars remain the data, and only indexes and a manifest are written.
         shardkit("adopt", "tars", "data/adopted", "--jobs", 1)
         before = {path.name: path.stat().st_mtime_ns for path in Path("tars").iterdir()}
-        # Built: spread by class, in shards of our own; --dry-run first tells what a build would make of a source.
+        # Built: spread by class over new shards; --dry-run first reports what a build would write.
         shardkit("build", "tars", "data/built", "--stratify", "label", "--jobs", 1, "--dry-run")
         shardkit("build", "tars", "data/built", "--stratify", "label", "--jobs", 1)
         shardkit("build", "mds", "data/from-mds", "--stratify", "label", "--jobs", 1)
@@ -101,7 +101,7 @@ def main() -> None:
             print(f"{root}: {len(payloads)} samples, {labels:.1f} of 3 labels in a batch of 12")
         assert before == {path.name: path.stat().st_mtime_ns for path in Path("tars").iterdir()}
 
-        # And back: shards are plain tars with WebDataset's naming, so webdataset.WebDataset(urls) reads them, too.
+        # And back: shards are plain tars with WebDataset's names, so webdataset.WebDataset(urls) reads them.
         urls = shardkit("export", "data/from-mds", "--as", "urls").split()
         with tarfile.open(urls[0]) as tar:
             print("in the first shard:", ", ".join(tar.getnames()[:4]), "…")

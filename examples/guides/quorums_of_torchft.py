@@ -2,8 +2,8 @@
 
     python examples/guides/quorums_of_torchft.py
 
-``shardkit train`` restarts its ranks when machines come or go (elastic_training.py). Programs that bring their own
-quorum, such as torchft's Manager, change the ranks of a loader instead, between two steps:
+``shardkit train`` restarts its ranks when machines join or leave (elastic_training.py). Programs with their own quorum,
+such as torchft's Manager, change the ranks of a loader between two steps instead:
 
     manager = torchft.Manager(pg=…, load_state_dict=…, state_dict=…, min_replica_size=1)
     loader = ds.loader(plan, rank=0, world=1, uneven=True, run="runs/mine")
@@ -13,8 +13,9 @@ quorum, such as torchft's Manager, change the ranks of a loader instead, between
         if manager.should_commit():                       # otherwise the step is taken again
             optimizer.step()
 
-A replica that joins loads the state of any other; ``manager`` sends it along with the model. Here eight replicas come,
-go and die in this process, with a stand-in for the manager's quorum, and every step is the plan's.
+A replica that joins loads the state of any other replica; ``manager`` sends it along with the model. In this guide,
+eight replicas join, leave and die in one process, with a stand-in for the manager's quorum, and every step has the
+samples of the plan.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from guide_shell import workplace
 
 STEPS, LANES = 24, 12
 QUORUMS = {0: "ab", 5: "abc", 10: "ac", 14: "acde", 18: "cdefgh", 21: "h"}
-"""First step → replicas in rank order. A replica dies inside step 9, which is then taken again."""
+"""First step → replicas in rank order. A replica dies in step 9, which is then taken again."""
 
 
 class Quorum:
-    """Stands in for torchft's Manager: its calls have the same names and meanings."""
+    """A stand-in for torchft's Manager; its methods have the same names and meanings."""
 
     def __init__(self, name: str, step: int) -> None:
         self._name, self._step, self._members = name, step, ""
@@ -67,7 +68,7 @@ def members_of(step: int) -> str:
 
 
 def take_batch(manager: Any, loader: Any) -> Any:
-    """Take this replica's share of the current step, as the quorum has it."""
+    """Return this replica's share of the current step, with the rank and world of the quorum."""
     manager.start_quorum()
     rank, world = manager.participating_rank(), manager.num_participants()
     if (rank, world) != (loader.topology.rank, loader.topology.world):

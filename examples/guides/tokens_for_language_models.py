@@ -1,4 +1,4 @@
-"""Tokens for a language model: documents → de-duplicated → tokenised → packed rows → a weighted mixture.
+"""Tokens for a language model: documents → tokens → de-duplication → packed rows → a weighted mixture.
 
     python examples/guides/tokens_for_language_models.py
 
@@ -9,16 +9,16 @@ The same commands, for real data:
 
 What to know:
 
-* ``--unique tokens`` drops documents whose tokens are equal, by SHA-256; the first in the source stays.
-  Near-duplicates are a step before this one.
-* ``--tokenizer`` makes ``tokens`` of the text field in the build's processes; the tokenizer's digest is in the
-  recipe, so a dataset says which one made it, and another one makes another dataset. Each document ends with the
-  tokenizer's own end-of-document token, which the report names; ``--eos TOKEN`` names another one.
-* ``--pack tokens=N`` puts documents of one stratum together into rows of N tokens (best fit; a long document is cut),
-  and keeps where they begin in ``boundaries``, for attention that stays inside a document.
-* Mixing is not a build step: datasets stay apart and are opened together; ``weights=`` says how much of each a batch
-  holds, exactly, and may change at a step (``stages=``) without any row coming back early.
-* ``ds.plan(sequence=…)`` groups whole rows into longer sequences: a context length can grow without building anew.
+* ``--unique tokens`` drops documents with equal tokens (by SHA-256) and keeps the first in the source. Remove
+  near-duplicates before this step.
+* ``--tokenizer`` computes ``tokens`` from the text field in the build's processes. The recipe contains the tokenizer's
+  digest, so a dataset names its tokenizer, and another tokenizer makes another dataset. Each document ends with the
+  tokenizer's own end-of-document token, which the report names; ``--eos TOKEN`` selects another one.
+* ``--pack tokens=N`` packs documents of one stratum into rows of N tokens (best fit; a long document is cut). It stores
+  the start of each document in ``boundaries``, for attention that stays inside a document.
+* Mixing is not a build step: datasets stay separate and are opened together. ``weights=`` sets the exact share of each
+  in a batch, and may change at a step (``stages=``) without repeating any row early.
+* ``ds.plan(sequence=…)`` groups whole rows into longer sequences, so a context length can grow without a new build.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LENGTH = 64
 
 
 def make_documents() -> None:
-    """Two sources of JSON lines; every tenth document of the web is a copy of an earlier one."""
+    """Write two sources of JSON lines; every tenth document of "web" is a copy of an earlier document."""
     draw = random.Random(0)
     words = [
         "lane",
@@ -70,7 +70,7 @@ def make_documents() -> None:
 
 
 def make_tokenizer() -> None:
-    """A byte-pair tokenizer of 300 entries, trained on the web part; a real one is a file that you have."""
+    """Train a byte-pair tokenizer of 300 entries on "web"; for real data, use an existing file."""
     tokenizer = Tokenizer(models.BPE(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
@@ -91,7 +91,7 @@ def main() -> None:
                 "--pack", f"tokens={LENGTH}", "--format", "arrow", "--jobs", 1,
             )  # fmt: skip
 
-        # Three rows of web to one of code, whatever their sizes; after step 40 half and half.
+        # Three rows of web to one of code, independent of their sizes; equal shares from step 40 on.
         dataset = sk.open({"web": "data/web", "code": "data/code"})
         plan = dataset.plan(
             global_batch=16, lanes=4, seed=0,
@@ -106,7 +106,7 @@ def main() -> None:
             shares[batch.step >= 40].append(float((batch["samples"] < web_rows).mean()))
         print(f"share of web: {np.mean(shares[False]):.3f} before step 40, {np.mean(shares[True]):.3f} after")
 
-        # Documents of a row: what attention may look at, and what the loss must not predict across.
+        # Documents of a row: neither attention nor the loss may cross their boundaries.
         values, offsets = batch["boundaries"]
         row = int(np.argmax(np.diff(offsets)))
         borders = values[offsets[row] : offsets[row + 1]]

@@ -18,8 +18,8 @@ The recipe, after `shardkit build train data/imagenet --stratify label`, with an
 What to know for real data:
 
 * Validation is ``images.resize_center_crop(256, 224, normalise="imagenet")`` over another split.
-* More augmentation is torchvision's, as ``transform=`` in processes, which are seeded for each sample from (seed,
-  step, lane, slot), so that any number of ranks and workers makes the same pictures, resumed or not::
+* For more augmentation, use torchvision in ``transform=``, run in processes. Each sample is seeded from
+  (seed, step, lane, slot), so any number of ranks and workers makes the same pictures, resumed or not::
 
       augment = v2.Compose([v2.TrivialAugmentWide(), v2.RandomErasing(0.1)])  # torchvision.transforms.v2
 
@@ -28,12 +28,12 @@ What to know for real data:
 
       loader = ds.loader(plan, decode=decode, transform=transform, workers="processes")
 
-  ``v2.MixUp`` and ``v2.CutMix`` mix whole batches: call them in the training loop. A function of your own draws from
-  ``rng``, the sample's generator, and runs in threads.
-* Photographs from phones: ``random_resized_crop(224, orient=True)`` turns them as their EXIF orientation says.
-* Threads decode (``threads=``, one per processor by default), each picture straight into its row of the batch.
-* What decoded, with versions, is in the ledger of the run: ``shardkit audit`` shows it.
-* Video and sound are not decoded by shardkit: clips_of_videos.py does it with torchcodec.
+  ``v2.MixUp`` and ``v2.CutMix`` mix whole batches: call them in the training loop. A function that draws only from
+  ``rng``, the sample's generator, can run in threads.
+* For photographs from phones, ``random_resized_crop(224, orient=True)`` applies the EXIF orientation.
+* Threads (``threads=``, one per processor by default) decode each picture directly into its row of the batch.
+* The run's ledger records the decoders and their versions; ``shardkit audit`` shows them.
+* shardkit does not decode video and sound: see clips_of_videos.py for torchcodec.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from shardkit import images
 
 
 def make_tiles(folder: Path) -> None:
-    """288 tiles of two photographs: a temple under the sky, a flower."""
+    """Write 288 tiles of two photographs, of a temple and of a flower."""
     for name in ("china", "flower"):
         (folder / name).mkdir(parents=True)
         with Image.open(Path(sklearn.__file__).parent / "datasets" / "images" / f"{name}.jpg") as photograph:
@@ -77,7 +77,7 @@ class Block(nn.Module):
 
 
 def make_model() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A ResNet of three blocks."""
+    """Make a ResNet of three blocks and its optimizer."""
     torch.manual_seed(0)
     model = nn.Sequential(Block(3, 16), Block(16, 32), Block(32, 64), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
                           nn.Linear(64, 2))  # fmt: skip
@@ -85,7 +85,7 @@ def make_model() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def train(ds: Any, steps: int, saved: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Up to so many steps, from the beginning or from what was saved."""
+    """Train up to ``steps`` steps, from the beginning or from a saved state; return the state."""
     model, optimizer = make_model()
     plan = ds.plan(global_batch=24, lanes=4, seed=0)
     decode = {"image": images.random_resized_crop(32, flip=0.5, normalise="imagenet")}
@@ -111,7 +111,7 @@ def train(ds: Any, steps: int, saved: dict[str, Any] | None = None) -> dict[str,
 
 @torch.no_grad()
 def correct(ds: Any, saved: dict[str, Any]) -> float:
-    """Share of the tiles of a split that the model names."""
+    """Return the share of a split's tiles that the model classifies correctly."""
     model, _ = make_model()
     model.load_state_dict(saved["model"])
     model.eval()

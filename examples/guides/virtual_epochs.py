@@ -4,15 +4,15 @@
 
 What to know:
 
-* A loop that is left early continues in the next loop, at the batch after the last one that was handed out. This holds
-  for ``break``, ``itertools.islice``, Lightning's ``limit_train_batches`` and every rank: ranks that take the same
-  number of batches stay at the same step.
-* ``epoch_steps=k`` makes each loop k batches long without any ``break``. The rows come in the same order as without it.
-  Counting passes over the data stays possible: ``plan.steps_per_pass``.
-* Validation takes ``restart=True``: each loop begins at the start of its epoch, even if the last one was left early.
-* ``loader.epoch`` is the number of the epoch that holds the next batch. A state that was saved after the last batch of
-  an epoch begins the next one, so a program that resumes trains ``for epoch in range(loader.epoch, epochs)``.
-* ``loader.seek(step)`` moves to any step; steps count over the whole run.
+* If a loop ends early, the next loop continues at the batch after the last one that was handed out. This holds for
+  ``break``, ``itertools.islice`` and Lightning's ``limit_train_batches``. Ranks that take the same number of batches
+  stay at the same step.
+* ``epoch_steps=k`` makes each loop k batches long without a ``break``. The order of the rows is the same.
+  ``plan.steps_per_pass`` still gives the length of a pass over the data.
+* Validation uses ``restart=True``: each loop begins at the start of its epoch, even if the last loop ended early.
+* ``loader.epoch`` is the number of the epoch of the next batch. A state saved after the last batch of an epoch begins
+  the next epoch, so a resumed program trains ``for epoch in range(loader.epoch, epochs)``.
+* ``loader.seek(step)`` moves to any step; steps are counted over the whole run.
 """
 
 from __future__ import annotations

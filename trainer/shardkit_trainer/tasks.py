@@ -142,7 +142,7 @@ class LanguageTask:
         self.model: nn.Module = GPT(config, self.context)
 
     def prepare(self, cell: Any, seed: int) -> Inputs:
-        """Return (samples, context) int64 tokens and targets; a crop's start depends on (seed, step, slot) only."""
+        """Return (samples, context) int64 tokens and targets; crops depend on (seed, step, lane, slot) only."""
         values, borders = _sequences(cell[self.field])
         crop, lengths = self.context + 1, np.diff(borders)
         starts = borders[:-1].copy()
