@@ -331,7 +331,7 @@ class AdoptedStore(StoreAround):
         return ObjectStat(found.st_size, None)
 
     def _read(self, tar: Tar, offset: int, length: int) -> bytes:
-        """Exactly `length` bytes."""
+        """Read exactly `length` bytes of a tar."""
         if tar.is_far:
             store, key = self._foreign(tar.place)
             try:

@@ -301,7 +301,7 @@ class BlockCache:
             operations.close(marker)
 
     def _begin(self) -> None:
-        """Join the users of the cache; the only user first removes leftovers and rebuilds the catalogue."""
+        """Join the users of the cache; the first user removes leftovers and rebuilds the catalogue before."""
         operations = active()
         assert self._users is not None
         alone = operations.try_lock(self._users)

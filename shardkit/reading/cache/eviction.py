@@ -35,7 +35,7 @@ UInt64s = NDArray[np.uint64]
 Float64s = NDArray[np.float64]
 
 SLACK: Final = 0.02
-"""Share of the limit that one eviction frees at least."""
+"""Minimum share of the limit that one eviction frees."""
 
 
 class Future(NamedTuple):

@@ -87,7 +87,7 @@ class SpooledStage(Stage):
             # a view, because clients treat the map itself as a file with a position
             yield memoryview(mapped)
         finally:
-            with contextlib.suppress(BufferError):  # a client has a view: the last one closes the map
+            with contextlib.suppress(BufferError):  # a client still has a view: releasing it closes the map
                 mapped.close()
 
 
