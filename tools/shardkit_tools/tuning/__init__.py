@@ -1,4 +1,4 @@
-"""Settings for this machine and these stores, each with the measurement behind it (SPEC.md).
+"""Propose settings for a machine and its stores, each with the measurement that supports it (SPEC.md).
 
-Proposals are a pure function of measurements.
+Proposals are a pure function of the measurements.
 """

@@ -1,4 +1,4 @@
-"""Time of an all-reduce between processes of this machine, over gloo."""
+"""Measure the time of an all-reduce between processes of this machine, over gloo."""
 
 from __future__ import annotations
 
@@ -19,13 +19,18 @@ from shardkit.errors import MissingDependency, RunError
 
 _PATIENCE_S = 120.0
 _MEETING = timedelta(seconds=60)
-_ROUND_ELEMENTS = 1 << 22  # a round of fewer is too short to time
+_ROUND_ELEMENTS = 1 << 22  # elements per round; shorter rounds cannot be timed reliably
 _ROUNDS = 3
 _ELEMENTS = (1 << 16, 1 << 20)
 
 
 def measure_all_reduce(*, ranks: int) -> dict[int, float]:
-    """Return seconds per all-reduce of float32 numbers: size in bytes → median over the rounds."""
+    """Return the median seconds of an all-reduce of float32 numbers, by size in bytes.
+
+    Raises:
+        MissingDependency: torch is not installed.
+        RunError: a measuring process died or timed out.
+    """
     if importlib.util.find_spec("torch") is None:
         raise MissingDependency('measuring an all-reduce needs torch; run: pip install "shardkit[train]"')
     spawn = multiprocessing.get_context("spawn")
@@ -35,12 +40,12 @@ def measure_all_reduce(*, ranks: int) -> dict[int, float]:
             stack.enter_context(ProcessPoolExecutor(1, spawn, _join, (rank, ranks, store)))
             for rank in range(ranks)
         ]
-        _round(group, _ELEMENTS[0])  # the first one connects the ranks
+        _round(group, _ELEMENTS[0])  # the first round connects the ranks and is not counted
         return {4 * n: statistics.median(_round(group, n) for _ in range(_ROUNDS)) for n in _ELEMENTS}
 
 
 def _round(group: Sequence[ProcessPoolExecutor], elements: int) -> float:
-    """Seconds per all-reduce on the slowest rank."""
+    """Return the seconds per all-reduce on the slowest rank."""
     try:
         return max(one.result(_PATIENCE_S) for one in [rank.submit(_reduce, elements) for rank in group])
     except (BrokenExecutor, TimeoutError):
@@ -49,12 +54,12 @@ def _round(group: Sequence[ProcessPoolExecutor], elements: int) -> float:
         ) from None
 
 
-# ---- in the process of a rank, which imports torch after the environment is set
+# ---- Run in the process of a rank, which imports torch after setting the environment
 
 
 def _join(rank: int, ranks: int, path: str) -> None:
     os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    if sys.platform == "linux":  # the loopback device has another name elsewhere
+    if sys.platform == "linux":  # other systems have another name for the loopback device
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
     import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""What this machine does, in a few seconds for each question (SPEC.md §1)."""
+"""Measure this machine and its stores, in a few seconds per measurement (SPEC.md §1)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,12 @@ Tell = Callable[[str], None]
 
 
 def rate_of(work: Callable[[], int], seconds: float) -> float:
-    """Bytes per second of a piece of work, repeated; the median, so that single hiccups count for nothing."""
+    """Return the median bytes per second of repeated work; the median ignores single outliers.
+
+    Args:
+        work: does the work and returns the number of bytes.
+        seconds: duration of the measurement; at least 3 repetitions are made.
+    """
     work()
     rates: list[float] = []
     until = time.perf_counter() + seconds
@@ -43,7 +48,16 @@ def rate_of(work: Callable[[], int], seconds: float) -> float:
 
 
 def measure_machine(folder: Path, *, seconds: float, tell: Tell) -> Machine:
-    """Disk, memory and checksums."""
+    """Measure disk, memory and checksums.
+
+    Args:
+        folder: directory on the disk to measure.
+        seconds: duration of each measurement.
+        tell: called with the name of each measurement.
+
+    Raises:
+        StoreError: the directory cannot be written or read.
+    """
     tell("disk")
     sequential, random = _disk(folder, seconds)
     tell("memory")
@@ -67,7 +81,7 @@ def measure_machine(folder: Path, *, seconds: float, tell: Tell) -> Machine:
 
 
 def _gather(window: int, seconds: float) -> float:
-    """Rows at random out of a window that was just gone through from front to back, as verifying does."""
+    """Return bytes per second of gathering random rows from a window after a sequential pass, as verification does."""
     rows = np.zeros((window // _ROW_BYTES, _ROW_BYTES // 8), dtype=np.int64)
     chosen = order(window, len(rows))
     out = np.empty_like(rows)
@@ -85,7 +99,7 @@ def _gather(window: int, seconds: float) -> float:
 
 
 def _text(size: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    """Bytes that compress about as text does: words of a small vocabulary."""
+    """Return bytes that compress about as well as text: words of a small vocabulary."""
     words = order(1, 4096).astype("<u2")
     chosen = words[(np.arange(size // 2, dtype=np.int64) ** 2 >> 7) % len(words)]
     return np.frombuffer(chosen.tobytes(), dtype=np.uint8)
@@ -125,7 +139,11 @@ def _read_at_random(number: int, pool: ThreadPoolExecutor) -> int:
 
 
 def measure_checkpoint(folder: Path, *, tell: Tell) -> Saving:
-    """What saving a model's state in a directory takes, as the trainer does it."""
+    """Measure the trainer's saving of a model state in a directory.
+
+    Raises:
+        MissingDependency: torch is not installed.
+    """
     if importlib.util.find_spec("torch") is None:
         raise MissingDependency("measuring a checkpoint needs torch; run: pip install 'shardkit[train]'")
     from shardkit_trainer.checkpoints import CheckpointProbe
@@ -143,7 +161,11 @@ _LEAST = 3
 
 
 def measure_ranges(root: str, *, seconds: float, tell: Callable[[str], None]) -> tuple[Ranges, int]:
-    """Ranges of the largest shard of a root's version, and the bytes of all its samples."""
+    """Measure range reads of the largest shard of a version. Return the result and the version's size in bytes.
+
+    Raises:
+        UsageError: the largest shard is too small to measure.
+    """
     dataset = shardkit.open(root)
     shard = int(np.argmax(dataset.table.size))
     size = int(dataset.table.size[shard])
@@ -167,13 +189,13 @@ def measure_ranges(root: str, *, seconds: float, tell: Callable[[str], None]) ->
 
 
 def _places(size: int, num_bytes: int) -> list[int]:
-    """Where ranges begin: all over the shard, none twice before all were read."""
+    """Return the offsets of all ranges of a shard in pseudorandom order."""
     places: list[int] = (order(size, size // num_bytes) * num_bytes).tolist()
     return places
 
 
 def _one_at_a_time(store: Store, name: str, size: int, num_bytes: int, seconds: float) -> float:
-    """Median seconds."""
+    """Return the median seconds of single range reads."""
     took: list[float] = []
     until = time.perf_counter() + seconds
     for place in itertools.cycle(_places(size, num_bytes)):
@@ -186,7 +208,7 @@ def _one_at_a_time(store: Store, name: str, size: int, num_bytes: int, seconds: 
 
 
 def _together(store: Store, name: str, size: int, num_bytes: int, count: int, seconds: float) -> float:
-    """Bytes per second by so many threads."""
+    """Return the bytes per second of range reads by `count` threads."""
     places = itertools.cycle(_places(size, num_bytes))
     done, begun = 0, time.perf_counter()
     with ThreadPoolExecutor(count) as pool:

@@ -1,4 +1,4 @@
-"""From measurements to settings: pure (SPEC.md §2)."""
+"""Derive settings from measurements, as pure functions (SPEC.md §2)."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ _MOST_ACCUMULATED = 64
 
 @dataclass(frozen=True)
 class Machine:
-    """What this machine does; bytes per second."""
+    """Measurements of this machine. Rates are in bytes per second."""
 
-    sequential: float  # of the disk
-    random: float  # of the disk, by several threads
-    random_bytes: int  # of one random read
-    gather: Mapping[int, float]  # window in bytes → rate of a random gather inside it
-    xxh3: float  # of one core
-    memory_bytes: int  # of the machine
+    sequential: float  # rate of sequential disk reads
+    random: float  # rate of random disk reads by several threads
+    random_bytes: int  # bytes per random read
+    gather: Mapping[int, float]  # window in bytes → rate of a random gather in the window
+    xxh3: float  # rate of XXH3 on one core
+    memory_bytes: int  # memory of the machine
 
 
 @dataclass(frozen=True)
 class Ranges:
-    """What a store does."""
+    """Measurements of range reads from a store."""
 
-    single_s: Mapping[int, float]  # bytes of a request → median seconds, one at a time
-    rates: Mapping[tuple[int, int], float]  # (bytes of a request, requests at a time) → bytes per second
-    is_local: bool  # the root is a directory
+    single_s: Mapping[int, float]  # bytes of a request → median seconds of single requests
+    rates: Mapping[tuple[int, int], float]  # (bytes of a request, concurrent requests) → bytes per second
+    is_local: bool  # True if the root is a directory
 
     @property
     def best(self) -> float:
@@ -39,40 +39,40 @@ class Ranges:
 
     @property
     def latency_s(self) -> float:
-        """Of a request without bytes."""
+        """Seconds of a request without bytes."""
         return max(1e-6, fit_line(self.single_s)[0])
 
     @property
     def stream(self) -> float:
-        """Bytes per second of one request, once they flow."""
+        """Bytes per second of one request after the first byte."""
         return 1 / max(1e-12, fit_line(self.single_s)[1])
 
 
 @dataclass(frozen=True)
 class Saving:
-    """What a checkpoint costs on this machine; bytes per second."""
+    """Measurements of saving a checkpoint, in bytes per second."""
 
-    copy: float  # of memory: training waits for it
-    write: float  # hashed and durable, in the background
+    copy: float  # copying in memory, for which training waits
+    write: float  # hashing and durable writing, in the background
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What is to be trained."""
+    """Description of the training job."""
 
-    dataset_bytes: int  # of the samples
-    lanes: int  # of a rank
-    ranks: int  # of a machine
-    nodes: int  # machines
-    cell_s: float  # computing a cell
-    gradient_bytes: int  # summed in each step
+    dataset_bytes: int  # stored bytes of the dataset
+    lanes: int  # lanes per rank
+    ranks: int  # ranks per machine
+    nodes: int  # number of machines
+    cell_s: float  # seconds of computation per cell
+    gradient_bytes: int  # bytes summed by the all-reduce of a step
 
 
 class Proposal(NamedTuple):
-    """What a setting should be."""
+    """A proposed value of a setting."""
 
     value: int  # bytes, or a count
-    why: str  # the measurement behind it, one line
+    why: str  # the measurement that supports it, one line
 
 
 def propose(
@@ -82,7 +82,15 @@ def propose(
     needs: Needs,
     saving: Saving | None = None,
 ) -> dict[str, Proposal]:
-    """All settings that the measurements speak of by their names, in the order in which they rest on each other."""
+    """Return proposals by name of setting, for the settings that the measurements determine (SPEC.md §2).
+
+    Args:
+        machine: measurements of the machine.
+        ranges: measurements of the store, if any.
+        reducing: size in bytes → seconds of an all-reduce, if measured.
+        needs: the training job.
+        saving: measurements of saving a checkpoint, if any.
+    """
     block = _block(machine, ranges)
     remote = ranges if ranges is not None and not ranges.is_local else None
     most_memory = machine.memory_bytes // 8 // max(1, needs.ranks)
@@ -179,7 +187,7 @@ def _checkpoint_every(saving: Saving, needs: Needs) -> Proposal:
 
 
 def fit_line(points: Mapping[int, float]) -> tuple[float, float]:
-    """Least squares through (size, seconds), relative errors weighing alike: seconds at 0, and per byte."""
+    """Fit a line to (size, seconds) by least squares of relative errors. Return seconds at size 0 and per byte."""
     sizes, seconds = (np.array(list(column), np.float64) for column in (points, points.values()))
     if len(sizes) < 2:
         return 0.0, float(seconds[0] / sizes[0])
@@ -188,5 +196,5 @@ def fit_line(points: Mapping[int, float]) -> tuple[float, float]:
 
 
 def power_below(value: float) -> int:
-    """The largest power of two that is not above a value; 1 at least."""
+    """Return the largest power of two at or below a value, at least 1."""
     return 1 << max(0, int(value).bit_length() - 1)
