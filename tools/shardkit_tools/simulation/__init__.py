@@ -1,5 +1,5 @@
-"""A cluster that is not here: what a plan would read, wait for and cost on it (SPEC.md).
+"""Simulate a plan on a described cluster: reads, waiting times and costs (SPEC.md).
 
-Planner, assignment, rebalancing and the cache's decisions are the product's own; time, stores and links are models.
-No shard is read.
+Planning, assignment, rebalancing and cache eviction run the product's code. Time, stores and links are modelled. No
+shard is read.
 """

@@ -1,4 +1,4 @@
-"""The description of a cluster: from TOML, quantities as people write them, changed by ``name=value``."""
+"""Descriptions of clusters: read from TOML with units such as ``"6GB/s"``, and changed by ``name=value``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MANY: Final = Range(0, 1e30)
 
 
 def parse_rate(value: object) -> float:
-    """Bytes per second: ``"6GB/s"``, ``"100Gbit/s"``; 0 and ``"unlimited"`` give inf."""
+    """Parse bytes per second, such as ``"6GB/s"`` or ``"100Gbit/s"``. 0 and ``"unlimited"`` give inf."""
     if value in ("0", "unlimited"):
         return float("inf")
     if isinstance(value, str) and (bits := _BITS.fullmatch(value)) is not None:
@@ -34,7 +34,7 @@ def parse_rate(value: object) -> float:
 
 
 def parse_count(value: object) -> int:
-    """A whole number: 8192, ``"1e9"``, ``"100k"``, ``"1_000_000"``."""
+    """Parse a whole number, such as 8192, ``"1e9"``, ``"100k"`` or ``"1_000_000"``."""
     if _is_number(value) and (number := _MANY.check("count", value, float)) == int(number):
         return int(number)
     found = _COUNT.fullmatch(value) if isinstance(value, str) else None
@@ -45,7 +45,7 @@ def parse_count(value: object) -> int:
 
 
 def parse_number(value: object) -> float:
-    """A number from 0 on."""
+    """Parse a number of at least 0."""
     try:
         return float(_MANY.check("number", float(value) if isinstance(value, str) else value, float))
     except ValueError as error:
@@ -77,54 +77,54 @@ def _flag(value: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Nodes:
-    """The machines; all alike."""
+    """The machines. All are alike."""
 
     nodes: int = _as(parse_count, 1, least=1)
     ranks: int = _as(parse_count, 8, least=1)  # per node
-    cache: int = _as(parse_size, 0)  # bytes per node; 0: none
-    memory: int = _as(parse_size, 2 << 30, least=1 << 20)  # bytes per rank, for blocks
-    threads: int = _as(parse_count, 8, least=1)  # of a rank's loader
-    disk_read: float = _as(parse_rate, 3e9)  # bytes/s, of the cache's disk
-    nic: float = _as(parse_rate, 12.5e9)  # bytes/s, each way
-    verify: float = _as(parse_rate, 1e9)  # bytes/s per rank: checks, decompression, gathering
-    price_per_hour: float = _as(parse_number, 0.0)  # dollars
-    power_idle: float = _as(parse_number, 0.0)  # watts
-    power_busy: float = _as(parse_number, 0.0)
+    cache: int = _as(parse_size, 0)  # bytes per node; 0: no cache
+    memory: int = _as(parse_size, 2 << 30, least=1 << 20)  # bytes per rank for blocks
+    threads: int = _as(parse_count, 8, least=1)  # loader threads per rank
+    disk_read: float = _as(parse_rate, 3e9)  # bytes/s of the cache's disk
+    nic: float = _as(parse_rate, 12.5e9)  # bytes/s in each direction
+    verify: float = _as(parse_rate, 1e9)  # bytes/s per rank for checks, decompression and gathering
+    price_per_hour: float = _as(parse_number, 0.0)  # dollars per node
+    power_idle: float = _as(parse_number, 0.0)  # watts per node
+    power_busy: float = _as(parse_number, 0.0)  # watts per node
 
 
 @dataclass(frozen=True, kw_only=True)
 class Store:
-    """Where the shards lie."""
+    """The store that holds the shards."""
 
     latency: float = _as(parse_duration, 0.03)  # seconds to the first byte
     stream: float = _as(parse_rate, 90e6)  # bytes/s of one request
-    bandwidth: float = _as(parse_rate, float("inf"))  # bytes/s of one location, for everybody together
-    requests_per_second: float = _as(parse_number, 0.0)  # of one location; 0: no limit
-    concurrency: int = _as(parse_count, 16, least=1)  # requests under way, per rank
+    bandwidth: float = _as(parse_rate, float("inf"))  # bytes/s of one location, shared by all nodes
+    requests_per_second: float = _as(parse_number, 0.0)  # limit of one location; 0: no limit
+    concurrency: int = _as(parse_count, 16, least=1)  # concurrent requests per rank
     ahead: int = _as(parse_size, 256 << 20)  # bytes read ahead per rank, at most a quarter of memory
-    copies: int = _as(parse_count, 1, least=1)  # locations that hold everything
-    price_per_million_requests: float = _as(parse_number, 0.0)
-    price_per_gb: float = _as(parse_number, 0.0)  # of egress
-    price_per_gb_month: float = _as(parse_number, 0.0)  # of storage, per copy
-    outages_per_year: float = _as(parse_number, 0.0)  # of one location
-    outage: float = _as(parse_duration, 1800.0)
+    copies: int = _as(parse_count, 1, least=1)  # locations with a complete copy
+    price_per_million_requests: float = _as(parse_number, 0.0)  # dollars
+    price_per_gb: float = _as(parse_number, 0.0)  # dollars per GB of egress
+    price_per_gb_month: float = _as(parse_number, 0.0)  # dollars per GB and month of storage, per copy
+    outages_per_year: float = _as(parse_number, 0.0)  # per location
+    outage: float = _as(parse_duration, 1800.0)  # seconds per outage
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reduce:
-    """The sum of gradients at the end of each step."""
+    """The all-reduce of gradients at the end of each step."""
 
     model: str = _as(_text, "hierarchical")
     gradient: int = _as(parse_size, 0)  # bytes summed
-    link_latency: float = _as(parse_duration, 1e-5)
+    link_latency: float = _as(parse_duration, 1e-5)  # seconds
     inner_bandwidth: float = _as(parse_rate, 200e9)  # bytes/s between ranks of a node
-    oversubscription: float = _as(parse_number, 1.0, least=1)  # of the network between nodes
-    overlap: float = _as(parse_number, 0.0)  # share that hides behind the computation
+    oversubscription: float = _as(parse_number, 1.0, least=1)  # factor of the network between nodes
+    overlap: float = _as(parse_number, 0.0)  # share of the all-reduce that overlaps with computation
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What is trained, and by which plan."""
+    """The training job and its plan."""
 
     cell: float = _as(parse_duration, 0.01)  # seconds of computation per cell
     global_batch: int = _as(parse_count, 512)
@@ -136,34 +136,34 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Faults:
-    """What goes wrong, and what is done about it."""
+    """Faults and the reaction to them."""
 
-    node_failures_per_year: float = _as(parse_number, 0.0)  # of one node
-    detect: float = _as(parse_duration, 30.0)
-    restart: float = _as(parse_duration, 120.0)
-    checkpoint: int = _as(parse_size, 0)  # bytes that are loaded again
-    checkpoint_steps: int = _as(parse_count, 500, least=1)
-    slow_share: float = _as(parse_number, 0.0)  # of all ranks, at any time
-    slow_factor: float = _as(parse_number, 2.0, least=1)
-    slow_for: float = _as(parse_duration, 1800.0)
-    rebalance: bool = _as(_flag, True)
+    node_failures_per_year: float = _as(parse_number, 0.0)  # per node
+    detect: float = _as(parse_duration, 30.0)  # seconds until a failure is detected
+    restart: float = _as(parse_duration, 120.0)  # seconds until the processes run again
+    checkpoint: int = _as(parse_size, 0)  # bytes loaded after a restart
+    checkpoint_steps: int = _as(parse_count, 500, least=1)  # steps between checkpoints
+    slow_share: float = _as(parse_number, 0.0)  # share of all ranks that is slow at any time
+    slow_factor: float = _as(parse_number, 2.0, least=1)  # time per cell of a slow rank, relative
+    slow_for: float = _as(parse_duration, 1800.0)  # mean seconds that a rank is slow
+    rebalance: bool = _as(_flag, True)  # move lanes away from slow ranks
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """The samples: made up, or those of a manifest."""
+    """The dataset: the version at `root`, or a synthetic one."""
 
-    root: str = _as(_text, "")
+    root: str = _as(_text, "")  # empty: synthetic
     rows: int = _as(parse_count, 1_000_000, least=1)
-    shards: int = _as(parse_count, 0)  # 0: of 256 MiB
+    shards: int = _as(parse_count, 0)  # 0: as many as have 256 MiB each
     strata: int = _as(parse_count, 1, least=1)
-    bytes: int = _as(parse_size, 0)  # 0: 100 KB a sample
-    block: int = _as(parse_size, 1 << 20, least=1)
+    bytes: int = _as(parse_size, 0)  # bytes of the dataset; 0: 100 KB per sample
+    block: int = _as(parse_size, 1 << 20, least=1)  # bytes per block
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """All of it."""
+    """Description of a cluster, its job and its dataset."""
 
     name: str = "cluster"
     nodes: Nodes = Nodes()
@@ -193,7 +193,12 @@ _SECTIONS = ("nodes", "store", "reduce", "work", "faults", "data")
 
 
 def load_cluster(path: Path) -> Cluster:
-    """A description from a TOML file."""
+    """Read a description from a TOML file.
+
+    Raises:
+        NotFoundError: the file does not exist.
+        ConfigurationError: the file cannot be read, or a name or value is invalid.
+    """
     try:
         document = tomllib.loads(path.read_text("utf-8"))
     except FileNotFoundError:
@@ -214,7 +219,11 @@ def load_cluster(path: Path) -> Cluster:
 
 
 def changed(cluster: Cluster, changes: Sequence[str]) -> Cluster:
-    """The cluster with ``name=value`` changes, such as ``cache=500GB`` or ``store.latency=20ms``."""
+    """Return the cluster with ``name=value`` changes, such as ``cache=500GB`` or ``store.latency=20ms``.
+
+    Raises:
+        ConfigurationError: a name is unknown or a value is invalid.
+    """
     for change in changes:
         name, equals, text = change.partition("=")
         if not equals:
@@ -224,7 +233,7 @@ def changed(cluster: Cluster, changes: Sequence[str]) -> Cluster:
 
 
 def _with(cluster: Cluster, name: str, value: object, where: str) -> Cluster:
-    """The cluster with one value changed; its name may lack the section."""
+    """Return the cluster with one value changed. The name may omit the section."""
     known = {
         f"{section}.{one.name}": one for section in _SECTIONS for one in fields(getattr(cluster, section))
     }

@@ -1,6 +1,6 @@
-"""What goes wrong and what is done about it: failed nodes, silent locations, slow ranks and lanes that leave them.
+"""Simulate faults: failed nodes, silent locations, slow ranks, and the lanes that move away from them.
 
-Gaps are exponential, from the plan's own generator; rebalancing is the real `rebalance`, asked as a leader asks it.
+Intervals are exponential and drawn with the plan's generator. Lanes are moved by the product's `rebalance`.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from shardkit.plan.permutation import derive, order
 from shardkit_tools.simulation.cluster import Cluster
 
 YEAR_S = 365 * 86400.0
-FAILURES, OUTAGES, SLOWNESS, HOSTS = 11, 12, 13, 14  # what a key below the seed is for
+FAILURES, OUTAGES, SLOWNESS, HOSTS = 11, 12, 13, 14  # keys derived from the seed, one per purpose
 
 
 class Draws:
-    """A stream of numbers under a key: splitmix64 output i, as `plan.permutation.derive` gives it."""
+    """A stream of pseudorandom numbers: successive splitmix64 outputs of `plan.permutation.derive` for one key."""
 
     def __init__(self, seed: int, purpose: int) -> None:
         self._key, self._count = derive(seed, purpose), 0
 
     def below(self, n: int) -> int:
-        """A number from 0 to n - 1."""
+        """Draw an integer from 0 to n - 1."""
         return self._next() * n >> 64
 
     def uniform(self) -> float:
-        """A number between 0 and 1, neither of them."""
+        """Draw a number between 0 and 1, both excluded."""
         return ((self._next() >> 12) + 0.5) / 2**52
 
     def gap(self, mean: float) -> float:
-        """An exponential time of that mean."""
+        """Draw an exponential interval with the given mean."""
         return -math.log(self.uniform()) * mean
 
     def _next(self) -> int:
@@ -47,7 +47,7 @@ class Draws:
 
 
 def arrivals(draws: Draws, per_second: float) -> Iterator[float]:
-    """Times of a Poisson stream; none where the rate is 0."""
+    """Yield the times of a Poisson process. A rate of 0 yields none."""
     now = 0.0
     while per_second > 0:
         now += draws.gap(1 / per_second)
@@ -57,11 +57,17 @@ def arrivals(draws: Draws, per_second: float) -> Iterator[float]:
 def recovery(
     cluster: Cluster, step_s: float, cached_bytes: float, steps_lost: float | None = None
 ) -> dict[str, float]:
-    """What a failed node costs.
+    """Return the cost of a failed node.
+
+    Args:
+        cluster: the cluster.
+        step_s: mean seconds per step.
+        cached_bytes: bytes in the cache of a node.
+        steps_lost: steps since the last checkpoint; by default, half the interval of checkpoints.
 
     Returns:
-        ``seconds`` until the run is where it was, and its parts ``detect_s``, ``restart_s``, ``restore_s``, ``redo_s``;
-        ``refill_bytes`` that the new node reads again into its cache, beside the training, in ``refill_s``.
+        ``seconds`` until the run is back at the failed step, and its parts ``detect_s``, ``restart_s``, ``restore_s``
+        and ``redo_s``. ``refill_bytes`` are read by the new node into its cache during training, in ``refill_s``.
     """
     nodes, store, faults = cluster.nodes, cluster.store, cluster.faults
     everybody = min(store.bandwidth * store.copies, nodes.nic * nodes.nodes)
@@ -83,11 +89,16 @@ def recovery(
 
 
 def restart(cluster: Cluster, lanes: int, cached_bytes: float) -> dict[str, float]:
-    """What the nodes fetch again after a restart on permuted hosts of which one is new.
+    """Return the bytes fetched again after a restart on permuted hosts, one of them new.
+
+    Args:
+        cluster: the cluster.
+        lanes: number of lanes.
+        cached_bytes: bytes in the cache of a node.
 
     Returns:
-        ``refetched_bytes`` where lanes go to the nodes that have their bytes (`assign`), ``fixed_bytes`` where ranks
-        have fixed shares.
+        ``refetched_bytes`` if lanes go to the nodes that cache their bytes (`assign`), and ``fixed_bytes`` if ranks
+        have fixed lanes.
     """
     world, nodes, draws = cluster.world, cluster.nodes.nodes, Draws(cluster.work.seed, HOSTS)
     node_of = np.arange(world) // cluster.nodes.ranks
@@ -96,25 +107,27 @@ def restart(cluster: Cluster, lanes: int, cached_bytes: float) -> dict[str, floa
     had = np.zeros((lanes, nodes))
     had[np.arange(lanes), place[fixed]] = (cached_bytes / np.bincount(fixed))[fixed]
     whole = had.sum()
-    had[:, draws.below(nodes)] = 0  # no node has what the lost one had
+    had[:, draws.below(nodes)] = 0  # the new node has an empty cache
     near = assign(lanes, world, nodes=node_of.tolist(), local_bytes=had).owner
     there = [had[np.arange(lanes), held].sum() for held in (node_of[np.array(near)], fixed)]
     return {"refetched_bytes": float(whole - there[0]), "fixed_bytes": float(whole - there[1])}
 
 
 class Stops:
-    """What stops everybody: failed nodes, silent locations.
+    """Interruptions of all ranks: failed nodes and silent locations.
 
     Args:
         cluster: the cluster.
-        cached_bytes: of a node.
-        store_bytes: float64[steps], what a rank reads from the store in each.
+        cached_bytes: bytes in the cache of a node.
+        store_bytes: float64[steps], bytes that a rank reads from the store in each step.
     """
 
     def __init__(self, cluster: Cluster, cached_bytes: float, store_bytes: NDArray[np.float64]) -> None:
         self._cluster, self._cached = cluster, cached_bytes
         self._ahead = min(cluster.store.ahead, cluster.nodes.memory // 4)
-        self._reads = np.concatenate((np.cumsum(store_bytes), [np.inf]))  # the run goes on behind its end
+        self._reads = np.concatenate(
+            (np.cumsum(store_bytes), [np.inf])
+        )  # as if reads continued after the last step
         self._rate = cluster.faults.node_failures_per_year * cluster.nodes.nodes / YEAR_S
         self._failures = arrivals(Draws(cluster.work.seed, FAILURES), self._rate)
         outages = cluster.store.outages_per_year * cluster.store.copies / YEAR_S
@@ -123,7 +136,13 @@ class Stops:
         self.failures = self.outages = 0
 
     def __call__(self, step: int, now: float, step_s: float) -> float:
-        """Seconds that everybody stands still after a step that ends ``now``; steps take ``step_s`` on average."""
+        """Return the seconds of interruptions after a step.
+
+        Args:
+            step: number of the step.
+            now: end of the step in seconds.
+            step_s: mean seconds per step.
+        """
         stopped = 0.0
         while self._next_failure <= now + stopped:
             lost = step % self._cluster.faults.checkpoint_steps
@@ -144,34 +163,34 @@ class Stops:
         return stopped
 
     def _lasts(self, step: int, step_s: float) -> float:
-        """Seconds that what was read ahead, and what needs no store, lasts."""
+        """Return the seconds until the bytes read ahead are used up, including steps that need no store reads."""
         until = int(np.searchsorted(self._reads, self._reads[step] + self._ahead, side="right"))
         return (until - step) * step_s
 
 
-_EVERY = 8  # steps between two questions
-_MOST_LANES = 256  # of a linear assignment; more are moved in bundles, or in groups of nodes
-_SAMPLES = 8  # of a rank's telemetry
+_EVERY = 8  # steps between calls of `rebalance`
+_MOST_LANES = 256  # lanes per linear assignment; more are moved in bundles, or in groups of nodes
+_SAMPLES = 8  # cell times in the telemetry of a rank
 
 
 @dataclass
 class _Pod:
-    """Neighbouring nodes among which lanes move."""
+    """A group of neighbouring nodes among which lanes move."""
 
-    first: int  # rank
+    first: int  # first rank
     start: Assignment
-    bundle: int  # lanes that move together
+    bundle: int  # number of lanes that move together
     journal: list[Decision] = field(default_factory=list)
-    dirty: bool = True
+    dirty: bool = True  # a move may help
 
 
 class Moves:
-    """How slow each rank is and how many lanes it works, as the run goes on.
+    """Slowness and number of lanes of each rank over the run.
 
     Args:
         cluster: the cluster.
-        lanes: L.
-        slow: ranks that are slow from the beginning to the end, with their factor; beside those that faults draw.
+        lanes: number of lanes.
+        slow: rank → factor of ranks that are slow from the first step, in addition to randomly slow ranks.
     """
 
     def __init__(self, cluster: Cluster, lanes: int, slow: dict[int, float] | None = None) -> None:
@@ -179,7 +198,7 @@ class Moves:
         world = cluster.world
         self.lanes_of = np.bincount(assign(lanes, world).owner, minlength=world)
         self.slowness = np.ones(world)
-        self.moved_lanes: list[tuple[int, int]] = []  # (step, lanes that went to another node)
+        self.moved_lanes: list[tuple[int, int]] = []  # (step, number of lanes that moved to another node)
         self.decisions = 0
         self._pods: dict[int, _Pod] = {}
         self._pod_ranks = self._size_of_pods(lanes, world)
@@ -192,7 +211,7 @@ class Moves:
         self._begin()
 
     def at(self, step: int, now: float) -> bool:
-        """Bring everything to a step that begins at ``now`` seconds; True where something changed."""
+        """Advance to a step that begins at `now` seconds. Return True if slowness or lanes of a rank changed."""
         changed = False
         while self._events and self._events[0][0] <= now:
             when, _, rank, factor = heapq.heappop(self._events)
@@ -211,7 +230,7 @@ class Moves:
 
     @property
     def compute_s(self) -> NDArray[np.float64]:
-        """Seconds of computation of each rank in a step."""
+        """float64[ranks], seconds of computation of each rank in a step."""
         seconds: NDArray[np.float64] = self.lanes_of * self.slowness * self._cell
         return seconds
 
@@ -241,7 +260,7 @@ class Moves:
         heapq.heappush(self._events, (when, self._count, rank, factor))
 
     def _happen(self, when: float, rank: int, factor: float) -> None:
-        if rank < 0:  # one more becomes slow
+        if rank < 0:  # the arrival of another slow rank
             self._slow_down(when)
             self._arrive(when)
             return
@@ -254,7 +273,7 @@ class Moves:
     # Moves
 
     def _size_of_pods(self, lanes: int, world: int) -> int:
-        """Ranks of whole nodes whose lanes fit a linear assignment."""
+        """Return the number of ranks, in whole nodes, whose lanes fit a linear assignment."""
         per_node = self._cluster.nodes.ranks
         fit = max(1, _MOST_LANES * world // lanes // per_node)
         return min(world, fit * per_node)
@@ -276,7 +295,7 @@ class Moves:
             pod.journal.append(decision)
             self.decisions += 1
         elif not pod.journal or step >= pod.journal[-1].assignment.from_step + 64:
-            pod.dirty = False  # nothing to gain until something changes
+            pod.dirty = False  # no move helps until the slowness of a rank changes
 
     def _apply(self, pod: _Pod, step: int) -> None:
         before, after = in_force(pod.start, pod.journal[:-1], step), pod.journal[-1].assignment

@@ -1,6 +1,6 @@
-"""What nodes read: blocks that ranks need of the plan, and where each comes from: memory, the node's cache, the store.
+"""Simulate reads: the blocks that ranks need, each served from memory, the node's cache or the store (SPEC.md §1).
 
-Which nodes, ranks and lanes are followed, and how much they stand for, is SPEC.md §3; the rest is §1.
+SPEC.md §3 describes the sampling of nodes, ranks and lanes.
 """
 
 from __future__ import annotations
@@ -26,19 +26,21 @@ from shardkit_tools.simulation.cluster import Cluster, Data
 from shardkit_tools.simulation.timing import Bools, Floats, Int64s, RankLoads
 
 Tell = Callable[[str], None]
-"""Called with a line on what is being computed."""
+"""Progress callback, called with a line of text."""
 
 _SHARD_BYTES = 256 << 20
 _ROW_BYTES = 100_000
-_GROUPS_AHEAD = 5  # that are planned beside the one whose steps are worked, as in `loader.pipeline`
-_JOINED = 16  # blocks among which reading ahead finds those that lie end to end (`reading.cache`)
-_LANE_ROWS = 100_000  # what opening a lane's hand for an epoch costs, in rows drawn
+_GROUPS_AHEAD = (
+    5  # groups planned ahead of the current one: four queued, one being planned (`loader.pipeline`)
+)
+_JOINED = 16  # blocks among which read-ahead joins consecutive ones (`reading.cache`)
+_LANE_ROWS = 100_000  # cost of opening a lane for an epoch, in rows drawn
 
-# ---- The rows that are simulated
+# ---- The simulated dataset
 
 
 def open_population(data: Data) -> Population:
-    """The rows of ``data.root`` (its manifest alone is read), or synthetic ones."""
+    """Return the population of ``data.root``, from its manifest, or a synthetic one."""
     if data.root:
         dataset = shardkit.open(data.root)
         return population_of(dataset.manifest, dataset.table)
@@ -46,7 +48,11 @@ def open_population(data: Data) -> Population:
 
 
 def synthetic_population(data: Data) -> Population:
-    """Rows spread evenly over the shards, strata of sizes 1, 1/2, 1/3 … of the first."""
+    """Return a population of rows spread evenly over shards, with strata of relative sizes 1, 1/2, 1/3 and so on.
+
+    Raises:
+        ConfigurationError: there are fewer rows than shards or strata.
+    """
     total = data.bytes or data.rows * _ROW_BYTES
     shards = data.shards or max(1, -(-total // _SHARD_BYTES))
     if data.rows < shards or data.rows < data.strata:
@@ -69,10 +75,18 @@ def synthetic_population(data: Data) -> Population:
 def spread_population(
     strata: Int64s, shards: int, *, block_rows: int, row_bytes: int = 1, identity: str = "made up"
 ) -> Population:
-    """Strata of so many rows each, spread evenly over the shards as the build writes them."""
+    """Return a population whose strata are spread evenly over the shards, as a build writes them.
+
+    Args:
+        strata: number of rows of each stratum.
+        shards: number of shards.
+        block_rows: rows per block.
+        row_bytes: stored bytes per row.
+        identity: manifest id of the population.
+    """
     kind = (
         object if int(strata.max()) * shards >= 2**62 else np.int64
-    )  # Python's numbers where those of 64 bits end
+    )  # Python integers if the products exceed int64
     ends = np.arange(shards + 1, dtype=kind)[:, None] * strata.astype(kind)[None, :] // shards
     rows = np.diff(ends.astype(np.int64), axis=0)  # (shards, strata)
     return Population(
@@ -88,17 +102,17 @@ def spread_population(
 
 @dataclass(frozen=True, eq=False)
 class BlockMap:
-    """From sample numbers to blocks, and what blocks weigh; the plan's own blocks, restarting at every segment."""
+    """Blocks of samples and their sizes, for n segments. As in the plan, blocks restart at every segment."""
 
     first_sample: Int64s  # int64[n + 1], first sample of each segment
     first_block: Int64s  # int64[n + 1], first dataset-wide block of each segment
-    block_rows: Int64s  # int64[n], rows of a whole block of the segment's shard
+    block_rows: Int64s  # int64[n], rows of a full block of the segment's shard
     row_bytes: Floats  # float64[n], stored bytes per row of the segment's shard
-    shard: NDArray[np.int32]  # int32[n]
+    shard: NDArray[np.int32]  # int32[n], shard of each segment
 
     @classmethod
     def of(cls, population: Population) -> BlockMap:
-        """Columns over the segments of a population."""
+        """Return the block map of a population."""
         rows, shard = population.segment_rows, population.segment_shard
         size = population.shard_block_rows[shard].astype(np.int64)
         per_shard = np.bincount(shard, rows, population.num_shards)
@@ -117,17 +131,17 @@ class BlockMap:
 
     @property
     def largest(self) -> int:
-        """Bytes of a whole block."""
+        """Bytes of the largest block."""
         return int((self.block_rows * self.row_bytes).max())
 
     def locate(self, samples: Int64s) -> tuple[Int64s, Int64s, Int64s, Int64s]:
-        """Shard of each sample, row in its segment, dataset-wide block, row in the block."""
+        """Return (shard, row in the segment, dataset-wide block, row in the block) of each sample."""
         segment = np.searchsorted(self.first_sample, samples, side="right") - 1
         row, size = samples - self.first_sample[segment], self.block_rows[segment]
         return self.shard[segment].astype(np.int64), row, self.first_block[segment] + row // size, row % size
 
     def weigh(self, blocks: Int64s) -> tuple[Int64s, NDArray[np.int32]]:
-        """Stored bytes of each block, and its shard."""
+        """Return (stored bytes, shard) of each block."""
         segment = np.searchsorted(self.first_block, blocks, side="right") - 1
         before = (blocks - self.first_block[segment]) * self.block_rows[segment]
         left = self.first_sample[segment + 1] - self.first_sample[segment] - before
@@ -137,7 +151,7 @@ class BlockMap:
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A dataset and its plan, which most changes to a cluster leave alone."""
+    """A dataset and its plan, which can be reused for many descriptions of a cluster."""
 
     population: Population
     blocks: BlockMap
@@ -145,25 +159,30 @@ class Prepared:
 
     @property
     def stored_bytes(self) -> float:
-        """Of the dataset, once."""
+        """Stored bytes of one copy of the dataset."""
         shards = self.population.shard_bytes
         return float(self.population.rows if shards is None else shards.sum())
 
 
-# ---- What a rank needs, and what its memory keeps
+# ---- Blocks needed by a rank, and blocks kept in its memory
 
 
 class Needs(NamedTuple):
-    """Blocks that a rank's groups of steps need, each once per group, in the order in which they are first needed."""
+    """Blocks needed by a rank's groups of steps, each once per group, in the order of first need."""
 
-    step: Int64s  # int64[n], first step of the group that needs it, counted over all epochs
-    last: Int64s  # int64[n], and the last one
-    block: Int64s  # int64[n], dataset-wide
-    planned: Int64s  # int64[n], the step with whose beginning the group is planned, and loading may begin
+    step: Int64s  # int64[n], first step in the group that needs the block, counted over all epochs
+    last: Int64s  # int64[n], last step in the group that needs the block
+    block: Int64s  # int64[n], dataset-wide block
+    planned: Int64s  # int64[n], step at whose beginning the group is planned and loading may begin
 
 
 def group_starts(steps: int, most: int) -> Int64s:
-    """First steps of an epoch's groups, and its end: 1, 4, 16 … steps, up to ``most``, as the loader plans them."""
+    """Return the first step of each group of an epoch, then the end. Group sizes are the loader's: 1, 4, 16 … `most`.
+
+    Args:
+        steps: number of steps in the epoch.
+        most: largest number of steps in a group.
+    """
     starts, size = [0], 1
     while starts[-1] < steps:
         starts.append(min(steps, starts[-1] + size))
@@ -174,7 +193,16 @@ def group_starts(steps: int, most: int) -> Int64s:
 def rank_needs(
     plan: Plan, blocks: BlockMap, lanes: Sequence[int], *, epochs: int, memory: int, share: float = 1.0
 ) -> Needs:
-    """What a rank needs in the first epochs."""
+    """Return the blocks that a rank needs.
+
+    Args:
+        plan: the plan.
+        blocks: blocks of the dataset.
+        lanes: sampled lanes of the rank.
+        epochs: number of epochs.
+        memory: bytes for blocks; groups are halved until their blocks fit.
+        share: sampled share of the rank's lanes.
+    """
     steps, own = plan.loop_steps, list(lanes)
     rows = max(1, round(plan.cell_size * len(own) / share))
     row_bytes = max(1, int(blocks.row_bytes.mean())) if len(blocks.row_bytes) else 1
@@ -182,7 +210,7 @@ def rank_needs(
     while most > 1:
         first = min(
             steps - min(steps, most), min(steps, most) * 4 // 3
-        )  # the short groups come before a long one
+        )  # begins after the shorter groups at the start of an epoch
         longest = plan_group(plan, blocks.locate, own, range(first, first + min(steps, most)))
         if len(longest.blocks) * blocks.largest <= memory:
             break
@@ -201,12 +229,19 @@ def rank_needs(
 
 
 def through_memory(needs: Needs, room: int) -> tuple[Bools, Int64s]:
-    """Which needs are loads, and after which step memory has room for each: the rule of the loader's `BlockWindow`.
+    """Find the needs that must be loaded, by the rule of the loader's `BlockWindow`.
 
-    What was needed last the longest ago makes room, once its last planned step is over.
+    The block whose last planned step is the oldest is evicted, once that step is over.
+
+    Args:
+        needs: needs of a rank.
+        room: number of blocks in memory.
+
+    Returns:
+        bool[n], True for a load, and int64[n], the step at whose beginning memory has room for it.
     """
     held: dict[int, int] = {}  # block → last planned step that needs it
-    by_last: list[tuple[int, int]] = []  # (that step, block); a heap, with entries that are superseded
+    by_last: list[tuple[int, int]] = []  # heap of (last planned step, block), including outdated entries
     loads = np.ones(len(needs.step), dtype=bool)
     after = needs.planned.copy()
     rows = zip(needs.step.tolist(), needs.last.tolist(), needs.block.tolist(), strict=True)
@@ -224,11 +259,18 @@ def through_memory(needs: Needs, room: int) -> tuple[Bools, Int64s]:
     return loads, after
 
 
-# ---- Where loads come from
+# ---- Sources of loads
 
 
 def next_uses(step: Int64s, block: Int64s, use_step: Int64s, use_block: Int64s) -> Floats:
-    """For each load (step, block) the step of the first later use of its block; inf for never."""
+    """Return the step of the next use of each load's block after the load, or inf if there is none.
+
+    Args:
+        step: step of each load.
+        block: block of each load.
+        use_step: step of each use.
+        use_block: block of each use.
+    """
     span = int(use_step.max(initial=0)) + 1
     keys = np.append(np.sort(use_block * span + use_step), -1)
     later = keys[np.searchsorted(keys[:-1], block * span + step, side="right")]
@@ -236,10 +278,10 @@ def next_uses(step: Int64s, block: Int64s, use_step: Int64s, use_block: Int64s) 
 
 
 def through_cache(block: Int64s, size: Int64s, next_use: Floats, limit: int) -> tuple[Bools, int]:
-    """Serve loads from a cache of ``limit`` bytes that knows the future; 0 for none.
+    """Serve loads from a cache of `limit` bytes that evicts the block with the furthest next use.
 
     Returns:
-        Which come from the store, and the bytes in the cache at the end.
+        bool array, True for loads from the store, and the bytes in the cache at the end.
     """
     cache = FurthestFirst(limit)
     missed = np.ones(len(block), dtype=bool)
@@ -253,9 +295,9 @@ def through_cache(block: Int64s, size: Int64s, next_use: Floats, limit: int) -> 
 
 
 def count_requests(block: Int64s, shard: NDArray[np.integer]) -> Bools:
-    """Which reads of one rank are requests of their own, in the order in which they are read ahead.
+    """Return a bool array of the reads that begin a request. Reads of one rank are in the order of reading ahead.
 
-    Of each `_JOINED` blocks those that follow each other in a shard are one request.
+    Among `_JOINED` blocks, those that follow each other in a shard form one request.
     """
     own = np.ones(len(block), dtype=bool)
     place = np.arange(len(block))
@@ -266,28 +308,35 @@ def count_requests(block: Int64s, shard: NDArray[np.integer]) -> Bools:
         (batch[after] == batch[before])
         & (block[after] == block[before] + 1)
         & (shard[after] == shard[before])
-        & (place[after] > place[before])  # a run grows at its end only
+        & (place[after] > place[before])  # blocks are only appended to a request
     )
     own[after[joins]] = False
     return own
 
 
-# ---- Which nodes, ranks and lanes are followed
+# ---- Sampling of nodes, ranks and lanes
 
 
 class Sample(NamedTuple):
     """The nodes, ranks and lanes that are simulated."""
 
-    nodes: tuple[int, ...]  # their numbers
-    ranks: tuple[int, ...]  # ranks of each node, counted in the node
-    lanes: dict[tuple[int, int], tuple[int, ...]]  # sampled lanes of each rank, by (node, rank in it)
-    node_share: float  # sampled lanes over all lanes of a node
-    rank_share: float  # sampled lanes over all lanes of a rank
-    total: float  # what sums over the sampled ranks are multiplied by
+    nodes: tuple[int, ...]  # numbers of the nodes
+    ranks: tuple[int, ...]  # ranks in each node, counted from 0 in the node
+    lanes: dict[tuple[int, int], tuple[int, ...]]  # (node, rank in the node) → sampled lanes
+    node_share: float  # sampled share of the lanes of a node
+    rank_share: float  # sampled share of the lanes of a rank
+    total: float  # factor from sums over the sampled ranks to the cluster
 
 
 def choose_sample(cluster: Cluster, lanes: int, rows: int, budget: int) -> Sample:
-    """As many nodes as the budget of rows allows, else some ranks of two, else some lanes of those."""
+    """Choose as many nodes as the budget allows; if it is small, some ranks of two nodes, or some of their lanes.
+
+    Args:
+        cluster: the cluster.
+        lanes: number of lanes of the plan.
+        rows: number of rows of the dataset.
+        budget: number of rows per epoch to simulate exactly.
+    """
     all_nodes, all_ranks = cluster.nodes.nodes, cluster.nodes.ranks
     affordable = max(1, budget // (rows // lanes + _LANE_ROWS))
     per_node, per_rank = lanes / all_nodes, lanes / cluster.world
@@ -306,21 +355,21 @@ def choose_sample(cluster: Cluster, lanes: int, rows: int, budget: int) -> Sampl
 
 @dataclass(frozen=True, eq=False)
 class Reads:
-    """What was read, of all nodes, by epoch; and what the ranks that were sampled loaded."""
+    """Reads of all nodes by epoch, and the loads of the sampled ranks."""
 
-    requests: Floats  # float64[epochs], as the next three
-    store_bytes: Floats
-    cache_bytes: Floats
-    hit_rate: Floats
-    cache_hits: float  # in all epochs
-    held_bytes: float  # in a node's cache at the end
-    distinct_bytes: float  # that a node needs at all
-    error: float | None  # relative, of the bytes; None where it is not known
-    loads: list[RankLoads]
+    requests: Floats  # float64[epochs], requests to the store
+    store_bytes: Floats  # float64[epochs], bytes from the store
+    cache_bytes: Floats  # float64[epochs], bytes from the caches
+    hit_rate: Floats  # float64[epochs], share of loads served by the caches
+    cache_hits: float  # loads served by the caches in all epochs
+    held_bytes: float  # bytes in a node's cache at the end
+    distinct_bytes: float  # distinct bytes that a node loads
+    error: float | None  # relative error of the bytes; None if unknown
+    loads: list[RankLoads]  # loads of the sampled ranks
 
 
 def read_lanes(cluster: Cluster, prepared: Prepared, sample: Sample, tell: Tell) -> Reads:
-    """What the nodes of a sample read, scaled up."""
+    """Simulate the reads of the sampled nodes and scale them to the cluster."""
     loads: list[RankLoads] = []
     columns, kept = [], []
     for place, node in enumerate(sample.nodes):
@@ -332,7 +381,9 @@ def read_lanes(cluster: Cluster, prepared: Prepared, sample: Sample, tell: Tell)
     by_node = np.stack(columns)  # (nodes, 5, epochs)
     held_bytes, distinct_bytes = np.mean(kept, axis=0).tolist()
     requests, store_bytes, cache_bytes, misses, all_loads = by_node.sum(axis=0) * sample.total
-    is_alone = cluster.nodes.nodes == 1 and len(loads) > 1  # then its ranks are the units of the error
+    is_alone = (
+        cluster.nodes.nodes == 1 and len(loads) > 1
+    )  # with one node, its ranks are the units of the error
     units = [one.store_bytes.sum() for one in loads] if is_alone else by_node[:, 1].sum(axis=1)
     error = standard_error(np.array(units), sample.rank_share / sample.total)
     hit_rate, hits = 1 - misses / np.maximum(1, all_loads), float((all_loads - misses).sum())
@@ -342,7 +393,7 @@ def read_lanes(cluster: Cluster, prepared: Prepared, sample: Sample, tell: Tell)
 def _read_node(
     cluster: Cluster, prepared: Prepared, sample: Sample, node: int
 ) -> tuple[list[RankLoads], int, int]:
-    """What each sampled rank of a node loads; bytes that they need at all, and bytes in the node's cache at the end."""
+    """Return (loads of each sampled rank of a node, distinct bytes loaded, bytes in the node's cache at the end)."""
     plan, blocks, share = prepared.plan, prepared.blocks, sample.rank_share
     stop, memory = cluster.work.epochs * plan.loop_steps, int(cluster.nodes.memory * share)
     loaded: list[tuple[Int64s, ...]] = []
@@ -372,7 +423,12 @@ def _read_node(
 
 
 def standard_error(parts: Floats, share: float) -> float | None:
-    """Two standard errors of a total, relative, from equal parts of it; None where there is but one."""
+    """Return two relative standard errors of a total, or None if it has a single sampled part.
+
+    Args:
+        parts: amounts of the sampled parts.
+        share: sampled share of the whole.
+    """
     mean = float(parts.mean()) if len(parts) else 0.0
     if share >= 1 or not mean:
         return 0.0

@@ -1,4 +1,4 @@
-"""One simulation: reads, times and costs of a described cluster, by epoch; of our lanes, and of the usual way."""
+"""Run a simulation: reads, times and costs per epoch, for shardkit's lanes or for a full shuffle."""
 
 from __future__ import annotations
 
@@ -26,18 +26,22 @@ from shardkit_tools.simulation.reading import (
 from shardkit_tools.simulation.timing import Bools, Floats, Int64s, RankLoads, Times, time_steps
 
 Unit = Literal["sample", "block"]
-"""What is fetched for a sample of a full shuffle."""
+"""Unit fetched for a sample of a full shuffle."""
 
 DEFAULT_BUDGET = 12_000_000
-"""Rows an epoch that are drawn exactly."""
+"""Number of rows per epoch that are simulated exactly."""
 
-_SHUFFLE_SHARE = 12  # of the budget: items that are followed through the caches of a full shuffle
+_SHUFFLE_SHARE = 12  # a full shuffle follows the budget divided by this number of items
 
 _MONTH_S = 30 * 86400.0
 
 
 def prepare(cluster: Cluster) -> Prepared:
-    """The population and the plan."""
+    """Make the population and the plan of a cluster's job.
+
+    Raises:
+        ConfigurationError: the plan has fewer lanes than the cluster has ranks.
+    """
     work = cluster.work
     population = open_population(cluster.data)
     if not work.lanes and work.global_batch < cluster.world:
@@ -52,7 +56,7 @@ def prepare(cluster: Cluster) -> Prepared:
 
 
 def check_world(plan: Plan, cluster: Cluster) -> None:
-    """Every rank needs a lane."""
+    """Raise ConfigurationError unless every rank has a lane."""
     if plan.lanes < cluster.world:
         raise ConfigurationError(
             f"{plan.lanes} lanes for {cluster.world} ranks: at least one each is expected; set lanes, a divisor of "
@@ -68,7 +72,15 @@ def simulate_lanes(
     slow: Mapping[int, float] | None = None,
     tell: Tell = lambda _: None,
 ) -> dict[str, Any]:
-    """Our lanes, and a cache that knows the plan."""
+    """Simulate shardkit's lanes, with a cache that knows the plan.
+
+    Args:
+        cluster: the cluster.
+        prepared: dataset and plan.
+        budget: number of rows per epoch to simulate exactly.
+        slow: rank → factor of ranks that are slow throughout.
+        tell: called with a line of progress.
+    """
     check_world(prepared.plan, cluster)
     plan = prepared.plan
     sample = choose_sample(cluster, plan.lanes, prepared.population.rows, budget)
@@ -103,7 +115,15 @@ def simulate_shuffle(
     budget: int = DEFAULT_BUDGET,
     tell: Tell = lambda _: None,
 ) -> dict[str, Any]:
-    """A full shuffle with caches that drop what was used least recently."""
+    """Simulate a full shuffle with caches that evict the least recently used item.
+
+    Args:
+        cluster: the cluster.
+        prepared: dataset and plan.
+        unit: unit fetched for a sample.
+        budget: as in `simulate_lanes`.
+        tell: called with a line of progress.
+    """
     tell(f"shuffling all rows, reading {unit}s")
     reads = shuffled_reads(cluster, prepared, unit=unit, budget=budget // _SHUFFLE_SHARE)
     moves = Moves(changed(cluster, ["rebalance=false"]), prepared.plan.lanes)
@@ -111,7 +131,7 @@ def simulate_shuffle(
 
 
 def _timed(cluster: Cluster, prepared: Prepared, reads: Reads, steps: int, moves: Moves) -> dict[str, Any]:
-    """Figures by epoch of so many steps, and of what goes wrong."""
+    """Return the results of all epochs of `steps` steps each, including faults."""
     total = steps * cluster.work.epochs
     by_step = [np.bincount(one.step, one.store_bytes, total) for one in reads.loads]
     stops = Stops(cluster, reads.held_bytes, np.mean(by_step, axis=0))
@@ -157,7 +177,7 @@ def _timed(cluster: Cluster, prepared: Prepared, reads: Reads, steps: int, moves
 
 
 def _stall_error(cluster: Cluster, reads: Reads, times: Times) -> float | None:
-    """What more doublings of the sampled ranks may add to the stall, relative."""
+    """Return the relative increase of the stall expected from sampling all ranks; None if it is unknown."""
     whole, looked = float(times.stall_s.sum()), len(reads.loads)
     if looked == cluster.world or not whole:
         return 0.0
@@ -167,23 +187,29 @@ def _stall_error(cluster: Cluster, reads: Reads, times: Times) -> float | None:
     return gained * math.log2(cluster.world / looked) / whole
 
 
-# ---- The usual way: all rows shuffled again each epoch, a cache that drops what was used least recently (SPEC.md §4)
+# ---- Baseline: full shuffle in each epoch, caches that evict the least recently used item (SPEC.md §4)
 
 
-_ITEMS, _EPOCH = 21, 22  # what a key below the seed is for
-_LOADS = 8  # of a rank that are timed in a step, at most; they stand for all
+_ITEMS, _EPOCH = 21, 22  # keys derived from the seed, one per purpose
+_LOADS = 8  # largest number of timed loads per rank and step; they represent all loads
 
 
 def shuffled_reads(cluster: Cluster, prepared: Prepared, *, unit: Unit, budget: int) -> Reads:
-    """Follow a sample of items through the caches of all nodes: what they read, and what a rank loads in each step.
+    """Simulate the reads of a full shuffle by following a sample of items through the caches of all nodes.
 
-    The error is two standard errors of the misses: each read hits or misses for itself.
+    The error is two standard errors of the number of misses, with independent reads.
+
+    Args:
+        cluster: the cluster.
+        prepared: dataset and plan.
+        unit: unit fetched for a sample.
+        budget: number of samples to follow.
     """
     blocks = prepared.blocks
     seed = cluster.work.seed
     samples, item, size, share = _items(blocks, unit, budget, seed)
     epochs, batch = cluster.work.epochs, cluster.work.global_batch
-    last = blocks.num_samples // batch * batch  # the remainder is dropped
+    last = blocks.num_samples // batch * batch  # an incomplete last batch is dropped
     parts = []
     for epoch in range(epochs):
         place = Feistel(derive(seed, _EPOCH, epoch), blocks.num_samples).inverse(samples)
@@ -219,7 +245,10 @@ def shuffled_reads(cluster: Cluster, prepared: Prepared, *, unit: Unit, budget: 
 def _equal_loads(
     cluster: Cluster, blocks: BlockMap, miss_rate: Floats, sizes: tuple[Floats, Floats]
 ) -> RankLoads:
-    """What a rank loads where all steps need the same; bytes of an item by epoch, from the store and from the cache."""
+    """Return loads of a rank that are equal in all steps.
+
+    `sizes` holds the mean bytes of an item by epoch, from the store and from the cache.
+    """
     batch, epochs = cluster.work.global_batch, cluster.work.epochs
     steps, rows = blocks.num_samples // batch, max(1, batch // cluster.world)
     each = min(rows, _LOADS)
@@ -233,7 +262,7 @@ def _equal_loads(
 
 
 def _items(blocks: BlockMap, unit: Unit, budget: int, seed: int) -> tuple[Int64s, Int64s, Int64s, float]:
-    """Samples that are followed, the item each belongs to, bytes of each item, and the share of all items."""
+    """Return (samples to follow, item of each sample, bytes of each item, sampled share of all items)."""
     key = derive(seed, _ITEMS)
     if unit == "sample":
         number = min(budget, blocks.num_samples)
@@ -255,7 +284,7 @@ def _items(blocks: BlockMap, unit: Unit, budget: int, seed: int) -> tuple[Int64s
 
 
 def _caches(node: Int64s, which: Int64s, size: Int64s, limit: int, nodes: int) -> tuple[Bools, float]:
-    """Which reads miss, in order of node and time; and the mean bytes that a node holds at the end."""
+    """Return (bool array of misses, mean bytes in a node's cache at the end). Reads are sorted by node and time."""
     missed = np.ones(len(node), dtype=bool)
     borders = np.searchsorted(node, np.arange(nodes + 1))
     held = 0.0
@@ -274,7 +303,7 @@ def _error(misses: int, reads: int, share: float) -> float:
 
 
 def least_recently_used(keys: Iterable[Hashable], sizes: Sequence[int], limit: int) -> Bools:
-    """Which reads miss in a cache of ``limit`` bytes that drops what was used least recently."""
+    """Return a bool array of the reads that miss in a least-recently-used cache of `limit` bytes."""
     held: OrderedDict[Hashable, int] = OrderedDict()
     total = 0
     missed = np.zeros(len(sizes), dtype=bool)
@@ -293,7 +322,7 @@ def least_recently_used(keys: Iterable[Hashable], sizes: Sequence[int], limit: i
     return missed
 
 
-# ---- Dollars and joules (SPEC.md §6)
+# ---- Cost and energy (SPEC.md §6)
 
 
 def costs(
@@ -305,7 +334,16 @@ def costs(
     egress_bytes: float,
     stored_bytes: float,
 ) -> dict[str, float]:
-    """What some time costs: ``dollars``, those of them for requests and egress, ``joules`` of the nodes."""
+    """Return the cost of a period: ``dollars``, ``dollars_requests_and_egress`` (included) and ``joules`` of the nodes.
+
+    Args:
+        cluster: the cluster.
+        seconds: duration.
+        computing_s: seconds of computation in it, per rank.
+        requests: number of requests to the store.
+        egress_bytes: bytes read from the store.
+        stored_bytes: bytes of one copy of the dataset.
+    """
     nodes, store = cluster.nodes, cluster.store
     busy = min(1.0, computing_s / seconds) if seconds else 0.0
     watts = nodes.power_idle + (nodes.power_busy - nodes.power_idle) * busy

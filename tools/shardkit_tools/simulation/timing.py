@@ -1,4 +1,4 @@
-"""How long steps take: fetching ahead, checking, computing, waiting for the slowest, summing gradients (SPEC.md §2)."""
+"""Model the duration of steps: reading ahead, checking, computing, waiting and all-reduce (SPEC.md §2)."""
 
 from __future__ import annotations
 
@@ -20,23 +20,28 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class RankLoads:
-    """The blocks that a rank loads, in the order in which they are needed."""
+    """The n block loads of a rank, in the order of need."""
 
-    rank: int  # in the world
-    step: Int64s  # int64[n], ascending: the first that needs it, counted over all epochs
-    after: Int64s  # int64[n], the step with whose beginning memory has room for it
+    rank: int  # number of the rank in the world
+    step: Int64s  # int64[n], ascending: first step that needs the block, counted over all epochs
+    after: Int64s  # int64[n], step at whose beginning memory has room for the block
     size: Int64s  # int64[n], bytes
-    from_store: Bools  # bool[n]; the others come from the cache
-    own: Bools  # bool[n], a request of its own; else it comes with the one before
-    share: float = 1.0  # of what the rank loads: where it is less, these stand for all
+    from_store: Bools  # bool[n], False: from the cache
+    own: Bools  # bool[n], True if the block begins a request, False if it belongs to the previous block's
+    share: float = 1.0  # sampled share of the rank's loads
 
     @property
     def store_bytes(self) -> Floats:
-        """Bytes that each load has the whole rank read from the store."""
+        """float64[n], bytes read from the store per load, scaled to the whole rank."""
         return self.size * self.from_store / self.share
 
     def by_epoch(self, steps: int, epochs: int) -> Floats:
-        """(5, epochs) of the whole rank: requests, bytes from the store, bytes from the cache, misses, loads."""
+        """Return (5, epochs): requests, store bytes, cache bytes, misses and loads, scaled to the whole rank.
+
+        Args:
+            steps: number of steps per epoch.
+            epochs: number of epochs.
+        """
         stored = self.from_store
         amounts = (self.own & stored, self.size * stored, self.size * ~stored, stored, np.ones(len(stored)))
         sums = [np.bincount(self.step // steps, amount, epochs) for amount in amounts]
@@ -44,11 +49,11 @@ class RankLoads:
 
 
 class BlockFetching:
-    """When the blocks of a rank are there, one by one (SPEC.md §2).
+    """Arrival times of the blocks of a rank (SPEC.md §2).
 
     Args:
         cluster: the cluster.
-        loads: of the rank.
+        loads: block loads of the rank.
     """
 
     def __init__(self, cluster: Cluster, loads: RankLoads) -> None:
@@ -59,7 +64,7 @@ class BlockFetching:
             store.latency,
             1 / store.stream,
             1 / nodes.verify,
-        )  # s per byte
+        )  # stream and verify in seconds per byte
         self._wire_s, self._disk_s = 1 / bandwidth, nodes.ranks / (nodes.disk_read * loads.share)
         self._request_s = 1 / allowed if allowed else 0.0
         self._servers, self._served = _crew(store.concurrency * loads.share)
@@ -70,13 +75,13 @@ class BlockFetching:
         ahead = min(store.ahead, nodes.memory // 4) * loads.share
         before = np.searchsorted(ends, ends[1:] - ahead, side="left") - 1
         self._taken_before = np.minimum(before, np.arange(len(loads.size)) - 1).tolist()
-        self._begun: list[float] = []  # when each step was
-        self._taken: list[float] = []  # when each block was, by a thread
+        self._begun: list[float] = []  # time at which each step began
+        self._taken: list[float] = []  # time at which a thread took each block
         self._admitted = 0.0
         self._wire = self._disk = self._last = self._checked = float("-inf")
 
     def wait(self, now: float) -> float:
-        """The next step begins; seconds until all its blocks are checked."""
+        """Begin the next step at `now`. Return the seconds until all its blocks are checked."""
         step = len(self._begun)
         self._begun.append(now)
         threads = self._threads
@@ -94,12 +99,12 @@ class BlockFetching:
         return max(0.0, self._checked - now)
 
     def _arrives(self, i: int, taken: float) -> float:
-        """When a block is there: read ahead, or by the thread that wants it before reading ahead gets to it."""
+        """Return the arrival time of block `i`, by read-ahead or, if that has not reached it, by the taking thread."""
         size, begun = self._size[i], min(self._admitted, taken)
         if not self._stored[i]:
             self._disk = max(self._disk, begun) + size * self._disk_s
             return self._disk
-        if not self._own[i]:  # comes with the one before, and takes its time on the wire
+        if not self._own[i]:  # part of the previous block's request: only the transfer takes time
             self._wire += size * self._wire_s
             self._last = max(self._last + size * self._stream, self._wire + self._latency)
             return self._last
@@ -113,22 +118,22 @@ class BlockFetching:
 
 
 def _crew(size: float) -> tuple[list[float], float]:
-    """So many servers, when each is free; and how much longer each is busy, as their number is whole."""
+    """Return the times at which servers are free, and a factor on busy time, as their number is rounded up."""
     whole = max(1, math.ceil(size))
     return [float("-inf")] * whole, whole / size
 
 
 @dataclass(frozen=True, eq=False)
 class Times:
-    """Seconds."""
+    """Simulated times in seconds."""
 
-    step_s: Floats  # float64[steps], of whole steps, interruptions included
-    stall_s: Floats  # float64[steps], the longest wait for data of any sampled rank
-    halves: Floats  # float64[2, steps], the longest among every other of them
-    rank_stall_s: Floats  # float64[ranks], waits of each rank in all steps
-    compute_s: Floats  # float64[steps], of the slowest rank
-    reduce_s: float  # of a step, what is not hidden
-    stood_s: float  # all interruptions
+    step_s: Floats  # float64[steps], duration of each step, including interruptions
+    stall_s: Floats  # float64[steps], longest wait for data of a sampled rank
+    halves: Floats  # float64[2, steps], longest wait among the even and the odd sampled ranks
+    rank_stall_s: Floats  # float64[ranks], total wait of each sampled rank
+    compute_s: Floats  # float64[steps], computation of the slowest rank
+    reduce_s: float  # all-reduce per step that does not overlap with computation
+    stood_s: float  # total of all interruptions
 
 
 def time_steps(
@@ -139,7 +144,15 @@ def time_steps(
     *,
     stops: Stops | None = None,
 ) -> Times:
-    """Walk the steps."""
+    """Simulate all steps in order.
+
+    Args:
+        cluster: the cluster.
+        loads: block loads of the sampled ranks.
+        steps: number of steps.
+        moves: slowness and lanes of all ranks.
+        stops: interruptions; by default, none.
+    """
     ranks, which = [BlockFetching(cluster, one) for one in loads], np.array([one.rank for one in loads])
     reduce_s = reduce_seconds(cluster)
     step_s, stall_s, compute_s = np.zeros(steps), np.zeros(steps), np.zeros(steps)
@@ -157,7 +170,7 @@ def time_steps(
         halves[0, step], halves[1, step] = wait[::2].max(), wait[1::2].max(initial=0.0)
         now += max(float((wait + own).max()), slowest) + exposed
         if stops is not None:
-            stopped = stops(step, now, (now - stood) / (step + 1))  # a step without what interrupted it
+            stopped = stops(step, now, (now - stood) / (step + 1))  # mean step without interruptions
             now, stood = now + stopped, stood + stopped
         step_s[step], compute_s[step] = now - began, slowest
     return Times(step_s, stall_s, halves, rank_stall, compute_s, exposed, stood)
@@ -167,14 +180,14 @@ def time_steps(
 
 
 def ring_seconds(ranks: int, num_bytes: float, bandwidth: float, latency: float) -> float:
-    """Reduce-scatter and all-gather round a ring: optimal in bytes (Patarasuk and Yuan 2009)."""
+    """Return the seconds of a ring all-reduce: optimal in bytes (Patarasuk and Yuan 2009)."""
     if ranks < 2:
         return 0.0
     return 2 * (ranks - 1) * latency + 2 * (ranks - 1) / ranks * num_bytes / bandwidth
 
 
 def tree_seconds(ranks: int, num_bytes: float, bandwidth: float, latency: float) -> float:
-    """Pipelined double binary tree: few hops, all links busy (Sanders, Speck, Träff 2009)."""
+    """Return the seconds of a pipelined double binary tree: few hops (Sanders, Speck, Träff 2009)."""
     if ranks < 2:
         return 0.0
     return 2 * (ranks - 1).bit_length() * latency + 2 * num_bytes / bandwidth
@@ -183,13 +196,22 @@ def tree_seconds(ranks: int, num_bytes: float, bandwidth: float, latency: float)
 def hierarchical_seconds(
     nodes: int, ranks: int, num_bytes: float, *, inner: float, outer: float, latency: float
 ) -> float:
-    """Reduce-scatter inside a node, rings over nodes for each part, all-gather inside."""
+    """Return the seconds of reduce-scatter in a node, a ring over nodes for each part, and all-gather in a node.
+
+    Args:
+        nodes: number of nodes.
+        ranks: ranks per node.
+        num_bytes: bytes to reduce.
+        inner: bandwidth in a node, bytes/s.
+        outer: bandwidth of a node's NIC, bytes/s.
+        latency: seconds per hop.
+    """
     inside = ring_seconds(ranks, num_bytes, inner, latency)
     return inside + ring_seconds(nodes, num_bytes / ranks, outer / ranks, latency)
 
 
 def reduce_seconds(cluster: Cluster) -> float:
-    """All-reduce of a step on this cluster."""
+    """Return the seconds of a step's all-reduce on the cluster."""
     reduce, nodes = cluster.reduce, cluster.nodes
     if reduce.model == "none" or not reduce.gradient:
         return 0.0
@@ -203,5 +225,11 @@ def reduce_seconds(cluster: Cluster) -> float:
 
 
 def exposed_seconds(total: float, overlap: float, compute: float) -> float:
-    """What is left of an all-reduce when a share of it hides behind the computation."""
+    """Return the seconds of an all-reduce that do not overlap with computation.
+
+    Args:
+        total: seconds of the all-reduce.
+        overlap: share that can overlap.
+        compute: seconds of computation.
+    """
     return total - min(total * overlap, compute)
