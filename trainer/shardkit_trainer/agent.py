@@ -136,7 +136,7 @@ def _exit_code(result: RunResult | None) -> int:
     codes = {failure.exitcode for failure in result.failures.values()}
     if not codes:
         return ExitCode.DONE
-    # the remaining ranks were stopped by a signal, or failed because this one was gone
+    # ranks that were stopped by a signal, or failed because another rank was gone, do not count
     own = {ExitCode(code) for code in codes & {*ExitCode}} - {ExitCode.FAILED}
     return own.pop() if len(own) == 1 else ExitCode.FAILED
 
