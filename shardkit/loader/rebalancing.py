@@ -151,7 +151,7 @@ class Rebalancer:
         self._handed_at = self._clock()
 
     def computed(self, seconds: float | None = None) -> None:
-        """Note that this rank has computed its part of the step, now or in `seconds`."""
+        """Note that this rank's part of the step took `seconds`; None for the time until now."""
         self._computed = self._clock() - self._handed_at if seconds is None else seconds
 
     def came_back(self) -> None:

@@ -36,7 +36,7 @@ __all__ = ["LoaderResources", "Watchdog"]
 
 _ENOUGH_FILES: Final = 4096  # for a training program with its workers, sockets and pipes
 _LOADS_BEFORE_ROOM: Final = 16
-_LOADS_BEFORE_TELLING: Final = 256  # fewer loads say nothing about the rest of the epoch
+_LOADS_BEFORE_TELLING: Final = 256  # too few loads would say nothing about the epoch
 _ROOM_OF_WINDOWS: Final = (
     1.5  # factor over the blocks that lanes mix at once, because consecutive windows overlap
 )
