@@ -121,7 +121,7 @@ def _keys(dataset: Dataset, samples: NDArray[np.int64]) -> NDArray[Any]:
     return known[inverse].reshape(samples.shape)
 
 
-# ---- why
+# ---- reasons of the difference
 
 
 def _say_differences(

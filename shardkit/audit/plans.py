@@ -108,7 +108,7 @@ def open_recorded(record: RunRecord, event: dict[str, Any], dataset: str | None 
             opened = open_dataset(
                 place if isinstance(place, Mapping) else f"{parse_dataset_url(place)[0]}@{manifest}"
             )
-        except (NotFoundError, StoreError) as error:  # a damaged dataset is an answer: other errors propagate
+        except (NotFoundError, StoreError) as error:  # a damaged dataset raises other errors, at once
             refused = refused or error
             continue
         if opened.manifest.id == manifest:

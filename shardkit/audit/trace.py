@@ -180,7 +180,7 @@ def _describe_step(record: RunRecord, plan: RunPlan, step: int) -> Iterator[Step
         )  # fmt: skip
 
 
-# ---- the run's legs
+# ---- ranges of steps under one plan
 
 
 def _legs(record: RunRecord, plans: dict[int, RunPlan]) -> Iterator[tuple[RunPlan, int, int, bool]]:

@@ -237,7 +237,7 @@ def _remove(source: Source) -> bool:
                 os.unlink(path)
                 return True
         except BlockingIOError:
-            pass  # still written to
+            pass  # the writer is alive
         finally:
             os.close(descriptor)
     return False

@@ -102,7 +102,7 @@ class _Conflict(_Event):
     now: CellDigest
 
 
-# ---- written by the process that makes the claim
+# ---- written by a process before it makes a claim
 
 
 class _Checkpoint(_Event):

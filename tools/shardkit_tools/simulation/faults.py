@@ -125,9 +125,7 @@ class Stops:
     def __init__(self, cluster: Cluster, cached_bytes: float, store_bytes: NDArray[np.float64]) -> None:
         self._cluster, self._cached = cluster, cached_bytes
         self._ahead = min(cluster.store.ahead, cluster.nodes.memory // 4)
-        self._reads = np.concatenate(
-            (np.cumsum(store_bytes), [np.inf])
-        )  # as if reads continued after the last step
+        self._reads = np.concatenate((np.cumsum(store_bytes), [np.inf]))  # inf: the end of the run
         self._rate = cluster.faults.node_failures_per_year * cluster.nodes.nodes / YEAR_S
         self._failures = arrivals(Draws(cluster.work.seed, FAILURES), self._rate)
         outages = cluster.store.outages_per_year * cluster.store.copies / YEAR_S
