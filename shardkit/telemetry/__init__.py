@@ -1,6 +1,6 @@
-"""How a run is: polled numbers, records on disk, rules over them (SPEC.md).
+"""Telemetry of a run: polled numbers, records on disk, and rules over records (SPEC.md).
 
-Numbers are polled from sources that loaders and trainers hand in; rules and views are functions of the records on
+Numbers are polled from sources that loaders and trainers register. Rules and views are functions of the records on
 disk.
 """
 
@@ -33,7 +33,7 @@ __all__ = [
     "summarise",
 ]
 
-# Every loader imports this package; what judges and shows runs is imported where somebody looks.
+# Every loader imports this package; modules that diagnose and show runs are imported on first use.
 _OF_READERS = {
     "Anomaly": "diagnosis", "Bottleneck": "diagnosis", "find_anomalies": "diagnosis", "find_bottleneck": "diagnosis",
     "summarise": "summary",

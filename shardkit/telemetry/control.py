@@ -1,4 +1,4 @@
-"""`RUN/control.toml`: settings that take effect while a run goes on, gradually and with a way back (SPEC.md §8)."""
+"""`RUN/control.toml`: settings that change during a run, gradually and reversibly (SPEC.md §8)."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ _MAX_BYTES: Final = 64 << 10
 _TAKE_BACK: Final = 2 / 3
 _STAGGER: Final = 8
 _RECENT: Final = 30
-_LEAST_BEFORE: Final = 5  # records that tell how fast the run was before
+_LEAST_BEFORE: Final = 5  # fewest records from which a rate is computed
 
 
 @dataclass(frozen=True)
 class Knob:
-    """One setting that can be changed live."""
+    """A setting that can be changed during a run."""
 
-    read: Callable[[], Any]  # what it is now; None where it has no effect in this run
+    read: Callable[[], Any]  # returns the present value, or None if the setting has no effect in this run
     write: Callable[[Any], None]
-    parse: Callable[[str, Any], Any]  # (key, value of the file) → setting; raises ConfigurationError
-    gradual: bool = False  # approach a number by doubling or halving, once per record
+    parse: Callable[[str, Any], Any]  # (key, value in the file) → setting; raises ConfigurationError
+    gradual: bool = False  # at most double or halve the number per record
 
     @classmethod
     def of(
         cls, owner: object, attribute: str, parse: Callable[[str, Any], Any], *, gradual: bool = False
     ) -> Knob:
-        """For an attribute; without effect where `owner` is None."""
+        """Make a knob for an attribute; it has no effect if ``owner`` is None."""
 
         def write(value: Any) -> None:
             setattr(owner, attribute, value)
@@ -45,7 +45,7 @@ class Knob:
         return cls(lambda: getattr(owner, attribute, None), write, parse, gradual)
 
     def step(self, target: Any) -> Any:
-        """Its next value on the way to a target: a gradual one is at most doubled or halved."""
+        """Return the next value on the way to a target; a gradual setting is at most doubled or halved."""
         now = self.read()
         if not self.gradual:
             return target
@@ -65,13 +65,17 @@ class Change:
 
     targets: Mapping[str, Any]  # knob → value
     guard_s: float = (
-        60.0  # seconds after which the change is taken back if the run is slower by a third; 0: never
+        60.0  # seconds after which the change is reverted if the run is slower by a third; 0: never
     )
-    ranks: tuple[int, ...] | None = None  # ranks that follow it; None: all
+    ranks: tuple[int, ...] | None = None  # ranks that apply the change; None: all
 
 
 def parse_control(text: str, knobs: Mapping[str, Knob]) -> Change:
-    """Read a control file."""
+    """Parse a control file.
+
+    Raises:
+        ConfigurationError: the text is invalid, or a key is unknown or has no effect in this run.
+    """
     document = parse_toml(text, "control.toml")
     watch = configure(_Watch, document.pop("change", {}), "control.toml, [change]")
     ranks = parse_lanes(watch.ranks)
@@ -103,20 +107,20 @@ def _leaves(document: Mapping[str, Any], prefix: str = "") -> list[tuple[str, An
 
 @dataclass
 class Control:
-    """A hook of a rank's recorder: one `stat` per record while nothing changes.
+    """Recorder hook that applies the control file in one rank; one `stat` per record while the file is unchanged.
 
-    Each rank heeds the file by itself, one after the other: rank r begins r mod 8 records after it saw the change. What
-    the file no longer says goes back to what it was at the start. Values that a guard took back are not tried again
-    until the file changes.
+    Ranks apply a change one after the other: rank r begins r mod 8 records after it reads it. A setting that is removed
+    from the file returns to its initial value. Values that the guard reverted are not applied again until the file
+    changes.
     """
 
-    _run: Path  # directory
-    _rank: int  # of this process
+    _run: Path  # directory of the run
+    _rank: int
     _knobs: Mapping[str, Knob]  # by name, such as ``loader.memory``
     _record_event: Callable[..., None]  # appends an event to the run
-    _initial: dict[str, Any] = field(default_factory=dict)  # of knobs that were ever changed
+    _initial: dict[str, Any] = field(default_factory=dict)  # initial values of all knobs that were changed
     _targets: dict[str, Any] = field(default_factory=dict)
-    _before: dict[str, Any] = field(default_factory=dict)  # targets that a guard goes back to
+    _before: dict[str, Any] = field(default_factory=dict)  # targets to which the guard reverts
     _seen: tuple[int, int, int] | None = None
     _digest: str = ""
     _wait: int = 0
@@ -128,11 +132,11 @@ class Control:
     _changes: int = 0
 
     def numbers(self) -> dict[str, float]:
-        """For `Telemetry.add_source`."""
+        """Return the values of this telemetry source."""
         return {"changes": float(self._changes)}
 
     def __call__(self, record: Record) -> None:
-        """Look at the file, take one step towards what it says."""
+        """Read the file if it changed, and take one step towards its settings."""
         self._recent.append(record)
         self._look()
         if self._wait:
@@ -191,7 +195,7 @@ class Control:
         self._record_event("control", file=self._digest, changes=changed, after_records=self._wait)
 
     def _approach(self) -> bool:
-        """One step for every knob; True while some are under way."""
+        """Change every knob by one step; return True if some have not reached their target."""
         under_way = False
         for key, target in self._targets.items():
             knob = self._knobs[key]
@@ -208,7 +212,7 @@ class Control:
         return under_way
 
     def _judge(self) -> None:
-        """The watch is over: keep the change, or take it back."""
+        """Keep the change, or revert it if the run has become slower."""
         self._guard_until = 0.0
         rate = self._rate()
         kept = not self._rate_before or rate >= _TAKE_BACK * self._rate_before
@@ -219,7 +223,7 @@ class Control:
                            samples_per_s=round(rate, 1), before_samples_per_s=round(self._rate_before, 1))  # fmt: skip
 
     def _rate(self) -> float:
-        """Samples per second over the recent records of one session."""
+        """Return the samples per second over the recent records of the session, or 0 if there are too few."""
         found = [one for one in self._recent if one.session == self._recent[-1].session]
         if len(found) < _LEAST_BEFORE:
             return 0.0

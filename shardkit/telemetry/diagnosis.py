@@ -1,7 +1,4 @@
-"""What the records of a run say: what it waits for, how unequal its ranks' work is, what is unusual (SPEC.md §5, §6).
-
-Pure.
-"""
+"""Diagnosis of a run from its records: bottleneck, skew between ranks, anomalies (SPEC.md §5, §6). Pure functions."""
 
 from __future__ import annotations
 
@@ -15,22 +12,22 @@ from typing import Any, Final
 from shardkit.telemetry.records import Record
 
 Ranks = Mapping[int, Sequence[Record]]
-"""Rank → its records, oldest first."""
+"""Records of each rank, oldest first."""
 
 WINDOW_S: Final = 60.0
 _LEAST_INTERVALS: Final = 4
 
 BUSY: Final = ("data_s", "prepare_s", "compute_s", "update_s")
-"""Stages of the trainer that are the own work of a rank."""
+"""Stages of the trainer in which a rank works by itself."""
 
 WAITING: Final = ("exchange_s", "reduce_s")
-"""Those in which it waits for other ranks."""
+"""Stages of the trainer in which a rank waits for other ranks."""
 
 _STAGES: Final = (*BUSY, *WAITING, "checkpoint_s", "evaluation_s")
 _LOCATION_BYTES: Final = "reads.bytes_from_"
 
 VERIFICATION: Final = ("reads.remote_mismatches", "reads.cache_damaged", "loader.verification_failures")
-"""Counters of blocks whose bytes were wrong."""
+"""Counters of blocks that failed verification."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +39,7 @@ class Interval:
 
     @property
     def seconds(self) -> float:
-        """Between the two, above 0."""
+        """Seconds between the two records, above 0."""
         return self.last.time - self.first.time
 
     def delta(self, name: str) -> float:
@@ -58,17 +55,17 @@ class Interval:
 
     @property
     def has_trainer(self) -> bool:
-        """Whether the trainer reports its stages. Before the first step only the number of all steps is there."""
+        """True if the trainer reports its stages. Before its first step it reports only the total number of steps."""
         return not {"trainer.steps", "trainer.steps_in_all"}.isdisjoint(self.last.values)
 
     @property
     def is_timed(self) -> bool:
-        """Whether it is known what the rank computed: the trainer reports, or the loop calls `Loader.computed`."""
+        """True if compute time is known: the trainer reports it, or the loop calls `Loader.computed`."""
         return self.has_trainer or "loader.computed_s" in self.last.values
 
     @property
     def busy_s(self) -> float:
-        """What the rank did by itself; only the wait for data where the loop does not say what it computed."""
+        """Seconds of the rank's own work; only the wait for data if compute time is unknown."""
         if self.has_trainer:
             return sum(self.delta(f"trainer.{name}") for name in BUSY)
         return self.delta("loader.consumer_wait_s") + self.delta("loader.computed_s")
@@ -94,7 +91,7 @@ class Interval:
 
 
 def intervals(records: Sequence[Record]) -> list[Interval]:
-    """Of consecutive records of a session whose clock went on."""
+    """Return the intervals between consecutive records of a session with increasing time."""
     return [
         Interval(first, last)
         for first, last in pairwise(records)
@@ -103,31 +100,31 @@ def intervals(records: Sequence[Record]) -> list[Interval]:
 
 
 def window(records: Sequence[Record], seconds: float = WINDOW_S) -> list[Interval]:
-    """The newest intervals: those of the last `seconds`, and at least four."""
+    """Return the intervals of the last ``seconds``, but at least the newest four."""
     found = intervals(records)
     recent = [one for one in found if one.first.time >= found[-1].last.time - seconds]
     return recent if len(recent) >= _LEAST_INTERVALS else found[-_LEAST_INTERVALS:]
 
 
 def total(found: Iterable[Interval], name: str) -> float:
-    """How much a counter grew over them."""
+    """Return the growth of a counter over intervals."""
     return sum(one.delta(name) for one in found)
 
 
 def step_seconds(found: Sequence[Interval]) -> float:
-    """Mean seconds of a step; 0 where there was none."""
+    """Return the mean seconds per step, or 0 without steps."""
     steps = sum(one.steps for one in found)
     return sum(one.seconds for one in found) / steps if steps else 0.0
 
 
 def stage_of(record: Record) -> str:
-    """What the trainer says that it does; empty where it does not say."""
+    """Return the current stage of the trainer, or "" if it is not reported."""
     rows = record.tables.get("stage") or ()
     return str(rows[0][0]) if rows and rows[0] else ""
 
 
 def byte_counters(record: Record) -> dict[str, str]:
-    """Counter of bytes → where they came from: "disk" (local shards), "cache", or a location."""
+    """Return the byte counters of a record and the source of each: "disk" (local shards), "cache", or a location."""
     found = {
         name: name.removeprefix(_LOCATION_BYTES) for name in record.values if name.startswith(_LOCATION_BYTES)
     }
@@ -136,23 +133,23 @@ def byte_counters(record: Record) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """What takes most of the critical rank's time."""
+    """The largest share of the critical rank's time."""
 
-    kind: str  # a key of `shares`
+    kind: str  # key of `shares`
     share: float
-    rank: int  # the critical one
-    shares: Mapping[str, float]  # all of its time; they sum to 1
+    rank: int  # critical rank
+    shares: Mapping[str, float]  # shares of the rank's time; they sum to 1
 
     @property
     def text(self) -> str:
-        """``store-bound, 71 %``."""
+        """Text for people, such as ``store-bound, 71 %``."""
         return f"{self.kind}-bound, {100 * self.share:.0f} %"
 
 
 def find_bottleneck(ranks: Ranks) -> Bottleneck | None:
-    """Of the window before the newest record; None before there is anything to tell.
+    """Return the bottleneck in the newest window, or None if no rank made a step.
 
-    The critical rank waits least for others: the step is as slow as it is.
+    The critical rank waits least for other ranks, so it determines the time of a step.
     """
     windows = {rank: window(records) for rank, records in ranks.items()}
     windows = {rank: found for rank, found in windows.items() if total(found, "loader.steps")}
@@ -172,7 +169,7 @@ def find_bottleneck(ranks: Ranks) -> Bottleneck | None:
 
 
 def shares_of(found: Sequence[Interval]) -> dict[str, float]:
-    """Where the time of one rank went; sums to 1."""
+    """Divide the time of one rank into shares by stage; they sum to 1."""
     seconds = sum(one.seconds for one in found)
     if found[-1].has_trainer:
         parts = {name.removesuffix("_s"): total(found, f"trainer.{name}") for name in _STAGES}
@@ -189,7 +186,7 @@ def shares_of(found: Sequence[Interval]) -> dict[str, float]:
 
 
 def _data_shares(found: Sequence[Interval]) -> dict[str, float]:
-    """The wait for data, in the proportion in which the loader's stages were busy."""
+    """Divide the wait for data in proportion to the busy time of the loader's stages."""
     requests = total(found, "reads.remote_requests") + total(found, "reads.cache_misses")
     busy = {"store" if requests else "disk": total(found, "loader.load_wait_s")}
     busy |= {name: total(found, f"loader.{name}_s") for name in ("gather", "transform")}
@@ -199,11 +196,11 @@ def _data_shares(found: Sequence[Interval]) -> dict[str, float]:
 
 
 def cost_skew(newest: Iterable[Record]) -> dict[str, float] | None:
-    """The dearest rank's cost over the mean rank's, in the steps that all ranks tell of; None where there are none.
+    """Return the skew of cost between ranks: cost of the most expensive rank over the mean cost.
 
     Returns:
-        ``steps``: how many; ``plan`` and ``plain``: the mean over them, as the plan is and as it were without costs;
-        ``plan_p95`` and ``plain_p95``: the 95th percentiles.
+        ``steps``: number of steps that all ranks report; ``plan`` and ``plain``: mean skew of the plan over these steps,
+        and of the same plan without costs; ``plan_p95`` and ``plain_p95``: 95th percentiles. None without such steps.
     """
     ranks = {record.rank: record for record in newest if not record.worker}
     world = max((record.world for record in ranks.values()), default=0)
@@ -226,7 +223,7 @@ def cost_skew(newest: Iterable[Record]) -> dict[str, float] | None:
 # ---- five rules
 
 KINDS: Final = ("stall", "straggler", "skew", "slowdown", "verification")
-"""What is recognised; a rule each (SPEC.md §6)."""
+"""Kinds of anomalies, with one rule each (SPEC.md §6)."""
 
 _STALL_S, _STALL_STEPS, _FIRST_STEP_S = 30.0, 20, 300.0
 _BETWEEN_STEPS, _BETWEEN_STEPS_S = ("evaluation", "checkpoint", "end"), 600.0
@@ -254,23 +251,23 @@ _ADVICE: Final[Mapping[str, tuple[str, str]]] = {
     "verification": ("scrub", ("a location gives wrong bytes (the model has seen none of them): shardkit scrub ROOT, "
                               "then shardkit repair ROOT --from-run RUN")),
 }  # fmt: skip
-"""Reason → action, and what to do in a sentence."""
+"""Action and advice for each reason."""
 _LOADER_STAGES: Final = ("gather", "transform", "plan")
 
 
 @dataclass(frozen=True)
 class Anomaly:
-    """Something that a person would want to know of."""
+    """A problem of a run that a person should know."""
 
     kind: str  # one of `KINDS`
-    rank: int  # whom it is about; -1: the whole run
-    evidence: Mapping[str, Any]  # the numbers that the rule saw
-    action: str  # what exists against it: rebalance, failover, scrub, restart, or advice
-    advice: str  # what to do, in a sentence
+    rank: int  # affected rank, or -1 for the whole run
+    evidence: Mapping[str, Any]  # input of the rule
+    action: str  # available remedy: rebalance, failover, scrub, restart, or advice
+    advice: str  # sentence that says what to do
 
     @property
     def key(self) -> tuple[str, int]:
-        """What makes two findings the same one."""
+        """Identity of an anomaly over time: (kind, rank)."""
         return self.kind, self.rank
 
     def to_json(self) -> dict[str, Any]:
@@ -282,23 +279,23 @@ def _anomaly(kind: str, rank: int, reason: str, **evidence: Any) -> Anomaly:
 
 
 def find_anomalies(ranks: Ranks, now: float) -> list[Anomaly]:
-    """All rules over all ranks.
+    """Apply all rules to all ranks.
 
     Args:
-        ranks: rank → records, oldest first.
-        now: seconds since the epoch; only silence is measured by it.
+        ranks: records of each rank, oldest first.
+        now: present time in seconds since the epoch, used only to detect silent ranks.
     """
     known = {rank: records for rank, records in ranks.items() if records}
     stalls = [one for rank, records in known.items() if (one := _stall(rank, records, now)) is not None]
-    # all ranks wait for one that is gone, or that has no data: the others' stalls are its consequence
+    # all ranks wait for a rank that is gone or has no data: report causes, not consequences
     silent = [one for one in stalls if "silent_s" in one.evidence]
     found = silent or [one for one in stalls if one.evidence["stage"] == "data"] or stalls
-    slowdown = [] if found else _slowdown(known)  # what stands still is slow, too
+    slowdown = [] if found else _slowdown(known)  # a stalled run is slow, too
     return [*found, *(_stragglers(known) or _skew(known)), *slowdown, *_verification(known)]
 
 
 def is_silent(last: Record, now: float) -> bool:
-    """Whether a rank that has not ended should have written another record."""
+    """Return True if a rank that has not ended should have written another record by now."""
     return last.state != "ended" and now - last.time > max(_SILENT_S, _SILENT_INTERVALS * last.interval_s)
 
 
@@ -319,12 +316,12 @@ def _stall(rank: int, records: Sequence[Record], now: float) -> Anomaly | None:
 
 
 def _longest_step(session: Sequence[Record], stage: str) -> float:
-    """Seconds without a step that are no stall yet."""
+    """Return the largest number of seconds without a step that is not a stall."""
     if stage in _BETWEEN_STEPS:
         return _BETWEEN_STEPS_S
     found = intervals(session)
     while found and not found[-1].steps:
-        found.pop()  # the wait that is judged
+        found.pop()  # exclude the present wait
     typical = step_seconds(found)
     return max(_STALL_S, _STALL_STEPS * typical) if typical else _FIRST_STEP_S
 
@@ -337,7 +334,7 @@ def _stragglers(ranks: Ranks) -> list[Anomaly]:
     seconds = {rank: median(pace) for rank, pace in paces.items() if pace}
     found = []
     for rank, own in seconds.items():
-        # of two ranks the median is the mean, which the slow one would pull up: compare with the others
+        # exclude the rank itself: with two ranks, the median is a mean that a slow rank raises
         others = median([value for other, value in seconds.items() if other != rank] or [own])
         if own >= _STRAGGLER_FACTOR * others and own - others >= _STRAGGLER_LEAST_S:
             times = round(min(own / others, 1e6), 2) if others > 0 else 1e6
@@ -390,7 +387,7 @@ def _slowdown(ranks: Ranks) -> list[Anomaly]:
 
 
 def _rate(found: Sequence[Interval]) -> tuple[float, float]:
-    """Samples per second of training, and how long that was: evaluation and checkpoints are left out."""
+    """Return samples per second of training and the seconds of training, without evaluation and checkpoints."""
     seconds = sum(one.training_s for one in found if one.steps or stage_of(one.last) not in _BETWEEN_STEPS)
     return total(found, "loader.samples") / seconds if seconds else 0.0, seconds
 

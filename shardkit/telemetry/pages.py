@@ -1,7 +1,4 @@
-"""Bytes over HTTP: an answer for each path, to GET requests alone.
-
-A server listens on 127.0.0.1 unless another address is named (SPEC.md §4).
-"""
+"""HTTP server that answers GET and HEAD requests from a function of the path (SPEC.md §4)."""
 
 from __future__ import annotations
 
@@ -24,7 +21,11 @@ _MOST_REQUESTS: Final = 64
 
 
 def parse_listen(text: str) -> tuple[str, int]:
-    """Host and port of ``127.0.0.1:9400``; an address must be named, so that no one serves the world by accident."""
+    """Parse ``HOST:PORT``; the host is required, so that a server is not public by accident.
+
+    Raises:
+        ConfigurationError: ``text`` has another form.
+    """
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
@@ -33,9 +34,12 @@ def parse_listen(text: str) -> tuple[str, int]:
 
 
 def host_allowed(header: str | None, host: str) -> bool:
-    """Whether a request's Host header names this server: against pages that rebind their name to 127.0.0.1."""
+    """Return True if a request's Host header is valid for this server.
+
+    A local server accepts only local names, as protection against DNS rebinding.
+    """
     if host not in _LOCAL:
-        return True  # served to others on purpose, under names that only they know
+        return True  # public on purpose, under unknown names
     given = header or ""
     name, _, port = given.rpartition(":")
     if not port.isdigit():
@@ -44,16 +48,16 @@ def host_allowed(header: str | None, host: str) -> bool:
 
 
 class PageServer(ThreadingHTTPServer):
-    """Answers GET and HEAD requests, each connection in a thread of its own.
+    """Server for GET and HEAD requests with one thread per connection.
 
     Args:
-        host, port: where to listen; port 0 takes a free one.
-        answer: path of a request, as it came → its answer.
-        headers: of every answer.
-        most_requests: more than so many at once are refused with 503.
+        host, port: address to listen on; port 0 chooses a free port.
+        answer: function from the path of a request, not decoded, to its answer.
+        headers: headers of every answer.
+        most_requests: limit of concurrent requests; more are refused with status 503.
 
     Raises:
-        StoreError: the port is taken.
+        StoreError: the address cannot be used, for example because the port is taken.
     """
 
     daemon_threads = True
@@ -85,11 +89,11 @@ class PageServer(ThreadingHTTPServer):
         return f"http://{self.server_address[0]!s}:{self.port}"
 
     def serve(self) -> None:
-        """Answer until the process is interrupted, or another thread closes it."""
+        """Answer requests until the process is interrupted or another thread closes the server."""
         self.serve_forever(0.1)
 
     def start(self) -> PageServer:
-        """Answer in the background, until it is closed."""
+        """Answer requests in a background thread until `close`."""
         self._thread = threading.Thread(target=self.serve, name="shardkit-pages", daemon=True)
         self._thread.start()
         return self
@@ -101,25 +105,25 @@ class PageServer(ThreadingHTTPServer):
         self.server_close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is no error of ours."""
+        """Ignore errors of connections, such as a client that disconnected."""
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: PageServer
     protocol_version = "HTTP/1.1"
     timeout = _IDLE_S
-    disable_nagle_algorithm = True  # a body behind its headers would wait for their acknowledgement
+    disable_nagle_algorithm = True  # otherwise a body waits for the acknowledgement of its headers
 
     def do_GET(self) -> None:
         if self.request_version == "HTTP/0.9":
-            return  # an answer to it has no status
+            return  # its answers have no status
         if not host_allowed(self.headers.get("Host"), self.server.host):
             self._answer(403, "text/plain", b"this server answers to its own name only\n")
         elif not self.server.under_way.acquire(blocking=False):
             self._answer(503, "text/plain", b"too many requests at once\n")
         else:
             try:
-                # `self.path` has leading slashes joined
+                # not `self.path`, in which leading slashes are merged
                 self._answer(*self.server.answer(self.requestline.split()[1].partition("?")[0]))
             finally:
                 self.server.under_way.release()
@@ -129,7 +133,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("do_"):  # any other method
-            self.close_connection = True  # it may have a body, which nobody reads
+            self.close_connection = True  # a request body would not be read
             return lambda: self._answer(405, "text/plain", b"only GET is answered\n")
         raise AttributeError(name)
 
@@ -142,16 +146,16 @@ class _Handler(BaseHTTPRequestHandler):
         }
         for name, value in (headers | self.server.headers).items():
             self.send_header(name, value)
-        with contextlib.suppress(OSError):  # whoever asked went away
+        with contextlib.suppress(OSError):  # the client disconnected
             self.end_headers()
             if self.command != "HEAD":
                 self.wfile.write(body)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What is no request is answered by the base class; without pages of HTML."""
+        """Answer an invalid request in plain text; called by the base class."""
         self.close_connection = True
         if self.request_version != "HTTP/0.9":
             self._answer(code, "text/plain", b"no such request\n")
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Not every probe or block is worth a line."""
+        """Do not log requests."""

@@ -1,4 +1,4 @@
-"""What a process writes to its run directory: records of its sources, as its heartbeat, and events (SPEC.md §1, §2)."""
+"""Writers of a run directory: records of sources, which are also the heartbeat, and events (SPEC.md §1, §2)."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ if TYPE_CHECKING:
     from shardkit.telemetry.pages import PageServer
 
 Source: TypeAlias = Callable[[], Mapping[str, float]]
-"""Gives numbers when it is polled."""
+"""Function that returns numbers by name; called for each record."""
 
 TableSource: TypeAlias = Callable[[], Sequence[Sequence[Any]]]
-"""Gives the rows of a short table when it is polled."""
+"""Function that returns the rows of a short table; called for each record."""
 
 
 class Telemetry:
-    """A registry; it holds functions, no numbers, and starts nothing. Safe from many threads.
+    """Registry of sources; thread-safe. It stores functions, not numbers, and starts no thread.
 
     Args:
-        rank, world, worker: of this process.
-        lanes: gives the lanes that the rank works now.
+        rank, world, worker: rank, world size and DataLoader worker of this process.
+        lanes: function that returns the present lanes of the rank.
     """
 
     def __init__(
@@ -57,23 +57,23 @@ class Telemetry:
         self.rank, self.world, self.worker = rank, world, worker
         self.session = os.urandom(6).hex()
         self._lanes = lanes or tuple
-        self._lock = threading.RLock()  # its own thread may end it, by a collection of garbage
+        self._lock = threading.RLock()  # reentrant: garbage collection may call back in the same thread
         self._sources: dict[str, Source] = {"process": _process_numbers}
         self._tables: dict[str, TableSource] = {}
         self._errors = 0
 
     def add_source(self, name: str, read: Source) -> None:
-        """Poll `read` for numbers named ``name.…`` from now on; replaces an earlier source of that name."""
+        """Add a source whose numbers are named ``name.…``; it replaces an earlier source of that name."""
         with self._lock:
             self._sources[name] = read
 
     def add_table(self, name: str, read: TableSource) -> None:
-        """Poll `read` for at most 64 rows of texts and numbers."""
+        """Add a table of at most 64 rows of texts and numbers."""
         with self._lock:
             self._tables[name] = read
 
     def remove_source(self, name: str) -> None:
-        """Stop polling it; without effect where there is none."""
+        """Remove the source and the table of this name, if any."""
         with self._lock:
             self._sources.pop(name, None)
             self._tables.pop(name, None)
@@ -116,13 +116,13 @@ def _process_numbers() -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class TelemetrySettings:
-    """How a run is watched."""
+    """Settings of the telemetry of a run."""
 
     interval_s: float = 2.0  # seconds between two records
-    most_bytes: int = 4 << 20  # of one file; a rank keeps up to two
+    most_bytes: int = 4 << 20  # size at which a file is rotated; a rank keeps up to two files
     listen: str | None = None
-    """``host:port`` for /metrics and /healthz of this node, served by its first rank; None: nowhere."""
-    control: bool = True  # heed `RUN/control.toml`
+    """``host:port`` at which the first rank of a node serves /metrics and /healthz; None to serve neither."""
+    control: bool = True  # apply `RUN/control.toml`
 
     def __post_init__(self) -> None:
         Range(0.01, 86_400).check("interval_s", self.interval_s, float)
@@ -130,15 +130,15 @@ class TelemetrySettings:
 
 
 class Recorder:
-    """One thread that polls, writes and calls hooks; made where a run begins, closed where it ends.
+    """Thread that polls sources, writes records and calls hooks until it is closed.
 
-    What goes wrong with a file or a hook stops that record only: nothing that watches may stop what is watched.
+    An error in a file or a hook affects only that record, because telemetry must not stop the training.
 
     Args:
-        telemetry: polled.
-        run: directory.
-        settings: see there.
-        hooks: called with each record after it is written.
+        telemetry: registry to poll.
+        run: directory of the run.
+        settings: settings of the telemetry.
+        hooks: functions called with each record after it is written.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class Recorder:
         self._path = record_path(run, telemetry.rank, telemetry.worker)
         self._process = os.getpid()
         self._closing = threading.Event()
-        self._write_lock = threading.RLock()  # its own thread may end it, by a collection of garbage
+        self._write_lock = threading.RLock()  # reentrant: garbage collection may call back in the same thread
         self._failures = 0
         telemetry.add_source("recorder", lambda: {"failures": float(self._failures)})
         self._thread = threading.Thread(target=self._run, name="shardkit-telemetry", daemon=True)
@@ -163,7 +163,7 @@ class Recorder:
         return self._path
 
     def close(self) -> None:
-        """Write the last record and join; may be called twice, and in a forked child does nothing."""
+        """Write the last record and join the thread; can be called twice, and does nothing in a forked child."""
         if self._process != os.getpid() or self._closing.is_set():
             return
         self._closing.set()
@@ -199,13 +199,13 @@ class Recorder:
 
 
 class StackWriter:
-    """Writes what every thread of this process is doing to the rank's ``.stacks.txt`` file."""
+    """Writer of the stacks of all threads of this process to the rank's ``.stacks.txt`` file."""
 
     def __init__(self, run: Path, rank: int, worker: int = 0) -> None:
         self._path = record_path(run, rank, worker).with_suffix(".stacks.txt")
 
     def write(self) -> None:
-        """Replace the file by the present stacks; values of variables are not in them."""
+        """Replace the file by the present stacks, without values of variables."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         parts = [f"process {os.getpid()} at {time.strftime('%Y-%m-%d %H:%M:%S')}\n"]
         for ident, frame in sorted(sys._current_frames().items()):  # noqa: SLF001  documented for this very use
@@ -219,11 +219,11 @@ class StackWriter:
 
 
 class EventLog:
-    """Appends to `events.jsonl`, which the ranks of a run share; made on the first event.
+    """Writer of `events.jsonl`, which the ranks of a run share; the file is created with the first event.
 
     Args:
-        directory: of the run; None where a loader has none: nothing is recorded.
-        rank: that each event is of; None: of the whole run.
+        directory: directory of the run; None to record nothing.
+        rank: rank named in each event; None for events of the whole run.
     """
 
     def __init__(self, directory: Path | None, rank: int | None) -> None:
@@ -231,7 +231,11 @@ class EventLog:
         self._rank: dict[str, object] = {} if rank is None else {"rank": rank}
 
     def record(self, kind: str, **details: object) -> None:
-        """Append one event."""
+        """Append one event.
+
+        Raises:
+            StoreError: the file cannot be written.
+        """
         if self._directory is None:
             return
         event = {"time": round(time.time(), 3), "event": kind, **self._rank, **details}
@@ -243,31 +247,33 @@ class EventLog:
             ) from error
 
 
-# ---- what watches a live run from inside one of its processes
+# ---- hooks that watch a run from one of its processes
 
 _LOOK_INTERVALS: Final = 5
 _SHARE_OF_TIME: Final = 1 / 200
 _OWN_RECORDS: Final = 400
-_MOST_TOLD: Final = 8  # of one kind at a time: a switch that fails stalls a thousand ranks
+_MOST_TOLD: Final = 8  # anomalies of one kind reported at a time: a failed switch stalls a thousand ranks
 
 
 @dataclass
 class AnomalyWatch:
-    """A hook of rank 0's recorder."""
+    """Recorder hook of rank 0 that records anomalies of all ranks as events."""
 
-    _run: Path  # directory, where the other ranks' records are
+    _run: Path  # directory of the run, with the records of other ranks
     _record_event: Callable[..., None]  # appends an event to the run
     _own: deque[Record] = field(default_factory=lambda: deque(maxlen=_OWN_RECORDS))
-    _open: dict[tuple[str, int], float] = field(default_factory=dict)  # (kind, rank) → since when
+    _open: dict[tuple[str, int], float] = field(
+        default_factory=dict
+    )  # (kind, rank) → time of the first finding
     _next_look: float = 0.0
 
     def __call__(self, record: Record) -> None:
-        """Keep the record; look, if it is time to."""
+        """Keep the record, and apply the rules if it is time to."""
         self._own.append(record)
         started = time.monotonic()
         if started < self._next_look:
             return
-        from shardkit.telemetry.diagnosis import find_anomalies  # here, for most processes never look
+        from shardkit.telemetry.diagnosis import find_anomalies  # most processes do not need it
 
         ranks: dict[int, Sequence[Record]] = dict(read_run(self._run, tail_bytes=NEWEST_BYTES).ranks)
         ranks[record.rank] = list(self._own)
@@ -276,10 +282,10 @@ class AnomalyWatch:
         self._next_look = started + max(_LOOK_INTERVALS * record.interval_s, took / _SHARE_OF_TIME)
 
     def settle(self, found: Sequence[Anomaly], now: float) -> None:
-        """Tell what is new and what is over."""
+        """Record an event for each new anomaly and for each one that has ended."""
         told: Counter[str] = Counter()
         for one in found:
-            if one.key not in self._open and told[one.kind] < _MOST_TOLD:  # the others at the next look
+            if one.key not in self._open and told[one.kind] < _MOST_TOLD:  # report more the next time
                 told[one.kind] += 1
                 self._open[one.key] = now
                 details = one.to_json()
@@ -294,7 +300,7 @@ _BETWEEN_STACKS_S: Final = 60.0
 
 
 class RunWatch:
-    """What runs beside a loader on one thread that sleeps: records, stacks, anomalies, the pages of its node."""
+    """Telemetry thread of a loader: records, stacks, anomalies, and the HTTP server of its node."""
 
     def __init__(
         self,
@@ -311,35 +317,35 @@ class RunWatch:
             hooks.append(AnomalyWatch(run, events.record))
         self._server: PageServer | None = None
         if settings.listen is not None and telemetry.worker == 0 and os.environ.get("LOCAL_RANK", "0") == "0":
-            from shardkit.telemetry.serving import serve_health  # http.server is imported where it serves
+            from shardkit.telemetry.serving import serve_health  # imports http.server
 
             try:
                 self._server = serve_health(run, settings.listen)
-            except StoreError as error:  # another run of this node has it: no reason to end the training
+            except StoreError as error:  # the port is taken, for example by another run: training continues
                 events.record("health_not_served", reason=str(error))
         self._recorder = Recorder(telemetry, run, settings, [*hooks, *more_hooks])
 
     @property
     def port(self) -> int | None:
-        """Where /metrics and /healthz are served."""
+        """Port of /metrics and /healthz, or None if they are not served."""
         return None if self._server is None else self._server.port
 
     def _note_stalls(self, record: Record) -> None:
-        """The watchdog has spoken since the last record: write what every thread is doing."""
+        """Write the stacks of all threads if the watchdog reported a stall since the last record."""
         stalls, self._stalls = self._stalls, record.value("loader.stalls")
         if self._stalls > stalls and time.monotonic() >= self._next_stacks:
             self._next_stacks = time.monotonic() + _BETWEEN_STACKS_S
             self._stacks.write()
 
     def close(self) -> None:
-        """Write the last record, stop; may be called twice."""
+        """Write the last record and stop; can be called twice."""
         self._recorder.close()
         server, self._server = self._server, None
         if server is not None:
             server.close()
 
 
-# ---- what the loader's threads note of blocks
+# ---- statistics of loaded blocks
 
 _SLOWEST: Final = 16
 _HOTTEST: Final = 24
@@ -349,27 +355,27 @@ _EXPECTED: Final = 1 << 16
 
 @dataclass
 class BlockTimes:
-    """Loads by shard and by lane, and the slowest of them. About 1 µs per block; safe from many threads."""
+    """Loads by shard and by lane, and the slowest loads. Thread-safe; takes about 1 µs per block."""
 
-    _name: Callable[[int], str]  # the text that a person finds a shard by
-    _is_local: Callable[[int], bool]  # whether a shard is a local file
+    _name: Callable[[int], str]  # returns the name of a shard for people
+    _is_local: Callable[[int], bool]  # returns True if a shard is a local file
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _shards: dict[int, list[int]] = field(default_factory=dict)  # shard → [loads, bytes]
     _slowest: list[tuple[float, float, int, int]] = field(
         default_factory=list
-    )  # heap: seconds, when, shard, block
+    )  # heap of (seconds, time, shard, block)
     _lanes: dict[int, list[float]] = field(default_factory=dict)  # lane → [loads, seconds, bytes]
     _expected: dict[int, int] = field(default_factory=dict)  # block of the dataset → lane that needs it first
 
     def expect(self, blocks: Iterable[int], lanes: Iterable[int]) -> None:
-        """Which lane needs which block of the dataset first; call it before they are loaded."""
+        """Set the lane that needs each block of the dataset first; call it before the blocks are loaded."""
         with self._lock:
-            if len(self._expected) > _EXPECTED:  # of blocks that were held already, and never loaded again
+            if len(self._expected) > _EXPECTED:  # entries of blocks that were in memory and are not loaded
                 self._expected.clear()
             self._expected.update(zip(blocks, lanes, strict=True))
 
     def note(self, shard: int, block: int, seconds: float, num_bytes: int, number: int = -1) -> None:
-        """A block of a shard has been loaded, verified and decompressed."""
+        """Count a block that has been loaded, verified and decompressed."""
         with self._lock:
             lane = self._expected.pop(number, None)
             if lane is not None:
@@ -386,22 +392,22 @@ class BlockTimes:
                 heapq.heapreplace(self._slowest, (seconds, time.time(), shard, block))
 
     def hot_shards(self) -> list[list[object]]:
-        """Rows of (shard, loads, bytes), most bytes first."""
+        """Return rows of (shard, loads, bytes), most bytes first."""
         return [[self._name(shard), *counts] for shard, counts in self._most(self._shards, _HOTTEST)]
 
     def lane_loads(self) -> list[list[object]]:
-        """Rows of (lane, loads, seconds, bytes), most seconds first."""
+        """Return rows of (lane, loads, seconds, bytes), most seconds first."""
         most = self._most(self._lanes, _LANES)
         return [[lane, loads, round(seconds, 6), num_bytes] for lane, (loads, seconds, num_bytes) in most]
 
     def _most(self, counts: Mapping[int, Sequence[float]], number: int) -> list[tuple[int, list[float]]]:
-        """Those with the largest second count, copied."""
+        """Return copies of the entries with the largest second count."""
         with self._lock:
             largest = heapq.nlargest(number, counts.items(), key=lambda item: (item[1][1], -item[0]))
             return [(one, list(found)) for one, found in largest]
 
     def slowest(self) -> list[list[object]]:
-        """Rows of (seconds, time, shard, block), slowest first."""
+        """Return rows of (seconds, time, shard, block), slowest first."""
         with self._lock:
             found = sorted(self._slowest, reverse=True)
         return [
@@ -409,7 +415,7 @@ class BlockTimes:
         ]
 
     def numbers(self) -> dict[str, float]:
-        """Shards read so far, and bytes of blocks that came from local files."""
+        """Return the number of shards read so far, and the bytes of blocks from local files."""
         with self._lock:
             counts = list(self._shards.items())
         local = sum(one[1] for shard, one in counts if self._is_local(shard))

@@ -1,6 +1,6 @@
-"""Records of a run and its other JSON lines: written by us, and read as if a stranger had written them (SPEC.md §2).
+"""Records of a run and its other files of JSON lines (SPEC.md §2).
 
-Several processes append to these files, and kills tear them.
+Readers validate every line: several processes append to these files, and a killed process leaves a torn line.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ _MAX_RANK: Final = 1 << 20
 _WHOLE: Final = 1 << 62
 _TAIL_BYTES: Final = 256 << 10
 NEWEST_BYTES: Final = 64 << 10
-"""Of each rank, where only its newest records count."""
+"""Bytes to read per rank if only its newest records are needed."""
 _FILE: Final = re.compile(r"rank-([0-9]{5,7})(?:\.worker-([0-9]{3,4}))?\.jsonl")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What the sources of one rank gave at one moment."""
+    """Values of all sources of one rank at one time."""
 
     time: float  # seconds since the epoch
     rank: int
     world: int = 1
-    worker: int = 0  # above 0 in further DataLoader workers of the rank
+    worker: int = 0  # above 0 in additional DataLoader workers of the rank
     host: str = ""
     pid: int = 0
-    session: str = ""  # the life of one registry
+    session: str = ""  # id of the registry
     state: str = "running"  # or "ended"
     interval_s: float = 2.0
-    lanes: tuple[int, ...] = ()  # that the rank works now, ascending
-    values: Mapping[str, float] = field(default_factory=dict)  # source.name → number; a missing one is 0
-    tables: Mapping[str, Sequence[Sequence[Any]]] = field(default_factory=dict)  # short rows, for people
+    lanes: tuple[int, ...] = ()  # lanes of the rank, ascending
+    values: Mapping[str, float] = field(default_factory=dict)  # source.name → number; missing values are 0
+    tables: Mapping[str, Sequence[Sequence[Any]]] = field(default_factory=dict)  # name → short rows
 
     def value(self, name: str) -> float:
-        """A number, 0 where no source gave it."""
+        """Return a value, or 0 if no source reported it."""
         return self.values.get(name, 0.0)
 
     def to_line(self) -> bytes:
@@ -73,7 +73,7 @@ class Record:
 
 
 def parse_record(line: bytes) -> Record | None:
-    """A record, or None where the line is not one that this version writes."""
+    """Parse a record; return None if the line is not a valid record of this version."""
     found = json_object(line) if len(line) <= MAX_LINE_BYTES else None
     if found is None or found.get("v") != RECORD_VERSION:
         return None
@@ -121,11 +121,11 @@ _CHECKS: Final[Mapping[str, Callable[[Any], bool]]] = {
     "worker": _is_count, "pid": _is_count, "host": _is_text, "session": _is_text, "state": _is_text,
     "interval_s": _is_number, "values": _are_values, "tables": _are_tables,
 }  # fmt: skip
-"""What a record's fields must be, but for its lanes."""
+"""Check of each field of a record, except lanes."""
 
 
 def lanes_text(lanes: Iterable[int]) -> str:
-    """Ascending lanes as runs: ``0-15,32``."""
+    """Format ascending lanes as runs: ``0-15,32``."""
     runs: list[list[int]] = []
     for lane in lanes:
         if runs and lane == runs[-1][1] + 1:
@@ -139,7 +139,7 @@ _RUN: Final = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
 
 
 def parse_lanes(text: object) -> tuple[int, ...] | None:
-    """Lanes of `lanes_text`; None where the text is something else."""
+    """Parse the text of `lanes_text`; return None if it is invalid."""
     if not isinstance(text, str) or len(text) > MAX_LINE_BYTES:
         return None
     lanes: list[int] = []
@@ -156,12 +156,12 @@ def parse_lanes(text: object) -> tuple[int, ...] | None:
 
 
 def append_line(path: Path, line: bytes) -> int:
-    """Append a line, with its newline, in one write; a last line that a kill has torn is closed first.
+    """Append a line, which includes its newline, in one write; end a torn last line first.
 
-    The file is opened each time, because others may move or delete the files of a run.
+    The file is opened each time, because other processes may move or delete the files of a run.
 
     Returns:
-        Bytes of the file afterwards.
+        Size of the file after the write, in bytes.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -175,12 +175,12 @@ def append_line(path: Path, line: bytes) -> int:
 
 
 def append_document(path: Path, document: Mapping[str, object]) -> None:
-    """Append a JSON object, likewise."""
+    """Append a JSON object as one line."""
     append_line(path, json.dumps(document, separators=(",", ":")).encode() + b"\n")
 
 
 def read_lines(path: Path, tail_bytes: int = _WHOLE) -> list[bytes]:
-    """The whole lines among the last `tail_bytes` of a file; none where there is no such regular file."""
+    """Return the complete lines in the last ``tail_bytes`` of a file; none if it is not a regular file."""
     if tail_bytes <= 0:
         return []
     try:
@@ -195,18 +195,18 @@ def read_lines(path: Path, tail_bytes: int = _WHOLE) -> list[bytes]:
         start = max(0, size - tail_bytes)
         file.seek(start)
         lines = file.read(size - start).split(b"\n")
-    # the first line began before, and what has no newline yet is torn or under way
+    # the first line may begin earlier; a last line without newline is torn or being written
     return [line for line in lines[1 if start else 0 : -1] if line]
 
 
 def read_documents(path: Path, tail_bytes: int = _WHOLE, *, most_bytes: int = _WHOLE) -> list[dict[str, Any]]:
-    """The JSON objects among those lines; torn ones, those longer than `most_bytes` and other values are left out."""
+    """Return the JSON objects of `read_lines`, without invalid lines and lines longer than ``most_bytes``."""
     parsed = (json_object(line) for line in read_lines(path, tail_bytes) if len(line) <= most_bytes)
     return [one for one in parsed if one is not None]
 
 
 def json_object(text: object) -> dict[str, Any] | None:
-    """The JSON object that a text or its bytes are; None where they are none."""
+    """Parse a JSON object from text or bytes; return None if it is anything else."""
     try:
         value = json.loads(text)  # type: ignore[arg-type]  # what somebody else wrote; TypeError where it is no text
     except (ValueError, TypeError, RecursionError):
@@ -218,18 +218,22 @@ def json_object(text: object) -> dict[str, Any] | None:
 
 
 def telemetry_directory(run: Path) -> Path:
-    """Where a run's records lie."""
+    """Return the directory of a run's records."""
     return run / "telemetry"
 
 
 def record_path(run: Path, rank: int, worker: int = 0) -> Path:
-    """The file of one rank (or one further worker of it)."""
+    """Return the path of the records of one rank, or of one of its additional workers."""
     more = f".worker-{worker:03d}" if worker else ""
     return telemetry_directory(run) / f"rank-{rank:05d}{more}.jsonl"
 
 
 def check_run(run: Path) -> Path:
-    """The directory of a run."""
+    """Return ``run`` if it is the directory of a run.
+
+    Raises:
+        NotFoundError: it does not exist, or has none of the files of a run.
+    """
     known = ("telemetry", "events.jsonl", "run.json", "journal", "ledger")
     if not any((run / name).exists() for name in known):
         what = "is no run directory" if run.is_dir() else "does not exist"
@@ -241,49 +245,49 @@ def check_run(run: Path) -> Path:
 
 @dataclass(frozen=True)
 class RunTelemetry(Shown):
-    """What the files of a run say."""
+    """Records of all ranks of a run."""
 
     series: Mapping[tuple[int, int], Sequence[Record]] = field(default_factory=dict)
-    """(rank, worker) → its records, oldest first; none is empty."""
-    skipped: int = 0  # lines that are no records
+    """(rank, worker) → its records, oldest first, at least one each."""
+    skipped: int = 0  # number of invalid lines
 
     @property
     def newest(self) -> float:
-        """Time of the newest record, 0 where there is none."""
+        """Time of the newest record in seconds since the epoch, or 0 without records."""
         return max((one[-1].time for one in self.series.values()), default=0.0)
 
     @property
     def world(self) -> int:
-        """Ranks of the world that the newest record speaks of."""
+        """World size in the newest record, or 0 without records."""
         last = max((one[-1] for one in self.series.values()), key=lambda record: record.time, default=None)
         return 0 if last is None else last.world
 
     @property
     def ranks(self) -> dict[int, Sequence[Record]]:
-        """Rank → records of its first worker, for the ranks of the present world."""
+        """Records of the first worker of each rank of the present world."""
         world, found = self.world, sorted(self.series.items())
         return {rank: records for (rank, worker), records in found if worker == 0 and rank < world}
 
     @property
     def ended(self) -> bool:
-        """Whether every rank of the present world closed its session."""
+        """True if every rank of the present world has ended its session."""
         ranks = self.ranks.values()
         return bool(ranks) and all(one[-1].state == "ended" for one in ranks)
 
 
 def read_run(run: Path, *, since: float = 0.0, tail_bytes: int = _TAIL_BYTES) -> RunTelemetry:
-    """The records of all ranks.
+    """Read the records of all ranks.
 
     Args:
-        run: directory.
-        since: leave out records before this time (seconds since the epoch).
-        tail_bytes: of each rank, read the end only.
+        run: directory of the run.
+        since: omit records before this time, in seconds since the epoch.
+        tail_bytes: number of bytes to read from the end of each rank's records.
     """
     series: dict[tuple[int, int], list[Record]] = {}
     skipped = 0
     directory = telemetry_directory(run)
     present = os.listdir(directory) if directory.is_dir() else []
-    # a file may just have become the older half
+    # a file may have been renamed to .1 since it was listed
     for name in sorted({one.removesuffix(".1") for one in present}):
         match = _FILE.fullmatch(name)
         if match is None:
@@ -294,7 +298,7 @@ def read_run(run: Path, *, since: float = 0.0, tail_bytes: int = _TAIL_BYTES) ->
         lines_before = read_lines(directory / f"{name}.1", tail_bytes - sum(len(line) + 1 for line in lines))
         older = _records(lines_before, owner)
         skipped += len(lines) + len(lines_before) - len(newer) - len(older)
-        # the newer file is read first; if it became the older one in between, its records come twice
+        # the newer file is read first; if it was renamed in between, its records are read twice
         records = [*(one for one in older if not newer or one.time < newer[0].time), *newer]
         if records := [one for one in records if one.time >= since]:
             series[owner] = records
@@ -307,7 +311,7 @@ def _records(lines: Iterable[bytes], owner: tuple[int, int]) -> list[Record]:
 
 
 def read_events(run: Path, *, since: float = 0.0, tail_bytes: int = 4 << 20) -> list[dict[str, Any]]:
-    """Events of a run in file order, those since a time; anything that is no event is left out."""
+    """Read the events of a run since a time, in file order; invalid lines are omitted."""
     found = read_documents(run / "events.jsonl", tail_bytes, most_bytes=MAX_LINE_BYTES)
     return [one for one in found if isinstance(one.get("event"), str) and _time(one) >= since]
 

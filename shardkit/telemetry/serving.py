@@ -1,6 +1,6 @@
 """Health and metrics of a run over HTTP (SPEC.md §4).
 
-The metrics by their standard names are one table; exposing them needs prometheus-client.
+One table defines all metrics and their standard names. Exposing them requires prometheus-client.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardkit.telemetry.records import NEWEST_BYTES, Record, RunTelemetry, read_
 
 
 def health(telemetry: RunTelemetry, now: float, host: str | None = None) -> Answer:
-    """Whether every rank (of a host) is heard of and makes steps.
+    """Report whether every rank, of a host if given, writes records and makes steps.
 
     Returns:
         Status 200 or 503, with {"healthy": bool, "ranks": n, "problems": [{"rank", "kind", …evidence}]}.
@@ -33,9 +33,10 @@ def health(telemetry: RunTelemetry, now: float, host: str | None = None) -> Answ
 
 
 def run_metrics(telemetry: RunTelemetry, now: float, host: str | None = None) -> Answer:
-    """The exposition of a run as its files tell it; with `host`, of the ranks there, so that no rank is scraped twice.
+    """Return the Prometheus exposition of a run from its files.
 
-    Status 503 where prometheus-client is not installed.
+    With ``host``, only of the ranks on that host, so that no rank is scraped twice. The status is 503 if
+    prometheus-client is not installed.
     """
     newest = [
         records[-1]
@@ -51,7 +52,7 @@ def run_metrics(telemetry: RunTelemetry, now: float, host: str | None = None) ->
 
 
 def serve_health(run: Path, listen: str) -> PageServer:
-    """/healthz and /metrics of one node of a run, from its files."""
+    """Serve /healthz and /metrics of this node of a run, from its files."""
     pages = {"/healthz": health, "/metrics": run_metrics}
 
     def answer(path: str) -> Answer:
@@ -64,21 +65,21 @@ def serve_health(run: Path, listen: str) -> PageServer:
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric."""
+    """A metric and the record values that it exposes."""
 
     name: str  # with unit, without ``_total``
     help: str
     values: tuple[tuple[str, str], ...]  # label value → value of a record, or a prefix that ends in ``*``
-    label: str = ""  # its name; a metric without one has the one label value ""
-    gauge: bool = False  # whether it may fall
+    label: str = ""  # name of the label; a metric without a label has the single label value ""
+    gauge: bool = False  # True if the value may decrease
 
     @property
     def exposed(self) -> str:
-        """The name of its samples."""
+        """Name of the metric's samples."""
         return self.name if self.gauge else f"{self.name}_total"
 
     def samples(self, record: Record) -> Iterator[tuple[str, float]]:
-        """Label value and value of each sample."""
+        """Yield the label value and the value of each sample."""
         for label, name in self.values:
             if name.endswith("*"):
                 prefix = name[:-1]
@@ -146,12 +147,12 @@ _SKEW: Final = (
 
 
 def metric_names() -> set[str]:
-    """Names of all samples that can be exposed."""
+    """Return the names of all samples that can be exposed."""
     return {one.exposed for one in METRICS} | {_HEARTBEAT[0], _ANOMALY[0], _SKEW[0]}
 
 
 def exposition(records: Iterable[Record], anomalies: Mapping[str, int]) -> bytes:
-    """The text format of Prometheus."""
+    """Return records and anomalies in the text format of Prometheus."""
     try:
         from prometheus_client import CollectorRegistry, generate_latest
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Everything that `top` and the dashboard show, as one document of plain numbers and texts. Pure."""
+"""Summary of a run for `top` and the dashboard, as one document of plain numbers and texts. Pure functions."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ Json = dict[str, Any]
 
 
 def summarise(telemetry: RunTelemetry, events: Sequence[Mapping[str, Any]], now: float) -> Json:
-    """A run at a moment.
+    """Summarise a run at one time.
 
     Args:
-        telemetry: its records.
-        events: its events, oldest first.
-        now: seconds since the epoch. A run that ended is shown as it was then.
+        telemetry: records of the run.
+        events: events of the run, oldest first.
+        now: present time in seconds since the epoch. A run that ended is shown at its end.
     """
     ranks, lasts = telemetry.ranks, _lasts(telemetry)
     at = telemetry.newest if telemetry.ended else now
@@ -78,7 +78,7 @@ def summarise(telemetry: RunTelemetry, events: Sequence[Mapping[str, Any]], now:
 
 
 def run_page(telemetry: RunTelemetry) -> str:
-    """A run as a notebook shows it: where it stands, what bounds it, every rank, what is unusual."""
+    """Render a run for a notebook: progress, bottleneck, ranks and anomalies."""
     found = summarise(telemetry, [], telemetry.newest)
     steps = f" of {found['steps']:,}" if found["steps"] else ""
     bound = f", {found['bottleneck']['text']}" if found["bottleneck"] else ""
@@ -106,9 +106,9 @@ def _rank(rank: int, records: Sequence[Record], at: float, telemetry: RunTelemet
     last, found = records[-1], window(records)
     seconds = sum(one.seconds for one in found) or 1.0
     steps, cells = sum(one.steps for one in found), sum(one.cells for one in found)
-    # a loop that does not say what it computed: its wait for data alone is not its own work
+    # without compute time, busy_s is only the wait for data
     busy = sum(one.busy_s for one in found) if found and found[-1].is_timed else None
-    # what further DataLoader workers of a rank hand out counts as the rank's
+    # samples and bytes of additional DataLoader workers count for their rank
     rates = [_rates(window(one)) for (owner, _), one in telemetry.series.items() if owner == rank]
     return {
         "rank": rank,
@@ -135,7 +135,7 @@ def _rank(rank: int, records: Sequence[Record], at: float, telemetry: RunTelemet
 
 
 def _rates(found: Sequence[Interval]) -> tuple[float, float]:
-    """Samples and bytes per second."""
+    """Return samples and bytes per second."""
     if not found:
         return 0.0, 0.0
     seconds = sum(one.seconds for one in found)
@@ -143,11 +143,11 @@ def _rates(found: Sequence[Interval]) -> tuple[float, float]:
     return total(found, "loader.samples") / seconds, num_bytes / seconds
 
 
-# ---- Sums over all that the run's sessions counted
+# ---- Sums over all sessions of a run
 
 
 def _lasts(telemetry: RunTelemetry) -> list[Record]:
-    """The last record of each session: what was counted in all."""
+    """Return the last record of each session, which has its total counts."""
     records = (one for series in telemetry.series.values() for one in series)
     return list({(one.rank, one.worker, one.session): one for one in records}.values())
 
@@ -161,14 +161,14 @@ def _bytes(lasts: Iterable[Record]) -> dict[str, float]:
 
 
 def _lag(telemetry: RunTelemetry) -> float | None:
-    """Bytes below the policy, as the newest record with such a source says; None where no source tells."""
+    """Return the bytes below the replication policy in the newest record that reports them, or None."""
     lasts = [records[-1] for records in telemetry.series.values()]
     told = [one for one in lasts if "replication.policies" in one.values]
     return max(told, key=lambda record: record.time).value("replication.lag_bytes") if told else None
 
 
 def _row_sums(lasts: Iterable[Record], name: str, width: int, key: Callable[[Any], Any]) -> list[list[Any]]:
-    """Rows of a table, those of one key added up; what has none, or other cells than numbers, is left out."""
+    """Return the rows of a table summed by key, without rows that have no valid key or no numbers."""
     sums: dict[Any, list[float]] = {}
     for record in lasts:
         for row in record.tables.get(name, ()):
@@ -192,11 +192,11 @@ def _slow_blocks(lasts: Iterable[Record]) -> list[list[Any]]:
     return sorted(rows, key=lambda row: -row[0])[:_SLOW_BLOCKS]
 
 
-# ---- Who worked which lane
+# ---- Owners of lanes
 
 
 def lane_moves(ranks: Ranks) -> list[Json]:
-    """Lanes that changed hands, oldest first, as the ranks' own records show it."""
+    """Return the changes of lane owners in the records of all ranks, oldest first."""
     owners: dict[int, int] = {}
     moves: list[Json] = []
     for time, step, rank, lanes in _claims(ranks):
@@ -209,7 +209,7 @@ def lane_moves(ranks: Ranks) -> list[Json]:
 
 
 def lane_history(ranks: Ranks) -> list[Json]:
-    """Rows of the lane grid: at each change, {"time", "step", "owners": rank of each lane}."""
+    """Return the rows of the lane grid, one per change: {"time", "step", "owners": rank of each lane}."""
     claims = _claims(ranks)
     count = max((lanes[-1] for *_, lanes in claims), default=-1) + 1
     owners = [-1] * count
@@ -221,13 +221,13 @@ def lane_history(ranks: Ranks) -> list[Json]:
         if owners == before:
             continue
         if rows and (-1 in before or time - rows[-1]["time"] < _SAME_MOVE_S):
-            rows.pop()  # ranks speak one after the other
+            rows.pop()  # ranks report one change at different times
         rows.append({"time": time, "step": step, "owners": owners})
     return rows[-_ROWS:]
 
 
 def _claims(ranks: Ranks) -> list[tuple[float, int, int, tuple[int, ...]]]:
-    """(time, step, rank, lanes) wherever a rank's lanes are others than in its record before."""
+    """Return (time, step, rank, lanes) of each record with lanes other than in the previous record."""
     claims = []
     for rank, records in ranks.items():
         before: tuple[int, ...] = ()
@@ -239,7 +239,7 @@ def _claims(ranks: Ranks) -> list[tuple[float, int, int, tuple[int, ...]]]:
 
 
 def _owner_list(owners: Mapping[int, int]) -> list[int]:
-    """Rank of each lane, −1 where no rank says that it works it."""
+    """Return the rank of each lane, or −1 if no rank reports it."""
     return [owners.get(lane, -1) for lane in range(max(owners, default=-1) + 1)]
 
 
@@ -247,13 +247,13 @@ def _owner_list(owners: Mapping[int, int]) -> list[int]:
 
 
 def chart_series(telemetry: RunTelemetry, at: float) -> Json:
-    """Rates of the whole run.
+    """Return rates of the whole run over time.
 
     Returns:
-        `time`: (n,) middle of each point, seconds since the epoch; `width_s`; and lists of n: `samples_per_s`,
-        `wait_share` (of all ranks' time, waiting for data), `peers_share` (waiting for other ranks), `failures` (blocks
-        that failed verification), `lag_bytes` (None where no source tells), `bytes_per_s`: source → list;
-        `busy_by_rank`: rank → seconds of its own work per step.
+        ``time``: n midpoints in seconds since the epoch; ``width_s``: width of a point; and lists of n values:
+        ``samples_per_s``, ``wait_share`` (share of all ranks' time spent waiting for data), ``peers_share`` (waiting
+        for other ranks), ``failures`` (blocks that failed verification), ``lag_bytes`` (None if unknown),
+        ``bytes_per_s`` (a list per source) and ``busy_by_rank`` (seconds of own work per step, a list per rank).
     """
     series = {key: intervals(records) for key, records in telemetry.series.items()}
     every = [one for found in series.values() for one in found]
@@ -286,7 +286,10 @@ def chart_series(telemetry: RunTelemetry, at: float) -> Json:
 
 
 def _covered(series: Sequence[Sequence[Interval]], typical: float, at: float) -> tuple[float, float]:
-    """The time that all ranks speak of, where they began and ended together: half-filled points mislead."""
+    """Return the time range covered by all ranks if they began and ended together, otherwise by any rank.
+
+    Points that only some ranks cover would be misleading.
+    """
     firsts, lasts = [one[0].first.time for one in series], [one[-1].last.time for one in series]
     begin = max(firsts) if max(firsts) - min(firsts) < 0.25 * (max(lasts) - min(firsts)) else min(firsts)
     together = [last for last in lasts if last > max(lasts) - 5 * typical]
@@ -294,7 +297,7 @@ def _covered(series: Sequence[Sequence[Interval]], typical: float, at: float) ->
 
 
 class _Grid:
-    """Points of equal width; what grew in an interval is spread over the points that it covers."""
+    """Points of equal width; the growth in an interval is spread over the points that it covers."""
 
     def __init__(self, end: float, width: float, points: int) -> None:
         self.begin, self.width, self.points = end - points * width, width, points
@@ -313,7 +316,7 @@ class _Grid:
         return sums
 
     def rates(self, found: Sequence[Interval], counter: str) -> list[float]:
-        """Growth of a counter per second."""
+        """Return the growth of a counter per second at each point."""
         return [value / self.width for value in self.spread(found, lambda one: one.delta(counter))]
 
 
