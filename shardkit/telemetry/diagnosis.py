@@ -76,12 +76,12 @@ class Interval:
 
     @property
     def waiting_s(self) -> float:
-        """What it waited for other ranks."""
+        """Seconds of waiting for other ranks."""
         return sum(self.delta(f"trainer.{name}") for name in WAITING)
 
     @property
     def training_s(self) -> float:
-        """Without evaluation and checkpoints."""
+        """Seconds without evaluation and checkpoints."""
         between = self.delta("trainer.evaluation_s") + self.delta("trainer.checkpoint_s")
         return max(0.0, self.seconds - between)
 
@@ -199,8 +199,8 @@ def cost_skew(newest: Iterable[Record]) -> dict[str, float] | None:
     """Return the skew of cost between ranks: cost of the most expensive rank over the mean cost.
 
     Returns:
-        ``steps``: number of steps that all ranks report; ``plan`` and ``plain``: mean skew of the plan over these steps,
-        and of the same plan without costs; ``plan_p95`` and ``plain_p95``: 95th percentiles. None without such steps.
+        ``steps``: number of steps that all ranks report; ``plan`` and ``plain``: mean skew of the plan and of
+        the same plan without costs; ``plan_p95`` and ``plain_p95``: 95th percentiles. None without such steps.
     """
     ranks = {record.rank: record for record in newest if not record.worker}
     world = max((record.world for record in ranks.values()), default=0)
