@@ -23,7 +23,7 @@ Report = Callable[[str, int, int], None]
 
 
 class CopyCheck(NamedTuple):
-    """A check to be made; see `check_object`."""
+    """A check to make; see `check_object`."""
 
     store: Store
     name: str

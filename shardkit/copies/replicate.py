@@ -363,7 +363,7 @@ def _copies_of_commit(repository: Repository, versions: Sequence[str]) -> Callab
 
 
 def _check_logs(repository: Repository, table: LocationTable) -> None:
-    """Refuse to commit if a copy's log has entries that the root lost: the commit would fork the log."""
+    """Raise IntegrityError if a copy's log has entries that the root lost: a commit would fork the log."""
     for record in table.others:
         conflict = ""
         with contextlib.suppress(ShardkitError):  # a copy that does not answer is skipped

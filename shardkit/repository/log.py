@@ -283,7 +283,7 @@ FEATURES: Final[tuple[str, ...]] = (SINGLE_WRITER,)
 
 
 class Identity(NamedTuple):
-    """Id of the repository of a root, and the features that a program must support to use it."""
+    """Id of a repository, and the features that a program must support to use it."""
 
     id: str
     """Random UUID: it distinguishes repositories, whatever their paths."""

@@ -298,11 +298,15 @@ class Repository(CommitLog):
 
     @property
     def tags(self) -> dict[str, str]:
-        """Unmovable names → manifest ids."""
+        """Fixed names → manifest ids."""
         return dict((self.head() or NO_COMMIT).tags)
 
     def resolve(self, ref: str | None = None) -> str:
-        """Return the manifest id of a ref, a tag or a digest; None means ``main``."""
+        """Return the manifest id of a ref, a tag or a digest; None means ``main``.
+
+        Raises:
+            NotFoundError: There is no such ref or tag.
+        """
         name = DEFAULT_REF if ref is None else ref
         if DIGEST.fullmatch(name) is not None:
             return name
@@ -336,6 +340,11 @@ class Repository(CommitLog):
         All objects that the manifests name must have been put before. If other processes committed to other refs
         meanwhile, the commit is rebased. `shardkit.copies.replicate.commit` also makes the copies that the policy's
         mode requires.
+
+        Raises:
+            CommitConflict: A ref was moved, a tag exists, or an object is being deleted.
+            CommitUnknown: The store did not confirm the entry; ask `find_commit` later.
+            NotFoundError: A manifest is not in the repository.
         """
         self._check_writable()
         changes = Changes(set_refs or {}, set_tags or {}, expected or {}, withdraw or {})
