@@ -63,7 +63,7 @@ class About(Document, frozen=True, kw_only=True, tag="shardkit-about/1"):
     strata: Annotated[tuple[tuple[Text, Terms], ...], Meta(max_length=_MAX_STRATA)] = ()
 
     def of_stratum(self, name: str) -> Terms:
-        """Return the terms of a stratum, completed by those of the whole dataset."""
+        """Return the terms of a stratum; empty texts are taken from the dataset's terms."""
         for pattern, terms in self.strata:
             if pattern == name or fnmatchcase(name, pattern):
                 return terms.over(self.terms)
@@ -104,7 +104,7 @@ def parse_about(document: Mapping[str, Any], where: str = "about") -> About:
     """Return the content of a parsed ``about.toml``.
 
     Raises:
-        ConfigurationError: A key is unknown or given twice, or a value is no text, too long, or holds a credential.
+        ConfigurationError: A key is unknown or given twice, or a value is not a text, too long, or a credential.
     """
     given = _own_spelling(document, where)
     if isinstance(given.get("stratum"), Mapping):

@@ -41,7 +41,7 @@ def sample_batch(schema: Schema, rows: Sequence[tuple[bytes, ...]]) -> Any:
 
 
 def stored_columns(schema: Schema, batch: Any) -> list[PayloadColumn]:
-    """Return the payloads of the stored columns of a record batch of samples; views of its memory where possible."""
+    """Return the payloads of the stored columns of a batch of samples, as views of its memory if possible."""
     columns: list[PayloadColumn] = []
     for (_, kind), array in zip(schema.items(), batch.columns, strict=True):
         if not kind.optional:
@@ -53,7 +53,7 @@ def stored_columns(schema: Schema, batch: Any) -> list[PayloadColumn]:
 
 
 def _without_absent(kind: FieldType, array: Any, valid: NDArray[np.bool_]) -> PayloadColumn:
-    """Return payloads in which those of absent values are zero bytes, or empty."""
+    """Return the payloads of a column; absent values become zero bytes, or empty."""
     column = _bool_bytes(kind, array)
     if valid.all():
         return column
@@ -163,6 +163,6 @@ def payload_column(kind: FieldType, array: Any) -> NDArray[np.uint8] | JoinedPay
 
 
 def _items(array: Any, size: int) -> Any:
-    """Return the items of fixed-size lists, including those of null lists, which `flatten` leaves out."""
+    """Return the items of fixed-size lists, including the items of null lists, which `flatten` leaves out."""
     first = array.offset * size
     return array.values[first : first + len(array) * size]

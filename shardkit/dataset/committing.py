@@ -152,7 +152,7 @@ def _root(
 def _sidecars(
     repository: Repository, version: NewVersion, table: ShardTable, own: Manifest | None
 ) -> dict[str, Any]:
-    """Return the manifest's about, look-ups and costs; an append adds new pieces after those of the base."""
+    """Return the manifest's about, look-ups and costs; an append adds new pieces to the base's."""
     fields = tuple(lookup.field for lookup in own.lookups) if own else version.lookups
     expressions = tuple(costs.expression for costs in own.costs) if own else version.costs
     lookups: tuple[Lookup, ...] = ()
@@ -274,7 +274,7 @@ def _conflict(
 
 
 def block_size_for(root: str | os.PathLike[str], ref: str, given: int | str | None) -> int:
-    """Return raw bytes per block: as given, else of the version that `ref` names, else the default."""
+    """Return raw bytes per block: the given value, or that of the version of `ref`, or the default."""
     if given is not None:
         return parse_size(given)
     try:

@@ -1,4 +1,4 @@
-"""Costs of rows: one byte per row in pieces next to the shards, read for the windows of a plan (SPEC.md §15)."""
+"""Costs of rows: one byte per row, in pieces next to the shards, for the windows of a plan (SPEC.md §15)."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def costs_of(dataset: Samples, text: str) -> Costs:
         codes = CostCodes(dataset.rows, starts, first, partial(_read_numbered, formula.canonical, pieces))
     else:
         codes = CostCodes(dataset.rows, starts, starts, partial(_of_indexes, dataset.reader, formula))
-    # loads one unit, so that unreadable costs are an error now
+    # load one unit, so that unreadable costs are an error now
     codes[np.zeros(min(1, len(codes)), dtype=np.int64)]
     return Costs(formula.canonical, codes)
 

@@ -54,19 +54,19 @@ def create(
     Args:
         root: a directory, new or with versions in it.
         schema: field → type, such as ``{"image": "bytes", "label": "int64"}``.
-        stratify: field or fields (str, int or bool scalars) by which batches are balanced; ``"__class__"``
+        stratify: field or fields (str, int or bool scalars) to balance batches by; ``"__class__"``
             for the class names of ``label``.
         format: ``"tar"`` or ``"arrow"``.
         compression: ``"none"``, or for arrow also ``"zstd"`` or ``"zstd:9"``.
         shard_size: raw bytes per shard.
-        block_size: raw bytes per block; by default that of the version that ``ref`` names, or 256 KiB.
+        block_size: raw bytes per block; by default as in the version that ``ref`` names, or 256 KiB.
         seed: seed of the shuffle.
         shuffle: False keeps the order of adding within each stratum.
         classes: names of the values 0, 1, … of the field ``label``.
         split: shares such as ``{"train": 0.9, "val": 0.1}``; each becomes a ref, and ``ref`` holds all rows.
         split_by: field whose equal values stay in one split.
-        append: add the samples after those of the version that ``ref`` names; schema, format, compression,
-            stratify and classes must be the same.
+        append: add the samples to the version that ``ref`` names; schema, format, compression, stratify and
+            classes must be the same.
         single_writer: for a new root on a store without put-if-absent: promise that there is no other writer.
         about: licence, source and contact, also per stratum: an ``about.toml`` file, or a mapping with its
             content.

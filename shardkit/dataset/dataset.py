@@ -45,7 +45,7 @@ class Dataset(Samples):
 
     @property
     def repository(self) -> Repository:
-        """Repository of the dataset; for a merged dataset that of the first part."""
+        """Repository of the dataset; for a merged dataset, the first part's."""
         return self.version.parts[0].repository
 
     @property

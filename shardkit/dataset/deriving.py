@@ -21,7 +21,7 @@ def merge_datasets(
     message: str = "",
     author: str = "",
 ) -> tuple[Manifest, Moved]:
-    """Commit a version of ``root`` whose shards are those of the parts, in the given order.
+    """Commit a version of ``root`` over the shards of all parts, in the given order.
 
     Merging the same parts again changes only the locations of the parts that the root records; this is how to
     record a part that has moved.

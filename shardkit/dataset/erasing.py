@@ -273,7 +273,7 @@ def delete_parity(repository: Repository, report: ErasureReport, live: set[str])
         return
     gone = {parse_object_name(name)[0] for name in report.objects if name not in live}
     records = list(sets_that_hold(store, gone))
-    # versions that no ref or tag names are not repaired
+    # only live versions are repaired from parity
     versions = live_versions(repository) if records else []
     named = {name for one in walk_versions(repository.store, versions) for name, _ in one.names()}
     if records:

@@ -88,7 +88,7 @@ def mix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def order_keys(identity: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:
-    """Return (n,) uint64, the shuffle keys of rows: a keyed hash of their identities. `lay_out` breaks ties."""
+    """Return (n,) uint64, the shuffle keys of rows: a keyed hash of their identities. Ties are possible."""
     key = mix64(np.array([seed], dtype=np.uint64))
     return mix64(identity[:, 0] ^ mix64(identity[:, 1] ^ key))
 
@@ -212,7 +212,7 @@ def _extra_rows(extra: int, shard_bytes: NDArray[np.int64], phase: int) -> NDArr
 
 
 def _with_pool(stratum: NDArray[np.int32], pooled: NDArray[np.bool_]) -> NDArray[np.int32]:
-    """Return the stratum by which rows are grouped: the pool comes after all others."""
+    """Return the number to group rows by: their stratum, or the pool, which comes last."""
     return np.where(pooled[stratum], np.int32(len(pooled)), stratum).astype(np.int32, copy=False)
 
 

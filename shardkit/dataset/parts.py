@@ -62,7 +62,7 @@ def commit_parts(
     Args:
         root: the dataset.
         parts: names of the parts, so that a missing one is an error; by default all complete parts.
-        append: add the rows after those of the version that ``ref`` names.
+        append: add the rows to the version that ``ref`` names.
         about: see `create`.
         lookup: see `create`.
         cost: see `create`.

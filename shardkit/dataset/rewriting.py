@@ -54,7 +54,7 @@ _FORMAT: Final = "shardkit-erasure/1"
 class ErasurePlan:
     """The rows to erase."""
 
-    request: str  # digest of the request, by which a repeated call is recognised
+    request: str  # digest of the request, to recognise a repeated call
     reason: str  # for the log, like the author
     author: str
     # (hex of the shard, hex of its index) → rows, ascending
@@ -165,7 +165,7 @@ class Journal:
             raise FormatError(f"erasure journal: {error!r}; a newer shardkit may read it") from None
 
     def report(self) -> ErasureReport | None:
-        """Return the report of an erasure that was killed while finishing, else None."""
+        """Return the report of an erasure that was killed while finishing, or None."""
         try:
             value = _loads(self._store.get(f"{self._folder}report.json", max_bytes=_MAX_BYTES))
             return ErasureReport(**value["report"])

@@ -192,7 +192,7 @@ def describe_row(rows: Rows, reader: ScratchReader | None, place: int, first_ord
 
 
 def sized_run(source_bytes: int, shard_size: int) -> int:
-    """Return the bytes of a run: short, but so long that a shard reads 1 MiB or more of each.
+    """Return the bytes of a run: short, but long enough for a shard to read 1 MiB of each.
 
     Touching memory for the first time costs more than a copy, and a short run stays in the processor's cache.
     """

@@ -1,6 +1,6 @@
 """Plan a version before its shards are written: settings, schema, and the place of every row.
 
-An append puts new rows in new shards after those of the base, whose pages stay as they are (SPEC.md §7).
+An append puts new rows in new shards after the base's, whose pages stay as they are (SPEC.md §7).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class NewVersion:
     recipe: Mapping[str, Any] = field(default_factory=dict)
     sources: str | None = None  # digest of the object that lists the source files
     about: About | None = None  # licence, source and contact; None: as in the base
-    # fields with look-ups; an append keeps those of its base, as for costs
+    # fields with look-ups; an append keeps its base's, also for costs
     lookups: tuple[str, ...] = ()
     costs: tuple[str, ...] = ()  # cost expressions
 

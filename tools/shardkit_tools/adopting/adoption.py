@@ -193,7 +193,7 @@ def adopt(
         tars: paths, globs and URLs of tars, in order.
         root: directory or URL of the dataset, new or existing.
         field_types: field → type that replaces the inferred one.
-        stratify: field or fields by which batches are balanced.
+        stratify: field or fields to balance batches by.
         block_size: target size of a block in bytes.
         ref: the ref that is moved.
         replace: move the ref even from another schema, and over concurrent commits.

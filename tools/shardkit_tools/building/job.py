@@ -251,7 +251,7 @@ class Job:
 
 
 def abandoned_jobs(store: Store, older_than_s: float) -> list[str]:
-    """Return prefixes of builds in a root that were begun more than ``older_than_s`` ago."""
+    """Return prefixes of builds in a root that were begun more than ``older_than_s`` ago, or have no start."""
     prefixes = {match.group() for name in store.list_after(f"{_SCRATCH}/") if (match := _JOB.match(name))}
     now = dt.datetime.now(dt.UTC)
     return [

@@ -28,7 +28,7 @@ class Progress:
 
     # "read" (source to scratch), "pack" (documents to rows), "write" (scratch to shards), "commit"
     phase: Phase
-    rows: int  # rows done in this phase, including those of an earlier, killed run
+    rows: int  # rows done in this phase, including rows of an earlier, killed run
     done_bytes: int  # bytes done in this phase, of the source while reading, of the rows while writing
     total_bytes: int  # bytes of this phase
     seconds: float  # seconds since this phase began in this run
@@ -48,7 +48,7 @@ ProgressCallback = Callable[[Progress], None]
 
 @dataclass(frozen=True)
 class BuildSettings(VersionSettings):
-    """All settings of a build; those of the version are inherited from `VersionSettings`.
+    """All settings of a build, including `VersionSettings`.
 
     Attributes:
         source: a file, folder, glob or URL, or an importer.
@@ -65,12 +65,11 @@ class BuildSettings(VersionSettings):
             types.
         unique: field; of rows with equal values, byte for byte, only the first of the source is kept.
         pack: ragged field → length, such as ``{"tokens": 2048}``: documents are packed into rows of this
-            length, with their borders in ``boundaries``. Of the other fields, only those that the dataset is
-            stratified by are kept. Rows are padded with zeros.
-        append: add the rows after those of the version that ``ref`` names; schema, format, compression,
-            stratify and classes must be the same. Appending exactly the files of the last append changes
-            nothing.
-        ref: the ref that is moved; the block size defaults to that of the version that it names.
+            length, with their borders in ``boundaries``. Only the stratify fields are kept besides. Rows are
+            padded with zeros.
+        append: add the rows to the version that ``ref`` names; schema, format, compression, stratify and
+            classes must be the same. Appending exactly the files of the last append changes nothing.
+        ref: the ref that is moved; the version that it names sets the default block size.
         replace: move the refs even from another schema, and over concurrent commits.
         single_writer: for a new root on a store without put-if-absent: promise that there is no other writer.
         message: message of the commit.

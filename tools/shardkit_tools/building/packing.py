@@ -71,7 +71,7 @@ class PackSettings:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Documents:
-    """Documents for one process; arrays have one entry per document, and documents of a group are adjacent."""
+    """Documents for one process; arrays have one entry per document, grouped."""
 
     number: int  # number of this item
     group_start: NDArray[np.int64]  # (groups + 1,)

@@ -266,7 +266,7 @@ class ReadWorker:
     def _take(
         self, found: DecodedRows, paths: Mapping[str, str], spool: RowSpool, throttle: _Throttle
     ) -> list[SourceFailure]:
-        """Spool rows; return failures for those that cannot be stored."""
+        """Spool rows; return a failure for each row that cannot be stored."""
         names, numbers, keys = found.origin.source_names, found.origin.source_row, found.origin.keys
 
         def name_of(row: int) -> str:

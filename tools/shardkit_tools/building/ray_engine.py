@@ -228,7 +228,7 @@ def _own_versions() -> dict[str, str]:
 
 
 def _short_folder() -> str:
-    """Return a short folder for a local cluster: Ray creates sockets in it, with paths of at most 107 bytes."""
+    """Return a short folder for a local cluster: paths of Ray's sockets may have at most 107 bytes."""
     usual = tempfile.gettempdir()
     return usual if len(usual) <= _LONGEST_FOLDER else "/tmp"  # noqa: S108 - mkdtemp makes a private one in it
 

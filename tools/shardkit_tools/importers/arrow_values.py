@@ -305,7 +305,7 @@ def _values(column: Any, kind: FieldType, where: str) -> Sequence[Any]:
 
 
 def _lists(column: Any, kind: FieldType, where: str) -> list[Any]:
-    """Return lists of numbers as arrays: views of the buffer with one ragged level, otherwise Python lists."""
+    """Return lists of numbers as arrays: views of the buffer for one ragged level, else Python lists."""
     shape, item = fixed_shape(column.type.value_type) if is_list(column.type) else ((), None)
     if item is not None and is_number(item) and not _null_rows(column):
         inner = column.values

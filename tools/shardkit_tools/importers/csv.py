@@ -223,7 +223,7 @@ def _delimiter(file: SourceFile, encoding: str) -> str:
 def _rows(
     file: SourceFile, encoding: str, start: int = 0, stop: int | None = None, first: int = 0
 ) -> Iterator[list[str]]:
-    """Yield the rows below the header, without empty lines; or those of a range, from row `first` on.
+    """Yield the rows below the header, without empty lines, or the rows of a range, from row `first` on.
 
     A range begins at a row, or at the header, and holds no empty lines.
     """

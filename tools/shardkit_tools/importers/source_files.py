@@ -386,7 +386,7 @@ _TEXTS = frozenset((
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _NESTED = ("parquet", "arrow", "jsonl", "huggingface")
 _WITH_AN_INDEX = ("huggingface", "mds")
-# Kinds of files that an importer accepts as samples, if not only those of its own extensions.
+# Kinds of files that an importer accepts as samples, beyond its own extensions.
 _KINDS_OF = {name: {name} for name in set(_RECORDS.values())}
 _KINDS_OF |= {"jsonl": {"jsonl", "json"}, "text": {"text"}, "folder": {*MEDIA, "blob"}}
 

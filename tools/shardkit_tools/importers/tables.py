@@ -393,7 +393,7 @@ def _record_batches(
                 batch = reader.read_next_batch() if count is None else reader.get_batch(number)
             except StopIteration:
                 return
-            # a damaged length may ask for any amount
+            # MemoryError: a damaged length may ask for any amount
             except (pa.ArrowException, OSError, MemoryError) as error:
                 raise SourceError(
                     f"{file.path}: record batch {number} cannot be read ({error}); fetch or write it again"

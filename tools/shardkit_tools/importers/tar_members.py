@@ -287,7 +287,7 @@ class _Reader:
         return size
 
     def _check_one_name(self, short: str, long: str) -> None:
-        """Refuse different names: the header may only truncate a long name or replace non-ASCII characters."""
+        """Refuse different names: the header may only truncate a name or replace non-ASCII characters."""
         if long.encode()[: len(short.encode())] == short.encode() and len(short.encode()) >= 99:
             return
         if short == long or (not long.isascii() and long.encode("ascii", "replace").decode()[:100] == short):
