@@ -1,6 +1,6 @@
-"""Checkpoints as bytes in a store (the trainer's SPEC.md §4): refs, manifests, plain values; no pickle, no torch.
+"""The stored form of checkpoints (the trainer's SPEC.md §4): refs, manifests, plain values; no pickle, no torch.
 
-In several stores: verified copies, and forgetting old ones.
+Also copies checkpoints between stores and deletes old ones.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from shardkit.stores.store import Store, object_name
 
 MAX_MANIFEST_BYTES = 1 << 30
 REF_BYTES = 4096
-"""Of the document that names a checkpoint, at most."""
+"""Maximum size of a ref, the document that names a checkpoint."""
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,79}")
 
 
 def as_store(location: Store | str | os.PathLike[str]) -> Store:
-    """The store of a run directory, given as a store, a path or a URL."""
+    """Return the store of a run directory, given as a store, a path or a URL."""
     return open_store(os.fspath(location)) if isinstance(location, str | os.PathLike) else location
 
 
@@ -37,7 +37,7 @@ def ref_name(name: str) -> str:
 
 
 def checkpoint_names(location: Store | str | os.PathLike[str]) -> list[str]:
-    """Names of the complete checkpoints in a run directory, oldest first (names sort by step)."""
+    """Return the names of the complete checkpoints in a run directory, oldest first (names sort by step)."""
     refs = as_store(location).list_after("checkpoints/")
     return sorted(
         ref.removeprefix("checkpoints/").removesuffix(".json") for ref in refs if ref.endswith(".json")
@@ -45,7 +45,7 @@ def checkpoint_names(location: Store | str | os.PathLike[str]) -> list[str]:
 
 
 def get_verified(store: Store, digest_hex: str, extension: str, size: int) -> bytes:
-    """One object, its size and SHA-256 checked before anybody parses it."""
+    """Read one object and verify its size and SHA-256."""
     name = object_name(f"sha256:{digest_hex}", extension)
     advice = "load an older checkpoint, or copy the object from a replica of the run directory"
     try:
@@ -64,7 +64,7 @@ def get_verified(store: Store, digest_hex: str, extension: str, size: int) -> by
 def read_checkpoint_manifest(
     location: Store | str | os.PathLike[str], name: str | None = None
 ) -> dict[str, Any]:
-    """The verified manifest of checkpoint ``name`` (default: the newest).
+    """Return the verified manifest of checkpoint ``name`` (default: the newest).
 
     Returns:
         ``{"name", "meta", "tensors": {fqn: {dtype, shape, path, chunks}}, "values": {fqn: {path, value}}}``
@@ -103,7 +103,7 @@ def read_ref(store: Store, name: str) -> dict[str, Any]:
 
 
 def read_manifest_of(store: Store, ref: Mapping[str, Any]) -> dict[str, Any]:
-    """The verified manifest that a ref names."""
+    """Return the verified manifest that a ref names."""
     digest, size = parse_digest(ref["checkpoint"]), int(ref["size"])
     manifest = _dictionary(loads(get_verified(store, digest, "checkpoint", size), max_bytes=size))
     found = manifest.get("format"), manifest.get("version")
@@ -116,7 +116,7 @@ def read_manifest_of(store: Store, ref: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tensor_objects(manifest: Mapping[str, Any]) -> dict[str, int]:
-    """SHA-256 in hex → bytes of the objects that hold a manifest's tensors, in the order in which they are written."""
+    """Return SHA-256 in hex → size in bytes of the objects with a manifest's tensors, in the order of writing."""
     return {
         str(extent[0]): int(extent[1])
         for tensor in manifest.get("tensors", {}).values()
@@ -132,7 +132,7 @@ def _dictionary(value: object) -> dict[str, Any]:
 
 
 def encode_value(value: object, where: str) -> object:
-    """Plain Python data as canonical JSON (floats by their hexadecimal text); never a pickle."""
+    """Convert plain Python data to values for canonical JSON, with floats as hexadecimal text."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -148,7 +148,7 @@ def encode_value(value: object, where: str) -> object:
 
 
 def decode_value(value: object) -> Any:
-    """The inverse of `encode_value`."""
+    """Convert values from `encode_value` back to Python data."""
     if not isinstance(value, dict):
         return value
     ((kind, body),) = value.items()
@@ -163,7 +163,7 @@ def decode_value(value: object) -> Any:
 
 
 def _objects(store: Store, name: str) -> dict[tuple[str, str], int]:
-    """{(SHA-256, extension): bytes} of a checkpoint's objects in the order in which they are written."""
+    """Return {(SHA-256, extension): size in bytes} of a checkpoint's objects, in the order of writing."""
     ref = read_ref(store, name)
     tensors = tensor_objects(read_manifest_of(store, ref))
     found = {(digest, "tensor"): size for digest, size in tensors.items()}
@@ -173,12 +173,12 @@ def _objects(store: Store, name: str) -> dict[tuple[str, str], int]:
 def copy_checkpoint(
     source: Store | str | os.PathLike[str], target: Store | str | os.PathLike[str], name: str
 ) -> int:
-    """Copy a checkpoint in the order in which it is written; objects that the target has already are not read.
+    """Copy a checkpoint: objects first, then the manifest, then the ref.
 
-    Every object is verified on the way: damage does not spread.
+    Objects that the target already has are not read. Every copied object is verified, so damage does not spread.
 
     Returns:
-        Bytes of objects written.
+        Number of bytes of objects written.
 
     Raises:
         ShardkitError: the source is damaged, or the target cannot be written.
@@ -196,10 +196,10 @@ def copy_checkpoint(
 
 
 def prune_checkpoints(location: Store | str | os.PathLike[str], keep: int) -> None:
-    """Forget all but the newest ``keep`` checkpoints (at least 1), then delete the objects that none names.
+    """Delete all but the newest ``keep`` checkpoints (at least 1), and the objects that no checkpoint uses.
 
-    Refs go first: a crash in between leaves garbage for the next call, never a ref without objects. Nobody may save
-    into the run directory meanwhile: objects whose manifest is not written yet look like garbage.
+    Refs are deleted first: a crash in between leaves garbage for the next call, never a ref without objects.
+    Do not save into the run directory at the same time: objects without a manifest yet look like garbage.
 
     Raises:
         ConfigurationError: ``keep`` is less than 1.
@@ -215,7 +215,7 @@ def prune_checkpoints(location: Store | str | os.PathLike[str], keep: int) -> No
         for name in names[-keep:]:
             reachable |= {object_name(f"sha256:{digest}", kind) for digest, kind in _objects(store, name)}
     except ShardkitError:
-        return  # a damaged one may still be repaired from a copy: keep every object
+        return  # a damaged checkpoint can still be repaired from a copy: keep every object
     for found in list(store.list_after("objects/")):
         if found.endswith((".tensor", ".checkpoint")) and found not in reachable:
             store.delete(found)

@@ -1,7 +1,7 @@
 """`CheckpointWriter`, `CheckpointReader` and `FlatSlice`: plug-ins for torch.distributed.checkpoint (DCP).
 
-An extent is [object hex, object size, offset in the object, length]; a chunk (a box of a tensor) is a list of them.
-`export_safetensors` writes what the reader reads for programs that know nothing of shardkit.
+An extent is [object hex, object size, offset in the object, length]. A chunk (a box of a tensor) is a list of extents.
+`export_safetensors` writes weights for programs that do not use shardkit.
 """
 
 from __future__ import annotations
@@ -60,14 +60,16 @@ from .checkpoint_format import (
     ref_name,
 )
 
-PIECE_BYTES = 16 << 20  # larger tensors are cut here: bounds memory, and lets unchanged parts be shared
-PACK_BYTES = 64 << 10  # smaller tensors share an object: an fsync each would cost more than their bytes
+PIECE_BYTES = (
+    16 << 20
+)  # larger tensors are cut into pieces of this size, to bound memory and to share unchanged pieces
+PACK_BYTES = 64 << 10  # smaller tensors share an object, because an fsync costs more than their bytes
 PACK_TARGET_BYTES = 1 << 20
 SAFETENSORS = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
     "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
-"""Name of a dtype that a checkpoint may hold → what safetensors calls it."""
+"""Dtypes that a checkpoint may contain → their names in safetensors."""
 
 DTYPES = {name: getattr(torch, name) for name in SAFETENSORS}
 
@@ -75,50 +77,50 @@ Extent = list[Any]
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The tensor's elements, C order, little-endian, as bytes (a view where it is contiguous on the CPU)."""
+    """Return the elements in C order, little-endian, as bytes; a view if the tensor is contiguous on the CPU."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
     return flat.numpy().data
 
 
 @dataclass
 class _OneCheckpoint:
-    """The checkpoint that a writer or reader works on; DCP's plans are not changed."""
+    """Base class of a writer or reader of one checkpoint; it does not change DCP's plans."""
 
     location: Store | str | os.PathLike[str]
     name: str | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin with the checkpoint that ``checkpoint_id`` names, where it is given."""
+        """Switch to the checkpoint that ``checkpoint_id`` names, if given."""
         if checkpoint_id is not None:
             self.name = os.path.basename(os.fspath(checkpoint_id))
 
     def prepare_local_plan(self, plan: Any) -> Any:
-        """Nothing to add: object names follow from their bytes."""
+        """Return the plan unchanged: object names follow from their bytes."""
         return plan
 
     def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
-        """Nothing to add: ranks cannot collide in a content-addressed store, and each reads what it needs."""
+        """Return the plans unchanged: ranks cannot collide in a content-addressed store."""
         return plans
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether DCP may use ``checkpoint_id`` as the checkpoint's name."""
+        """Return True if DCP may use ``checkpoint_id`` as the checkpoint's name."""
         return NAME.fullmatch(os.path.basename(os.fspath(checkpoint_id))) is not None
 
 
 @dataclass
 class CheckpointWriter(_OneCheckpoint, StorageWriter):
-    """Writes one checkpoint: objects first, then the manifest, then the ref.
+    """Writer of one checkpoint: objects first, then the manifest, then the ref.
 
-    A checkpoint whose writing stops at any moment leaves no ref, hence does not exist; earlier ones are not touched.
-    Objects that an earlier checkpoint already holds are not written again.
+    If writing stops at any time, there is no ref, so the checkpoint does not exist and earlier checkpoints are intact.
+    Objects of earlier checkpoints are not written again.
 
     Attributes:
         location: run directory: a path, a URL or a store.
-        name: the checkpoint's name; names sort by age, so count with leading zeros. Else DCP's checkpoint_id.
-        meta: plain data kept in the manifest (loader state, step, configuration).
+        name: name of the checkpoint, by default DCP's checkpoint_id. Names sort by age: number them with leading zeros.
+        meta: plain data stored in the manifest (loader state, step, configuration).
         threads: concurrent writes per rank.
-        distrust: read objects that exist already, and replace damaged ones.
+        distrust: read objects that already exist, and replace damaged ones.
     """
 
     meta: Mapping[str, object] = field(default_factory=dict)
@@ -160,7 +162,7 @@ class CheckpointWriter(_OneCheckpoint, StorageWriter):
         return future
 
     def _put(self, store: Store, content: memoryview | bytes) -> tuple[Extent, bool]:
-        """On any thread: where it is, and whether it was written."""
+        """Store ``content``; return its extent, and whether it was written. Thread-safe."""
         digest = sha256_digest(content)
         is_new = self._put_object(store, object_name(digest, "tensor"), bytes(content))
         return [parse_digest(digest), len(content), 0, len(content)], is_new
@@ -171,7 +173,7 @@ class CheckpointWriter(_OneCheckpoint, StorageWriter):
         return [extent for extent, _ in done]
 
     def _put_object(self, store: Store, name: str, content: bytes) -> bool:
-        """Whether it was not there, or was damaged."""
+        """Write the object if it is missing or damaged; return whether it was written."""
         if store.put_new(name, content):
             return True
         if not self.distrust:
@@ -184,7 +186,7 @@ class CheckpointWriter(_OneCheckpoint, StorageWriter):
         return True
 
     def _write_packs(self, store: Store, small: Sequence[tuple[WriteItem, memoryview]]) -> list[WriteResult]:
-        """Small tensors, in packs of one top-level key each, so that the packs of a frozen model stay the same."""
+        """Write small tensors in packs per top-level key, so that the packs of a frozen model stay the same."""
         results: list[WriteResult] = []
         packs: list[list[tuple[WriteItem, memoryview]]] = []
         room, group = 0, ""
@@ -206,7 +208,7 @@ class CheckpointWriter(_OneCheckpoint, StorageWriter):
         return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Manifest, then ref (coordinator only, after every rank's objects are durable)."""
+        """Write the manifest, then the ref; called on the coordinator after all objects are durable."""
         assert self.name is not None
         store = as_store(self.location)
         stored = {result.index: result.storage_data for rank in results for result in rank}
@@ -226,7 +228,7 @@ class CheckpointWriter(_OneCheckpoint, StorageWriter):
             raise RunError(f"checkpoint {self.name} was written to {store.url} by another process meanwhile")
 
     def _bind(self, store: Store, digest: str) -> None:
-        """Into the ledger of the run directory, where it has one: from now on no other may have this name."""
+        """Record the checkpoint in the ledger of the run directory, if any, which reserves its name."""
         assert self.name is not None
         if "://" in store.url or not any(Path(store.url, part).is_dir() for part in ("journal", "ledger")):
             return
@@ -237,7 +239,7 @@ class CheckpointWriter(_OneCheckpoint, StorageWriter):
 
 
 def _plain(data: object, where: str) -> object:
-    """DCP's planner hands non-tensors over as pickle; read it back in the mode that makes plain data only."""
+    """Return plain data from DCP's planner, which pickles non-tensors; loaded in the mode for plain data only."""
     if not isinstance(data, io.BytesIO):
         return data
     data.seek(0)
@@ -276,20 +278,20 @@ def _manifest(
 
 @dataclass
 class CheckpointReader(_OneCheckpoint, StorageReader):
-    """Reads one checkpoint onto any world size and sharding; every byte is verified before it reaches a tensor.
+    """Reader of one checkpoint for any world size and sharding; bytes are verified before they reach a tensor.
 
     Attributes:
         location: run directory: a path, a URL or a store.
-        name: the checkpoint's name; None takes the newest.
-        meta: what the writer was given, once the metadata is read.
-        failure: what went wrong on this rank, which DCP's own exception does not always keep.
+        name: name of the checkpoint; None for the newest.
+        meta: ``meta`` of the writer, set when the metadata is read.
+        failure: error on this rank, which DCP's own exception does not always include.
     """
 
     meta: dict[str, Any] = field(default_factory=dict, init=False)
     failure: ShardkitError | None = field(default=None, init=False)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """DCP's metadata, rebuilt from the verified manifest; `meta` is set on the way."""
+        """Return DCP's metadata, rebuilt from the verified manifest, and set `meta`."""
         try:
             manifest = read_checkpoint_manifest(self.location, self.name)
         except ShardkitError as error:
@@ -311,7 +313,7 @@ class CheckpointReader(_OneCheckpoint, StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Keep what `read_metadata` found."""
+        """Keep the result of `read_metadata`."""
         self.location = as_store(self.location)
         self._metadata = metadata
 
@@ -348,7 +350,7 @@ class CheckpointReader(_OneCheckpoint, StorageReader):
                 planner.commit_tensor(item, target)
 
     def _chunk(self, item: ReadItem, data: bytes, store: Store) -> torch.Tensor:
-        """The part of a stored chunk that ``item`` asks for."""
+        """Return the part of a stored chunk that ``item`` requests."""
         entry = self._metadata.state_dict_metadata[item.storage_index.fqn]
         assert isinstance(entry, TensorStorageMetadata)
         chunk = next(c for c in entry.chunks if c.offsets == item.storage_index.offset)
@@ -380,20 +382,20 @@ def _tensor_entry(
 
 
 def _cut(extent: Extent, opened: Callable[[str, int], bytes]) -> bytes:
-    """The bytes of one extent; ``opened`` gives a verified object."""
+    """Return the bytes of one extent; ``opened`` returns a verified object."""
     digest, size, offset, length = extent
     if not (isinstance(size, int) and 0 <= offset <= offset + length <= size <= PIECE_BYTES):
         raise FormatError(f"checkpoint extent {extent!r} lies outside its object")
     return opened(digest, size)[offset : offset + length]
 
 
-# ---- slices of flattened tensors: what sharded optimizers keep (the trainer's SPEC.md §3)
+# ---- slices of flattened tensors, which sharded optimizers keep (the trainer's SPEC.md §3)
 
 
 def rectangles(shape: Sequence[int], low: int, high: int) -> list[tuple[list[int], list[int]]]:
-    """The elements low … high−1 of a C-order tensor as boxes (offsets, sizes), in order, at most 2·dimensions − 1.
+    """Return elements low … high−1 of a C-order tensor as at most 2·dimensions − 1 boxes (offsets, sizes), in order.
 
-    Checkpoints describe parts of a tensor by boxes; a run of elements is a few of them.
+    Checkpoints describe parts of a tensor as boxes.
     """
     if low >= high:
         return []
@@ -405,7 +407,7 @@ def rectangles(shape: Sequence[int], low: int, high: int) -> list[tuple[list[int
     def inside(at: int, low: int, high: int) -> list[tuple[list[int], list[int]]]:
         return [([at, *offsets], [1, *sizes]) for offsets, sizes in rectangles(rest, low, high)]
 
-    first, last = low // row, high // row  # whole rows, but for a part of the first and what follows the last
+    first, last = low // row, high // row  # rows that contain low and high
     if first == last:
         return inside(first, low % row, high % row)
     boxes = []
@@ -418,10 +420,10 @@ def rectangles(shape: Sequence[int], low: int, high: int) -> list[tuple[list[int
 
 
 class FlatSlice(torch.Tensor):
-    """A run of elements of a larger tensor for torch.distributed.checkpoint: has that one's shape, holds the run.
+    """A run of elements of a larger tensor, for torch.distributed.checkpoint; it has the shape of the larger tensor.
 
-    Implements DCP's protocol for tensors that know their own parts, so a slice is saved as boxes and any other sharding
-    can be loaded from them, or into it. It is a description: arithmetic on it is an error.
+    Implements DCP's protocol for tensors that know their own parts: a slice is saved as boxes, and other shardings can
+    be loaded from it or into it. Arithmetic on it is an error.
     """
 
     run: torch.Tensor
@@ -440,7 +442,7 @@ class FlatSlice(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Refuse: only detach passes, which planners call."""
+        """Raise an error for every operation except detach, which planners call."""
         if func is torch.ops.aten.detach.default:
             return args[0]
         raise NotImplementedError(f"FlatSlice only describes a part of a tensor; {func} is not defined on it")
@@ -479,13 +481,13 @@ def export_safetensors(
     *,
     part: str = "model",
 ) -> int:
-    """Write one part of a checkpoint to ``path``, without a process group; returns how many tensors.
+    """Write one part of a checkpoint to ``path`` and return the number of tensors; needs no process group.
 
     Args:
         location: run directory: a path, a URL or a store.
-        path: of the file to write.
-        name: of the checkpoint; None takes the newest. Strategy and number of ranks that saved it do not matter.
-        part: top-level key of the saved state; names in the file are those below it.
+        path: path of the file to write.
+        name: name of the checkpoint; None for the newest. Any number of ranks and sharding is accepted.
+        part: top-level key of the saved state; names in the file are the keys below it.
 
     Raises:
         NotFoundError, IntegrityError: there is no such checkpoint, or it is damaged.

@@ -218,10 +218,10 @@ class PlanDataset(IterableDataset[Batch]):
         self._move(check_step("step", step))
 
     def state_dict(self, after: Batch | Sequence[Batch] | None = None) -> dict[str, Any]:
-        """Return where to continue: after `after`, otherwise at the position. JSON-able, less than 1 KB.
+        """Return the state to continue after ``after``, by default at the position: JSON data of less than 1 KB.
 
-        The position is unknown, which a warning says, if workers of torch's own DataLoader have begun a loop; the
-        state cannot be loaded then.
+        If workers of torch's own DataLoader have begun a loop, the position is unknown: a warning is issued, and the
+        state cannot be loaded.
         """
         state = {"version": STATE_VERSION, "plan": self._plan.digest, "manifest": self._ds.manifest.id}
         if after is not None:
