@@ -162,7 +162,7 @@ class Documents:
         return [healed for one in self._taken(is_root=True) for healed in _put(one)]
 
     def heal_copies(self, *, is_lag_left: bool = False) -> list[Healed]:
-        """Repair the documents of copies, and add those that they lack. A failed write is noted in `unchecked`."""
+        """Repair the documents of copies, and add missing ones. A failed write is noted in `unchecked`."""
         done: list[Healed] = []
         for one in self._taken(is_root=False):
             if is_lag_left and one.is_lag:
@@ -344,7 +344,7 @@ def _note_fork(place: _Held, chosen: dict[int, _Document], found: Documents) -> 
 def merged_names(
     head: LogEntry, fork: Fork, is_there: Callable[[str], bool]
 ) -> Mapping[str, Mapping[str, str]] | None:
-    """Return the refs and tags of `head` and those that only the fork has; None if there are none.
+    """Return the refs and tags of `head` with the names that only the fork has; None if it has no such names.
 
     A name that both changed keeps the root's version, and the fork's version gets the name ``<name>-<location>``.
     Versions without a manifest, and versions of withdrawn tags, are not restored.

@@ -132,8 +132,7 @@ def check_document(name: str, data: bytes) -> None:
 def restore_lost_root(root: Store, more: Sequence[LocationRecord]) -> list[Healed]:
     """Copy the documents of a copy to a root that has neither identity nor log nor tables, the tables last.
 
-    The usual repair then restores the rest. The copies are those of `more` or, if it is empty, of folders next to the
-    root.
+    The usual repair then restores the rest. If `more` is empty, copies are looked for in folders next to the root.
     """
     if repository_id(root):
         return []

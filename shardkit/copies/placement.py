@@ -144,7 +144,7 @@ def _strata_of_shards(inventory: Inventory) -> dict[str, frozenset[str]]:
 
 
 def _names_of_strata(manifest: Manifest) -> list[frozenset[str]]:
-    """Return the names of each stratum: its own, and that of its class. The pool has the names of all its members."""
+    """Return the names of each stratum: its own and its class name. The pool has the names of all its members."""
     found: list[frozenset[str]] = []
     for stratum in manifest.strata:
         names = {stratum.name}
@@ -276,14 +276,14 @@ class Holdings:
 
     Args:
         repository: the root.
-        records: locations; by default those of the root's table, or the root alone if it has no table.
+        records: locations; by default all locations of the root's table, or the root alone if it has no table.
 
     Attributes:
         root: store of the root.
         all: name → state, of all locations.
-        stores: name → location, of those that answer and have the expected mark.
+        stores: name → location, of the locations that answer and have the expected mark.
         held: location name → names of the objects that it lists.
-        missing: missing copies of all locations, including those that do not answer.
+        missing: missing copies of all locations, including locations that do not answer.
     """
 
     def __init__(self, repository: Repository, records: Sequence[LocationRecord] | None = None) -> None:

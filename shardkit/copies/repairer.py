@@ -329,7 +329,7 @@ class Repairer:
         return bad
 
     def check_attested(self, looks: dict[str, dict[str, Attestation]]) -> Iterator[BadCopy]:
-        """Check copies that were attested as bad, and yield those that are still bad."""
+        """Check copies that were attested as bad, and yield the copies that are still bad."""
         for location, names in sorted(looks.items()):
             for name, look in sorted(names.items()):
                 needed = self.needed.get(name)
@@ -387,7 +387,7 @@ class Repairer:
     def _repair_each(
         self, bad: Iterable[BadCopy], attempt: Callable[[BadCopy], Healed]
     ) -> dict[BadCopy, _Failed]:
-        """Try to repair each copy, and return those that stay bad with the reasons."""
+        """Try to repair each copy, and return the copies that stay bad with the reasons."""
         left: dict[BadCopy, _Failed] = {}
         for one in bad:
             try:

@@ -26,8 +26,8 @@ class ScrubbedLocation:
     Attributes:
         copies: number of copies that belong in the location.
         checked: number of copies that this call checked.
-        stored: number of those that were checked by the store's own checksum, without reading a byte.
-        read_bytes: bytes read to check the others.
+        stored: number of copies checked by the store's own checksum, without reading a byte.
+        read_bytes: bytes read to check the remaining copies.
         bad: object name → "wrong" or "missing".
         not_due: number of copies that were checked recently.
         oldest: time of the oldest check among copies that this call did not check; "" if one was never checked, None

@@ -238,7 +238,7 @@ class _Verifier:
         for record in table.others:
             with contextlib.suppress(
                 ShardkitError
-            ):  # a copy that is behind or does not answer is no damage of the root
+            ):  # an old copy, or one that does not answer, is no damage of the root
                 copy = location_of(record).store
                 conflict = log_conflict(store, copy) if read_mark(copy) is not None else ""
                 if conflict:

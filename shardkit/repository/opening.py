@@ -38,7 +38,7 @@ from shardkit.stores.store import Store, root_store, scheme_of
 
 
 def open_locations(root: Store, repository_id: str) -> list[Location]:
-    """Return all locations of a repository: `root` first, then the others in the order of the table.
+    """Return all locations of a repository: `root` first, then its copies in the order of the table.
 
     Locations that cannot be opened on this machine, because a client is not installed, are left out.
     """
@@ -163,7 +163,7 @@ def over_all(
     heal: bool,
     alone: bool,
 ) -> Store:
-    """Return a store that reads from the given locations and, unless `alone`, from those of the root's table.
+    """Return a store that reads from the given locations and, unless `alone`, the locations of the root's table.
 
     The table is not needed to read the data: if it is damaged, the reader only lacks the other copies.
     """

@@ -86,7 +86,7 @@ def load_manifest(repository: Repository, manifest_id: str) -> Version:
 
 
 def merged_version(manifest: Manifest, parts: Sequence[tuple[str, Version]]) -> Version:
-    """Return the version that consists of other versions, none of which is merged."""
+    """Return the version that consists of other versions, which must not be merged themselves."""
     held: list[Part] = []
     offsets: list[int] = []
     first_shard = first_stratum = 0
