@@ -124,7 +124,7 @@ class WindowDeck:
         )
 
     def take(self, lo: NDArray[np.int64], hi: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Sample numbers at positions [lo, hi) of each range, concatenated; no range may be empty."""
+        """Return the sample numbers at positions [lo, hi) of each range, concatenated; no range may be empty."""
         first, last = self.windows(lo, hi)
         rows, sizes = self._rows(first, last)
         if len(self.window_key):
@@ -139,7 +139,7 @@ class WindowDeck:
         return rows[ragged(np.cumsum(whole) - whole + lo - self.window_row[first], hi - lo)]
 
     def place(self, sample: int, hand: int) -> int:
-        """Position of a sample that is in this hand."""
+        """Return the position of a sample that the hand contains."""
         first, last = self.windows(self.start[hand : hand + 1], self.start[hand + 1 : hand + 2])
         begin, end = int(self.window_block[first[0]]), int(self.window_block[last[0]])
         inside = (self.sample[begin:end] <= sample) & (sample < self.sample[begin:end] + self.rows[begin:end])
@@ -177,7 +177,7 @@ class FullDeck:
     keys: NDArray[np.uint64]
 
     def take(self, lo: NDArray[np.int64], hi: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Sample numbers at positions [lo, hi) of each range, concatenated; no range may be empty."""
+        """Return the sample numbers at positions [lo, hi) of each range, concatenated; no range may be empty."""
         parts = []
         for a, b in zip(lo.tolist(), hi.tolist(), strict=True):
             hand = int(np.searchsorted(self.start, a, side="right")) - 1
@@ -189,7 +189,7 @@ class FullDeck:
         return self.sample[piece] + position - self.begin[piece]
 
     def place(self, sample: int, hand: int) -> int:
-        """Position of a sample that is in this hand."""
+        """Return the position of a sample that the hand contains."""
         first, last = int(self.start[hand]), int(self.start[hand + 1])
         begin, end = np.searchsorted(self.begin, [first, last])
         inside = (self.sample[begin:end] <= sample) & (

@@ -88,7 +88,7 @@ class BucketGrid:
         self._tree = Tree([g.steps_per_epoch for g in self.grids])
 
     def bounds(self, step: int) -> tuple[int, int]:
-        """First and end step of the epoch that holds a step."""
+        """Return the first and end step of the epoch that contains a step."""
         first = step - step % self.steps_per_epoch
         return first, first + self.steps_per_epoch
 
@@ -168,7 +168,7 @@ class JoinedGrid:
         self.filled = float(rows.sum() / max(1, units.sum() * join))
 
     def bounds(self, step: int) -> tuple[int, int]:
-        """First and end step of the epoch that holds a step."""
+        """Return the first and end step of the epoch that contains a step."""
         return self.inner.bounds(step)
 
     def cells(self, start: int, stop: int, lane: int) -> Numbers:

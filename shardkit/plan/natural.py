@@ -328,7 +328,7 @@ class NaturalGrid:
         return group, lane, deck.place(sample, group) - int(deck.start[group])
 
     def bounds(self, step: int) -> tuple[int, int]:
-        """First and end step of the epoch that holds a step."""
+        """Return the first and end step of the epoch that contains a step."""
         first = step - step % self.steps_per_epoch
         return first, first + self.steps_per_epoch
 
