@@ -220,8 +220,10 @@ class Dataset(Samples):
             loader = ds.loader(plan, tensors=False)  # TensorFlow: one pass over the data set is one epoch
             tf.data.Dataset.from_generator(
                 lambda: ({"x": batch["x"], "y": batch["y"]} for batch in loader),
-                output_signature={"x": tf.TensorSpec((None, 8), tf.float32), "y": tf.TensorSpec((None,),
-                tf.int64)},
+                output_signature={
+                    "x": tf.TensorSpec((None, 8), tf.float32),
+                    "y": tf.TensorSpec((None,), tf.int64),
+                },
             )
 
         Args:
