@@ -20,9 +20,7 @@ DATA_AXES = ("dp", "data", "replicate", "dp_replicate", "dp_shard", "fsdp", "sha
 """Names of mesh axes along which ranks read different data. Along all other axes (tensor, pipeline, expert, context)
 ranks read the same data."""
 
-_LEVELS = (
-    1 << 10
-)  # local bytes are rounded to 1024ths of the largest entry: sums of costs are exact in float64
+_LEVELS = 1 << 10  # local bytes are rounded to 1024ths of the largest entry: float64 sums are exact
 _MOVE = 1 << 20
 _SLACK = 0.02  # share by which a step may take longer so that lanes move to their bytes
 _EXACT = 4096  # most lanes for the linear assignment, whose time grows with their cube (2.5 s)
@@ -140,9 +138,7 @@ def assign(
         return Assignment(_greedily(before, slot_rank, node_of, wanted, prefer), node_of, from_step)
     lane = np.arange(lanes)
     place = np.arange(len(slot_rank)) * lanes // len(slot_rank)
-    cost = (
-        np.abs(lane[:, None] - place[None, :]).astype(np.float64) / lanes
-    )  # neighbourhood has the lowest weight
+    cost = np.abs(lane[:, None] - place[None, :]).astype(np.float64) / lanes  # distance of neighbours
     was_node = np.where(before >= 0, np.array(node_of)[np.maximum(before, 0)], -1)
     moved = (before[:, None] != slot_rank) + (was_node[:, None] != column_node).astype(np.int64)
     moves = np.where(before[:, None] >= 0, moved, 0) * float(

@@ -157,9 +157,7 @@ def _cells(codes: NDArray[np.uint8], classes: NDArray[np.uint64], size: int, par
     sums, free = values[:, :cells].copy(), np.full((windows, cells), size - 1)
     num = (size - 1) * min(parts, cells)
     border = cells + (size - 1) * cells * np.arange(num + 1) // max(1, num)
-    coarse = max(
-        0, (cells * size).bit_length() - 24
-    )  # from 2**24 rows on, sums times cells would overflow int64
+    coarse = max(0, (cells * size).bit_length() - 24)  # otherwise sums times cells overflow int64
     for left, begin, end in zip(range(num, 0, -1), border[:-1].tolist(), border[1:].tolist(), strict=True):
         if end - begin == cells:  # cells are ordered by class, which breaks ties
             chosen = np.argsort(sums, axis=1, kind="stable")

@@ -241,9 +241,7 @@ def build_deck(order: BaseOrder, hands: Hands, shuffle: str, balance: Balance | 
     if balance is not None:
         before, size = position[begin] - start[hand], balance.sizes[hand]
         border = start[hand] + before // size * size
-        which = np.flatnonzero(
-            np.diff(border, prepend=-1)
-        )  # a window of less than a cell is merged with the next
+        which = np.flatnonzero(np.diff(border, prepend=-1))  # merges windows of less than a cell
         border = border[which]
         at = np.searchsorted(position, border)
         inside = position[at] != border

@@ -259,9 +259,7 @@ class NaturalGrid:
         num, groups = len(lanes), len(self.groups)
         ends = deal.lane_prefix(np.repeat([first, last], num), np.tile(of, 2))
         begin, end = np.diff(ends, axis=1, prepend=0).reshape(2, num, groups)
-        active = np.flatnonzero(
-            (end > begin).any(axis=0)
-        )  # with many strata, a lane draws from few of them at a time
+        active = np.flatnonzero((end > begin).any(axis=0))  # few of many strata
         offset = deck.start[:-1].reshape(num, groups)[:, active]
         lo, hi = (offset + begin[:, active]).ravel(), (offset + end[:, active]).ravel()
         some = hi > lo
@@ -286,9 +284,7 @@ class NaturalGrid:
         some = hi > lo
         counts = (hand - drawn)[:, None]
         cells = assemble(deck.take(lo[some], hi[some]), counts, self.cell_size)
-        for i, filled in enumerate(
-            counts.sum(axis=(1, 2)).tolist()
-        ):  # lanes have different numbers of rows left
+        for i, filled in enumerate(counts.sum(axis=(1, 2)).tolist()):  # lanes differ in remaining rows
             cells[i : i + 1] = self._finish(
                 cells[i : i + 1].copy(), epoch, of[i : i + 1], self.full_steps, filled
             )

@@ -262,9 +262,7 @@ class AnomalyWatch:
     _run: Path  # directory of the run, with the records of other ranks
     _record_event: Callable[..., None]  # appends an event to the run
     _own: deque[Record] = field(default_factory=lambda: deque(maxlen=_OWN_RECORDS))
-    _open: dict[tuple[str, int], float] = field(
-        default_factory=dict
-    )  # (kind, rank) → time of the first finding
+    _open: dict[tuple[str, int], float] = field(default_factory=dict)  # (kind, rank) → first seen
     _next_look: float = 0.0
 
     def __call__(self, record: Record) -> None:

@@ -60,9 +60,7 @@ from .checkpoint_format import (
     ref_name,
 )
 
-PIECE_BYTES = (
-    16 << 20
-)  # larger tensors are cut into pieces of this size, to bound memory and to share unchanged pieces
+PIECE_BYTES = 16 << 20  # larger tensors are cut: bounds memory, and unchanged pieces are shared
 PACK_BYTES = 64 << 10  # smaller tensors share an object, because an fsync costs more than their bytes
 PACK_TARGET_BYTES = 1 << 20
 SAFETENSORS = {
