@@ -1,10 +1,8 @@
 """Canonical payloads as Arrow columns and back, for decoded sources and for scratch files.
 
 A record batch of samples has the fields in the Arrow types of a shard (`arrow_schema`), null where a row has
-no value.
-A record batch of scratch has the stored columns without nulls, whose buffers are the canonical payloads, and
-four
-columns with the row's origin.
+no value. A record batch of scratch has the stored columns without nulls, whose buffers are the canonical
+payloads, and four columns with the row's origin.
 """
 
 from __future__ import annotations

@@ -97,8 +97,7 @@ def costs_of(dataset: Samples, text: str) -> Costs:
     """Return the cost of each sample of a dataset, at least 1.
 
     Codes are loaded on demand: from the version's pieces if it has them, otherwise from the indexes of the
-    shards if these
-    have all terms of the expression.
+    shards if these have all terms of the expression.
 
     Raises:
         UsageError: The pieces do not match the shards, or the indexes lack a term.

@@ -1,7 +1,6 @@
 """Read MDS shards of MosaicML Streaming by their layout; pickled values are refused.
 
-    index.json      {"version": 2, "shards": [{column_names, column_encodings, column_sizes, raw_data,
-    zip_data, …}]}
+    index.json      {"version": 2, "shards": [{column_names, column_encodings, column_sizes, raw_data, …}]}
     shard           u32 rows | u32 offset of each row, and of the end | JSON of the columns | rows
     row             u32 size of each variable-size field | fields
 

@@ -1,6 +1,6 @@
-"""WebDataset tars: members with the same name up to the first dot form a sample, read as by webdataset.
+"""WebDataset tars: members with the same name up to the first dot form a sample.
 
-Decoders that can run code (pickle, torch) have no counterpart here: such members are refused by name.
+They are decoded as by webdataset, except that decoders that can run code (pickle, torch) are refused by name.
 
     jpg png … → image: bytes    wav mp3 … → audio: bytes     mp4 … → video: bytes
     cls → label: int64          index, count, id, inx, cls2 → int64
