@@ -1,6 +1,6 @@
-"""Lightning over loaders of shardkit.
+"""Adapter of loaders for Lightning.
 
-::
+Example::
 
 trainer.fit(model, datamodule=PlanDataModule(lambda: ds.loader(plan)), ckpt_path=…)
 """

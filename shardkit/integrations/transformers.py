@@ -1,6 +1,6 @@
-"""Hugging Face Trainer over a loader of shardkit.
+"""Adapter of loaders for the Hugging Face Trainer.
 
-::
+Example::
 
 trainer = Trainer(model=model, args=arguments)
 use_loader(trainer, ds.loader(plan))

@@ -265,7 +265,7 @@ def predicted_waits(plan: Plan, costs: Costs, worlds: Sequence[int]) -> list[dic
     """Predict the skew between ranks for each world size, with the plan and with the same plan without costs.
 
     Examines up to 128 steps of the epoch. If the most expensive rank determines the time of a step, the mean skew is
-    the factor by which steps take longer than with equal costs on all ranks.
+    the time of a step relative to equal costs on all ranks.
 
     Returns:
         For each world size ``ranks``, the mean skew ``plan`` and ``plain`` (without costs), and the 95th percentiles
