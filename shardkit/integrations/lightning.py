@@ -2,7 +2,7 @@
 
 Example::
 
-trainer.fit(model, datamodule=PlanDataModule(lambda: ds.loader(plan)), ckpt_path=…)
+    trainer.fit(model, datamodule=PlanDataModule(lambda: ds.loader(plan)), ckpt_path=…)
 """
 
 from __future__ import annotations

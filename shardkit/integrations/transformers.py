@@ -2,9 +2,9 @@
 
 Example::
 
-trainer = Trainer(model=model, args=arguments)
-use_loader(trainer, ds.loader(plan))
-trainer.train(resume_from_checkpoint=…)
+    trainer = Trainer(model=model, args=arguments)
+    use_loader(trainer, ds.loader(plan))
+    trainer.train(resume_from_checkpoint=…)
 """
 
 from __future__ import annotations
