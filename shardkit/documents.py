@@ -262,7 +262,19 @@ def configure(kind: type[T], values: Mapping[str, object], where: str) -> T:
     try:
         return msgspec.convert(values, kind, dec_hook=_typed)
     except (msgspec.ValidationError, RecursionError) as error:
-        raise ConfigurationError(f"{where}: {_reason(error)}{_nearest(kind, str(error))}") from None
+        value = _value_at(values, str(error))
+        raise ConfigurationError(f"{where}: {value}{_reason(error)}{_nearest(kind, str(error))}") from None
+
+
+def _value_at(values: Mapping[str, object], message: str) -> str:
+    """Return ``name = value: `` of the setting that a msgspec message names; empty if it names none."""
+    path = re.search(r" - at `\$\.([\w.-]+)`$", message)
+    found: object = values
+    for name in path[1].split(".") if path else ():
+        if not isinstance(found, Mapping) or name not in found:
+            return ""
+        found = found[name]
+    return f"{path[1]} = {found!r:.60}: " if path else ""
 
 
 def _nearest(kind: type[msgspec.Struct], message: str) -> str:

@@ -40,7 +40,7 @@ def test_the_face_is_the_frozen_one(today: tuple[Face, Face]) -> None:
     [
         ("control", "loader.memory"), ("control", "locations.LOCATION.off"), ("control", "change.guard_s"),
         ("commands", "rebuild"), ("commands", "tune"), ("commands", "simulate"),
-        ("commands", "audit RUN --sign"), ("commands", "build --dry-run"),
+        ("commands", "audit check --sign"), ("commands", "build --dry-run"),
         ("commands", "build --critical"), ("commands", "verify --level"), ("commands", "train OVERRIDES"),
         ("python", "shardkit.Dataset.loader(fields=)"), ("python", "shardkit.Dataset.loader(lanes=)"),
         ("python", "shardkit.Dataset.loader(stride=)"), ("python", "shardkit.loader.Loader.watch(module=)"),

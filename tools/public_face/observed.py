@@ -10,6 +10,7 @@ from pathlib import Path
 
 from public_face.comparing import Face
 from public_face.declared import find_function, sources, text_of
+from shardkit.ledger.events import BOUND, JOURNALED, MERGED
 
 
 def live_names() -> Face:
@@ -59,6 +60,7 @@ def events() -> Face:
         text = text_of(path)
         if "testing" not in path.parts and re.search(r"record|event|\.note\(|\"kind\"", text):
             _scan(ast.parse(text), path, found)
+    found["ledger events"] |= {*JOURNALED, *MERGED, *BOUND}
     return {
         section: {kind: "kind" for kind in sorted(kinds) if re.fullmatch(r"[a-z_*]+", kind)}
         for section, kinds in found.items()

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from typer.core import TyperCommand, TyperGroup
 
-FIRST_CONTACT_S: Final = 6.0
+FIRST_CONTACT_S: Final = 8.0
 """Default number of seconds to wait for the first answer of a store."""
 
 _OF_ALL_COMMANDS: Final = (
