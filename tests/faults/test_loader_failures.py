@@ -391,7 +391,7 @@ def test_a_shard_that_becomes_no_file_is_an_error_at_once(tmp_path: Path, form: 
     root, row = tmp_path / "data", np.zeros(64, np.int64)
     with shardkit.create(str(root), schema={"x": "int64[64]"}, format=form, shard_size="16KiB",
                          block_size="2KiB") as writer:  # fmt: skip
-        for _ in range(600):
+        for _ in range(6000):  # three times what memory holds: most blocks are not loaded yet
             writer.add({"x": row})
     done = subprocess.run(
         [sys.executable, "-c", _REPLACED, str(root), form, kind],
