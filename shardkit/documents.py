@@ -24,6 +24,7 @@ import msgspec
 from msgspec import Meta
 
 from shardkit.errors import ConfigurationError, FormatError, IntegrityError, UsageError
+from shardkit.ranges import shown
 
 DIGEST_PREFIX: Final = "sha256:"
 
@@ -274,7 +275,7 @@ def _value_at(values: Mapping[str, object], message: str) -> str:
         if not isinstance(found, Mapping) or name not in found:
             return ""
         found = found[name]
-    return f"{path[1]} = {found!r:.60}: " if path else ""
+    return f"{path[1]} = {shown(found)}: " if path else ""
 
 
 def _nearest(kind: type[msgspec.Struct], message: str) -> str:

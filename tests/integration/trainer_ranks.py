@@ -471,7 +471,7 @@ def plain_loop(world: World) -> dict[str, Any]:
     model = DistributedDataParallel(torch.nn.Linear(4, 1))
     settings = Rebalancing(every=4, rules=Rules(lead=3, settle=8))
     loader = dataset.loader(
-        dataset.plan(global_batch=18, lanes=9, seed=3), uneven=True, rebalance=settings, run=root / "run"
+        dataset.plan(global_batch=18, lanes=9, seed=3), uneven=True, rebalance=settings, run=root.parent / "run"
     )
     loader.watch(model)
     seen, cells = [], []
@@ -482,7 +482,7 @@ def plain_loop(world: World) -> dict[str, Any]:
     stats = loader.stats()
     loader.close()
     rows = world.gather_integers([len(seen), len(set(seen)), cells[0], cells[-1], int(stats["moves"])])
-    events = [line["event"] for line in read_documents(root / "run" / "events.jsonl")]
+    events = [line["event"] for line in read_documents(root.parent / "run" / "events.jsonl")]
     return {"ranks": rows, "events": events}
 
 

@@ -63,7 +63,7 @@ def test_dead_links_of_built_pages_are_found(making: Any, tmp_path: Path) -> Non
 def test_a_guide_is_shown_with_what_it_prints(making: Any) -> None:
     program = making.GUIDES / "auditing.py"
     page = making.guide_page(program, "$ shardkit audit runs/b\n  clean\n")
-    assert page.startswith("# Auditing: prove what a run consumed")
+    assert page.startswith("# Auditing: prove which samples a run consumed")
     assert page.index("audit trace runs/mine --exclude") < page.index("  clean\n") < page.index("def main()")
     assert page.count("Anyone with the manifest can replay") == 1, "not once more at the head of the program"
     pages = making.listed_pages()
