@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -10,164 +11,79 @@ from numpy.typing import NDArray
 
 from shardkit.errors import PlanError
 
-from .deal import Deal, assemble, permute_cells, ragged
-from .deck import Recent
 from .lengths import BucketGrid, JoinedGrid
 from .natural import NaturalGrid
-from .permutation import derive, derive_each
-from .population import Population, group_strata, stratum_rows
+from .permutation import derive
+from .population import Population, stratum_rows
+from .row_set import RowSet
 from .settings import Settings, WeightsLike, resolve_weights
-from .stage import first_step
 from .tapes import Heads
 from .weighted import WeightedGrid, Weights
 
 Numbers = NDArray[np.int64]
 
-
-class _BySource:
-    """Base class of leftovers that takes ranges of columns lane by lane."""
-
-    starts: Numbers
-
-    def take(self, columns: Numbers, lo: Numbers, hi: Numbers) -> Numbers:
-        """Return the sample numbers at [lo, hi) of each column, concatenated."""
-        out = np.empty(int((hi - lo).sum()), dtype=np.int64)
-        first = np.cumsum(hi - lo) - (hi - lo) - lo
-        begin, end = self.starts[:-1, columns], self.starts[1:, columns]
-        touched = (end > lo) & (begin < hi) & (end > begin)
-        for source in np.flatnonzero(touched.any(axis=1)).tolist():
-            here = np.flatnonzero(touched[source])
-            a, b = np.maximum(lo[here], begin[source, here]), np.minimum(hi[here], end[source, here])
-            draws = self._rest(source, columns[here], a - begin[source, here], b - begin[source, here])
-            out[ragged(first[here] + a, b - a)] = draws
-        return out
-
-    def _rest(self, source: int, columns: Numbers, lo: Numbers, hi: Numbers) -> Numbers:
-        raise NotImplementedError
+_REST = 5  # purpose of a key derived from the seed
 
 
-def _starts(counts: Numbers) -> Numbers:
-    return np.concatenate((np.zeros((1, counts.shape[1]), dtype=np.int64), np.cumsum(counts, axis=0)))
+class RestGrid:
+    """Grid of the rest of an epoch, followed by the epochs of ``after``.
 
-
-class NaturalLeftover(_BySource):
-    """Rows of an epoch of a natural grid that are not drawn before a step; columns are groups."""
-
-    def __init__(self, grid: NaturalGrid, epoch: int, step: int) -> None:
-        self.grid, self.epoch = grid, epoch
-        tables = grid.epoch(epoch)
-        lanes = np.arange(grid.lanes)
-        drawn = tables.deal.lane_prefix(np.full(grid.lanes, min(step, grid.full_steps)), lanes)
-        self.drawn: Numbers = np.diff(drawn, axis=1, prepend=0)
-        hands = np.diff(tables.cut, axis=0)
-        if step > grid.full_steps:
-            self.drawn = hands
-        self.starts = _starts(hands - self.drawn)
-
-    def _rest(self, source: int, columns: Numbers, lo: Numbers, hi: Numbers) -> Numbers:
-        deck = self.grid.deck(self.epoch, (source,))
-        at = deck.start[columns] + self.drawn[source, columns]
-        return deck.take(at + lo, at + hi)
-
-    def index(self, sample: int) -> tuple[int, int] | None:
-        """Return (group, position in it) of a sample, or None if it has been drawn or dropped."""
-        found = self.grid.place(sample, self.epoch)
-        if found is None:
-            return None
-        group, lane, place = found
-        place -= int(self.drawn[lane, group])
-        return None if place < 0 else (group, int(self.starts[lane, group]) + place)
-
-
-class StratumLeftover:
-    """A natural leftover with strata as columns.
-
-    The stream of the pool mixes its strata, so the pool's rest is drawn once and sorted by stratum. It takes memory for
-    all its rows.
-    """
-
-    def __init__(self, inner: NaturalLeftover) -> None:
-        self.inner, groups = inner, inner.grid.groups
-        num_strata = len(inner.grid.population.strata)
-        totals = np.zeros(num_strata, dtype=np.int64)
-        self._group: Numbers = np.full(num_strata, -1, dtype=np.int64)
-        self._pool: dict[int, Numbers] = {}
-        for group, strata in enumerate(groups.strata):
-            if len(strata) == 1:
-                self._group[strata[0]] = group
-                totals[strata[0]] = inner.starts[-1, group]
-        if groups.pooled and len(groups.strata[-1]) > 1:
-            last = len(groups) - 1
-            rest = int(inner.starts[-1, last])
-            rows = (
-                inner.take(*(np.array([v]) for v in (last, 0, rest))) if rest else np.empty(0, dtype=np.int64)
-            )
-            of = inner.grid.order.strata_of(rows)
-            ranks = np.argsort(of, kind="stable")
-            for stratum, part in zip(*_split(of[ranks], rows[ranks]), strict=True):
-                self._pool[int(stratum)] = part
-                totals[stratum] = len(part)
-        self.starts: Numbers = _starts(totals[None, :])
-
-    def take(self, columns: Numbers, lo: Numbers, hi: Numbers) -> Numbers:
-        """Return the sample numbers at [lo, hi) of each stratum, concatenated."""
-        parts = []
-        for s, a, b in zip(columns.tolist(), lo.tolist(), hi.tolist(), strict=True):
-            if s in self._pool:
-                parts.append(self._pool[s][a:b])
-            else:
-                parts.append(self.inner.take(self._group[s : s + 1], np.array([a]), np.array([b])))
-        return np.concatenate(parts)
-
-    def index(self, sample: int) -> tuple[int, int] | None:
-        """Return (stratum, position in it) of a sample, or None if it has been drawn or dropped."""
-        stratum = int(self.inner.grid.order.strata_of(np.array([sample]))[0])
-        if stratum in self._pool:
-            place = np.flatnonzero(self._pool[stratum] == sample)
-            return (stratum, int(place[0])) if len(place) else None
-        found = self.inner.index(sample)
-        return None if found is None else (stratum, found[1])
-
-
-class WeightedLeftover(_BySource):
-    """Undrawn rows of one pass of each stratum, on the tapes of a weighted grid; columns are strata.
+    The rest is one epoch of a natural grid over the rows that are left.
 
     Args:
-        grid: grid that owns the tapes.
-        number: int64[strata], number of each stratum's pass, as counted by `locate`.
-        lo, hi: int64[lanes + 1, strata], tape positions; one row per lane, then one for the shared tapes.
+        rows: the rows that are left.
+        epoch: number of the epoch.
+        after: grid of the following epochs, which also sets batch, lanes, seed and remainder.
     """
 
-    def __init__(self, grid: WeightedGrid, number: Numbers, lo: Numbers, hi: Numbers) -> None:
-        self.grid, self.number, self._lo = grid, number, lo
-        self.starts = _starts(hi - lo)
+    def __init__(self, rows: RowSet, epoch: int, after: NaturalGrid) -> None:
+        self.rows, self.epoch, self.after = rows, epoch, after
+        self.order, self.lanes = after.order, after.lanes
+        self._inner: NaturalGrid | None = None
+        settings = after.settings
+        if len(rows) >= (settings.global_batch if settings.remainder == "drop" else 1):
+            settings = replace(settings, seed=derive(settings.seed, _REST, epoch) >> 1)
+            self._inner = NaturalGrid(rows.of(after.population), settings)
+        self.steps = 0 if self._inner is None else self._inner.steps_per_epoch
 
-    def _rest(self, source: int, columns: Numbers, lo: Numbers, hi: Numbers) -> Numbers:
-        at = self._lo[source, columns]
-        if source < self.grid.lanes:
-            return self.grid.tapes.take(source, columns, at + lo, at + hi)
+    @property
+    def ahead(self) -> int:
+        """Number to add to a step of this grid to get the step of ``after``."""
+        return (self.epoch + 1) * self.after.steps_per_epoch - self.steps
+
+    def bounds(self, step: int) -> tuple[int, int]:
+        """Return the first and end step of the rest or epoch that contains a step."""
+        if step < self.steps:
+            return 0, self.steps
+        first, last = self.after.bounds(step + self.ahead)
+        return first - self.ahead, last - self.ahead
+
+    def cells(self, start: int, stop: int, lane: int) -> Numbers:
+        """Return cells of one lane for steps [start, stop): (steps, m) int64."""
         parts = []
-        for s, a, b in zip(columns.tolist(), (at + lo).tolist(), (at + hi).tolist(), strict=True):
-            parts.append(self.grid.tapes.take_shared(s, np.arange(a, b, dtype=np.int64)))
-        return np.concatenate(parts)
+        if self._inner is not None and start < self.steps:
+            cells = self.rows.members(self._inner.cells(start, min(stop, self.steps), lane))
+            cells.flags.writeable = False
+            parts.append(cells)
+        if stop > self.steps:
+            parts.append(self.after.cells(max(start, self.steps) + self.ahead, stop + self.ahead, lane))
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def index(self, sample: int) -> tuple[int, int] | None:
-        """Return (stratum, position in it) of a sample, or None if it has been drawn."""
-        stratum = int(self.grid.order.strata_of(np.array([sample]))[0])
-        found = self.grid.place(sample, int(self.number[stratum]))
-        if found is None:
+    def rest(self, step: int) -> RowSet:
+        """Return the rows that the rest of the epoch draws from a step of it on."""
+        if self._inner is None:
+            return self.rows
+        left = self._inner.rest(0, step)
+        return RowSet(self.after.population.rows, [self.rows.members(left.all())])
+
+    def locate(self, sample: int, number: int) -> tuple[int, int, int] | None:
+        """Return (step, lane, slot) of a sample in the rest of the amended epoch or in a later epoch, or None."""
+        if number > self.epoch:
+            found = self.after.locate(sample, number)
+            return None if found is None else (found[0] - self.ahead, found[1], found[2])
+        if number < self.epoch or self._inner is None or sample not in self.rows:
             return None
-        _, lane, position = found
-        source = lane if lane >= 0 else self.grid.lanes
-        begin, end = self.starts[source : source + 2, stratum].tolist()
-        place = begin + position - int(self._lo[source, stratum])
-        return (stratum, place) if begin <= place < end else None
-
-
-def natural_heads(grid: NaturalGrid, epoch: int, step: int) -> Heads:
-    """Return the rows of an epoch that are not drawn before ``step`` of it, by stratum."""
-    rests = [StratumLeftover(NaturalLeftover(grid, epoch, step))] if step else []
-    return Heads(rests, np.full(len(grid.population.strata), epoch, dtype=np.int64), epoch + bool(step))
+        return self._inner.locate(int(self.rows.ranks(np.array([sample]))[0]), 0)
 
 
 def weighted_heads(grid: WeightedGrid, step: int) -> Heads:
@@ -197,142 +113,26 @@ def weighted_heads(grid: WeightedGrid, step: int) -> Heads:
         lower := (last > tapes.rests) & (start(last - 1) >= at).all(axis=0)
     ).any():  # no row of the pass has been drawn
         last = last - lower
-    rests: list[WeightedLeftover] = []
+    rests: list[RowSet] = []
     end = last
     while (start(end) > at).any():
         lo = np.maximum(at, start(end - 1))
-        rests.insert(0, WeightedLeftover(grid, tapes.heads.number + end - 1, lo, np.maximum(lo, start(end))))
+        parts = _tape_rows(grid, lo, np.maximum(lo, start(end)))
+        rests.insert(0, RowSet(grid.population.rows, parts))
         end = end - 1
-    return Heads(rests, tapes.heads.number + end, grid.last_pass(step) + 1)
+    key = grid.last_pass(step) + 1 + len(rests)  # above the keys of all passes of the grid
+    return Heads(tuple(rests), tapes.heads.number + end, key)
 
 
-def _split(sorted_keys: Numbers, values: Numbers) -> tuple[Numbers, list[Numbers]]:
-    starts = np.flatnonzero(np.diff(sorted_keys, prepend=-1))
-    return sorted_keys[starts], np.split(values, starts[1:]) if len(starts) else []
+def _tape_rows(grid: WeightedGrid, lo: Numbers, hi: Numbers) -> Iterator[Numbers]:
+    """Yield the rows at positions [lo, hi) of all tapes: (lanes + 1, strata), the last row for shared tapes."""
+    for lane in range(grid.lanes):
+        some = np.flatnonzero(hi[lane] > lo[lane])
+        if len(some):
+            yield grid.tapes.take(lane, some, lo[lane, some], hi[lane, some])
+    for stratum in np.flatnonzero(hi[-1] > lo[-1]).tolist():
+        yield grid.tapes.take_shared(stratum, np.arange(lo[-1, stratum], hi[-1, stratum], dtype=np.int64))
 
-
-_REST = 5  # purpose of a key derived from the seed
-_CHUNK = 64
-
-
-class RestGrid:
-    """Grid of the rest of an epoch, followed by the epochs of ``after``.
-
-    The rest has the groups of the grid that began the epoch, with rare groups pooled. Its rows keep the order in which
-    that grid would have drawn them. They are cut into new hands, and each cell is permuted.
-
-    Args:
-        left: the rest of an epoch.
-        after: grid of the following epochs, which also sets batch, lanes, seed and remainder.
-    """
-
-    def __init__(self, left: NaturalLeftover, after: NaturalGrid) -> None:
-        self.left, self.after = left, after
-        self.order = after.order
-        self.lanes, self.cell_size = after.lanes, after.cell_size
-        rows, batch = left.starts[-1].tolist(), after.global_batch
-        groups = group_strata(range(len(rows)), rows, rows, batch)
-        self.members = groups.strata
-        sums = groups.cumulative() or [1]
-        self.full_steps, spare = divmod(groups.total, batch)
-        self.short = after.settings.remainder == "short" and spare > 0
-        self.steps = self.full_steps + self.short
-        self.deal = Deal(sums, batch, after.lanes, self.full_steps)
-        drawn = self.deal.lane_prefix(np.full(after.lanes, self.full_steps), np.arange(after.lanes))
-        self._drawn = np.diff(drawn, axis=1, prepend=0)
-        hands = drawn + self.deal.short_step(spare) if self.short else drawn
-        hands = np.diff(hands, axis=1, prepend=0)
-        self._cut: Numbers = np.concatenate(
-            (np.zeros((1, hands.shape[1]), np.int64), np.cumsum(hands, axis=0))
-        )
-        self._cells: Recent[tuple[int, int], Numbers] = Recent(3 * after.lanes)
-        self.epoch = left.epoch
-
-    def bounds(self, step: int) -> tuple[int, int]:
-        """Return the first and end step of the rest or epoch that contains a step."""
-        if step < self.steps:
-            return 0, self.steps
-        first, last = self.after.bounds(step + self.ahead)
-        return first - self.ahead, last - self.ahead
-
-    @property
-    def ahead(self) -> int:
-        """Number to add to a step of this grid to get the step of ``after``."""
-        return (self.epoch + 1) * self.after.steps_per_epoch - self.steps
-
-    def cells(self, start: int, stop: int, lane: int) -> Numbers:
-        """Return cells of one lane for steps [start, stop): (steps, m) int64."""
-        parts = []
-        while start < min(stop, self.steps):
-            number = start // _CHUNK if start < self.full_steps else -1
-            first = number * _CHUNK if number >= 0 else self.full_steps
-            cells = self._cells.get((lane, number), self._draw)
-            count = min(stop - start, first + len(cells) - start)
-            parts.append(cells[start - first : start - first + count])
-            start += count
-        if start < stop:
-            parts.append(self.after.cells(start + self.ahead, stop + self.ahead, lane))
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-    def _draw(self, key: tuple[int, int]) -> Numbers:
-        lane, number = key
-        if number < 0:
-            counts = (self._cut[lane + 1] - self._cut[lane] - self._drawn[lane])[None, :]
-            first, low = self.full_steps, self._drawn[lane]
-        else:
-            first = number * _CHUNK
-            steps = np.arange(first, min(self.full_steps, first + _CHUNK) + 1, dtype=np.int64)
-            before = self.deal.lane_counts(steps, lane, np.arange(len(self.members)))
-            counts, low = np.diff(before, axis=0), before[0]
-        begin = self._cut[lane] + low
-        draws = np.concatenate([self._take(g, int(a), int(a + n)) for g, (a, n) in
-                                enumerate(zip(begin, counts.sum(axis=0), strict=True))])  # fmt: skip
-        cells: Numbers = assemble(draws, counts[None], self.cell_size)[0]
-        if self.after.shuffle != "none":
-            steps = np.arange(first, first + len(cells), dtype=np.int64)
-            base = derive(self.after.seed, _REST, self.epoch, lane)
-            cells = permute_cells(
-                cells, derive_each(base, steps), len(draws) if number < 0 else self.cell_size
-            )
-        cells.flags.writeable = False
-        return cells
-
-    def _take(self, group: int, lo: int, hi: int) -> Numbers:
-        """Return rows [lo, hi) of a group of the rest; a pool is the concatenation of its members."""
-        parts, base = [np.empty(0, dtype=np.int64)], 0
-        for member in self.members[group]:
-            rows = int(self.left.starts[-1, member])
-            a, b = max(lo, base), min(hi, base + rows)
-            if b > a:
-                parts.append(self.left.take(*(np.array([v]) for v in (member, a - base, b - base))))
-            base += rows
-        return np.concatenate(parts)
-
-    def locate(self, sample: int, number: int) -> tuple[int, int, int] | None:
-        """Return (step, lane, slot) of a sample in the rest of the amended epoch or in a later epoch, or None."""
-        if number > self.epoch:
-            found = self.after.locate(sample, number)
-            return None if found is None else (found[0] - self.ahead, found[1], found[2])
-        place = self.left.index(sample) if number == self.epoch else None
-        if place is None:
-            return None
-        group = next(g for g, m in enumerate(self.members) if place[0] in m)
-        members = self.members[group]
-        at = place[1] + sum(int(self.left.starts[-1, m]) for m in members[: members.index(place[0])])
-        lane = int(np.searchsorted(self._cut[:, group], at, side="right")) - 1
-        if lane >= self.lanes:
-            return None  # the remainder of the rest is dropped
-        at -= int(self._cut[lane, group])
-        step, chosen = self.full_steps, np.array([group])
-        if at < int(self._drawn[lane, group]):
-            step = first_step(
-                lambda k: int(self.deal.lane_counts(np.array([k]), lane, chosen)[0, 0]), at, self.full_steps
-            )  # type: ignore[assignment]
-        slot = int(np.flatnonzero(self.cells(step, step + 1, lane)[0] == sample)[0])
-        return step, lane, slot
-
-
-# ---- the leg that follows
 
 AnyGrid = NaturalGrid | WeightedGrid | RestGrid | BucketGrid | JoinedGrid
 """Any grid of cells."""
@@ -466,29 +266,27 @@ def _after_natural(leg: Leg, settings: Settings, change: Change) -> Leg:
         leg.settings.lanes,
     ):
         return _skipped(leg, change)
-    if isinstance(grid, RestGrid):
-        if position < grid.steps:
-            raise PlanError(
-                f"plan: step {change.from_step} lies in an epoch whose rest was dealt anew already; "
-                f"amend from step {leg.origin + grid.steps} on, where the next epoch begins"
-            )
-        position, grid = position + grid.ahead, grid.after
-    assert isinstance(grid, NaturalGrid)
-    epoch, step = divmod(position, grid.steps_per_epoch)
+    rows_left: RowSet | None = None
+    if isinstance(grid, RestGrid) and position < grid.steps:
+        epoch, step, rows_left, grid = grid.epoch, position, grid.rest(position), grid.after
+    else:
+        if isinstance(grid, RestGrid):
+            position, grid = position + grid.ahead, grid.after
+        assert isinstance(grid, NaturalGrid)
+        epoch, step = divmod(position, grid.steps_per_epoch)
+        if step:
+            rows_left = grid.rest(epoch, step)
     rows = stratum_rows(leg.population)
     if change.weights is not None:
         masses = resolve_weights(change.weights, leg.population.strata, rows)
         settings = replace(settings, stages=((0, masses),))
-        fresh = WeightedGrid(leg.population, settings, natural_heads(grid, epoch, step))
+        rests = () if rows_left is None else (rows_left,)
+        number = np.full(len(rows), epoch, dtype=np.int64)
+        fresh = WeightedGrid(leg.population, settings, Heads(rests, number, epoch + len(rests)))
         return Leg(settings, leg.population, fresh, change.from_step, change.from_step)
     after = NaturalGrid(leg.population, settings, rows)
-    if not step:
-        return Leg(
-            settings,
-            leg.population,
-            after,
-            change.from_step,
-            change.from_step - epoch * after.steps_per_epoch,
-        )
-    rest = RestGrid(NaturalLeftover(grid, epoch, step), after)
+    if rows_left is None:
+        origin = change.from_step - epoch * after.steps_per_epoch
+        return Leg(settings, leg.population, after, change.from_step, origin)
+    rest = RestGrid(rows_left, epoch, after)
     return Leg(settings, leg.population, rest, change.from_step, change.from_step, continues=rest.steps > 0)

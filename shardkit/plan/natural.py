@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +13,7 @@ from .deal import Deal, assemble, chunk_steps, floor_sum, golden_step, permute_c
 from .deck import Deck, Hands, Recent, build_deck
 from .permutation import derive, derive_each
 from .population import BaseOrder, Population, group_strata, stratum_rows
+from .row_set import RowSet
 from .settings import Settings, check_rows
 
 Lanes = tuple[int, ...]
@@ -21,6 +22,7 @@ _Key = tuple[int, Lanes, int]  # epoch, lanes, number of a chunk or first step o
 _LARGE_CHUNK = 1 << 13  # samples
 _TOGETHER = 1 << 17  # samples drawn together for several lanes; small enough not to delay a step
 _FEW_GROUPS = 32
+_REST_ROWS = 1 << 20  # samples of a lane drawn at once in a walk over the rest of an epoch
 _HANDS, _CELLS, _DROPS, _CLASSES = 1, 2, 3, 4  # purposes of keys derived from the seed
 
 
@@ -221,6 +223,20 @@ class NaturalGrid:
         """
         cells: NDArray[np.int64] = self._draw(epoch, (lane,), first, last)[0]
         return cells
+
+    def rest(self, epoch: int, step: int) -> RowSet:
+        """Return the rows that an epoch draws from a step of it on; costs a walk over these steps."""
+        return RowSet(self.population.rows, self._rest(epoch, step))
+
+    def _rest(self, epoch: int, step: int) -> Iterator[NDArray[np.int64]]:
+        count = max(1, _REST_ROWS // self.cell_size)
+        for lane in range(self.lanes):
+            for first in range(step, self.full_steps, count):
+                yield self.draw(epoch, lane, first, min(self.full_steps, first + count)).ravel()
+            if self.short:
+                last = (epoch + 1) * self.steps_per_epoch
+                cells = self.cells(last - 1, last, lane)
+                yield cells[cells >= 0]
 
     def _cells_at(self, epoch: int, step: int, stop: int, lanes: Lanes) -> tuple[int, int, NDArray[np.int64]]:
         """Return the first step, the end step and the cells of a range of steps that contains ``step``.

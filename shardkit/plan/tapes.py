@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from .deal import ragged
 from .deck import Deck, Hands, Recent, build_deck
 from .permutation import Feistel, derive, derive_each
-from .population import BaseOrder
+from .population import BaseOrder, Population, each_alone, stratum_rows
+from .row_set import RowSet
 
 Numbers = NDArray[np.int64]
 
@@ -20,33 +21,35 @@ _PIECE = 512  # positions drawn at once when single positions are requested
 _PIECES = 8192
 
 
-class Leftover(Protocol):
-    """Undrawn rows of a pass: for each column (group or stratum) the remaining rows of every lane, lane after lane.
+class Heads(NamedTuple):
+    """Rows at the start of tapes: what passes of the parent plan have not drawn.
 
     Attributes:
-        starts: int64[sources + 1, columns], position in the column at which the rows of each source (lane) start.
-    """
-
-    starts: Numbers
-
-    def take(self, columns: Numbers, lo: Numbers, hi: Numbers) -> Numbers:
-        """Return the sample numbers at [lo, hi) of each column, concatenated; no range may be empty."""
-
-    def index(self, sample: int) -> tuple[int, int] | None:
-        """Return (column, position in it) of a sample, or None if it has been drawn or dropped."""
-
-
-class Heads:
-    """Rows at the start of tapes: undrawn rows of passes of the parent plan.
-
-    Args:
-        rests: undrawn rows of each pass, with strata as columns; empty if tapes begin with a whole pass.
+        rests: rows of each pass, of all strata; empty if tapes begin with a whole pass.
         number: int64[strata], the number of each stratum's first pass, for `locate`.
-        key: key of the first whole pass; earlier passes have lower keys.
+        key: key of the first whole pass, at least ``len(rests)``; earlier passes have lower keys.
     """
 
-    def __init__(self, rests: Sequence[Leftover], number: Numbers, key: int) -> None:
-        self.rests, self.number, self.key = tuple(rests), number, key
+    rests: tuple[RowSet, ...]
+    number: Numbers
+    key: int
+
+
+class _Pass(NamedTuple):
+    """Base order and rows per stratum of a pass. The members of ``rows``, or all rows if it is None."""
+
+    order: BaseOrder
+    counts: Numbers
+    rows: RowSet | None
+
+    def samples(self, numbers: Numbers) -> Numbers:
+        return numbers if self.rows is None else self.rows.members(numbers)
+
+
+def _rest(rows: RowSet, population: Population) -> _Pass:
+    left = rows.of(population)
+    counts = stratum_rows(left)
+    return _Pass(BaseOrder(left, each_alone(counts)), np.array(counts, dtype=np.int64), rows)
 
 
 class Tapes:
@@ -55,8 +58,8 @@ class Tapes:
     A *handed* stratum has one tape per lane: whole pass j of lane l holds base positions
     [floor((l n + t) / L), floor(((l + 1) n + t) / L)) with t = j n mod L, so that after j passes every lane has drawn
     j n / L of its rows, within one. A *shared* stratum has one tape for all lanes; each pass is a permutation of its
-    rows. Passes are counted from the start of the tape and include the rests in the heads. Each rest is cut evenly over
-    the lanes.
+    rows. Passes are counted from the start of the tape and include the rests in the heads, whose base order is cut
+    evenly over the lanes.
     """
 
     def __init__(
@@ -73,18 +76,19 @@ class Tapes:
         self.windows, self.shuffle = windows, shuffle
         self.heads = heads or Heads((), np.zeros(len(rows), dtype=np.int64), 0)
         self.rests = len(self.heads.rests)
-        left = np.zeros((self.rests, len(rows)), dtype=np.int64)
-        for i, rest in enumerate(self.heads.rests):
-            left[i] = rest.starts[-1]
+        # the rests, then the whole passes
+        self._kinds = [*(_rest(one, order.population) for one in self.heads.rests), _Pass(order, rows, None)]
+        left = np.array([kind.counts for kind in self._kinds[:-1]], dtype=np.int64).reshape(
+            self.rests, len(rows)
+        )
         lane = np.arange(lanes + 1, dtype=np.int64)[:, None]
-        self._left = left
         self._cut: Numbers = lane * left[:, None] // lanes  # rows of a rest that each lane draws
         # position on a tape at which each rest begins, then the position of the first whole pass
         self._begin: Numbers = _summed(np.diff(self._cut, axis=1))  # (rests + 1, lanes, strata)
         self._begin_shared: Numbers = _summed(left)  # (rests + 1, strata)
         self._decks: Recent[tuple[int, bytes, bytes], Deck] = Recent(4 * lanes)
         self._pieces: Recent[tuple[int, int], Numbers] = Recent(_PIECES)
-        self._shared: Recent[int, tuple[Numbers, Numbers]] = Recent(1024)
+        self._shared: Recent[tuple[int, int], tuple[Numbers, Numbers]] = Recent(1024)
 
     def pass_start(self, lane: int | Numbers, strata: Numbers, passes: Numbers) -> Numbers:
         """Return the position on a lane's tape at which a pass starts."""
@@ -133,15 +137,11 @@ class Tapes:
                 chosen, begin = strata[at], lo[at]
                 start = self.pass_start(lane, chosen, passes)
                 end = np.minimum(hi[at], self.pass_start(lane, chosen, passes + 1))
-                if kind < self.rests:
-                    offset = self._cut[kind, lane, chosen] - start
-                    draws = self.heads.rests[kind].take(chosen, begin + offset, end + offset)
-                else:
-                    deck = self._deck(lane, chosen, passes - self.rests)
-                    offset = deck.start[:-1][chosen] - start
-                    draws = deck.take(begin + offset, end + offset)
+                deck = self._deck(lane, chosen, passes)
+                offset = deck.start[:-1][chosen] - start
                 lengths = end - begin
-                out[ragged(first[at], lengths)] = draws
+                draws = deck.take(begin + offset, end + offset)
+                out[ragged(first[at], lengths)] = self._kinds[kind].samples(draws)
                 first[at] += lengths
                 lo[at] = end
             todo = todo[lo[todo] < hi[todo]]
@@ -169,7 +169,7 @@ class Tapes:
         return out
 
     def hands(self, lane: int, strata: Numbers, passes: Numbers) -> tuple[Numbers, Numbers]:
-        """Return the base ranges [lo, hi) that a lane holds in whole passes."""
+        """Return the base ranges [lo, hi) that a lane holds in whole passes, counted from the first of them."""
         rows = self.rows[strata]
         turn = passes * (rows % self.lanes) % self.lanes
         return (lane * rows + turn) // self.lanes, ((lane + 1) * rows + turn) // self.lanes
@@ -185,9 +185,7 @@ class Tapes:
             lane += 1
         return lane
 
-    def find(
-        self, sample: int, stratum: int, base: int, number: int, *, shared: bool
-    ) -> tuple[int, int] | None:
+    def find(self, sample: int, stratum: int, number: int, *, shared: bool) -> tuple[int, int] | None:
         """Return (lane, tape position) of a row in pass ``number`` of the run; the lane is -1 if the tape is shared.
 
         Return None if these tapes begin after that pass, or if its rest does not contain the row.
@@ -195,73 +193,73 @@ class Tapes:
         passes, one = number - int(self.heads.number[stratum]), np.array([stratum])
         if passes < 0:
             return None
-        if passes < self.rests:
-            found = self.heads.rests[passes].index(sample)
-            if found is None:
+        index = min(passes, self.rests)
+        kind = self._kinds[index]
+        if kind.rows is not None:
+            if sample not in kind.rows:
                 return None
-            if shared:
-                return -1, int(self._begin_shared[passes, stratum]) + found[1]
-            cut = self._cut[passes, :, stratum]
-            lane = int(np.searchsorted(cut, found[1], side="right")) - 1
-            return lane, int(self._begin[passes, lane, stratum]) + found[1] - int(cut[lane])
-        whole = passes - self.rests
+            sample = int(kind.rows.ranks(np.array([sample]))[0])
+        found = kind.order.find(sample)
+        assert found is not None, "every stratum is a group of its own"
+        base = found[1]
         if shared:
             if self.shuffle != "none":
-                shuffle = Feistel(
-                    derive(self.seed, _SHARED, stratum, whole + self.heads.key), int(self.rows[stratum])
-                )
-                base = int(shuffle.inverse(np.array([base]))[0])
+                key = derive(self.seed, _SHARED, stratum, passes + self._first_key)
+                base = int(Feistel(key, int(kind.counts[stratum])).inverse(np.array([base]))[0])
             return -1, int(self.shared_start(one, np.array([passes]))[0]) + base
-        lane = self.holder(stratum, whole, base)
-        deck = self._deck(lane, one, np.array([whole]))
+        if index < self.rests:
+            lane = int(np.searchsorted(self._cut[index, :, stratum], base, side="right")) - 1
+        else:
+            lane = self.holder(stratum, passes - self.rests, base)
+        deck = self._deck(lane, one, np.array([passes]))
         inside = deck.place(sample, stratum) - int(deck.start[stratum])
         return lane, int(self.pass_start(lane, one, np.array([passes]))[0]) + inside
 
+    @property
+    def _first_key(self) -> int:
+        return self.heads.key - self.rests
+
     def _deck(self, lane: int, strata: Numbers, passes: Numbers) -> Deck:
+        """Return a lane's hands of one pass of each stratum: all in the same rest, or all in whole passes."""
         key = (lane, strata.tobytes(), passes.tobytes())
         return self._decks.get(key, lambda _: self._make_deck(lane, strata, passes))
 
     def _make_deck(self, lane: int, strata: Numbers, passes: Numbers) -> Deck:
-        lo, hi = self.hands(lane, strata, passes)
+        index = min(int(passes[0]), self.rests)
+        if index < self.rests:
+            lo, hi = self._cut[index, lane, strata], self._cut[index, lane + 1, strata]
+        else:
+            lo, hi = self.hands(lane, strata, passes - self.rests)
         keys = np.zeros(len(self.rows), dtype=np.uint64)
-        of_pass = derive_each(derive(self.seed, _HANDS), passes + self.heads.key)
+        of_pass = derive_each(derive(self.seed, _HANDS), passes + self._first_key)
         keys[strata] = derive_each(derive_each(of_pass, np.full(len(strata), lane)), strata)
-        return build_deck(self.order, Hands(strata, lo, hi, strata, keys, self.windows), self.shuffle)
+        order = self._kinds[index].order
+        return build_deck(order, Hands(strata, lo, hi, strata, keys, self.windows), self.shuffle)
 
     def take_shared(self, stratum: int, position: Numbers) -> Numbers:
         """Return the sample numbers at positions of a shared tape; positions may be in any order."""
         out = np.empty_like(position)
-        kind = (self._begin_shared[1:, stratum, None] <= position).sum(axis=0)
-        for rest in np.unique(kind).tolist():
-            here = np.flatnonzero(kind == rest)
-            inside = position[here] - self._begin_shared[rest, stratum]
-            if rest < self.rests:
-                out[here] = self._take_rest(stratum, rest, inside)
-            else:
-                out[here] = self._take_shared_passes(stratum, inside)
+        kinds = (self._begin_shared[1:, stratum, None] <= position).sum(axis=0)
+        for index in np.unique(kinds).tolist():
+            here = np.flatnonzero(kinds == index)
+            out[here] = self._take_pass(stratum, index, position[here] - self._begin_shared[index, stratum])
         return out
 
-    def _take_rest(self, stratum: int, rest: int, position: Numbers) -> Numbers:
-        one, end = np.array([stratum]), self._left[rest, stratum]
-        take = self.heads.rests[rest].take
-        return self._picked(
-            stratum, np.full_like(position, rest), position,
-            lambda _, lo: take(one, lo, np.minimum(end, lo + _PIECE)),
-        )  # fmt: skip
-
-    def _take_shared_passes(self, stratum: int, position: Numbers) -> Numbers:
-        rows = int(self.rows[stratum])
+    def _take_pass(self, stratum: int, index: int, position: Numbers) -> Numbers:
+        kind = self._kinds[index]
+        rows = int(kind.counts[stratum])
         passes, base = np.divmod(position, rows)
         if self.shuffle != "none":
-            keys = derive_each(derive(self.seed, _SHARED, stratum), passes + self.heads.key)
+            keys = derive_each(derive(self.seed, _SHARED, stratum), passes + index + self._first_key)
             base = Feistel(keys, rows)(base)
-        starts, samples = self._shared.get(stratum, self._runs)
+        starts, samples = self._shared.get((stratum, index), self._runs)
         run = np.searchsorted(starts, base, side="right") - 1
-        numbers: Numbers = samples[run] + base - starts[run]
-        return numbers
+        return kind.samples(samples[run] + base - starts[run])
 
-    def _runs(self, stratum: int) -> tuple[Numbers, Numbers]:
-        pieces = self.order.pieces(np.array([stratum]), np.array([0]), self.rows[stratum : stratum + 1])
+    def _runs(self, key: tuple[int, int]) -> tuple[Numbers, Numbers]:
+        stratum, index = key
+        kind = self._kinds[index]
+        pieces = kind.order.pieces(np.array([stratum]), np.array([0]), kind.counts[stratum : stratum + 1])
         return pieces.base, pieces.sample
 
 

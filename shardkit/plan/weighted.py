@@ -305,27 +305,15 @@ class WeightedGrid:
 
     def locate(self, sample: int, number: int) -> tuple[int, int, int] | None:
         """Return (step, lane, slot) of a sample in pass ``number`` of its stratum, or None if it is not drawn."""
-        place = self.place(sample, number)
+        stratum = int(self.order.strata_of(np.array([sample]))[0])
+        place = self.tapes.find(sample, stratum, number, shared=bool(self.shared[stratum]))
         if place is None:
             return None
-        stratum, lane, position = place
         for index in range(len(self._legs)):
-            at = self._locate_in(index, lane, stratum, position)
+            at = self._locate_in(index, place[0], stratum, place[1])
             if at is not None:
                 return at
         return None
-
-    def place(self, sample: int, number: int) -> tuple[int, int, int] | None:
-        """Return (stratum, lane, tape position) of a sample in a pass, or None if its tape does not contain it.
-
-        The lane is -1 if the tape is shared.
-        """
-        found = self.order.find(sample)
-        if found is None:
-            return None
-        stratum, base = found
-        place = self.tapes.find(sample, stratum, base, number, shared=bool(self.shared[stratum]))
-        return None if place is None else (stratum, *place)
 
     def _locate_in(self, index: int, lane: int, stratum: int, place: int) -> tuple[int, int, int] | None:
         """Return (step, lane, slot) of a tape position, or None if it is not drawn in this leg."""
