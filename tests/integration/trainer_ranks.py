@@ -471,7 +471,10 @@ def plain_loop(world: World) -> dict[str, Any]:
     model = DistributedDataParallel(torch.nn.Linear(4, 1))
     settings = Rebalancing(every=4, rules=Rules(lead=3, settle=8))
     loader = dataset.loader(
-        dataset.plan(global_batch=18, lanes=9, seed=3), uneven=True, rebalance=settings, run=root.parent / "run"
+        dataset.plan(global_batch=18, lanes=9, seed=3),
+        uneven=True,
+        rebalance=settings,
+        run=root.parent / "run",
     )
     loader.watch(model)
     seen, cells = [], []
