@@ -25,9 +25,10 @@ from torch.utils.data._utils.fetch import _BaseDatasetFetcher
 
 from shardkit.dataset import Dataset
 from shardkit.errors import StateError, UsageError
-from shardkit.loader import Batch, check_state
+from shardkit.loader import Batch, Loader, check_state
 from shardkit.loader.live import STATE_VERSION, check_step
 from shardkit.plan import Plan
+from shardkit.torch.batch_memory import BatchMemory
 
 __all__ = ["DataLoader", "PlanDataset", "dataset"]
 
@@ -90,6 +91,9 @@ class PlanDataset(IterableDataset[Batch]):
         self._settings = (
             settings | {"rank": self._rank, "world": self._world, "mesh": None, "store": None} | lanes
         )
+        self._loader: Loader | None = None  # of the loops of this process
+        self._stride = 0
+        self._batch_memory: BatchMemory | None = None  # of `DataLoader` and its workers
         self._position = 0
         self._turn = 0  # grows with each loop and move: an older loop has ended
         self._counted = -1  # the turn whose batches `DataLoader` counts
@@ -104,9 +108,10 @@ class PlanDataset(IterableDataset[Batch]):
         self._shared = torch.tensor([self._position, self._turn, -1]).share_memory_()  # type: ignore[no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:
-        if get_spawning_popen() is not None:
+        spawns = get_spawning_popen() is not None
+        if spawns:
             _check_callers(self._world)
-        return self.__dict__
+        return self.__dict__ | {"_loader": None, "_batch_memory": self._batch_memory if spawns else None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ |= state
@@ -170,12 +175,21 @@ class PlanDataset(IterableDataset[Batch]):
     def _read(self, steps: range) -> Iterator[Any]:
         if not steps:
             return
-        with self._ds.loader(self._plan, **self._settings, stride=steps.step) as loader:
-            loader.reads_on = False  # it ends with this loop
-            loader.seek(steps.start)
-            for batch in loader:
-                steps = self._worker_steps = steps[1:]
-                yield batch
+        # one loader for all loops of a process: the memory of its blocks is expensive to touch for the first time
+        if self._loader is None or self._stride != steps.step:
+            self._stride, self._loader = steps.step, self._open_loader(steps.step)
+        self._loader.seek(steps.start)
+        for batch in self._loader:
+            steps = self._worker_steps = steps[1:]
+            yield batch
+
+    def _open_loader(self, stride: int) -> Loader:
+        loader = self._ds.loader(self._plan, **self._settings, stride=stride)
+        loader.reads_on = False  # the next loop may begin elsewhere
+        worker = get_worker_info()
+        if worker is not None and self._batch_memory is not None:
+            loader.allocate = self._batch_memory.use(worker.id)
+        return loader
 
     def _move(self, step: int) -> None:
         """Begin the next loop at `step`; the loop under way ends."""
@@ -292,6 +306,9 @@ class DataLoader(TorchDataLoader[Any]):
         data = self.dataset
         steps = data._begin_loop()  # noqa: SLF001
         data._counted = data._turn  # noqa: SLF001
+        starts_workers = not self.persistent_workers or self._iterator is None
+        if starts_workers and hasattr(os, "memfd_create"):  # elsewhere torch copies each batch to new memory
+            data._batch_memory = BatchMemory(self.num_workers)  # noqa: SLF001
         return _Loop(data, super().__iter__(), steps)
 
     @property
