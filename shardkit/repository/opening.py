@@ -86,7 +86,8 @@ def read_identity(store: Store, *, alone: bool = False) -> Identity:
             raise
         check_root_is_not_lost(store)
         raise NotFoundError(
-            f"no dataset at {store.url}: expected {IDENTITY_NAME} in it; check the path, or run: shardkit build"
+            f"no dataset at {store.url}: expected {IDENTITY_NAME} in it; check the path, or run: shardkit build; if it "
+            f"was lost and has a copy, run: shardkit repair {store.url} --location NAME=COPY"
         ) from None
 
 

@@ -8,6 +8,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+import boto3
 import pytest
 
 import shardkit
@@ -147,6 +148,35 @@ def test_a_root_in_a_bucket_with_a_copy_on_a_disk(
     assert shell.json("replicate", bucket)["lag_before"] == 0
     undone = shell.json("place", bucket, "--parity", "none")
     assert undone["policy"]["parity"] == "none"
+
+
+@pytest.mark.parametrize("lost", ["log", "newest entry", "root"])
+def test_what_a_bucket_lost_is_restored_from_a_copy(
+    bucket: str, tmp_path: Path, source: Path, shell: Shell, server: str, lost: str
+) -> None:
+    """The message says what to do, doing it works, and nothing is built or deleted before."""
+    root, copy = f"{bucket}/data", str(tmp_path / "mirror")
+    shell("build", source, root)
+    shell("place", root, "--location", f"mirror={copy},domain=disk", "--copies", 2)
+    shell("tag", root, "v1")
+    shell("replicate", root)
+    client = boto3.client("s3", endpoint_url=server)
+    prefix = root.removeprefix(f"s3://{BUCKET}/")
+    keys = sorted(one["Key"] for one in client.list_objects_v2(Bucket=BUCKET, Prefix=prefix)["Contents"])
+    log = [key for key in keys if "/log/" in key]
+    for key in {"log": log, "newest entry": log[-1:], "root": keys}[lost]:
+        client.delete_object(Bucket=BUCKET, Key=key)
+    if lost == "root":
+        told = shell("show", root, code=1)
+        assert f"shardkit repair {root} --location NAME=COPY" in told
+        shell("repair", root, "--location", f"mirror={copy}")
+    else:
+        for command in (["verify", root], ["gc", root, "--delete", "--grace", "0s"]):
+            assert f"shardkit repair {root}" in shell(*command, code=4)
+        assert len(sorted((tmp_path / "mirror" / "log").iterdir())) == len(log)
+        shell("repair", root)
+    shell("verify", root)
+    assert [shardkit.open(f"{root}@v1")[i] for i in range(3)] == [shardkit.open(copy)[i] for i in range(3)]
 
 
 def test_an_erasure_waits_for_a_location_that_is_away(tmp_path: Path, source: Path, shell: Shell) -> None:

@@ -26,6 +26,7 @@ from shardkit.stores.local import open_store
 from shardkit.stores.remote.addresses import parse_address, split_url
 from shardkit_tools.main import COMMANDS
 from tests.command_line import call
+from tests.drills import drill_count
 
 CANARY = "Zq7canary9Xw2LongEnough"
 
@@ -183,7 +184,8 @@ def urls(draw: st.DrawFn) -> str:
     return f"{draw(LINKS)}{scheme}://{rest}"
 
 
-@settings(max_examples=1000)
+@pytest.mark.drill
+@settings(max_examples=drill_count(100_000))
 @given(urls(), WORDS, WORDS)
 def test_no_form_of_url_gets_a_credential_through(url: str, before: str, after: str) -> None:
     """Neither as a root, a version, a location or a source, nor in a message."""
