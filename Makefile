@@ -9,7 +9,7 @@ DEMO_STAMP := $(VENV)/.installed-demo
 DOCS_STAMP := $(VENV)/.installed-docs
 COMPILED := hatch_build.py $(wildcard shardkit/*/*.c)
 
-.PHONY: demo test lint docs sanitize drills setup clean
+.PHONY: demo quick test lint docs sanitize drills setup clean
 
 setup: $(STAMP)
 
@@ -37,6 +37,7 @@ lint: $(STAMP)
 	$(BIN)/codespell
 	$(BIN)/python tools/draw_architecture.py --check
 	$(BIN)/python tools/make_docs.py --check
+	$(BIN)/python tools/draw_rates.py --check
 
 docs: $(DOCS_STAMP)  ## the site, below build/docs/site; no network once its packages are there
 	$(BIN)/python tools/make_docs.py
@@ -44,9 +45,14 @@ docs: $(DOCS_STAMP)  ## the site, below build/docs/site; no network once its pac
 # Some tests drive clusters of real processes on a machine that may be busy with anything: what failed beside others is
 # run once more by itself. What fails twice has failed; both outcomes stay in the output.
 test: $(STAMP)  ## the whole suite, fast tests first
+	@echo "unit, property, integration (processes, S3, torchrun), faults, compat; about 20 minutes on two processors"
 	$(BIN)/pytest -n $(JOBS) || { \
 		echo "--- what failed, once more and one at a time ---"; \
 		$(BIN)/pytest -n 0 --last-failed --last-failed-no-failures none; }
+
+quick: $(STAMP)  ## unit and property tests without the slow ones, in about two minutes: for every edit
+	@echo "unit and property tests, without those marked slow or drill; all tests: make test"
+	$(BIN)/pytest -q -n $(JOBS) tests/unit tests/property -m "not slow and not drill"
 
 sanitize: $(STAMP)  ## the loader's compiled module with ASAN and UBSAN, under its property tests
 	@BIN="$(BIN)" sh tools/sanitize.sh

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import typer.main
 
+import shardkit
 from shardkit.exit_codes import ExitCode
 from shardkit_tools.main import COMMANDS, make_app
 from shardkit_trainer import load_configuration
@@ -102,6 +103,27 @@ def test_the_lines_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert resumed.step == 1
     planned = names["plan"].step(1)[list(names["loader"].lanes)].ravel()
     assert resumed.samples.tolist() == planned[planned >= 0].tolist()
+
+
+def test_the_snippets_for_agents_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each by itself, as somebody pastes it, on a dataset of digits."""
+    pytest.importorskip("torch")
+    monkeypatch.chdir(tmp_path)
+    with shardkit.create("data/digits", schema={"image": "uint8[8,8]", "label": "int64"}) as writer:
+        for number in range(200):
+            writer.add({"image": [[number % 256] * 8] * 8, "label": number % 10})
+    text = (ROOT / "AGENTS.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == 3
+    for block in blocks:
+        names: dict[str, Any] = {}
+        exec(compile(block, "AGENTS.md", "exec"), names)
+        if "state" in names:  # of the end of one or two epochs of three steps
+            assert names["state"]["step"] in (3, 6)
+            assert len(names["images"]) == len(names["labels"]) == 64
+    assert len(shardkit.open("data/squares")) == 100
+    for linked in re.findall(r"\]\((.*?)\)", text + (ROOT / "llms.txt").read_text(encoding="utf-8")):
+        assert (ROOT / linked).exists(), linked
 
 
 RUN = """

@@ -157,6 +157,7 @@ def test_the_short_way_finds_the_same_rows(
             assert found[name] == expected[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compression", ["none", "zstd"])
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())

@@ -6,12 +6,14 @@ from fractions import Fraction
 from math import floor
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.plan.deal import Deal, floor_sum, golden_step
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(st.one_of(st.integers(1, 50), st.integers(1, 10**15)), min_size=1, max_size=12),

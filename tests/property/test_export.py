@@ -291,6 +291,7 @@ def test_what_is_there_stays_unless_asked(pictures: str, tmp_path: Path) -> None
     assert (code, "'labl'" in err) == (1, True)
 
 
+@pytest.mark.slow
 def test_memory_holds_some_blocks_and_never_all(tmp_path: Path) -> None:
     import tracemalloc
 

@@ -84,6 +84,7 @@ THREAD: dict[str, Any] = {"threads": 1}
 PROCESSES: dict[str, Any] = {"threads": 2, "workers": "processes"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "settings"), [(1, THREAD), (2, THREAD), (4, THREAD), (1, PROCESSES)])
 def test_rows_are_equal_on_any_number_of_ranks_and_after_resuming(
     dataset: shardkit.Dataset,

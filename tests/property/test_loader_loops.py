@@ -195,6 +195,7 @@ def _same(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
     return sample
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_a_loop_that_is_left_early_continues_in_the_next(ds: shardkit.Dataset, data: st.DataObject) -> None:
@@ -390,6 +391,7 @@ def test_a_loop_that_is_over_takes_nothing_from_the_next(ds: shardkit.Dataset) -
         assert next(loop, None) is None
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_loops_that_are_left_at_any_step_leave_no_block_half_known(

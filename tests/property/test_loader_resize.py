@@ -41,6 +41,7 @@ def _facts(batch: Any) -> tuple[Any, ...]:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_any_sequence_of_sizes_gives_what_restarts_would_have_given(

@@ -96,6 +96,7 @@ def check_batch(batch: Batch, seed: int) -> None:
                 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("format", "compression"), PAIRS)
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 200), rows=st.integers(16, 60))

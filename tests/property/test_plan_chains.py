@@ -165,6 +165,7 @@ def changes(draw: st.DrawFn, population: Population, at: int) -> dict[str, objec
     return change
 
 
+@pytest.mark.slow
 @some
 @given(populations(max_rows=600, max_strata=8, max_shards=20), shapes, st.data())
 def test_chains_of_amendments(population, shape, data):  # type: ignore[no-untyped-def]
@@ -199,6 +200,7 @@ def rare_after(change: dict[str, object]) -> tuple[Plan, Plan]:
     return plan, plan.amend(from_step=700, **change)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [{"global_batch": 64}, {"weights": {"main": 4500, "large": 5, "tiny": 1}}])
 def test_a_large_stratum_that_becomes_rare_goes_on_with_its_pass(change: dict[str, object]) -> None:
     plan, child = rare_after(change)

@@ -149,6 +149,7 @@ def test_locate_finds_every_sample(population, shape, remainder, shuffle, epoch,
         plan.locate(population.rows)
 
 
+@pytest.mark.slow
 @few
 @given(populations(), grids(), remainders, shuffles, st.integers(0, 2**40), st.data())
 def test_any_cell_from_cold_is_the_walked_one(population, shape, remainder, shuffle, epoch, data):  # type: ignore[no-untyped-def]
@@ -201,6 +202,7 @@ def block_numbers(population: Population) -> list[int]:
     return out
 
 
+@pytest.mark.slow
 def test_jumping_gives_the_cells_of_walking() -> None:
     """Chunks of this plan are large enough that a step that was jumped to is drawn with a part of its chunk only."""
     population = Population(

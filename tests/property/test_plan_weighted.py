@@ -5,6 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 import numpy as np
+import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -53,6 +54,7 @@ def test_batches_follow_the_weights_and_nothing_drifts(population, shape, weight
             assert drift < 2 * held
 
 
+@pytest.mark.slow
 @few
 @given(
     populations(max_rows=2000),

@@ -72,6 +72,7 @@ def search(root: Path, number: int) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 @settings(max_examples=6)
 @given(data=st.data(), format=st.sampled_from(["tar", "arrow"]), split=st.booleans())
 def test_exactly_the_others_are_left(data: st.DataObject, format: str, split: bool) -> None:

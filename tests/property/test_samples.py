@@ -97,6 +97,7 @@ def plain(datasets: dict[str, shardkit.Dataset]) -> dict[str, list[tuple[bytes, 
 numbers = st.integers(-3 * COUNT, 3 * COUNT)
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(data=st.data())
 def test_slices_and_lists_give_the_same_samples(

@@ -47,6 +47,7 @@ def needed_bytes(described: Cluster) -> int:
     return int(blocks.weigh(np.unique(blocks.locate(samples)[2]))[0].sum())
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(shapes, st.integers(0, 100), st.lists(st.integers(0, 80), min_size=2, max_size=4))
 def test_more_cache_never_reads_more_and_all_that_is_needed_is_read(
@@ -65,6 +66,7 @@ def test_more_cache_never_reads_more_and_all_that_is_needed_is_read(
     assert all(b <= a * 1.02 for a, b in itertools.pairwise(egress))
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(shapes, st.integers(0, 100))
 def test_equal_seeds_give_equal_output(shape: tuple[int, int], seed: int) -> None:
@@ -86,6 +88,7 @@ def test_a_cluster_that_fails_faster_than_it_recovers_is_refused() -> None:
         simulate_lanes(described, prepare(described))
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None)
 @given(st.integers(0, 100))
 def test_a_sample_of_the_nodes_agrees_with_all_of_them(seed: int) -> None:

@@ -128,6 +128,7 @@ def test_private_blocks_and_the_limit_deliver_every_row_once(name: str, tmp_path
             assert not np.array_equal(found, table[:whole]), "not shuffled"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(WORKLOADS))
 def test_processes_read_every_sample_in_every_way(name: str, tmp_path: Path) -> None:
     jobs = {

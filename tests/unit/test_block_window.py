@@ -231,6 +231,7 @@ def test_loops_that_are_left_anywhere_leave_what_they_loaded(
     window.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 3])
 def test_dropped_blocks_are_gone(threads: int) -> None:
     there: weakref.WeakSet[LoadedBlock] = weakref.WeakSet()

@@ -292,6 +292,7 @@ def _seen(loader: Any) -> dict[tuple[int, int], bytes]:
     return found
 
 
+@pytest.mark.slow
 def test_pixels_are_equal_on_every_rank_thread_worker_and_after_resumption(dataset: Any) -> None:
     plan = dataset.plan(global_batch=12, lanes=6, seed=3)
     settings: dict[str, Any] = {"decode": {"image": MADE}, "tensors": False, "fields": ["image", "label"]}
@@ -353,6 +354,7 @@ def test_memory_of_dropped_batches_is_taken_again_and_that_of_kept_ones_is_not(d
     assert [view.tobytes() for view in kept] == seen
 
 
+@pytest.mark.slow
 def test_what_does_not_decode_is_replaced_in_its_row(tmp_path: Path) -> None:
     payloads = [encoded(photograph(number, 80, 60)) for number in range(24)]
     payloads[5] = payloads[5][: len(payloads[5]) // 2]

@@ -55,6 +55,7 @@ def run(
     return done.returncode, done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_a_skip_that_is_not_listed_fails_on_ci_and_is_named(tmp_path: Path, workers: str) -> None:
     code, told = run(tmp_path, [DEVICE], "true", SUITE, "-n", workers)
@@ -77,6 +78,7 @@ def test_a_listed_test_must_skip_for_the_listed_reason(tmp_path: Path) -> None:
     assert "test_device[2] was skipped" in told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ci", ["", "false"])
 def test_elsewhere_every_test_may_be_skipped(tmp_path: Path, ci: str) -> None:
     code, told = run(tmp_path, [], ci)
@@ -84,6 +86,7 @@ def test_elsewhere_every_test_may_be_skipped(tmp_path: Path, ci: str) -> None:
     assert "1 passed, 3 skipped, 1 xfailed" in told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_a_module_that_skips_all_of_its_tests_is_no_exception(tmp_path: Path, workers: str) -> None:
     suite = "import pytest\npytest.importorskip('no_such_package')\ndef test_one(): pass\n"

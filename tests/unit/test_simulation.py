@@ -271,6 +271,7 @@ def test_recovery_adds_up() -> None:
     assert twice["restore_s"] == 2.0
 
 
+@pytest.mark.slow
 def test_a_restart_on_other_hosts_fetches_what_the_lost_one_had() -> None:
     pod = changed(Cluster(), ["nodes=1024", "ranks=8"])
     again = restart(pod, 32_768, 1e9)

@@ -76,6 +76,7 @@ def test_a_compressed_text_that_is_cut_names_the_file(tmp_path: Path, packed: st
             samples(path)
 
 
+@pytest.mark.slow
 def test_xz_streams_behind_one_another_are_one_text_and_memory_is_bounded(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl.xz"
     lines = [json.dumps(row).encode() + b"\n" for row in ROWS]

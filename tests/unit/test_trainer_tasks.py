@@ -235,6 +235,7 @@ print("whole")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not ctypes.util.find_library("c_malloc_debug"), reason="glibc's checking malloc is not installed"
 )
