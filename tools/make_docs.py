@@ -132,7 +132,7 @@ def guide_page(program: Path, printed: str) -> str:
 
 
 def printed_by(program: Path) -> str:
-    """Standard output of a guide, run in a temporary folder."""
+    """Standard output of a guide, run in a temporary folder; a line instead if a package of it is not installed."""
     private = {
         name: value for name, value in os.environ.items() if not name.startswith("AWS_") and name != "BUCKET"
     }
@@ -140,6 +140,10 @@ def printed_by(program: Path) -> str:
         [sys.executable, str(program)], env={**private, "COLUMNS": "110", "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
+    missing = re.findall(r"^ModuleNotFoundError: No module named '([\w.]+)'", done.stderr, re.MULTILINE)
+    if missing and missing[-1].partition(".")[0] not in ("shardkit", "shardkit_tools", "shardkit_trainer"):
+        print(f"{program.relative_to(ROOT)} was not run: {missing[-1]} is not installed", file=sys.stderr)
+        return f"(not run here: it needs the package {missing[-1]})"
     if done.returncode:
         raise SystemExit(f"{program.relative_to(ROOT)} ended with {done.returncode}:\n{done.stderr}")
     return done.stdout

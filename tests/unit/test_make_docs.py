@@ -71,3 +71,17 @@ def test_a_guide_is_shown_with_what_it_prints(making: Any) -> None:
     assert making.linked_to_pages("examples/guides/README.md", text, pages) == (
         "[a](auditing.md) [b](../ddp.py) [c](../deployment/README.md) [d](../operating/README.md) [e](https://x.org/a.py)"
     )
+
+
+def test_a_guide_that_lacks_a_package_is_shown_without_its_output(
+    making: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "guides"
+    folder.mkdir()
+    missing, broken = folder / "missing.py", folder / "broken.py"
+    missing.write_text("import no_such_package_anywhere\n")
+    broken.write_text("import shardkit.no_such_module\n")
+    monkeypatch.setattr(making, "ROOT", tmp_path)
+    assert "no_such_package_anywhere" in making.printed_by(missing)
+    with pytest.raises(SystemExit, match="no_such_module"):
+        making.printed_by(broken)
