@@ -205,7 +205,7 @@ class TarEncoder:
                     offsets.append(0)
                     sizes.append(0)
                     continue
-                prefix, content = _member_parts(kind, payload)
+                prefix, content = member_parts(kind, payload)
                 size = len(prefix) + len(content)
                 name = f"{key}{dotted}{member_extension(kind, payload)}"
                 parts += (member_header(name.encode(), size), prefix, content, _PADDING[-size % BLOCK])
@@ -267,7 +267,7 @@ def _members_of(
     return [payload if present[0] else None for payload, present in zip(stored[name], presence, strict=True)]
 
 
-def _member_parts(kind: FieldType, payload: bytes | memoryview) -> tuple[bytes, bytes | memoryview]:
+def member_parts(kind: FieldType, payload: bytes | memoryview) -> tuple[bytes, bytes | memoryview]:
     """Return (prefix, content) whose concatenation is the content of the member."""
     if kind.is_opaque:
         return b"", payload
