@@ -12,6 +12,7 @@ from shardkit.audit.plans import RunPlan, find_plans
 from shardkit.audit.result import Audit, Finding
 from shardkit.audit.run_record import RunRecord, load_run
 from shardkit.audit.signing import make_statement, read_envelope, sign_statement, verify_envelope
+from shardkit.audit.spikes import SampleLoss, Share, Spike, find_spikes, losses_of_step
 from shardkit.audit.trace import (
     StepSample,
     Use,
@@ -28,13 +29,18 @@ __all__ = [
     "Finding",
     "RunPlan",
     "RunRecord",
+    "SampleLoss",
+    "Share",
+    "Spike",
     "StepSample",
     "Use",
     "audit_run",
     "compare_runs",
     "find_plans",
+    "find_spikes",
     "html_report",
     "load_run",
+    "losses_of_step",
     "make_statement",
     "read_envelope",
     "sample_lineage",

@@ -28,6 +28,7 @@ from shardkit.reading.located_store import LocatedStore
 
 if TYPE_CHECKING:
     from shardkit.ledger import Journal
+    from shardkit.ledger.losses import LossWriter
     from shardkit.loader.remote_blocks import RemoteBlocks
     from shardkit.loader.step_batches import LoaderCounts, StepBatches
     from shardkit.telemetry.recorder import BlockTimes, RunWatch
@@ -101,6 +102,7 @@ class LoaderResources:
         self.workers: Executor | None = None
         if function is not None:
             self.workers = open_workers(config.workers, self._threads, function)
+        self.losses: LossWriter | None = None  # opened by the first `Loader.note`
         self.journal: Journal | None = None
         if config.run is not None:
             from shardkit.ledger import Journal
@@ -217,6 +219,8 @@ class LoaderResources:
             self.workers.shutdown(wait=True, cancel_futures=True)
         if self.journal is not None:
             self.journal.close()
+        if self.losses is not None:
+            self.losses.close()
 
     def close_unwatched(self) -> None:
         """Close the resources of a loader that was garbage-collected, from any thread.

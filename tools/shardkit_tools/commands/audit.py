@@ -15,8 +15,10 @@ from shardkit.audit import (
     audit_run,
     compare_runs,
     find_plans,
+    find_spikes,
     html_report,
     load_run,
+    losses_of_step,
     make_statement,
     read_envelope,
     samples_of_step,
@@ -32,6 +34,7 @@ from shardkit.copies.shard_checks import Level
 from shardkit.dataset.lookups import list_samples
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, UsageError
 from shardkit.exit_codes import ExitCode
+from shardkit.ledger.losses import read_losses
 from shardkit.stores.file_operations import explained
 from shardkit_tools import console, options
 from shardkit_tools.commands.verify import parse_share
@@ -299,3 +302,40 @@ def _trace_list(
         answer += f"; {len(absent)} of {len(values)} are not in the dataset, taken as {taken}: nothing is said of these"
     return {"answer": answer, "listed": len(values), "field": taken, "absent": sorted(absent),
             "in_dataset": sorted(samples), "used": sorted({use.sample for use in uses}), "uses": uses}  # fmt: skip
+
+
+# ---- audit spikes RUN
+
+
+@group.command("spikes", cls=CommandPage)
+def spikes_command(
+    run: RunArgument,
+    step: Annotated[
+        int | None,
+        option("--step K", "The samples of this step; default: those of the largest spike.", min=0),
+    ] = None,
+    top: Annotated[int, option("--top N", "Show this many steps and samples.", min=1)] = 10,
+    threshold: Annotated[
+        float, option("--threshold Z", "Smallest score of a spike, in robust standard deviations.", min=0)
+    ] = 6.0,
+    window: Annotated[
+        int, option("--window N", "Steps before it with which a step is compared.", min=2)
+    ] = 100,
+    dataset: DatasetOption = None,
+    as_json: options.JsonFlag = False,
+) -> None:
+    """List steps of abnormal loss, and the samples of one of them with their losses, keys, strata and sources.
+
+    Losses come from loader.note(batch, losses) in the training loop.
+
+    Example: shardkit audit spikes runs/a && shardkit audit spikes runs/a --step 41237 --top 20
+    """
+    losses = read_losses(run)
+    spikes = find_spikes(losses, threshold=threshold, window=window)
+    chosen = spikes[0].step if step is None and spikes else step
+    document: dict[str, Any] = {"steps": len(losses.steps), "found": len(spikes), "spikes": spikes[:top]}
+    if chosen is not None:
+        record = load_run(run)
+        samples, shares = losses_of_step(record, find_plans(record, dataset), losses, chosen)
+        document |= {"step": chosen, "strata": shares[:top], "samples": samples[:top]}
+    console.present(as_json, lambda: document)
