@@ -86,6 +86,12 @@ def index_array(values: NDArray[Any]) -> Any:
     return pa.Array.from_buffers(pa.int64(), len(numbers), [None, pa.py_buffer(numbers)], null_count=0)
 
 
+def joined_batch(batches: Sequence[Any], schema: Any) -> Any:
+    """Return record batches as one, to take rows of: `Table.take` costs twice as much."""
+    found = pa.Table.from_batches(batches, schema).combine_chunks().to_batches()
+    return found[0] if found else pa.RecordBatch.from_pylist([], schema=schema)
+
+
 def numbers_of(array: Any, absent: int) -> NDArray[Any]:
     """Return integers, with `absent` in place of nulls."""
     kind = FieldType("scalar", str(array.type))

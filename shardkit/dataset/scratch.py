@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from shardkit.dataset.arrow_columns import (
     index_array,
+    joined_batch,
     optional_rows,
     origin_arrays,
     spool_array,
@@ -374,8 +375,7 @@ class RowSpool:
             offset += len(head)
             yield memoryview(head)
         self._flush_rows()
-        run, self._run, self._run_bytes = pa.Table.from_batches(self._run, self._arrow), [], 0
-        run = run.combine_chunks()
+        run, self._run, self._run_bytes = joined_batch(self._run, self._arrow), [], 0
         order = self._order(run.num_rows)
         number, row = (np.empty(run.num_rows, np.int32) for _ in range(2))
         for start, stop in self._cut(run.nbytes, run.num_rows):
@@ -384,7 +384,7 @@ class RowSpool:
                 if self.seed is None
                 else run.take(index_array(order[start:stop]))
             )
-            message = memoryview(piece.combine_chunks().to_batches()[0].serialize())
+            message = memoryview(piece.serialize())
             places = order[start:stop]
             number[places], row[places] = len(self._batches[0]), np.arange(stop - start)
             for column, value in zip(

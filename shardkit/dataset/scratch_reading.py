@@ -20,11 +20,11 @@ import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
-from shardkit.dataset.arrow_columns import index_array, numbers_of, payload_column, spool_schema
+from shardkit.dataset.arrow_columns import index_array, joined_batch, numbers_of, payload_column, spool_schema
 from shardkit.dataset.encoding import generated_key, generated_keys
 from shardkit.errors import IntegrityError
 from shardkit.formats import RowBlock, Schema
-from shardkit.formats.block import PayloadColumn, part_of, sizes_of
+from shardkit.formats.block import PayloadColumn, sizes_of
 from shardkit.stores.file_operations import Directories, Handle, active, explained, read_exactly, write_all
 
 _CHECK_BYTES = 8  # size of the XXH3-64 in front of a record of finished work
@@ -252,12 +252,8 @@ class ScratchReader:
             for message in self._messages(batches, records, ordinal)
         ]
         first = np.cumsum([0, *(len(one) for one in held)])
-        places = first[batch] + records.row
-        table = pa.Table.from_batches(held, self._arrow)
-        if len(places) != table.num_rows or bool((places != np.arange(len(places))).any()):
-            table = table.take(index_array(places))
-        (rows,) = table.combine_chunks().to_batches()
-        return SpooledRows(self._schema, rows, ordinal)
+        places = (first[batch] + records.row).astype(np.int64, copy=False)
+        return SpooledRows(self._schema, joined_batch(held, self._arrow), places, ordinal)
 
     def _messages(self, batches: Batches, records: Records, ordinal: NDArray[np.int64]) -> list[memoryview]:
         total = int(batches.length.sum())
@@ -291,21 +287,26 @@ def _neighbours(batches: Batches) -> Iterator[tuple[int, int]]:
 
 
 class SpooledRows:
-    """Verified rows in memory; their blocks are views of that memory."""
+    """Verified rows in memory, as they were spooled; their blocks are copies in the order of `ordinal`."""
 
-    def __init__(self, schema: Schema, rows: Any, ordinal: NDArray[np.int64]) -> None:
+    def __init__(
+        self, schema: Schema, rows: Any, places: NDArray[np.int64], ordinal: NDArray[np.int64]
+    ) -> None:
+        self._schema = schema
+        self._rows = rows  # a record batch
+        self._places = places  # position of each row in it
         self._ordinal = ordinal
-        self._columns: list[PayloadColumn] = [
-            payload_column(kind, rows.column(place)) for place, kind in enumerate(schema.values())
-        ]
-        self._keys, self._originals, self._sources, self._rows = rows.columns[len(schema) :]
 
     @property
     def payload_bytes(self) -> NDArray[np.int64]:
         """(rows + 1,) cumulative bytes of payloads, beginning with 0."""
         found = np.zeros(len(self._ordinal) + 1, np.int64)
-        np.cumsum(sum(sizes_of(column) for column in self._columns), out=found[1:])
+        sizes = np.add.reduce([sizes_of(column) for column in self._columns(self._rows)])
+        np.cumsum(sizes[self._places], out=found[1:])
         return found
+
+    def _columns(self, rows: Any) -> list[PayloadColumn]:
+        return [payload_column(kind, rows.column(n)) for n, kind in enumerate(self._schema.values())]
 
     def block(
         self,
@@ -321,12 +322,13 @@ class SpooledRows:
         `ends`, counted from `start`, are the ends of their blocks if there are several. Without `payloads`
         there are no columns.
         """
-        rows = slice(start, stop)
-        originals = self._originals[rows]
-        names = self._sources[rows].dictionary_encode()
+        # Not all rows at once: touching memory for the first time costs more than a copy.
+        rows = self._rows.take(index_array(self._places[start:stop]))
+        keys, originals, sources, source_rows = rows.columns[len(self._schema) :]
+        names = sources.dictionary_encode()
         return RowBlock(
-            keys=self._block_keys(rows),
-            columns=[part_of(column, start, stop) for column in self._columns] if payloads else [],
+            keys=_block_keys(keys, self._ordinal[start:stop].tolist()),
+            columns=self._columns(rows) if payloads else [],
             originals=[
                 (place, text.decode("utf-8", "surrogatepass"))
                 for place, text in enumerate(
@@ -336,16 +338,16 @@ class SpooledRows:
             ],
             source_names=tuple(names.dictionary.to_pylist()),
             source_id=numbers_of(names.indices, -1).astype(np.int32),
-            source_row=numbers_of(self._rows[rows], 0),
+            source_row=numbers_of(source_rows, 0),
             stratum=stratum,
             ends=ends,
         )
 
-    def _block_keys(self, rows: slice) -> list[str]:
-        keys, ordinals = self._keys[rows], self._ordinal[rows].tolist()
-        if keys.null_count == len(keys):
-            return generated_keys(ordinals)
-        return [
-            generated_key(ordinal) if key is None else key
-            for key, ordinal in zip(keys.to_pylist(), ordinals, strict=True)
-        ]
+
+def _block_keys(keys: Any, ordinals: list[int]) -> list[str]:
+    if keys.null_count == len(keys):
+        return generated_keys(ordinals)
+    return [
+        generated_key(ordinal) if key is None else key
+        for key, ordinal in zip(keys.to_pylist(), ordinals, strict=True)
+    ]

@@ -79,6 +79,7 @@ from shardkit_tools.building.passes import (
 from shardkit_tools.building.source_digests import SourceDigests, shared_files
 from shardkit_tools.importers import ImportOptions
 from shardkit_tools.importers.folder import FolderLayout, split_notes
+from shardkit_tools.importers.numpy_arrays import RowsImporter
 from shardkit_tools.importers.protocol import Importer
 from shardkit_tools.importers.source_files import find_source
 from shardkit_tools.transforms import AppliedFunction, TextTokenizer, TransformedImporter
@@ -242,7 +243,7 @@ class BuildRun:
             batch_bytes=sized_batch(run_bytes, total, self._version.settings.shard_size),
             marks=self._marks,
         )
-        here = is_small(self._engine, left)
+        here = is_small(self._engine, left, is_light=_is_copied(self._importer))
         for rows in self._engine.run(make, todo, self._meter.add, here=here):
             found[rows.facts.number] = rows
         self._meter.end()
@@ -515,6 +516,12 @@ def _open_source(settings: BuildSettings) -> tuple[Importer, tuple[str, ...]]:
     options = settings.options or ImportOptions(skip_bad_rows=settings.skips)
     options = dataclasses.replace(options, unchecked=settings.apply is not None)
     return find_source(os.fspath(settings.source), settings.from_, options)
+
+
+def _is_copied(importer: Importer) -> bool:
+    """Return True if reading the rows is mostly copying: large rows of arrays."""
+    sizes = [kind.item_bytes or 0 for kind in importer.schema.values()]
+    return isinstance(importer, RowsImporter) and sum(sizes) >= _LIGHT_ROW_BYTES
 
 
 def _transformed(importer: Importer, settings: BuildSettings) -> Importer:
