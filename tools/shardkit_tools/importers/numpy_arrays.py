@@ -47,7 +47,7 @@ from shardkit_tools.importers.source_files import check_suffixes, file_stem, is_
 
 _TASK_BYTES = 64 << 20
 _PIECE_ROWS = 1 << 14
-_PIECE_BYTES = 1 << 20  # small enough to stay in the processor's cache while it is encoded
+_PIECE_BYTES = 8 << 20  # a run of scratch (`MIN_RUN_BYTES`), which then need not be joined from pieces
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class RowsImporter(FileImporter):
     """Base class of importers that read the rows of arrays in order."""
 
     def decode(self, task: SourceTask, seen: FileObserver = ignore_file) -> DecodedStream:
-        """Yield rows about a MiB at a time."""
+        """Yield rows about 8 MiB at a time."""
         for start, columns, file in self._columns(task):
             count = len(next(iter(columns.values())))
             bad: dict[int, SampleError] = {}
