@@ -49,7 +49,9 @@ def command(*arguments: object, code: int = 0) -> str:
 
 
 def told(*arguments: object) -> dict[str, Any]:
-    found = json.loads(command(*arguments, "--json"))
+    found, _ = json.JSONDecoder().raw_decode(
+        command(*arguments, "--json")
+    )  # warnings follow, of standard error
     assert isinstance(found, dict)
     return found
 
@@ -185,3 +187,34 @@ def test_writers_in_python_are_told_too(tmp_path: Path) -> None:
         bold.add({"n": 3})
         build(lines(tmp_path / "c.jsonl", 4), tmp_path / "data")
     assert shardkit.open(tmp_path / "data")[0] == {"n": 3}
+
+
+def test_replacing_other_samples_is_announced_before_it_happens(tmp_path: Path) -> None:
+    root = tmp_path / "data"
+    first, second = lines(tmp_path / "a.jsonl", *range(20)), lines(tmp_path / "b.jsonl", 30)
+    warning = "main names 20 samples from other files, which this build replaces there"
+    assert warning not in command("build", first, root)
+    assert warning not in command("build", first, root), "the same source again"
+    dry = command("build", second, root, "--dry-run")
+    assert warning in dry
+    assert "--append" in dry
+    assert warning not in command("build", second, root, "--dry-run", "--append")
+    assert warning not in command("build", second, root, "--dry-run", "--replace")
+    assert warning in command("build", second, root)
+
+
+def test_appending_files_that_are_there_is_announced_before_it_happens(tmp_path: Path) -> None:
+    root, source = tmp_path / "data", lines(tmp_path / "a.jsonl", 1, 2)
+    command("build", source, root)
+    dry = command("build", source, root, "--append", "--dry-run")
+    assert "main was built from a.jsonl already" in dry
+    assert len(shardkit.open(root)) == 2
+
+
+def test_a_dry_run_says_what_was_guessed(tmp_path: Path) -> None:
+    source = lines(tmp_path / "a.jsonl", 1, 2)
+    dry = command("build", source, tmp_path / "data", "--dry-run")
+    assert re.search(r"fields +n int64 \(from jsonl\)", dry)
+    assert re.search(r"format +tar: \d+ times the size of the source; .*--format arrow", dry)
+    found = told("build", source, tmp_path / "data", "--format", "arrow", "--dry-run")
+    assert (found["fields"], found["importer"], found["format"]) == ({"n": "int64"}, "jsonl", "arrow")

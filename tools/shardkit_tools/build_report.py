@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from shardkit.manifest import Manifest
 from shardkit_tools import console
-from shardkit_tools.building.outcome import BuildResult, Progress, SpaceNeed
+from shardkit_tools.building.outcome import BuildResult, Progress, SkippedRow, SpaceNeed
 from shardkit_tools.console import bytes_text, count_text, duration_text, share_text, short_id
 from shardkit_tools.versions import moved_document, moved_facts
 
 _STRATA_SHOWN = 15
 _CLASSES_SHOWN = 4
 _SKIPPED_SHOWN = 5
+_MOSTLY_PADDING = 3
 _VERBS = {"read": "reading", "pack": "packing", "write": "writing", "commit": "committing"}
 
 
@@ -47,6 +48,9 @@ def document(result: BuildResult, root: str, ref: str) -> dict[str, Any]:
         "shards": result.shards,
         "strata": dict(result.strata),
         "pooled_strata": result.pooled,
+        "fields": {name: str(kind) for name, kind in result.schema.items()},
+        "importer": result.importer,
+        "format": result.format,
         "classes": dict(sorted(result.classes.items())),
         "notes": list(result.notes),
         "splits": {name: {"id": one.id, "samples": one.selected} for name, one in result.splits.items()},
@@ -85,7 +89,7 @@ def print_result(result: BuildResult, root: str, ref: str) -> None:
     if not manifest:
         print_strata(result.strata, result.rows)
     if result.skipped:
-        console.print_heading(f"Skipped {count_text(len(result.skipped), 'row')}")
+        console.print_heading(f"Skipped {_skipped(result.skipped)}")
         for row in result.skipped[:_SKIPPED_SHOWN]:
             console.print_line(f"  {row.message}")
         if result.skipped_file:
@@ -101,7 +105,8 @@ def _facts(result: BuildResult, manifest: Manifest | None) -> list[tuple[str, ob
     reused = f"{result.reused_tasks} tasks, {result.reused_shards} shards of an interrupted run"
     return [
         ("id", manifest.id if manifest else None),
-        ("fields", _fields(manifest) if manifest else None),
+        ("fields", _fields(result)),
+        ("format", _format(result)),
         ("samples", f"{count_text(result.rows)}{strata}{pooled}"),
         ("classes", _classes(result.classes) if result.classes else None),
         ("size", bytes_text(manifest.stored_bytes) if manifest else
@@ -139,10 +144,26 @@ def _classes(counts: Mapping[str, int]) -> str:
     return f"{len(counts):,}: {', '.join(listed)}"
 
 
-def _fields(manifest: Manifest) -> str:
-    source = manifest.build.get("source", {})
-    importer = f" (from {source['importer']})" if isinstance(source, dict) and "importer" in source else ""
-    return ", ".join(f"{name} {kind}" for name, kind in manifest.schema.items()) + importer
+def _fields(result: BuildResult) -> str:
+    importer = f" (from {result.importer})" if result.importer else ""
+    return ", ".join(f"{name} {kind}" for name, kind in result.schema.items()) + importer
+
+
+def _format(result: BuildResult) -> str:
+    """Return the format, with advice if headers and padding are most of the dataset."""
+    if result.format == "tar" and result.raw_bytes > _MOSTLY_PADDING * result.source_bytes:
+        times = f"{result.raw_bytes / max(1, result.source_bytes):.0f} times the size of the source"
+        return f"tar: {times}; smaller for rows like these: --format arrow --compression zstd"
+    return result.format
+
+
+def _skipped(rows: Sequence[SkippedRow]) -> str:
+    """Return the number of skipped rows; a row of -1 stands for an unknown number at the end of a file."""
+    single = sum(row.source_row >= 0 for row in rows)
+    texts = [count_text(single, "row")] if single else []
+    ends = len({row.source_name for row in rows if row.source_row < 0})
+    texts += [f"unread rows of {count_text(ends, 'file')}"] if ends else []
+    return " and the ".join(texts)
 
 
 def _packed(result: BuildResult) -> str | None:

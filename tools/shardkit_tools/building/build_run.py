@@ -11,14 +11,12 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import inspect
 import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ParamSpec
 
 import numpy as np
 
@@ -58,8 +56,11 @@ from shardkit_tools.building.outcome import (
     PackReport,
     ProgressMeter,
     SkippedRow,
+    apply_transforms,
     check_space,
     least_bytes,
+    of_settings,
+    open_source,
     space_needs,
 )
 from shardkit_tools.building.packing import Documents, PackSettings, PackWorker, cut_documents
@@ -76,13 +77,11 @@ from shardkit_tools.building.passes import (
     finished_tasks,
     first_of_equals,
 )
-from shardkit_tools.building.source_digests import SourceDigests, shared_files
-from shardkit_tools.importers import ImportOptions
+from shardkit_tools.building.source_digests import SourceDigests, shared_files, warn_of_replacement
 from shardkit_tools.importers.folder import FolderLayout, split_notes
 from shardkit_tools.importers.numpy_arrays import RowsImporter
 from shardkit_tools.importers.protocol import Importer
-from shardkit_tools.importers.source_files import find_source
-from shardkit_tools.transforms import AppliedFunction, TextTokenizer, TransformedImporter
+from shardkit_tools.transforms import TransformedImporter
 
 # Larger rows are mostly copied and hashed.
 _LIGHT_ROW_BYTES = 4096
@@ -108,13 +107,13 @@ class BuildRun:
 
     def __init__(self, settings: BuildSettings, engine: Engine) -> None:
         self._settings, self._engine = settings, engine
-        source, left_out = _open_source(settings)
+        source, left_out = open_source(settings)
         layout: FolderLayout | None = getattr(source, "layout", None)
         folders, self._counts = (layout.splits, layout.counts) if layout else ({}, {})
         self._notes = left_out + (
             layout.notes if layout else split_notes(file.name for file in source.files())
         )
-        self._importer = importer = _transformed(source, settings)
+        self._importer = importer = apply_transforms(source, settings)
         schema, classes = importer.schema, importer.classes
         self._encoder = settings.encoder(schema, classes, folders)  # encodes the rows as read, before packing
         recipe: dict[str, object] = {"source": importer.describe()}
@@ -174,6 +173,8 @@ class BuildRun:
     def _begin(self, repository: Repository) -> Destination:
         """Record where the refs stand now; the commit requires them to be there still."""
         settings = self._settings
+        if not settings.replace:
+            warn_of_replacement(repository, settings.ref, self._importer.files(), append=settings.append)
         return Destination.begin(
             repository,
             self._version,
@@ -442,6 +443,9 @@ class BuildRun:
             shards=layout.shards,
             strata={"/".join(values) or "all": n for values, n in zip(rows.strata, counts, strict=True)},
             pooled=int(layout.pooled.sum()),
+            schema=self._version.schema,
+            importer=str(self._importer.describe().get("importer", "")),
+            format=self._version.format,
             classes=self._counts,
             notes=self._notes,
             source_bytes=self._source_bytes,
@@ -459,27 +463,7 @@ def _skipped(found: Sequence[TaskFacts]) -> list[SkippedRow]:
     return [row for task in found for row in task.skipped]
 
 
-_P = ParamSpec("_P")
-
-
-def _of_settings(
-    settings: Callable[_P, BuildSettings],
-) -> Callable[[Callable[[BuildSettings], BuildResult]], Callable[_P, BuildResult]]:
-    """Return a decorator: a function of settings is called with their fields instead."""
-
-    def spread(function: Callable[[BuildSettings], BuildResult]) -> Callable[_P, BuildResult]:
-        @functools.wraps(function)
-        def called(*args: _P.args, **kwargs: _P.kwargs) -> BuildResult:
-            return function(settings(*args, **kwargs))
-
-        shown = inspect.signature(settings).replace(return_annotation=BuildResult)
-        called.__signature__ = shown  # type: ignore[attr-defined]  # what `help` and tools show
-        return called
-
-    return spread
-
-
-@_of_settings(BuildSettings)
+@of_settings(BuildSettings)
 def build(settings: BuildSettings) -> BuildResult:
     """Build a version of the dataset at ``root`` from a source.
 
@@ -509,30 +493,7 @@ def build(settings: BuildSettings) -> BuildResult:
     return run.build()
 
 
-def _open_source(settings: BuildSettings) -> tuple[Importer, tuple[str, ...]]:
-    """Return the importer of the source, and notes on files that are left out."""
-    if isinstance(settings.source, Importer):
-        return settings.source, ()
-    options = settings.options or ImportOptions(skip_bad_rows=settings.skips)
-    options = dataclasses.replace(options, unchecked=settings.apply is not None)
-    return find_source(os.fspath(settings.source), settings.from_, options)
-
-
 def _is_copied(importer: Importer) -> bool:
     """Return True if reading the rows is mostly copying: large rows of arrays."""
     sizes = [kind.item_bytes or 0 for kind in importer.schema.values()]
     return isinstance(importer, RowsImporter) and sum(sizes) >= _LIGHT_ROW_BYTES
-
-
-def _transformed(importer: Importer, settings: BuildSettings) -> Importer:
-    """Return the source with its function and tokenizer applied, if any."""
-    if settings.apply is None and settings.tokenizer is None and not settings.output_schema:
-        return importer
-    return TransformedImporter(
-        importer,
-        AppliedFunction.find(settings.apply) if settings.apply is not None else None,
-        TextTokenizer.open(settings.tokenizer, settings.eos) if settings.tokenizer is not None else None,
-        text_field=settings.text_field,
-        output_types=settings.output_schema,
-        skip=settings.skips,
-    )

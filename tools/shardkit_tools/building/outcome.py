@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import inspect
 import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, ParamSpec, TypeAlias
 
 from shardkit.dataset.version_plan import NewVersion, VersionSettings
 from shardkit.errors import ConfigurationError, StoreFullError, UsageError
+from shardkit.formats import Schema
 from shardkit.manifest import Manifest
 from shardkit.repository.log import LogEntry
 from shardkit.stores.file_operations import explained
 from shardkit_tools.building.engines import Engine
 from shardkit_tools.console import bytes_text
 from shardkit_tools.importers import Importer, ImportOptions
+from shardkit_tools.importers.source_files import find_source
+from shardkit_tools.transforms import AppliedFunction, TextTokenizer, TransformedImporter
 
 _INTERVAL_S = 0.1
 Phase: TypeAlias = Literal["read", "pack", "write", "commit"]
@@ -217,6 +223,9 @@ class BuildResult:
     shards: int  # number of shards
     strata: Mapping[str, int]  # name → rows, without the pool
     pooled: int  # number of strata in the pool
+    schema: Schema  # fields of the samples
+    importer: str  # name of the importer that read the source
+    format: str  # format of the shards
     classes: Mapping[str, int] = field(default_factory=dict)  # class folder → its samples in the source
     notes: tuple[str, ...] = ()  # remarks on unusual properties of the source
     source_bytes: int  # size of the source
@@ -296,3 +305,48 @@ def check_space(needs: Sequence[SpaceNeed]) -> None:
                 f"{need.folder}: {bytes_text(need.free_bytes)} free, but the build needs at least "
                 f"{bytes_text(total)} there ({parts}); make room, or name a folder on another disk with --scratch"
             )
+
+
+# ---- Settings as arguments, and the source that they name
+
+_P = ParamSpec("_P")
+
+
+def of_settings(
+    settings: Callable[_P, BuildSettings],
+) -> Callable[[Callable[[BuildSettings], BuildResult]], Callable[_P, BuildResult]]:
+    """Return a decorator: a function of settings is called with their fields instead."""
+
+    def spread(function: Callable[[BuildSettings], BuildResult]) -> Callable[_P, BuildResult]:
+        @functools.wraps(function)
+        def called(*args: _P.args, **kwargs: _P.kwargs) -> BuildResult:
+            return function(settings(*args, **kwargs))
+
+        shown = inspect.signature(settings).replace(return_annotation=BuildResult)
+        called.__signature__ = shown  # type: ignore[attr-defined]  # what `help` and tools show
+        return called
+
+    return spread
+
+
+def open_source(settings: BuildSettings) -> tuple[Importer, tuple[str, ...]]:
+    """Return the importer of the source, and notes on files that are left out."""
+    if isinstance(settings.source, Importer):
+        return settings.source, ()
+    options = settings.options or ImportOptions(skip_bad_rows=settings.skips)
+    options = dataclasses.replace(options, unchecked=settings.apply is not None)
+    return find_source(os.fspath(settings.source), settings.from_, options)
+
+
+def apply_transforms(importer: Importer, settings: BuildSettings) -> Importer:
+    """Return the source with its function and tokenizer applied, if any."""
+    if settings.apply is None and settings.tokenizer is None and not settings.output_schema:
+        return importer
+    return TransformedImporter(
+        importer,
+        AppliedFunction.find(settings.apply) if settings.apply is not None else None,
+        TextTokenizer.open(settings.tokenizer, settings.eos) if settings.tokenizer is not None else None,
+        text_field=settings.text_field,
+        output_types=settings.output_schema,
+        skip=settings.skips,
+    )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import logging
 import os
 import threading
 from collections import Counter
@@ -12,14 +14,18 @@ from typing import Self, TypeVar
 
 import xxhash
 
-from shardkit.dataset.about import SourceDigest
-from shardkit.errors import FormatError, SourceError
+from shardkit.dataset.about import SourceDigest, unpack_sources
+from shardkit.errors import FormatError, ShardkitError, SourceError
 from shardkit.formats import canonical_json
+from shardkit.repository.repository import Repository
+from shardkit.repository.versions import load_manifest
 from shardkit_tools.building.job import Job
+from shardkit_tools.console import count_text
 from shardkit_tools.importers.protocol import SourceFile, SourceTask
 from shardkit_tools.importers.source_files import open_file
 
 T = TypeVar("T")
+_log = logging.getLogger("shardkit.build")
 _PIECE_BYTES = 2**20
 
 _MAX_RECORD_BYTES = 10_000
@@ -178,3 +184,27 @@ def check_unchanged(file: SourceFile) -> None:
         raise SourceError(
             f"{file.path}: changed while it was read; build from a source that nobody writes to"
         )
+
+
+def warn_of_replacement(
+    repository: Repository, ref: str, files: Sequence[SourceFile], *, append: bool
+) -> None:
+    """Log a warning if a build would replace the samples of a ref, or append files that it has already."""
+    if ref not in repository.refs:
+        return
+    with contextlib.suppress(ShardkitError):  # a damaged version must not prevent that it is built again
+        held = load_manifest(repository, repository.refs[ref]).manifest
+        stored = repository.get_object(held.sources, "sources") if held.sources else None
+        before = {(file.name, file.size) for file in unpack_sources(stored).files} if stored else set()
+        now = {(file.name, file.size) for file in files}
+        if append and (again := sorted(now & before)):
+            others = f" and {len(again) - 1:,} more of these files" if len(again) > 1 else ""
+            _log.warning(
+                f"{ref} was built from {again[0][0]}{others} already, by name and size: their samples will be there "
+                "twice, unless this append is the same as the last one, which changes nothing"
+            )
+        elif not append and now != before:
+            _log.warning(
+                f"{ref} names {count_text(held.selected, 'sample')} from other files, which this build replaces "
+                "there; to add to them instead: --append (append=True)"
+            )
