@@ -184,7 +184,12 @@ def _leaves(kind: Any) -> int:
 def _open(stream: Any, file: SourceFile, unit: str = _INT96_UNIT) -> Any:
     try:
         # the default for INT96, nanoseconds, would wrap around before 1677 and after 2262
-        parquet = pq.ParquetFile(stream, coerce_int96_timestamp_unit=unit)
+        parquet = pq.ParquetFile(
+            stream,
+            coerce_int96_timestamp_unit=unit,
+            pre_buffer=False,  # otherwise the row group is read into memory before its first batch
+            buffer_size=_URL_BUFFER_BYTES if is_url(file.path) else _BUFFER_BYTES,
+        )
         _ = parquet.schema_arrow.names  # decoded here: names may not be UTF-8
         return parquet
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
@@ -240,6 +245,7 @@ def _check_int96(batch: Any, fine: Any, file: SourceFile) -> None:
             )
 
 
+_BUFFER_BYTES, _URL_BUFFER_BYTES = 2**20, 2**23  # bytes of a column that are read ahead
 _NANOS_END_MICROS = 2**63 // 1000 - 1
 _MAGIC = b"ARROW1"
 _SCAN_ROWS = 100_000  # rows whose nulls decide which fields are optional
