@@ -31,7 +31,10 @@ print(rows, peak() - before)
 def test_a_row_group_is_not_held_as_a_whole(tmp_path: Path) -> None:
     texts = [os.urandom(50_000).hex() for _ in range(4_000)]  # 400 MB, which no encoding makes smaller
     source = tmp_path / "one_group.parquet"
-    pq.write_table(pa.table({"text": texts}), source, compression="none", use_dictionary=False)
+    # A page is read as a whole, and ends with such a batch.
+    pq.write_table(
+        pa.table({"text": texts}), source, compression="none", use_dictionary=False, write_batch_size=16
+    )
     del texts
     done = subprocess.run(
         [sys.executable, "-c", READ, str(source)], capture_output=True, text=True, timeout=300, check=False
