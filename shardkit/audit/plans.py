@@ -16,7 +16,7 @@ from shardkit.audit.replay import cell_digests
 from shardkit.audit.run_record import RunRecord
 from shardkit.dataset import Dataset, open_dataset
 from shardkit.dataset.costs import costs_of
-from shardkit.dataset.dataset import population_of
+from shardkit.dataset.dataset import population_of, removed_samples
 from shardkit.errors import (
     ConfigurationError,
     FormatError,
@@ -152,18 +152,26 @@ def _make_plan(record: RunRecord, event: dict[str, Any], dataset: Dataset) -> Ru
     subject = f"plan {expected[:12]}…"
     candidates: list[tuple[str, Plan]] = []
 
+    def version(manifest: str) -> Dataset:
+        # the plan may be amended from another version of the dataset
+        return (
+            dataset
+            if manifest == dataset.manifest.id
+            else open_dataset(f"{dataset.repository.url}@{manifest}")
+        )
+
     def rows_of(manifest: str) -> Population:
-        if manifest == dataset.manifest.id:
-            return population
-        # the plan was amended from another version of the dataset
-        earlier = open_dataset(f"{dataset.repository.url}@{manifest}")
-        return population_of(earlier.manifest, earlier.table)
+        found = version(manifest)
+        return population if found is dataset else population_of(found.manifest, found.table)
+
+    def removed(earlier: str, later: str) -> NDArray[np.int64]:
+        return removed_samples(version(earlier), version(later))
 
     costs_found = partial(costs_of, dataset)
     try:
         first, last = (history[0], history[-1]) if history else ({"settings": {}},) * 2
         if history:
-            candidates.append(("the ledger's settings", made_again(history, rows_of, costs_found)))
+            candidates.append(("the ledger's settings", made_again(history, rows_of, costs_found, removed)))
         if record.settings.get("configuration"):
             candidates.append(("run.json", _configured_plan(record, dataset, expected, first["settings"])))
     except ShardkitError as error:
@@ -190,6 +198,7 @@ def made_again(
     history: Sequence[Mapping[str, Any]],
     population_of: Callable[[str], Population],
     costs_of: Callable[[str], Costs],
+    removed: Callable[[str, str], NDArray[np.int64]],
 ) -> Plan:
     """Rebuild a plan from its recorded `Plan.history()`.
 
@@ -197,12 +206,15 @@ def made_again(
         history: entries of `Plan.history()`.
         population_of: returns the population of a manifest id.
         costs_of: returns the costs of a cost column.
+        removed: returns the samples of a manifest that a later one does not have.
     """
     first, *rest = history
     population, settings = population_of(first["manifest"]), Settings.from_canonical(first["settings"])
     plan = plan_of(settings, population, None if settings.cost is None else costs_of(settings.cost))
     for one in rest:
         change = {name: value for name, value in one["change"].items() if value is not None}
+        if change.pop("removed", None) is not None:
+            change["removed"] = removed(population.identity, one["manifest"])
         if one["manifest"] != population.identity:
             change["manifest"] = population = population_of(one["manifest"])
         if change.pop("weights", False):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from shardkit.audit.replay import stretches
 from shardkit.audit.run_record import Place, RunRecord, consecutive
 from shardkit.dataset import Dataset
 from shardkit.dataset.about import unpack_sources
+from shardkit.dataset.dataset import numbers_in
 from shardkit.errors import NotFoundError
 from shardkit.plan import Plan
 from shardkit.reading.inventory import read_root
@@ -30,7 +31,7 @@ class Use:
     """One use of a sample by a run.
 
     Attributes:
-        sample: number of the sample in the dataset.
+        sample: number of the sample in the version that the step's plan reads.
         epoch: epoch of the plan; with explicit weights, the pass over the sample's stratum.
         step, lane, slot: place in the grid.
         ranks: ranks that received the sample; several if a restart repeated the step.
@@ -84,31 +85,52 @@ def uses_of(record: RunRecord, plans: dict[int, RunPlan], sample: int) -> list[U
     return uses_of_many(record, plans, [sample])
 
 
-def uses_of_many(record: RunRecord, plans: dict[int, RunPlan], samples: Iterable[int]) -> list[Use]:
+def uses_of_many(
+    record: RunRecord, plans: dict[int, RunPlan], samples: Iterable[int] | Mapping[int, Iterable[int]]
+) -> list[Use]:
     """Return all uses of the given samples, in order. If the audit passes, an empty list proves that none was used.
 
-    Steps abandoned by a fork and cells of incomplete steps count as uses.
+    Steps abandoned by a fork and cells of incomplete steps count as uses. If the plans of the run read several versions
+    of the dataset, a sample has another number in each; it is found by its shard and row.
+
+    Args:
+        record: the run.
+        plans: its plans, from `find_plans`.
+        samples: numbers in the version of the first plan, or for each plan the numbers in its version.
 
     Raises:
-        NotFoundError: a dataset of the run has no such sample, or a plan cannot be rebuilt.
+        NotFoundError: that version has no such sample, or a plan cannot be rebuilt.
     """
-    asked = np.unique(np.fromiter(samples, dtype=np.int64))
+    if isinstance(samples, Mapping):
+        numbers = {number: np.unique(np.fromiter(own, dtype=np.int64)) for number, own in samples.items()}
+    else:
+        asked = np.unique(np.fromiter(samples, dtype=np.int64))
+        numbers = {number: _numbers_in(plans, plan, asked) for number, plan in plans.items()}
     found: list[Use] = []
     for plan, first, last, branch in _legs(record, plans):
-        rows = plan.plan.population.rows
-        if len(asked) and not 0 <= asked[0] <= asked[-1] < rows:
-            raise NotFoundError(
-                f"sample {asked[-1]} does not exist: this dataset has samples 0 to {rows - 1}"
-            )
+        own = numbers[plan.number]
         replaced = record.substitutions(first, last, branch=branch)
-        for epoch, sample, place in _planned(plan.plan, asked, first, last):
+        for epoch, sample, place in _planned(plan.plan, own, first, last):
             if place not in replaced:
                 found.append(_use(record, sample, epoch, place, branch=branch))
         for place, (original, by) in replaced.items():
-            if by in asked:
+            if by in own:
                 found.append(_use(record, by, place[0] // _pass_steps(plan.plan), place, original, branch))
-    found += _incomplete(record, plans, asked)
+    found += _incomplete(record, plans, numbers)
     return sorted(found, key=lambda use: (use.step, use.lane, use.slot))
+
+
+def _numbers_in(plans: dict[int, RunPlan], plan: RunPlan, asked: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the numbers of samples of the first plan's version in the version of another plan, ascending."""
+    first = plans[min(plans)].dataset
+    rows = len(first)
+    if len(asked) and not 0 <= asked[0] <= asked[-1] < rows:
+        wrong = asked[0] if asked[0] < 0 else asked[-1]
+        raise NotFoundError(f"sample {wrong} does not exist: this dataset has samples 0 to {rows - 1}")
+    if plan.dataset.manifest.id == first.manifest.id:
+        return asked
+    found = numbers_in(first, plan.dataset, asked)
+    return np.unique(found[found >= 0])
 
 
 def _planned(plan: Plan, asked: NDArray[np.int64], first: int, last: int) -> Iterator[tuple[int, int, Place]]:
@@ -132,7 +154,9 @@ def _pass_steps(plan: Plan) -> int:
     return plan.steps_per_pass or plan.loop_steps
 
 
-def _incomplete(record: RunRecord, plans: dict[int, RunPlan], asked: NDArray[np.int64]) -> Iterator[Use]:
+def _incomplete(
+    record: RunRecord, plans: dict[int, RunPlan], numbers: dict[int, NDArray[np.int64]]
+) -> Iterator[Use]:
     """Yield the uses in recorded cells of steps that are not in the ledger."""
     by_digest = {one.plan.digest: one for one in plans.values()}
     for digest, step, lane, _ in () if record.merge is None else record.merge.pending_cells():
@@ -140,7 +164,7 @@ def _incomplete(record: RunRecord, plans: dict[int, RunPlan], asked: NDArray[np.
         if plan is None or lane >= plan.plan.lanes:
             continue
         (cells,) = plan.consumed(record, step, step + 1, branch=False)
-        for slot in np.flatnonzero(np.isin(cells[lane], asked)).tolist():
+        for slot in np.flatnonzero(np.isin(cells[lane], numbers[plan.number])).tolist():
             place = (step, lane, slot)
             sample = int(cells[lane, slot])
             original = record.replaced[False].get(place, (None, 0))[0]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from shardkit.dataset.sample_view import samples_page
 from shardkit.dataset.samples import Samples, numbers_of
-from shardkit.errors import FormatError, ShardkitError, UsageError
+from shardkit.errors import FormatError, PlanError, ShardkitError, UsageError
 from shardkit.loader import Loader, LoaderConfig, Rebalancing, Sources
 from shardkit.manifest import Manifest, ShardTable, merge
 from shardkit.notebook import escape, page, table
@@ -168,6 +168,31 @@ class Dataset(Samples):
             if few:
                 _log.warning("plan: %s", few)
         return plan
+
+    def amend(self, plan: Plan, *, to: Dataset, from_step: int, **changes: Any) -> Plan:
+        """Return a plan that continues with a version that lacks some samples of this one.
+
+        Until `from_step` it equals `plan`. From there on it has the samples that the epoch, or with explicit weights
+        each pass, has left, without the removed ones; then whole epochs of the other version. Sample numbers are those
+        of the version that a step belongs to. Load the steps from `from_step` on with ``to.loader(…)``.
+
+        Args:
+            plan: a plan of this dataset.
+            to: a version or view with fewer samples of the same shards, such as ``ds.select(…)`` or what
+                ``shardkit select --exclude`` has made.
+            from_step: first step that may differ.
+            changes: weights, global_batch or lanes, as for `Plan.amend`.
+
+        Raises:
+            PlanError: `plan` is not of this dataset, or `to` has other samples, or they are in another order.
+        """
+        if plan.population.identity != self.manifest.id:
+            raise PlanError(
+                f"the plan is of {plan.population.identity[:19]}…, and this dataset is {self.manifest.id[:19]}…; call "
+                "amend of the plan's dataset"
+            )
+        other = population_of(to.manifest, to.table)
+        return plan.amend(from_step=from_step, manifest=other, removed=removed_samples(self, to), **changes)
 
     def loader(
         self,
@@ -409,6 +434,51 @@ def _open_parts(urls: Mapping[str, Url], settings: ReadSettings | None) -> Versi
         if len(version.parts) != 1:
             raise FormatError(f"part {name!r} is merged itself; name its parts instead")
     return merged_version(manifest, list(versions.items()))
+
+
+def numbers_in(dataset: Dataset, other: Dataset, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the numbers of samples of a dataset in another version: (n,) int64, -1 for samples that it lacks.
+
+    A sample is identified by its shard and its row in it.
+    """
+    shards = {digest.tobytes(): number for number, digest in enumerate(other.table.digest)}
+    first = np.concatenate(([0], np.cumsum(other.table.selected, dtype=np.int64)))
+    where, found = dataset.rows.locate(samples), np.full(len(samples), -1, dtype=np.int64)
+    for shard in np.unique(where.shard).tolist():
+        there = shards.get(dataset.table.digest[shard].tobytes())
+        if there is not None:
+            here, rows = np.flatnonzero(where.shard == shard), other.rows.rows_of_shard(there)
+            at = np.searchsorted(rows, where.row[here])
+            is_there = np.append(rows, -1)[at] == where.row[here]
+            found[here[is_there]] = first[there] + at[is_there]
+    return found
+
+
+def removed_samples(dataset: Dataset, fewer: Dataset) -> NDArray[np.int64]:
+    """Return the samples of a dataset that another version of the same shards lacks: (n,) int64, ascending.
+
+    Raises:
+        PlanError: the other version has samples that `dataset` does not have, or has them in another order.
+    """
+    shards = {digest.tobytes(): number for number, digest in enumerate(fewer.table.digest)}
+    removed, last, start, found = [], -1, 0, 0
+    for shard, digest in enumerate(dataset.table.digest):
+        rows, other = dataset.rows.rows_of_shard(shard), shards.get(digest.tobytes())
+        stays = np.zeros(len(rows), dtype=np.bool_)
+        if other is not None:
+            stays = np.isin(rows, fewer.rows.rows_of_shard(other), assume_unique=True)
+            if stays.any():
+                found += int(stays.sum()) if other > last else 0
+                last = other
+        removed.append(start + np.flatnonzero(~stays))
+        start += len(rows)
+    if found != len(fewer):
+        raise PlanError(
+            f"{fewer.manifest.id[:19]}… has {len(fewer) - found} samples that {dataset.manifest.id[:19]}… does not "
+            "have, or has them in another order; to change to other samples use plan.amend(manifest=…), which starts "
+            "new epochs"
+        )
+    return np.concatenate(removed) if removed else np.empty(0, dtype=np.int64)
 
 
 def population_of(manifest: Manifest, table: ShardTable) -> Population:

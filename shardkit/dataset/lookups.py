@@ -176,7 +176,7 @@ def _by_number(dataset: Dataset, values: Sequence[str]) -> tuple[NDArray[np.int6
     if wrong is not None:
         raise UsageError(
             f"{wrong[:40]!r} is not a sample number; expected 0 to {len(dataset) - 1}, without leading zeros; if it "
-            "is a key, say so: --keys, or --field key"
+            "is a key, use --keys or --field key, or look its number up: shardkit find ROOT --field key=KEY"
         )
     numbers = [int(value) for value in values]
     inside = sorted({number for number in numbers if number < len(dataset)})

@@ -160,12 +160,14 @@ class Change:
     Attributes:
         from_step: first step of the run with the change.
         position: step of the parent that is continued at ``from_step``; later than ``from_step`` if steps are skipped.
+        removed: ascending sample numbers of the parent that the population does not have, if passes continue.
     """
 
     from_step: int
     position: int
     weights: WeightsLike | None = None
     population: Population | None = None
+    removed: Numbers | None = None
     global_batch: int | None = None
     lanes: int | None = None
 
@@ -188,7 +190,11 @@ def amended(leg: Leg, change: Change) -> Leg:
             )
         if settings.cost is not None:
             raise PlanError("plan: a plan with cost does not change its manifest; make a new plan")
-        return _anew(leg, settings, change.population, change)
+        if change.removed is None:
+            return _anew(leg, settings, change.population, change)
+        if isinstance(leg.grid, WeightedGrid):
+            return _weighted_without(leg, leg.grid, settings, change, change.population, change.removed)
+        return _natural_without(leg, settings, change, change.population, change.removed)
     if isinstance(leg.grid, (BucketGrid, JoinedGrid)):
         if change.weights is not None or settings != leg.settings:
             raise PlanError("plan: a plan with group_by or sequence is amended by skip only")
@@ -266,27 +272,70 @@ def _after_natural(leg: Leg, settings: Settings, change: Change) -> Leg:
         leg.settings.lanes,
     ):
         return _skipped(leg, change)
-    rows_left: RowSet | None = None
-    if isinstance(grid, RestGrid) and position < grid.steps:
-        epoch, step, rows_left, grid = grid.epoch, position, grid.rest(position), grid.after
-    else:
-        if isinstance(grid, RestGrid):
-            position, grid = position + grid.ahead, grid.after
-        assert isinstance(grid, NaturalGrid)
-        epoch, step = divmod(position, grid.steps_per_epoch)
-        if step:
-            rows_left = grid.rest(epoch, step)
-    rows = stratum_rows(leg.population)
+    epoch, rows_left = _left(grid, position)
+    return _epoch_over(leg.population, rows_left, epoch, settings, change)
+
+
+def _left(grid: AnyGrid, position: int) -> tuple[int, RowSet | None]:
+    """Return the epoch of a position of a natural grid, and its rows that are left; None at the epoch's start."""
+    if isinstance(grid, RestGrid):
+        if position < grid.steps:
+            return grid.epoch, grid.rest(position)
+        position, grid = position + grid.ahead, grid.after
+    assert isinstance(grid, NaturalGrid)
+    epoch, step = divmod(position, grid.steps_per_epoch)
+    return epoch, grid.rest(epoch, step) if step else None
+
+
+def _epoch_over(
+    population: Population, rows_left: RowSet | None, epoch: int, settings: Settings, change: Change
+) -> Leg:
+    """Return a leg that begins with the rows that an epoch has left."""
+    rows = stratum_rows(population)
     if change.weights is not None:
-        masses = resolve_weights(change.weights, leg.population.strata, rows)
+        masses = resolve_weights(change.weights, population.strata, rows)
         settings = replace(settings, stages=((0, masses),))
         rests = () if rows_left is None else (rows_left,)
         number = np.full(len(rows), epoch, dtype=np.int64)
-        fresh = WeightedGrid(leg.population, settings, Heads(rests, number, epoch + len(rests)))
-        return Leg(settings, leg.population, fresh, change.from_step, change.from_step)
-    after = NaturalGrid(leg.population, settings, rows)
+        fresh = WeightedGrid(population, settings, Heads(rests, number, epoch + len(rests)))
+        return Leg(settings, population, fresh, change.from_step, change.from_step)
+    after = NaturalGrid(population, settings, rows)
     if rows_left is None:
         origin = change.from_step - epoch * after.steps_per_epoch
-        return Leg(settings, leg.population, after, change.from_step, origin)
+        return Leg(settings, population, after, change.from_step, origin)
     rest = RestGrid(rows_left, epoch, after)
-    return Leg(settings, leg.population, rest, change.from_step, change.from_step, continues=rest.steps > 0)
+    return Leg(settings, population, rest, change.from_step, change.from_step, continues=rest.steps > 0)
+
+
+def _natural_without(
+    leg: Leg, settings: Settings, change: Change, population: Population, removed: Numbers
+) -> Leg:
+    epoch, left = _left(leg.grid, change.position - leg.origin)
+    return _epoch_over(population, None if left is None else left.without(removed), epoch, settings, change)
+
+
+def _weighted_without(
+    leg: Leg, grid: WeightedGrid, settings: Settings, change: Change, population: Population, removed: Numbers
+) -> Leg:
+    """Return a leg over fewer rows with explicit weights: passes continue with what they have left."""
+    position = change.position - leg.origin
+    rows = stratum_rows(population)
+    place = {name: number for number, name in enumerate(leg.population.strata)}
+    of = [place[name] for name in population.strata]
+    ahead = [
+        (
+            max(0, w.from_step - position),
+            tuple(w.masses[s] if n else 0 for s, n in zip(of, rows, strict=True)),
+        )
+        for w in grid.weights_at(position)
+    ]
+    if change.weights is not None:
+        ahead = [(0, resolve_weights(change.weights, population.strata, rows))]
+    if not any(ahead[0][1]):
+        raise PlanError("plan: the weights leave no stratum with rows")
+    heads = weighted_heads(grid, position)
+    heads = Heads(tuple(rest.without(removed) for rest in heads.rests), heads.number[of], heads.key)
+    settings = replace(settings, stages=tuple(ahead))
+    return Leg(
+        settings, population, WeightedGrid(population, settings, heads), change.from_step, change.from_step
+    )

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from shardkit.errors import PlanError
 from shardkit.formats.canonical_json import dumps
@@ -307,6 +307,7 @@ class Plan(Shown):
         from_step: int | None = None,
         weights: WeightsLike | None = None,
         manifest: Population | None = None,
+        removed: ArrayLike | None = None,
         global_batch: int | None = None,
         lanes: int | None = None,
         skip: tuple[int, int] | None = None,
@@ -319,7 +320,9 @@ class Plan(Shown):
         Args:
             from_step: first step that may differ.
             weights: as for `make_plan`; the plan is endless from there on.
-            manifest: other rows; streams restart.
+            manifest: other rows; streams restart, unless `removed` is given. See `shardkit.Dataset.amend`.
+            removed: ascending sample numbers of this plan that `manifest` does not have; it must have all others, in
+                the same order. Passes then continue with the rows that they have left.
             global_batch: another B. Lanes change only if they do not divide it.
             lanes: another L. With another B or L, the rest of the epoch is distributed again.
             skip: (a, b): leave out steps a to b - 1 of this plan; step a of the result is step b of this plan.
@@ -340,29 +343,50 @@ class Plan(Shown):
         start = whole("plan: from_step", start, Range(self.from_step, 2**63 - 1))
         if skip is not None:
             skip = (start, whole("plan: skip to a later step", skip[1], Range(start + 1, 2**63 - 1)))
-        if weights is None and manifest is None and global_batch is None and lanes is None and skip is None:
+        changes = (weights, manifest, removed, global_batch, lanes, skip)
+        if all(one is None for one in changes):
             raise PlanError(
                 "plan: the amendment changes nothing; name weights, manifest, global_batch, lanes or skip"
             )
         if global_batch is not None:
             global_batch = whole("plan: global_batch", global_batch, GLOBAL_BATCH)
         lanes = None if lanes is None else whole("plan: lanes", lanes, GLOBAL_BATCH)
+        gone = None if removed is None else self._checked_removal(manifest, removed)
         change = Change(
             from_step=start,
             position=start if skip is None else skip[1],
             weights=weights,
             population=manifest,
+            removed=gone,
             global_batch=global_batch,
             lanes=lanes,
         )
-        said = {
+        said: dict[str, object] = {
             "from_step": start,
             "skip": skip,
             "lanes": lanes,
             "global_batch": global_batch,
             "weights": weights is not None,
         }
+        if gone is not None:
+            said["removed"] = len(gone)
         return Plan(amended(self._leg, change), self, said)
+
+    def _checked_removal(self, manifest: Population | None, removed: ArrayLike) -> NDArray[np.int64]:
+        gone = np.asarray(removed, dtype=np.int64)
+        if manifest is None:
+            raise PlanError("plan: removed needs manifest=, the version without these samples")
+        rows = self.population.rows
+        if gone.ndim != 1 or (np.diff(gone, prepend=-1) <= 0).any() or (len(gone) and gone[-1] >= rows):
+            raise PlanError(f"plan: removed must be ascending sample numbers below {rows}")
+        unknown = sorted(set(manifest.strata) - set(self.population.strata))
+        if manifest.rows != rows - len(gone) or unknown:
+            raise PlanError(
+                f"plan: the other version has {manifest.rows} samples"
+                + (f" and the stratum {unknown[0]!r}" if unknown else "")
+                + f", expected the {rows} samples of this plan without {len(gone)}"
+            )
+        return gone
 
 
 def cell_digest(samples: NDArray[np.int64]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +12,7 @@ from .population import Population
 
 Numbers = NDArray[np.int64]
 
+_PART = 1 << 20  # members that are numbered again at once
 _BYTES = 16  # bytes of the bitmap per entry of the table of counts
 _BITS: NDArray[np.uint8] = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)
 _COUNT: NDArray[np.int64] = _BITS.sum(axis=1, dtype=np.int64)
@@ -30,6 +31,7 @@ class RowSet:
     """
 
     def __init__(self, size: int, parts: Iterable[Numbers]) -> None:
+        self._size = size
         bits = np.zeros((size // (8 * _BYTES) + 1) * _BYTES, dtype=np.uint8)
         for part in parts:
             np.bitwise_or.at(bits, part >> 3, (128 >> (part & 7)).astype(np.uint8))
@@ -70,6 +72,21 @@ class RowSet:
         byte = found[np.arange(len(found)), place >> 3].astype(np.int64)
         ranks: Numbers = self._before[entry] + whole + _COUNT[byte & (0xFF00 >> (place & 7)) & 0xFF]
         return ranks
+
+    def without(self, removed: Numbers) -> RowSet:
+        """Return the set after some sample numbers are removed and all others are numbered again.
+
+        Args:
+            removed: ascending sample numbers, int64.
+        """
+        return RowSet(self._size - len(removed), self._renumbered(removed))
+
+    def _renumbered(self, removed: Numbers) -> Iterator[Numbers]:
+        for first in range(0, len(self), _PART):
+            numbers = self.members(np.arange(first, min(len(self), first + _PART), dtype=np.int64))
+            before = np.searchsorted(removed, numbers)
+            stays = np.append(removed, -1)[before] != numbers
+            yield numbers[stays] - before[stays]
 
     def of(self, population: Population) -> Population:
         """Return the population of the members only; its sample numbers are their ranks."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import shardkit
 from shardkit.audit import find_plans, find_spikes, load_run, losses_of_step
-from shardkit.errors import FormatError, NotFoundError, UsageError
+from shardkit.errors import FormatError, NotFoundError, PlanError, UsageError
 from shardkit.ledger.losses import LossWriter, read_losses
 from tests.command_line import call
 
@@ -211,3 +211,52 @@ def test_a_run_continues_without_the_steps_of_a_spike(ds: shardkit.Dataset, tmp_
     record = load_run(run)
     samples, _ = losses_of_step(record, find_plans(record), read_losses(run), 8)
     assert sorted(one.sample for one in samples) == sorted(plan.step(10).ravel().tolist())
+
+
+@pytest.mark.parametrize("weights", [None, {"s0": 3}])
+def test_a_run_continues_without_the_samples_of_a_list(
+    ds: shardkit.Dataset, tmp_path: Path, weights: dict[str, int] | None
+) -> None:
+    """A version without them, a plan that continues with it in mid-epoch, and an audit of both parts."""
+    run, listed = tmp_path / "run", tmp_path / "list.txt"
+    bad = [f"k{n:03d}" for n in range(0, ROWS, 7)]
+    numbers = [n for n in range(ROWS) if ds.key(n) in bad]
+    listed.write_text("".join(f"{n}\n" for n in numbers))
+    root, ref = ds.repository.url, f"clean-{tmp_path.name[-1]}"
+    code, told = call("select", root, "--exclude", listed, "--ref", ref)
+    assert code == 0, told
+    clean = shardkit.open(f"{root}@{ref}")
+    plan = ds.plan(global_batch=BATCH, lanes=LANES, seed=2, weights=weights)
+    amended = ds.amend(plan, to=clean, from_step=9)
+    before, after = [], []
+    with ds.loader(plan, run=run) as loader:
+        for batch in loader:
+            before += [ds.key(n) for n in batch.samples.tolist()]
+            if batch.step == 8:
+                state = loader.state_dict(after=batch)
+                break
+    with clean.loader(amended, run=run) as loader:
+        loader.load_state_dict(state)
+        for batch in loader:
+            after += [clean.key(n) for n in batch.samples.tolist()]
+    assert not set(after) & set(bad)
+    if weights is None:
+        assert len(set(before + after)) == len(before + after)
+        kept = ROWS - len(bad) - len(set(before) - set(bad))
+        assert len(after) == kept - kept % BATCH
+    code, told = call("audit", run)
+    assert code == 0, told
+    assert call("audit", "trace", run, "--exclude", listed)[0] == 5, "steps before used some"
+
+
+def test_only_fewer_samples_of_the_same_shards_continue_a_plan(ds: shardkit.Dataset, tmp_path: Path) -> None:
+    plan = ds.plan(global_batch=BATCH, lanes=LANES)
+    view = ds.select(rows=np.arange(300))
+    assert ds.amend(plan, to=view, from_step=3).population.rows == 300
+    with pytest.raises(PlanError, match="call amend of the plan's dataset"):
+        view.amend(plan, to=view, from_step=3)
+    with shardkit.create(str(tmp_path / "other"), schema={"x": "float32[4]"}) as writer:
+        for n in range(50):
+            writer.add({"x": np.full(4, n, np.float32)})
+    with pytest.raises(PlanError, match="has 50 samples that"):
+        ds.amend(plan, to=shardkit.open(str(tmp_path / "other")), from_step=3)

@@ -178,3 +178,83 @@ def test_another_manifest_begins_afresh_and_mistakes_are_named():  # type: ignor
     seen = np.concatenate([samples(parent, 0, 3), samples(wider, 3, 4), samples(narrower, 4, 6)])
     assert len(np.unique(seen)) == len(seen) == 24 + 16 + 16
     assert narrower.epoch_bounds(0) == narrower.epoch_bounds(5) == (0, 6)
+
+
+def without(population: Population, removed: np.ndarray) -> Population:
+    segment = np.repeat(np.arange(len(population.segment_rows)), population.segment_rows)
+    gone = np.bincount(segment[removed], minlength=len(population.segment_rows))
+    return dataclasses.replace(
+        population, identity="sha256:without", segment_rows=population.segment_rows - gone
+    )
+
+
+@few
+@given(populations(max_rows=500), shapes, remainders, st.integers(0, 2), st.booleans(), st.data())
+def test_samples_are_removed_in_mid_epoch(population, shape, remainder, epoch, again, data):  # type: ignore[no-untyped-def]
+    """All others come exactly once in the epoch, before or after the step, and in all later epochs."""
+    parent = natural(population, shape, remainder)
+    assert parent.steps_per_epoch is not None
+    if again:  # in the rest of an epoch that was amended before
+        assume(remainder == "short" or population.rows >= 2 * parent.global_batch)
+        at = epoch * parent.steps_per_epoch + 1
+        parent = parent.amend(from_step=at, global_batch=2 * parent.global_batch, lanes=parent.lanes)
+    removed = np.array(
+        sorted(data.draw(st.sets(st.integers(0, population.rows - 1), min_size=1))), dtype=np.int64
+    )
+    left = population.rows - len(removed)
+    assume(left >= parent.global_batch or (remainder == "short" and left))
+    first, last = parent.epoch_bounds(
+        epoch * natural(population, shape, remainder).steps_per_epoch + (1 if again else 0)
+    )
+    at = data.draw(st.integers(max(first, parent.from_step), last - 1))
+    child = parent.amend(from_step=at, manifest=without(population, removed), removed=removed)
+    assert child.digest != parent.amend(from_step=at, manifest=without(population, removed)).digest
+    kept = np.delete(np.arange(population.rows), removed)  # by number in the other version
+    before = samples(parent, first, at)
+    bounds = child.epoch_bounds(at)
+    goes_on = at > first and getattr(child.grid, "steps", 1) > 0
+    after = kept[samples(child, at, bounds[1])] if goes_on or at == first else np.empty(0, dtype=np.int64)
+    seen = np.concatenate([before, after])
+    assert len(np.unique(seen)) == len(seen)
+    assert not np.isin(after, removed).any()
+    planned = samples(parent, first, last)  # the parent's epoch may drop some
+    lost = np.setdiff1d(np.setdiff1d(planned, removed), seen)
+    assert len(lost) == 0 if remainder == "short" else len(lost) < child.global_batch
+    start = bounds[1] if goes_on or at == first else at
+    whole = samples(child, start, start + child.loop_steps)
+    assert len(np.unique(whole)) == len(whole) > left - child.global_batch
+
+
+@few
+@given(populations(max_rows=400), shapes, st.integers(1, 60), st.data())
+def test_samples_are_removed_under_weights(population, shape, at, data):  # type: ignore[no-untyped-def]
+    parent = natural(population, shape, weights={"*": 1})
+    removed = np.array(
+        sorted(data.draw(st.sets(st.integers(0, population.rows - 1), min_size=1))), dtype=np.int64
+    )
+    assume(len(removed) < population.rows)
+    child = parent.amend(from_step=at, manifest=without(population, removed), removed=removed)
+    kept = np.delete(np.arange(population.rows), removed)
+    drawn = kept[samples(child, at, at + 40)]
+    seen = np.bincount(np.concatenate([samples(parent, 0, at), drawn]), minlength=population.rows)
+    stratum = np.repeat(population.segment_stratum, population.segment_rows)
+    for s in np.unique(stratum[kept]):
+        assert np.ptp(seen[kept][stratum[kept] == s]) <= 2
+    assert not np.isin(drawn, removed).any()
+    assert (child.step(at + 7) >= 0).all()
+
+
+def test_removals_that_contradict_the_version_are_named() -> None:
+    population = Population.of("one", ["a", "b"], [(0, 0, 40), (0, 1, 24)], 4)
+    parent, fewer = make_plan(population, global_batch=8, lanes=4), without(population, np.array([3, 50]))
+    for wrong, message in [
+        ({"removed": [3, 50]}, "needs manifest="),
+        (
+            {"manifest": fewer, "removed": [3]},
+            "has 62 samples, expected the 64 samples of this plan without 1",
+        ),
+        ({"manifest": fewer, "removed": [50, 3]}, "ascending"),
+        ({"manifest": fewer, "removed": [3, 64]}, "below 64"),
+    ]:
+        with pytest.raises(PlanError, match=message):
+            parent.amend(from_step=3, **wrong)  # type: ignore[arg-type]

@@ -71,6 +71,10 @@ def no_costs(_: str) -> Any:
     raise AssertionError("these plans have no costs")
 
 
+def no_removal(_: str, __: str) -> Any:
+    raise AssertionError("these plans lose no samples")
+
+
 @pytest.mark.parametrize(
     "plan_settings",
     [{}, {"remainder": "short"}, {"weights": {"a": 3}}, {"weights": {"a": 1}, "epoch_steps": 9},
@@ -81,7 +85,7 @@ def test_a_plan_is_made_again_from_its_canonical_settings(
 ) -> None:
     plan = dataset.plan(global_batch=6, lanes=3, **plan_settings)
     population = population_of(dataset.manifest, dataset.table)
-    again = made_again(plan.history(), lambda _: population, no_costs)
+    again = made_again(plan.history(), lambda _: population, no_costs, no_removal)
     assert again.digest == plan.digest
     np.testing.assert_array_equal(again.steps(0, 12), plan.steps(0, 12))
 
@@ -94,7 +98,7 @@ def test_an_amended_plan_is_made_again_from_its_history(dataset: shardkit.Datase
         .amend(from_step=40, weights={"a": 1, "b": 4})
     )
     population = population_of(dataset.manifest, dataset.table)
-    again = made_again(json.loads(json.dumps(plan.history())), lambda _: population, no_costs)
+    again = made_again(json.loads(json.dumps(plan.history())), lambda _: population, no_costs, no_removal)
     assert again.digest == plan.digest
     for first, last in ((0, 5), (5, 60)):
         np.testing.assert_array_equal(again.steps(first, last), plan.steps(first, last))
@@ -107,6 +111,7 @@ def test_settings_of_a_later_version_are_refused(dataset: shardkit.Dataset) -> N
             [{"manifest": "", "settings": {"global_batch": 4, "zigzag": 1}, "change": None}],
             lambda _: population,
             no_costs,
+            no_removal,
         )
 
 

@@ -287,14 +287,15 @@ def trace_command(
 def _trace_list(
     record: RunRecord, plans: dict[int, RunPlan], values: list[str], field: str | None
 ) -> dict[str, Any]:
-    samples: set[int] = set()
-    absent, taken = set(values), ""
-    for plan in plans.values():
-        listed = list_samples(plan.dataset, values, field)
-        samples |= set(listed.samples.tolist())
-        absent &= set(listed.absent)
-        taken = listed.field
-    uses = uses_of_many(record, plans, samples)
+    listed = list_samples(plans[min(plans)].dataset, values, field)
+    samples, absent, taken = set(listed.samples.tolist()), set(listed.absent), listed.field
+    if taken == "number":  # of the first version
+        uses = uses_of_many(record, plans, samples)
+    else:  # each version is searched: a later one may have values that the first one lacks
+        found = {number: list_samples(plan.dataset, values, taken) for number, plan in plans.items()}
+        absent = absent.intersection(*(one.absent for one in found.values()))
+        samples = samples.union(*(one.samples.tolist() for one in found.values()))
+        uses = uses_of_many(record, plans, {number: one.samples.tolist() for number, one in found.items()})
     answer = "these were used" if uses else "none of the list was ever used"
     if not samples and absent:
         answer = f"nothing of the list is in the dataset, taken as {taken}: this proves nothing"
