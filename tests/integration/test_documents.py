@@ -287,3 +287,14 @@ def test_the_image_is_made_of_what_is_there() -> None:
     needed |= {"images"} if run["model"]["kind"] == "classifier" else set()
     assert needed <= set(extras[1].split(",")), "what the run beside it uses"
     assert re.search(r"^USER 1000", text, re.MULTILINE), "a container does not run as root"
+
+
+def test_deployments_name_the_image_of_this_version() -> None:
+    version = ".".join(shardkit.__version__.split(".")[:2])
+    named = {
+        found
+        for path in sorted((ROOT / "examples" / "deployment").rglob("*"))
+        if path.is_file()
+        for found in re.findall(r"/shardkit:([\w.]+)", path.read_text(encoding="utf-8"))
+    }
+    assert named == {version}
