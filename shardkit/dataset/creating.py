@@ -86,6 +86,13 @@ def create(
         SchemaError, ConfigurationError: A setting is invalid.
         UsageError: A ref names samples of another schema, without ``replace``.
         StoreError: ``root`` cannot be written.
+
+    Example:
+        >>> with shardkit.create("data/new", schema={"x": "float32[2]", "label": "int64"}) as writer:
+        ...     for n in range(100):
+        ...         writer.add({"x": [n, n], "label": n % 10}, key=f"row-{n}")
+        >>> len(shardkit.open("data/new"))
+        100
     """
     settings = VersionSettings(
         stratify=stratify,
@@ -176,6 +183,12 @@ class Writer:
         Raises:
             SampleError: A field does not fit; the message names sample and field.
             StoreFullError: The scratch disk is full.
+
+        Example:
+            >>> with shardkit.create("data/one", schema={"text": "str"}) as writer:
+            ...     writer.add({"text": "hello"}, key="greeting")
+            >>> shardkit.open("data/one")[0]
+            {'text': 'hello'}
         """
         name = f"sample {key!r}" if key is not None else f"sample {len(self._open())}"
         row = self._encoder.encode(sample, key, source, where=name)

@@ -79,6 +79,11 @@ class Dataset(Samples):
         Args:
             where: a condition over scalar and str fields, such as ``"label < 5"``.
             rows: sample numbers of *this* dataset, in any order; negative ones count from the end.
+
+        Example:
+            >>> few = ds.select(where="label < 2")
+            >>> len(few), few.strata["0"]
+            (40, 20)
         """
         if (where is None) == (rows is None):
             raise UsageError("select takes either where= or rows=")
@@ -149,6 +154,11 @@ class Dataset(Samples):
 
         If the default leaves fewer than 8 lanes, the logger ``shardkit.plan`` warns and names batch sizes
         that allow more.
+
+        Example:
+            >>> plan = ds.plan(global_batch=20, seed=0)
+            >>> plan.steps_per_epoch
+            10
         """
         if settings.get("sequence") is not None and "row_tokens" not in settings:
             lengths = [field.shape[0] for field in self.schema.values() if len(field.shape) == 1]
@@ -185,6 +195,11 @@ class Dataset(Samples):
 
         Raises:
             PlanError: `plan` is not of this dataset, or `to` has other samples, or they are in another order.
+
+        Example:
+            >>> clean = ds.select(rows=range(150))
+            >>> ds.amend(plan, to=clean, from_step=4).population.rows
+            150
         """
         if plan.population.identity != self.manifest.id:
             raise PlanError(
@@ -318,6 +333,13 @@ class Dataset(Samples):
             MissingDependency: A decoder needs a package that is not installed.
             StateError: Ranks of the process group would read different data; the message names rank and
                 difference.
+
+        Example:
+            >>> with ds.loader(plan) as loader:
+            ...     for batch in loader:
+            ...         shape = batch["image"].shape  # (rows of this rank, 8, 8)
+            >>> tuple(shape), loader.epoch
+            ((20, 8, 8), 1)
         """
         if run is not None:
             check_vacant(run, "run")
@@ -409,6 +431,11 @@ def open_dataset(
         NotFoundError: The dataset, ref or manifest does not exist.
         IntegrityError: The manifest or a page is damaged.
         SchemaError: The datasets have different schemas.
+
+    Example:
+        >>> ds = shardkit.open("data/digits")
+        >>> len(ds), list(ds.schema)
+        (200, ['image', 'label'])
     """
     if isinstance(url, Mapping):
         if locations:

@@ -77,6 +77,10 @@ class Batch(dict[str, Any]):
 
         Raises:
             UsageError: the field is a list or ragged.
+
+        Example:
+            >>> batch.array("label").dtype.name
+            'int64'
         """
         value = self[name]
         if isinstance(value, list | tuple):

@@ -395,6 +395,13 @@ class Loader:
 
         Args:
             after: batch (or list of batches) after which to continue; None for the last one handed out.
+
+        Example:
+            >>> with ds.loader(plan) as loader:
+            ...     batch = next(iter(loader))
+            ...     state = loader.state_dict(after=batch)
+            >>> state["step"]
+            1
         """
         if after is None:
             step = self.handed_out
@@ -414,6 +421,12 @@ class Loader:
 
         Raises:
             StateError: the state has another plan or manifest, which the message names, or another state version.
+
+        Example:
+            >>> with ds.loader(plan, rank=1, world=5) as loader:
+            ...     loader.load_state_dict(state)
+            ...     next(iter(loader)).step
+            1
         """
         self.seek(check_state(state, self.plan, self._setup.sources.manifest))
 
@@ -422,6 +435,12 @@ class Loader:
 
         Raises:
             StateError: `step` is not a valid step number.
+
+        Example:
+            >>> with ds.loader(plan) as loader:
+            ...     loader.seek(25)
+            ...     loader.epoch, next(iter(loader)).step
+            (2, 25)
         """
         step = check_step("step", step)
         self._end_loop(f"the loader was moved to step {step}")
@@ -503,6 +522,12 @@ class Loader:
         """Return counters of the current or last loop, and of all block loads of this loader.
 
         Names are stable. Names of times end in `_s` (seconds), names of sizes in `_bytes`. SPEC.md §7 lists them.
+
+        Example:
+            >>> with ds.loader(plan) as loader:
+            ...     batches = list(loader)
+            >>> loader.stats()["steps"]
+            10.0
         """
         moves = {} if self._rebalancer is None else {"moves": float(self._rebalancer.moves)}
         return self.live.of_loop() | moves

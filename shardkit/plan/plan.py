@@ -189,12 +189,23 @@ class Plan(Shown):
         return self._digest
 
     def cell(self, step: int, lane: int) -> NDArray[np.int64]:
-        """Return the sample numbers of a cell: (m,) int64, read-only; empty slots (-1) come last."""
+        """Return the sample numbers of a cell: (m,) int64, read-only; empty slots (-1) come last.
+
+        Example:
+            >>> plan.lanes, plan.cell(step=3, lane=0).shape
+            (5, (4,))
+        """
         samples: NDArray[np.int64] = self.cells(step, step + 1, lane)[0]
         return samples
 
     def step(self, step: int) -> NDArray[np.int64]:
-        """Return the sample numbers of a step: (L, m) int64, with the cell of lane l in row l."""
+        """Return the sample numbers of a step: (L, m) int64, with the cell of lane l in row l.
+
+        Example:
+            >>> samples = plan.step(3)  # of all ranks
+            >>> samples.size
+            20
+        """
         samples: NDArray[np.int64] = self.steps(step, step + 1)[0]
         return samples
 
@@ -248,7 +259,12 @@ class Plan(Shown):
         return self._leg.grid.order.blocks_of(samples[samples >= 0])
 
     def cell_digest(self, step: int, lane: int) -> str:
-        """Return the digest of a cell; see the function `cell_digest`."""
+        """Return the digest of a cell; see the function `cell_digest`.
+
+        Example:
+            >>> plan.cell_digest(3, 0) == ds.plan(global_batch=20, seed=0).cell_digest(3, 0)
+            True
+        """
         return cell_digest(self.cell(step, lane))
 
     def locate(self, sample: int, epoch: int = 0) -> tuple[int, int, int] | None:
@@ -256,6 +272,11 @@ class Plan(Shown):
 
         With explicit weights, ``epoch`` counts the passes of the sample's stratum. The result is None if the epoch
         drops the sample or its stratum is not drawn.
+
+        Example:
+            >>> step, lane, slot = plan.locate(sample=17)
+            >>> int(plan.step(step)[lane, slot])
+            17
         """
         if not 0 <= sample < self.population.rows:
             raise PlanError(f"plan: sample is {sample}, expected 0 <= sample < {self.population.rows}")
@@ -329,6 +350,11 @@ class Plan(Shown):
 
         Raises:
             PlanError: nothing changes, steps contradict each other, or the plan does not support the change.
+
+        Example:
+            >>> changed = plan.amend(from_step=4, global_batch=40)
+            >>> bool((changed.step(3) == plan.step(3)).all()), changed.step(4).size
+            (True, 40)
         """
         if skip is not None and from_step not in (None, skip[0]):
             raise PlanError(
