@@ -10,36 +10,34 @@ directory if it may not write to the root. Scrubs and repairs write one document
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import queue
-import re
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Annotated, Final, NamedTuple
 
+import msgspec
+from msgspec import Meta
+
+from shardkit.documents import Digest, Document, Time, decode, encode
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
-from shardkit.formats.canonical_json import TIME, Fields, dumps, parse_digest, read_document, utc_text
+from shardkit.formats.canonical_json import utc_text
 from shardkit.reading.objects import Location, copy_object
 from shardkit.stores.store import EXTENSIONS, Store, object_name, parse_object_name
 
-_ONE: Final = "shardkit-attestation/1"
-_MANY: Final = "shardkit-attestations/1"
-_MAX_ONE_BYTES: Final = 16 * 2**10
 _MAX_RESULTS: Final = 4_096
 _MAX_BYTES: Final = 2**20
 _FLUSH_S: Final = 10.0
-_WORD: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,39}")
-_RESULT: Final = re.compile(r"good|wrong|missing|healed")
-_LEVEL: Final = re.compile(r"list|attested|stored|read|decode|block")
+_Word = Annotated[str, Meta(pattern=r"\A[a-z0-9][a-z0-9._-]{0,39}\Z")]
+_Result = Annotated[str, Meta(pattern=r"\A(good|wrong|missing|healed)\Z")]
+_Level = Annotated[str, Meta(pattern=r"\A(list|attested|stored|read|decode|block)\Z")]
 
 _WEIGHT: Final = {"good": 0, "wrong": 1, "missing": 1, "healed": 2}
 """Order of results in the same second: the heavier one wins, so a repair overrides the read that found the damage."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Attestation:
+class Attestation(Document, frozen=True, kw_only=True, tag="shardkit-attestation/1"):
     """One check of one copy.
 
     Attributes:
@@ -52,13 +50,13 @@ class Attestation:
         time: UTC, ``2026-11-20T19:00:00Z``.
     """
 
-    location: str
-    digest: str
-    extension: str
-    result: str
-    level: str
-    by: str
-    time: str = dataclasses.field(default_factory=utc_text)
+    location: _Word
+    digest: Digest
+    extension: _Word
+    result: _Result
+    level: _Level
+    by: _Word
+    time: Time = msgspec.field(default_factory=utc_text)
 
     @property
     def is_bad(self) -> bool:
@@ -69,22 +67,21 @@ class Attestation:
         return _new_name(self.location, self.time)
 
     def to_bytes(self) -> bytes:
-        return dumps({"format": _ONE, **dataclasses.asdict(self)})
+        return encode(self)
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Attestation:
         """Parse a document that holds one attestation."""
-        names = [one.name for one in dataclasses.fields(cls)]
-        fields = read_document(data, where, _ONE, names, _MAX_ONE_BYTES)
-        return cls(
-            location=fields.text("location", pattern=_WORD),
-            digest=fields.digest("digest"),
-            extension=fields.text("extension", pattern=_WORD),
-            result=fields.text("result", pattern=_RESULT),
-            level=fields.text("level", pattern=_LEVEL),
-            time=fields.text("time", pattern=TIME),
-            by=fields.text("by", pattern=_WORD),
-        )
+        return decode(cls, data, where, max_bytes=_MAX_BYTES)
+
+
+class _Attestations(Document, frozen=True, kw_only=True, tag="shardkit-attestations/1"):
+    """Many results of one location, level and operation, each as (digest, extension, result, time)."""
+
+    location: _Word
+    level: _Level
+    by: _Word
+    results: Annotated[tuple[tuple[Digest, _Word, _Result, Time], ...], Meta(max_length=_MAX_RESULTS)]
 
 
 def _new_name(location: str, when: str) -> str:
@@ -105,7 +102,7 @@ class Records:
 
     def __init__(self, store: Store | None, by: str) -> None:
         self._store, self._by = store, by
-        self._waiting: dict[tuple[str, str], list[list[str]]] = {}
+        self._waiting: dict[tuple[str, str], list[tuple[str, str, str, str]]] = {}
         self._written_at = time.monotonic()
 
     def add(self, location: str, name: str, result: str, level: str) -> None:
@@ -113,7 +110,7 @@ class Records:
         if self._store is None:
             return
         waiting = self._waiting.setdefault((location, level), [])
-        waiting.append([*parse_object_name(name), result, utc_text()])
+        waiting.append((*parse_object_name(name), result, utc_text()))
         if len(waiting) >= _MAX_RESULTS or time.monotonic() - self._written_at > _FLUSH_S:
             self.flush()
 
@@ -121,8 +118,8 @@ class Records:
         """Write pending results durably."""
         for (location, level), results in sorted(self._waiting.items()):
             assert self._store is not None
-            fields = {"format": _MANY, "location": location, "level": level, "by": self._by}
-            self._store.put_new(_new_name(location, utc_text()), dumps({**fields, "results": results}))
+            found = _Attestations(location=location, level=level, by=self._by, results=tuple(results))
+            self._store.put_new(_new_name(location, utc_text()), encode(found))
         self._waiting.clear()
         self._written_at = time.monotonic()
 
@@ -156,35 +153,23 @@ def _read(store: Store) -> Iterator[Attestation]:
 
 
 def _parse(data: bytes, where: str) -> Iterator[Attestation]:
-    if len(data) <= _MAX_ONE_BYTES:
-        with contextlib.suppress(FormatError):
-            one = Attestation.from_bytes(data, where)
-            if one.extension in EXTENSIONS:
-                yield one
-            return
-    fields = read_document(data, where, _MANY, ("location", "level", "by", "results"), _MAX_BYTES)
-    location = fields.text("location", pattern=_WORD)
-    level, by = fields.text("level", pattern=_LEVEL), fields.text("by", pattern=_WORD)
-    for item in fields.items("results", maximum=_MAX_RESULTS):
-        digest, extension, result, when = _row(fields, item)
-        yield Attestation(
-            location=location,
-            digest=digest,
-            extension=extension,
-            result=result,
-            level=level,
-            by=by,
-            time=when,
-        )
-
-
-def _row(fields: Fields, item: object) -> tuple[str, str, str, str]:
-    match item:
-        case [str(digest), str(extension), str(result), str(when)]:
-            if extension in EXTENSIONS and _RESULT.fullmatch(result) and TIME.fullmatch(when):
-                parse_digest(digest)
-                return digest, extension, result, when
-    return fields.refuse("has a result that is no [digest, extension, result, time]")
+    try:
+        found = [Attestation.from_bytes(data, where)]
+    except FormatError:
+        many = decode(_Attestations, data, where, max_bytes=_MAX_BYTES)
+        found = [
+            Attestation(
+                location=many.location,
+                digest=digest,
+                extension=extension,
+                result=result,
+                level=many.level,
+                by=many.by,
+                time=when,
+            )
+            for digest, extension, result, when in many.results
+        ]
+    yield from (one for one in found if one.extension in EXTENSIONS)
 
 
 COUNTED: Final = (

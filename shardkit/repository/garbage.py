@@ -8,17 +8,13 @@ refused (SPEC.md, "Garbage"). This does not depend on clocks.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Final
+from typing import Annotated, Final
 
+from msgspec import Meta
+
+from shardkit.documents import Document, Name, Record, Time, decode, encode, sha256_digest
 from shardkit.errors import CommitConflict, FormatError, IntegrityError, NotFoundError, ShardkitError
-from shardkit.formats.canonical_json import (
-    TIME,
-    dumps,
-    read_document,
-    seconds_of,
-    sha256_digest,
-    utc_text,
-)
+from shardkit.formats.canonical_json import seconds_of, utc_text
 from shardkit.reading.inventory import walk_versions
 from shardkit.repository.log import Deletion, LogEntry
 from shardkit.stores.store import Store, parse_object_name, put_over
@@ -31,6 +27,25 @@ _LISTS: Final = "gc/lists/"
 _MAX_LISTS: Final = 64
 _MAX_BYTES: Final = 32 * 2**20
 
+_Names = Annotated[tuple[Name, ...], Meta(max_length=MAX_NAMES)]
+
+
+class _Round(Record, frozen=True):
+    """Objects that were marked at the same time."""
+
+    time: Time
+    names: _Names
+
+
+class _Marks(Document, frozen=True, tag="shardkit-marked/1"):
+    rounds: Annotated[tuple[_Round, ...], Meta(max_length=MAX_NAMES)]
+
+
+class _Garbage(Document, frozen=True, tag="shardkit-garbage/1"):
+    """Names of the objects of a deletion."""
+
+    names: _Names
+
 
 def read_marks(store: Store) -> dict[str, int]:
     """Return the time of each object's mark, in seconds since 1970.
@@ -39,13 +54,8 @@ def read_marks(store: Store) -> dict[str, int]:
     """
     try:
         data = store.get(_MARKS, max_bytes=_MAX_BYTES)
-        fields = read_document(data, _MARKS, "shardkit-marked/1", ("rounds",), _MAX_BYTES)
-        rounds = fields.objects("rounds", ("time", "names"), "round", maximum=MAX_NAMES)
-        return {
-            name: seconds_of(one.text("time", pattern=TIME))
-            for one in rounds
-            for name in one.texts("names", maximum=MAX_NAMES)
-        }
+        marks = decode(_Marks, data, _MARKS, max_bytes=_MAX_BYTES)
+        return {name: seconds_of(one.time) for one in marks.rounds for name in one.names}
     except (NotFoundError, FormatError, IntegrityError):
         return {}
 
@@ -55,8 +65,8 @@ def write_marks(store: Store, marks: Mapping[str, int]) -> None:
     rounds: dict[int, list[str]] = {}
     for name, seconds in sorted(marks.items())[:MAX_NAMES]:
         rounds.setdefault(seconds, []).append(name)
-    listed = [{"time": utc_text(seconds), "names": names} for seconds, names in sorted(rounds.items())]
-    put_over(store, _MARKS, dumps({"format": "shardkit-marked/1", "rounds": listed}))
+    listed = tuple(_Round(utc_text(seconds), tuple(names)) for seconds, names in sorted(rounds.items()))
+    put_over(store, _MARKS, encode(_Marks(listed)))
 
 
 def read_list(store: Store, deletion: Deletion) -> tuple[str, ...]:
@@ -73,9 +83,7 @@ def read_list(store: Store, deletion: Deletion) -> tuple[str, ...]:
         raise IntegrityError(
             f"{name} in {store.url}: its SHA-256 is another; run: shardkit repair {store.url}"
         )
-    names = read_document(data, name, "shardkit-garbage/1", ("names",), _MAX_BYTES).texts(
-        "names", maximum=MAX_NAMES
-    )
+    names = decode(_Garbage, data, name, max_bytes=_MAX_BYTES).names
     for one in names:
         parse_object_name(one)  # a list may name only objects
     return names
@@ -95,7 +103,7 @@ def _list_name(deletion: Deletion) -> str:
 
 def put_list(store: Store, begun: int, names: Iterable[str]) -> Deletion:
     """Put the list of objects of the deletion that log entry `begun` will announce."""
-    data = dumps({"format": "shardkit-garbage/1", "names": sorted(names)})
+    data = encode(_Garbage(tuple(sorted(names))))
     deletion = Deletion(begun, sha256_digest(data))
     store.put_new(_list_name(deletion), data)
     return deletion

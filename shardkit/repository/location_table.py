@@ -14,10 +14,13 @@ import re
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Annotated, Final
 from urllib.parse import unquote
 
+from msgspec import Meta
+
 from shardkit.credentials import refuse_credentials
+from shardkit.documents import Document, decode, encode
 from shardkit.errors import (
     CommitConflict,
     ConfigurationError,
@@ -30,8 +33,6 @@ from shardkit.errors import (
 from shardkit.formats.canonical_json import (
     Fields,
     check_spelling,
-    dumps,
-    read_document,
     sealed,
     sha256_digest,
     unseal,
@@ -65,7 +66,6 @@ _DOMAIN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/ -]{0,199}")
 COPY_NAME: Final = "shardkit-copy.json"
 """Mark of a copy, with its name. It prevents commits to the copy, and tells a copy from an empty mount point."""
 
-_COPY_FORMAT: Final = "shardkit-copy/1"
 _MAX_COPY_BYTES: Final = 16 * 2**10
 
 
@@ -360,19 +360,18 @@ def _number(text: str, what: str) -> int:
         raise ConfigurationError(f"{what} {text[:40]!r}: expected a whole number") from None
 
 
-class CopyMark(NamedTuple):
+class CopyMark(Document, frozen=True, tag="shardkit-copy/1"):
     """Content of ``shardkit-copy.json``: name of the location and id of the repository."""
 
-    location: str
-    repository: str
+    location: Annotated[str, Meta(pattern=rf"\A({LOCATION_NAME.pattern})\Z")]
+    repository: Annotated[str, Meta(max_length=36)]
 
     def to_bytes(self) -> bytes:
-        return dumps({"format": _COPY_FORMAT, "location": self.location, "repository": self.repository})
+        return encode(self)
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> CopyMark:
-        fields = read_document(data, where, _COPY_FORMAT, ("location", "repository"), _MAX_COPY_BYTES)
-        return cls(fields.text("location", pattern=LOCATION_NAME), fields.text("repository", maximum=36))
+        return decode(cls, data, where, max_bytes=_MAX_COPY_BYTES)
 
 
 def location_of(record: LocationRecord, *, heal: bool = False, writable: bool = False) -> Location:

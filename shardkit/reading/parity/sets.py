@@ -7,10 +7,13 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
+from typing import Annotated, Final, Literal
 
+from msgspec import Meta
+
+from shardkit.documents import Digest, Document, Natural, decode, encode, sha256_digest
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
-from shardkit.formats.canonical_json import DIGEST, Fields, dumps, parse_digest, read_document, sha256_digest
+from shardkit.formats.canonical_json import parse_digest
 from shardkit.reading.inventory import (
     MAX_MEMBERS,
     MAX_RECORD_BYTES,
@@ -35,11 +38,32 @@ MAX_MEMBER_BYTES: Final = MAX_OBJECT_BYTES - MAX_HEADER_BYTES
 """Maximum size of a member: the parity of a larger object would exceed what stores accept."""
 
 _CODE: Final = "pq-11d"
-_HEADER: Final = "shardkit-parity/1"
-_SET: Final = "shardkit-parity-set/1"
 _PREFIX: Final = struct.Struct("<8sII")
 _MAGIC: Final = b"SKPARITY"
 _ALIGNMENT: Final = 64
+
+_Member = tuple[Digest, str, Annotated[int, Meta(ge=0, le=MAX_MEMBER_BYTES)]]
+"""Digest, extension and size of a member."""
+
+
+class _Members(Document, frozen=True, kw_only=True):
+    code: Literal["pq-11d"]
+    members: Annotated[tuple[_Member, ...], Meta(min_length=1, max_length=MAX_MEMBERS)]
+
+    def __post_init__(self) -> None:
+        if any(extension not in EXTENSIONS for _, extension, _ in self.members):
+            raise FormatError(f"members: expected the extensions {', '.join(sorted(EXTENSIONS))}")
+        if len({digest for digest, _, _ in self.members}) != len(self.members):
+            raise FormatError("members: expected each digest once")
+
+
+class _Header(_Members, frozen=True, kw_only=True, tag="shardkit-parity/1"):
+    row: Annotated[int, Meta(ge=0, le=1)]
+    size: Natural
+
+
+class _SetDocument(_Members, frozen=True, kw_only=True, tag="shardkit-parity-set/1"):
+    parity: tuple[Digest, Digest]
 
 
 @dataclass(frozen=True)
@@ -61,7 +85,7 @@ class ParitySet:
     @cached_property
     def id(self) -> str:
         """Identifier of the set: ``sha256:<hex>`` over code and members."""
-        return sha256_digest(dumps({"code": _CODE, "members": _listed(self.members)}))
+        return sha256_digest(encode({"code": _CODE, "members": _listed(self.members)}))
 
     @property
     def record_name(self) -> str:
@@ -70,15 +94,7 @@ class ParitySet:
 
     def header(self, row: int) -> bytes:
         """Return the header of P (row 0) or Q (row 1); it depends only on the set."""
-        document = dumps(
-            {
-                "format": _HEADER,
-                "code": _CODE,
-                "members": _listed(self.members),
-                "row": row,
-                "size": self.length,
-            }
-        )
+        document = encode(_Header(code=_CODE, members=_listed(self.members), row=row, size=self.length))
         data = _PREFIX.pack(_MAGIC, 1, len(document)) + document
         return data + bytes(-len(data) % _ALIGNMENT)
 
@@ -115,20 +131,13 @@ class SetRecord:
         return self.set.position(digest)
 
     def to_bytes(self) -> bytes:
-        return dumps(
-            {"format": _SET, "code": _CODE, "members": _listed(self.set.members), "parity": list(self.parity)}
-        )
+        return encode(_SetDocument(code=_CODE, members=_listed(self.set.members), parity=self.parity))
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> SetRecord:
         """Parse a set's document."""
-        fields = read_document(data, where, _SET, ("code", "members", "parity"), MAX_RECORD_BYTES)
-        if fields.text("code", maximum=100) != _CODE:
-            fields.refuse("has another code")
-        parity = fields.texts("parity", maximum=2, longest=71)
-        if len(parity) != 2 or not all(DIGEST.fullmatch(digest) for digest in parity):
-            fields.refuse("expected the digests of P and Q")
-        return cls(ParitySet(_members(fields)), (parity[0], parity[1]))
+        found = decode(_SetDocument, data, where, max_bytes=MAX_RECORD_BYTES)
+        return cls(_set_of(found), found.parity)
 
 
 def form_sets(row: Iterable[Descriptor], k: int) -> Iterator[ParitySet]:
@@ -161,35 +170,24 @@ def parse_header(data: bytes, object_bytes: int, where: str) -> tuple[ParitySet,
             f"{where}: not a parity object of version 1; do not trust it, or use a newer shardkit"
         )
     document = data[_PREFIX.size : _PREFIX.size + length]
-    fields = read_document(document, where, _HEADER, ("code", "members", "row", "size"), MAX_HEADER_BYTES)
-    row = fields.integer("row", maximum=1)
-    found = ParitySet(_members(fields))
-    expected = found.header(row)
+    header = decode(_Header, document, where, max_bytes=MAX_HEADER_BYTES)
+    found = _set_of(header)
+    expected = found.header(header.row)
     if data[: len(expected)] != expected or object_bytes != found.parity_bytes:
-        fields.refuse(f"is not the header of a parity object of {object_bytes} bytes")
-    return found, row
+        raise FormatError(
+            f"{where} is not the header of a parity object of {object_bytes} bytes; do not trust it"
+        )
+    return found, header.row
 
 
-def _listed(members: Sequence[Descriptor]) -> list[list[str | int]]:
-    return [[member.digest, member.extension, member.size] for member in members]
+def _listed(members: Sequence[Descriptor]) -> tuple[_Member, ...]:
+    return tuple((member.digest, member.extension, member.size) for member in members)
 
 
-def _members(fields: Fields) -> tuple[Descriptor, ...]:
-    found: list[Descriptor] = []
-    for item in fields.items("members", maximum=MAX_MEMBERS):
-        match item:
-            case [str(digest), str(extension), int(size)] if (
-                DIGEST.fullmatch(digest)
-                and extension in EXTENSIONS
-                and not isinstance(size, bool)
-                and 0 <= size <= MAX_MEMBER_BYTES
-            ):
-                found.append(Descriptor(digest, size, extension))
-            case _:
-                fields.refuse("has a member that is no [digest, extension, size]")
-    if not found or len({member.digest for member in found}) != len(found):
-        fields.refuse("expected members, each once")
-    return tuple(found)
+def _set_of(document: _Members) -> ParitySet:
+    return ParitySet(
+        tuple(Descriptor(digest, size, extension) for digest, extension, size in document.members)
+    )
 
 
 SETS: Final = "parity/sets/"
