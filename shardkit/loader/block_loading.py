@@ -122,8 +122,7 @@ class LocalShard:
                 headers[len(self._members)] = header
                 starts, pitch = starts + len(header), PLACED
             self._members.append((starts, ends, pitch))
-        if not self._is_compressed:
-            self._choose_objects([index.schema[name].kind == "bytes" for name in fields])
+        self._choose_objects([index.schema[name].kind == "bytes" for name in fields])
         if headers:
             self._headers = list(headers.values())
             numbers = [-len(headers), _address(self._members[0][0])]

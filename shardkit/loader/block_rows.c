@@ -715,17 +715,13 @@ static int open_block(Scratch *scratch, const int64_t *job, unsigned char *store
 {
     if (is_message(job))
         return open_message(scratch, job, stored, to);
-    if (job[RAW_SIZE] && open_frame(scratch, stored, job[SIZE], to, job[RAW_SIZE]))
-        return -1;
     return job[LAYOUT] && !has_headers(job, to) ? -1 : 0;
 }
 
 /* Bytes at the address of a job. */
 static int64_t room_of(const int64_t *job)
 {
-    if (!job[RAW_SIZE])
-        return job[SIZE];
-    return job[RAW_SIZE] + (is_message(job) ? ((const int64_t *)(intptr_t)job[LAYOUT])[PADDING] : 0);
+    return job[RAW_SIZE] ? job[RAW_SIZE] + ((const int64_t *)(intptr_t)job[LAYOUT])[PADDING] : job[SIZE];
 }
 
 /* Room for compressed bytes; NULL without memory. */
@@ -1148,7 +1144,8 @@ static PyObject *loads_add(Loads *self, PyObject *jobs)
         const int64_t *layout = (const int64_t *)(intptr_t)job[LAYOUT];
         fits = job[FILE_NUMBER] < self->file_count && job[SLOT] >= 0 && job[SLOT] < self->slots &&
                (job[FILE_NUMBER] < 0 || (job[SIZE] >= SHORTEST && job[OFFSET] >= 0 && job[RAW_SIZE] >= 0 &&
-                                         (!job[RAW_SIZE] || zstd.make) && (!job[DIGEST] || sha256_is_here()) &&
+                                         (!job[RAW_SIZE] || (zstd.make && is_message(job))) &&
+                                         (!job[DIGEST] || sha256_is_here()) &&
                                          (!is_message(job) || 1 + FACTS * layout[FIELDS] == self->width)));
     }
     if (enough && fits) {

@@ -530,7 +530,7 @@ def test_loading_refuses_what_does_not_fit(file: Path) -> None:
     loads.add_file(str(file), len(BYTES))
     right = _job(0, 0, into, 0)
     assert loads.add(np.array([right])) == 0
-    for column, wrong in ((0, 1), (1, -1), (2, 240), (2, -1), (6, 2), (6, -1), (9, -1)):
+    for column, wrong in ((0, 1), (1, -1), (2, 240), (2, -1), (6, 2), (6, -1), (9, -1), (9, 1000)):
         job = [*right]
         job[column] = wrong
         with pytest.raises(ValueError, match="expected"):
