@@ -14,9 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.errors import ConfigurationError
-from shardkit.loader.batch import Batch
+from shardkit.loader.batch import Batch, StepBatches
 from shardkit.loader.gather import Allocate
-from shardkit.loader.step_batches import StepBatches
 
 __all__ = ["CudaStream", "DeviceFeed", "SideStream", "find_device", "pinned"]
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from shardkit.errors import ConfigurationError, UsageError
-from shardkit.loader.batch import Batch, MissingValues
+from shardkit.loader.batch import Batch, LoaderCounts, MissingValues, StepBatches
 from shardkit.loader.gather import Allocate
 from shardkit.loader.live import STATE_VERSION, LiveLoader, Loop, check_geometry, check_state, check_step
 from shardkit.loader.pipeline import Pipeline
@@ -31,7 +31,6 @@ from shardkit.loader.settings import (
     gathered_fields,
     makes_tensors,
 )
-from shardkit.loader.step_batches import LoaderCounts, StepBatches
 from shardkit.loader.transforms import RowFunction, find_decoders, split_decoders
 from shardkit.plan import Plan
 

@@ -12,6 +12,7 @@ import contextlib
 import os
 import threading
 import time
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from itertools import accumulate, cycle, pairwise
@@ -22,17 +23,16 @@ from numpy.typing import NDArray
 
 from shardkit.errors import UsageError
 from shardkit.loader.background import Background
-from shardkit.loader.batch import Batch, may_pin, to_tensors
+from shardkit.loader.batch import Batch, LoaderCounts, StepBatches, may_pin, to_tensors
+from shardkit.loader.block_window import CLOSED, Admitted, BlockWindow
 from shardkit.loader.gather import Allocate, RowAddresses, is_only_copied
-from shardkit.loader.group_blocks import GroupBlocks
 from shardkit.loader.resources import LoaderResources, Watchdog
 from shardkit.loader.row_work import BegunRows, RowWork
 from shardkit.loader.schedule import StepGroup, first_lanes, most_steps, plan_group, steps_that_fit
 from shardkit.loader.settings import LoaderSetup
-from shardkit.loader.step_batches import LoaderCounts, StepBatches
 from shardkit.plan import Plan
 
-__all__ = ["Pipeline"]
+__all__ = ["GroupBlocks", "Pipeline"]
 
 T = TypeVar("T")
 Int64s = NDArray[np.int64]
@@ -43,6 +43,59 @@ _INLINE_BYTES = 8 << 20
 _TOGETHER_BYTES, _LENT_BYTES, _TOGETHER_STEPS = 4 << 20, 1 << 20, 8
 _DEFAULT_PREFETCH = 4
 _NO_SAMPLES = np.zeros(0, dtype=np.int64)
+
+
+class GroupBlocks:
+    """The blocks of one group of steps.
+
+    Attributes:
+        group: the steps.
+        which: (n,) int64 slot that holds the block of each row.
+    """
+
+    def __init__(
+        self,
+        window: BlockWindow,
+        group: StepGroup,
+        admitted: Admitted,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Make the blocks of an admitted group.
+
+        Once `stopped` returns True, a thread that is woken from `wait` raises UsageError.
+        """
+        self._loop, slots, self._needs, self._origin = admitted
+        self.group, self.which = group, slots[group.which] if len(slots) else group.which
+        self._window = window
+        self._stopped = stopped
+
+    def wait(self, step: int, most: int, timeout_s: float, on_stall: Callable[[float], None]) -> range:
+        """Wait for the blocks of a step; return up to `most` steps from it on whose blocks are loaded.
+
+        An error of loading a block of the step is raised here.
+        """
+        self._check()
+        done = self._window.wait_for(self._needs[step], timeout_s, on_stall)
+        self._check()
+        end = min(step + most, bisect_right(self._needs, done))
+        if failed := self._window.first_failed:
+            number, error = failed
+            if number < self._needs[step]:
+                raise error
+            end = min(end, bisect_right(self._needs, number))
+        return range(step, end)
+
+    def take(self, steps: range, borders: list[int], rows: RowAddresses) -> list[dict[str, Any]]:
+        """Return the rows of these steps, see `RowAddresses.take`, and release their blocks."""
+        with self._window.in_use:
+            self._check()
+            found = rows.take(self._window.facts, borders, self._window.loads)
+            self._window.advance(self._origin + steps.stop)
+        return found
+
+    def _check(self) -> None:
+        if self._stopped() or self._window.loop != self._loop:
+            raise UsageError(CLOSED)
 
 
 class _GatheredStep(NamedTuple):

@@ -29,8 +29,8 @@ from shardkit.reading.located_store import LocatedStore
 if TYPE_CHECKING:
     from shardkit.ledger import Journal
     from shardkit.ledger.losses import LossWriter
+    from shardkit.loader.batch import LoaderCounts, StepBatches
     from shardkit.loader.remote_blocks import RemoteBlocks
-    from shardkit.loader.step_batches import LoaderCounts, StepBatches
     from shardkit.telemetry.recorder import BlockTimes, RunWatch
 
 __all__ = ["LoaderResources", "Watchdog"]

@@ -27,7 +27,7 @@ from shardkit.loader.block_loading import ADDRESS, BLOCK, FILE, HASH, JOB, OFFSE
 from shardkit.loader.block_memory import BlockMemory
 from shardkit.loader.block_window import BlockWindow
 from shardkit.loader.gather import GatherColumns, RowAddresses
-from shardkit.loader.group_blocks import GroupBlocks
+from shardkit.loader.pipeline import GroupBlocks
 from shardkit.loader.schedule import StepGroup, group_rows, steps_that_fit
 
 pytestmark = pytest.mark.usefixtures("copies")

@@ -12,9 +12,8 @@ import pytest
 import shardkit
 from shardkit import images
 from shardkit.errors import ConfigurationError
-from shardkit.loader.batch import Batch
+from shardkit.loader.batch import Batch, StepBatches
 from shardkit.loader.device import DeviceFeed
-from shardkit.loader.step_batches import StepBatches
 from tests.pictures import encoded, photograph
 
 torch = pytest.importorskip("torch")
