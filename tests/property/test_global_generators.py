@@ -140,7 +140,7 @@ def test_threads_that_share_the_generators_refuse(
         dataset.loader(plan, tensors=False, **functions, **settings) as loader,
         pytest.raises(ConfigurationError, match=rf'draws from .*{named}.* pass workers="processes"'),
     ):
-        list(loader)
+        _loop_on(loader)
 
 
 @pytest.mark.parametrize("settings", [{}, {"threads": 1}, {"threads": 1, "workers": "processes"}])
@@ -151,6 +151,12 @@ def test_a_batch_transform_has_no_seed_and_is_refused(
         dataset.loader(plan, tensors=False, batch_transform=draw_for_batch, **settings) as loader,
         pytest.raises(ConfigurationError, match=r"batch_transform= draws from numpy\.random"),
     ):
+        _loop_on(loader)
+
+
+def _loop_on(loader: Any) -> None:
+    """Epoch after epoch: a busy machine may make the batches of one while the trainer does not wait, unobserved."""
+    for _ in range(200):
         list(loader)
 
 

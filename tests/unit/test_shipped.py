@@ -20,6 +20,7 @@ STARTS = (
         "shardkit.testing.memory_store",
         "shardkit.integrations.transformers",
         "shardkit.integrations.lightning",
+        "shardkit.integrations.webdataset",
     ),
 )
 
