@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from shardkit.copies.mirroring import log_conflict
 from shardkit.copies.placement import Holdings
 from shardkit.copies.replicate import mirror
@@ -187,7 +189,7 @@ def end_deletion(repository: Repository, deletion: Deletion) -> bool:
 
     def change(head: LogEntry | None) -> Mapping[str, Any] | None:
         is_current = head is not None and head.deletion == deletion
-        return {"deletion": deletion._replace(is_ended=True)} if is_current else None
+        return {"deletion": msgspec.structs.replace(deletion, is_ended=True)} if is_current else None
 
     return repository.append(change, repository.head(), "garbage: deleted") is not None
 

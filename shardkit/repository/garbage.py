@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Annotated, Final
 
+import msgspec
 from msgspec import Meta
 
 from shardkit.documents import Document, Name, Record, Time, decode, encode, sha256_digest
@@ -138,7 +139,7 @@ def check_not_deleted(
             if entry.n <= opened.n:
                 break
             if entry.deletion is not None and entry.deletion.begun > opened.n:
-                found.add(entry.deletion._replace(is_ended=False))
+                found.add(msgspec.structs.replace(entry.deletion, is_ended=False))
     if not found and head.deletion.is_ended:
         return
     if problem is not None:

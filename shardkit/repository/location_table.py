@@ -8,7 +8,6 @@ number is valid. A table is not part of the log because it says nothing about th
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import re
 import uuid
@@ -17,10 +16,11 @@ from dataclasses import dataclass
 from typing import Annotated, Final
 from urllib.parse import unquote
 
+import msgspec
 from msgspec import Meta
 
 from shardkit.credentials import refuse_credentials
-from shardkit.documents import Document, decode, encode
+from shardkit.documents import Document, decode, encode, sha256_digest, unseal
 from shardkit.errors import (
     CommitConflict,
     ConfigurationError,
@@ -30,23 +30,14 @@ from shardkit.errors import (
     ShardkitError,
     UsageError,
 )
-from shardkit.formats.canonical_json import (
-    Fields,
-    check_spelling,
-    sealed,
-    sha256_digest,
-    unseal,
-    utc_text,
-)
+from shardkit.formats.canonical_json import utc_text
 from shardkit.ranges import Range
 from shardkit.reading.objects import LOCATION_NAME, ROOT_NAME, Location, check_location_name
 from shardkit.repository.log import (
     IDENTITY_NAME,
     MAX_IDENTITY_BYTES,
-    NUMBERED,
     Numbered,
     Row,
-    read_numbered,
 )
 from shardkit.repository.policy import Policy
 from shardkit.stores.local import open_store
@@ -57,9 +48,6 @@ from shardkit.stores.vacancy import check_vacant
 _MAX_BYTES: Final = 2**20
 _MOST: Final = 10**6
 _MAX_LOCATIONS: Final = 64
-_FORMAT: Final = "shardkit-location-table/1"
-_KEYS: Final = (*NUMBERED, "policy", "locations", "digest")
-_FIELDS: Final = ("name", "url", "domain", "rank", "weight")
 _DOMAIN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/ -]{0,199}")
 
 
@@ -125,20 +113,8 @@ class LocationRecord:
             weight=_number(given.get("weight", "100"), f"--location {name}: weight"),
         )
 
-    @classmethod
-    def read(cls, fields: Fields) -> LocationRecord:
-        """Read a record of a table."""
-        return cls(
-            fields.text("name"),
-            fields.text("url", maximum=4_000),
-            fields.text("domain"),
-            fields.integer("rank", minimum=-1_000),
-            fields.integer("weight"),
-        )
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocationTable(Numbered):
+class LocationTable(Numbered, frozen=True, kw_only=True, tag="shardkit-location-table/1"):
     """Locations and policy of a root. The `previous` of the first table is empty.
 
     Attributes:
@@ -179,32 +155,10 @@ class LocationTable(Numbered):
     def find(self, name: str) -> LocationRecord | None:
         return next((one for one in self.locations if one.name == name), None)
 
-    def to_bytes(self) -> bytes:
-        return sealed(
-            {
-                "format": _FORMAT,
-                **self.numbered(),
-                "policy": self.policy.to_json(),
-                "locations": [dataclasses.asdict(one) for one in self.locations],
-            }
-        )
-
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> LocationTable:
         """Parse and validate a table."""
-        fields = unseal(data, where, _FORMAT, _KEYS, _MAX_BYTES)
-        table = cls(
-            **read_numbered(fields, first_has_previous=False),
-            policy=Policy.from_json(fields.table("policy", maximum=20), where),
-            locations=tuple(
-                map(
-                    LocationRecord.read,
-                    fields.objects("locations", _FIELDS, "location", maximum=_MAX_LOCATIONS),
-                )
-            ),
-        )
-        check_spelling(data, table.to_bytes(), fields)
-        return table
+        return unseal(cls, data, where, max_bytes=_MAX_BYTES)
 
 
 TABLES: Final = Row("locations/", LocationTable.from_bytes, _MAX_BYTES)
@@ -255,7 +209,7 @@ def commit_table(
     """
     if base is not None and base.policy == policy and base.locations == tuple(locations):
         return base
-    table = dataclasses.replace(
+    table = msgspec.structs.replace(
         draft_table(repository_id, base, policy, locations),
         previous=sha256_digest(base.to_bytes()) if base else "",
         txn=uuid.uuid4().hex,

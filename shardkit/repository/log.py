@@ -6,18 +6,31 @@ has the full tables of refs and tags.
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import itertools
 import os
 import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
-from types import MappingProxyType
-from typing import Any, Final, Generic, NamedTuple, NoReturn, TypeVar
+from dataclasses import dataclass
+from typing import Annotated, Final, Generic, NoReturn, TypeVar
+
+import msgspec
+from msgspec import Meta
 
 from shardkit.credentials import refuse_credentials
+from shardkit.documents import (
+    Digest,
+    Document,
+    Positive,
+    Record,
+    Text,
+    Time,
+    encode,
+    seal,
+    sha256_digest,
+    unseal,
+)
 from shardkit.errors import (
     CommitUnknown,
     FormatError,
@@ -29,16 +42,7 @@ from shardkit.errors import (
     StoreReadOnlyError,
     UsageError,
 )
-from shardkit.formats.canonical_json import (
-    DIGEST,
-    TIME,
-    Fields,
-    check_spelling,
-    dumps,
-    sealed,
-    sha256_digest,
-    unseal,
-)
+from shardkit.formats.canonical_json import DIGEST
 from shardkit.stores.store import Store, find_checked, read_checked
 
 MAX_ENTRY_BYTES: Final = 16 * 2**20
@@ -47,51 +51,29 @@ MAX_NAMES: Final = 50_000
 """Maximum number of refs, and of tags, of one repository: every entry has the full table."""
 
 _DIGITS: Final = re.compile(r"[0-9]{20}")
-_TXN: Final = re.compile(r"[0-9a-f]{32}")
 _PUT_ATTEMPTS: Final = 3
 _MAX_UNLISTED: Final = 1_000
 
 
-@dataclass(frozen=True, slots=True)
-class Numbered(abc.ABC):
+class Numbered(Document, frozen=True, kw_only=True):
     """Fields of all numbered documents."""
 
-    n: int
+    n: Positive
     """Number: 1 for the first document, without gaps."""
-    repository: str
+    repository: Annotated[str, Meta(max_length=36)]
     """Id of the repository. A document of another repository is refused."""
-    previous: str
+    previous: Annotated[str, Meta(max_length=80)]
     """SHA-256 of the predecessor's bytes."""
-    txn: str
+    txn: Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
     """Random transaction id, by which the writer finds its document after a lost response."""
-    time: str
+    time: Time
     """Time in UTC, for people only."""
-    author: str
-    message: str
+    author: Annotated[str, Meta(max_length=1_000)]
+    message: Text
 
-    @abc.abstractmethod
     def to_bytes(self) -> bytes:
         """Return canonical JSON with a ``digest`` of the other fields."""
-
-    def numbered(self) -> dict[str, object]:
-        """Return these fields for JSON."""
-        return {name: getattr(self, name) for name in NUMBERED}
-
-
-NUMBERED: Final = tuple(field.name for field in fields(Numbered))
-
-
-def read_numbered(given: Fields, *, first_has_previous: bool) -> dict[str, Any]:
-    """Read the fields of `Numbered`. If not `first_has_previous`, the `previous` of the first document is empty."""
-    return {
-        "n": given.integer("n", minimum=1),
-        "repository": given.text("repository", maximum=36),
-        "previous": given.digest("previous") if first_has_previous else given.text("previous", maximum=80),
-        "txn": given.text("txn", pattern=_TXN),
-        "time": given.text("time", pattern=TIME),
-        "author": given.text("author", maximum=1_000),
-        "message": given.text("message"),
-    }
+        return seal(self)
 
 
 Document_co = TypeVar("Document_co", bound=Numbered, covariant=True)
@@ -173,13 +155,14 @@ class Row(Generic[Document_co]):
         ) from failure
 
 
-_FORMAT: Final = "shardkit-log/1"
 _REF: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_KEYS: Final = (*NUMBERED, "refs", "tags", "software", "digest")
-_OPTIONAL: Final = ("withdrawn", "deletion")
+_Names = Annotated[
+    Mapping[Annotated[str, Meta(pattern=rf"\A{_REF.pattern}\Z")], Digest], Meta(max_length=MAX_NAMES)
+]
+"""Name → manifest id."""
 
 
-class Deletion(NamedTuple):
+class Deletion(Record, frozen=True):
     """The newest deletion of garbage that the log announced.
 
     Attributes:
@@ -188,36 +171,21 @@ class Deletion(NamedTuple):
         is_ended: True if all of them were deleted.
     """
 
-    begun: int
-    names: str
-    is_ended: bool = False
-
-    @classmethod
-    def read(cls, fields: Fields) -> Deletion | None:
-        """Read the field `deletion` of an entry."""
-        if not fields.has("deletion"):
-            return None
-        found = Fields(
-            fields.table("deletion", maximum=3), f"deletion of {fields.where}", ("begun", "names", "ended")
-        )
-        return cls(
-            found.integer("begun", minimum=1), found.digest("names"), bool(found.integer("ended", maximum=1))
-        )
-
-    def to_json(self) -> dict[str, object]:
-        return {"begun": self.begun, "names": self.names, "ended": int(self.is_ended)}
+    begun: Positive
+    names: Digest
+    is_ended: bool = msgspec.field(name="ended", default=False)
 
 
-@dataclass(frozen=True, slots=True)
-class LogEntry(Numbered):
+class LogEntry(Numbered, frozen=True, kw_only=True, tag="shardkit-log/1"):
     """One commit."""
 
-    refs: Mapping[str, str]
+    previous: Digest
+    refs: _Names
     """All refs after this commit: name → manifest id."""
-    tags: Mapping[str, str]
+    tags: _Names
     """All tags after this commit: name → manifest id. A tag is never moved, and removed only by being withdrawn."""
-    software: str
-    withdrawn: Mapping[str, str] = field(default_factory=dict)
+    software: Annotated[str, Meta(max_length=1_000)]
+    withdrawn: _Names = msgspec.field(default_factory=dict)
     """All tags that were withdrawn because rows of their versions were erased: name → manifest id."""
     deletion: Deletion | None = None
     """Newest deletion of garbage that was announced, None before the first."""
@@ -225,43 +193,17 @@ class LogEntry(Numbered):
     @property
     def digest(self) -> str:
         """SHA-256 of the other fields. It also reveals damage to the newest entry, which no successor names."""
-        return sha256_digest(dumps(self._body()))
-
-    def to_bytes(self) -> bytes:
-        return sealed(self._body())
-
-    def __reduce__(self) -> tuple[Callable[[bytes, str], LogEntry], tuple[bytes, str]]:
-        """Pickle the entry as bytes: a read-only view of a dict cannot be pickled."""
-        return LogEntry.from_bytes, (self.to_bytes(), "a log entry of another process")
+        return sha256_digest(encode(self))
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> LogEntry:
         """Parse and validate one entry."""
-        fields = unseal(data, where, _FORMAT, _KEYS, MAX_ENTRY_BYTES, _OPTIONAL)
-        entry = cls(
-            **read_numbered(fields, first_has_previous=True),
-            refs=_names(fields, "refs"),
-            tags=_names(fields, "tags"),
-            software=fields.text("software", maximum=1_000),
-            withdrawn=_names(fields, "withdrawn") if fields.has("withdrawn") else {},
-            deletion=Deletion.read(fields),
-        )
-        check_spelling(data, entry.to_bytes(), fields)
-        return entry
-
-    def _body(self) -> dict[str, object]:
-        return {
-            **({"withdrawn": dict(self.withdrawn)} if self.withdrawn else {}),
-            **({"deletion": self.deletion.to_json()} if self.deletion else {}),
-            "format": _FORMAT,
-            **self.numbered(),
-            "refs": dict(self.refs),
-            "tags": dict(self.tags),
-            "software": self.software,
-        }
+        return unseal(cls, data, where, max_bytes=MAX_ENTRY_BYTES)
 
 
-NO_COMMIT: Final = LogEntry(0, "", "", "", "", "", "", {}, {}, "")
+NO_COMMIT: Final = LogEntry(
+    n=0, repository="", previous="", txn="", time="", author="", message="", refs={}, tags={}, software=""
+)
 """Entry before the first commit: no refs, no tags."""
 
 
@@ -274,20 +216,25 @@ IDENTITY_NAME: Final = "shardkit.json"
 
 MAX_IDENTITY_BYTES: Final = 64 * 1024
 
-_IDENTITY_FORMAT: Final = "shardkit-repository/1"
-_UUID: Final = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 SINGLE_WRITER: Final = "single-writer"
 """Feature of a root on a store without put-if-absent: the user guarantees that there is one writer at a time."""
 FEATURES: Final[tuple[str, ...]] = (SINGLE_WRITER,)
 """All features that this version knows."""
 
 
-class Identity(NamedTuple):
+class Identity(Document, frozen=True, tag="shardkit-repository/1"):
     """Id of a repository, and the features that a program must support to use it."""
 
-    id: str
+    id: Annotated[str, Meta(pattern=r"\A[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\Z")]
     """Random UUID: it distinguishes repositories, whatever their paths."""
-    features: tuple[str, ...] = ()
+    features: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        unknown = next((feature for feature in self.features if feature not in FEATURES), None)
+        if unknown is not None:
+            raise FormatError(
+                f"needs the feature {unknown[:100]!r}, which this shardkit does not know: install a newer shardkit"
+            )
 
     @classmethod
     def new(cls, features: tuple[str, ...] = ()) -> Identity:
@@ -296,21 +243,12 @@ class Identity(NamedTuple):
 
     def to_bytes(self) -> bytes:
         """Return canonical JSON with a ``digest`` of the other fields."""
-        return sealed({"format": _IDENTITY_FORMAT, "id": self.id, "features": list(self.features)})
+        return seal(self)
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Identity:
         """Parse and validate an identity."""
-        fields = unseal(
-            data,
-            f"{IDENTITY_NAME} of {where}",
-            _IDENTITY_FORMAT,
-            ("id", "features", "digest"),
-            MAX_IDENTITY_BYTES,
-        )
-        identity = cls(fields.text("id", pattern=_UUID), fields.features(FEATURES))
-        check_spelling(data, identity.to_bytes(), fields)
-        return identity
+        return unseal(cls, data, f"{IDENTITY_NAME} of {where}", max_bytes=MAX_IDENTITY_BYTES)
 
 
 def identity_in(store: Store) -> Identity:
@@ -386,19 +324,6 @@ def check_succession(earlier: LogEntry, earlier_bytes: bytes, later: LogEntry, w
             f"log of {where}: entry {later.n} moves or removes the tag {moved[0]!r}, which cannot be; "
             "restore the log from a copy of the root"
         )
-
-
-def _names(fields: Fields, key: str) -> Mapping[str, str]:
-    names: dict[str, str] = {}
-    for name, manifest in fields.table(key, maximum=MAX_NAMES).items():
-        if (
-            _REF.fullmatch(name) is None
-            or not isinstance(manifest, str)
-            or DIGEST.fullmatch(manifest) is None
-        ):
-            raise FormatError(f"{fields.where}: {key} hold {name[:100]!r}, expected names of manifest ids")
-        names[name] = manifest
-    return MappingProxyType(names)
 
 
 class CommitLog:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from shardkit.errors import ConfigurationError
-from shardkit.formats.canonical_json import Fields
 from shardkit.ranges import Range, duration_text, parse_duration
 
 Mode = Literal["sync", "async", "hybrid"]
@@ -22,7 +21,6 @@ MAX_COPIES: Final = 16
 _MAX_CRITICAL: Final = 100
 _MAX_MEMBERS: Final = 128
 _PARITY: Final = re.compile(r"([0-9]{1,3})\+([0-9])")
-_JSON: Final = ("copies", "critical", "parity", "mode", "max_scrub_age_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +124,7 @@ class Policy:
         """Return this policy with settings of a command line; None keeps a setting."""
         new: dict[str, Any] = {"copies": copies, "mode": mode}
         if critical is not None:
-            new["critical"] = tuple(map(_parse_critical, critical))
+            new["critical"] = tuple(sorted(map(_parse_critical, critical), key=lambda one: one.stratum))
         if max_scrub_age is not None:
             new["max_scrub_age_s"] = int(parse_duration(max_scrub_age, "max_scrub_age"))
         new = {name: value for name, value in new.items() if value is not None}
@@ -136,42 +134,10 @@ class Policy:
 
     def to_table(self) -> dict[str, Any]:
         """Return the policy for display, with durations as text."""
-        table = self.to_json()
+        table = {**dataclasses.asdict(self), "critical": list(map(dataclasses.asdict, self.critical))}
+        table["parity"] = str(self.parity or "none")
         table["max_scrub_age"] = duration_text(table.pop("max_scrub_age_s"))
         return table
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the policy for a location table."""
-        return {
-            "copies": self.copies,
-            "critical": list(map(dataclasses.asdict, sorted(self.critical, key=lambda one: one.stratum))),
-            "parity": str(self.parity or "none"),
-            "mode": self.mode,
-            "max_scrub_age_s": self.max_scrub_age_s,
-        }
-
-    @classmethod
-    def from_json(cls, value: object, where: str) -> Policy:
-        """Parse the output of `to_json`.
-
-        Raises:
-            FormatError: A field is missing or has the wrong type.
-            ConfigurationError: A value is out of range.
-        """
-        fields = Fields(value, f"policy of {where}", _JSON)
-        critical = fields.objects(
-            "critical", ("stratum", "copies"), "critical stratum", maximum=_MAX_CRITICAL
-        )
-        return cls(
-            copies=fields.integer("copies", minimum=1, maximum=MAX_COPIES),
-            critical=tuple(
-                Critical(one.text("stratum", maximum=1_000), one.integer("copies", maximum=MAX_COPIES))
-                for one in critical
-            ),
-            parity=Parity.parse(fields.text("parity", maximum=10)),
-            mode=fields.text("mode", maximum=10),  # type: ignore[arg-type]  # checked in __post_init__
-            max_scrub_age_s=fields.integer("max_scrub_age_s", minimum=1),
-        )
 
 
 def _parse_critical(text: str) -> Critical:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import random
 import time
@@ -12,6 +11,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final
+
+import msgspec
 
 from shardkit.errors import (
     CommitConflict,
@@ -414,7 +415,7 @@ class Repository(CommitLog):
         )
 
     def _entry_after(self, head: LogEntry | None, fields: Mapping[str, Any]) -> LogEntry:
-        entry = dataclasses.replace(
+        entry = msgspec.structs.replace(
             head or NO_COMMIT,
             n=head.n + 1 if head else 1,
             repository=self._identity.id,

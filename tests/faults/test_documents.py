@@ -16,7 +16,7 @@ import shardkit
 from shardkit.audit.run_record import load_run, read_checkpoints
 from shardkit.dataset.rewriting import ErasurePlan
 from shardkit.errors import IntegrityError, ShardkitError
-from shardkit.formats.canonical_json import dumps, sealed
+from shardkit.formats.canonical_json import dumps, sha256_digest
 from shardkit.manifest import Manifest
 from shardkit.reading.adopted import location_name, read_tar_place
 from shardkit.reading.attestations import Attestation, read_attestations
@@ -157,6 +157,11 @@ def test_the_digest_is_checked_before_a_field_is_read(base: Path) -> None:
 # Documents that say what nobody writes
 
 Parse = Callable[[bytes], object]
+
+
+def sealed(body: dict[str, object]) -> bytes:
+    """Canonical bytes of a document with their digest."""
+    return dumps({**body, "digest": sha256_digest(dumps(body))})
 
 
 def _in_memory(name: str, data: bytes) -> MemoryStore:

@@ -6,12 +6,12 @@ and every command that reads or changes the root is tried.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 import uuid
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import shardkit
@@ -75,7 +75,7 @@ def _spoil(place: Path, state: str, version: str) -> None:
     if state in ("longer", "forked"):
         data = entries[-1].read_bytes()
         before = LogEntry.from_bytes(data, "a test")
-        entry = dataclasses.replace(
+        entry = msgspec.structs.replace(
             before,
             n=before.n + 1,
             previous=sha256_digest(data),

@@ -7,10 +7,11 @@ the others were not found in the seeds that were tried.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 from unittest import mock
+
+import msgspec
 
 from shardkit.copies import collecting, place, placement, repairer, replicate
 from shardkit.dataset import erasing, removing, store_survey
@@ -165,7 +166,7 @@ def _indexes_last() -> Iterator[None]:
 
 def _mark_refs(repository: Any, log: Any, since: float) -> Any:
     """What only tags name is not alive."""
-    untagged = (dataclasses.replace(entry, tags={}) for entry in log)
+    untagged = (msgspec.structs.replace(entry, tags={}) for entry in log)
     return _MARK_LIVE(repository, untagged, since)
 
 

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import shardkit
@@ -44,7 +45,7 @@ def test_a_policy_is_what_a_command_line_says() -> None:
     assert (policy.copies_of(["a"]), policy.copies_of(["a", "gold"]), policy.most_copies) == (2, 3, 3)
     assert policy.changed() == policy
     assert policy.changed(critical=[], parity="none") == Policy(copies=2)
-    assert Policy.from_json(policy.to_json(), "here") == policy
+    assert msgspec.json.decode(msgspec.json.encode(policy), type=Policy) == policy
 
 
 @pytest.mark.parametrize(
