@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import pickle
 import warnings
@@ -274,6 +275,8 @@ def test_accelerate_does_not_distribute_twice(ds: shardkit.Dataset, workers: int
     ):
         with pytest.raises(UsageError, match=r"accelerator\.prepare\(shardkit\.torch\.DataLoader"):
             next(iter(loader))
+    del loader
+    gc.collect()  # what torch says of the worker belongs to this test
 
 
 def test_states_and_settings_that_do_not_fit_are_refused(ds: shardkit.Dataset) -> None:
