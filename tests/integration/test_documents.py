@@ -126,6 +126,14 @@ def test_the_snippets_for_agents_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert (ROOT / linked).exists(), linked
 
 
+def test_workflows_name_files_that_exist() -> None:
+    """A workflow runs elsewhere: a test file that was removed would stop it only there."""
+    texts = [path.read_text(encoding="utf-8") for path in (ROOT / ".github" / "workflows").glob("*.yml")]
+    named = {name for text in texts for name in re.findall(r"\b(?:tests|tools)/[\w/]+\.(?:py|sh)\b", text)}
+    assert len(named) > 10
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
 RUN = """
 [run]
 directory = "runs/mine"
