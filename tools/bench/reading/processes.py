@@ -31,7 +31,7 @@ PEERS = {
     "spdl_reader": "SPDL over a memory map (cannot resume)",
     "ffcv_reader": "FFCV (cannot resume)",
 }
-"""Module of a peer → what tables call it. None of them verifies what it reads."""
+"""Module of a peer → its name in tables. Only ArrayRecord compares checksums as it reads."""
 
 SHARES_DATA = {
     "limit": "memmap",

@@ -22,8 +22,8 @@ data in memory, *beyond* a quarter of them, without either the default decides. 
 children from the end of one epoch to the end of the next. *Peak* is the most resident memory (VmHWM) up to the last
 touched epoch; of maps it includes the page cache that they have mapped. *Waits* are for the next batch once the
 last one was looked at, in later epochs, touched. *First batch*: since the process was started, imports included. ¹:
-some epochs were left after {seconds:g} s. shardkit verifies every block that it reads; nobody else verifies
-anything, but for limits that say so."""
+some epochs were left after {seconds:g} s. shardkit compares the checksum of every block that it reads, and
+ArrayRecord that of every chunk; the other readers compare none, except limits that say so."""
 
 
 def report(facts: dict[str, Any], results: dict[str, Any]) -> str:
