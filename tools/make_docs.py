@@ -31,6 +31,7 @@ SETTINGS = ROOT / "zensical.toml"
 GUIDES = ROOT / "examples" / "guides"
 COMMAND_HELP = "docs/command_help.md"
 LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
+PICTURE = re.compile(r'<(?:img|source)\b[^>]*?\bsrc(?:set)?="([^"]+)"')
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
 
@@ -58,7 +59,8 @@ def program_of(page: str) -> Path | None:
 
 def links_of(text: str) -> list[str]:
     """Targets of a page's links to this repository."""
-    return [link for link in LINK.findall(FENCED.sub("", text)) if not urlsplit(link).scheme]
+    plain = FENCED.sub("", text)
+    return [link for link in LINK.findall(plain) + PICTURE.findall(plain) if not urlsplit(link).scheme]
 
 
 def anchors_of(text: str) -> set[str]:
@@ -227,6 +229,7 @@ class Page(html.parser.HTMLParser):
                 ("href", "a"),
                 ("href", "link"),
                 ("src", "img"),
+                ("srcset", "source"),
                 ("src", "script"),
             }:
                 self.links.append(value)

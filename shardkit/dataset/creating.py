@@ -87,7 +87,7 @@ def create(
         UsageError: A ref names samples of another schema, without ``replace``.
         StoreError: ``root`` cannot be written.
 
-    Example:
+    Examples:
         >>> with shardkit.create("data/new", schema={"x": "float32[2]", "label": "int64"}) as writer:
         ...     for n in range(100):
         ...         writer.add({"x": [n, n], "label": n % 10}, key=f"row-{n}")
@@ -184,7 +184,7 @@ class Writer:
             SampleError: A field does not fit; the message names sample and field.
             StoreFullError: The scratch disk is full.
 
-        Example:
+        Examples:
             >>> with shardkit.create("data/one", schema={"text": "str"}) as writer:
             ...     writer.add({"text": "hello"}, key="greeting")
             >>> shardkit.open("data/one")[0]

@@ -80,7 +80,7 @@ class Dataset(Samples):
             where: a condition over scalar and str fields, such as ``"label < 5"``.
             rows: sample numbers of *this* dataset, in any order; negative ones count from the end.
 
-        Example:
+        Examples:
             >>> few = ds.select(where="label < 2")
             >>> len(few), few.strata["0"]
             (40, 20)
@@ -155,7 +155,7 @@ class Dataset(Samples):
         If the default leaves fewer than 8 lanes, the logger ``shardkit.plan`` warns and names batch sizes
         that allow more.
 
-        Example:
+        Examples:
             >>> plan = ds.plan(global_batch=20, seed=0)
             >>> plan.steps_per_epoch
             10
@@ -196,7 +196,7 @@ class Dataset(Samples):
         Raises:
             PlanError: `plan` is not of this dataset, or `to` has other samples, or they are in another order.
 
-        Example:
+        Examples:
             >>> clean = ds.select(rows=range(150))
             >>> ds.amend(plan, to=clean, from_step=4).population.rows
             150
@@ -334,7 +334,7 @@ class Dataset(Samples):
             StateError: Ranks of the process group would read different data; the message names rank and
                 difference.
 
-        Example:
+        Examples:
             >>> with ds.loader(plan) as loader:
             ...     for batch in loader:
             ...         shape = batch["image"].shape  # (rows of this rank, 8, 8)
@@ -432,7 +432,7 @@ def open_dataset(
         IntegrityError: The manifest or a page is damaged.
         SchemaError: The datasets have different schemas.
 
-    Example:
+    Examples:
         >>> ds = shardkit.open("data/digits")
         >>> len(ds), list(ds.schema)
         (200, ['image', 'label'])

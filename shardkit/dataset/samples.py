@@ -104,7 +104,7 @@ class Samples:
     def head(self, n: int = 5) -> list[dict[str, Any]]:
         """Return the first `n` samples, or all if there are fewer.
 
-        Example:
+        Examples:
             >>> [int(sample["label"]) for sample in ds.head(3)]
             [0, 0, 0]
         """
@@ -122,7 +122,7 @@ class Samples:
     def key(self, sample: int) -> str:
         """Return the key of a sample as given by the source.
 
-        Example:
+        Examples:
             >>> int(ds[0]["image"][0, 0]), ds.key(0)  # builds shuffle: digit 160 became the first
             (160, 'digit-160')
         """
@@ -194,7 +194,7 @@ class Samples:
     def to_arrow(self, fields: Sequence[str] | None = None) -> Any:
         """Return all samples as a ``pyarrow.Table`` in memory, one chunk per block. See `iter_arrow`.
 
-        Example:
+        Examples:
             >>> ds.to_arrow(["label"]).num_rows
             200
         """

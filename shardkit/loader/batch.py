@@ -81,7 +81,7 @@ class Batch(dict[str, Any]):
         Raises:
             UsageError: the field is a list or ragged.
 
-        Example:
+        Examples:
             >>> batch.array("label").dtype.name
             'int64'
         """

@@ -395,7 +395,7 @@ class Loader:
         Args:
             after: batch (or list of batches) after which to continue; None for the last one handed out.
 
-        Example:
+        Examples:
             >>> with ds.loader(plan) as loader:
             ...     batch = next(iter(loader))
             ...     state = loader.state_dict(after=batch)
@@ -421,7 +421,7 @@ class Loader:
         Raises:
             StateError: the state has another plan or manifest, which the message names, or another state version.
 
-        Example:
+        Examples:
             >>> with ds.loader(plan, rank=1, world=5) as loader:
             ...     loader.load_state_dict(state)
             ...     next(iter(loader)).step
@@ -435,7 +435,7 @@ class Loader:
         Raises:
             StateError: `step` is not a valid step number.
 
-        Example:
+        Examples:
             >>> with ds.loader(plan) as loader:
             ...     loader.seek(25)
             ...     loader.epoch, next(iter(loader)).step
@@ -522,7 +522,7 @@ class Loader:
 
         Names are stable. Names of times end in `_s` (seconds), names of sizes in `_bytes`. SPEC.md §7 lists them.
 
-        Example:
+        Examples:
             >>> with ds.loader(plan) as loader:
             ...     batches = list(loader)
             >>> loader.stats()["steps"]

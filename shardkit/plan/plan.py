@@ -191,7 +191,7 @@ class Plan(Shown):
     def cell(self, step: int, lane: int) -> NDArray[np.int64]:
         """Return the sample numbers of a cell: (m,) int64, read-only; empty slots (-1) come last.
 
-        Example:
+        Examples:
             >>> plan.lanes, plan.cell(step=3, lane=0).shape
             (5, (4,))
         """
@@ -201,7 +201,7 @@ class Plan(Shown):
     def step(self, step: int) -> NDArray[np.int64]:
         """Return the sample numbers of a step: (L, m) int64, with the cell of lane l in row l.
 
-        Example:
+        Examples:
             >>> samples = plan.step(3)  # of all ranks
             >>> samples.size
             20
@@ -261,7 +261,7 @@ class Plan(Shown):
     def cell_digest(self, step: int, lane: int) -> str:
         """Return the digest of a cell; see the function `cell_digest`.
 
-        Example:
+        Examples:
             >>> plan.cell_digest(3, 0) == ds.plan(global_batch=20, seed=0).cell_digest(3, 0)
             True
         """
@@ -273,7 +273,7 @@ class Plan(Shown):
         With explicit weights, ``epoch`` counts the passes of the sample's stratum. The result is None if the epoch
         drops the sample or its stratum is not drawn.
 
-        Example:
+        Examples:
             >>> step, lane, slot = plan.locate(sample=17)
             >>> int(plan.step(step)[lane, slot])
             17
@@ -351,7 +351,7 @@ class Plan(Shown):
         Raises:
             PlanError: nothing changes, steps contradict each other, or the plan does not support the change.
 
-        Example:
+        Examples:
             >>> changed = plan.amend(from_step=4, global_batch=40)
             >>> bool((changed.step(3) == plan.step(3)).all()), changed.step(4).size
             (True, 40)

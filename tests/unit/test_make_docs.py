@@ -37,9 +37,10 @@ def test_a_dead_link_is_found(making: Any, tmp_path: Path, monkeypatch: pytest.M
         "# Page\n[a](there.md) [b](#page) [c](there.md#what-it-is-code-2026) [d](https://example.org/x)\n"
         "```\n[e](shown-not-linked.md)\n```\n"
         "[f](missing.md) [g](there.md#missing) [h](folder) [i](#missing)\n"
+        '<source media="dark" srcset="dark.svg"><img alt="a picture" src="there.md" width="9">\n'
     )
     found = [problem.split(": ", 1)[1].split()[0].rstrip(":") for problem in making.dead_links(page)]
-    assert found == ["missing.md", "there.md#missing", "folder", "#missing"]
+    assert found == ["missing.md", "there.md#missing", "folder", "#missing", "dark.svg"]
 
 
 def test_a_page_that_is_not_listed_is_found(making: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,11 +54,11 @@ def test_a_page_that_is_not_listed_is_found(making: Any, monkeypatch: pytest.Mon
 def test_dead_links_of_built_pages_are_found(making: Any, tmp_path: Path) -> None:
     (tmp_path / "index.html").write_text(
         '<h1 id="here">x</h1><a href="other.html#part">1</a><a href="#here">2</a><a href="https://example.org">3</a>'
-        '<a href="other.html#nowhere">4</a><img src="missing.png"><a href="folder/">5</a>'
+        '<a href="other.html#nowhere">4</a><source srcset="dark.svg"><img src="missing.png"><a href="folder/">5</a>'
     )
     (tmp_path / "other.html").write_text('<p id="part"></p>')
     found = [line.partition(": ")[2] for line in making.dead_links_of_site(tmp_path)]
-    assert found == ["other.html#nowhere", "missing.png", "folder/"]
+    assert found == ["other.html#nowhere", "dark.svg", "missing.png", "folder/"]
 
 
 def test_a_guide_is_shown_with_what_it_prints(making: Any) -> None:
