@@ -74,7 +74,7 @@ def anchors_of(text: str) -> set[str]:
 
 
 def markdown_files() -> list[Path]:
-    """Of the repository as it is tracked, or of an unpacked sdist."""
+    """Return the Markdown files of the repository, or of an unpacked sdist."""
     found = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"],
         cwd=ROOT,
@@ -89,7 +89,7 @@ def markdown_files() -> list[Path]:
 
 
 def dead_links(page: Path) -> Iterator[str]:
-    """What a page links to and is not there: files, folders without a README, headings."""
+    """Yield the links of a page to missing files, folders without a README, and missing headings."""
     text = page.read_text(encoding="utf-8")
     for link in links_of(text):
         name, _, anchor = link.partition("#")
@@ -122,7 +122,7 @@ def left_out() -> Iterator[str]:
 
 
 def guide_page(program: Path, printed: str) -> str:
-    """What a program's docstring says, then the program without it, then what it prints."""
+    """Return the page of a guide: the docstring of its program, its output, and the program without the docstring."""
     source = program.read_text(encoding="utf-8")
     said = ast.get_docstring(ast.parse(source)) or ""
     title, _, rest = said.partition("\n")
@@ -155,7 +155,7 @@ def command_pages() -> str:
     """The help page of every command."""
     from shardkit_tools.main import COMMANDS, run
 
-    sys.argv[:1], os.environ["COLUMNS"] = ["shardkit"], "100"  # what usage lines begin with, and their width
+    sys.argv[:1], os.environ["COLUMNS"] = ["shardkit"], "100"  # first word and width of usage lines
     parts = ["# Every command\n"]
     for topic, names in COMMANDS:
         parts.append(f"## {topic}\n")
@@ -167,7 +167,7 @@ def command_pages() -> str:
 
 
 def text_of(page: str) -> str:
-    """Of one page of the site, as Markdown."""
+    """Return a page of the site as Markdown."""
     program = program_of(page)
     if page == COMMAND_HELP:
         return command_pages()
@@ -213,7 +213,7 @@ def lay_out(folder: Path) -> None:
 
 
 class Page(html.parser.HTMLParser):
-    """What a page of the site links to, and what in it can be linked to."""
+    """Links and link targets of a page of the site."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()

@@ -6,7 +6,7 @@ import glob
 import os
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,8 @@ from shardkit.audit.replay import cell_digests
 from shardkit.audit.run_record import RunRecord
 from shardkit.dataset import Dataset, open_dataset
 from shardkit.dataset.costs import costs_of
-from shardkit.dataset.dataset import population_of, removed_samples
+from shardkit.dataset.dataset import population_of
+from shardkit.dataset.samples import removed_samples
 from shardkit.errors import (
     ConfigurationError,
     FormatError,
@@ -152,13 +153,12 @@ def _make_plan(record: RunRecord, event: dict[str, Any], dataset: Dataset) -> Ru
     subject = f"plan {expected[:12]}…"
     candidates: list[tuple[str, Plan]] = []
 
+    @cache
     def version(manifest: str) -> Dataset:
-        # the plan may be amended from another version of the dataset
-        return (
-            dataset
-            if manifest == dataset.manifest.id
-            else open_dataset(f"{dataset.repository.url}@{manifest}")
-        )
+        if manifest == dataset.manifest.id:
+            return dataset
+        # the plan was amended from another version of the dataset
+        return open_dataset(f"{dataset.repository.url}@{manifest}")
 
     def rows_of(manifest: str) -> Population:
         found = version(manifest)

@@ -120,20 +120,19 @@ def losses_of_step(
     noted = dict(zip(places.tolist(), values.tolist(), strict=True))
     strata = plan.population.strata
     of = plan.grid.order.strata_of(np.array([one.sample for one in samples], dtype=np.int64)).tolist()
-    found: list[SampleLoss] = []
-    for one, stratum in zip(samples, of, strict=True):
-        loss = noted.pop(one.lane if is_by_cell else one.lane * plan.cell_size + one.slot, None)
-        if is_by_cell and loss is not None:
-            noted[one.lane] = loss  # of all samples of the cell
-        if loss is not None:
-            found.append(
-                SampleLoss(loss, one.sample, one.key, strata[stratum], one.source, one.lane, one.slot)
-            )
-    if not is_by_cell and noted:
+    # one loss per place, or one per lane
+    where = [one.lane if is_by_cell else one.lane * plan.cell_size + one.slot for one in samples]
+    unknown = noted.keys() - set(where)
+    if unknown:
         raise FormatError(
-            f"step {step}: losses are noted for {len(noted)} places that the step does not have, such as lane "
-            f"{min(noted) // plan.cell_size}; were they written by another run?"
+            f"step {step}: losses are noted for {len(unknown)} places that the step does not have, such as "
+            f"{'lane' if is_by_cell else 'place'} {min(unknown)}; were they written by another run?"
         )
+    found = [
+        SampleLoss(noted[place], one.sample, one.key, strata[stratum], one.source, one.lane, one.slot)
+        for place, one, stratum in zip(where, samples, of, strict=True)
+        if place in noted
+    ]
     found.sort(key=lambda one: (-one.loss if np.isfinite(one.loss) else -np.inf, one.sample))
     return found, _shares(plan, step, found)
 

@@ -14,7 +14,7 @@ from shardkit.audit.replay import stretches
 from shardkit.audit.run_record import Place, RunRecord, consecutive
 from shardkit.dataset import Dataset
 from shardkit.dataset.about import unpack_sources
-from shardkit.dataset.dataset import numbers_in
+from shardkit.dataset.samples import numbers_in
 from shardkit.errors import NotFoundError
 from shardkit.plan import Plan
 from shardkit.reading.inventory import read_root

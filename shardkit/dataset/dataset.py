@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.dataset.sample_view import samples_page
-from shardkit.dataset.samples import Samples, numbers_of
+from shardkit.dataset.samples import Samples, numbers_of, removed_samples
 from shardkit.errors import FormatError, PlanError, ShardkitError, UsageError
 from shardkit.loader import Loader, LoaderConfig, Rebalancing, Sources
 from shardkit.manifest import Manifest, ShardTable, merge
@@ -461,51 +461,6 @@ def _open_parts(urls: Mapping[str, Url], settings: ReadSettings | None) -> Versi
         if len(version.parts) != 1:
             raise FormatError(f"part {name!r} is merged itself; name its parts instead")
     return merged_version(manifest, list(versions.items()))
-
-
-def numbers_in(dataset: Dataset, other: Dataset, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the numbers of samples of a dataset in another version: (n,) int64, -1 for samples that it lacks.
-
-    A sample is identified by its shard and its row in it.
-    """
-    shards = {digest.tobytes(): number for number, digest in enumerate(other.table.digest)}
-    first = np.concatenate(([0], np.cumsum(other.table.selected, dtype=np.int64)))
-    where, found = dataset.rows.locate(samples), np.full(len(samples), -1, dtype=np.int64)
-    for shard in np.unique(where.shard).tolist():
-        there = shards.get(dataset.table.digest[shard].tobytes())
-        if there is not None:
-            here, rows = np.flatnonzero(where.shard == shard), other.rows.rows_of_shard(there)
-            at = np.searchsorted(rows, where.row[here])
-            is_there = np.append(rows, -1)[at] == where.row[here]
-            found[here[is_there]] = first[there] + at[is_there]
-    return found
-
-
-def removed_samples(dataset: Dataset, fewer: Dataset) -> NDArray[np.int64]:
-    """Return the samples of a dataset that another version of the same shards lacks: (n,) int64, ascending.
-
-    Raises:
-        PlanError: the other version has samples that `dataset` does not have, or has them in another order.
-    """
-    shards = {digest.tobytes(): number for number, digest in enumerate(fewer.table.digest)}
-    removed, last, start, found = [], -1, 0, 0
-    for shard, digest in enumerate(dataset.table.digest):
-        rows, other = dataset.rows.rows_of_shard(shard), shards.get(digest.tobytes())
-        stays = np.zeros(len(rows), dtype=np.bool_)
-        if other is not None:
-            stays = np.isin(rows, fewer.rows.rows_of_shard(other), assume_unique=True)
-            if stays.any():
-                found += int(stays.sum()) if other > last else 0
-                last = other
-        removed.append(start + np.flatnonzero(~stays))
-        start += len(rows)
-    if found != len(fewer):
-        raise PlanError(
-            f"{fewer.manifest.id[:19]}… has {len(fewer) - found} samples that {dataset.manifest.id[:19]}… does not "
-            "have, or has them in another order; to change to other samples use plan.amend(manifest=…), which starts "
-            "new epochs"
-        )
-    return np.concatenate(removed) if removed else np.empty(0, dtype=np.int64)
 
 
 def population_of(manifest: Manifest, table: ShardTable) -> Population:

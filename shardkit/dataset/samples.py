@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.dataset.sample_view import Sample, SampleList
-from shardkit.errors import MissingDependency, SampleIndexError, ShardkitError, UsageError
+from shardkit.errors import MissingDependency, PlanError, SampleIndexError, ShardkitError, UsageError
 from shardkit.formats import Block, Schema
 from shardkit.manifest import Selection
 from shardkit.plan.permutation import Feistel, derive
@@ -287,6 +287,47 @@ def all_numbers(count: int) -> Iterator[NDArray[np.int64]]:
     """Yield the sample numbers 0 to `count` - 1, some at a time."""
     for start in range(0, count, _NUMBERS_AT_ONCE):
         yield np.arange(start, min(start + _NUMBERS_AT_ONCE, count), dtype=np.int64)
+
+
+def numbers_in(dataset: Samples, other: Samples, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the numbers of samples of a dataset in another version: (n,) int64, -1 for samples that it lacks.
+
+    A sample is identified by its shard and its row in it.
+    """
+    shards = {digest.tobytes(): number for number, digest in enumerate(other.table.digest)}
+    first = np.concatenate(([0], np.cumsum(other.table.selected, dtype=np.int64)))
+    where, found = dataset.rows.locate(samples), np.full(len(samples), -1, dtype=np.int64)
+    for shard in np.unique(where.shard).tolist():
+        there = shards.get(dataset.table.digest[shard].tobytes())
+        if there is not None:
+            here, rows = np.flatnonzero(where.shard == shard), other.rows.rows_of_shard(there)
+            at = np.searchsorted(rows, where.row[here])
+            is_there = np.append(rows, -1)[at] == where.row[here]
+            found[here[is_there]] = first[there] + at[is_there]
+    return found
+
+
+def removed_samples(dataset: Samples, fewer: Samples) -> NDArray[np.int64]:
+    """Return the samples of a dataset that another version of the same shards lacks: (n,) int64, ascending.
+
+    Raises:
+        PlanError: the other version has samples that `dataset` does not have, or has them in another order.
+    """
+    removed, kept = [np.empty(0, dtype=np.int64)], 0
+    for numbers in all_numbers(len(dataset)):
+        found = numbers_in(dataset, fewer, numbers)
+        there = found[found >= 0]
+        if not np.array_equal(there, np.arange(kept, kept + len(there))):
+            break
+        removed.append(numbers[found < 0])
+        kept += len(there)
+    if kept != len(fewer):
+        raise PlanError(
+            f"{fewer.manifest.id[:19]}… has {len(fewer) - kept} samples that {dataset.manifest.id[:19]}… does not "
+            "have, or has them in another order; to change to other samples use plan.amend(manifest=…), which starts "
+            "new epochs"
+        )
+    return np.concatenate(removed)
 
 
 def read_runs(

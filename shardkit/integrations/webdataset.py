@@ -18,6 +18,7 @@ from shardkit.errors import UsageError
 from shardkit.formats.schema import encode_value
 from shardkit.formats.tar_members import member_extension, member_names, member_parts
 from shardkit.loader import Batch
+from shardkit.loader.transforms import row_reader
 from shardkit.plan import Plan
 from shardkit.torch import dataset
 
@@ -74,13 +75,14 @@ class PlanSamples(IterableDataset[dict[str, Any]]):
     def _rows(self, batch: Batch) -> Iterator[dict[str, Any]]:
         schema = self._ds.schema
         fields = dict(zip(schema, member_names(schema), strict=True))
+        readers = {name: row_reader(batch[name]) for name in schema}
         for row, number in enumerate(batch.samples.tolist()):
             key = self._ds.key(number)
             members = []
             for name, kind in schema.items():
                 if name in batch.valid and not batch.valid[name][row]:
                     continue
-                payload = encode_value(kind.required, _value(batch[name], row), f"sample {key!r}", name)
+                payload = encode_value(kind.required, readers[name](row), f"sample {key!r}", name)
                 content = b"".join(map(bytes, member_parts(kind.required, payload)))
                 members.append((name, member_extension(kind.required, payload), content))
             several = {one for one, count in Counter(one for _, one, _ in members).items() if count > 1}
@@ -89,11 +91,3 @@ class PlanSamples(IterableDataset[dict[str, Any]]):
                 by_default = f"{fields[name]}.{extension}" if extension in several else extension
                 sample[self._names.get(name, by_default)] = content
             yield sample
-
-
-def _value(column: Any, row: int) -> Any:
-    """Return the value of a row of a batch's field; ragged fields are (values, offsets)."""
-    if isinstance(column, tuple):
-        values, offsets = column
-        return values[offsets[row] : offsets[row + 1]]
-    return column[row]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-import re
 import struct
 import sys
 import threading
@@ -25,7 +24,7 @@ from numpy.typing import NDArray
 from shardkit.errors import FormatError, StoreError
 from shardkit.formats.canonical_json import dumps, loads
 from shardkit.ledger.events import PlanFacts, convert, journaled_event
-from shardkit.ledger.files import read_file
+from shardkit.ledger.files import RankFile, new_rank_file, rank_files, read_file
 from shardkit.stores.file_operations import explained
 
 ROTATE_BYTES: Final = 1 << 20
@@ -159,7 +158,7 @@ class Journal:
     def _open(self) -> None:
         header = self._header
         with explained(f"write a journal in {self._directory}", writing=True):
-            self.path, self._descriptor = _new_file(self._directory, header.rank)
+            self.path, self._descriptor = new_rank_file(self._directory, header.rank, SUFFIX)
             # The lock is held while this process lives: a file whose lock is free is never written again.
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._size = 0
@@ -184,20 +183,6 @@ def _raw(digest: str) -> bytes:
     return bytes.fromhex(digest.removeprefix("sha256:"))
 
 
-def _new_file(directory: Path, rank: int) -> tuple[Path, int]:
-    """Create and open the next file of a rank. The newest file is never removed, so no number is used twice."""
-    numbers = [int(match[2]) for name in os.listdir(directory) if (match := FILE_NAME.fullmatch(name))
-               and int(match[1]) == rank]  # fmt: skip
-    number = max(numbers, default=-1) + 1
-    while True:
-        path = directory / f"{rank:05d}-{number:05d}.cells"
-        try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
-            return path, os.open(path, flags, 0o644)
-        except FileExistsError:
-            number += 1
-
-
 MAGIC: Final = b"shardkit cells 1\n"
 """First bytes of a journal, including the format version."""
 
@@ -213,8 +198,8 @@ CHECK: Final = struct.Struct("<Q")
 CELL_BYTES: Final = 24
 """Size of a cell in the body of an entry: lane, rows and digest."""
 
-FILE_NAME: Final = re.compile(r"(\d{5,9})-(\d{5,9})\.cells")
-"""Name of a journal file: rank and number."""
+SUFFIX: Final = "cells"
+"""Suffix of the names of journal files."""
 
 MAX_STEP: Final = 1 << 62
 _MAX_BODY: Final = 1 << 26
@@ -337,8 +322,8 @@ def _read_header(head: bytes, path: Path) -> tuple[Header, int]:
     if magic.rstrip(b"\0") != MAGIC or xxh3(head[:-8]) != check:
         raise FormatError(f"{path} is not a cell journal of this version, or its header is damaged")
     header = Header("sha256:" + manifest.hex(), plan.hex(), *numbers)
-    name = FILE_NAME.fullmatch(path.name)
-    if name is not None and int(name[1]) != header.rank:
+    name = RankFile.of(path, SUFFIX)
+    if name is not None and name.rank != header.rank:
         raise FormatError(f"{path} is a journal of rank {header.rank}: it was renamed")
     is_sound = header.rank < header.world < _MAX_LANES and header.worker < header.workers < _MAX_LANES
     if not is_sound or header.lanes > _MAX_LANES or header.started >= MAX_STEP:
@@ -348,13 +333,7 @@ def _read_header(head: bytes, path: Path) -> tuple[Header, int]:
 
 def journal_paths(directory: Path) -> list[Path]:
     """Return the journal files of a directory, ordered by rank and number."""
-    found = []
-    with explained(f"list {directory}"):
-        for name in os.listdir(directory) if directory.is_dir() else ():
-            match = FILE_NAME.fullmatch(name)
-            if match:
-                found.append((int(match[1]), int(match[2]), directory / name))
-    return [path for _, _, path in sorted(found)]
+    return [one.path for one in rank_files(directory, SUFFIX)]
 
 
 def read_journal(path: Path) -> Iterator[CellRecord]:

@@ -7,11 +7,9 @@ at the offset that its record names (SPEC.md, "Losses").
 
 from __future__ import annotations
 
+import contextlib
 import os
-import re
-import stat
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -20,7 +18,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from shardkit.errors import FormatError, NotFoundError, UsageError
-from shardkit.ledger.files import read_file
+from shardkit.ledger.files import append, new_rank_file, rank_files, read_file
 from shardkit.stores.file_operations import explained
 
 __all__ = ["LossWriter", "Losses", "read_losses"]
@@ -41,7 +39,7 @@ RECORD: Final = np.dtype(
     ]
 )
 """Step; offset of its values; their sum and number; lanes that precede them, or 0 if places do; XXH3-64 of both."""
-_NAME: Final = re.compile(r"(\d{5,9})-(\d{5,9})\.steps")
+_SUFFIX: Final = "steps"
 _MOST: Final = 1 << 34  # bytes of a file
 
 
@@ -60,15 +58,11 @@ class LossWriter:
         folder = run / "losses"
         with explained(f"write losses in {folder}", writing=True):
             folder.mkdir(parents=True, exist_ok=True)
-            known = [
-                int(m[2]) for name in os.listdir(folder) if (m := _NAME.fullmatch(name)) and int(m[1]) == rank
-            ]
-            self._path = folder / f"{rank:05d}-{max(known, default=-1) + 1:05d}.steps"
+            self._path, self._steps = new_rank_file(folder, rank, _SUFFIX)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
-            self._steps = os.open(self._path, flags, 0o644)
             self._samples = os.open(self._path.with_suffix(".samples"), flags, 0o644)
             header = np.array([(MAGIC, plan.encode(), time.time_ns(), batch, lanes)], HEADER)
-            os.write(self._steps, header.tobytes())
+            append(self._steps, header.tobytes())
 
     def write(self, step: int, slots: NDArray[np.int64], losses: NDArray[np.float32]) -> None:
         """Append the losses of this rank's part of a step.
@@ -98,8 +92,8 @@ class LossWriter:
         record = np.array([(step, self._offset, total, len(losses), cells, 0)], RECORD)
         record["check"] = _check(record[0], body)
         with explained(f"write {self._path}", writing=True):
-            os.write(self._samples, body)
-            os.write(self._steps, record.tobytes())
+            append(self._samples, body)
+            append(self._steps, record.tobytes())
         self._offset += len(body)
 
     def close(self) -> None:
@@ -176,14 +170,9 @@ def _body(record: Any, path: Path) -> tuple[NDArray[np.int64], NDArray[np.float3
     count, cells, offset = int(record["count"]), int(record["cells"]), int(record["offset"])
     size = 4 * ((cells or count) + count)
     path = path.with_suffix(".samples")
-    with explained(f"read {path}"):
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            status = os.fstat(descriptor)
-            fits = stat.S_ISREG(status.st_mode) and 0 <= offset <= status.st_size - size
-            body = os.pread(descriptor, size, offset) if fits else b""
-        finally:
-            os.close(descriptor)
+    body = b""
+    with contextlib.suppress(FormatError):  # a pipe, or nothing to read there
+        body = read_file(path, _MOST, size=size, offset=max(0, offset)) or b""
     if len(body) != size or _check(record, body) != int(record["check"]):
         raise FormatError(
             f"{path}: the losses of step {record['step']} were changed or cut; restore it from a copy"
@@ -205,7 +194,7 @@ def read_losses(run: Path) -> Losses:
     """
     files: list[_File] = []
     parts, numbers = [np.empty(0, RECORD)], [np.empty(0, dtype=np.int64)]
-    for path in _step_files(run / "losses"):
+    for _, _, path in rank_files(run / "losses", _SUFFIX):
         data = read_file(path, _MOST) or b""
         if len(data) < HEADER.itemsize:
             continue
@@ -226,8 +215,3 @@ def read_losses(run: Path) -> Losses:
             f"{run} has no losses: call loader.note(batch, losses) after each step of a loader with run=…"
         )
     return Losses(files, np.concatenate(parts), np.concatenate(numbers))
-
-
-def _step_files(folder: Path) -> Iterator[Path]:
-    if folder.is_dir():
-        yield from (folder / name for name in sorted(os.listdir(folder)) if _NAME.fullmatch(name))

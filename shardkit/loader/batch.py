@@ -1,4 +1,4 @@
-"""Batches as the loader hands them out, those of one step, and the counters of a loop."""
+"""Batches that the loader returns, the batches of one step, and the counters of a loop."""
 
 from __future__ import annotations
 

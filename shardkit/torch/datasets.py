@@ -10,6 +10,7 @@ Worker w of W delivers steps k + w, k + w + W, …, which is the order of ``ds.l
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import sys
@@ -91,8 +92,8 @@ class PlanDataset(IterableDataset[Batch]):
         self._settings = (
             settings | {"rank": self._rank, "world": self._world, "mesh": None, "store": None} | lanes
         )
-        self._loader: Loader | None = None  # of the loops of this process
-        self._stride = 0
+        self._loader: Loader | None = None  # of all loops of one process with one stride
+        self._loader_of = (0, 0)  # that process and stride
         self._batch_memory: BatchMemory | None = None  # of `DataLoader` and its workers
         self._position = 0
         self._turn = 0  # grows with each loop and move: an older loop has ended
@@ -176,8 +177,9 @@ class PlanDataset(IterableDataset[Batch]):
         if not steps:
             return
         # one loader for all loops of a process: the memory of its blocks is expensive to touch for the first time
-        if self._loader is None or self._stride != steps.step:
-            self._stride, self._loader = steps.step, self._open_loader(steps.step)
+        own = (os.getpid(), steps.step)
+        if self._loader is None or self._loader_of != own:
+            self._loader_of, self._loader = own, self._open_loader(steps.step)
         self._loader.seek(steps.start)
         for batch in self._loader:
             steps = self._worker_steps = steps[1:]
@@ -308,7 +310,9 @@ class DataLoader(TorchDataLoader[Any]):
         data._counted = data._turn  # noqa: SLF001
         starts_workers = not self.persistent_workers or self._iterator is None
         if starts_workers and hasattr(os, "memfd_create"):  # elsewhere torch copies each batch to new memory
-            data._batch_memory = BatchMemory(self.num_workers)  # noqa: SLF001
+            data._batch_memory = None  # noqa: SLF001
+            with contextlib.suppress(OSError):  # a limit on sizes of files or addresses: as elsewhere
+                data._batch_memory = BatchMemory(self.num_workers)  # noqa: SLF001
         return _Loop(data, super().__iter__(), steps)
 
     @property

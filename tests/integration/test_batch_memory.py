@@ -126,3 +126,36 @@ def test_a_batch_can_be_sent_on(ds: shardkit.Dataset, tmp_path: Path) -> None:
 
 def _sum(batch: Any, results: Any) -> None:
     results.put(int(batch["x"].sum()))
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_one_forked_worker_uses_slots_of_its_own(ds: shardkit.Dataset, before: bool) -> None:
+    """Also after a loop without workers, whose loader the worker inherits."""
+    data = shardkit.torch.dataset(ds, ds.plan(global_batch=BATCH, lanes=4, seed=3))
+    if before:
+        list(data)
+    workers = shardkit.torch.DataLoader(
+        data, num_workers=1, persistent_workers=True, multiprocessing_context="fork"
+    )
+    addresses = {batch["x"].data_ptr() for batch in workers}
+    memory = data._batch_memory
+    assert memory is not None
+    first = memory.slots.__array_interface__["data"][0]
+    assert all(first <= address < first + memory.slots.size for address in addresses)
+
+
+def test_without_room_for_slots_batches_come_as_torch_sends_them(
+    ds: shardkit.Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under a limit on the size of files (``ulimit -f``) or of addresses (``ulimit -v``)."""
+
+    def refused(self: BatchMemory, workers: int) -> None:
+        raise OSError(27, "File too large")
+
+    monkeypatch.setattr(BatchMemory, "__init__", refused)
+    plan = ds.plan(global_batch=BATCH, lanes=4, seed=3)
+    batches = list(shardkit.torch.DataLoader(shardkit.torch.dataset(ds, plan), num_workers=1))
+    assert [batch.step for batch in batches] == list(range(ROWS // BATCH))
+    assert all(
+        batch["x"][:, 0].tolist() == [int(ds[n]["x"][0]) for n in batch.samples] for batch in batches[:2]
+    )

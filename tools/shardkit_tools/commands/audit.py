@@ -77,7 +77,7 @@ def audit() -> None:
     audit RUN is audit check RUN: the ledger, every step against the plan, coverage, checkpoints and the data.
 
     Exit codes: 0 clean, or deviations that the ledger explains; 3 could not check; 4 violated. diff: 5 where the runs
-    diverge. trace --exclude: 5 where one of the list was used, or an entry of it is absent from the dataset.
+    diverge. trace --exclude: 5 if a listed sample was used, or an entry of the list is absent from the dataset.
 
     Example: shardkit audit runs/a && shardkit audit trace runs/a --exclude takedown.txt
     """
@@ -139,7 +139,7 @@ def check_command(
 
 
 def _claim(signed: Path, key: Path) -> dict[str, Any]:
-    """What was signed; a signature that is not good is a violation, and there is nothing to compare with."""
+    """Return the signed result. A wrong signature is a violation: the result is not compared with it."""
     try:
         return verify_envelope(read_envelope(signed), key)
     except (IntegrityError, FormatError) as error:
@@ -287,15 +287,20 @@ def trace_command(
 def _trace_list(
     record: RunRecord, plans: dict[int, RunPlan], values: list[str], field: str | None
 ) -> dict[str, Any]:
-    listed = list_samples(plans[min(plans)].dataset, values, field)
+    first = plans[min(plans)].dataset
+    listed = list_samples(first, values, field)
     samples, absent, taken = set(listed.samples.tolist()), set(listed.absent), listed.field
     if taken == "number":  # of the first version
         uses = uses_of_many(record, plans, samples)
     else:  # each version is searched: a later one may have values that the first one lacks
-        found = {number: list_samples(plan.dataset, values, taken) for number, plan in plans.items()}
+        found = {first.manifest.id: listed}
+        for version, other in {one.dataset.manifest.id: one.dataset for one in plans.values()}.items():
+            if version not in found:
+                found[version] = list_samples(other, values, taken)
         absent = absent.intersection(*(one.absent for one in found.values()))
         samples = samples.union(*(one.samples.tolist() for one in found.values()))
-        uses = uses_of_many(record, plans, {number: one.samples.tolist() for number, one in found.items()})
+        asked = {number: found[one.dataset.manifest.id].samples.tolist() for number, one in plans.items()}
+        uses = uses_of_many(record, plans, asked)
     answer = "these were used" if uses else "none of the list was ever used"
     if not samples and absent:
         answer = f"nothing of the list is in the dataset, taken as {taken}: this proves nothing"
