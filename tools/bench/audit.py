@@ -1,9 +1,9 @@
-"""What proof costs: replay, proofs, the ledger's size, the loop, traces.
+"""Measure the cost of audits: replay, proofs, the ledger's size, the training loop, traces.
 
     python tools/bench/audit.py [--steps 20000] [--jobs 2] [--out FILE]
 
-Prints a table in Markdown. Replays `--steps` steps of 4,096 samples; all else is at full scale: a tree of 10^6 steps, a
-plan over 10^9 rows.
+Prints a table in Markdown. `--steps` is the number of replayed steps of 4,096 samples. All other parts run at full
+scale: a tree of 10^6 steps, a plan over 10^9 rows.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MANIFEST = "sha256:" + "ab" * 32
 
 
 def population(shards: int, rows_per_shard: int, strata: int) -> Population:
-    """Shards alike, every stratum spread evenly, 100 rows to a block."""
+    """Return a population of equal shards, with evenly spread strata and 100 rows per block."""
     return Population(
         identity=MANIFEST,
         strata=tuple(f"s{number:02d}" for number in range(strata)),
@@ -65,7 +65,7 @@ def bench_replay(steps: int, jobs: int) -> list[tuple[str, str, str]]:
 
 
 def processor_time() -> float:
-    """Seconds of this process and of its children that have ended."""
+    """Return the CPU seconds of this process and its ended children."""
     both = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(one.ru_utime + one.ru_stime for one in both)
 

@@ -1,10 +1,10 @@
-"""Build benchmark: limits of the machine, shardkit, and its peers' writers, in turns; medians and ranges.
+"""Measure builds: limits of the machine, shardkit and its peers' writers in turns; medians and ranges.
 
     python tools/bench/build.py FOLDER --scale 0.25 --peers-python PATH --out tools/bench/results/build-peers
 
-FOLDER is on the disk to be measured and must not be in memory (tmpfs); everything made there is removed again. Two
-workloads of ``--scale`` times 1.6 GB: rows of 2,048 tokens out of an ``.npy``, and files of 100 kB. Everybody writes
-the same samples out of the same warm page cache. shardkit and the limits sync what they write; the peers do not.
+FOLDER must be on the disk to be measured, not in memory (tmpfs). All files created there are removed. The two
+workloads have ``--scale`` times 1.6 GB: rows of 2,048 tokens from an ``.npy``, and files of 100 kB. All writers read
+the same samples from the same warm page cache. shardkit and the limits sync their files; the peers do not.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import xxhash
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import shardkit
-from bench.contests import Contest, Entry, Held, Round, hold, timed
+from bench.contests import Contest, ContestResults, Entry, Round, hold, time_round
 from bench.machine import machine_facts
 from bench.peer_versions import versions
 from shardkit.errors import RunError
@@ -52,7 +52,7 @@ TOKENS = 2048
 
 
 def make_tokens(path: Path, megabytes: int) -> int:
-    """Write an ``.npy`` of int32[2048] rows; returns its bytes of tokens."""
+    """Write an ``.npy`` of int32[2048] rows; return the size of the tokens in bytes."""
     rows = max(1, megabytes * 1_000_000 // (4 * TOKENS))
     array = np.lib.format.open_memmap(path, "w+", np.int32, (rows, TOKENS))
     for start in range(0, rows, 4096):
@@ -63,9 +63,9 @@ def make_tokens(path: Path, megabytes: int) -> int:
 
 
 def write_limit(path: Path, size: int) -> Round:
-    """Write that many bytes with SHA-256 and XXH3, synced; bytes are the amount."""
+    """Write ``size`` bytes with SHA-256 and XXH3, and sync them; the amount is in bytes."""
     piece = np.random.default_rng(2).bytes(PIECE)
-    os.sync()  # what was written before is not on this bill
+    os.sync()  # earlier writes must not count
 
     def work() -> None:
         with path.open("wb") as stream:
@@ -78,22 +78,22 @@ def write_limit(path: Path, size: int) -> Round:
             os.fsync(stream.fileno())
 
     try:
-        return timed(size, work)
+        return time_round(size, work)
     finally:
         path.unlink(missing_ok=True)
 
 
 def build_round(source: Path, size: int, root: Path, form: str, jobs: int) -> Round:
-    """Build a root and remove it again; bytes of the source are the amount."""
+    """Build a root and remove it; the amount is the size of the source in bytes."""
     os.sync()
     try:
-        return timed(size, lambda: build(str(source), root, format=form, jobs=jobs))
+        return time_round(size, lambda: build(str(source), root, format=form, jobs=jobs))
     finally:
         shutil.rmtree(root, ignore_errors=True)
 
 
 def make_blobs(folder: Path, megabytes: int) -> int:
-    """Write files of 100 kB; returns their bytes."""
+    """Write files of 100 kB; return their total size in bytes."""
     folder.mkdir()
     data = np.random.default_rng(1).bytes(BLOB_BYTES)
     count = max(1, megabytes * 1_000_000 // BLOB_BYTES)
@@ -115,7 +115,7 @@ def main() -> None:
     }
     if options.peers_python:
         facts["peers"] = versions(options.peers_python)
-    held: list[Held] = []
+    held: list[ContestResults] = []
     try:
         tokens, blobs = folder / "tokens.npy", folder / "blobs"
         for name, source, size in (
@@ -159,8 +159,8 @@ def _entries(source: Path, size: int, folder: Path, options: argparse.Namespace)
 
     entries = [
         Entry("write, synced", "limit", lambda: _write(folder / "limit", size)),
-        Entry("SHA-256", "limit", lambda: _hashed(size, lambda piece: hashlib.sha256(piece).digest())),
-        Entry("XXH3", "limit", lambda: _hashed(size, xxhash.xxh3_64_intdigest)),
+        Entry("SHA-256", "limit", lambda: _hash_round(size, lambda piece: hashlib.sha256(piece).digest())),
+        Entry("XXH3", "limit", lambda: _hash_round(size, xxhash.xxh3_64_intdigest)),
         Entry(LIMIT, "limit", lambda: write_limit(folder / "limit", size)),
         *(
             Entry(f"shardkit build, {form}, jobs {jobs}", "shardkit", building(form, jobs))
@@ -189,19 +189,19 @@ def _write(path: Path, size: int) -> Round:
             os.fsync(stream.fileno())
 
     try:
-        return timed(size, work)
+        return time_round(size, work)
     finally:
         path.unlink(missing_ok=True)
 
 
-def _hashed(size: int, digest: Callable[[Any], object]) -> Round:
+def _hash_round(size: int, digest: Callable[[Any], object]) -> Round:
     piece = np.random.default_rng(2).bytes(PIECE)
 
     def work() -> None:
         for first in range(0, size, PIECE):
             digest(memoryview(piece)[: size - first])
 
-    return timed(size, work)
+    return time_round(size, work)
 
 
 def _create(source: Path, size: int, root: Path) -> Round:
@@ -216,7 +216,7 @@ def _create(source: Path, size: int, root: Path) -> Round:
                 writer.add({"value": row if is_tokens else row.read_bytes()})
 
     try:
-        return timed(size, work)
+        return time_round(size, work)
     finally:
         shutil.rmtree(root, ignore_errors=True)
 
@@ -239,13 +239,13 @@ def _peer(peer: str, source: Path, size: int, folder: Path, python: str) -> Roun
         shutil.rmtree(out, ignore_errors=True)
 
 
-def _listed(found: dict[str, str]) -> str:
+def _list_rows(found: dict[str, str]) -> str:
     return ", ".join(f"{name} {version}" for name, version in found.items())
 
 
-def report(facts: dict[str, Any], held: list[Held]) -> str:
-    """Markdown: one table per workload."""
-    peers = f"; peers: {_listed(facts['peers'])}" if "peers" in facts else ""
+def report(facts: dict[str, Any], held: list[ContestResults]) -> str:
+    """Return the results in Markdown, with one table per workload."""
+    peers = f"; peers: {_list_rows(facts['peers'])}" if "peers" in facts else ""
     before, after = facts["load_before"][0], facts["load_after"][0]
     lines = [
         f"# Building, {facts['date']}\n",
@@ -257,7 +257,7 @@ def report(facts: dict[str, Any], held: list[Held]) -> str:
             "shuffles globally (but for `create`), hashes the source (SHA-256), every block (SHA-256, XXH3) and every "
             "shard (SHA-256).\n"
         ),
-        f"Versions: {_listed(facts['versions'])}{peers}",
+        f"Versions: {_list_rows(facts['versions'])}{peers}",
     ]
     for one in held:
         lines += ["", f"## {one.name}, {one.conditions['bytes'] / 1e6:.0f} MB", ""]

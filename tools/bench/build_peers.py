@@ -1,7 +1,7 @@
-"""A peer's writer, run by the peers' interpreter: python build_peers.py WRITER SOURCE OUT → JSON of seconds and CPU.
+"""Run a peer's writer in the peers' environment: python build_peers.py WRITER SOURCE OUT → JSON of seconds and CPU.
 
-SOURCE is an ``.npy`` of token rows, or a folder of files. Imports and opening the source are not on the bill; the clock
-stops when the writer has closed, synced or not: none of them syncs.
+SOURCE is an ``.npy`` of token rows, or a folder of files. Imports and opening the source are not measured. The clock
+stops when the writer has closed; none of these writers syncs.
 """
 
 # mypy: ignore-errors
@@ -21,7 +21,7 @@ import numpy as np
 
 
 class Source:
-    """Rows of a file, or files of a folder."""
+    """Return the rows of a file, or the files of a folder."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -69,7 +69,7 @@ def litdata(source: Source, out: str) -> Callable[[], None]:
 
 
 class _Item:
-    """What `optimize` calls in its worker."""
+    """Return one sample; `optimize` calls this function in its worker."""
 
     def __init__(self, path: str) -> None:
         self.path = path

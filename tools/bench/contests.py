@@ -1,4 +1,4 @@
-"""Contests of the machine's limit, shardkit and its peers.
+"""Run contests between the machine's limit, shardkit and its peers.
 
 Entries take turns, round after round, so that a busy minute affects all of them.
 """
@@ -19,25 +19,25 @@ Kind = Literal["shardkit", "limit", "peer"]
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One run: ``amount`` of work, what the clock said, and the CPU seconds of this process and its ended children."""
+    """One run: ``amount`` of work, wall-clock seconds, and CPU seconds of this process and its ended children."""
 
     amount: float
     seconds: float
     cpu_s: float
 
     def rate(self, clock: str) -> float:
-        """Work per second of the clock ("wall") or of CPU ("cpu"); 0 where it took none that could be measured."""
+        """Return the work per second of wall time ("wall") or CPU time ("cpu"); 0 if no time was measured."""
         took = self.seconds if clock == "wall" else self.cpu_s
         return self.amount / took if took > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One that takes part."""
+    """A participant of a contest."""
 
     name: str  # such as "shardkit" or "numpy.take gather"
     kind: Kind
-    run: Callable[[], Round]  # one round; raises `ShardkitError` or `OSError` where it cannot
+    run: Callable[[], Round]  # run one round; raises `ShardkitError` or `OSError` on failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +45,14 @@ class Contest:
     """Entries that do the same work."""
 
     name: str  # such as "read tokens"
-    conditions: Mapping[str, int]  # what must be equal where two results are compared, such as rows
-    entries: Sequence[Entry]  # in the order of their turns
-    failures: Mapping[str, str] = field(default_factory=dict)  # entry → why it cannot take part
+    conditions: Mapping[str, int]  # must be equal in two results that are compared, such as rows
+    entries: Sequence[Entry]  # in turn order
+    failures: Mapping[str, str] = field(default_factory=dict)  # entry → why it cannot run
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """What came of a contest: entry → its rounds, all of the same number; and entry → why it has none."""
+class ContestResults:
+    """Results of a contest: entry → its rounds (equally many for each), and entry → why it failed."""
 
     name: str
     conditions: Mapping[str, int]
@@ -61,10 +61,10 @@ class Held:
     failures: Mapping[str, str]
 
 
-def hold(contest: Contest, repeats: int, told: Callable[[str], None]) -> Held:
-    """Let everybody run ``repeats`` times in turn, after a round that does not count.
+def hold(contest: Contest, repeats: int, told: Callable[[str], None]) -> ContestResults:
+    """Run all entries ``repeats`` times in turn, after a warm-up round that does not count.
 
-    The first round loads code and fills caches: what it measures is the machine's past.
+    The first round loads code and fills caches, so its figures depend on earlier work of the machine.
     """
     rounds: dict[str, list[Round]] = {entry.name: [] for entry in contest.entries}
     failures = dict(contest.failures)
@@ -82,17 +82,17 @@ def hold(contest: Contest, repeats: int, told: Callable[[str], None]) -> Held:
                 rounds[entry.name].append(found)
     kinds = {entry.name: entry.kind for entry in contest.entries}
     sound = {name: found for name, found in rounds.items() if name not in failures}
-    return Held(contest.name, contest.conditions, kinds, sound, failures)
+    return ContestResults(contest.name, contest.conditions, kinds, sound, failures)
 
 
 def spent() -> float:
-    """CPU seconds of this process and of its children that have ended."""
+    """Return the CPU seconds of this process and its ended children."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
-def timed(amount: float, work: Callable[[], object]) -> Round:
-    """Run ``work`` once."""
+def time_round(amount: float, work: Callable[[], object]) -> Round:
+    """Run ``work`` once and measure it."""
     cpu, begun = spent(), time.perf_counter()
     work()
     return Round(amount, time.perf_counter() - begun, spent() - cpu)

@@ -1,14 +1,17 @@
-"""Skew of cost: the dearest rank of a step over the mean one, by order of the plan, cells, ranks and cost.
+"""Measure cost skew (dearest rank of a step over the mean rank) by plan order, cell size, ranks and cost.
 
     python tools/bench/costs.py --out tools/bench/results/costs
+    python tools/bench/costs.py --weights --sizes 16 20 --lanes 64 --seeds 2 --out tools/bench/results/costs-weights
 
 Documents have lognormal lengths (median 600 tokens, log sd 1.2, at most 8,192) as int32 in blocks of 256 KiB, drawn row
-by row; their cost is n or n². Plans are those of the product at default windows; 64 lanes for 8 to 64 ranks, 512 for 64
-to 512. Rank r of R has lanes r·L/R to (r+1)·L/R − 1, as the product assigns them where no rank has anything yet. *LPT*
-gives the rows of each batch of the plan without costs to its ranks, dearest first, each to the rank that has least: it
-knows the whole batch and the world, and counts of rows may differ. *Saved* is the share of what LPT takes off the plan
-without costs. p95 is of the dearest rank over the mean one, step by step; the step time is the sum of the dearest
-ranks' costs over that of the mean ones': the time of a step is that of its dearest rank, and nothing else is computed.
+by row; their cost is n or n². With `--weights`, six of ten shards hold web pages (median 600), three code (1,000), one
+books (3,000), with the weights 5, 3 and 2. The plans are made by shardkit with default windows, with 64 lanes for 8 to
+64 ranks and 512 lanes for 64 to 512 ranks. Rank r of R has lanes r·L/R to (r+1)·L/R − 1, which is shardkit's initial
+assignment. *LPT* assigns the rows of each batch of the plan without costs to the ranks, dearest row first, each to the
+rank with the lowest cost so far: it knows the whole batch and the number of ranks, and the row counts of ranks may
+differ. *Saved* is the share of LPT's saving over the plan without costs. p95 is the 95th percentile over steps of the
+dearest rank's cost over the mean rank's. The step time is the sum over steps of the dearest rank's cost, divided by the
+sum of the mean rank's cost: a step lasts as long as its dearest rank needs, and no other time is modelled.
 """
 
 from __future__ import annotations
@@ -34,17 +37,23 @@ from shardkit.plan.settings import default_cost_window
 BLOCK_BYTES, TOKEN_BYTES = 256 << 10, 4
 LEAST_STEPS, WINDOWS = 256, 3
 LPT_STEPS = 64
+PAGES, CODE, BOOKS = 0, 1, 2
+SOURCES = ("web", "code", "books")
+MEDIANS = np.array([600, 1000, 3000])
+SHARDS = [PAGES] * 6 + [CODE] * 3 + [BOOKS]  # sources of ten shards in turn
 ORDERS = ("random", "spread", "align", "LPT")
 
 
-def lengths(rows: int, seed: int) -> NDArray[np.int64]:
-    drawn = np.exp(np.log(600) + 1.2 * np.random.default_rng(seed).standard_normal(rows))
+def lengths(source: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
+    """Draw the length of each document, given its source."""
+    normal = np.random.default_rng(seed).standard_normal(len(source))
+    drawn = np.exp(np.log(MEDIANS[source]) + 1.2 * normal)
     found: NDArray[np.int64] = np.clip(drawn, 1, 8192).astype(np.int64)
     return found
 
 
 def longest_first(costs: NDArray[np.float64], ranks: int) -> float:
-    """Skew of a batch whose rows go, dearest first, each to the rank that has least."""
+    """Return the skew of a batch after assigning its rows, dearest first, to the rank with the lowest cost."""
     heap = [0.0] * ranks
     for cost in -np.sort(-costs):
         heapq.heapreplace(heap, heap[0] + float(cost))
@@ -52,25 +61,34 @@ def longest_first(costs: NDArray[np.float64], ranks: int) -> float:
 
 
 def measure(
-    lanes: int, size: int, power: int, worlds: list[int], seed: int, windows: int | None = None
-) -> Iterator[dict[str, Any]]:
-    """Rows of results of one dataset; `windows` in place of the default."""
-    sample = lengths(1 << 16, seed)
+    lanes: int, size: int, power: int, worlds: list[int], seed: int, windows: int | None = None,
+    *, weights: bool = False,
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """Yield the result rows of one dataset, with `weights` of three sources; `windows` replaces the default."""
+    shards = np.array(SHARDS if weights else [PAGES])
+    sample = lengths(np.resize(shards, 1 << 16), seed)
     per_block = max(1, round(BLOCK_BYTES / (float(sample.mean()) * TOKEN_BYTES)))
     some = replace(Population.of("", ["all"], [(0, 0, 1)], 1), mean_block_bytes=BLOCK_BYTES)
     windows = windows or default_cost_window(some, lanes, size)
     steps = max(LEAST_STEPS, WINDOWS * windows * per_block // size)
     rows = lanes * size * steps
-    costs = lengths(rows, seed) ** power
-    blocks = -(-rows // (64 * per_block))  # of shards of 64 blocks
-    segments = [(n, 0, min(64 * per_block, rows - n * 64 * per_block)) for n in range(blocks)]
-    people = Population.of(f"sha256:{lanes} {size} {seed}", ["all"], segments, per_block)
+    source = np.resize(shards, -(-rows // (64 * per_block))).repeat(64 * per_block)[:rows]
+    costs = lengths(source, seed) ** power
+    blocks = -(-rows // (64 * per_block))  # one segment per shard of 64 blocks
+    segments = [
+        (n, int(shards[n % len(shards)]), min(64 * per_block, rows - n * 64 * per_block))
+        for n in range(blocks)
+    ]
+    names = SOURCES if weights else ("all",)
+    people = Population.of(f"sha256:{lanes} {size} {seed}", names, segments, per_block)
     chosen: dict[str, Any] = {
         "global_batch": lanes * size,
         "lanes": lanes,
         "seed": seed,
         "window_blocks": windows,
     }
+    if weights:
+        chosen["weights"] = {"web": 5, "code": 3, "books": 2}
     cost = Costs(f"length**{power}", encode_costs(costs))
     plans: dict[str, Plan] = {"random": make_plan(people, **chosen)}
     for balance in ("spread", "align"):
@@ -87,13 +105,13 @@ def measure(
         time = {name: float(np.average(each, weights=totals[name])) for name, each in skew.items()}
         yield {
             "lanes": lanes, "size": size, "power": power, "ranks": ranks, "seed": seed, "window_blocks": windows,
-            "p95": p95, "time": time, "saved": saved(p95), "time_saved": saved(time),
+            "p95": p95, "time": time, "saved": saved_share(p95), "time_saved": saved_share(time),
             "spread_of_steps": {n: float(c.sum(axis=1).std() / c.sum(axis=1).mean()) for n, c in cells.items()},
         }  # fmt: skip
 
 
-def saved(found: dict[str, float]) -> dict[str, float | None]:
-    """Share of what LPT saves; None where a row alone is dearer than a rank's share, so that it saves nothing."""
+def saved_share(found: dict[str, float]) -> dict[str, float | None]:
+    """Return the share of LPT's saving; None if LPT saves less than 10 %, as when one row exceeds a rank's share."""
     plain = found["random"]
     gain = plain - found["LPT"]
     return {name: (plain - one) / gain if gain > 0.1 * plain else None for name, one in found.items()}
@@ -106,7 +124,7 @@ _HEAD = (
 
 
 def page(rows: list[dict[str, Any]], facts: dict[str, Any]) -> str:
-    """The results as a table: means over seeds, ranges of what is saved."""
+    """Return the results as a table: means over seeds, and ranges of the savings."""
     out = [
         "# Skew of cost", "", (__doc__ or "").strip().split("\n\n")[-1].replace("\n", " "), "",
         f"{len({row['seed'] for row in rows})} seeds: means, and of what is saved the least and the most; "
@@ -136,13 +154,15 @@ def main() -> None:
     options.add_argument("--out", help="NAME of NAME.md and NAME.json")
     options.add_argument("--seeds", type=int, default=5)
     options.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 8, 16, 32])
+    options.add_argument("--lanes", type=int, nargs="+", default=[64, 512])
+    options.add_argument("--weights", action="store_true", help="three weighted sources")
     given = options.parse_args()
     rows: list[dict[str, Any]] = []
     facts = machine_facts()
-    for seed in range(given.seeds):  # whole tables first: what is written after each seed is one
+    for seed in range(given.seeds):  # seeds are the outer loop, so that each write has whole tables
         for lanes, worlds in ((64, [8, 16, 32, 64]), (512, [64, 128, 256, 512])):
-            for size, power in itertools.product(given.sizes, (1, 2)):
-                rows += measure(lanes, size, power, worlds, seed)
+            for size, power in itertools.product(given.sizes if lanes in given.lanes else (), (1, 2)):
+                rows += measure(lanes, size, power, worlds, seed, weights=given.weights)
                 print(f"{lanes} lanes, cells of {size}, n**{power}, seed {seed}", file=sys.stderr)
         if given.out:
             Path(f"{given.out}.md").write_text(page(rows, facts), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Workloads of the reading benchmark as shardkit datasets."""
+"""Write the workloads of the reading benchmark as shardkit datasets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bench.reading.workloads import Workload
 def write_dataset(
     workload: Workload, scale: float, root: str | os.PathLike[str], **settings: Any
 ) -> shardkit.Dataset:
-    """Write a workload: Arrow shards, tar for blobs, zstd for text; ``settings`` are those of `shardkit.create`."""
+    """Write a workload: Arrow shards, tar for blobs, zstd for text; pass ``settings`` to `shardkit.create`."""
     kind = {"": "bytes", "str": "str"}.get(workload.dtype)
     kind = kind or f"{workload.dtype}[{','.join(map(str, workload.shape))}]"
     schema = {workload.field: kind} | ({"label": "int64"} if workload.label else {})

@@ -1,4 +1,4 @@
-"""Throughput of the formats on this machine: write, and read_block with every column, in CPU seconds of one process."""
+"""Measure the formats on this machine: write, and read_block with every column, in CPU seconds of one process."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Loaders of pictures that tools/bench/images.py measures, each answering on stdin and stdout in a process of its own.
+"""Image loaders for tools/bench/images.py, each controlled over stdin and stdout in its own process.
 
     python image_readers.py NAME SCRATCH
 
-A line "SET KIND THREADS" runs one epoch over the pictures in SCRATCH/SET: KIND is uint8 or float32 (normalised), rows
-are (3, 224, 224), of a random resized crop with flip. The answer is {"cpu_s", "wall_s", "samples"}: of this process,
-all its threads, from the first batch asked for to the last.
+A line "SET KIND THREADS" runs one epoch over the pictures in SCRATCH/SET. KIND is uint8 or float32 (normalised). Rows
+are (3, 224, 224), made by a random resized crop with flip. The answer is {"cpu_s", "wall_s", "samples"}, measured over
+all threads of this process from the request for the first batch to the end of the last.
 """
 
 # mypy: ignore-errors
@@ -25,7 +25,7 @@ MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def shardkit(folder: Path, kind: str, threads: int) -> Callable[[], Iterator[Any]]:
-    """decode=images.random_resized_crop(224)."""
+    """Load with shardkit and decode=images.random_resized_crop(224)."""
     import torch
 
     import shardkit as sk
@@ -42,7 +42,7 @@ def shardkit(folder: Path, kind: str, threads: int) -> Callable[[], Iterator[Any
 
 
 def bare(folder: Path, kind: str, threads: int) -> Callable[[], Iterator[Any]]:
-    """The same decoder in a loop, over the same pictures at the same places: what a loader adds is the difference."""
+    """Run the same decoder in a loop over the same crops; the difference to `shardkit` is the loader's cost."""
     import numpy as np
     import torch
 
@@ -76,7 +76,7 @@ def _pillow_recipe(kind: str) -> Any:
 
 
 def torchvision_pillow(folder: Path, kind: str, threads: int) -> Callable[[], Iterator[Any]]:
-    """ImageFolder, Pillow, the transforms of torchvision's old recipe."""
+    """Load with ImageFolder, Pillow and the transforms of torchvision's old recipe."""
     import torch
     from torchvision.datasets import ImageFolder
 
@@ -87,7 +87,7 @@ def torchvision_pillow(folder: Path, kind: str, threads: int) -> Callable[[], It
 
 
 def torchvision_v2(folder: Path, kind: str, threads: int) -> Callable[[], Iterator[Any]]:
-    """decode_jpeg and v2 transforms on uint8, as torchvision's reference training does it."""
+    """Load with decode_jpeg and v2 transforms on uint8, as in torchvision's reference training."""
     import torch
     from torchvision.datasets import ImageFolder
     from torchvision.io import ImageReadMode, decode_jpeg, read_file
@@ -105,7 +105,7 @@ def torchvision_v2(folder: Path, kind: str, threads: int) -> Callable[[], Iterat
 
 
 def webdataset(folder: Path, kind: str, threads: int) -> Callable[[], Iterator[Any]]:
-    """A tar, a shuffle buffer of 1,000, Pillow, the same transforms."""
+    """Load a tar with a shuffle buffer of 1,000, Pillow and the same transforms."""
     import torch
     import webdataset as wds
 
@@ -124,7 +124,10 @@ def webdataset(folder: Path, kind: str, threads: int) -> Callable[[], Iterator[A
 
 
 def dali(folder: Path, kind: str, threads: int) -> Callable[[], Iterator[Any]]:
-    """fn.decoders.image_random_crop and an antialiased resize on the CPU; nothing ahead, which no epoch would count."""
+    """Load with fn.decoders.image_random_crop and an antialiased resize on the CPU.
+
+    Nothing is prefetched, because an epoch would not count batches prepared before it.
+    """
     from nvidia.dali import fn, pipeline_def, types
 
     @pipeline_def(
@@ -158,7 +161,7 @@ def dali(folder: Path, kind: str, threads: int) -> Callable[[], Iterator[Any]]:
 
 
 def ffcv(folder: Path, kind: str, threads: int) -> Callable[[], Iterator[Any]]:
-    """A .beton file of the same JPEGs, its crop (INTER_AREA), flip and normalising; compiled before the first epoch."""
+    """Load a .beton file of the same JPEGs with FFCV's crop (INTER_AREA), flip and normalising, compiled beforehand."""
     import numpy as np
     import torch
     from ffcv.fields import IntField, RGBImageField, rgb_image
@@ -177,7 +180,7 @@ def ffcv(folder: Path, kind: str, threads: int) -> Callable[[], Iterator[Any]]:
 
         def __getitem__(self, number: int) -> Any:
             stored = np.fromfile(paths[number], np.uint8)
-            rgb_image.encode_jpeg = lambda image, quality: stored  # what it encodes is the file itself
+            rgb_image.encode_jpeg = lambda image, quality: stored  # store the file's own bytes
             return np.asarray(Image.open(paths[number]).convert("RGB")), number % 2
 
     fields = {"image": RGBImageField(write_mode="jpg"), "label": IntField()}
@@ -194,7 +197,7 @@ def ffcv(folder: Path, kind: str, threads: int) -> Callable[[], Iterator[Any]]:
 
 
 def spdl(folder: Path, kind: str, threads: int) -> Callable[[], Iterator[Any]]:
-    """Its pipeline of threads; FFmpeg decodes, crops, resizes (bilinear), mirrors; NumPy normalises."""
+    """Load with SPDL's threads: FFmpeg decodes, crops, resizes (bilinear) and mirrors; NumPy normalises."""
     import random
 
     import numpy as np
@@ -241,7 +244,7 @@ READERS = {
 def main() -> None:
     warnings.filterwarnings("ignore")
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print goes to stderr
+    os.dup2(2, 1)  # output of libraries goes to stderr
     make, scratch = READERS[sys.argv[1]], Path(sys.argv[2])
     epochs: dict[str, Any] = {}
     for line in sys.stdin:
@@ -249,7 +252,7 @@ def main() -> None:
         try:
             if line not in epochs:
                 epochs[line] = make(scratch / name, kind, int(threads))
-                sum(1 for _ in epochs[line]())  # libraries are loaded, files in the page cache
+                sum(1 for _ in epochs[line]())  # loads libraries, and files into the page cache
             cpu, wall, samples = time.process_time(), time.perf_counter(), 0
             for rows in epochs[line]():
                 assert tuple(rows.shape[1:]) == (3, SIZE, SIZE), rows.shape

@@ -1,11 +1,11 @@
-"""Pictures into batches: CPU time per picture of whole loaders, shardkit beside torchvision, DALI, FFCV and others.
+"""Measure the CPU time per picture of image loaders: shardkit, torchvision, DALI, FFCV and others.
 
     python tools/bench/images.py --peers-python PATH [--dali-python PATH] [--ffcv-python PATH] [--spdl-python PATH]
         [--quick] --out tools/bench/results/images
 
-One run: every loader is a process of its own with one decoding thread, all make random resized crops of 224 with flip
-of the same JPEGs, and take turns epoch by epoch. CPU of the whole process is the figure: neighbours disturb it less
-than rates. Pictures are cuts of the photographs that scikit-learn and matplotlib bring along.
+Every loader runs in its own process with one decoding thread. All make random resized crops of 224 with flip of the
+same JPEGs, and take turns epoch by epoch. The figure is the CPU time of the whole process, because other load on the
+machine disturbs it less than rates. The pictures are cut from the photographs in scikit-learn and matplotlib.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PHOTOGRAPHS: Final = {
     "sklearn": ("datasets/images/china.jpg", "datasets/images/flower.jpg"),
     "matplotlib": ("mpl-data/sample_data/grace_hopper.jpg",),
 }
-SETS: Final = {  # name → (width, height, progressive, how many)
+SETS: Final = {  # name → (width, height, progressive, number of pictures)
     "500x375": (500, 375, False, 256),
     "600x450": (600, 450, False, 256),
     "600x450-progressive": (600, 450, True, 256),
@@ -52,7 +52,7 @@ LABELS: Final = {
     "ffcv": "FFCV",
     "spdl": "SPDL",
 }
-OWN_PYTHON: Final = ("dali", "ffcv", "spdl")  # what they need is not what the others need
+OWN_PYTHON: Final = ("dali", "ffcv", "spdl")  # their requirements conflict
 KINDS: Final = ("uint8", "float32")
 
 
@@ -108,7 +108,7 @@ def _version(python: str, package: str) -> str:
 
 
 class Reader:
-    """One loader, in a process of its own."""
+    """A loader in its own process."""
 
     def __init__(self, name: str, python: str, scratch: Path) -> None:
         script = str(Path(__file__).with_name("image_readers.py"))
@@ -118,7 +118,7 @@ class Reader:
         )  # fmt: skip
 
     def epoch(self, pictures: str, kind: str, threads: int = 1) -> dict[str, Any]:
-        """One epoch; see image_readers.py."""
+        """Run one epoch; image_readers.py describes the answer."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(f"{pictures} {kind} {threads}\n")
@@ -127,13 +127,13 @@ class Reader:
         return dict(json.loads(line)) if line else {"error": f"ended with {self._process.wait()}"}
 
     def close(self) -> None:
-        """End it."""
+        """Kill the process."""
         self._process.kill()
         self._process.communicate()
 
 
 def make_pictures(folder: Path, name: str, quick: bool = False) -> int:
-    """JPEGs in two classes, as files, shards and a tar; returns their mean size."""
+    """Write JPEGs in two classes as files, shards and a tar; return their mean size in bytes."""
     from PIL import Image, ImageEnhance
 
     width, height, progressive, count = SETS[name]
@@ -177,7 +177,7 @@ def make_pictures(folder: Path, name: str, quick: bool = False) -> int:
 
 
 def measure(readers: dict[str, Reader], sets: list[str], rounds: int) -> dict[str, list[dict[str, Any]]]:
-    """ "set kind threads reader" → its epochs, taken in turns."""
+    """Run the readers in turns; return "set kind threads reader" → answers of its epochs."""
     found: dict[str, list[dict[str, Any]]] = {}
     for number in range(rounds):
         for pictures in sets:
@@ -195,7 +195,7 @@ def _cpu_ms(answers: list[dict[str, Any]]) -> list[float]:
 
 
 def report(facts: dict[str, Any], found: dict[str, list[dict[str, Any]]]) -> str:
-    """Markdown: a table of CPU, one of ratios, one of threads."""
+    """Return the results in Markdown: tables of CPU time, ratios and threads."""
     own = ", ".join(f"{name} {one}" for name, one in facts["versions"].items())
     peers = ", ".join(f"{name} {one}" for name, one in facts["peers"].items())
     head = (

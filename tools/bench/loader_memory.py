@@ -1,9 +1,10 @@
-"""Memory of the loader: within the set bound on the workloads of read.py, and no growth over epochs of a small set.
+"""Measure the loader's memory: its bound on the workloads of read.py, and its growth over epochs of a small set.
 
     python tools/bench/loader_memory.py --memory 64MiB --out tools/bench/results/DATE-loader-memory
 
-Each reading is a process of its own with the allocators as they are. "Grew by" is its highest resident memory less that
-before the loader was made: blocks (the bound), batches on the way, indexes, what allocators keep.
+Each reading runs in its own process with default allocators. "Grew by" is the process's highest resident memory less
+its resident memory before the loader was made: blocks (the bound), batches in flight, indexes, and freed memory that
+the allocators keep.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def main() -> None:
 
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """One workload: two epochs of many rows, many epochs of few."""
+    """Measure one workload: two epochs of many rows, and many epochs of few rows."""
     workload, found = WORKLOADS[name], {}
     for kind, scale, epochs in (("bound", options.scale, 2), ("growth", 0.0, options.epochs)):
         scratch = Path(tempfile.mkdtemp(prefix="loader-memory-"))
@@ -79,7 +80,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
     resident = found["growth"].pop("resident")
-    begin = len(resident) * 2 // 5  # by then what the plan and the allocators keep is there
+    begin = len(resident) * 2 // 5  # plan and allocators have reached their sizes
     (slope, _), covariance = np.polyfit(np.arange(begin, len(resident)), resident[begin:], 1, cov=True)
     found["growth"] |= {
         "bytes_per_epoch": float(slope),
@@ -91,7 +92,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def read(options: argparse.Namespace) -> dict[str, Any]:
-    """In a process of its own: read some epochs, look at resident memory."""
+    """Read some epochs and record resident memory; runs in its own process."""
     data, batch, epochs = options.one
     ds = shardkit.open(data)
     chosen = {"lanes": options.lanes, "window_blocks": options.window_blocks}
@@ -118,7 +119,7 @@ def read(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _blocks_of_a_step(ds: Any, plan: Any) -> int:
-    """Distinct blocks that one step needs at once, the most of some."""
+    """Return the largest number of distinct blocks of one step, over every seventh step."""
     rows = ds.rows
     return max(
         len(set(rows.locate(plan.step(step).ravel()).block.tolist())) for step in range(0, plan.loop_steps, 7)
@@ -139,7 +140,7 @@ def _resident(name: str) -> int:
 
 
 def report(facts: dict[str, Any], results: dict[str, Any]) -> str:
-    """Markdown: one table."""
+    """Return the results as one table in Markdown."""
     bound = parse_size(facts["memory"])
     head = (
         f"Bound {facts['memory']}, {facts['cpus']} virtual cores, Python {facts['python']}, load average "

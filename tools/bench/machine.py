@@ -1,4 +1,4 @@
-"""The machine and the versions that figures depend on."""
+"""Describe the machine and the versions that figures depend on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PACKAGES = ("shardkit", "torch", "torchvision", "numpy", "pyarrow", "zstandard"
 
 
 def machine_facts() -> dict[str, Any]:
-    """What the figures depend on besides the code."""
+    """Return the date, machine and versions that the figures depend on."""
     return {
         "date": time.strftime("%Y-%m-%d"),
         "cpus": os.cpu_count(),

@@ -1,4 +1,4 @@
-"""Parity per core, in CPU time: P+Q of 8+2, every way of losing two, beside XOR and SHA-256.
+"""Measure parity in CPU time per core: P+Q of 8+2, all losses of two, and XOR and SHA-256 for comparison.
 
 Run: nice -n 5 .venv/bin/python tools/bench/parity.py [--write parity.md]
 """
@@ -29,7 +29,7 @@ PIECE = 1 << 20
 
 
 def rate(work: Callable[[], object], num_bytes: int, turns: int = 5) -> float:
-    """Best MiB per second of CPU time."""
+    """Return the best rate in MiB per second of CPU time."""
     best = float("inf")
     for _ in range(turns):
         begun = time.process_time()
@@ -39,13 +39,13 @@ def rate(work: Callable[[], object], num_bytes: int, turns: int = 5) -> float:
 
 
 def arithmetic() -> list[tuple[str, str]]:
-    """Rates over the bytes of the members; pieces of 1 MiB, as objects are streamed."""
+    """Measure rates over the bytes of the members, in pieces of 1 MiB as in streaming."""
     rng = np.random.default_rng(1)
     members = [rng.integers(0, 256, PIECE, dtype=np.uint8) for _ in range(K)]
     p, q = np.empty(PIECE, np.uint8), np.empty(PIECE, np.uint8)
     turns = 32
 
-    def repeated(work: Callable[[], object]) -> Callable[[], object]:
+    def repeat(work: Callable[[], object]) -> Callable[[], object]:
         return lambda: [work() for _ in range(turns)]
 
     total = turns * K * PIECE
@@ -60,16 +60,16 @@ def arithmetic() -> list[tuple[str, str]]:
     data = members[0].tobytes()
     sums(members, p, q)
     rows = [
-        ("SHA-256 of the members", rate(repeated(lambda: [hashlib.sha256(data) for _ in range(K)]), total)),
-        ("XOR of the members (numpy, the least that any code does)", rate(repeated(xor), total)),
-        ("encode P + Q", rate(repeated(lambda: sums(members, p, q)), total)),
+        ("SHA-256 of the members", rate(repeat(lambda: [hashlib.sha256(data) for _ in range(K)]), total)),
+        ("XOR of the members (numpy, the least that any code does)", rate(repeat(xor), total)),
+        ("encode P + Q", rate(repeat(lambda: sums(members, p, q)), total)),
     ]
     by_kind: dict[str, list[float]] = {}
     for lost in [(i,) for i in range(K + 2)] + list(itertools.combinations(range(K + 2), 2)):
         pieces = [None if i in lost else one for i, one in enumerate([*members, p, q])]
         kind = f"{sum(i < K for i in lost)} members and {sum(i >= K for i in lost)} of P, Q lost"
         decode = functools.partial(recover, pieces[:K], pieces[K], pieces[K + 1], PIECE)
-        by_kind.setdefault(kind, []).append(rate(repeated(decode), total, 2))
+        by_kind.setdefault(kind, []).append(rate(repeat(decode), total, 2))
     told = [(name, f"{found:,.0f}") for name, found in rows]
     return told + [
         (f"decode, {kind} ({len(f)} patterns), slowest", f"{min(f):,.0f}")
@@ -78,7 +78,7 @@ def arithmetic() -> list[tuple[str, str]]:
 
 
 def objects(size: int) -> list[tuple[str, str]]:
-    """Whole objects through local stores, with every digest checked: CPU time of all threads."""
+    """Measure whole objects through local stores with every digest checked, in CPU time of all threads."""
     with tempfile.TemporaryDirectory() as folder:
         store = LocalStore(folder)
         rng = np.random.default_rng(2)

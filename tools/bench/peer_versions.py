@@ -1,4 +1,4 @@
-"""Versions of shardkit and its peers in the environment of another interpreter."""
+"""Find the versions of shardkit and its peers in the environment of another interpreter."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 import subprocess
 
 PACKAGES = ("shardkit", "torch", "numpy", "pyarrow", "zstandard", "mosaicml-streaming", "litdata", "webdataset",
-            "datasets", "grain", "array-record", "pylance", "megatron-energon", "spdl", "ffcv", "torchvision",
-            "pillow")  # fmt: skip
+            "datasets", "grain", "array-record", "pylance", "lancedb", "megatron-energon", "spdl", "ffcv",
+            "torchvision", "pillow")  # fmt: skip
 _PROGRAM = """
 import importlib.metadata as m, json, sys
 found = {}
@@ -21,10 +21,10 @@ print(json.dumps(found))
 
 
 def versions(python: str) -> dict[str, str]:
-    """Package → version, of those that are installed.
+    """Return package → version of the installed packages.
 
     Raises:
-        OSError, subprocess.CalledProcessError: it is not a Python interpreter.
+        OSError, subprocess.CalledProcessError: ``python`` is not a Python interpreter.
     """
     done = subprocess.run([python, "-c", _PROGRAM, *PACKAGES], capture_output=True, text=True, check=True)
     return dict(json.loads(done.stdout))

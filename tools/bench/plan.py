@@ -1,9 +1,9 @@
-"""The planner at 10⁹ rows, its throughput, its locality, and what peers' planners cost to resume.
+"""Measure the planner at 10⁹ rows: throughput, locality, and the cost of resuming in peers' planners.
 
     python tools/bench/plan.py [--peers PYTHON] [--out FILE]
 
-PYTHON is an interpreter that has mosaicml-streaming and litdata. Every figure comes from a process of its own, so that
-peak memory is that of the planner; imports and the population's columns, which a manifest's pages give, are told apart.
+PYTHON is an interpreter that has mosaicml-streaming and litdata. Every figure comes from its own process, so that peak
+memory is the planner's. Imports, and the population's columns (from a manifest's pages), are listed separately.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.contests import Round, timed
+from bench.contests import Round, time_round
 from shardkit.plan import Plan, Population, make_plan
 from shardkit.plan.locality import lane_shards, node_reads
 from shardkit.plan.report import mixing
@@ -35,14 +35,14 @@ PEER_PATIENCE_S = 120.0
 
 
 def resume(population: Population, batch: int, lanes: int) -> Round:
-    """Plan, and draw the cells of a step at 90 % of the epoch for the first ``lanes`` lanes."""
+    """Make a plan, and draw the cells of a step at 90 % of the epoch for the first ``lanes`` lanes."""
 
     def work() -> None:
         plan = make_plan(population, global_batch=batch)
         step = int(plan.loop_steps * 0.9)
         plan.steps(step, step + 1, range(lanes))
 
-    return timed(1, work)
+    return time_round(1, work)
 
 
 def heavy(strata: int, rows: int) -> np.ndarray:
@@ -93,7 +93,7 @@ def warm() -> dict[str, Any]:
     plan.step(start)
     first = time.perf_counter() - first
     times, cpu = [], time.process_time()
-    for k in range(start + 1, start + 1025):  # four chunks of every lane: filling them is on the bill
+    for k in range(start + 1, start + 1025):  # four chunks of every lane, so that filling them counts
         begun = time.perf_counter()
         plan.step(k)
         times.append(time.perf_counter() - begun)
@@ -167,13 +167,13 @@ def locality() -> dict[str, Any]:
 
 
 def full_reads(plan: Plan, nodes: int) -> float:
-    """A node of a full shuffle draws 1/nodes of all rows at random: chance that it meets a given shard."""
+    """Return the mean number of nodes that read a shard if each draws 1/nodes of all rows at random."""
     each = np.bincount(plan.population.segment_shard, plan.population.segment_rows)
     return round(float(nodes * (1 - (1 - 1 / nodes) ** each).mean()), 3)
 
 
 def ten_million() -> dict[str, Any]:
-    """Resuming at 90 % of 10⁷ rows on 64 ranks: what one rank does (its lane), and what a node of 8 ranks does."""
+    """Measure resuming at 90 % of 10⁷ rows on 64 ranks, for one rank (its lane) and for a node of 8 ranks."""
     population = spread_population(np.array([10**7]), 2000, block_rows=64)
     out: dict[str, Any] = {}
     for name, lanes in (("rank", 1), ("node", 8)):
@@ -195,7 +195,7 @@ def alone(part: str) -> dict[str, Any]:
 
 
 def peer_resume(python: str, kind: str, *, rows: int, shards: int) -> dict[str, Any]:
-    """What a peer's planner needs for the same; {"failed": …} where it did not work."""
+    """Measure the same resume in a peer's planner; return {"failed": …} if it fails."""
     script = str(Path(__file__).with_name("plan_peers.py"))
     try:
         done = subprocess.run(
@@ -227,7 +227,7 @@ def main() -> None:
     if given.peers:
         result["peers"] = peers(given.peers)
         for peer in result["peers"]:
-            if "cpu_s" in peer:  # CPU seconds: other work on the machine does not count
+            if "cpu_s" in peer:  # CPU seconds, so that other load does not count
                 peer["times_a_rank"] = round(peer["cpu_s"] / result["ten_million"]["rank"]["cpu_s"], 1)
                 peer["times_a_node"] = round(peer["cpu_s"] / result["ten_million"]["node"]["cpu_s"], 1)
     result["machine"] = {

@@ -1,4 +1,4 @@
-"""What MosaicML Streaming and LitData compute to resume in the middle of an epoch; run in their environment.
+"""Measure how MosaicML Streaming and LitData resume in the middle of an epoch; runs in their environment.
 
     python plan_peers.py ROWS SHARDS NODES
 
@@ -18,12 +18,12 @@ import numpy as np
 
 
 def peak_mib() -> float:
-    """Most memory that this process has had."""
+    """Return the peak resident memory of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def mosaicml(rows: int, shards: int, batch: int, locality_rows: int) -> dict[str, Any]:
-    """MosaicML Streaming: order and partition, resumed at 90 %; and shards read per node count."""
+    """Measure MosaicML Streaming: order and partition, resumed at 90 %, and shards read per node count."""
     from streaming.base.partition import get_partitions
     from streaming.base.shuffle import get_shuffle
 
@@ -54,7 +54,7 @@ def mosaicml(rows: int, shards: int, batch: int, locality_rows: int) -> dict[str
 
 
 def litdata(rows: int, shards: int, batch: int) -> dict[str, Any]:
-    """LitData: the canonical stream, restriped at 90 %."""
+    """Measure LitData: the canonical stream, restriped at 90 %."""
     from litdata.streaming.elastic import canonical_item_stream, restripe_items
     from litdata.streaming.item_loader import Interval
 

@@ -1,12 +1,11 @@
-"""A build of many small samples: --jobs 2 beside --engine ray with two workers, undisturbed and with workers killed.
+"""Compare builds of many small samples: --jobs 2, and --engine ray with two workers, with and without kills.
 
     python tools/bench/ray_build.py FOLDER [--rows 1000000] [--repeats 2] [--bucket]
 
-With --bucket the root is a bucket (moto, in this process) and Ray a cluster of two nodes that was there before, whose
-temporary directories are not each other's: scratch and journal travel through the root. FOLDER is on the disk to be
-measured; what is made there is removed. Ray must be installed. Every build is a command of its own, so that starting
-and ending a local cluster is on the bill. In the killed build one Ray worker gets SIGKILL in the middle of each pass,
-by process id.
+With --bucket, the root is a bucket (moto, in this process) and Ray is a running cluster of two nodes. The nodes do not
+share a temporary directory, so scratch and journal go through the root. FOLDER is on the disk to be measured; files
+created there are removed. Ray must be installed. Every build is a separate command, so the start and end of a local
+cluster are included. In the killed build, one Ray worker gets SIGKILL, by process id, in the middle of each pass.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ PASSES = ("ReadTask", "ShardRows")
 
 
 def make_source(folder: Path, rows: int, files: int = 20) -> Path:
-    """JSON lines: a number, a label and a text of some 200 bytes."""
+    """Write JSON lines with a number, a label and a text of about 200 bytes."""
     folder.mkdir()
     for number in range(files):
         first, last = number * rows // files, (number + 1) * rows // files
@@ -51,7 +50,7 @@ def make_source(folder: Path, rows: int, files: int = 20) -> Path:
 
 
 class Killer(threading.Thread):
-    """Kills one worker per pass while it is at work."""
+    """Kill one worker per pass while it is working."""
 
     def __init__(self, root: int) -> None:
         super().__init__(daemon=True)
@@ -122,7 +121,7 @@ def build(
 
 @contextlib.contextmanager
 def two_nodes(folder: Path) -> Iterator[str]:
-    """A bucket, and the address of a cluster of two nodes with a processor each."""
+    """Start a bucket and a cluster of two nodes with one processor each; yield the cluster's address."""
     from ray.cluster_utils import Cluster
 
     with moto(BUCKET) as endpoint:

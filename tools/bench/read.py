@@ -1,12 +1,13 @@
-"""What a user gets who reads: shardkit, the limits of the machine and peers, a process each, in turns.
+"""Measure reading: shardkit, the limits of the machine and peers, each in its own process, in turns.
 
     python tools/bench/read.py                        # shardkit, limits, the memory map; writes results/read.*
     python tools/bench/read.py --peers-python PATH    # and the peers of that environment
-    python tools/bench/read.py --quick                # does it all work? Figures of no worth; writes nothing
+    python tools/bench/read.py --quick                # smoke test: figures are meaningless; writes nothing
 
 A repeat starts every reader afresh, then asks each in turn for one epoch: the first, second and third touched, then
-read once, then only delivered; at last, in processes of their own, one with the page cache dropped. `workers` are
-two DataLoader workers over tokens; `s3` is a bucket of LocalStack, beside obstore fetching what shardkit fetched.
+read once, then only delivered. The last epoch runs in a new process with the page cache dropped. The part `workers`
+reads tokens with two DataLoader workers. The part `s3` reads a LocalStack bucket and compares with obstore, which
+fetches the same ranges. The part `pictures` reads one epoch from a bucket that answers 10 ms late.
 """
 
 from __future__ import annotations
@@ -21,16 +22,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # servers of the tests
+sys.path.insert(0, str(Path(__file__).parents[2]))  # for the test servers
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.machine import machine_facts
 from bench.peer_versions import versions
-from bench.reading import bucket, contest
+from bench.reading import bucket, contest, pictures
+from bench.reading.processes import PEERS, interpreter
 from bench.reading.report import report
 from bench.reading.workloads import WORKLOADS
 
 RESULTS = Path(__file__).with_name("results") / "read"
-PARTS = (*WORKLOADS, "workers", "s3")
+PARTS = (*WORKLOADS, "workers", "s3", "pictures")
 QUICK = {"scale": 0.02, "epochs": 2, "repeats": 1, "seconds": 1.0}
 FULL = {"scale": 1.0, "epochs": 3, "repeats": 3, "seconds": 5.0}
 
@@ -44,17 +46,19 @@ def main() -> None:
         scratch = Path(tempfile.mkdtemp(prefix="read-bench-", dir=options.scratch))
         begun = time.time()
         try:
-            results[part] = _measured(part, options, scratch)
+            results[part] = _measure(part, options, scratch)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
         results[part]["part_s"] = round(time.time() - begun)
-        text = _write(options, results, load, started)  # what is known stays if a later part hangs
+        text = _write(options, results, load, started)  # saves results before a later part can hang
     print(text)
 
 
-def _measured(part: str, options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+def _measure(part: str, options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     if part == "s3":
         return bucket.measure(options, scratch)
+    if part == "pictures":
+        return pictures.measure(options, scratch)
     if part == "workers":
         return contest.measure(WORKLOADS["tokens"], options, scratch, workers=2)
     return contest.measure(WORKLOADS[part], options, scratch)
@@ -70,7 +74,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--scale", type=float, help="share of the stated row counts; 1")
     parser.add_argument("--repeats", type=int, help="fresh processes of each reader; 3")
     parser.add_argument("--seconds", type=float, help="longest epoch, its rate is that of what was read; 5")
-    parser.add_argument("--peers-python", help="interpreter of an environment with the peers installed")
+    parser.add_argument(
+        "--peers-python",
+        help="interpreter of an environment with the peers, or the folder of those of bench/interruptions",
+    )
     parser.add_argument("--scratch", help="folder on the disk to be measured; default: that of /tmp")
     parser.add_argument("--out", type=Path, help="path without suffix for .md and .json")
     parser.add_argument("--quick", action="store_true", help="little of everything")
@@ -90,7 +97,7 @@ def _write(options: argparse.Namespace, results: dict[str, Any], load: float, st
         "load_before": load,
         "load_after": os.getloadavg()[0],
         "took_s": round(time.time() - started),
-        "peer_versions": versions(options.peers_python) if options.peers_python else {},
+        "peer_versions": _peer_versions(options.peers_python),
     }
     text = report(facts, results)
     if options.out:
@@ -99,8 +106,14 @@ def _write(options: argparse.Namespace, results: dict[str, Any], load: float, st
     return text
 
 
+def _peer_versions(peers: str | None) -> dict[str, str]:
+    """Return the versions of the packages in all environments of the peers."""
+    pythons = {interpreter(peers, reader) for reader in PEERS} - {sys.executable} if peers else set()
+    return {name: found for python in sorted(pythons) for name, found in versions(python).items()}
+
+
 def _lines(document: dict[str, Any]) -> str:
-    """JSON with a line for each reader of each part."""
+    """Return the results as JSON with one line per reader of each part."""
     parts = []
     for part, result in document["results"].items():
         readers = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in result["readers"].items())

@@ -1,11 +1,11 @@
-"""Reading from an object store: our client beside the raw obstore client and s3fs; stalls with and without hedging.
+"""Measure reading from an object store: shardkit's client, obstore and s3fs; stalls with and without hedging.
 
 ::
 
     python tools/bench/remote.py            # starts LocalStack on 127.0.0.1, prints Markdown
 
-Loopback: the server is the limit, so the processor time of the client is the number to keep. Each figure is the median
-of `ROUNDS` runs, taken in turn so that a busy machine hits all alike.
+Over loopback the server is the limit, so the relevant figure is the client's processor time. Each figure is the median
+of `ROUNDS` runs. The runs take turns, so that other load on the machine affects all equally.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ NUM_RANGES, RANGE_BYTES, IN_FLIGHT = 1_000, 100_000, 16
 ROUNDS = 5
 
 
-def timed(work: Callable[[], Any]) -> tuple[float, float]:
+def time_work(work: Callable[[], Any]) -> tuple[float, float]:
     """(wall, processor) seconds."""
     before, started = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
     work()
@@ -60,7 +60,7 @@ def compare(
     for turn in range(ROUNDS):
         names = list(contestants)
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            results[name].append(timed(contestants[name]))
+            results[name].append(time_work(contestants[name]))
     if s3fs is not None:
         results["s3fs"] = s3fs
     yield "| client | MiB/s | wall ms | client CPU ms | CPU ns per byte |"
@@ -128,7 +128,7 @@ def throughput(endpoint: str, peer: str | None) -> Iterator[str]:
 
 
 def _s3fs(python: str | None, endpoint: str, starts: list[int]) -> dict[str, Any]:
-    """What `remote_s3fs.py` measures under another interpreter."""
+    """Run `remote_s3fs.py` under another interpreter."""
     if python is None:
         return {}
     script = Path(__file__).with_name("remote_s3fs.py")
@@ -147,7 +147,7 @@ def _s3fs(python: str | None, endpoint: str, starts: list[int]) -> dict[str, Any
 
 
 def stalls(endpoint: str, folder: Path) -> Iterator[str]:
-    """50 ms on every request, and 2 s on 2 % of them: what the trainer waits per step."""
+    """Measure the trainer's wait per step if every request takes 50 ms longer, and 2 % of them 2 s."""
     root = "s3://bench/stalls"
     with shardkit.create(root, {"x": "int64[4096]"}, shard_size="4MiB", block_size="256KiB") as writer:
         for number in range(2_000):

@@ -1,4 +1,4 @@
-"""The s3fs half of `remote.py`, for an environment of its own: s3fs and boto3 want different botocores.
+"""The s3fs part of `remote.py`, for a separate environment: s3fs and boto3 need different versions of botocore.
 
 Prints JSON: name → [[wall s, processor s], …].
 """
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 
 
-def timed(work: Callable[[], object]) -> tuple[float, float]:
+def time_work(work: Callable[[], object]) -> tuple[float, float]:
     before, started = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
     work()
     wall, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_SELF)
@@ -47,7 +47,7 @@ def main() -> None:
     result: dict[str, list[tuple[float, float]]] = {}
     for name, work in contestants.items():
         work()
-        result[name] = [timed(work) for _ in range(rounds)]
+        result[name] = [time_work(work) for _ in range(rounds)]
     print(json.dumps({"version": s3fs.__version__, **result}))
 
 

@@ -1,13 +1,13 @@
-"""From a lost location to a policy that is met: seconds per GB, and what bounds them.
+"""Measure the repair of a lost location: seconds per GB, and the operations that bound them.
 
 ::
 
     python tools/bench/replicate.py --folder /data/scratch --size 2GB         # prints Markdown
     python tools/bench/replicate.py --folder /data/scratch --size 256MB --s3  # the copies go to LocalStack
 
-A dataset with two copies loses the location that holds one of each shard; `place --forget` makes them again elsewhere.
-Beside it, on the same bytes and the same disk: a plain copy with fsync, SHA-256 alone, and reading alone. The sum of
-the three is what a copy must cost; the largest of them bounds a copy that does all three side by side.
+A dataset with two copies loses the location with one copy of each shard; `place --forget` writes these copies to
+another location. For comparison, the same bytes on the same disk are copied with fsync, hashed with SHA-256, and read.
+The sum of the three is the cost of a sequential copy; the largest bounds a copy that does all three in parallel.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from typing import Any
 import numpy as np
 
 import shardkit
-from shardkit.copies.place import Change, place
-from shardkit.copies.replicate import replicate
+from shardkit.copies.place import PlacementChange, place
+from shardkit.copies.replicate import find_lag
 from shardkit.ranges import parse_size
 from shardkit.repository.location_table import LocationRecord
 from shardkit.repository.repository import Repository
@@ -40,7 +40,7 @@ PIECE = 8 << 20
 ROW_BYTES = 64 << 10
 
 
-def timed(work: Callable[[], Any]) -> tuple[float, float]:
+def time_work(work: Callable[[], Any]) -> tuple[float, float]:
     """(wall, processor) seconds."""
     before, started = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
     work()
@@ -49,7 +49,7 @@ def timed(work: Callable[[], Any]) -> tuple[float, float]:
 
 
 def make(root: Path, size: int) -> int:
-    """Bytes of the shards of a dataset of about `size` bytes that do not compress."""
+    """Write a dataset of about `size` incompressible bytes; return the size of its shards in bytes."""
     chance = np.random.default_rng(0)
     with shardkit.create(root, {"x": "bytes"}, shard_size="64MiB", block_size="1MiB") as writer:
         for _ in range(max(1, size // ROW_BYTES)):
@@ -58,19 +58,19 @@ def make(root: Path, size: int) -> int:
 
 
 def shards(root: Path) -> list[Path]:
-    """Its shards."""
+    """Return the paths of the shards of a root."""
     return sorted(root.glob("objects/**/*.tar"))
 
 
 def pieces(path: Path) -> Iterator[bytes]:
-    """A file, eight MiB at a time."""
+    """Yield a file in pieces of 8 MiB."""
     with path.open("rb") as file:
         while data := file.read(PIECE):
             yield data
 
 
 def hash_all(paths: list[Path]) -> None:
-    """SHA-256 of bytes in memory: what verifying costs."""
+    """Compute SHA-256 of bytes in memory, the cost of verifying."""
     data = bytes(PIECE)
     for path in paths:
         digest = hashlib.sha256()
@@ -79,14 +79,14 @@ def hash_all(paths: list[Path]) -> None:
 
 
 def read_all(paths: list[Path]) -> None:
-    """Read and drop."""
+    """Read the files and drop the bytes."""
     for path in paths:
         for _ in pieces(path):
             pass
 
 
 def copy_all(paths: list[Path], folder: Path) -> None:
-    """A plain copy, each file synced: what writing durably costs."""
+    """Copy the files and sync each, the cost of durable writes."""
     folder.mkdir()
     for path in paths:
         with (folder / path.name).open("wb") as file:
@@ -97,28 +97,28 @@ def copy_all(paths: list[Path], folder: Path) -> None:
 
 
 def run(folder: Path, size: int, bucket: str | None) -> Iterator[str]:
-    """The measurement, as Markdown."""
+    """Measure, and yield the results as lines of Markdown."""
     root = folder / "root"
     num_bytes = make(root, size)
     gigabytes = num_bytes / 1e9
     lost = LocationRecord.parse(f"lost={folder / 'lost'}")
     spare = LocationRecord.parse(f"spare={bucket or folder / 'spare'}")
-    change = Change(locations=(lost,), policy=lambda old: old.changed(copies=2, mode="async"))
+    change = PlacementChange(locations=(lost,), policy=lambda old: old.changed(copies=2, mode="async"))
     place(Repository.open(root), change)
     shutil.rmtree(folder / "lost")
     found: dict[str, tuple[float, float]] = {}
-    found["noticing it (replicate --dry-run)"] = timed(lambda: replicate(Repository.open(root), dry_run=True))
+    found["noticing it (replicate --dry-run)"] = time_work(lambda: find_lag(Repository.open(root)))
 
     def heal() -> None:
-        done = place(Repository.open(root), Change(locations=(spare,), forget=("lost",)))
+        done = place(Repository.open(root), PlacementChange(locations=(spare,), forget=("lost",)))
         assert done.committed
         assert done.copies.lag_after == 0
 
-    found["policy met again (place --forget)"] = timed(heal)
+    found["policy met again (place --forget)"] = time_work(heal)
     files = shards(root)
-    found["alone: reading"] = timed(lambda: read_all(files))
-    found["alone: SHA-256"] = timed(lambda: hash_all(files))
-    found["alone: copy with fsync to the same disk"] = timed(lambda: copy_all(files, folder / "plain"))
+    found["alone: reading"] = time_work(lambda: read_all(files))
+    found["alone: SHA-256"] = time_work(lambda: hash_all(files))
+    found["alone: copy with fsync to the same disk"] = time_work(lambda: copy_all(files, folder / "plain"))
     target = "LocalStack on 127.0.0.1" if bucket else "the same disk"
     yield f"{num_bytes / 1e6:.0f} MB in {len(files)} shards, copies to {target}."
     yield ""

@@ -1,13 +1,12 @@
-"""`shardkit simulate` beside the real loader: two processes, a store with injected latency, caches, a slowed rank.
+"""Compare `shardkit simulate` with the loader: two processes, injected store latency, caches, a slowed rank.
 
 ::
 
     python tools/bench/simulate.py            # prints Markdown
 
-Each case runs the loader in two processes that meet at a barrier after every step, as ranks of one run do. Cells are
-bound by sleep, because the processors are shared: what is compared is waiting, not computing. The stall of a step is
-the wait of the rank that waits longest. The simulation is given the same description and the root's manifest, and
-nothing that was measured.
+Each case runs the loader in two processes that meet at a barrier after every step, like the ranks of a run. Cells sleep
+instead of computing, because the processors are shared and only waits are compared. The stall of a step is the longest
+wait of a rank. The simulation gets the same description and the root's manifest, but no measurement.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from shardkit.reading.read_path import ReadSettings
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import load_manifest
 from shardkit.stores.local import LocalStore
-from shardkit_tools.simulation.cluster import Cluster, changed
+from shardkit_tools.simulation.cluster import Cluster, with_changes
 from shardkit_tools.simulation.run import prepare, simulate_lanes
 
 ROWS, ROW_WORDS = 4_096, 4_096
@@ -46,7 +45,7 @@ THREADS = 16
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison."""
+    """The settings of one comparison."""
 
     name: str
     latency_ms: int
@@ -71,7 +70,7 @@ CASES = (
 
 
 class SlowStore:
-    """A store whose ranges come late; everything else is the local root's."""
+    """A local store that delays range reads."""
 
     def __init__(self, root: str, latency_s: float) -> None:
         self._store, self._latency_s = LocalStore(root), latency_s
@@ -90,7 +89,7 @@ class SlowStore:
 def open_slow(root: str, latency_s: float) -> Dataset:
     slow: Any = SlowStore(root, latency_s)
     store = LocatedStore([Location(name="root", store=slow)], settings=ReadSettings(hedge=False))
-    repository = Repository._opened(store, read_only=True)  # noqa: SLF001
+    repository = Repository._open_store(store, read_only=True)  # noqa: SLF001
     dataset = Dataset(load_manifest(repository, repository.resolve(None)))
     for shard in range(dataset.manifest.shards):
         dataset.reader.index(shard)
@@ -98,7 +97,7 @@ def open_slow(root: str, latency_s: float) -> Dataset:
 
 
 def work(rank: int, root: str, case: Case, cache: str, barrier: Any, answers: Any) -> None:
-    """One rank: what it waited for, and what it read."""
+    """Run one rank, and report its waits and reads."""
     dataset = open_slow(root, case.latency_ms / 1e3)
     plan = dataset.plan(GLOBAL_BATCH, lanes=LANES, window_blocks=WINDOW)
     is_cached = case.cache != "0"
@@ -135,7 +134,7 @@ def work(rank: int, root: str, case: Case, cache: str, barrier: Any, answers: An
 
 
 def measure(root: str, case: Case, folder: str, repeats: int) -> dict[str, Any]:
-    """The least disturbed of some runs: what else goes on on a machine can only make waits longer."""
+    """Return the fastest of some runs: other load on the machine can only make waits longer."""
     runs = []
     for _ in range(repeats):
         with tempfile.TemporaryDirectory(dir=folder) as cache:
@@ -165,7 +164,7 @@ def measure_once(root: str, case: Case, cache: str) -> dict[str, float]:
 
 
 def predict(root: str, case: Case) -> dict[str, float]:
-    cluster = changed(Cluster(), [
+    cluster = with_changes(Cluster(), [
         f"data.root={root}", "nodes=1", f"ranks={WORLD}", f"cache={case.cache}", f"memory={case.memory}",
         "disk_read=unlimited", "nic=unlimited", "verify=unlimited", "stream=unlimited",
         f"threads={THREADS}", f"latency={case.latency_ms}ms", f"cell={case.cell_ms}ms", f"global_batch={GLOBAL_BATCH}",

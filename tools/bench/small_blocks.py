@@ -1,10 +1,10 @@
-"""Blocks of a few KiB from a bucket: requests, bytes and time of an epoch, by memory for reading ahead and by cache.
+"""Measure blocks of a few KiB from a bucket: requests, bytes and time of an epoch, by read-ahead memory and cache.
 
 ::
 
     python tools/bench/small_blocks.py      # a bucket in this process, prints Markdown
 
-The server runs in the same process, so its processor time is in the figures: requests and bytes are what to keep.
+The server runs in the same process and its processor time is included, so the relevant figures are requests and bytes.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""What telemetry costs: the CPU time of a step that is watched, beside a step of 10 ms.
+"""Measure the cost of telemetry: its CPU time per step, relative to a step of 10 ms.
 
 ::
 
     python tools/bench/telemetry.py            # prints Markdown
 
-Three parts: what the trainer adds to a step, what a record costs (one every two seconds), and what the loader does for
-its tables when it loads a block. The whole is also seen from outside: the CPU time of an epoch with records every
-50 ms, less that of one without telemetry. CPU time, for the clock of a shared machine says little; rounds take turns,
-and the least disturbed of each counts.
+The parts are the trainer's work per step, a record (one every two seconds), and the loader's bookkeeping for a loaded
+block. The total is also measured from outside: the CPU time of an epoch with records every 50 ms, less the CPU time of
+an epoch without telemetry. Figures are CPU time, because wall time varies on a shared machine. Rounds take turns, and
+the round with the least CPU time of each kind counts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DENSE_S = 0.05
 
 
 def cpu_of(work: Callable[[], object], times: int) -> float:
-    """CPU seconds of one call."""
+    """Return the mean CPU seconds of a call."""
     began = time.process_time()
     for _ in range(times):
         work()
@@ -45,7 +45,7 @@ def cpu_of(work: Callable[[], object], times: int) -> float:
 
 
 def make_dataset(folder: Path, rows: int) -> Any:
-    """Rows of 1 KiB in blocks of 16 KiB."""
+    """Write a dataset of 1 KiB rows in blocks of 16 KiB."""
     with shardkit.create(folder, {"x": "int64[128]"}, shard_size="1MiB", block_size="16KiB") as writer:
         for number in range(rows):
             writer.add({"x": np.full(128, number)})
@@ -53,7 +53,7 @@ def make_dataset(folder: Path, rows: int) -> Any:
 
 
 def parts(dataset: Any, folder: Path) -> tuple[float, float, float]:
-    """CPU seconds of a step of the trainer, of a record, of noting a block."""
+    """Return the CPU seconds of a trainer step, of a record, and of noting a block."""
     plan = dataset.plan(global_batch=LANES * 4, lanes=LANES)
     loader = dataset.loader(plan, run=folder / "run", tensors=False)
     for _ in loader:
@@ -83,7 +83,7 @@ def parts(dataset: Any, folder: Path) -> tuple[float, float, float]:
 
 
 def epoch_s(dataset: Any, run: Path, telemetry: TelemetrySettings | None) -> float:
-    """CPU seconds of an epoch."""
+    """Return the CPU seconds of an epoch."""
     plan = dataset.plan(global_batch=LANES * 4, lanes=LANES)
     with dataset.loader(plan, run=run, tensors=False, telemetry=telemetry) as loader:
         began = time.process_time()

@@ -1,9 +1,10 @@
-"""What the bundled trainer costs and gains: memory, exactness, saves, restarts, waits, stragglers, compression, curves.
+"""Measure the bundled trainer: memory, exact sums, saves, restarts, waits, stragglers, compression, curves.
 
     python tools/bench/trainer.py [SECTION …] [--out FILE.json]
 
 Sections: memory exact save restarts wait straggler scaling compression curves whole; all by default, about 20 minutes.
-Real ranks on gloo; results go to FILE.json section by section, and are printed. Those in results/ name date and load.
+Real ranks run on gloo. Results are printed, and written to FILE.json after each section. Results in results/ state
+their date and load.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ LATENCY_S = 0.05
 
 
 def environment() -> dict[str, str]:
-    """One thread a rank; memory that is freed goes back, so that resident memory means something."""
+    """Return an environment with one thread per rank, in which freed memory returns to the system."""
     path = f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"
     own = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "MALLOC_MMAP_THRESHOLD_": "65536",
            "MALLOC_ARENA_MAX": "1", "PYTHONPATH": path}  # fmt: skip
@@ -47,7 +48,7 @@ def environment() -> dict[str, str]:
 
 
 def on_ranks(nproc: int, *arguments: str) -> Any:
-    """A case of trainer_ranks.py on so many ranks."""
+    """Run a case of trainer_ranks.py on ``nproc`` ranks."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}",
@@ -57,7 +58,7 @@ def on_ranks(nproc: int, *arguments: str) -> Any:
 
 
 def start(nproc: int, config: Path, *, restarts: int = 0, **settings: Any) -> subprocess.Popen[bytes]:
-    """``shardkit train`` in a process group of its own."""
+    """Start ``shardkit train`` in its own process group."""
     overrides = [
         f"{k.replace('__', '.')}={json.dumps(v) if isinstance(v, bool) else v}" for k, v in settings.items()
     ]
@@ -67,7 +68,7 @@ def start(nproc: int, config: Path, *, restarts: int = 0, **settings: Any) -> su
 
 
 def finish(nproc: int, config: Path, **settings: Any) -> list[dict[str, Any]]:
-    """The metrics of a whole run."""
+    """Train to the end; return the metrics of all steps."""
     process = start(nproc, config, **settings)
     if process.wait() != 0:
         raise SystemExit(f"training {settings} ended with {process.returncode}")
@@ -75,7 +76,7 @@ def finish(nproc: int, config: Path, **settings: Any) -> list[dict[str, Any]]:
 
 
 def make_digits(root: Path) -> None:
-    """scikit-learn's digits, every fifth held out."""
+    """Write scikit-learn's digits, with every fifth held out."""
     from sklearn.datasets import load_digits
 
     found = load_digits()
@@ -88,7 +89,7 @@ def make_digits(root: Path) -> None:
 
 
 def make_text(root: Path) -> None:
-    """The standard library's source in pieces of 2,000 characters, stratified by package."""
+    """Write the standard library's source in pieces of 2,000 characters, stratified by package."""
     library = Path(sysconfig.get_path("stdlib"))
     schema = {"text": "str", "package": "str"}
     with shardkit.create(str(root / "stdlib"), schema=schema, stratify="package") as writer:
@@ -103,7 +104,7 @@ def make_text(root: Path) -> None:
 
 
 def memory(_data: Path) -> dict[str, Any]:
-    """Bytes of a rank in units of the parameters: counted, and resident beyond the imports."""
+    """Measure the bytes of a rank in units of the parameters: counted, and resident beyond the imports."""
     found: dict[str, Any] = {}
     for nproc in (2, 4):
         for strategy, exact in (
@@ -128,12 +129,12 @@ def memory(_data: Path) -> dict[str, Any]:
 
 
 def exact(_data: Path) -> dict[str, Any]:
-    """Milliseconds a step."""
+    """Measure the milliseconds per step."""
     return {f"{n} ranks": {k: round(v, 1) for k, v in on_ranks(n, "exact").items()} for n in (1, 2, 4)}
 
 
 def save(_data: Path) -> dict[str, Any]:
-    """Seconds that a save of 300 MB holds training up."""
+    """Measure the seconds for which a save of 300 MB blocks training."""
     found: dict[str, Any] = on_ranks(1, "save", "300")
     names = ("synchronous", "copy", "save returns", "update waits")
     middle = {name: statistics.median(found[name]) for name in names}
@@ -151,7 +152,7 @@ def _wait_for(condition: Callable[[], bool], seconds: float = 120.0) -> float:
 
 
 def _rank_of(parent: int, number: int) -> int:
-    """The process that trains as the number-th child somewhere below `parent`."""
+    """Find the process of rank `number` below `parent`."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -175,7 +176,7 @@ def _descends(pid: int, parent: int) -> bool:
 
 
 def restarts(data: Path) -> dict[str, Any]:
-    """Seconds from SIGKILL of one rank of three to the next step, and the steps that had to be taken again."""
+    """Measure the seconds from SIGKILL of one of three ranks to the next step, and the number of repeated steps."""
     found: dict[str, list[dict[str, float]]] = {"torchrun": [], "cold": []}
     for repeat in range(3):
         for kind, seen in found.items():
@@ -225,7 +226,7 @@ def _descends_quietly(pid: int, parent: int) -> bool:
 
 @contextmanager
 def slow_store(data: Path) -> Iterator[str]:
-    """Both datasets in an S3 that answers every request 50 ms late."""
+    """Serve both datasets from an S3 server that delays every answer by 50 ms."""
     with moto("bench") as endpoint:
         before = dict(os.environ)
         os.environ.update(s3_environment(endpoint))
@@ -244,7 +245,7 @@ def slow_store(data: Path) -> Iterator[str]:
 
 
 def wait(data: Path) -> dict[str, Any]:
-    """Share of the time that steps wait for data, after the first, median of 3 runs; and that first wait in seconds."""
+    """Measure the share of time that steps wait for data (median of 3 runs), and the first step's wait in seconds."""
     found: dict[str, Any] = {}
     with slow_store(data) as remote:
         for place, address in (("local", str(data)), ("50 ms store", remote)):
@@ -253,7 +254,7 @@ def wait(data: Path) -> dict[str, Any]:
 
 
 def _wait_in(found: dict[str, Any], data: Path, place: str, address: str) -> None:
-    """Each example three times; the GPT's 120 steps, every epoch of the digits."""
+    """Run each example three times: 120 steps of the GPT, every epoch of the digits."""
     for name, dataset, steps in (("stdlib_gpt", "stdlib", 120), ("digits", "digits", 0)):
         shares, firsts, waits, lengths = [], [], [], []
         for repeat in range(3):
@@ -283,7 +284,7 @@ def _asleep(data: Path, name: str, ranks: int, slow: bool, **more: Any) -> list[
 
 
 def straggler(data: Path) -> dict[str, Any]:
-    """Seconds a step with one of four ranks at half speed, 48 lanes of 10 ms sleep a cell."""
+    """Measure the seconds per step with one of four ranks at half speed, and 48 lanes of 10 ms sleep per cell."""
     even = _asleep(data, "even", 4, slow=False)
     static = _asleep(data, "static", 4, slow=True)
     moved = _asleep(data, "moved", 4, slow=True, parallel__rebalance=True)
@@ -302,7 +303,7 @@ def straggler(data: Path) -> dict[str, Any]:
 
 
 def scaling(data: Path) -> dict[str, Any]:
-    """Samples per second at 1, 2 and 4 ranks: cells of sleep, and cells of work on this machine's cores."""
+    """Measure the samples per second at 1, 2 and 4 ranks, for cells that sleep and cells that compute."""
     found: dict[str, Any] = {"cores": len(os.sched_getaffinity(0))}
     for ranks in (1, 2, 4):
         asleep = _asleep(data, f"asleep-{ranks}", ranks, slow=False)
@@ -332,7 +333,7 @@ SMALL = {
 
 
 def compression(data: Path) -> dict[str, Any]:
-    """Bytes that a rank sends a step, and the loss of the last fifth of 250 steps on two ranks."""
+    """Measure the bytes that a rank sends per step, and the loss of the last fifth of 250 steps on two ranks."""
     found = {}
     for number, (name, settings) in enumerate(KINDS.items()):
         more = {f"parallel__{key}": value for key, value in settings.items()}
@@ -348,7 +349,7 @@ def compression(data: Path) -> dict[str, Any]:
 
 
 def curves(data: Path) -> dict[str, Any]:
-    """Losses of every strategy on two ranks, and of one process: the GPT (means of 25 steps) and the classifier."""
+    """Record the losses of every strategy on two ranks and of one process: GPT (means of 25 steps) and classifier."""
     found: dict[str, Any] = {}
     strategies: list[tuple[str, int, dict[str, Any]]] = [("one process", 1, {})] + [
         (name, 2, {"parallel__strategy": name}) for name in ("ddp", "zero1", "zero2", "zero3")
@@ -374,7 +375,7 @@ def curves(data: Path) -> dict[str, Any]:
 
 
 def whole(data: Path) -> dict[str, Any]:
-    """The GPT example as it is, on two ranks: means of 100 steps."""
+    """Train the unchanged GPT example on two ranks; record means of 100 steps."""
     started = time.monotonic()
     run = data / "gpt-whole"
     settings = {"run__directory": run, "data__dataset": data / "stdlib", "evaluation__dataset": ""}

@@ -1,6 +1,6 @@
 """A classifier whose cells cost 10 ms of sleep each, 20 ms on the rank that SHARDKIT_BENCH_SLOW names.
 
-Ranks that share cores slow each other down; sleep is what they do not share.
+Computing ranks that share cores slow each other down; sleeping ranks do not.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ CELL_S = 0.010
 
 
 class Asleep(ClassifierTask):
-    """The built-in classifier, after a nap."""
+    """The built-in classifier with a sleep before each cell."""
 
     def prepare(self, cell: Any, seed: int) -> Inputs:
         slow = os.environ.get("RANK", "0") == os.environ.get("SHARDKIT_BENCH_SLOW")
@@ -25,5 +25,5 @@ class Asleep(ClassifierTask):
 
 
 def make(config: ModelConfig, dataset: Any) -> Asleep:
-    """The factory."""
+    """Make the classifier."""
     return Asleep(config, dataset)

@@ -1,14 +1,14 @@
-"""Step time of the trainer on a model whose time follows cost: real ranks, random order, spread, align, and an oracle.
+"""Measure the trainer's step time if compute time follows cost: random order, spread, align, and an oracle.
 
     python tools/bench/trainer_costs.py --out tools/bench/results/costs.md
 
-Documents as in costs.py (lognormal, median 600 tokens, log sd 1.2, at most 8,192), about 50 rows a block; a pass
+Documents are as in costs.py (lognormal, median 600 tokens, log sd 1.2, at most 8,192), about 50 rows a block. A pass
 sleeps in proportion to the sum of n² over its samples, 50 ms a step on the mean rank: ranks that share cores do not
-share sleep. Batches of 512 with the plan's own lanes and windows, ranks started by torchrun, lanes dealt by the
-product (`assignment = "near"`). The *oracle* trains in random order, and each rank sleeps for what longest-first over
-the whole batch gives it. The time of a step is that of the rank that was to sleep longest in it, as the ranks noted
-while they trained: what else a busy machine does decides nothing. *Saved* is the share of what the oracle takes off
-the step time of the random order.
+slow each other down by sleeping. Batches have 512 samples with the plan's own lanes and windows. torchrun starts the
+ranks, and the trainer assigns the lanes (`assignment = "near"`). The *oracle* trains in random order, and each rank
+sleeps for the cost that longest-first over the whole batch assigns to it. The time of a step is the longest planned
+sleep of a rank, noted by the ranks during training, so other load on the machine does not affect it. *Saved* is the
+share of the oracle's saving over the step time of the random order.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ORDERS: dict[str, dict[str, Any]] = {
 
 
 class Sleeper:
-    """A task whose cells take as long as they cost."""
+    """A task whose cells sleep in proportion to their cost."""
 
     unit = "sample"
 
@@ -52,7 +52,7 @@ class Sleeper:
         self.model: nn.Module = nn.Linear(1, 1)
         self.rank, self.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.costs = dataset.to_arrow()["n"].to_numpy().astype(np.float64) ** 2
-        self.second = self.costs.mean() * BATCH / self.ranks / MEAN_S  # cost of a second
+        self.second = self.costs.mean() * BATCH / self.ranks / MEAN_S  # cost per second of sleep
         self.plan = dataset.plan(global_batch=BATCH, seed=0) if config.arguments["oracle"] else None
         self.slept = -1
         self.notes = Path(config.arguments["notes"]) / str(self.rank)
@@ -90,7 +90,7 @@ def lengths(rows: int, seed: int) -> NDArray[np.float64]:
 
 
 def longest_first(costs: NDArray[np.float64], ranks: int) -> list[float]:
-    """Costs of ranks of which the one with least gets the dearest row that is left."""
+    """Assign each row, dearest first, to the rank with the lowest cost; return the cost of each rank."""
     heap = [(0.0, rank) for rank in range(ranks)]
     for cost in -np.sort(-costs):
         least, rank = heap[0]
@@ -99,7 +99,7 @@ def longest_first(costs: NDArray[np.float64], ranks: int) -> list[float]:
 
 
 def step_seconds(dataset: Path, run: Path, ranks: int, order: str) -> float:
-    """Mean of one epoch: all orders train on the same rows."""
+    """Return the mean step time of one epoch; all orders train on the same rows."""
     notes = run.with_name(f"{run.name}-notes")
     notes.mkdir()
     settings = {

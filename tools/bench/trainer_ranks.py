@@ -1,4 +1,4 @@
-"""What one rank of a trainer benchmark measures; started by trainer.py, one launch per world size.
+"""Measure one rank of a trainer benchmark; trainer.py launches this program once per world size.
 
 torchrun … trainer_ranks.py RESULT CASE [ARGUMENT]; rank 0 writes RESULT as JSON.
 """
@@ -29,7 +29,7 @@ PAGE_BYTES = 4096
 
 
 def make(world: World, cells: int, **overrides: Any) -> tuple[Any, Any]:
-    """A GPT under a strategy: ``model.width`` and the rest come from the caller."""
+    """Make a GPT under a strategy; the caller gives ``model.width`` and further settings."""
     settings = {"run.directory": "unused", "data.dataset": "unused", "run.device": "cpu", **overrides}
     config = load_configuration(None, [f"{k}={v}" for k, v in settings.items()])
     task = make_task(config.model, SCHEMA, 0)
@@ -37,19 +37,19 @@ def make(world: World, cells: int, **overrides: Any) -> tuple[Any, Any]:
 
 
 def step(strategy: Any, task: Any, world: World, cells: list[Inputs], valid: int) -> None:
-    """Forward, backward, reduce, clip, update."""
+    """Run one step: forward, backward, reduce, clip, update."""
     counts = [row[0] for row in world.gather_integers([len(cells)])]
     passes = strategy.passes(cells, counts, cells[0].samples)
     for number, one in enumerate(passes):
         with strategy.accumulate(last=number == len(passes) - 1):
-            loss, _ = task.loss(strategy.forward, one.tensors)
-            torch.autograd.backward(loss * (strategy.loss_scale / valid))
+            losses, _ = task.loss(strategy.forward, one.tensors)
+            torch.autograd.backward(losses.sum() * (strategy.loss_scale / valid))
         strategy.after_pass()
     strategy.scale_gradients(min(1.0, 1.0 / (strategy.reduce() + 1e-6)))
 
 
 def cell(context: int, samples: int, seed: int) -> Inputs:
-    """Random tokens."""
+    """Return random tokens."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, 256, (samples, context + 1), generator=generator)
     tensors = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:].contiguous()}
@@ -57,12 +57,12 @@ def cell(context: int, samples: int, seed: int) -> Inputs:
 
 
 def resident() -> int:
-    """Bytes of this process in memory."""
+    """Return the resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
 
 
 def memory(world: World, strategy_name: str, exact: str) -> dict[str, Any]:
-    """Bytes by kind as counted, and resident memory over that before the model, after the third step."""
+    """Return the counted bytes by kind, and the growth of resident memory since before the model, after three steps."""
     before = resident()
     model = {"model.width": 512, "model.layers": 6, "model.heads": 8, "model.context": 32}
     strategy, task = make(
@@ -86,7 +86,7 @@ def memory(world: World, strategy_name: str, exact: str) -> dict[str, Any]:
 
 
 def exact(world: World, _strategy: str, _exact: str) -> dict[str, float]:
-    """Milliseconds a step of 8 cells of one sample, by kind of sum; medians of interleaved rounds."""
+    """Return the milliseconds per step of 8 one-sample cells by kind of sum, as medians of interleaved rounds."""
     kinds = {
         "fp32": ("off", 32),
         "fp32, one cell a pass": ("off", 1),
@@ -112,7 +112,7 @@ def exact(world: World, _strategy: str, _exact: str) -> dict[str, float]:
 
 
 class Frozen(nn.Module):
-    """Ten matrices, of which a step changes one."""
+    """A model of ten matrices; a step changes one of them."""
 
     def __init__(self, megabytes: int) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class Frozen(nn.Module):
 
 
 def save(world: World, megabytes: str, _exact: str) -> dict[str, Any]:
-    """How long a save holds training up, in the background and not, and how much the next checkpoint writes."""
+    """Measure how long background and synchronous saves block training, and the bytes of the next checkpoint."""
     model = Frozen(int(megabytes) // 3)
     task = SimpleNamespace(model=model, blocks=list)
     config = load_configuration(None, ["run.directory=x", "data.dataset=x", "run.device=cpu"])

@@ -1,11 +1,12 @@
-"""What `shardkit tune` proposes beside a grid search, for the four read workloads.
+"""Compare the proposals of `shardkit tune` with a grid search on the four read workloads.
 
 ::
 
     python tools/bench/tune.py --scale 0.05            # prints Markdown
 
-Every grid point builds the workload with its block size and reads epochs with its window, in turn, so that a busy
-machine hits all alike. What counts is processor time per sample, of the least disturbed round; wall time is told too.
+Every grid point builds the workload with its block size and reads epochs with its window. The points take turns, so
+that other load on the machine affects all equally. The figure is the processor time per sample of the best round; wall
+time is reported as well.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def build(workload: Workload, scale: float, block: int, folder: Path) -> shardki
 
 
 def epoch(loader: Any, field: str) -> tuple[int, float, float]:
-    """Samples, wall and processor seconds of one epoch."""
+    """Return the samples, wall seconds and processor seconds of one epoch."""
     wall, cpu = time.perf_counter(), time.process_time()
     count = sum(touch(batch[field]) for batch in loader)
     return count, time.perf_counter() - wall, time.process_time() - cpu
@@ -58,7 +59,7 @@ def proposed(machine: Machine, dataset: shardkit.Dataset, lanes: int) -> Point:
 def search(
     workload: Workload, scale: float, machine: Machine, folder: Path, repeats: int
 ) -> dict[Point, tuple[float, float]]:
-    """Point → (processor µs, wall µs) per sample; the first one is what was proposed."""
+    """Return point → (processor µs, wall µs) per sample; the first point is the proposal."""
     first = build(workload, scale, DEFAULT[0], folder)
     ours = proposed(machine, first, first.plan(workload.batch).lanes)
     points = [ours, *(p for p in [DEFAULT, *itertools.product(BLOCKS, WINDOWS)] if p != ours)]
@@ -86,7 +87,7 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        print(f"# Proposed settings beside a grid search, {dt.datetime.now(dt.UTC):%Y-%m-%d}\n")
+        print(f"# Proposed settings compared with a grid search, {dt.datetime.now(dt.UTC):%Y-%m-%d}\n")
         print(
             f"{platform.machine()}, {os.cpu_count()} shared processors, Python {platform.python_version()}; load "
             f"average {os.getloadavg()[0]:.1f} at the start; scale {given.scale:g}, least disturbed of "

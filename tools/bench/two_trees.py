@@ -1,10 +1,10 @@
-"""Two checkouts side by side: what building, checking, mending, committing and reading cost in each.
+"""Compare two checkouts: the cost of building, checking, repairing, committing and reading in each.
 
     python tools/bench/two_trees.py OTHER [--repeats 5] [--scale 1.0] [--out results/two_trees]
 
-`OTHER` is another checkout with a ``.venv`` of its own, in which it is installed. Every job is a command, or a program
-of a few lines, that both understand; each runs in a process of its own, in turns, with the page cache warm. Processor
-time is that of the process and all that it has started; a figure is this checkout's of the other's.
+`OTHER` is another checkout, installed in its own ``.venv``. Every job is a command, or a program of a few lines, that
+both checkouts support. Each job runs in its own process, in turns, with a warm page cache. Processor time includes the
+children of the process. A figure is this checkout's time over the other's.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ OPEN = "import sys, shardkit\nfor _ in range(200): shardkit.open(sys.argv[1])\n"
 
 class Job(NamedTuple):
     name: str
-    words: tuple[str, ...]  # of a command of shardkit; or "-c", a program and its arguments
-    fresh: tuple[str, ...] = ()  # folders that are removed before it
-    flipped: str = ""  # the root of which a bit is flipped before it
+    words: tuple[str, ...]  # command line of shardkit; or "-c", a program and its arguments
+    fresh: tuple[str, ...] = ()  # folders removed before the job
+    flipped: str = ""  # root in which a bit is flipped before the job
 
 
 def make_sources(folder: Path, scale: float) -> None:
@@ -67,7 +67,7 @@ def make_sources(folder: Path, scale: float) -> None:
 
 
 def jobs(source: Path, base: Path) -> Iterator[Job]:
-    """What is done in each checkout, in order."""
+    """Yield the jobs of each checkout, in order."""
     roots = {name: str(base / name) for name in ("pictures", "lines", "table", "tokens")}
     for name, file in (("pictures", "pictures"), ("lines", "lines.jsonl"), ("table", "table.csv")):
         yield Job(f"build {name}", ("build", str(source / file), roots[name]), fresh=(roots[name],))
@@ -89,7 +89,7 @@ def jobs(source: Path, base: Path) -> Iterator[Job]:
 
 
 def run(tree: Path, job: Job) -> tuple[float, float]:
-    """(wall, processor) seconds of one job in one checkout."""
+    """Run one job in one checkout; return its (wall, processor) seconds."""
     for folder in job.fresh:
         shutil.rmtree(folder, ignore_errors=True)
     if job.flipped:

@@ -1,9 +1,9 @@
-"""Versions at size: append, find, merge, remove and erase over 10⁶ rows; figures as a Markdown table.
+"""Measure versions of 10⁶ rows: append, find, merge, remove and erase; print a Markdown table.
 
     python tools/bench/versions.py [--rows 1000000] [--folder DIR]
 
-Times are wall clock with the page cache warm; bytes are those of files that are new. The payload of every row begins
-with a text of its own, so that a search of all bytes below the root can tell whether it is there.
+Times are wall clock with a warm page cache; bytes are the sizes of new files. The payload of every row begins with a
+unique text, so that a search of all bytes below the root shows whether the row is present.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def sizes(root: Path) -> dict[str, tuple[int, int]]:
 
 
 def holding(root: Path, texts: list[bytes]) -> list[str]:
-    """Files that hold one of the texts; all begin alike, so that one pass over the bytes finds every candidate."""
+    """Return the files that contain one of the texts; their common prefix finds all candidates in one pass."""
     wanted = set(texts)
     found = []
     for path in root.rglob("*"):
@@ -86,7 +86,7 @@ class Table:
         self.rows: list[tuple[str, float, int, str]] = []
 
     @contextmanager
-    def measured(self, what: str, root: Path, note: str = "") -> Iterator[list[str]]:
+    def time_row(self, what: str, root: Path, note: str = "") -> Iterator[list[str]]:
         before = sizes(root) if root.exists() else {}
         notes = [note] if note else []
         began = time.monotonic()
@@ -106,25 +106,25 @@ class Table:
 def measure(folder: Path, rows: int, body: int) -> None:
     root, table, source = folder / "d", Table(), random.Random(1)
     more, asked, gone = max(1, rows // 100), min(rows, 10_000), min(rows // 10, 1_000)
-    with table.measured(f"create {rows:,} rows with look-ups of key, url, body:sha256", root):
+    with table.time_row(f"create {rows:,} rows with look-ups of key, url, body:sha256", root):
         write(root, range(rows), body)
     base = sum(size for size, _ in sizes(root).values())
-    with table.measured(f"append {more:,} rows", root):
+    with table.time_row(f"append {more:,} rows", root):
         write(root, range(rows, rows + more), body, append=True)
     notes_of = table.rows[-1]
     table.rows[-1] = (*notes_of[:3], f"{100 * notes_of[2] / base:.2f} % of the bytes before")
-    with table.measured("create the same rows again under another ref", root):
+    with table.time_row("create the same rows again under another ref", root):
         write(root, range(rows), body, ref="twin")
     ds = shardkit.open(root)
     urls = [f"https://example.org/{source.randrange(rows + 2 * more)}/page.html" for _ in range(asked)]
-    with table.measured(f"find {asked:,} urls, in the process", root) as notes:
+    with table.time_row(f"find {asked:,} urls, in the process", root) as notes:
         field, hashes = hash_values(ds.schema, "url", urls)
         matches = find_samples(ds, field, hashes)
         notes.append(f"{len(matches.sample):,} samples found")
     check_found(ds, urls, matches.value.tolist(), matches.sample.tolist(), rows + more)
     listed = folder / "urls"
     listed.write_text("\n".join(urls) + "\n")
-    with table.measured(f"`shardkit find --field url --list` of {asked:,}, the whole command", root):
+    with table.time_row(f"`shardkit find --field url --list` of {asked:,}, the whole command", root):
         command = [
             sys.executable,
             "-m",
@@ -137,16 +137,16 @@ def measure(folder: Path, rows: int, body: int) -> None:
             str(listed),
         ]
         subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
-    with table.measured("merge with itself under two names", folder / "m"):
+    with table.time_row("merge with itself under two names", folder / "m"):
         merge_datasets({"a": root, "b": root}, folder / "m")
     keys = [f"doc-{number:08d}" for number in source.sample(range(rows), gone)]
-    with table.measured(f"remove {gone:,} rows (versions without them)", root):
+    with table.time_row(f"remove {gone:,} rows (versions without them)", root):
         remove(str(root), keys=keys, reason="bench")
     victims = [f"doc-{number:08d}" for number in range(0, rows, max(1, rows // 20))][:20]
     texts = [marker(int(key[4:])) for key in victims]
     assert holding(root, texts), "the search finds what is there"
     held = [key for key in victims if key not in set(keys)]
-    with table.measured(f"remove --erase {len(held)} rows, all over the shards", root) as notes:
+    with table.time_row(f"remove --erase {len(held)} rows, all over the shards", root) as notes:
         report = erase(str(root), keys=held, reason="bench")
         notes.append(f"{report.rewritten} shards rewritten, {report.bytes:,} bytes deleted")
     began = time.monotonic()
@@ -155,7 +155,7 @@ def measure(folder: Path, rows: int, body: int) -> None:
         ("byte search of the whole root for them", time.monotonic() - began, 0, f"{len(left)} files")
     )
     assert not left
-    with table.measured("verify --level read", root) as notes:
+    with table.time_row("verify --level read", root) as notes:
         notes.append("clean" if verify(root).exit_code == 0 else "DAMAGED")
     now = shardkit.open(root)
     notes_text = f"{len(now):,} samples, expected {rows + more - gone - len(held):,}"

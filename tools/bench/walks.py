@@ -1,10 +1,10 @@
-"""How many files one has to pass: files, functions, calls and file-to-file hops of eight everyday ways.
+"""Count the files, functions, calls and file-to-file hops of eight common operations.
 
     python tools/bench/walks.py            # a table; --json; --files WAY lists the files of one way
 
-Counts Python calls into the project's own packages on all threads (sys.setprofile), in one process, on tiny data that
-it makes. Fewer files and hops at equal behaviour are a way that is easier to follow; the numbers hardly move between
-runs. ARCHITECTURE.md has them.
+Counts Python calls into the project's own packages on all threads (sys.setprofile), in one process, on small generated
+data. With equal behaviour, fewer files and hops make an operation easier to follow. The numbers hardly vary between
+runs. ARCHITECTURE.md lists them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OWN = ("shardkit", "shardkit_tools", "shardkit_trainer")
 
 
 class Walk:
-    """Counts while it is entered."""
+    """Count calls inside the context."""
 
     def __init__(self) -> None:
         self.files: set[str] = set()
@@ -161,7 +161,7 @@ def main() -> None:
     rows = {}
     with tempfile.TemporaryDirectory() as folder:
         for _, way in ways(Path(folder)):
-            way()  # once for what imports call
+            way()  # a first run, so that calls at import do not count
     with tempfile.TemporaryDirectory() as folder:
         for name, way in ways(Path(folder)):
             with Walk() as walk:

@@ -1,11 +1,11 @@
-"""What blocks of 256 KiB and of 1 MiB mean for windows, bytes and requests, and what workers and ranks hold in memory.
+"""Compare blocks of 256 KiB and 1 MiB by windows, bytes and requests, and measure the memory of workers and ranks.
 
 ::
 
     python tools/bench/windows.py --out tools/bench/results/windows
 
-Tokens of int32[2048]. *1 MiB* is read with the plan of 0.1, 64 lanes of 16 blocks; *256 KiB* with today's defaults. The
-bucket is a LocalStack server on this machine; requests are counted by a proxy in an epoch of its own.
+Rows are tokens of int32[2048]. *1 MiB* is read with the plan of version 0.1, 64 lanes of 16 blocks; *256 KiB* with the
+current defaults. The bucket is a LocalStack server on this machine. A proxy counts requests in a separate epoch.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def build(root: str, rows: int, block_size: str, compression: str) -> Any:
 
 
 def epoch(root: str, settings: dict[str, Any]) -> dict[str, float]:
-    """One epoch of one rank: bytes that blocks take in memory, per second, and the window."""
+    """Run one epoch of one rank; return its rate, window, rows per block and memory."""
     dataset = shardkit.open(root)
     plan = dataset.plan(global_batch=BATCH, **settings)
     with dataset.loader(plan, rank=0, world=1, tensors=False) as loader:
@@ -63,7 +63,7 @@ def epoch(root: str, settings: dict[str, Any]) -> dict[str, float]:
 
 
 def block_sizes(rows: int, repeats: int, scratch: Path) -> list[str]:
-    """Both block sizes, from a bucket."""
+    """Measure both block sizes from a bucket; return the lines of a table."""
     head = ("blocks", "rows per block", "rows per window", "memory of windows, MiB", "zstd, bytes ÷ raw",
             "requests of an epoch", "MiB/s from the bucket")  # fmt: skip
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
@@ -115,7 +115,7 @@ def _python_path() -> str:
 
 
 def rank_alone(root: str, rank: int, world: int, workers: int) -> None:
-    """One rank's epoch; prints what its processes held near the end and what they had read."""
+    """Run an epoch of one rank; print its memory near the end of the epoch and the bytes that it read."""
     import warnings
 
     import torch.utils.data
@@ -140,7 +140,7 @@ def rank_alone(root: str, rank: int, world: int, workers: int) -> None:
 
 
 def in_memory() -> tuple[int, int]:
-    """Proportional resident bytes, and bytes read, of this process and its children."""
+    """Return the proportional resident bytes and the bytes read of this process and its children."""
     ids = [os.getpid()]
     for path in Path("/proc/self/task").glob("*/children"):
         ids += map(int, path.read_text().split())
@@ -156,7 +156,7 @@ def in_memory() -> tuple[int, int]:
 
 
 def processes(rows: int, scratch: Path) -> list[str]:
-    """Memory and bytes read with 1, 4 and 8 workers, and with as many ranks of one node."""
+    """Measure memory and bytes read with 1, 4 and 8 workers, and with 1, 4 and 8 ranks of one node."""
     root = str(scratch / "tokens")
     build(root, rows, "256KiB", "none")
     lines = ["| | resident, MiB | bytes read ÷ dataset |", "|---|---|---|"]

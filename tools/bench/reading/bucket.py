@@ -1,4 +1,4 @@
-"""A shuffled epoch from a bucket without a cache, beside obstore fetching the ranges that shardkit fetched for it."""
+"""Measure a shuffled epoch from a bucket without a cache, and obstore fetching the same ranges."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bench.reading.workloads import WORKLOADS
 from tests.servers.fault_proxy import Fault, FaultProxy, Request
 from tests.servers.object_stores import localstack, s3_environment
 
-__all__ = ["measure"]
+__all__ = ["IN_FLIGHT", "measure", "ranges_of_first_epoch"]
 
 BUCKET = "bench"
 SHARE = 0.1
@@ -35,7 +35,10 @@ def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         with localstack(scratch / "server", BUCKET) as endpoint:
             job = Job(reader="shardkit_reader", workload=workload.name, scale=scale,
                       directory=f"s3://{BUCKET}/tokens", environment=s3_environment(endpoint))  # fmt: skip
-            ranges = _record(job, endpoint, options.seconds)
+            with Reader(job) as reader:
+                if "error" in (answer := reader.ask("build")):
+                    raise RuntimeError(answer["error"])
+            ranges = ranges_of_first_epoch(job, endpoint, BUCKET, options.seconds)
             (scratch / "ranges.json").write_text(json.dumps(ranges))
             settings = {"ranges": str(scratch / "ranges.json"), "in_flight": IN_FLIGHT, "endpoint": endpoint,
                         "bucket": BUCKET}  # fmt: skip
@@ -57,11 +60,8 @@ def _with(job: Job, reader: str, settings: dict[str, Any]) -> Job:
                environment=job.environment)  # fmt: skip
 
 
-def _record(job: Job, endpoint: str, seconds: float) -> list[tuple[str, int, int]]:
-    """Build the dataset; (key, first byte, end) of each range that the first epoch fetches, in its order."""
-    with Reader(job) as reader:
-        if "error" in (answer := reader.ask("build")):
-            raise RuntimeError(answer["error"])
+def ranges_of_first_epoch(job: Job, endpoint: str, bucket: str, seconds: float) -> list[tuple[str, int, int]]:
+    """Return (key, first byte, end) of each range that the first epoch of a job fetches, in order."""
     asked: list[Request] = []
 
     def note(request: Request) -> Fault | None:
@@ -81,6 +81,6 @@ def _record(job: Job, endpoint: str, seconds: float) -> list[tuple[str, int, int
     for request in asked:
         bounds = re.fullmatch(r"bytes=(\d+)-(\d+)", request.headers.get("range", ""))
         if request.method == "GET" and bounds:
-            key = unquote(urlsplit(request.path).path).removeprefix(f"/{BUCKET}/")
-            ranges[key, int(bounds[1]), int(bounds[2]) + 1] = None  # what was asked for twice is fetched once
+            key = unquote(urlsplit(request.path).path).removeprefix(f"/{bucket}/")
+            ranges[key, int(bounds[1]), int(bounds[2]) + 1] = None  # repeats are dropped
     return list(ranges)

@@ -1,4 +1,4 @@
-"""One workload: its readers, their data, and the turns that they take."""
+"""Measure one workload: build the data of its readers, and run the readers in turns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.reading.page_cache import drop, warm
-from bench.reading.processes import PEERS, SHARES_DATA, THREADS_ONLY, Job, Reader, build_data
+from bench.reading.processes import PEERS, SHARES_DATA, THREADS_ONLY, Job, Reader, build_data, interpreter
 from bench.reading.workloads import Workload
 
 __all__ = ["Entrant", "first_batches", "measure", "take_turns"]
@@ -21,7 +21,7 @@ _WORKER_EPOCHS = 2
 
 @dataclass(frozen=True)
 class Entrant:
-    """One that takes part: ``modes`` of "read", "delivered", "cold" and "first" are measured beside "touched"."""
+    """A participant; ``modes`` has the modes measured besides "touched": "read", "delivered", "cold" and "first"."""
 
     label: str
     job: Job
@@ -31,7 +31,7 @@ class Entrant:
 def measure(
     workload: Workload, options: argparse.Namespace, scratch: Path, workers: int = 0
 ) -> dict[str, Any]:
-    """All about one workload, or two epochs of those readers that have worker processes."""
+    """Measure one workload, or two epochs of the readers with worker processes if ``workers`` is given."""
     wanted = _readers(workload, options, workers)
     builders = dict.fromkeys(SHARES_DATA.get(name, name) for name in ("memmap", *wanted))
     jobs = {
@@ -65,13 +65,13 @@ def measure(
 
 
 def _readers(workload: Workload, options: argparse.Namespace, workers: int) -> dict[str, str]:
-    """Reader → interpreter."""
+    """Return the readers to run and the interpreter of each."""
     own = ["shardkit_reader", "memmap"]
     if not workers:
         own = ["limit", *(["private_blocks"] if workload.shape else []), *own]
     wanted = dict.fromkeys(own, sys.executable)
     if options.peers_python:
-        wanted |= {name: options.peers_python for name in PEERS if name not in wanted}
+        wanted |= {name: interpreter(options.peers_python, name) for name in PEERS if name not in wanted}
     return {
         name: python
         for name, python in wanted.items()
@@ -82,7 +82,7 @@ def _readers(workload: Workload, options: argparse.Namespace, workers: int) -> d
 def _entrants(
     workload: Workload, wanted: Mapping[str, str], jobs: Mapping[str, Job], raw: int, workers: int
 ) -> Iterator[tuple[str, Entrant]]:
-    """Key and entrant of each; shardkit three times, with other bounds of memory."""
+    """Yield the key and entrant of each reader; shardkit comes three times, with different memory bounds."""
 
     def job(name: str, **settings: Any) -> Job:
         data = jobs[SHARES_DATA.get(name, name)]
@@ -96,7 +96,7 @@ def _entrants(
     }
     for name in wanted:
         if name in limits:
-            cold = set() if workload.compressed else {"cold"}  # what is decompressed lies in memory
+            cold = set() if workload.compressed else {"cold"}  # it decompresses from memory
             yield name, Entrant(limits[name], job(name), frozenset({"read", "delivered", *cold}))
         elif name != "shardkit_reader":
             yield name, Entrant(PEERS[name], job(name), every if name == "memmap" else every - {"delivered"})
@@ -121,7 +121,7 @@ def take_turns(
     repeat: int,
     sequence: Iterable[str],
 ) -> None:
-    """Fresh processes, then an epoch of each in turn; adds lists of epochs to ``found``, one list a repeat."""
+    """Start new processes and run an epoch of each in turn; add one list of epochs per repeat to ``found``."""
     with contextlib.ExitStack() as running:
         readers = {}
         for key, entrant in entrants.items():
@@ -163,7 +163,7 @@ def _note(found: dict[str, Any], name: str, answer: dict[str, Any]) -> None:
 
 
 def first_batches(entrants: Mapping[str, Entrant], found: dict[str, Any]) -> None:
-    """Processes that read one batch and end."""
+    """Measure the first batch of each reader in a new process."""
     for key, entrant in entrants.items():
         if "first" in entrant.modes and "error" not in found[key]:
             with Reader(entrant.job) as reader:
@@ -174,7 +174,7 @@ def first_batches(entrants: Mapping[str, Entrant], found: dict[str, Any]) -> Non
 
 
 def _cold(entrants: Mapping[str, Entrant], found: dict[str, Any], options: argparse.Namespace) -> float:
-    """First epochs without the page cache; returns the largest share of some files' pages that stayed there."""
+    """Run first epochs after dropping the page cache; return the largest share of a reader's pages that stayed."""
     stayed = 0.0
     for key, entrant in entrants.items():
         if "cold" in entrant.modes and "error" not in found[key]:

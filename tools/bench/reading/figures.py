@@ -1,4 +1,4 @@
-"""Medians and ranges of what was measured, and shares of the limit."""
+"""Compute medians, ranges and shares of the limit from the measurements."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Spread", "later", "of", "rates", "shares", "spread"]
 
 @dataclass(frozen=True)
 class Spread:
-    """Over repeats."""
+    """Median and range over repeats."""
 
     median: float
     lowest: float
@@ -23,28 +23,28 @@ class Spread:
 
 
 def spread(values: Sequence[float]) -> Spread | None:
-    """None where nothing was measured."""
+    """Return the spread of the values; None if there are none."""
     return Spread(statistics.median(values), min(values), max(values)) if values else None
 
 
 def of(reader: dict[str, Any], mode: str, epoch: int) -> list[dict[str, Any]]:
-    """What one epoch of a mode gave, a dict per repeat."""
+    """Return the results of one epoch of a mode, a dict per repeat."""
     return [epochs[epoch] for epochs in reader.get("epochs", {}).get(mode, ()) if len(epochs) > epoch]
 
 
 def rates(reader: dict[str, Any], mode: str, epoch: int) -> list[float]:
-    """Samples per second of one epoch, per repeat."""
+    """Return the samples per second of one epoch, per repeat."""
     return [one["samples"] / one["seconds"] for one in of(reader, mode, epoch)]
 
 
 def later(reader: dict[str, Any], mode: str) -> range:
-    """Epochs of a mode before which the process has read an epoch; the only one where there is one."""
+    """Return the epochs of a mode that follow another epoch of the process; the only epoch if there is just one."""
     count = max((len(epochs) for epochs in reader.get("epochs", {}).get(mode, ())), default=0)
     return range(1 if mode in ("touched", "cold") and count > 1 else 0, count)
 
 
 def shares(reader: dict[str, Any], limit: dict[str, Any], mode: str, epoch: int) -> list[float]:
-    """Rate of an epoch over the median of the limit's later epochs, repeat by repeat."""
+    """Return the rate of an epoch over the median rate of the limit's later epochs, per repeat."""
     found = []
     for mine, theirs in zip(
         reader.get("epochs", {}).get(mode, ()), limit.get("epochs", {}).get(mode, ()), strict=False

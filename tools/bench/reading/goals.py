@@ -1,4 +1,4 @@
-"""What reading is to reach, and whether it does."""
+"""Define the goals of reading, and decide whether the results meet them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from bench.reading.figures import Spread, later, of, rates, shares, spread
 __all__ = ["Goal", "goals"]
 
 _OF_PRIVATE = 0.95
-"""A goal that private blocks miss is met by so much of private blocks."""
+"""If private blocks miss a goal, shardkit meets it with this share of their rate."""
 _OWN = ("shardkit", "within", "beyond")
 _MIB = 1 << 20
 
 
 @dataclass(frozen=True)
 class Goal:
-    """One line of the table: ``met`` is None where it was not measured."""
+    """One line of the table; ``met`` is None if the goal was not measured."""
 
     text: str
     wanted: str
@@ -28,7 +28,7 @@ class Goal:
 
 
 def goals(results: dict[str, Any]) -> Iterator[Goal]:
-    """Goals of the parts that were measured."""
+    """Yield the goals of the measured parts."""
     readers = {part: result["readers"] for part, result in results.items()}
     yield from _rows(readers)
     yield from _objects(readers)
@@ -47,7 +47,7 @@ def goals(results: dict[str, Any]) -> Iterator[Goal]:
 
 
 def _rows(readers: dict[str, Any]) -> Iterator[Goal]:
-    """Rows of one size."""
+    """Yield the goals of rows of one size."""
     if "tokens" in readers:
         yield _share(readers["tokens"], "tokens, first epoch, touched", 0.55, "touched", first=True)
     for part in ("tokens", "small"):
@@ -59,7 +59,7 @@ def _rows(readers: dict[str, Any]) -> Iterator[Goal]:
 
 
 def _objects(readers: dict[str, Any]) -> Iterator[Goal]:
-    """bytes and text."""
+    """Yield the goals of bytes and text."""
     if "blobs" in readers:
         for limit, text in (
             ("limit", "map + XXH3 + new bytes"),
@@ -82,7 +82,7 @@ def _share(
     every: bool = False,
     limit: str = "limit",
 ) -> Goal:
-    """The worst epoch of shardkit's, over its bounds of memory, of the limit in that repeat."""
+    """Return the goal for shardkit's worst epoch over all memory bounds, as a share of the limit per repeat."""
     worst: tuple[bool, float, str] | None = None
     for key in ("shardkit",) if first else _OWN:
         reader = readers.get(key, {})
@@ -104,7 +104,7 @@ def _share(
 
 
 def _beside_private(readers: dict[str, Any], key: str, mode: str, epoch: int, wanted: float) -> float | None:
-    """shardkit over private blocks in the same epoch, where those stay below the goal themselves."""
+    """Return shardkit's rate over private blocks in the same epoch; None if private blocks meet the goal."""
     private = readers.get("private_blocks", {})
     own = spread(shares(private, readers.get("limit", {}), mode, epoch))
     if own is None or own.median >= wanted:
@@ -114,20 +114,20 @@ def _beside_private(readers: dict[str, Any], key: str, mode: str, epoch: int, wa
 
 
 def _evenness(reader: dict[str, Any], part: str) -> Goal:
-    """Slowest over fastest epoch after the first, per repeat."""
+    """Return the goal for the slowest over the fastest epoch after the first, per repeat."""
     found = []
     for epochs in reader.get("epochs", {}).get("touched", ()):
         speeds = [one["samples"] / one["seconds"] for one in epochs[1:]]
         if len(speeds) > 1:
             found.append(min(speeds) / max(speeds))
-    return _judged(f"{part}, worst ÷ best epoch after the first", spread(found), at_least=0.85)
+    return _judge(f"{part}, worst ÷ best epoch after the first", spread(found), at_least=0.85)
 
 
 def _wait(reader: dict[str, Any], part: str) -> Goal:
-    """Of a repeat the longest of its later epochs."""
+    """Return the goal for the longest wait in the later epochs of a repeat."""
     each = [[one["longest_s"] * 1e3 for one in of(reader, "touched", k)] for k in later(reader, "touched")]
     longest = [max(waits) for waits in zip(*each, strict=False)]
-    return _judged(
+    return _judge(
         f"{part}, longest wait between batches, warm, steady, ms", spread(longest), at_most=20, form=".1f"
     )
 
@@ -141,23 +141,23 @@ def _costs(readers: dict[str, Any]) -> Iterator[Goal]:
     ]
     known = [one for one in cpu if one is not None]
     dearest = max(known, key=lambda one: one.median) if known else None
-    yield _judged("CPU per tokens row, dearest epoch, touched, µs", dearest, at_most=3.2)
+    yield _judge("CPU per tokens row, dearest epoch, touched, µs", dearest, at_most=3.2)
     last = later(own, "touched").stop - 1
     peak = spread([one["peak"] / _MIB for one in of(own, "touched", last)]) if last >= 0 else None
-    yield _judged("resident at most, default settings, tokens, MiB", peak, at_most=450, form=".0f")
-    yield _judged("first batch of a fresh process, all imports, s", spread(own.get("first", [])), at_most=0.3)
+    yield _judge("resident at most, default settings, tokens, MiB", peak, at_most=450, form=".0f")
+    yield _judge("first batch of a fresh process, all imports, s", spread(own.get("first", [])), at_most=0.3)
 
 
 def _ratio(text: str, wanted: float, one: dict[str, Any], other: dict[str, Any]) -> Goal:
-    """Rates of the last epoch, repeat by repeat."""
+    """Return the goal for the ratio of two readers' rates in the last epoch, per repeat."""
     last = later(one, "touched").stop - 1
     if last < 0:
         return Goal(text, f"≥ {wanted:.2f}", one.get("error", "not measured"), None)
     pairs = zip(rates(one, "touched", last), rates(other, "touched", last), strict=False)
-    return _judged(text, spread([mine / theirs for mine, theirs in pairs]), at_least=wanted)
+    return _judge(text, spread([mine / theirs for mine, theirs in pairs]), at_least=wanted)
 
 
-def _judged(
+def _judge(
     text: str,
     found: Spread | None,
     *,

@@ -1,4 +1,4 @@
-"""Files in the page cache, or out of it."""
+"""Load files into the page cache, or drop them from it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BUFFER_BYTES = 1 << 20
 
 
 def warm(directory: Path) -> None:
-    """Read every file that is not there as a whole."""
+    """Read every file that is not fully in the page cache."""
     buffer = bytearray(_BUFFER_BYTES)
     for path in _files(directory):
         with path.open("rb", buffering=0) as file:
@@ -26,14 +26,14 @@ def warm(directory: Path) -> None:
 
 
 def drop(directory: Path) -> float:
-    """Ask for every file to leave the page cache; returns the share of pages that stayed.
+    """Ask the kernel to drop every file from the page cache; return the share of pages that stayed.
 
-    What another process has mapped and touched stays, and what a file system keeps elsewhere.
+    Pages that another process has mapped and touched stay, as do pages that a file system caches elsewhere.
     """
     pages = stayed = 0
     for path in _files(directory):
         with path.open("rb") as file:
-            os.fsync(file.fileno())  # what is not on the disk yet would stay
+            os.fsync(file.fileno())  # dirty pages would stay
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             total, resident = _resident(file.fileno())
             pages, stayed = pages + total, stayed + resident
@@ -41,7 +41,7 @@ def drop(directory: Path) -> float:
 
 
 def _resident(descriptor: int) -> tuple[int, int]:
-    """Pages of a file, and how many are in memory (mincore)."""
+    """Return the number of pages of a file, and how many of them are in memory (mincore)."""
     size = os.fstat(descriptor).st_size
     if not size:
         return 0, 0

@@ -1,4 +1,4 @@
-"""Readers, each in a process of its own, told what to do over a pipe (`worker`)."""
+"""Run each reader in its own process, and send it commands over a pipe (`worker`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["PEERS", "SHARES_DATA", "THREADS_ONLY", "Job", "Reader", "build_data"]
+from bench.interruptions.environments import ENVIRONMENTS
+
+__all__ = ["PEERS", "SHARES_DATA", "THREADS_ONLY", "Job", "Reader", "build_data", "interpreter"]
 
 PEERS = {
     "memmap": "memory map + gather under DataLoader (cannot resume)",
@@ -27,11 +29,25 @@ PEERS = {
     "hf_iterable": "HF datasets, iterable",
     "grain_reader": "Grain + ArrayRecord",
     "lance_reader": "Lance (cannot resume)",
+    "lancedb_reader": "LanceDB StreamingDataset",
     "energon": "Energon",
     "spdl_reader": "SPDL over a memory map (cannot resume)",
     "ffcv_reader": "FFCV (cannot resume)",
 }
 """Module of a peer → its name in tables. Only ArrayRecord compares checksums as it reads."""
+
+_ENVIRONMENTS = {
+    "mosaicml": "mosaicml",
+    "litdata_reader": "litdata_streaming",
+    "webdataset_reader": "wds_split",
+    "hf_map": "hf_map",
+    "hf_iterable": "hf_iterable",
+    "grain_reader": "grain_dataloader",
+    "lance_reader": "lancedb_streaming",
+    "lancedb_reader": "lancedb_streaming",
+    "energon": "energon",
+}
+"""Reader → adapter of the interruption benchmark whose environment it can use."""
 
 SHARES_DATA = {
     "limit": "memmap",
@@ -39,10 +55,23 @@ SHARES_DATA = {
     "hf_iterable": "hf_map",
     "spdl_reader": "memmap",
 }
-"""Readers that read what another one has built."""
+"""Reader → reader whose data it uses."""
 
 THREADS_ONLY = frozenset({"spdl_reader", "ffcv_reader"})
 """Readers without worker processes."""
+
+
+def interpreter(peers: str, reader: str) -> str:
+    """Return the interpreter of a reader.
+
+    Args:
+        peers: an interpreter, or the folder of the environments of tools/bench/interruptions.
+    """
+    if not os.path.isdir(peers):
+        return peers
+    name = ENVIRONMENTS[_ENVIRONMENTS[reader]].name if reader in _ENVIRONMENTS else ""
+    return os.path.join(peers, name, "bin", "python") if name else sys.executable
+
 
 _PATIENCE_S = 240.0  # some readers hang
 _BUILD_PATIENCE_S = 1800.0
@@ -51,16 +80,17 @@ _WORKER = Path(__file__).with_name("worker.py")
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a process is to read.
+    """A reader and the data that it reads.
 
     Attributes:
-        reader: module of `readers`. workload: name.
-        scale: share of the workload's stated rows.
-        directory: the reader's data.
-        workers: processes that the reader itself starts.
-        settings: further arguments of its `open_reader`.
-        python: interpreter that has its packages.
-        environment: added to that of this process.
+        reader: name of a module of `readers`.
+        workload: name of a workload.
+        scale: share of the workload's full number of rows.
+        directory: location of the reader's data.
+        workers: number of processes that the reader itself starts.
+        settings: further arguments of the reader's `open_reader`.
+        python: interpreter that has the reader's packages.
+        environment: variables added to the environment of this process.
     """
 
     reader: str
@@ -74,25 +104,25 @@ class Job:
 
 
 class Reader(contextlib.AbstractContextManager["Reader"]):
-    """One reader's process; a context manager that ends it."""
+    """A reader's process; the context manager kills it on exit."""
 
     def __init__(self, job: Job) -> None:
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", **job.environment}
         if os.path.abspath(job.python) != os.path.abspath(
             sys.executable
         ):  # environments may share one binary
-            environment.pop("PYTHONPATH", None)  # it leads to our packages
-        # an installed package is compiled once; one that runs from its source tree would be at every start
+            environment.pop("PYTHONPATH", None)  # it points to our packages
+        # without bytecode, a package that runs from its source tree is compiled at every start
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         told = json.dumps({**asdict(job), "environment": {}, "started": time.perf_counter()})
         self._process = subprocess.Popen(
             [job.python, str(_WORKER), told],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment,
-            start_new_session=True,  # with the processes that it starts, and may leave behind, it is ended as a group
+            start_new_session=True,  # so that it is killed together with the processes that it starts
         )  # fmt: skip
 
     def __exit__(self, *_: object) -> None:
-        """Kill the process and all that it has started: what some readers leave running never ends by itself."""
+        """Kill the process and its children, because the children of some readers never end by themselves."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -102,7 +132,7 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
                     stream.close()
 
     def ask(self, command: str) -> dict[str, Any]:
-        """One answer; {"error": …} where the process failed or took longer than anybody would wait."""
+        """Return the answer to a command; {"error": …} if the process fails or exceeds the time limit."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         timer = threading.Timer(_BUILD_PATIENCE_S if command == "build" else _PATIENCE_S, self._process.kill)
@@ -121,7 +151,7 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
 def build_data(
     jobs: Mapping[str, Job], told: Callable[[str], None] = print, at_once: int = 1
 ) -> dict[str, str]:
-    """Make every reader's data, as many `at_once`; returns reader → why its data could not be made."""
+    """Build every reader's data, `at_once` in parallel; return reader → why its data could not be built."""
 
     def one(name: str) -> tuple[str, dict[str, Any]]:
         with Reader(jobs[name]) as builder:

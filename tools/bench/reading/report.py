@@ -1,4 +1,4 @@
-"""The page of the read benchmark."""
+"""Write the page of the read benchmark."""
 
 from __future__ import annotations
 
@@ -14,35 +14,31 @@ _DROPPED = 0.01
 """Share of pages that may stay in a page cache that counts as dropped."""
 _NOT_INSTALLED = "ModuleNotFoundError"
 _MEANING = """\
-Shuffled epochs of whole batches. Every repeat starts each reader as a fresh process, and every epoch is one turn:
-all readers take theirs before the next. *Touched*: the first value of every sample is looked at; *read once*: every
-byte is; *delivered*: nothing is. *Cold*: the first epoch of a process whose data have been dropped from the page
-cache. *Of the limit*: of the median of the limit's later epochs in the same repeat. *within* may hold twice the
-data in memory, *beyond* a quarter of them, without either the default decides. CPU is that of the process and its
-children from the end of one epoch to the end of the next. *Peak* is the most resident memory (VmHWM) up to the last
-touched epoch; of maps it includes the page cache that they have mapped. *Waits* are for the next batch once the
-last one was looked at, in later epochs, touched. *First batch*: since the process was started, imports included. ¹:
-some epochs were left after {seconds:g} s. shardkit compares the checksum of every block that it reads, and
-ArrayRecord that of every chunk; the other readers compare none, except limits that say so."""
+Epochs are shuffled and consist of whole batches. Every repeat starts each reader as a new process. All readers run an
+epoch in turn before the next epoch begins. *Touched*: the first value of every sample is read; *read once*: every byte
+is read; *delivered*: no value is read. *Cold*: the first epoch of a process after its data were dropped from the page
+cache. *Of the limit*: relative to the median of the limit's later epochs in the same repeat. *within* may hold twice
+the size of the data in memory, *beyond* a quarter of it; otherwise the default applies. CPU is the CPU time of the
+process and its children from the end of one epoch to the end of the next. *Peak* is the largest resident memory (VmHWM)
+up to the last touched epoch; for memory maps it includes the mapped page cache. *Waits* last from the end of reading
+one batch to the arrival of the next, in later touched epochs. *First batch*: seconds since the start of the process,
+imports included. ¹: some epochs were stopped after {seconds:g} s. shardkit verifies the checksum of every block that it
+reads, and ArrayRecord verifies every chunk. The other readers verify none, except limits whose labels say so."""
 
 
 def report(facts: dict[str, Any], results: dict[str, Any]) -> str:
-    """Markdown: goals, then a table per part."""
-    lines = [
-        *_head(facts),
-        "",
-        "## Goals",
-        "",
-        "| | goal | measured, median (range) | |",
-        "|---|---|---|---|",
-    ]
-    said = {True: "met", False: "**missed**", None: "–"}
-    lines += [f"| {goal.text} | {goal.wanted} | {goal.found} | {said[goal.met]} |" for goal in goals(results)]
-    if facts["scale"] < 1:
-        lines += [
-            "",
-            f"At scale {facts['scale']:g}: goals are for scale 1, and these figures say nothing about them.",
-        ]
+    """Return the page in Markdown: the goals, then a table per part."""
+    lines = [*_head(facts)]
+    found = goals(results)
+    if any(goal.met is not None for goal in found):
+        lines += ["", "## Goals", "", "| | goal | measured, median (range) | |", "|---|---|---|---|"]
+        said = {True: "met", False: "**missed**", None: "–"}
+        lines += [f"| {goal.text} | {goal.wanted} | {goal.found} | {said[goal.met]} |" for goal in found]
+        if facts["scale"] < 1:
+            lines += [
+                "",
+                f"At scale {facts['scale']:g}: goals are for scale 1, and these figures say nothing about them.",
+            ]
     for part, result in results.items():
         lines += ["", *_part(part, result)]
     return "\n".join(lines) + "\n"
@@ -52,14 +48,14 @@ def _head(facts: dict[str, Any]) -> list[str]:
     machine = (
         f"{facts['cpus']} × {facts['processor']} ({facts['machine']}), load average {facts['load_before']:.1f} before "
         f"and {facts['load_after']:.1f} after; Python {facts['python']}. Scale {facts['scale']:g}, {facts['repeats']} "
-        f"repeats, {facts['took_s'] / 60:.0f} minutes. Versions: {_listed(facts['versions'])}."
+        f"repeats, {facts['took_s'] / 60:.0f} minutes. Versions: {_list_text(facts['versions'])}."
     )
     if facts["peer_versions"]:
-        machine += f" Peers: {_listed(facts['peer_versions'])}."
+        machine += f" Peers: {_list_text(facts['peer_versions'])}."
     return [f"# Reading, {facts['date']}", "", machine, "", _MEANING.format(seconds=facts["seconds"])]
 
 
-def _listed(found: dict[str, str]) -> str:
+def _list_text(found: dict[str, str]) -> str:
     return ", ".join(f"{name} {version}" for name, version in found.items())
 
 
@@ -69,6 +65,7 @@ def _part(part: str, result: dict[str, Any]) -> list[str]:
     title = {
         "workers": "tokens, two DataLoader workers",
         "s3": "tokens, from a bucket (LocalStack on 127.0.0.1)",
+        "pictures": "pictures of ImageNet's sizes, from a bucket that answers 10 ms late",
     }
     lines = [f"## {title.get(part, part)}: {result['rows']:,} samples, batch {result['batch']}", ""]
     if "ranges" in result:
@@ -76,7 +73,7 @@ def _part(part: str, result: dict[str, Any]) -> list[str]:
             f"{result['ranges']:,} ranges of {result['bytes'] / result['ranges'] / 1024:,.0f} KiB on average.",
             "",
         ]
-    full = part not in ("workers", "s3")
+    full = part not in ("workers", "s3", "pictures")
     epochs = max((later(one, "touched").stop for one in readers.values()), default=0)
     ordinal = [{0: "1st", 1: "2nd", 2: "3rd"}.get(k, f"{k + 1}th") for k in range(epochs)]
     columns = ["reader", *(f"{k} epoch, touched: samples/s" for k in ordinal)]
@@ -86,7 +83,7 @@ def _part(part: str, result: dict[str, Any]) -> list[str]:
     columns += ["first batch, s"] if full else []
     lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for one in readers.values():
-        cells = _failed(one) or _cells(one, readers.get("limit", {}), epochs, full=full)
+        cells = _failure_lines(one) or _cells(one, readers.get("limit", {}), epochs, full=full)
         lines.append(f"| {' | '.join([one['label'], *cells])} |")
     return [*lines, *_remarks(result, missing)]
 
@@ -95,7 +92,7 @@ def _missing(one: dict[str, Any]) -> bool:
     return str(one.get("error", "")).startswith(_NOT_INSTALLED)
 
 
-def _failed(one: dict[str, Any]) -> list[str]:
+def _failure_lines(one: dict[str, Any]) -> list[str]:
     return [f"failed: {' '.join(one['error'].split())[:120]}"] if "error" in one else []
 
 
@@ -106,10 +103,10 @@ def _cells(one: dict[str, Any], limit: dict[str, Any], epochs: int, *, full: boo
         cells += [_shares(one, limit, "touched", range(epochs)), _rate(one, "read", read)]
         cells += [_shares(one, limit, "read", range(read, read + 1))]
         cells += [_rate(one, "delivered", 0), _rate(one, "cold", 0)]
-    costs = [_told(_all(one, [k], "cpu_s", per_sample=True), 1e6, ".2f") for k in (0, max(epochs - 1, 0))]
+    costs = [_cell(_all(one, [k], "cpu_s", per_sample=True), 1e6, ".2f") for k in (0, max(epochs - 1, 0))]
     peak = _all(one, [max(epochs - 1, 0)], "peak")
-    waits = [_told(_all(one, later(one, "touched"), name), 1e3, ".1f") for name in ("p999_s", "longest_s")]
-    cells += [", ".join(costs), _told(peak, 1 / _MIB, ".0f"), ", ".join(waits)]
+    waits = [_cell(_all(one, later(one, "touched"), name), 1e3, ".1f") for name in ("p999_s", "longest_s")]
+    cells += [", ".join(costs), _cell(peak, 1 / _MIB, ".0f"), ", ".join(waits)]
     return [*cells, *([_whole(spread(one.get("first", [])), ".2f")] if full else [])]
 
 
@@ -140,7 +137,7 @@ def _whole(found: Spread | None, form: str) -> str:
     return "–" if found is None else found.told(form)
 
 
-def _told(found: Spread | None, factor: float, form: str) -> str:
+def _cell(found: Spread | None, factor: float, form: str) -> str:
     return "–" if found is None else f"{found.median * factor:{form}}"
 
 

@@ -1,9 +1,9 @@
-"""One reader in a process of its own: told on stdin what to do, answers on stdout with one JSON line each.
+"""Run one reader: take commands from stdin, and answer each with one JSON line on stdout.
 
     python worker.py JOB       JOB: JSON of `processes.Job`
 
 Commands: build; prepare (all before the first batch); first (the first batch); epoch MODE SECONDS. The peers'
-environment has no shardkit: of this tree it sees only modules that import nothing of it.
+environment has no shardkit, so this module imports only modules of this tree that do not import shardkit.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path[0] = str(Path(__file__).parents[2])  # and not this folder, whose modules would hide others
+sys.path[0] = str(Path(__file__).parents[2])  # replaces this folder, whose modules would shadow others
 from bench.reading.samples import MODES, find  # noqa: E402
 
 warnings.filterwarnings("ignore")
 
 
 def main() -> None:
-    """Answer commands until there are no more."""
+    """Answer commands until stdin ends."""
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print goes to stderr
+    os.dup2(2, 1)  # output of libraries goes to stderr
     session = Session(json.loads(sys.argv[1]))
     for line in sys.stdin:
         command, *arguments = line.split()
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 class Session:
-    """The commands, over one reader."""
+    """The commands of one reader."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         self.job, self.workload = job, find(job["workload"])
@@ -59,7 +59,7 @@ class Session:
         return {"seconds": time.perf_counter() - started}
 
     def prepare(self) -> dict[str, Any]:
-        """Open the reader; returns what it says of itself."""
+        """Open the reader; return its facts."""
         self.reader = self.module.open_reader(
             self.workload,
             self.job["scale"],
@@ -71,13 +71,13 @@ class Session:
         return dict(getattr(self.reader, "facts", {}))
 
     def first(self) -> dict[str, Any]:
-        """Up to the first batch: seconds since the process was started, imports included."""
+        """Read the first batch; return the seconds since the process was started, imports included."""
         self.prepare()
         MODES["touched"](next(iter(self.reader.epoch())))
         return {"seconds": time.perf_counter() - self.job["started"]}  # one clock for all processes
 
     def epoch(self, mode: str, seconds: str) -> dict[str, Any]:
-        """Read every sample once, or what `seconds` allow; CPU time is counted from the end of the epoch before."""
+        """Read every sample once, for at most `seconds`; CPU time counts from the end of the previous epoch."""
         look, limit, clock = MODES[mode], float(seconds), time.perf_counter
         count, waits = 0, []
         started = asked = clock()
@@ -92,9 +92,9 @@ class Session:
             asked = clock()
         elapsed = asked - started
         batch = None
-        del batches  # ends workers, whose CPU time counts only then
+        del batches  # ends workers, because their CPU time counts only afterwards
         cpu_s, self.cpu_s = -self.cpu_s, _cpu()
-        between = sorted(waits[1:]) or waits  # the first one is the start of the epoch
+        between = sorted(waits[1:]) or waits  # the first wait is the start of the epoch
         return {
             "samples": count,
             "seconds": elapsed,
@@ -108,13 +108,13 @@ class Session:
 
 
 def _peak_bytes() -> int:
-    """Most resident memory that this process has had."""
+    """Return the peak resident memory of this process."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
 def _cpu() -> float:
-    """CPU seconds of this process, of its children that have ended, and of those that go on."""
+    """Return the CPU seconds of this process and of its ended and running children."""
     used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     ended = sum(usage.ru_utime + usage.ru_stime for usage in used)
     return ended + sum(_ticks()) / os.sysconf("SC_CLK_TCK")
@@ -126,9 +126,9 @@ def _ticks() -> Iterator[int]:
             for child in path.read_text().split():
                 fields = (
                     Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
-                )  # from the third, proc(5)
-                yield sum(map(int, fields[11:15]))  # of the process, and of its own children that have ended
-        except OSError:  # it has ended meanwhile
+                )  # from field 3, proc(5)
+                yield sum(map(int, fields[11:15]))  # the child and its own ended children
+        except OSError:  # the process has ended
             continue
 
 

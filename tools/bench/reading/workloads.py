@@ -1,7 +1,7 @@
-"""The four workloads of the read benchmark, and the limit of each: the same samples with nothing checked.
+"""The four workloads of the read benchmark, and the limit of each: the same samples without checks.
 
-Samples are made from their number alone. A limit is a function that makes one epoch, an iterator of batches of fresh
-memory. All of it runs in the peers' environment too: numpy, and nothing of shardkit.
+A sample depends only on its number. A limit is a function that returns one epoch, an iterator of batches in fresh
+memory. This module also runs in the peers' environment, so it imports numpy and nothing of shardkit.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ import numpy as np
 
 CHUNK = 1000
 BLOB_BYTES = 100_000
+PICTURE_BYTES = 115_000
+"""Mean of ImageNet: 147,897,477,120 bytes of ILSVRC2012_img_train.tar by 1,281,167 pictures."""
 TEXT_BYTES = 1500
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is read: `rows` samples of `field` (and a label where `label`), `batch` at a time."""
+    """A workload: `rows` samples of `field` (and a label if `label`), read `batch` at a time."""
 
     name: str
     full_rows: int
@@ -35,15 +37,15 @@ class Workload:
     dtype: str  # "" for bytes, "str" for text
     label: bool
     compressed: bool
-    limit: str  # what tables call its limit
-    make: Callable[[int, np.random.Generator], Any]  # values of so many samples
+    limit: str  # name of its limit in tables
+    make: Callable[[int, np.random.Generator], Any]  # (number of samples, generator) → values
 
     def rows(self, scale: float) -> int:
-        """Samples at this share of the stated ones: whole batches, at least 20."""
+        """Return the number of samples at this share of the full number: whole batches, at least 20."""
         return max(self.batch * 20, int(self.full_rows * scale)) // self.batch * self.batch
 
     def samples(self, scale: float) -> Iterator[dict[str, Any]]:
-        """One dict per sample; arrays are rows of a fresh chunk."""
+        """Yield one dict per sample; arrays are rows of a fresh chunk."""
         for first in range(0, self.rows(scale), CHUNK):
             rng = np.random.default_rng(first)
             values = self.make(min(CHUNK, self.rows(scale) - first), rng)
@@ -54,7 +56,7 @@ class Workload:
                 yield sample
 
     def value_bytes(self, sample: dict[str, Any]) -> bytes:
-        """The value of a sample as formats of plain records store it."""
+        """Return the value of a sample as formats of plain records store it."""
         value = sample[self.field]
         if isinstance(value, str):
             return value.encode()
@@ -66,9 +68,15 @@ def _blobs(count: int, rng: np.random.Generator) -> Any:
     return [rng.bytes(int(size)) for size in sizes]
 
 
+def _pictures(count: int, rng: np.random.Generator) -> Any:
+    """Return bytes of log-normal sizes, whose deviation of 0.6 is assumed."""
+    sizes = rng.lognormal(np.log(PICTURE_BYTES) - 0.6**2 / 2, 0.6, count).clip(2_000, 4_000_000)
+    return [rng.bytes(int(size)) for size in sizes]
+
+
 @functools.cache
 def _words() -> list[str]:
-    """English-like text that every machine has."""
+    """Return English-like text that is available on every machine."""
     source = "".join(p.read_text(encoding="utf-8", errors="replace")
                      for p in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("[a-d]*.py")))  # fmt: skip
     return re.findall(r"\S+\s*", source)
@@ -94,11 +102,16 @@ WORKLOADS = {
     )
 }  # fmt: skip
 
+PICTURES = Workload(
+    "pictures", 4_000, 64, "image", (), "", label=True, compressed=False, limit="", make=_pictures
+)
+"""Read from a bucket only, so that it has no limit on the disk."""
+
 
 def touch(value: Any) -> int:
-    """Look at the first value of every sample of a batch; returns how many samples there are.
+    """Read the first value of every sample of a batch; return the number of samples.
 
-    A number stands for so many samples of which there is nothing to look at.
+    A batch given as an integer is a number of samples whose values are not available.
     """
     if isinstance(value, int):
         return value
@@ -115,7 +128,7 @@ _TASK_FRAMES = 8
 
 
 def write_rows(workload: Workload, scale: float, directory: str) -> None:
-    """Write values end to end, their offsets, and labels."""
+    """Write the values end to end, their offsets and the labels."""
     root, offsets, labels = Path(directory), [0], []
     root.mkdir(parents=True)
     with (root / "rows.bin").open("wb") as file:
@@ -130,8 +143,9 @@ class Rows:
     """The file of `write_rows`, mapped.
 
     Attributes:
-        offsets: where values begin, and the end. labels: of the rows.
-        table: fixed rows as an array; of others the bytes of all.
+        offsets: start of each value, followed by the end of the last.
+        labels: labels of the rows.
+        table: array of the rows if they have a fixed size; otherwise all bytes of the file.
     """
 
     def __init__(self, workload: Workload, directory: str) -> None:
@@ -146,22 +160,22 @@ class Rows:
         return len(self.offsets) - 1
 
     def value(self, row: int) -> memoryview:
-        """A value of variable size where it lies in the map."""
+        """Return a value of variable size as a view of the map."""
         return memoryview(self.table)[self.offsets[row] : self.offsets[row + 1]]
 
     def batches(self, epoch: int) -> Iterator[Any]:
-        """Row numbers of whole batches, shuffled."""
+        """Return the shuffled row numbers of an epoch in whole batches."""
         order, size = np.random.default_rng(epoch).permutation(len(self)), self.workload.batch
         return (order[first : first + size] for first in range(0, len(order) - size + 1, size))
 
 
 def open_limit(workload: Workload, directory: str) -> Callable[[int], Iterator[Any]]:
-    """The limit of a workload: number of the epoch → its batches; of text, numbers of samples."""
+    """Return the limit of a workload: epoch number → batches (for text, numbers of samples)."""
     rows = Rows(workload, directory)
     if workload.shape:
         return lambda epoch: _take(rows, epoch)
     if workload.compressed:
-        frames = _compressed(rows.table)
+        frames = _compress(rows.table)
         return lambda epoch: _decompress(frames, len(rows))
     return lambda epoch: _hash(rows, epoch)
 
@@ -185,7 +199,7 @@ def _hash(rows: Rows, epoch: int) -> Iterator[Any]:
         yield batch
 
 
-def _compressed(data: Any) -> list[bytes]:
+def _compress(data: Any) -> list[bytes]:
     from shardkit.formats.compression import compress_frame  # not in the peers' environment
 
     starts = range(0, len(data), _FRAME_BYTES)

@@ -1,6 +1,6 @@
 """Megatron-Energon: webdataset tars indexed by its own preparation, shuffle buffer of 1,000, savable loader.
 
-Its reader wants tars that it can seek in, so text is not compressed.
+Its reader seeks in the tars, so text is not compressed.
 """
 
 # mypy: ignore-errors
@@ -36,6 +36,7 @@ class _Reader:
     def __init__(self, workload: Any, directory: str, workers: int) -> None:
         import megatron.energon as energon
 
+        directory = directory.replace("s3://", "msc://")  # the profile of its client is named as the bucket
         suffix = {"": "bin", "str": "txt"}.get(workload.dtype, "npy")
         decoded = workload.dtype != ""
 

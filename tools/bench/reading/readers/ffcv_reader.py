@@ -1,6 +1,6 @@
 """FFCV: one .beton file, random order, kept in the page cache, as many threads as processors; no checks, no resume.
 
-To build it takes Debian's libopencv-dev, libturbojpeg0-dev and pkg-config beside numba and opencv-python-headless.
+Building it requires numba, opencv-python-headless and Debian's libopencv-dev, libturbojpeg0-dev and pkg-config.
 """
 
 # mypy: ignore-errors
@@ -62,5 +62,5 @@ class _Reader:
 
 
 def open_reader(workload: Any, scale: float, directory: str, workers: int) -> _Reader:
-    """The reader of a workload that was built."""
+    """Open the reader of a built workload."""
     return _Reader(workload, directory)

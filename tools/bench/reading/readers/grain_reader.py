@@ -1,7 +1,7 @@
 """Grain: ArrayRecord (group_size 1), global shuffle, parse, batch, 16 read threads; checkpointable iterators.
 
-Files of 10,000 records: what one read costs grows with the file's records, 35 rows of 3 KB a second from a file of
-500,000, 10,700 from files of 50,000, 13,800 from files of 10,000.
+Files have 10,000 records, because the cost of one read grows with the number of records of its file: 35 rows of 3 KB a
+second from a file of 500,000 records, 10,700 from files of 50,000, 13,800 from files of 10,000.
 """
 
 # mypy: ignore-errors
@@ -22,7 +22,7 @@ def build(workload: Any, scale: float, directory: str) -> None:
 
     Path(directory).mkdir(parents=True)
     options = "group_size:1,zstd:3" if workload.compressed else "group_size:1,uncompressed"
-    for number, samples in enumerate(_batched(workload.samples(scale), _FILE_RECORDS)):
+    for number, samples in enumerate(_make_batch(workload.samples(scale), _FILE_RECORDS)):
         writer = ArrayRecordWriter(f"{directory}/{number:05d}.array_record", options)
         for sample in samples:
             label = sample["label"].to_bytes(4, "little") if workload.label else b""
@@ -30,7 +30,7 @@ def build(workload: Any, scale: float, directory: str) -> None:
         writer.close()
 
 
-def _batched(samples: Any, size: int) -> Any:
+def _make_batch(samples: Any, size: int) -> Any:
     rest = iter(samples)
     while some := list(islice(rest, size)):
         yield some

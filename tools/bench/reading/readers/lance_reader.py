@@ -9,27 +9,36 @@ from typing import Any
 import numpy as np
 
 
-def build(workload: Any, scale: float, directory: str) -> None:
-    import lance
+def schema(workload: Any) -> Any:
+    """Return the Arrow schema of a workload: fixed-size lists for arrays."""
     import pyarrow as pa
 
     kinds = {"": pa.large_binary(), "str": pa.large_string()}
     kind = kinds.get(workload.dtype) or pa.list_(
         pa.from_numpy_dtype(np.dtype(workload.dtype)), workload.shape[0]
     )
-    schema = pa.schema([(workload.field, kind)] + ([("label", pa.int64())] if workload.label else []))
+    return pa.schema([(workload.field, kind)] + ([("label", pa.int64())] if workload.label else []))
 
-    def batches() -> Any:
-        rows: list[Any] = []
-        for sample in workload.samples(scale):
-            rows.append(sample)
-            if len(rows) == 1000:
-                yield pa.RecordBatch.from_pylist(rows, schema)
-                rows = []
-        if rows:
-            yield pa.RecordBatch.from_pylist(rows, schema)
 
-    lance.write_dataset(batches(), directory, schema=schema)
+def batches(workload: Any, scale: float, kinds: Any) -> Any:
+    """Yield the samples in record batches of 1,000."""
+    import pyarrow as pa
+
+    rows: list[Any] = []
+    for sample in workload.samples(scale):
+        rows.append(sample)
+        if len(rows) == 1000:
+            yield pa.RecordBatch.from_pylist(rows, kinds)
+            rows = []
+    if rows:
+        yield pa.RecordBatch.from_pylist(rows, kinds)
+
+
+def build(workload: Any, scale: float, directory: str) -> None:
+    import lance
+
+    kinds = schema(workload)
+    lance.write_dataset(batches(workload, scale, kinds), directory, schema=kinds)
 
 
 class _Rows:

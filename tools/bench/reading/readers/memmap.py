@@ -1,6 +1,6 @@
-"""What people write themselves: a memory-mapped array, a random permutation, a gather per batch under DataLoader.
+"""A typical hand-written loader: memory-mapped array, random permutation, one gather per batch, DataLoader.
 
-Rows of variable size: one file and an offsets array. No verification, no resume.
+Rows of variable size are one file and an array of offsets. It neither verifies nor resumes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["Rows", "build", "open_reader"]
 
 
 class Rows(_Rows):
-    """Rows of the file, by number; with labels where there are some."""
+    """A map-style dataset over the rows of the file, with their labels if the workload has labels."""
 
     def __getitems__(self, indices: list[int]) -> tuple[Any, Any]:
         labels = self.labels[indices] if self.workload.label else None

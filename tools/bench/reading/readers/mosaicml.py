@@ -1,4 +1,4 @@
-"""MosaicML Streaming, local directory, py1e shuffle (its default), StreamingDataLoader."""
+"""MosaicML Streaming, local directory or bucket, py1e shuffle (its default), StreamingDataLoader."""
 
 # mypy: ignore-errors
 # the packages are optional
@@ -22,12 +22,16 @@ def build(workload: Any, scale: float, directory: str) -> None:
 
 
 class _Reader:
-    def __init__(self, workload: Any, directory: str, workers: int) -> None:
+    def __init__(self, workload: Any, directory: str, workers: int, cache: str | None) -> None:
         from streaming import StreamingDataLoader, StreamingDataset
         from streaming.base.util import clean_stale_shared_memory
 
         clean_stale_shared_memory()
-        data = StreamingDataset(local=directory, shuffle=True, batch_size=workload.batch)
+        where = {"local": cache, "remote": directory} if cache else {"local": directory}
+        data = StreamingDataset(**where, shuffle=True, batch_size=workload.batch)
+        for stream in data.streams if cache else []:
+            # forked workers would share the connection of its S3 client, and mix their answers
+            stream._downloader.clean_up()  # noqa: SLF001
         self.loader = StreamingDataLoader(data, batch_size=workload.batch, num_workers=workers)
         self.field = workload.field
 
@@ -35,5 +39,7 @@ class _Reader:
         return (batch[self.field] for batch in self.loader)
 
 
-def open_reader(workload: Any, scale: float, directory: str, workers: int) -> _Reader:
-    return _Reader(workload, directory, workers)
+def open_reader(
+    workload: Any, scale: float, directory: str, workers: int, cache: str | None = None
+) -> _Reader:
+    return _Reader(workload, directory, workers, cache)

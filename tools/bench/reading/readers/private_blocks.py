@@ -1,7 +1,7 @@
-"""A loader that does what ours cannot do without, and nothing else: blocks into private memory, hashed, rows copied.
+"""A loader with only the work that shardkit cannot avoid: read blocks into private memory, hash, copy rows.
 
 Two loading threads fill one half of a pool (pread, XXH3-64) while rows are gathered from the other half by one
-`numpy.take` per batch into fresh memory. Compiled where there is a compiler, with the xxHash that pyarrow brings along.
+`numpy.take` per batch into fresh memory. The loading is compiled with pyarrow's copy of xxHash if a compiler is found.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ unsigned long long load(int fd, long offset, long size, char *into) {
     return XXH3_64bits(into, size);
 }
 """
-Load = Callable[[int, int, "np.ndarray[Any, Any]"], int]  # descriptor, offset, where to: its hash
+Load = Callable[[int, int, "np.ndarray[Any, Any]"], int]  # (descriptor, offset, destination) → hash
 
 
 class _Reader:
@@ -53,7 +53,7 @@ class _Reader:
         self.half_blocks = min(HALF_BYTES // BLOCK_BYTES, -(-len(self.rows) // self.block_rows))
         half = (2, self.half_blocks * self.block_rows, *workload.shape)
         self.pool: Any = np.empty(half, workload.dtype)
-        self.load, compiled = _compiled()
+        self.load, compiled = _load_function()
         self.facts = {"compiled": compiled}
         self.rng = np.random.default_rng(1)
 
@@ -86,8 +86,8 @@ class _Reader:
         return [threads.submit(work) for _ in range(THREADS)]
 
 
-def _compiled() -> tuple[Load, bool]:
-    """The loading of one block, and whether it is compiled."""
+def _load_function() -> tuple[Load, bool]:
+    """Return the function that loads one block, and whether it is compiled."""
     import pyarrow as pa
 
     header = Path(pa.get_include(), "arrow", "vendored", "xxhash")

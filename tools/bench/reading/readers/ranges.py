@@ -1,4 +1,4 @@
-"""obstore fetching given ranges of a bucket, so many at a time, and nothing else."""
+"""Fetch given ranges of a bucket with obstore, a fixed number at a time, and do nothing else."""
 
 from __future__ import annotations
 

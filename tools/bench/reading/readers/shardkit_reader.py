@@ -1,4 +1,4 @@
-"""shardkit with its default settings, or with a bound of memory; one process, or a DataLoader with workers."""
+"""shardkit with default settings or a memory bound, in one process or in a DataLoader with workers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _Reader:
 
 
 def build(workload: Any, scale: float, directory: str) -> None:
-    """Write the dataset; nothing of what that imports is imported by whoever reads."""
+    """Write the dataset; import the writing code here, so that reading processes do not load it."""
     from bench.datasets import write_dataset
 
     write_dataset(workload, scale, directory)

@@ -4,6 +4,7 @@
 # the packages are optional
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -23,12 +24,12 @@ def build(workload: Any, scale: float, directory: str) -> None:
 
 
 class _Reader:
-    def __init__(self, workload: Any, directory: str, workers: int) -> None:
+    def __init__(self, workload: Any, directory: str, workers: int, urls: list[str]) -> None:
         from pathlib import Path
 
         import webdataset as wds
 
-        urls = [str(p) for p in sorted(Path(directory).glob("*.tar*"))]
+        urls = urls or [str(p) for p in sorted(Path(directory).glob("*.tar*"))]
         suffix = {"": "bin", "str": "txt"}.get(workload.dtype, "npy")
 
         def pipeline() -> Any:
@@ -44,5 +45,7 @@ class _Reader:
         self.epoch = lambda: (batch[0] for batch in pipeline())
 
 
-def open_reader(workload: Any, scale: float, directory: str, workers: int) -> _Reader:
-    return _Reader(workload, directory, workers)
+def open_reader(
+    workload: Any, scale: float, directory: str, workers: int, urls: Sequence[str] = ()
+) -> _Reader:
+    return _Reader(workload, directory, workers, list(urls))
