@@ -21,8 +21,8 @@ $(DEMO_STAMP): pyproject.toml constraints.txt tools/install.sh $(COMPILED)
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" sh tools/install.sh demo
 	@touch $(DEMO_STAMP)
 
-$(DOCS_STAMP): $(STAMP)
-	@$(BIN)/pip install -q -c constraints.txt -e ".[docs]"
+$(DOCS_STAMP): pyproject.toml constraints.txt tools/install.sh $(COMPILED)
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" sh tools/install.sh docs
 	@touch $(DOCS_STAMP)
 
 demo: $(DEMO_STAMP)  ## build, verify, train, kill, resume, damage, heal, audit: in two minutes
@@ -37,22 +37,18 @@ lint: $(STAMP)
 	$(BIN)/codespell
 	$(BIN)/python tools/draw_architecture.py --check
 	$(BIN)/python tools/make_docs.py --check
-	$(BIN)/python tools/draw_rates.py --check
+	$(BIN)/python tools/bench/interruptions/page.py --check
 
 docs: $(DOCS_STAMP)  ## the site, below build/docs/site; no network once its packages are there
 	$(BIN)/python tools/make_docs.py
 
-# Some tests drive clusters of real processes on a machine that may be busy with anything: what failed beside others is
-# run once more by itself. What fails twice has failed; both outcomes stay in the output.
 test: $(STAMP)  ## the whole suite, fast tests first
 	@echo "unit, property, integration (processes, S3, torchrun), faults, compat; about 20 minutes on two processors"
-	$(BIN)/pytest -n $(JOBS) || { \
-		echo "--- what failed, once more and one at a time ---"; \
-		$(BIN)/pytest -n 0 --last-failed --last-failed-no-failures none; }
+	$(BIN)/pytest -n $(JOBS)
 
 quick: $(STAMP)  ## unit and property tests without the slow ones, in about two minutes: for every edit
-	@echo "unit and property tests, without those marked slow or drill; all tests: make test"
-	$(BIN)/pytest -q -n $(JOBS) tests/unit tests/property -m "not slow and not drill"
+	@echo "unit and property tests with fewer examples, without those marked slow or drill; all tests: make test"
+	SHARDKIT_HYPOTHESIS=quick $(BIN)/pytest -q -n $(JOBS) tests/unit tests/property -m "not slow and not drill"
 
 sanitize: $(STAMP)  ## the loader's compiled module with ASAN and UBSAN, under its property tests
 	@BIN="$(BIN)" sh tools/sanitize.sh

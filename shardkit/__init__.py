@@ -15,7 +15,7 @@
       ├── copies           placement, parity, replicating, repairing
       ├── reading          verified blocks from several places; the cache
       ├── repository       objects, commits, locations and policy
-      ├── stores           where bytes lie: folders, buckets, fsspec
+      ├── stores           places of bytes: folders, buckets, fsspec
       ├── manifest         one version of a dataset
       ├── formats          shards, indexes, schema, digests
       ├── telemetry        counters and events
@@ -38,7 +38,7 @@ __version__ = "0.3.0"
 
 __all__ = ["Dataset", "Writer", "__version__", "create", "open"]
 
-_PUBLIC = {"open": "dataset", "create": "creating", "Dataset": "dataset", "Writer": "creating"}
+_PUBLIC = {"open": "opening", "create": "creating", "Dataset": "dataset", "Writer": "creating"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Documents: typed structs in canonical JSON, validated while they are decoded; and TOML configuration.
+"""Documents: typed structs in canonical JSON, validated while they are decoded; TOML; digests and times as text.
 
 Canonical JSON has sorted keys, no spaces, UTF-8 without escapes, integers below 2**63 in magnitude and no floats. Equal
 content has equal bytes, and therefore one digest. The type of a document is a subclass of `Document`, whose annotations
@@ -11,22 +11,27 @@ Sizes and digests are checked before parsing, types while parsing, and the canon
 
 from __future__ import annotations
 
+import datetime as dt
 import difflib
 import hashlib
 import itertools
 import re
+import threading
+import time
 import tomllib
 from collections.abc import Iterator, Mapping
-from functools import cache
 from typing import Annotated, Any, Final, NoReturn, TypeVar, get_args
 
 import msgspec
+import xxhash
 from msgspec import Meta
 
 from shardkit.errors import ConfigurationError, FormatError, IntegrityError, UsageError
 from shardkit.ranges import shown
 
 DIGEST_PREFIX: Final = "sha256:"
+
+DIGEST: Final = re.compile(r"sha256:[0-9a-f]{64}")
 
 Digest = Annotated[str, Meta(pattern=r"\Asha256:[0-9a-f]{64}\Z")]
 """SHA-256 of an object: ``sha256:`` and 64 lower-case hexadecimal digits."""
@@ -70,6 +75,33 @@ _encoder: Final = msgspec.json.Encoder(order="sorted", enc_hook=_plain)
 def sha256_digest(data: bytes | bytearray | memoryview) -> str:
     """Return the SHA-256 of `data` as ``sha256:<hex>``, the form of OCI digests."""
     return DIGEST_PREFIX + hashlib.sha256(data).hexdigest()
+
+
+def format_digest(raw: bytes) -> str:
+    """Return the text of a SHA-256 digest of 32 bytes.
+
+    Raises:
+        FormatError: `raw` does not have 32 bytes.
+    """
+    if len(raw) != 32:
+        raise FormatError(f"a SHA-256 has 32 bytes, got {len(raw)}")
+    return DIGEST_PREFIX + raw.hex()
+
+
+def parse_digest(text: object) -> str:
+    """Return the 64 hexadecimal digits of a digest text.
+
+    Raises:
+        FormatError: `text` is not ``sha256:`` and 64 lower-case hexadecimal digits.
+    """
+    if not isinstance(text, str) or DIGEST.fullmatch(text) is None:
+        raise FormatError(f"{text!r} is no digest; expected sha256:<64 lower-case hexadecimal digits>")
+    return text.removeprefix(DIGEST_PREFIX)
+
+
+def xxh3(data: bytes | bytearray | memoryview) -> int:
+    """Return the XXH3-64 of `data` with seed 0, as an unsigned 64-bit integer."""
+    return xxhash.xxh3_64_intdigest(data)
 
 
 def encode(value: object) -> bytes:
@@ -121,17 +153,19 @@ def decode(kind: type[T], data: bytes | bytearray | memoryview, where: str, *, m
     Raises:
         FormatError: The bytes are not the canonical form of a valid document of this type.
     """
-    value: T = _decode(_decoder(kind), data, where, max_bytes)
+    value: T = _decode(decoder_of(kind), data, where, max_bytes)
     return value
 
 
-def decode_plain(data: bytes | bytearray | memoryview, where: str, *, max_bytes: int) -> Any:
+def decode_plain(
+    data: bytes | bytearray | memoryview, where: str = "canonical JSON", *, max_bytes: int
+) -> Any:
     """Decode untyped canonical JSON.
 
     Raises:
         FormatError: The bytes are not canonical JSON.
     """
-    value = _decode(_decoder(Any), data, where, max_bytes)
+    value = _decode(decoder_of(Any), data, where, max_bytes)
     try:
         check_plain(value)
     except UsageError as error:
@@ -156,12 +190,27 @@ def _decode(decoder: Any, data: bytes | bytearray | memoryview, where: str, max_
     return value
 
 
-@cache
-def _decoder(kind: Any) -> Any:
-    return msgspec.json.Decoder(kind, dec_hook=_typed, float_hook=_refuse_float)
+def decoder_of(kind: Any) -> Any:
+    """Return the decoder of a type, made once.
+
+    One thread at a time makes one: msgspec shares its description of a nested type before it is complete, and a thread
+    that decoded with it would end the process. So this comes before any `msgspec.convert` to the type, too.
+    """
+    found = _decoders.get(kind)
+    if found is None:
+        with _making_decoder:
+            found = _decoders.get(kind)
+            if found is None:
+                found = msgspec.json.Decoder(kind, dec_hook=_decode_hook, float_hook=_refuse_float)
+                _decoders[kind] = found
+    return found
 
 
-def _typed(kind: Any, value: object) -> object:
+_decoders: Final[dict[Any, Any]] = {}
+_making_decoder: Final = threading.Lock()
+
+
+def _decode_hook(kind: Any, value: object) -> object:
     return kind.from_json(value)
 
 
@@ -187,8 +236,9 @@ def convert(kind: type[T], value: object, where: str) -> T:
     Raises:
         FormatError: A field is missing, unknown, of another type or too large.
     """
+    decoder_of(kind)
     try:
-        return msgspec.convert(value, kind, dec_hook=_typed)
+        return msgspec.convert(value, kind, dec_hook=_decode_hook)
     except (msgspec.ValidationError, RecursionError) as error:
         raise _format_error(where, error) from None
     except (FormatError, UsageError) as error:
@@ -225,21 +275,10 @@ def unseal(kind: type[T], data: bytes, where: str, *, max_bytes: int) -> T:
                 raise FormatError(f"{where}: its digest is not where it belongs; do not trust it")
             return document
         found = f"its digest is {match[1].decode('ascii')}, its content has {content}"
-    raise IntegrityError(
-        f"{where}: {found}; it is damaged: run shardkit repair, or restore it from a copy of the root"
-    )
+    raise IntegrityError(f"{where}: {found}; it is damaged")
 
 
 # ---- Configuration
-
-
-def decode_toml(kind: type[T], text: str, where: str) -> T:
-    """Decode a TOML configuration.
-
-    Raises:
-        ConfigurationError: The text is not TOML, or a key is unknown, missing, of another type or out of range.
-    """
-    return configure(kind, parse_toml(text, where), where)
 
 
 def parse_toml(text: str, where: str) -> dict[str, Any]:
@@ -260,8 +299,9 @@ def configure(kind: type[T], values: Mapping[str, object], where: str) -> T:
     Raises:
         ConfigurationError: A key is unknown, missing, of another type or out of range.
     """
+    decoder_of(kind)
     try:
-        return msgspec.convert(values, kind, dec_hook=_typed)
+        return msgspec.convert(values, kind, dec_hook=_decode_hook)
     except (msgspec.ValidationError, RecursionError) as error:
         value = _value_at(values, str(error))
         raise ConfigurationError(f"{where}: {value}{_reason(error)}{_nearest(kind, str(error))}") from None
@@ -297,3 +337,28 @@ def _structs(kind: Any, seen: set[Any] | None = None) -> Iterator[type[msgspec.S
             yield from _structs(one.type, seen)
     for inner in get_args(kind):
         yield from _structs(inner, seen)
+
+
+# ---- Times
+
+_TIME_FORM: Final = "%Y-%m-%dT%H:%M:%SZ"
+
+
+def utc_text(seconds: float | None = None) -> str:
+    """Return a time in seconds since 1970, by default the current time, as ``2026-11-20T19:00:00Z``."""
+    moment = time.time() if seconds is None else seconds
+    return dt.datetime.fromtimestamp(int(moment), dt.UTC).strftime(_TIME_FORM)
+
+
+def seconds_of(text: str) -> int:
+    """Return the seconds since 1970 of a text from `utc_text`.
+
+    Raises:
+        FormatError: The text is not such a time.
+    """
+    import calendar  # rarely needed
+
+    try:
+        return calendar.timegm(time.strptime(text, _TIME_FORM))
+    except ValueError:
+        raise FormatError(f"{text[:40]!r} is no moment; do not trust whoever wrote it") from None

@@ -1,10 +1,10 @@
-"""The part of ARCHITECTURE.md that is drawn from the code: packages, what each is for, and who imports whom.
+"""Generate the part of ARCHITECTURE.md that comes from the code: packages, their purposes and their imports.
 
-    python tools/draw_architecture.py            # rewrites ARCHITECTURE.md between its marks
-    python tools/draw_architecture.py --check    # writes nothing; fails where it would
+    python tools/draw_architecture.py            # rewrite ARCHITECTURE.md between its marks
+    python tools/draw_architecture.py --check    # write nothing; fail if the page is out of date
 
 Layers come from the import-linter contracts in pyproject.toml, descriptions from the first line of each package's
-docstring, arrows from the imports themselves. A test compares the file with what this program would write.
+docstring, arrows from the imports. A test compares the file with the output of this program.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ BEGIN, END = "<!-- drawn: {} -->", "<!-- /drawn -->"
 
 
 def layers() -> list[list[str]]:
-    """Packages of the library from the top down; those of one layer do not know each other."""
+    """Return the packages of the library by layer, top first; packages of one layer do not import each other."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     (found,) = [c["layers"] for c in contracts if c.get("containers") == ["shardkit"]]
     return [[name.strip() for name in layer.replace(":", "|").split("|")] for layer in found]
 
 
 def parts_of(package: str) -> grimp.ImportGraph:
-    """Who imports whom among the packages and modules right below a package."""
+    """Return the import graph of the packages and modules directly below a package."""
     graph = grimp.build_graph(package, cache_dir=None)
     for part in graph.find_children(package):
         graph.squash_module(part)
     return graph
 
 
-def imported(graph: grimp.ImportGraph, part: str) -> list[str]:
-    """The parts that a part imports."""
+def imports_of(graph: grimp.ImportGraph, part: str) -> list[str]:
+    """Return the parts that a part imports, sorted."""
     package = part.partition(".")[0]
     return sorted(one for one in graph.find_modules_directly_imported_by(part) if one not in (package, part))
 
 
 def description(package: str, name: str) -> str:
-    """First sentence of a part's docstring."""
+    """Return the first paragraph of a part's docstring as the text of a table cell."""
     folder = ROOT / FOLDERS[package]
     path = folder / name / "__init__.py"
     tree = ast.parse((path if path.exists() else folder / f"{name}.py").read_text(encoding="utf-8"))
@@ -57,11 +57,11 @@ def _short(module: str) -> str:
 
 
 def graph_text() -> str:
-    """Mermaid: the library's packages, by layer, without the arrows that follow from others."""
+    """Return a Mermaid graph of the library's packages by layer; arrows implied by other arrows are left out."""
     graph = parts_of("shardkit")
     lines = ["```mermaid", "graph TD"]
     for name in (name for layer in layers() for name in layer):
-        direct = imported(graph, f"shardkit.{name}")
+        direct = imports_of(graph, f"shardkit.{name}")
         needed = [
             other
             for other in direct
@@ -72,7 +72,7 @@ def graph_text() -> str:
 
 
 def table_text(package: str) -> str:
-    """Markdown: a line per package (and, of the library, per module of its own layer), in the order of the layers."""
+    """Return a Markdown table with a row per package (in the library also per module of a layer), in layer order."""
     graph, folder = parts_of(package), ROOT / FOLDERS[package]
     packages = sorted(path.parent.name for path in folder.glob("*/__init__.py"))
     order = [name for layer in layers() for name in layer] if package == "shardkit" else packages
@@ -80,13 +80,13 @@ def table_text(package: str) -> str:
     for name in order:
         spec = folder / name / "SPEC.md"
         label = f"[{name}]({spec.relative_to(ROOT)})" if spec.exists() else name
-        others = ", ".join(map(_short, imported(graph, f"{package}.{name}")))
+        others = ", ".join(map(_short, imports_of(graph, f"{package}.{name}")))
         lines.append(f"| {label} | {description(package, name)} | {others or '–'} |")
     return "\n".join(lines)
 
 
-def drawn(page: str) -> str:
-    """The page with its drawn parts made again."""
+def redraw(page: str) -> str:
+    """Return the page with its generated parts replaced."""
     texts = {
         "graph": graph_text(),
         **{package: table_text(package) for package in ("shardkit", "shardkit_tools")},
@@ -100,7 +100,7 @@ def drawn(page: str) -> str:
 
 if __name__ == "__main__":
     before = PAGE.read_text(encoding="utf-8")
-    after = drawn(before)
+    after = redraw(before)
     if after == before:
         sys.stdout.write("ARCHITECTURE.md is as the code is\n")
     elif sys.argv[1:] == ["--check"]:

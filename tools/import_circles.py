@@ -1,7 +1,7 @@
-"""Circles of files that import each other, wherever the import stands: none is allowed (`make lint`).
+"""Find import cycles between files; none is allowed (`make lint`).
 
-An import inside a function or below TYPE_CHECKING counts: what two files know of each other is one idea or needs a
-third file. A name that a package gives on counts as an import of the package.
+An import inside a function or under TYPE_CHECKING counts as well: two files that import each other are one idea or
+need a third file. Importing a name that a package re-exports counts as an import of the package.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ PACKAGES = {"shardkit": ".", "shardkit_tools": "tools", "shardkit_trainer": "tra
 
 
 def main() -> int:
-    """Name a circle; 1 where there is one."""
+    """Print a cycle and return 1 if the packages have one; return 0 otherwise."""
     sys.path[:0] = [str(ROOT / folder) for folder in PACKAGES.values()]
     graph = grimp.build_graph(*PACKAGES, cache_dir=None)
-    for compiled in ROOT.glob(
-        "shardkit/*/*.c"
-    ):  # imports of what is compiled are taken for those of its package
+    # grimp reports the import of a compiled module as an import of its package
+    for compiled in ROOT.glob("shardkit/*/*.c"):
         package = f"shardkit.{compiled.parent.name}"
         for importer in graph.find_modules_that_directly_import(package):
             found = graph.get_import_details(importer=importer, imported=package)

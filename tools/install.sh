@@ -1,5 +1,5 @@
 #!/bin/sh
-# Makes the virtual environment that `make demo` (extra "demo") and `make test` (extra "dev") use.
+# Makes the virtual environment that `make demo`, `make docs` and `make test` use (extras "demo", "docs" and "dev").
 #
 # torch comes first: on Linux the default wheel on PyPI brings several gigabytes of CUDA libraries. Where a CPU build
 # (version suffix +cpu) can be found, that one is taken; set SHARDKIT_TORCH=cuda to have the default build instead.
@@ -15,6 +15,7 @@ VENV=${VENV:-.venv}
 extra=${1:-dev}
 case $extra in
     demo) size="about 350 MB (torch CPU ~200 MB, pyarrow, scipy, scikit-learn)" ;;
+    docs) size="about 450 MB (torch CPU ~200 MB, pyarrow, scipy, moto, and what builds the site)" ;;
     *) size="about 800 MB (torch CPU ~200 MB, pyarrow, scipy, ray, and what the tests compare with: polars, duckdb, datasets)" ;;
 esac
 torch=$(sed -n 's/^torch==//p' constraints.txt)

@@ -1,7 +1,7 @@
 """The documentation as a site: pages laid out, built strictly, every link followed.
 
     python tools/make_docs.py            # build/docs/site/index.html is the start
-    python tools/make_docs.py --check    # builds nothing: links of the pages, and pages that the site leaves out
+    python tools/make_docs.py --check    # builds nothing: links, tables, and pages that the site leaves out
 
 Pages keep their paths, so that their links hold on the site as they do in the repository. A guide's page is made of
 its program: what its docstring says, its code, and what it prints.
@@ -13,6 +13,7 @@ import ast
 import contextlib
 import html.parser
 import io
+import itertools
 import os
 import re
 import shutil
@@ -32,6 +33,8 @@ GUIDES = ROOT / "examples" / "guides"
 COMMAND_HELP = "docs/command_help.md"
 LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
 PICTURE = re.compile(r'<(?:img|source)\b[^>]*?\bsrc(?:set)?="([^"]+)"')
+RULE = re.compile(r"\|(?: *:?-+:? *\|)+")
+SEPARATOR = re.compile(r"(?<!\\)\|")
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
 
@@ -39,7 +42,7 @@ FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
 
 def listed_pages() -> list[str]:
-    """Pages of the site's navigation, in its order; paths below the repository."""
+    """Return the pages of the site's navigation, in its order; paths below the repository."""
 
     def below(entry: Any) -> Iterator[str]:
         if isinstance(entry, str):
@@ -48,7 +51,13 @@ def listed_pages() -> list[str]:
             for one in entry.values() if isinstance(entry, dict) else entry:
                 yield from below(one)
 
-    return list(below(tomllib.loads(SETTINGS.read_text(encoding="utf-8"))["project"]["nav"]))
+    return list(below(settings()["nav"]))
+
+
+def settings() -> dict[str, Any]:
+    """Return the settings of the site."""
+    found: dict[str, Any] = tomllib.loads(SETTINGS.read_text(encoding="utf-8"))["project"]
+    return found
 
 
 def program_of(page: str) -> Path | None:
@@ -104,6 +113,20 @@ def dead_links(page: Path) -> Iterator[str]:
             yield f"{page.relative_to(ROOT)}: {link}: no such heading"
 
 
+def broken_tables(page: Path) -> Iterator[str]:
+    """Yield the tables of a page whose rule has another number of columns than their head: they are shown as text."""
+    lines = FENCED.sub(
+        lambda found: "\n" * found[0].count("\n"), page.read_text(encoding="utf-8")
+    ).splitlines()
+    for number, (head, rule) in enumerate(itertools.pairwise(lines), 1):
+        if RULE.fullmatch(rule.strip()) and _columns(head) != _columns(rule):
+            yield f"{page.relative_to(ROOT)}:{number}: {_columns(head)} columns, but {_columns(rule)} in the rule below"
+
+
+def _columns(line: str) -> int:
+    return len(SEPARATOR.split(line.strip().strip("|")))
+
+
 def left_out() -> Iterator[str]:
     """Pages that the navigation names and that are not there, and the other way round."""
     listed = set(listed_pages())
@@ -147,7 +170,9 @@ def printed_by(program: Path) -> str:
         print(f"{program.relative_to(ROOT)} was not run: {missing[-1]} is not installed", file=sys.stderr)
         return f"(not run here: it needs the package {missing[-1]})"
     if done.returncode:
-        raise SystemExit(f"{program.relative_to(ROOT)} ended with {done.returncode}:\n{done.stderr}")
+        raise SystemExit(
+            f"{program.relative_to(ROOT)} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
+        )
     return done.stdout
 
 
@@ -193,7 +218,7 @@ def linked_to_pages(page: str, text: str, pages: Iterable[str]) -> str:
 
 
 def lay_out(folder: Path) -> None:
-    """The pages below a new folder, with every file that they link to."""
+    """Write the pages below a new folder, with style sheets and every file that pages link to."""
     pages = listed_pages()
     shutil.rmtree(folder, ignore_errors=True)
     with ThreadPoolExecutor(max_workers=2) as pool:
@@ -202,8 +227,9 @@ def lay_out(folder: Path) -> None:
         made = folder / page
         made.parent.mkdir(parents=True, exist_ok=True)
         made.write_text(linked_to_pages(page, text, pages), encoding="utf-8")
-        for link in links_of(made.read_text(encoding="utf-8")):
-            name = os.path.normpath(os.path.join(os.path.dirname(page), unquote(link.partition("#")[0])))
+        linked = [unquote(link.partition("#")[0]) for link in links_of(made.read_text(encoding="utf-8"))]
+        names = [os.path.normpath(os.path.join(os.path.dirname(page), link)) for link in linked]
+        for name in [*names, *settings()["extra_css"]]:
             if name not in pages and (ROOT / name).is_file():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(ROOT / name, folder / name)
@@ -256,7 +282,9 @@ def dead_links_of_site(site: Path) -> Iterator[str]:
 def main(arguments: list[str]) -> None:
     """Build, or check; problems are the exit status."""
     if arguments == ["--check"]:
-        problems = [problem for page in markdown_files() for problem in dead_links(page)] + list(left_out())
+        pages = list(markdown_files())
+        problems = [problem for page in pages for problem in (*dead_links(page), *broken_tables(page))]
+        problems += left_out()
         sys.exit("\n".join(problems) or 0)
     lay_out(BUILT / "pages")
     builder = [sys.executable, "-m", "zensical", "build", "--clean", "--strict", "-f", str(SETTINGS)]

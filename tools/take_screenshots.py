@@ -1,8 +1,8 @@
-"""The pictures in docs/images: the dashboard, `shardkit top` and a notebook, of a run that trains here and now.
+"""Take the screenshots in docs/images: the dashboard, `shardkit top` and a notebook of a training run.
 
     python tools/take_screenshots.py    # needs Chromium, the extras dashboard and train, Pillow
 
-Three processes train on drawn pictures, one of them slowed, so that there is something to see.
+Three processes train on generated pictures. One of them is slowed, so that the pages show a straggler.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shardkit_tools.observing.run_view import view_run
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
-TOKEN = "screenshots"  # noqa: S105  of pages on this machine, while they are looked at
+TOKEN = "screenshots"  # noqa: S105  protects pages that only this machine serves, for the length of a run
 MOST_BYTES = 100_000
 CLASSES = {"circle": (214, 96, 77), "square": (67, 147, 195), "triangle": (127, 188, 65)}
 RUN = """
@@ -64,11 +64,11 @@ pre {{ background: #f3f4f6; border: 1px solid #d8dbe0; padding: 8px 10px; margin
 </style>{cells}"""
 
 
-# ---- what is looked at
+# ---- the dataset and the run
 
 
 def draw_pictures(folder: Path) -> None:
-    """A folder of classes, as people keep pictures."""
+    """Write pictures into one folder per class."""
     for kind, colour in CLASSES.items():
         (folder / kind).mkdir(parents=True)
         for number in range(400):
@@ -85,7 +85,7 @@ def draw_pictures(folder: Path) -> None:
 
 
 def train(folder: Path) -> None:
-    """Build and train, as the commands do it; rank 1 computes longer than the others."""
+    """Build the dataset and train with the commands; rank 1 is slowed."""
     draw_pictures(folder / "shapes")
     (folder / "run.toml").write_text(RUN)
     modules = os.pathsep.join([str(ROOT / "tests" / "integration"), os.environ.get("PYTHONPATH", "")])
@@ -102,7 +102,7 @@ def train(folder: Path) -> None:
 
 
 def save(name: str, picture: bytes) -> None:
-    """As PNG of few colours, below `MOST_BYTES`."""
+    """Save a picture as a PNG of at most 256 colours and less than `MOST_BYTES`."""
     image = Image.open(io.BytesIO(picture)).convert("RGB")
     for colours in (256, 128, 64, 32):
         made = io.BytesIO()
@@ -119,7 +119,7 @@ def save(name: str, picture: bytes) -> None:
 
 
 def take_dashboard(chromium: Any, run: Path) -> None:
-    """Light, dark, and on a phone."""
+    """Save the dashboard in its light and dark schemes and at the width of a phone."""
     with contextlib.closing(dashboard_server(run, TOKEN).start()) as server:
         for name, scheme, width, height in (
             ("dashboard-light", "light", 1280, 900), ("dashboard-dark", "dark", 1280, 900),
@@ -137,7 +137,7 @@ def take_dashboard(chromium: Any, run: Path) -> None:
 
 
 def take_notebook(chromium: Any, folder: Path) -> None:
-    """What a dataset, a plan and a run say of themselves."""
+    """Save the notebook representations of a dataset, a plan and a run."""
     ds = shardkit.open(folder / "data" / "shapes@train")
     cells = {
         'ds = shardkit.open("data/shapes@train")\nds': ds,
@@ -151,7 +151,7 @@ def take_notebook(chromium: Any, folder: Path) -> None:
 
 
 def take_top(chromium: Any, run: Path) -> None:
-    """`shardkit top` in a terminal of 80 columns and 24 lines."""
+    """Save the output of `shardkit top` in a terminal of 80 columns and 24 lines."""
     terminal, screen = (
         Console(record=record, width=80, file=io.StringIO(), force_terminal=True, color_system="truecolor")
         for record in (False, True)
@@ -169,7 +169,7 @@ def take_top(chromium: Any, run: Path) -> None:
 
 
 def main() -> None:
-    """Train, look, save."""
+    """Train, then save all screenshots."""
     playwright = importlib.import_module("playwright.sync_api")
     IMAGES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as name, playwright.sync_playwright() as started:

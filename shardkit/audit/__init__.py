@@ -5,6 +5,7 @@ recorded settings, and against the data. Auditing writes nothing. SPEC.md lists 
 attackers considered.
 """
 
+from shardkit.audit.amendments import ChangeRequest, amend_run
 from shardkit.audit.auditing import audit_run
 from shardkit.audit.comparing import Comparison, compare_runs
 from shardkit.audit.page import html_report
@@ -12,7 +13,16 @@ from shardkit.audit.plans import RunPlan, find_plans
 from shardkit.audit.result import Audit, Finding
 from shardkit.audit.run_record import RunRecord, load_run
 from shardkit.audit.signing import make_statement, read_envelope, sign_statement, verify_envelope
-from shardkit.audit.spikes import SampleLoss, Share, Spike, find_spikes, losses_of_step
+from shardkit.audit.spikes import (
+    RankedLoss,
+    SampleLoss,
+    Share,
+    Spike,
+    describe_ranked,
+    find_spikes,
+    losses_of_step,
+    rank_samples,
+)
 from shardkit.audit.trace import (
     StepSample,
     Use,
@@ -25,8 +35,10 @@ from shardkit.audit.trace import (
 
 __all__ = [
     "Audit",
+    "ChangeRequest",
     "Comparison",
     "Finding",
+    "RankedLoss",
     "RunPlan",
     "RunRecord",
     "SampleLoss",
@@ -34,14 +46,17 @@ __all__ = [
     "Spike",
     "StepSample",
     "Use",
+    "amend_run",
     "audit_run",
     "compare_runs",
+    "describe_ranked",
     "find_plans",
     "find_spikes",
     "html_report",
     "load_run",
     "losses_of_step",
     "make_statement",
+    "rank_samples",
     "read_envelope",
     "sample_lineage",
     "samples_of_step",

@@ -2,37 +2,44 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
+from shardkit.audit.amendments import check_amendments
 from shardkit.audit.events import short
-from shardkit.audit.plans import RunPlan, cell_digest, find_plans
+from shardkit.audit.mixtures import abandoned_plan, check_decisions, is_superseded, ranges
+from shardkit.audit.plans import RunPlan, check_pending, find_plans
 from shardkit.audit.replay import replay
-from shardkit.audit.result import Audit, Report, Severity
+from shardkit.audit.result import Audit, AuditProgress, Severity
 from shardkit.audit.run_record import (
     STEP_NAME,
     CheckpointRecord,
     RunRecord,
-    consecutive,
     damaged_objects,
     load_run,
     read_settings,
 )
 from shardkit.copies.shard_checks import Level
 from shardkit.copies.verify import verify
-from shardkit.errors import ShardkitError
+from shardkit.errors import NotFoundError, ShardkitError
 from shardkit.ledger import MASKED, SUBSTITUTED, setting_differences
+from shardkit.ledger.amendments import AMENDMENT, UNDO
 from shardkit.ledger.bindings import CHECKPOINT, CONFIGURATION, DEALT
+from shardkit.ledger.decisions import DECISION
 from shardkit.ledger.events import JOURNALED
 from shardkit.ledger.ledger import StepRecords
+from shardkit.ledger.losses import LOSSES, digest_of_losses
+from shardkit.plan.mixers import MixFunction
 from shardkit.telemetry.records import json_object
 
 
@@ -44,7 +51,8 @@ def audit_run(
     sample: Fraction | float | str = 1,
     jobs: int = 1,
     statement: dict[str, Any] | None = None,
-    report: Report | None = None,
+    mixer: MixFunction | None = None,
+    report: AuditProgress | None = None,
 ) -> Audit:
     """Run all checks of SPEC.md on a run. Nothing is written.
 
@@ -55,6 +63,7 @@ def audit_run(
         sample: share of the shards to check.
         jobs: number of processes for the replay and the shard check.
         statement: statement of an earlier audit, from `verify_envelope`, which must still hold.
+        mixer: function of a run whose mixer is a `FunctionMixer`, to compute its decisions again.
         report: called with (activity, done, total).
 
     Raises:
@@ -64,15 +73,18 @@ def audit_run(
     audit = Audit(os.fspath(path), software=record.settings.get("software", {}))
     _describe(record, audit)
     plans = find_plans(record, dataset)
+    check_amendments(record, plans)
+    check_decisions(record, {one.number: one.plan for one in plans.values()}, mixer)
     check_steps(record, plans, audit, jobs, report)
     check_pending(record, plans)
     check_coverage(record, audit)
     check_checkpoints(record, audit)
     check_bound_checkpoints(record, audit)
     check_bound_settings(record)
+    check_losses(record, audit)
     check_tensors(record, audit, read=level in ("read", "decode"))
     check_end(record, audit)
-    explain_events(record)
+    explain_events(record, plans)
     if statement is not None:
         check_statement(record, statement, audit)
     if level is not None:
@@ -102,7 +114,7 @@ def _verify_data(
     level: Level,
     sample: Fraction | float | str,
     jobs: int,
-    report: Report | None,
+    report: AuditProgress | None,
 ) -> None:
     roots = {
         (part.repository.url, part.manifest.id): part
@@ -132,20 +144,20 @@ def _verify_data(
 
 _SHOWN = 20
 _REPLAY_ALONE = 30_000_000  # samples below which starting processes does not pay
-_UNSYNCHRONISED = 64  # largest expected distance in steps between ranks without collectives
 
 
 def check_steps(
-    record: RunRecord, plans: dict[int, RunPlan], audit: Audit, jobs: int, report: Report | None
+    record: RunRecord, plans: dict[int, RunPlan], audit: Audit, jobs: int, report: AuditProgress | None
 ) -> None:
     """Check every record, including abandoned branches, against its plan, and compute coverage of the branch."""
     started = time.perf_counter()
     wrong: list[tuple[int, str]] = []
-    for is_branch, all_records in ((True, record.branch), (False, record.abandoned())):
-        for records in consecutive(all_records):
-            plan = plans.get(int(records[0]["plan"]))
-            if plan is not None:
-                wrong += _compare(record, plan, records, is_branch, audit, jobs, report)
+    for records, fork, is_branch in ranges(record):
+        plan = plans.get(int(records[0]["plan"]))
+        if plan is not None and fork is not None:
+            plan = replace(plan, plan=abandoned_plan(record, plan.plan, fork))
+        if plan is not None:
+            wrong += _compare(record, plan, records, is_branch, audit, jobs, report)
     for step, text in wrong[:_SHOWN]:
         record.add("violated", "step", f"step {step}", text)
     if len(wrong) > _SHOWN:
@@ -161,7 +173,7 @@ def _compare(
     is_branch: bool,
     audit: Audit,
     jobs: int,
-    report: Report | None,
+    report: AuditProgress | None,
 ) -> list[tuple[int, str]]:
     first, last = int(records[0]["step"]), int(records[-1]["step"]) + 1
     if (last - first) * plan.plan.global_batch < _REPLAY_ALONE:
@@ -200,34 +212,6 @@ def _explain_step(
             (step, f"is recorded with {recorded} samples, and the plan has {rows}: its record was changed")
         ]
     return []
-
-
-def check_pending(record: RunRecord, plans: dict[int, RunPlan]) -> None:
-    """Check recorded cells of steps that are not in the tree: interrupted by a kill, or after a gap."""
-    merge, ledger = record.merge, record.ledger
-    if merge is None or ledger is None or not merge.pending:
-        return
-    by_digest = {one.plan.digest: one for one in plans.values()}
-    for digest, step, lane, found in merge.pending_cells():
-        plan = by_digest.get(digest)
-        if plan is None or (lane < plan.plan.lanes and plan.plan.cell_digest(step, lane) == found):
-            continue
-        (cells,) = plan.consumed(record, step, step + 1, branch=False)
-        if lane >= len(cells) or cell_digest(cells[lane]).hex() != found:
-            record.add("violated", "step", f"step {step} lane {lane}", "a recorded cell is not the plan's")
-    open_steps = [step for step in merge.pending_steps() if step >= ledger.next_step]
-    if merge.complete_behind_gap():
-        record.add(
-            "violated", "step", f"step {ledger.next_step}",
-            f"is missing: the ledger ends before it, and steps {open_steps[0]} to {open_steps[-1]} are recorded",
-        )  # fmt: skip
-    elif open_steps:
-        many = len(open_steps) > _UNSYNCHRONISED
-        record.add(
-            "unknown" if many else "note", "step", f"steps {open_steps[0]} to {open_steps[-1]}",
-            "were under way when the run ended: not all lanes of them are recorded"
-            + ("; is the journal of a rank missing?" if many else ""),
-        )  # fmt: skip
 
 
 def check_coverage(record: RunRecord, audit: Audit) -> None:
@@ -327,7 +311,7 @@ def _bound_again(record: RunRecord, head: dict[str, Any]) -> Iterator[str]:
             yield f"covers step {event['step']}, about which an event {event['kind']!r} was added since"
 
 
-_UNTOLD: Final = ("plan", "assignment", CHECKPOINT, CONFIGURATION, DEALT)
+_UNTOLD: Final = ("plan", "assignment", CHECKPOINT, CONFIGURATION, DEALT, AMENDMENT, UNDO, LOSSES, DECISION)
 _SLOT: Final = "step {step} lane {lane} slot {slot}"
 _TOLD: Final[dict[str, tuple[Severity, str, str, str]]] = {
     SUBSTITUTED: ("explained", SUBSTITUTED, _SLOT, "sample {sample} was replaced by {by}: {field}: {reason}"),
@@ -342,7 +326,7 @@ _TOLD: Final[dict[str, tuple[Severity, str, str, str]]] = {
 """Kind of an event → (severity, kind, subject, text) of its finding. Other kinds give notes with all fields."""
 
 
-def explain_events(record: RunRecord) -> None:
+def explain_events(record: RunRecord, plans: dict[int, RunPlan]) -> None:
     """Add findings for recorded deviations, with their reasons, and notes for other events."""
     seen: set[tuple[object, ...]] = set()
     for event in record.events:
@@ -358,6 +342,8 @@ def explain_events(record: RunRecord) -> None:
             left = event.get("abandoned", {})
             known = event | {"end": left.get("first", 0) + left.get("size", 0)}
             severity, name, where, text = _TOLD[kind]
+            if kind == "conflict" and is_superseded(record, [one.plan for one in plans.values()], event):
+                severity, text = "note", "was consumed again, under other decisions of the mixer"
             record.add(severity, name, where.format_map(known), text.format_map(known))
         else:
             others = (f"{name} {value}" for name, value in event.items() if name not in ("kind", "step"))
@@ -416,6 +402,28 @@ def _against_events(record: RunRecord, one: CheckpointRecord, events: list[dict[
     elif same[-1] is not events[-1]:
         text = f"was saved again as {newest}, and a kill came before its ref: the ref is of the save before"
         record.add("note", "checkpoint", one.name, text)
+
+
+def check_losses(record: RunRecord, audit: Audit) -> None:
+    """Check the digests of losses that events cover. Files that are missing make a note."""
+    digest = hashlib.sha256()
+    for event in record.events:
+        if event["kind"] != LOSSES:
+            continue
+        digest.update(event["digest"].encode())
+        audit.losses = digest.hexdigest()
+        names = ", ".join(name for name, _, _ in event["files"][:_LISTED])
+        try:
+            found = digest_of_losses(record.path, event["files"])
+        except NotFoundError as error:
+            record.add("note", LOSSES, f"step {event['step']}", f"{error}: removed")
+            continue
+        except ShardkitError as error:
+            record.add("violated", LOSSES, f"step {event['step']}", str(error))
+            continue
+        if found != event["digest"]:
+            text = f"losses noted up to this step were changed: {names} differ from the ledger"
+            record.add("violated", LOSSES, f"step {event['step']}", text)
 
 
 def check_tensors(record: RunRecord, audit: Audit, *, read: bool) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from shardkit.ledger import setting_differences
+from shardkit.ledger.amendments import AMENDMENT, active_amendments, is_applied
 from shardkit.ledger.bindings import CONFIGURATION, DEALT
 from shardkit.telemetry.records import json_object
 
@@ -13,12 +14,7 @@ Event = dict[str, Any]
 
 
 def contradictions(events: Iterable[Event], steps: Sequence[int]) -> Iterator[tuple[Event, str]]:
-    """Yield (event, description of the error) for each event that breaks a rule of SPEC.md, "Events", of the ledger.
-
-    Args:
-        events: events of a ledger, in order.
-        steps: step numbers of all its records, in order.
-    """
+    """Yield (event, description of the error) for each event that breaks a rule of SPEC.md, "Events", of the ledger."""
     history = _History(steps)
     for event in events:
         text = history.add(event)
@@ -38,6 +34,8 @@ class _History:
         merged: number of steps in the ledger at the newest checkpoint.
         rewinds: (start, rank, worker) → number of rewinds.
         seen: identities of the events that may occur only once.
+        amendments: amendments of the plan, undos of them, and the plans, starts and switches that apply them.
+        losses: number of records of each file of losses that events cover.
     """
 
     def __init__(self, steps: Sequence[int]) -> None:
@@ -50,35 +48,38 @@ class _History:
         self.merged = 0
         self.rewinds: dict[tuple[int, int, int], int] = {}
         self.seen: set[tuple[object, ...]] = set()
+        self.amendments: list[Event] = []
+        self.losses: dict[str, int] = {}
+        self._rules: dict[str, Callable[[Event], str]] = {
+            "plan": self._plan,
+            "start": self._start,
+            "assignment": self._assignment,
+            "fork": self._fork,
+            "conflict": self._conflict,
+            "checkpoint": self._checkpoint,
+            "configuration": self._configuration,
+            "dealt": self._deal,
+            "amendment": self._amendment,
+            "undo": self._undo,
+            "switch": self._switch,
+            "losses": self._losses,
+        }
 
     def add(self, event: Event) -> str:
         """Add the next event. Return a description of its error, or an empty string."""
-        match event["kind"]:
-            case "plan":
-                return self._plan(event)
-            case "start":
-                return self._start(event)
-            case "assignment":
-                return self._assignment(event)
-            case "fork":
-                return self._fork(event)
-            case "conflict":
-                same = event["before"] == event["now"]
-                return "names one digest twice" if same else self._of_start(event, []) or self._late(event)
-            case "checkpoint":
-                return self._checkpoint(event)
-            case "configuration":
-                return self._configuration(event)
-            case "dealt":
-                return self._dealt(event)
-            case _:
-                return self._journaled(event)
+        return self._rules.get(event["kind"], self._journal_entry)(event)
+
+    def _conflict(self, event: Event) -> str:
+        if event["before"] == event["now"]:
+            return "names one digest twice"
+        return self._of_start(event, []) or self._late(event)
 
     def _plan(self, event: Event) -> str:
         pair = (event["manifest"], event["plan"])
         if event["number"] != len(self.plans) or pair in self.plans:
             return "introduces a plan that is known, or skips a number"
         self.plans.append(pair)
+        self.amendments.append(event)
         return ""
 
     def _start(self, event: Event) -> str:
@@ -91,6 +92,7 @@ class _History:
         ):
             return "contradicts itself"
         self.starts.append(event)
+        self.amendments.append(event)
         return ""
 
     def _of_start(self, event: Event, ranks: list[int]) -> str:
@@ -154,10 +156,8 @@ class _History:
         settings, before = json_object(event["settings"]), self.newest.get(CONFIGURATION)
         if settings is None:
             return "holds settings that are no JSON object"
-        if event["step"] < self.merged:
-            return (
-                f"is of step {event['step']}, and the ledger had {self.merged} steps before it: it was moved"
-            )
+        if moved := self._check_position(event):
+            return moved
         self.newest[CONFIGURATION] = event
         changed = {key: (old, new) for key, old, new in event["changed"]}
         if not set(event["allowed"]) <= set(changed):
@@ -174,19 +174,62 @@ class _History:
             return f"does not name changes: {', '.join(sorted(differing - set(changed)))}"
         return ""
 
-    def _dealt(self, event: Event) -> str:
+    def _deal(self, event: Event) -> str:
         place = (DEALT, event["lanes"], *event["nodes"])
         before = self.newest.get(place)
         self.newest[place] = event
-        if event["step"] < self.merged:
-            return (
-                f"is of step {event['step']}, and the ledger had {self.merged} steps before it: it was moved"
-            )
+        if moved := self._check_position(event):
+            return moved
         if len(event["owners"]) != event["lanes"] or max(event["owners"], default=0) >= len(event["nodes"]):
             return "does not give every lane one rank"
         return "repeats what was dealt before" if before and before["owners"] == event["owners"] else ""
 
-    def _journaled(self, event: Event) -> str:
+    def _amendment(self, event: Event) -> str:
+        self.amendments.append(event)
+        skipped = event["skip"]
+        changes_nothing = skipped is event["weights"] is event["excluded"] is None
+        if event["number"] != sum(one["kind"] == AMENDMENT for one in self.amendments) - 1:
+            return "skips a number"
+        if (
+            event["resume_from"] > event["from_step"]
+            or (skipped is not None and skipped <= event["from_step"])
+            or changes_nothing != (event["plan"] == event["parent"])
+        ):
+            return "contradicts itself"
+        return self._check_position(event)
+
+    def _undo(self, event: Event) -> str:
+        active = active_amendments(self.amendments)
+        self.amendments.append(event)
+        if not active or active[-1].number != event["number"]:
+            return "undoes an amendment that was not the newest one in force"
+        if is_applied(active[-1], self.amendments[:-1]):
+            return "undoes an amendment that a start had applied"
+        return self._check_position(event)
+
+    def _switch(self, event: Event) -> str:
+        active = {one.number: one for one in active_amendments(self.amendments)}
+        if event["number"] not in active or is_applied(active[event["number"]], self.amendments):
+            return "applies an amendment that is not in force, or was applied before"
+        self.amendments.append(event)
+        return self._check_position(event)
+
+    def _losses(self, event: Event) -> str:
+        if not event["files"]:
+            return "covers no losses"
+        for name, first, end in event["files"]:
+            if first != self.losses.get(name, 0) or end <= first:
+                return f"does not continue the losses of {name} that an event before it covers"
+            self.losses[name] = end
+        return self._check_position(event)
+
+    def _check_position(self, event: Event) -> str:
+        """Return an error if the event's step is before the step of the newest checkpoint."""
+        if event["step"] >= self.merged:
+            return ""
+        return f"is of step {event['step']}, and the ledger had {self.merged} steps before it: it was moved"
+
+    def _journal_entry(self, event: Event) -> str:
         kind, start, rank, step = event["kind"], event["start"], event["rank"], event["step"]
         wrong = self._of_start(event, [rank, *event.get("owner", ())])
         if wrong:

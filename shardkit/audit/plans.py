@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import glob
 import os
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardkit.audit.replay import cell_digests
+from shardkit.audit.mixtures import abandoned_plan, former_plans, has_decisions, ranges
 from shardkit.audit.run_record import RunRecord
 from shardkit.dataset import Dataset, open_dataset
-from shardkit.dataset.costs import costs_of
-from shardkit.dataset.dataset import population_of
-from shardkit.dataset.samples import removed_samples
+from shardkit.dataset.amendments import Versions
+from shardkit.dataset.recorded_plans import recorded_plan_of
 from shardkit.errors import (
     ConfigurationError,
     FormatError,
@@ -28,9 +25,7 @@ from shardkit.errors import (
 )
 from shardkit.ledger import MASKED, SUBSTITUTED, step_digest
 from shardkit.ledger.bindings import configured_plans
-from shardkit.plan import Costs, Plan, Population
-from shardkit.plan.plan import plan_of
-from shardkit.plan.settings import Settings
+from shardkit.plan import Plan, cell_digest
 from shardkit.repository.log import parse_dataset_url
 
 
@@ -56,13 +51,11 @@ class RunPlan:
     def digest(self, step: int, cells: NDArray[np.int64]) -> bytes:
         """Return the digest of a step with these cells, (lanes, m)."""
         return step_digest(
-            self.plan.population.identity, self.plan.digest, step, b"".join(map(cell_digest, cells))
+            self.plan.population.identity,
+            self.plan.digest,
+            step,
+            bytes.fromhex("".join(map(cell_digest, cells))),
         )
-
-
-def cell_digest(cell: NDArray[np.int64]) -> bytes:
-    """Return the digest of a cell, (m,). Slots with -1 are empty and may be at any position."""
-    return cell_digests(cell[cell >= 0][None])[0]
 
 
 def find_plans(record: RunRecord, dataset: str | None = None) -> dict[int, RunPlan]:
@@ -82,7 +75,7 @@ def find_plans(record: RunRecord, dataset: str | None = None) -> dict[int, RunPl
             record.add("unknown", "manifest", event["manifest"], f"{error}; say where it is: --dataset ROOT")
             continue
         plan = _make_plan(record, event, opened)
-        if plan is not None:
+        if plan is not None and has_decisions(record, plan.number, plan.plan):
             found[event["number"]] = plan
     _check_stages(record)
     if not record.plans and record.ledger is not None:
@@ -94,10 +87,7 @@ def find_plans(record: RunRecord, dataset: str | None = None) -> dict[int, RunPl
 def open_recorded(record: RunRecord, event: dict[str, Any], dataset: str | None = None) -> Dataset:
     """Open the dataset of a recorded plan at the recorded manifest.
 
-    Args:
-        record: the run.
-        event: event of the plan.
-        dataset: URL of the dataset; by default, the recorded places are tried in turn.
+    Without `dataset`, a URL, the recorded places are tried in turn.
 
     Raises:
         ShardkitError: the dataset cannot be opened at any place, or holds another manifest.
@@ -147,33 +137,20 @@ def _places(record: RunRecord, event: dict[str, Any]) -> Iterator[str | dict[str
 
 
 def _make_plan(record: RunRecord, event: dict[str, Any], dataset: Dataset) -> RunPlan | None:
-    population = population_of(dataset.manifest, dataset.table)
     history: Sequence[Mapping[str, Any]] = event.get("history") or ()
     expected = event["plan"]
     subject = f"plan {expected[:12]}…"
     candidates: list[tuple[str, Plan]] = []
+    versions = Versions(dataset)  # the plan may have been amended from another version of the dataset
 
-    @cache
-    def version(manifest: str) -> Dataset:
-        if manifest == dataset.manifest.id:
-            return dataset
-        # the plan was amended from another version of the dataset
-        return open_dataset(f"{dataset.repository.url}@{manifest}")
-
-    def rows_of(manifest: str) -> Population:
-        found = version(manifest)
-        return population if found is dataset else population_of(found.manifest, found.table)
-
-    def removed(earlier: str, later: str) -> NDArray[np.int64]:
-        return removed_samples(version(earlier), version(later))
-
-    costs_found = partial(costs_of, dataset)
     try:
         first, last = (history[0], history[-1]) if history else ({"settings": {}},) * 2
         if history:
-            candidates.append(("the ledger's settings", made_again(history, rows_of, costs_found, removed)))
+            candidates.append(("the ledger's settings", recorded_plan_of(versions, history)))
         if record.settings.get("configuration"):
-            candidates.append(("run.json", _configured_plan(record, dataset, expected, first["settings"])))
+            candidates.append(("run.json", _configured_plan(record, versions, first, expected)))
+    except IntegrityError as error:
+        record.add("violated", "plan", subject, str(error))
     except ShardkitError as error:
         record.add("unknown", "plan", subject, f"cannot be made again: {error}")
     except (ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError) as error:
@@ -194,45 +171,16 @@ def _make_plan(record: RunRecord, event: dict[str, Any], dataset: Dataset) -> Ru
     return None if chosen is None else RunPlan(event["number"], dataset, chosen)
 
 
-def made_again(
-    history: Sequence[Mapping[str, Any]],
-    population_of: Callable[[str], Population],
-    costs_of: Callable[[str], Costs],
-    removed: Callable[[str, str], NDArray[np.int64]],
+def _configured_plan(
+    record: RunRecord, versions: Versions[Dataset], first: Mapping[str, Any], expected: str
 ) -> Plan:
-    """Rebuild a plan from its recorded `Plan.history()`.
-
-    Args:
-        history: entries of `Plan.history()`.
-        population_of: returns the population of a manifest id.
-        costs_of: returns the costs of a cost column.
-        removed: returns the samples of a manifest that a later one does not have.
-    """
-    first, *rest = history
-    population, settings = population_of(first["manifest"]), Settings.from_canonical(first["settings"])
-    plan = plan_of(settings, population, None if settings.cost is None else costs_of(settings.cost))
-    for one in rest:
-        change = {name: value for name, value in one["change"].items() if value is not None}
-        if change.pop("removed", None) is not None:
-            change["removed"] = removed(population.identity, one["manifest"])
-        if one["manifest"] != population.identity:
-            change["manifest"] = population = population_of(one["manifest"])
-        if change.pop("weights", False):
-            change["weights"] = _by_name(population, one["settings"]["stages"][0][1])
-        plan = plan.amend(**change | ({"skip": tuple(change["skip"])} if "skip" in change else {}))
-    return plan
-
-
-def _by_name(population: Population, weights: list[int]) -> dict[str, int]:
-    """Return weights by stratum as a mapping of escaped names that resolves to the same weights."""
-    return {glob.escape(name): int(weight) for name, weight in zip(population.strata, weights, strict=True)}
-
-
-def _configured_plan(record: RunRecord, dataset: Dataset, expected: str, recorded: Mapping[str, Any]) -> Plan:
     """Return the configured plan with the expected digest.
+
+    `first` is the first entry of the plan's recorded history.
 
     If no configured plan has it, return the last plan of run.json, to report in which settings they differ.
     """
+    dataset = versions.at(first["manifest"]) if "manifest" in first else versions.first
     made: list[Plan] = []
     for configuration in record.configurations():
         data = configuration.get("data")
@@ -240,10 +188,10 @@ def _configured_plan(record: RunRecord, dataset: Dataset, expected: str, recorde
             raise ConfigurationError(
                 "run.json: configuration.data.global_batch is missing; was it written by hand?"
             )
-        plans = configured_plans(dataset.plan, data, recorded)
-        made += plans
-        stages = [0, *(int(one["from_step"]) for one in data.get("stages") or ())]
-        record.stage_plans.append([(step, plan.digest) for step, plan in zip(stages, plans, strict=True)])
+        for amendments in record.amendments():
+            plans = configured_plans(dataset.plan, data, first["settings"], amendments, versions.amend)
+            made += plans
+            record.stage_plans.append(plans)
     last = made[len(record.stage_plans[0]) - 1]
     return next((plan for plan in made if plan.digest == expected), last)
 
@@ -256,14 +204,15 @@ def _check_stages(record: RunRecord) -> None:
         if not any(_follows(stages, first, last, digest) for stages in record.stage_plans):
             record.add(
                 "violated", "plan", f"steps {first} to {last}",
-                f"followed the plan {digest[:12]}…, and no data.stages of run.json ask for it at all of these steps",
+                f"followed the plan {digest[:12]}…, and neither data.stages of run.json nor amendments ask for it "
+                "at all of these steps",
             )  # fmt: skip
 
 
-def _follows(stages: list[tuple[int, str]], first: int, last: int, digest: str) -> bool:
-    in_force = [one for one in stages if one[0] <= first][-1:]
-    in_force += [one for one in stages if first < one[0] <= last]
-    return all(digest == found for _, found in in_force)
+def _follows(stages: list[Plan], first: int, last: int, digest: str) -> bool:
+    in_force = [plan for plan in stages if plan.from_step <= first][-1:]
+    in_force += [plan for plan in stages if first < plan.from_step <= last]
+    return all(digest == plan.digest for plan in in_force)
 
 
 def _differences(settings: dict[str, Any], plan: Plan) -> str:
@@ -313,20 +262,21 @@ def confirm_events(record: RunRecord, plans: dict[int, RunPlan]) -> None:
     if not by_step:
         return
     confirmed: list[dict[str, Any]] = []
-    for is_branch, records in ((True, record.branch), (False, record.abandoned())):
+    for records, fork, is_branch in ranges(record):
+        plan = plans.get(int(records[0]["plan"]))
+        if plan is not None and fork is not None:
+            plan = replace(plan, plan=abandoned_plan(record, plan.plan, fork))
         for stored in records[np.isin(records["step"], list(by_step))]:
-            plan, step = plans.get(int(stored["plan"])), int(stored["step"])
+            step = int(stored["step"])
             if plan is None:  # reported by `find_plans`
                 confirmed += by_step[step]
             else:
-                cells = plan.plan.steps(step, step + 1)[0]
                 is_recorded = _recorded_step(plan, step, bytes(stored["digest"]))
-                confirmed += _believed(record, plan, cells, by_step[step], is_recorded, is_branch)
-    for plan, step, lane, digest in _pending(record, plans, by_step):
-        cells = plan.plan.steps(step, step + 1)[0]
+                confirmed += _confirm_events(record, plan.plan, step, by_step[step], is_recorded, is_branch)
+    for found, step, lane, digest in _pending(record, plans, by_step):
         own = [event for event in by_step[step] if event["lane"] == lane]
-        is_recorded = _recorded_cell(lane, digest)
-        confirmed += _believed(record, plan, cells, own, is_recorded, False)
+        for former in former_plans(record, found.plan, step):
+            confirmed += _confirm_events(record, former, step, own, _recorded_cell(lane, digest), False)
     known = {id(event) for event in confirmed}
     for event in (one for events in by_step.values() for one in events if id(one) not in known):
         record.add(
@@ -345,7 +295,7 @@ def _recorded_step(plan: RunPlan, step: int, digest: bytes) -> Recorded:
 
 
 def _recorded_cell(lane: int, digest: str) -> Recorded:
-    return lambda cells: cell_digest(cells[lane]).hex() == digest
+    return lambda cells: cell_digest(cells[lane]) == digest
 
 
 def _has_stage(plan: Plan, event: dict[str, Any]) -> bool:
@@ -363,20 +313,21 @@ def _pending(
             yield by_digest[digest], step, lane, found
 
 
-def _believed(
+def _confirm_events(
     record: RunRecord,
-    plan: RunPlan,
-    cells: NDArray[np.int64],
+    plan: Plan,
+    step: int,
     events: list[dict[str, Any]],
     is_recorded: Recorded,
     is_branch: bool,
 ) -> list[dict[str, Any]]:
     """Return the events of a step that its digest confirms, and store their substitutions in the record."""
+    cells = plan.steps(step, step + 1)[0]
     lanes, slots = cells.shape
     fitting = [
         event
         for event in events
-        if event["lane"] < lanes and event["slot"] < slots and event["by"] < plan.plan.population.rows
+        if event["lane"] < lanes and event["slot"] < slots and event["by"] < plan.population.rows
         and cells[event["lane"], event["slot"]] == event["sample"]
     ]  # fmt: skip
     for choice in _choices([event for event in fitting if event["kind"] == SUBSTITUTED]):
@@ -407,3 +358,44 @@ def _choices(events: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
         yield list(places.values())
     for start in {event["start"] for event in events}:
         yield [event for event in events if event["start"] == start]
+
+
+# ---- steps that are not in the tree
+
+_UNSYNCHRONISED = 64  # largest expected distance in steps between ranks without collectives
+
+
+def check_pending(record: RunRecord, plans: dict[int, RunPlan]) -> None:
+    """Check recorded cells of steps that are not in the tree: interrupted by a kill, or after a gap."""
+    merge, ledger = record.merge, record.ledger
+    if merge is None or ledger is None or not merge.pending:
+        return
+    by_digest = {one.plan.digest: one for one in plans.values()}
+    for digest, step, lane, found in merge.pending_cells():
+        plan = by_digest.get(digest)
+        if plan is not None and not _is_planned(record, plan, step, lane, found):
+            record.add("violated", "step", f"step {step} lane {lane}", "a recorded cell is not the plan's")
+    open_steps = [step for step in merge.pending_steps() if step >= ledger.next_step]
+    if merge.complete_behind_gap():
+        record.add(
+            "violated", "step", f"step {ledger.next_step}",
+            f"is missing: the ledger ends before it, and steps {open_steps[0]} to {open_steps[-1]} are recorded",
+        )  # fmt: skip
+    elif open_steps:
+        many = len(open_steps) > _UNSYNCHRONISED
+        record.add(
+            "unknown" if many else "note", "step", f"steps {open_steps[0]} to {open_steps[-1]}",
+            "were under way when the run ended: not all lanes of them are recorded"
+            + ("; is the journal of a rank missing?" if many else ""),
+        )  # fmt: skip
+
+
+def _is_planned(record: RunRecord, plan: RunPlan, step: int, lane: int, digest: str) -> bool:
+    """Return True if a cell of an incomplete step is the plan's, with or without confirmed substitutions."""
+    for former in former_plans(record, plan.plan, step) if lane < plan.plan.lanes else ():
+        if former.cell_digest(step, lane) == digest:
+            return True
+        (cells,) = replace(plan, plan=former).consumed(record, step, step + 1, branch=False)
+        if cell_digest(cells[lane]) == digest:
+            return True
+    return False

@@ -76,7 +76,7 @@ def replay(
     with ExitStack() as stack:
         if counted:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardkit-audit-")))
-        pool = _started(plan, jobs, stack) if jobs > 1 else None
+        pool = _start_processes(plan, jobs, stack) if jobs > 1 else None
         for begin, end in stretches(plan, first, last):
             seen = None
             if counted:
@@ -87,7 +87,7 @@ def replay(
             # even an epoch of few samples is divided between all processes
             size = max(1, min(_CHUNK // plan.global_batch, -(-(end - begin) // jobs)))
             spans = [(at, min(end, at + size), seen) for at in range(begin, end, size)]
-            for steps in _worked(plan, spans) if pool is None else _shared_out(pool, spans):
+            for steps in _replay_spans(plan, spans) if pool is None else _shared_out(pool, spans):
                 drawn += int(steps.rows.sum())
                 yield steps
             if coverage is not None and seen is not None:
@@ -124,7 +124,7 @@ Span = tuple[int, int, Path | None]
 """(first step, end, file in which the samples are marked or None)."""
 
 
-def _worked(plan: Plan, spans: Iterable[Span]) -> Iterator[ReplayedSteps]:
+def _replay_spans(plan: Plan, spans: Iterable[Span]) -> Iterator[ReplayedSteps]:
     for first, last, seen in spans:
         marks = None if seen is None else np.memmap(seen, dtype=np.bool_, mode="r+")
         digests = np.empty((last - first, plan.lanes, 16), dtype=np.uint8)
@@ -149,10 +149,10 @@ def _begin(plan: Plan) -> None:
 
 
 def _work(span: Span) -> ReplayedSteps:
-    return next(_worked(_plan, [span]))
+    return next(_replay_spans(_plan, [span]))
 
 
-def _started(plan: Plan, jobs: int, stack: ExitStack) -> ProcessPoolExecutor:
+def _start_processes(plan: Plan, jobs: int, stack: ExitStack) -> ProcessPoolExecutor:
     """Start processes that hold the plan. They are shut down when `stack` closes."""
     context = multiprocessing.get_context("spawn")  # a fork would copy the locks of other threads
     pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin, initargs=(plan,))

@@ -38,7 +38,7 @@ class Finding:
 Worst = Literal["clean", "explained", "unknown", "violated"]
 """Severity of the worst finding; "clean" if there are only notes."""
 
-Report = Callable[[str, int, int], None]
+AuditProgress = Callable[[str, int, int], None]
 """Progress callback, called with (activity, done, total)."""
 
 
@@ -108,6 +108,7 @@ class Audit:
         tensors: number of checked tensor objects of checkpoints.
         verified: result of the shard check; None if it was not requested.
         findings: all findings.
+        losses: SHA-256 in hex over the recorded digests of losses; empty if the ledger covers none.
         software: software versions recorded in run.json.
         worst: severity of the worst finding.
         exit_code: exit code of the command. Explained deviations are no failure.
@@ -131,6 +132,7 @@ class Audit:
     tensors: int = 0
     verified: dict[str, Any] | None = None
     findings: list[Finding] = field(default_factory=list)
+    losses: str = ""
     software: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -154,12 +156,7 @@ class Audit:
 
 
 def facts_of(audit: Audit, epochs: int | None = None) -> list[tuple[str, str]]:
-    """Return (name, value) pairs that summarise an audit as text.
-
-    Args:
-        audit: the audit.
-        epochs: largest number of epochs shown; by default, all.
-    """
+    """Return (name, value) pairs that summarise an audit as text."""
     last, shown = max(audit.first, audit.steps - 1), audit.coverage[:epochs]
     fitting = sum(fits is True for _, _, fits in audit.checkpoints)
     unseen = len(audit.coverage) - len(shown)
@@ -173,7 +170,8 @@ def facts_of(audit: Audit, epochs: int | None = None) -> list[tuple[str, str]]:
         *((f"tree of {name}", f"{one['size']:,} leaves, root {one['root']}") for name, one in audit.head.items()),
         *((f"epoch {one.epoch}", str(one)) for one in shown),
         *([("", f"and {unseen:,} epochs more (--json lists all)")] if unseen else []),
-        ("checkpoints", f"{fitting} of {len(audit.checkpoints)} hold a head of this ledger"),
+        *([("checkpoints", f"{fitting} of {len(audit.checkpoints)} hold a head of this ledger")]
+          if audit.checkpoints else []),
         ("starts", f"{len(audit.starts)}; events: {events}"),
     ]  # fmt: skip
     if (seen := audit.verified) is not None:

@@ -13,9 +13,10 @@ import numpy as np
 
 from shardkit.audit.events import contradictions
 from shardkit.audit.result import Finding, Severity
+from shardkit.documents import encode, sha256_digest
 from shardkit.errors import FormatError, NotFoundError, ShardkitError
-from shardkit.formats.canonical_json import dumps, sha256_digest
-from shardkit.ledger import Ledger, Merge, journal_paths
+from shardkit.ledger import Ledger, Merge, journal_paths, merge_journals
+from shardkit.ledger.amendments import Amendment, amendment_states
 from shardkit.ledger.bindings import CONFIGURATION
 from shardkit.ledger.events import Head, convert
 from shardkit.ledger.files import read_file
@@ -30,7 +31,9 @@ from shardkit.ledger.ledger import (
     parse_lines,
     parse_records,
 )
+from shardkit.ledger.losses import Leg
 from shardkit.ledger.merkle import Tree, leaf_hash
+from shardkit.plan import Plan
 from shardkit.stores.local import open_store
 from shardkit.stores.store import Store, object_name
 from shardkit.telemetry.records import json_object, read_documents
@@ -47,11 +50,11 @@ _MAX_SETTINGS: Final = 1 << 26
 _MAX_FILE: Final = 1 << 33
 _LOG_TAIL: Final = 1 << 26
 
-Place = tuple[int, int, int]
+GridPlace = tuple[int, int, int]
 """(step, lane, slot)."""
 
 
-Replacements = dict[Place, tuple[int, int]]
+Replacements = dict[GridPlace, tuple[int, int]]
 """Place → (planned sample, substitute)."""
 
 
@@ -74,7 +77,7 @@ class RunRecord:
         roots: all heads that the records ever had; None if the ledger is damaged.
         replaced: substitutions confirmed by digests. True: on the branch; False: in abandoned or incomplete steps. Set
             by `find_plans`.
-        stage_plans: for each configuration, (first step, plan digest) of its stages. Set by `find_plans`.
+        stage_plans: the plans of each configuration under the amendments in force at a time. Set by `find_plans`.
     """
 
     path: Path
@@ -90,7 +93,7 @@ class RunRecord:
     findings: list[Finding] = field(default_factory=list)
     roots: Roots | None = None
     replaced: dict[bool, Replacements] = field(default_factory=lambda: {True: {}, False: {}})
-    stage_plans: list[list[tuple[int, str]]] = field(default_factory=list)
+    stage_plans: list[list[Plan]] = field(default_factory=list)
 
     def add(self, severity: Severity, kind: str, subject: str, text: str) -> None:
         self.findings.append(Finding(severity, kind, subject, text))
@@ -105,6 +108,10 @@ class RunRecord:
         """The events of the run's settings, oldest first. Empty if the trainer records none."""
         return [event for event in self.events if event["kind"] == CONFIGURATION]
 
+    def amendments(self) -> list[list[Amendment]]:
+        """Return the amendments in force after each amendment and undo, oldest state first."""
+        return amendment_states(self.events)
+
     def substitutions(self, first: int, last: int, *, branch: bool = True) -> Replacements:
         """Return the confirmed substitutions of steps [first, last), of the branch or of other records."""
         return {place: pair for place, pair in self.replaced[branch].items() if first <= place[0] < last}
@@ -115,6 +122,11 @@ class RunRecord:
             (int(one[0]["plan"]), int(one[0]["step"]), int(one[-1]["step"]) + 1)
             for one in consecutive(self.branch)
         ]
+
+    def loss_legs(self) -> list[Leg]:
+        """Return the ranges of `legs` as `read_losses` takes them: with the digests of their plans."""
+        digests = {event["number"]: event["plan"] for event in self.plans}
+        return [Leg(digests.get(number, ""), first, end) for number, first, end in self.legs()]
 
     def abandoned(self) -> StepRecords:
         """Return the records that are not leaves of the tree of steps."""
@@ -136,18 +148,35 @@ def consecutive(records: StepRecords) -> list[StepRecords]:
     return np.split(records, np.flatnonzero((np.diff(steps) != 1) | (plans[1:] != plans[:-1])) + 1)
 
 
-def load_run(path: Path) -> RunRecord:
+def check_run_directory(path: Path) -> None:
+    """Raise NotFoundError if a path is not a run directory."""
+    if not (path / "ledger").is_dir() and not (path / "journal").is_dir():
+        raise NotFoundError(f"{path} is no run directory: it has neither a ledger/ nor a journal/")
+
+
+def load_run(path: Path, *, is_checked: bool = True) -> RunRecord:
     """Read a run directory. Damage becomes a finding.
+
+    Args:
+        path: the run directory.
+        is_checked: False: read the ledger only, without checking it against itself, in a fraction of a second for a
+            million steps. Damage that prevents reading raises.
 
     Raises:
         NotFoundError: the path is not a run directory.
     """
-    if not (path / "ledger").is_dir() and not (path / "journal").is_dir():
-        raise NotFoundError(f"{path} is no run directory: it has neither a ledger/ nor a journal/")
+    check_run_directory(path)
     run = RunRecord(path)
     run.settings, _, wrong = read_settings(path)
     if wrong:
         run.add("violated", "settings", "run.json", wrong)
+    if not is_checked:
+        run.ledger, run.merge = merge_journals(path)
+        run.branch = run.records = run.ledger.branch_records()
+        if len(run.branch) != run.ledger.state.records:
+            run.records = run.ledger.records()
+        run.events = run.ledger.event_documents()
+        return run
     _read_ledger(run)
     run.checkpoints, broken = read_checkpoints(path)
     for name, text in broken:
@@ -303,7 +332,7 @@ class Roots:
     """All heads that the recorded steps and events ever had."""
 
     def __init__(self, records: StepRecords, events: list[dict[str, Any]]) -> None:
-        self._events = Tree(leaf_hash(dumps(event)) for event in events)
+        self._events = Tree(leaf_hash(encode(event)) for event in events)
         # (first step, tree) of every branch, the current one last
         self._branches: list[tuple[int, Tree]] = []
         digests = [leaf_hash(bytes(one)) for one in records["digest"].reshape(-1, 32)]
@@ -343,17 +372,26 @@ class Roots:
 
 
 def _logged_steps(path: Path) -> int:
-    """Return the largest number of steps in events.jsonl and metrics/train.jsonl, which are hints, not evidence."""
-    reached = 0
-    for name in ("events.jsonl", "metrics/train.jsonl"):
-        for record in read_documents(path / name, _LOG_TAIL):
-            if not isinstance(record.get("step"), int):
-                continue
-            if "event" not in record:
-                reached = max(reached, record["step"] + 1)
-            elif record["event"] in ("checkpoint", "stop", "end"):
-                reached = max(reached, record["step"])
-    return reached
+    """Return the number of steps in events.jsonl and metrics/train.jsonl, which are hints, not evidence.
+
+    A start may go back to an earlier step, so only the events of the newest start and the newest metrics count.
+    """
+    reached = last = 0
+    for record in read_documents(path / "events.jsonl", _LOG_TAIL):
+        if record.get("event") == "start":
+            reached = 0
+        elif isinstance(record.get("step"), int) and record.get("event") in ("checkpoint", "stop", "end"):
+            reached = max(reached, record["step"])
+    for record in read_documents(path / "metrics" / "train.jsonl", _LOG_TAIL):
+        if isinstance(record.get("step"), int):
+            last = record["step"] + 1
+    return max(reached, last)
+
+
+def recent_step_seconds(path: Path) -> list[float]:
+    """Return the durations of some recent steps in metrics/train.jsonl, in seconds; hints, not evidence."""
+    found = (record.get("step_s") for record in read_documents(path / "metrics" / "train.jsonl", 1 << 16))
+    return [float(one) for one in found if isinstance(one, int | float) and one > 0][-64:]
 
 
 # ---- checkpoints

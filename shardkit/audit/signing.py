@@ -17,8 +17,9 @@ import msgspec
 
 import shardkit
 from shardkit.audit.result import Audit
+from shardkit.documents import encode, parse_digest
 from shardkit.errors import ConfigurationError, FormatError, IntegrityError, MissingDependency, NotFoundError
-from shardkit.formats.canonical_json import dumps, parse_digest
+from shardkit.extras import install_command
 from shardkit.ledger.events import Head, Hex, convert
 
 if TYPE_CHECKING:
@@ -50,13 +51,13 @@ class _Statement(msgspec.Struct):
 def make_statement(audit: Audit, *, lock: Path | None = None) -> dict[str, Any]:
     """Return the in-toto Statement of an audit. Its subjects can be recomputed by others.
 
-    Args:
-        audit: the audit result.
-        lock: lock file of the run's environment; its digest becomes a subject.
+    The digest of `lock`, the lock file of the run's environment, becomes a subject.
     """
     steps, events = audit.head["steps"], audit.head["events"]
     subjects = [("manifest", parse_digest(audit.manifest)), ("plan", audit.plan), ("ledger/steps", steps["root"]),
                 ("ledger/events", events["root"]), ("code", code_digest())]  # fmt: skip
+    if audit.losses:
+        subjects.append(("losses", audit.losses))
     if lock is not None:
         subjects.append((f"lock/{lock.name}", hashlib.sha256(_read(lock, "lock file")).hexdigest()))
     return {
@@ -117,7 +118,7 @@ def sign_statement(statement: dict[str, Any], key: Path) -> bytes:
         MissingDependency: `cryptography` is not installed.
     """
     private: Ed25519PrivateKey = _key(key, private=True)
-    payload = dumps(statement)
+    payload = encode(statement)
     signature = private.sign(_encode(PAYLOAD_TYPE, payload))
     envelope = {
         "payload": base64.b64encode(payload).decode(),
@@ -199,7 +200,7 @@ def _key(path: Path, *, private: bool) -> Any:
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError as error:
-        raise MissingDependency('signatures need cryptography; run: pip install "shardkit[audit]"') from error
+        raise MissingDependency(f"signatures need cryptography; run: {install_command('audit')}") from error
     kind: type[Any] = ed25519.Ed25519PublicKey
     what, advice = "public", _GET_KEY
     if private:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from shardkit.arrays import Float64s, Int64s
 from shardkit.audit.plans import RunPlan
 from shardkit.audit.run_record import RunRecord
 from shardkit.audit.trace import samples_of_step
@@ -33,6 +37,24 @@ class Spike:
     loss: float
     expected: float
     score: float
+
+
+def _levels(groups: Float64s) -> tuple[Float64s, Float64s]:
+    """Return the median and the robust standard deviation of each row, (n,) float64; NaN is left out.
+
+    The deviation is at least a millionth of the median.
+    """
+    whole = ~np.isnan(groups).any(axis=1)
+    expected, spread = np.zeros(len(groups)), np.zeros(len(groups))
+    expected[whole] = np.median(groups[whole], axis=1)
+    spread[whole] = np.median(np.abs(groups[whole] - expected[whole, None]), axis=1)
+    for row in np.flatnonzero(~whole).tolist():
+        values = groups[row][~np.isnan(groups[row])]
+        if len(values):
+            expected[row] = np.median(values)
+            spread[row] = np.median(np.abs(values - expected[row]))
+    least = np.maximum(1e-6 * np.abs(expected), np.finfo(np.float64).tiny)
+    return expected, np.maximum(_NORMAL * spread, least)
 
 
 @dataclass(frozen=True)
@@ -86,22 +108,126 @@ def find_spikes(losses: Losses, *, threshold: float = 6.0, window: int = 100) ->
         The spikes, the largest score first.
     """
     steps, means = losses.steps, losses.means
-    found: list[Spike] = []
-    for first in range(0, len(steps), window):
-        own = means[first : first + window]
-        before = means[max(0, first - window) : max(first, window)]
-        before = before[np.isfinite(before)]
-        if not len(before):
-            before = np.zeros(1)
-        expected = float(np.median(before))
-        spread = _NORMAL * float(np.median(np.abs(before - expected)))
-        spread = max(spread, 1e-6 * abs(expected), np.finfo(np.float64).tiny)
-        scores = np.where(np.isfinite(own), (own - expected) / spread, np.inf)
-        found += [
-            Spike(int(steps[first + place]), float(own[place]), expected, float(scores[place]))
-            for place in np.flatnonzero(scores > threshold).tolist()
-        ]
+    groups = -(-len(steps) // window)
+    padded = np.full(groups * window, np.nan)  # the last group may be short
+    padded[: len(means)] = means
+    padded[~np.isfinite(padded)] = np.nan
+    expected, spread = _levels(padded.reshape(groups, window))
+    expected = np.repeat(np.concatenate((expected[:1], expected[:-1])), window)[: len(means)]
+    spread = np.repeat(np.concatenate((spread[:1], spread[:-1])), window)[: len(means)]
+    scores = np.where(np.isfinite(means), (means - expected) / spread, np.inf)
+    found = [
+        Spike(int(steps[place]), float(means[place]), float(expected[place]), float(scores[place]))
+        for place in np.flatnonzero(scores > threshold).tolist()
+    ]
     return sorted(found, key=lambda one: (-one.score, one.step))
+
+
+class RankedLoss(NamedTuple):
+    """A loss, and how far it is from the losses of near steps.
+
+    Attributes:
+        step: number of the step in the run.
+        place: place in the step's grid, or lane if there is one loss per cell.
+        loss: as noted by the trainer.
+        score: distance from the median loss of near steps, in their robust standard deviations; infinite if the loss
+            is not finite.
+    """
+
+    step: int
+    place: int
+    loss: float
+    score: float
+
+
+def rank_samples(losses: Losses, *, top: int, window: int = 100) -> list[RankedLoss]:
+    """Return the losses of samples that are most abnormal in the whole run.
+
+    Steps are taken in groups of `window`. Each loss is compared with the median of all losses of its group, in robust
+    standard deviations (1.4826 · median absolute deviation), so early steps do not outrank later ones.
+
+    Args:
+        losses: of a run.
+        top: number of losses to return.
+        window: number of steps in a group.
+
+    Returns:
+        The losses, the largest score first.
+    """
+    best: list[RankedLoss] = []
+    together = _TOGETHER * window
+    for first in range(0, len(losses.steps), together):
+        end = min(len(losses.steps), first + together)
+        whole = first + (end - first) // window * window
+        for low, high in ((first, whole), (whole, end)):
+            found = losses.read_unchecked(low, high) if high > low else None
+            for at in range(low, high, window) if found is None else (low,):
+                rows = (
+                    _read_losses(losses, at, min(high, at + window))
+                    if found is None
+                    else _Rows.of(losses, low, *found)
+                )
+                size = len(rows.values) if found is None else min(window, high - low) * len(found[0])
+                best = _with_best(best, rows, size, top)
+    for one in best:
+        losses.of_step(one.step)  # compares checksums
+    return best
+
+
+_TOGETHER = 50  # groups ranked at once
+
+
+class _Rows(NamedTuple):
+    """Losses ordered by step and place, (n,) each."""
+
+    steps: Int64s
+    places: Int64s
+    values: NDArray[np.float32]
+
+    @classmethod
+    def of(cls, losses: Losses, first: int, places: Int64s, values: NDArray[np.float32]) -> _Rows:
+        steps = losses.steps[first : first + len(values)]
+        return cls(np.repeat(steps, len(places)), np.tile(places, len(steps)), values.ravel())
+
+
+def _read_losses(losses: Losses, first: int, end: int) -> _Rows:
+    rows = losses.of_steps(int(losses.steps[first]), int(losses.steps[end - 1]) + 1)
+    return _Rows(rows.steps, rows.places, rows.losses)
+
+
+def _with_best(best: list[RankedLoss], rows: _Rows, size: int, top: int) -> list[RankedLoss]:
+    """Return the ``top`` best of ranked losses and of rows, whose groups have ``size`` losses each."""
+    values = rows.values.astype(np.float64).reshape(-1, size)
+    finite = np.isfinite(values)
+    expected, spread = _levels(values if finite.all() else np.where(finite, values, np.nan))
+    scores = np.where(finite, (values - expected[:, None]) / spread[:, None], np.inf).ravel()
+    found = np.flatnonzero(scores > best[-1].score) if len(best) == top else np.arange(len(scores))
+    if len(found) > top:
+        least = np.partition(scores[found], len(found) - top)[len(found) - top]
+        found = found[scores[found] >= least]
+    order = np.lexsort((rows.places[found], rows.steps[found], -scores[found]))[:top]
+    more = [
+        RankedLoss(int(rows.steps[i]), int(rows.places[i]), float(rows.values[i]), float(scores[i]))
+        for i in found[order].tolist()
+    ]
+    return sorted([*best, *more], key=lambda one: (-one.score, one.step, one.place))[:top]
+
+
+def describe_ranked(
+    record: RunRecord, plans: dict[int, RunPlan], losses: Losses, ranked: Sequence[RankedLoss]
+) -> list[dict[str, object]]:
+    """Return ranked losses with their samples as plain values; a loss of a cell names each sample of the cell."""
+    of_step = {step: losses_of_step(record, plans, losses, step)[0] for step in {one.step for one in ranked}}
+    found: list[dict[str, object]] = []
+    for one in ranked:
+        leg = next(number for number, first, end in record.legs() if first <= one.step < end)
+        size, by_cell = plans[leg].plan.cell_size, losses.of_step(one.step)[2]
+        found += [
+            {"step": one.step, "score": one.score, **asdict(sample)}
+            for sample in of_step[one.step]
+            if (sample.lane if by_cell else sample.lane * size + sample.slot) == one.place
+        ]
+    return found
 
 
 def losses_of_step(

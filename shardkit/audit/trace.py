@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardkit.audit.mixtures import abandoned_plan, ranges
 from shardkit.audit.plans import RunPlan
 from shardkit.audit.replay import stretches
-from shardkit.audit.run_record import Place, RunRecord, consecutive
+from shardkit.audit.run_record import GridPlace, RunRecord
 from shardkit.dataset import Dataset
 from shardkit.dataset.about import unpack_sources
 from shardkit.dataset.samples import numbers_in
 from shardkit.errors import NotFoundError
 from shardkit.plan import Plan
 from shardkit.reading.inventory import read_root
+from shardkit.repository.log import first_commit
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import Part
 
@@ -110,7 +112,7 @@ def uses_of_many(
     for plan, first, last, branch in _legs(record, plans):
         own = numbers[plan.number]
         replaced = record.substitutions(first, last, branch=branch)
-        for epoch, sample, place in _planned(plan.plan, own, first, last):
+        for epoch, sample, place in _planned_places(plan.plan, own, first, last):
             if place not in replaced:
                 found.append(_use(record, sample, epoch, place, branch=branch))
         for place, (original, by) in replaced.items():
@@ -133,7 +135,9 @@ def _numbers_in(plans: dict[int, RunPlan], plan: RunPlan, asked: NDArray[np.int6
     return np.unique(found[found >= 0])
 
 
-def _planned(plan: Plan, asked: NDArray[np.int64], first: int, last: int) -> Iterator[tuple[int, int, Place]]:
+def _planned_places(
+    plan: Plan, asked: NDArray[np.int64], first: int, last: int
+) -> Iterator[tuple[int, int, GridPlace]]:
     """Yield (epoch or pass, sample, place) of samples in steps [first, last) of a plan."""
     if len(asked) < _MANY:
         for sample in asked.tolist():
@@ -209,17 +213,18 @@ def _describe_step(record: RunRecord, plan: RunPlan, step: int) -> Iterator[Step
 
 def _legs(record: RunRecord, plans: dict[int, RunPlan]) -> Iterator[tuple[RunPlan, int, int, bool]]:
     """Yield (plan, first step, end, True if on the branch) of each range of steps under one plan."""
-    for branch, records in ((True, record.branch), (False, record.abandoned())):
-        for one in consecutive(records):
-            first, end, plan = int(one[0]["step"]), int(one[-1]["step"]) + 1, plans.get(int(one[0]["plan"]))
-            if plan is None:
-                raise NotFoundError(
-                    f"the plan of steps {first} to {end - 1} cannot be made again; run: shardkit audit {record.path}"
-                )
-            yield plan, first, end, branch
+    for one, fork, is_branch in ranges(record):
+        first, end, plan = int(one[0]["step"]), int(one[-1]["step"]) + 1, plans.get(int(one[0]["plan"]))
+        if plan is None:
+            raise NotFoundError(
+                f"the plan of steps {first} to {end - 1} cannot be made again; run: shardkit audit {record.path}"
+            )
+        if fork is not None:
+            plan = replace(plan, plan=abandoned_plan(record, plan.plan, fork))
+        yield plan, first, end, is_branch
 
 
-def _places(plan: Plan, sample: int, first: int, last: int) -> Iterator[tuple[int, Place]]:
+def _places(plan: Plan, sample: int, first: int, last: int) -> Iterator[tuple[int, GridPlace]]:
     """Yield (epoch or pass, place) of a sample in steps [first, last) of a plan."""
     length = plan.steps_per_pass
     if length is not None:
@@ -236,7 +241,12 @@ def _places(plan: Plan, sample: int, first: int, last: int) -> Iterator[tuple[in
 
 
 def _use(
-    record: RunRecord, sample: int, epoch: int, place: Place, original: int | None = None, branch: bool = True
+    record: RunRecord,
+    sample: int,
+    epoch: int,
+    place: GridPlace,
+    original: int | None = None,
+    branch: bool = True,
 ) -> Use:
     step, lane, slot = place
     after = (one.name for one in record.checkpoints if one.step > step)
@@ -343,8 +353,6 @@ def _sources(part: Part) -> dict[str, Any] | None:
 
 def _commit(repository: Repository, manifest_id: str) -> dict[str, Any] | None:
     """Return the first commit that named the manifest, including its software versions, or None."""
-    for entry in reversed(repository.log()):
-        if manifest_id in (*entry.refs.values(), *entry.tags.values()):
-            return {"n": entry.n, "time": entry.time, "author": entry.author, "message": entry.message,
-                    "software": entry.software}  # fmt: skip
-    return None
+    entry = first_commit(repository.log(), manifest_id)
+    names = ("n", "time", "author", "message", "software")
+    return None if entry is None else {name: getattr(entry, name) for name in names}

@@ -20,6 +20,7 @@ import msgspec
 from shardkit.copies.mirroring import log_conflict
 from shardkit.copies.placement import Holdings
 from shardkit.copies.replicate import mirror
+from shardkit.documents import seconds_of
 from shardkit.errors import (
     FormatError,
     IntegrityError,
@@ -28,7 +29,6 @@ from shardkit.errors import (
     StoreError,
     UsageError,
 )
-from shardkit.formats.canonical_json import seconds_of
 from shardkit.reading.inventory import walk_versions
 from shardkit.reading.objects import ROOT_NAME
 from shardkit.reading.parity.sets import parity_names
@@ -66,7 +66,7 @@ _OBJECTS: Final = "objects/"
 _FIRST: Final = ("manifest", "page", "selection", "lookup", "cost", "sources", "about")
 """Extensions that are deleted first, so that no version keeps its manifest and lacks another object."""
 
-Report = Callable[[int, int], None]
+DeletionProgress = Callable[[int, int], None]
 """(objects deleted, objects to delete)."""
 
 
@@ -105,7 +105,7 @@ def collect(
     delete: bool = False,
     grace_s: int = GRACE_S,
     history_s: int = HISTORY_S,
-    report: Report | None = None,
+    report: DeletionProgress | None = None,
 ) -> Collection:
     """Find objects that no version needs; with `delete`, mark them, and delete those marked a grace period ago.
 
@@ -197,7 +197,7 @@ def end_deletion(repository: Repository, deletion: Deletion) -> bool:
 class _Collector:
     """One call of `collect`, over all locations."""
 
-    def __init__(self, repository: Repository, report: Report | None) -> None:
+    def __init__(self, repository: Repository, report: DeletionProgress | None) -> None:
         self._repository, self._report, self.done = repository, report, Collection()
         self.store = root_store(repository.store)
         self._found = Holdings(repository)
@@ -328,11 +328,11 @@ def _bytes(store: Store, names: Iterable[str]) -> int:
 
 
 def versions_of(log: Iterable[LogEntry], since: float) -> tuple[set[str], set[str]]:
-    """Return the versions that refs and tags name now, and the others that they named at any time since `since`."""
+    """Return the versions that refs and tags name now, and earlier versions that they named since `since`."""
     now: set[str] | None = None
     recent: set[str] = set()
     for entry in log:
-        named = {*entry.refs.values(), *entry.tags.values()}
+        named = set(entry.versions)
         now = named if now is None else now
         recent |= named
         if seconds_of(entry.time) < since:

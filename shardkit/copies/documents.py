@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+from shardkit.documents import sha256_digest
 from shardkit.errors import FormatError, IntegrityError, MissingDependency, NotFoundError, ShardkitError
-from shardkit.formats.canonical_json import sha256_digest
 from shardkit.reading.objects import ROOT_NAME, Location
 from shardkit.repository.location_table import (
     COPY_NAME,
@@ -42,13 +42,15 @@ from shardkit.stores.store import Store
 _DAMAGED: Final = (NotFoundError, IntegrityError, FormatError)
 _AT_ONCE: Final = 16
 
-
-class BadCopy(NamedTuple):
-    """A copy to repair. `was` is "wrong" or "missing"."""
-
-    location: str
-    name: str
-    was: str
+_RESTORE: Final = "put it back from a backup of the root"
+_RESTORE_OLDER: Final = (
+    f"{_RESTORE}; without one, leave it: every version can be opened, and copied to a new root with: shardkit "
+    "rebuild "
+)
+_RESTORE_NEWEST: Final = (
+    f"{_RESTORE}; without one, delete this file and build the same source again with the same options: the build "
+    "names its version again"
+)
 
 
 class Healed(NamedTuple):
@@ -67,6 +69,7 @@ class Lost(NamedTuple):
     name: str
     rows: int
     why: str
+    action: str = "put it back from a backup, or build the same source again with the same options"
 
 
 class Unchecked(NamedTuple):
@@ -87,7 +90,7 @@ class _Document(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Held:
+class _PlaceDocuments:
     """Documents of one row in one location.
 
     Attributes:
@@ -112,8 +115,6 @@ class _Put(NamedTuple):
     """Bytes to put; None to delete the document."""
     was: str
     source: str
-    is_lag: bool = False
-    """True if the copy is only behind the root, and not damaged."""
 
 
 class Fork(NamedTuple):
@@ -137,6 +138,7 @@ class Documents:
     Attributes:
         newest: newest good log entry.
         locations: name → location, for the locations other than the root that have this repository.
+        copies: name → store, of the locations whose documents are compared with the root's.
         absent: name → reason, for the locations that do not have it or do not answer.
         lost: documents without a good copy.
         unchecked: documents that could not be read or written.
@@ -146,27 +148,21 @@ class Documents:
 
     newest: LogEntry | None = None
     locations: dict[str, Location] = field(default_factory=dict)
+    copies: dict[str, Store] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
     lost: list[Lost] = field(default_factory=list)
     unchecked: list[Unchecked] = field(default_factory=list)
     puts: list[_Put] = field(default_factory=list)
     forks: list[Fork] = field(default_factory=list)
 
-    @property
-    def bad(self) -> list[BadCopy]:
-        """Documents that are damaged or missing and good in another location."""
-        return [BadCopy(one.location, one.name, one.was) for one in self.puts if not one.is_lag]
-
     def heal_root(self) -> list[Healed]:
         """Repair the root's documents."""
-        return [healed for one in self._taken(is_root=True) for healed in _put(one)]
+        return [healed for one in self._take_puts(is_root=True) for healed in _put(one)]
 
-    def heal_copies(self, *, is_lag_left: bool = False) -> list[Healed]:
-        """Repair the documents of copies, and add missing ones. A failed write is noted in `unchecked`."""
+    def heal_copies(self) -> list[Healed]:
+        """Repair the documents of copies. A failed write is noted in `unchecked`."""
         done: list[Healed] = []
-        for one in self._taken(is_root=False):
-            if is_lag_left and one.is_lag:
-                continue
+        for one in self._take_puts(is_root=False):
             try:
                 done += _put(one)
             except ShardkitError as error:
@@ -174,17 +170,17 @@ class Documents:
         return done
 
     def add_commit(self, entry: LogEntry) -> None:
-        """Add an entry that was committed after the comparison of the logs; every copy will get it."""
+        """Add an entry that was committed after the comparison of the logs, which replaces the copies' own."""
         self.newest = entry
         name, data = LOG.name(entry.n), entry.to_bytes()
         stores = {one.location: one.store for one in self.puts if one.location != ROOT_NAME}
         stores |= {location: one.store for location, one in self.locations.items()}
         self.puts = [one for one in self.puts if one.name != name]
         for location, store in stores.items():
-            was = "missing" if store.head(name) is None else "wrong"
-            self.puts.append(_Put(location, store, name, data, was, ROOT_NAME, is_lag=was == "missing"))
+            if store.head(name) is not None:
+                self.puts.append(_Put(location, store, name, data, "wrong", ROOT_NAME))
 
-    def _taken(self, *, is_root: bool) -> list[_Put]:
+    def _take_puts(self, *, is_root: bool) -> list[_Put]:
         taken = [one for one in self.puts if (one.location == ROOT_NAME) == is_root]
         self.puts = [one for one in self.puts if (one.location == ROOT_NAME) != is_root]
         return taken
@@ -200,27 +196,24 @@ def _put(one: _Put) -> Iterator[Healed]:
             if one.store.get(one.name, max_bytes=MAX_ENTRY_BYTES) == one.data:
                 return  # another process put it meanwhile
         one.store.replace(one.name, one.data)
-    if not one.is_lag:
-        yield Healed(one.location, one.name, one.was, one.source, len(one.data))
+    yield Healed(one.location, one.name, one.was, one.source, len(one.data))
 
 
 def check_documents(root: Store, more: Sequence[LocationRecord]) -> Documents:
     """Check the documents of a root and its copies without writing.
 
-    Args:
-        root: store of the root.
-        more: copies that the root's table does not name.
+    `more` are copies that the root's table does not name.
     """
     found = Documents()
     repository = repository_id(root)
     if not repository or root.head(COPY_NAME) is not None:
         return found  # opening the root reports the error
-    tables = [_held(ROOT_NAME, root, row, repository) for row in (TABLES, SPARES)]
-    logs = [_held(ROOT_NAME, root, LOG, repository)]
-    known = _chosen(tables)
+    tables = [_read_place(ROOT_NAME, root, row, repository) for row in (TABLES, SPARES)]
+    logs = [_read_place(ROOT_NAME, root, LOG, repository)]
+    known = _choose(tables)
     newest = known[max(known)].said if known else None
     recorded = newest.others if isinstance(newest, LocationTable) else ()
-    copies: dict[str, Store] = {}
+    copies = found.copies
     for record in (*recorded, *more):
         copies.pop(record.name, None)
         try:
@@ -243,12 +236,12 @@ def check_documents(root: Store, more: Sequence[LocationRecord]) -> Documents:
             found.absent.pop(record.name, None)
     for name, store in copies.items():
         try:
-            tables.append(_held(name, store, TABLES, repository))
-            logs.append(_held(name, store, LOG, repository))
+            tables.append(_read_place(name, store, TABLES, repository))
+            logs.append(_read_place(name, store, LOG, repository))
         except ShardkitError as error:
             found.unchecked.append(Unchecked(name, LOG.prefix, str(error)))
-    _compare(tables, _chosen(tables), found)
-    log = _chosen(logs, may_grow=True)
+    _compare(tables, _choose(tables), found)
+    log = _choose(logs, may_grow=True)
     _compare(logs, log, found)
     entry = log[max(log)].said if log else None
     found.newest = entry if isinstance(entry, LogEntry) else None
@@ -269,7 +262,7 @@ def repository_id(root: Store) -> str:
     return ""
 
 
-def _held(location: str, store: Store, row: _Row, repository: str) -> _Held:
+def _read_place(location: str, store: Store, row: _Row, repository: str) -> _PlaceDocuments:
     numbers = {n for n in map(row.number, store.list_after(row.prefix)) if n is not None}
     good: dict[int, _Document] = {}
 
@@ -280,10 +273,10 @@ def _held(location: str, store: Store, row: _Row, repository: str) -> _Held:
 
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="shardkit-documents") as pool:
         list(pool.map(read, sorted(numbers)))
-    return _Held(location, store, row, numbers, good)
+    return _PlaceDocuments(location, store, row, numbers, good)
 
 
-def _chosen(places: Sequence[_Held], *, may_grow: bool = False) -> dict[int, _Document]:
+def _choose(places: Sequence[_PlaceDocuments], *, may_grow: bool = False) -> dict[int, _Document]:
     """Return the good document of each number: it names its predecessor, and the root's successor names it.
 
     With `may_grow`, documents of copies may follow the root's last one: the root lost them, because commits go to the
@@ -307,28 +300,34 @@ def _chosen(places: Sequence[_Held], *, may_grow: bool = False) -> dict[int, _Do
     return found
 
 
-def _compare(places: Sequence[_Held], chosen: dict[int, _Document], found: Documents) -> None:
-    """Add puts for the documents of a row that a location lacks or that differ from the chosen ones."""
+def _compare(places: Sequence[_PlaceDocuments], chosen: dict[int, _Document], found: Documents) -> None:
+    """Add puts for the documents of a row that differ from the chosen ones, or are missing before its last one."""
     root = places[0]
     for number in range(1, max((n for place in places for n in place.listed), default=0) + 1):
         if number not in chosen and not any(number in place.good for place in places):
-            found.lost.append(Lost(root.row.name(number), 0, "no location has a good one"))
+            action = _RESTORE
+            if root.row is LOG:
+                is_newest = number == max(root.listed, default=0)
+                older = f"{_RESTORE_OLDER}{root.store.url}@REF --to NEW_ROOT"
+                action = _RESTORE_NEWEST if is_newest else older
+            found.lost.append(Lost(root.row.name(number), 0, "no location has a good one", action))
     for place in places:
         last = max(place.listed, default=0)
         is_fork = place.location != root.location and _note_fork(place, chosen, found)
         for number, good in chosen.items():
             if number in place.good and place.good[number].data == good.data:
                 continue
+            if number > last and place.location != root.location:
+                continue  # not damaged: `mirror_log` copies new entries
             name = place.row.name(number)
             was = "wrong" if number in place.listed else "missing"
-            is_lag = place is not root and number > last
-            found.puts.append(_Put(place.location, place.store, name, good.data, was, good.source, is_lag))
+            found.puts.append(_Put(place.location, place.store, name, good.data, was, good.source))
         for number in sorted(place.listed - chosen.keys()) if is_fork else ():
             name = place.row.name(number)
             found.puts.append(_Put(place.location, place.store, name, None, "wrong", ROOT_NAME))
 
 
-def _note_fork(place: _Held, chosen: dict[int, _Document], found: Documents) -> bool:
+def _note_fork(place: _PlaceDocuments, chosen: dict[int, _Document], found: Documents) -> bool:
     """Return True if a copy has good documents other than the chosen ones. A forked log is noted for merging."""
     other = [n for n, one in place.good.items() if n not in chosen or chosen[n].data != one.data]
     if not other or not chosen:
@@ -430,7 +429,7 @@ def _identities(
     good = proven or (known[source] if source is not None else None)
     if good is None:
         found.lost.append(
-            Lost(IDENTITY_NAME, 0, "no location has a good one, nor the first entry of the log")
+            Lost(IDENTITY_NAME, 0, "no location has a good one, nor the first entry of the log", _RESTORE)
         )
         return
     for name, store in places.items():

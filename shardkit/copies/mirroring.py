@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from shardkit.copies.documents import Healed, repository_id
+from shardkit.documents import decode_plain
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
-from shardkit.formats.canonical_json import loads
-from shardkit.reading.adopted import location_name
+from shardkit.reading.adopted_places import group_name, location_name
+from shardkit.reading.file_groups import MAX_GROUP_BYTES, FileGroup
 from shardkit.reading.inventory import MAX_RECORD_BYTES, parse_version_record, version_record_name
 from shardkit.reading.objects import ROOT_NAME
 from shardkit.reading.parity.sets import SetRecord
@@ -42,19 +43,35 @@ _MIRRORED: Final = ("locations/", "parity/", "erasures/")
 
 
 def log_conflict(root: Store, copy: Store) -> str:
-    """Return why a copy's log is not the beginning of the root's, "" if it is.
+    """Return why a copy's log is not the beginning of the root's, "" if it is."""
+    return _compare_logs(root, copy)[0]
+
+
+def log_conflicts(root: Store, table: LocationTable) -> Iterator[str]:
+    """Yield the conflicts of the logs of all copies. Copies that do not answer or have no mark are skipped."""
+    for record in table.others:
+        with contextlib.suppress(ShardkitError):
+            copy = location_of(record).store
+            conflict = log_conflict(root, copy) if read_mark(copy) is not None else ""
+            if conflict:
+                yield conflict
+
+
+def _compare_logs(root: Store, copy: Store) -> tuple[str, list[str]]:
+    """Return the conflict between two logs, "" if there is none, and the names of the entries that the copy lacks.
 
     The copy is listed first, because a concurrent commit reaches the root before it reaches a copy.
     """
-    held = list(copy.list_after(LOG.prefix))
-    foreign = sorted(set(held) - set(root.list_after(LOG.prefix)))
-    repair = f"the root lost entries of its log; run: shardkit repair {root.url}"
+    held, own = set(copy.list_after(LOG.prefix)), set(root.list_after(LOG.prefix))
+    foreign, last = sorted(held - own), max(held, default="")
+    conflict = ""
     if foreign:
-        return f"{copy.url} has {foreign[0]}, which {root.url} does not have: {repair}"
-    last = max(held, default="")
-    if last and copy.get(last, max_bytes=MAX_ENTRY_BYTES) != root.get(last, max_bytes=MAX_ENTRY_BYTES):
-        return f"{last} in {copy.url} is not the one in {root.url}: {repair}"
-    return ""
+        conflict = f"{copy.url} has {foreign[0]}, which {root.url} does not have"
+    elif last and copy.get(last, max_bytes=MAX_ENTRY_BYTES) != root.get(last, max_bytes=MAX_ENTRY_BYTES):
+        conflict = f"{last} in {copy.url} is not the one in {root.url}"
+    if conflict:
+        conflict += f": the root lost entries of its log; run: shardkit repair {root.url}"
+    return conflict, sorted(own - held)
 
 
 def mirror_log(root: Store, copy: Store) -> int:
@@ -63,10 +80,9 @@ def mirror_log(root: Store, copy: Store) -> int:
     Raises:
         IntegrityError: The copy's log is not the beginning of the root's, or a new entry is damaged.
     """
-    conflict = log_conflict(root, copy)
+    conflict, missing = _compare_logs(root, copy)
     if conflict:
         raise IntegrityError(conflict)
-    missing = sorted(set(root.list_after(LOG.prefix)) - set(copy.list_after(LOG.prefix)))
     for name in missing:
         data = root.get(name, max_bytes=MAX_ENTRY_BYTES)
         LogEntry.from_bytes(data, f"{name} in {root.url}")  # do not copy a damaged entry
@@ -102,12 +118,22 @@ def mirror_documents(root: Store, copy: Store) -> list[tuple[str, str]]:
 
 def _sound_bytes(store: Store, name: str) -> bytes | None:
     """Return the bytes of a document that fits its name; None if it is damaged, missing or another document."""
-    limit = MAX_RECORD_BYTES if name.startswith("parity/") else _MAX_PLACE_BYTES
+    limit = _MAX_PLACE_BYTES
+    if name.startswith("parity/"):
+        limit = MAX_RECORD_BYTES
+    elif name.startswith("erasures/"):
+        limit = _MAX_ERASURE_BYTES
+    elif _is_group(name):
+        limit = MAX_GROUP_BYTES
     with contextlib.suppress(ShardkitError):
-        data = store.get(name, max_bytes=_MAX_ERASURE_BYTES if name.startswith("erasures/") else limit)
+        data = store.get(name, max_bytes=limit)
         check_document(name, data)
         return data
     return None
+
+
+def _is_group(name: str) -> bool:
+    return name.startswith("locations/") and name.endswith(".files")
 
 
 def check_document(name: str, data: bytes) -> None:
@@ -117,16 +143,18 @@ def check_document(name: str, data: bytes) -> None:
         said = SetRecord.from_bytes(data, name).set.record_name
     elif name.startswith("parity/versions/"):
         said = version_record_name(parse_version_record(data, name)[0])
+    elif _is_group(name):
+        said = group_name(FileGroup.from_bytes(data, name).digest)
     elif name.startswith("locations/") and TABLES.number(name) is None:
-        value = loads(data, _MAX_PLACE_BYTES)
+        value = decode_plain(data, max_bytes=_MAX_PLACE_BYTES)
         table = value if isinstance(value, dict) else {}
         said = location_name(str(table.get("manifest", table.get("digest"))))
     elif name.startswith("locations/"):
         LocationTable.from_bytes(data, name)
     else:
-        loads(data, _MAX_ERASURE_BYTES)
+        decode_plain(data, max_bytes=_MAX_ERASURE_BYTES)
     if said != name:
-        raise FormatError(f"{name} is the document of {said}; run: shardkit repair")
+        raise FormatError(f"{name} is the document of {said}")
 
 
 def restore_lost_root(root: Store, more: Sequence[LocationRecord]) -> list[Healed]:

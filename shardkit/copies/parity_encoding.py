@@ -1,31 +1,18 @@
-"""Encode the parity objects of a version, set by set, so that encoding may be interrupted at any point."""
+"""Encode the parity objects of versions, set by set, so that encoding may be interrupted at any point."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from shardkit.errors import (
-    FormatError,
-    IntegrityError,
-    NotFoundError,
-    ShardkitError,
-    StoreError,
-    UsageError,
-)
-from shardkit.reading.adopted import with_adopted_tars
-from shardkit.reading.inventory import (
-    MAX_MEMBERS,
-    take_inventory,
-    version_record,
-    version_record_name,
-    walk_versions,
-)
+from shardkit.errors import FormatError, IntegrityError, NotFoundError, StoreError
+from shardkit.reading.adopted import with_adopted_files
+from shardkit.reading.inventory import Inventory, version_record, version_record_name, walk_versions
+from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.objects import check_object
 from shardkit.reading.parity.rebuilding import encode_set
-from shardkit.reading.parity.sets import ParitySet, read_record, sets_of
-from shardkit.repository.location_table import LocationTable
-from shardkit.repository.opening import open_locations
+from shardkit.reading.parity.sets import ParitySet, SetRecord, read_record, sets_of
+from shardkit.repository.policy import Parity
 from shardkit.repository.repository import Repository
 from shardkit.stores.store import Store, put_over
 from shardkit.stores.waiting import RateLimiter
@@ -33,69 +20,79 @@ from shardkit.stores.waiting import RateLimiter
 
 @dataclass
 class Encoding:
-    """The result of `encode_sets`.
+    """The result of `encode_parity`.
 
     Attributes:
-        sets: number of parity sets of the version.
-        encoded: number of sets that this call encoded.
-        kept: number of sets that had parity before.
-        failed: id of a set without parity → the reason: a member is lost, or a store did not answer.
+        url: URL of the root.
+        sets: number of parity sets of the versions.
+        encoded: sets that this call encoded.
+        failed: id of a set or version without parity → the reason: a member is lost, or a store did not answer.
     """
 
+    url: str
     sets: int = 0
-    encoded: int = 0
-    kept: int = 0
+    encoded: list[SetRecord] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def problem(self) -> str:
+        """An error message, "" if all sets have parity."""
+        if not self.failed:
+            return ""
+        name, why = next(iter(self.failed.items()))
+        return (
+            f"{len(self.failed)} parity sets of {self.url} could not be encoded, among them {name}: {why}; "
+            f"run: shardkit repair {self.url}"
+        )
 
-def encode_sets(
-    repository: Repository,
-    manifest_id: str,
-    *,
-    k: int = 8,
-    pace: Callable[[int], None] | None = None,
+    def check(self) -> None:
+        """Raise StoreError if a set has no parity."""
+        if self.failed:
+            raise StoreError(self.problem)
+
+
+def encode_parity(
+    repository: Repository, parity: Parity | None, versions: Iterable[str], pace: RateLimiter | None = None
 ) -> Encoding:
-    """Encode the parity sets of a version. Existing parity is kept, so the next call finishes a killed one.
+    """Encode the missing parity of versions. Existing parity is kept, so the next call finishes a killed one.
+
+    A merged version has no sets of its own. Its parts have sets, and parts in other roots are encoded there.
 
     Args:
         repository: the root.
-        manifest_id: id of the version.
-        k: number of members of a set.
-        pace: called with the number of bytes read in each round; may sleep.
-
-    Raises:
-        UsageError: `k` is out of range, or the version is merged.
+        parity: size of the sets; None: encode nothing.
+        versions: manifest ids. Versions without a manifest are skipped.
+        pace: rate limit of the reads.
     """
-    if not 1 <= k <= MAX_MEMBERS:
-        raise UsageError(f"k={k}: a parity set has 1 to {MAX_MEMBERS} members")
-    inventory = take_inventory(repository.store, manifest_id)
-    if inventory.manifest.parts:
-        raise UsageError(f"version {manifest_id} was merged; give its parts parity, where they lie")
-    root = repository.store
-    adopting = with_adopted_tars(root, inventory.manifest)  # adopted tars are members too
-    sources = [adopting, *_copies(repository)]
-    put_over(root, version_record_name(manifest_id), version_record(manifest_id, k))
-    chosen = sets_of(inventory, k, inventory.small(repository.store))
-    done = Encoding(sets=len(chosen))
-    for one in chosen:
-        if _is_encoded(root, one):
-            done.kept += 1
-            continue
-        try:
-            encode_set(root, one, sources, pace=pace)
-        except IntegrityError as error:
-            done.failed[one.id] = str(error)
-        else:
-            done.encoded += 1
+    done = Encoding(repository.url)
+    if parity is None:
+        return done
+    for inventory in walk_versions(repository.store, versions, optional=True):
+        if not inventory.manifest.parts:
+            try:
+                _encode(repository, inventory, parity, pace or RateLimiter(), done)
+            except (NotFoundError, IntegrityError) as error:
+                # the sets depend on the sizes of all objects
+                done.failed[inventory.manifest.id] = str(error)
     return done
 
 
-def _copies(repository: Repository) -> list[Store]:
-    """Return the stores of the other locations that can be opened."""
-    try:
-        return [one.store for one in open_locations(repository.store, repository.id)[1:]]
-    except ShardkitError:
-        return []
+def _encode(
+    repository: Repository, inventory: Inventory, parity: Parity, pace: RateLimiter, done: Encoding
+) -> None:
+    root, version = repository.store, inventory.manifest.id
+    adopting = with_adopted_files(root, inventory.manifest)  # adopted files are members too
+    reading = Repository.open(repository.url, read_only=True).store
+    copies = reading.locations[1:] if isinstance(reading, LocatedStore) else []
+    sources = [adopting, *(one.store for one in copies)]
+    put_over(root, version_record_name(version), version_record(version, parity.members))
+    for one in sets_of(inventory, parity.members, inventory.small(root)):
+        done.sets += 1
+        if not _is_encoded(root, one):
+            try:
+                done.encoded.append(encode_set(root, one, sources, pace=pace.take))
+            except IntegrityError as error:
+                done.failed[one.id] = str(error)
 
 
 def _is_encoded(root: Store, one: ParitySet) -> bool:
@@ -106,39 +103,3 @@ def _is_encoded(root: Store, one: ParitySet) -> bool:
         return False
     objects = [] if record is None else [record.object_at(one.k), record.object_at(one.k + 1)]
     return record is not None and all(check_object(root, it.name, it.size, "list").is_good for it in objects)
-
-
-def encode_parity(
-    repository: Repository, table: LocationTable, versions: Iterable[str], pace: RateLimiter
-) -> int:
-    """Encode the missing parity of versions and return the number of sets encoded.
-
-    A merged version has no sets of its own. Its parts have sets, and parts in other roots are encoded there.
-
-    Raises:
-        StoreError: A set could not be encoded.
-    """
-    if table.policy.parity is None:
-        return 0
-    encoded, k = 0, table.policy.parity.members
-    failed: dict[str, str] = {}
-    for inventory in walk_versions(repository.store, versions, optional=True):
-        version = inventory.manifest.id
-        if not inventory.manifest.parts:
-            try:
-                done = encode_sets(repository, version, k=k, pace=pace.take)
-            except (
-                NotFoundError,
-                IntegrityError,
-            ) as error:  # the sets depend on the sizes of all objects
-                failed[version] = str(error)
-            else:
-                encoded += done.encoded
-                failed |= done.failed
-    if failed:
-        name, why = next(iter(failed.items()))
-        raise StoreError(
-            f"{len(failed)} parity sets of {repository.url} could not be encoded, among them {name}: {why}; "
-            f"run: shardkit repair {repository.url}"
-        )
-    return encoded

@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from shardkit.copies.parity_encoding import encode_parity
-from shardkit.copies.placement import Holdings, Needed, find_needed, live_versions, look, unknown_strata
-from shardkit.copies.replicate import Replication, Report, copy_missing, mirror, over_all
+from shardkit.copies.placement import Holdings, find_needed, look, unknown_strata
+from shardkit.copies.replicate import CopyProgress, Replication, copy_missing, mirror, over_all
+from shardkit.documents import seconds_of
 from shardkit.errors import ConfigurationError, NotFoundError, ShardkitError, StoreError, UsageError
-from shardkit.formats.canonical_json import seconds_of
+from shardkit.exit_codes import ExitCode
 from shardkit.reading.objects import ROOT_NAME, check_object
 from shardkit.repository.location_table import (
     COPY_NAME,
@@ -42,7 +43,7 @@ GRACE_S: Final = 7 * 86_400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class PlacementChange:
     """A change of the locations and the policy.
 
     Attributes:
@@ -101,23 +102,15 @@ class Placing:
     surplus: int = 0
     due_in_s: int = 0
 
-    def to_json(self) -> dict[str, Any]:
-        table = self.table
-        return {
-            "table": table.n if table else 0,
-            "committed": self.committed,
-            "policy": table.policy.to_table() if table else None,
-            "locations": list(map(dataclasses.asdict, table.locations)) if table else [],
-            "copies": self.copies.to_json(),
-            "deleted": {"objects": self.drops.objects, "bytes": self.drops.bytes},
-            "kept": [list(one) for one in self.drops.kept],
-            "surplus": self.surplus,
-            "due_in_s": self.due_in_s,
-        }
+    @property
+    def exit_code(self) -> ExitCode:
+        """UNCHECKED if a location did not get the log and the documents, otherwise DONE."""
+        has_failed = any(one.state == "failed" for one in self.copies.locations)
+        return ExitCode.UNCHECKED if has_failed else ExitCode.DONE
 
 
 def changed_table(
-    repository: Repository, base: LocationTable | None, change: Change
+    repository: Repository, base: LocationTable | None, change: PlacementChange
 ) -> tuple[Policy, tuple[LocationRecord, ...]]:
     """Return policy and locations after a change, without writing.
 
@@ -160,14 +153,14 @@ def _check_apart(names: Collection[str], records: Sequence[LocationRecord]) -> N
 
 def place(
     repository: Repository,
-    change: Change,
+    change: PlacementChange,
     *,
     pace: RateLimiter | None = None,
     dry_run: bool = False,
     grace_s: int = GRACE_S,
     message: str = "",
     author: str = "",
-    report: Report | None = None,
+    report: CopyProgress | None = None,
     clock: Callable[[], float] = time.time,
 ) -> Placing:
     """Change where copies belong, and move them: copy and verify, commit the table, then delete due surplus copies.
@@ -202,9 +195,8 @@ def place(
             if is_new and record.name != ROOT_NAME:
                 copy = location_of(record, writable=True).store
                 prepare_copy(root_store(repository.store), copy, record.name, repository.id)
-        encode_parity(repository, table, live_versions(repository), pace)
-    needed = find_needed(over_all(repository), table, live_versions(repository))
-    found = look(repository, table, needed)
+        encode_parity(repository, table.policy.parity, repository.versions, pace).check()
+    found = look(repository, table, find_needed(over_all(repository), table, repository.versions))
     placing.copies = Replication.of(found)
     if dry_run:
         for one in found.all.values():  # a new location is not prepared in a dry run, which is no problem
@@ -216,19 +208,21 @@ def place(
             placing.copies = copy_missing(found, pace, report=report)
             _check_copied(repository, found)
         if table is not base:
-            told = message or _told(base, table.locations)
+            told = message or _describe(base, table.locations)
             root = root_store(repository.store)
             placing.table = commit_table(
                 root, repository.id, base, table.policy, table.locations, message=told, author=author
             )
             placing.committed = True
-    _delete_due(placing, found, needed, pace, grace_s, clock, dry_run=dry_run)
+    _delete_due(placing, found, pace, grace_s, clock, dry_run=dry_run)
     if not dry_run:
         mirror(found)
     return placing
 
 
-def _table_after(repository: Repository, base: LocationTable | None, change: Change) -> LocationTable | None:
+def _table_after(
+    repository: Repository, base: LocationTable | None, change: PlacementChange
+) -> LocationTable | None:
     """Return a draft of the changed table; `base` if nothing changes; None if no table is needed."""
     policy, records = changed_table(repository, base, change)
     if base is not None and policy == base.policy and records == base.locations:
@@ -259,7 +253,7 @@ def undo(repository: Repository, **options: Any) -> Placing:
         raise UsageError(f"{repository.url}: there is no earlier placement to go back to")
     now, before = tables[0], tables[1]
     back = {one.name for one in before.locations}
-    change = Change(
+    change = PlacementChange(
         locations=before.others,
         forget=tuple(one.name for one in now.others if one.name not in back),
         refill=(),
@@ -282,7 +276,6 @@ def _check_copied(repository: Repository, found: Holdings) -> None:
 def _delete_due(
     placing: Placing,
     found: Holdings,
-    needed: dict[str, Needed],
     pace: RateLimiter,
     grace_s: int,
     clock: Callable[[], float],
@@ -292,16 +285,16 @@ def _delete_due(
     table = placing.table
     if table is None:
         return
-    copies = surplus(found, needed)
+    copies = surplus(found)
     placing.surplus = len(copies)
     since = clock() if table.time.startswith("1970") else seconds_of(table.time)
     placing.due_in_s = max(0, int(since + grace_s - clock())) if copies else 0
     if copies and placing.due_in_s == 0 and not dry_run:
-        placing.drops = drop_surplus(table, found, needed, copies, pace)
+        placing.drops = drop_surplus(table, found, copies, pace)
         placing.surplus -= placing.drops.objects
 
 
-def _told(base: LocationTable | None, records: Sequence[LocationRecord]) -> str:
+def _describe(base: LocationTable | None, records: Sequence[LocationRecord]) -> str:
     before = {one.name: one for one in base.locations} if base else {}
     now = {one.name: one for one in records}
     parts = [f"added {name}" for name in now if name not in before and name != ROOT_NAME]
@@ -314,7 +307,7 @@ def _told(base: LocationTable | None, records: Sequence[LocationRecord]) -> str:
     return ", ".join(parts) or "changed the policy"
 
 
-def surplus(found: Holdings, needed: Mapping[str, Needed]) -> list[tuple[str, str]]:
+def surplus(found: Holdings) -> list[tuple[str, str]]:
     """Return (location, object) of copies of needed objects that do not belong in the location.
 
     Objects that no version needs are left to `gc`.
@@ -324,14 +317,13 @@ def surplus(found: Holdings, needed: Mapping[str, Needed]) -> list[tuple[str, st
         for location in found.stores
         if location != ROOT_NAME
         for name in sorted(found.held[location])
-        if name in needed and location not in needed[name].where
+        if name in found.needed and location not in found.needed[name].where
     ]
 
 
 def drop_surplus(
     table: LocationTable,
     found: Holdings,
-    needed: Mapping[str, Needed],
     copies: Iterable[tuple[str, str]],
     pace: RateLimiter,
 ) -> Drops:
@@ -342,7 +334,7 @@ def drop_surplus(
     done = Drops()
     domains = {one.name: one.domain for one in table.locations}
     for location, name in copies:
-        one = needed[name]
+        one = found.needed[name]
         good = {
             domains[other] for other in one.where if other != location and _is_good(found, other, name, pace)
         }
@@ -373,12 +365,6 @@ def promote(
     """Make a copy the root, which gets the commits. `replicate` then copies the objects that it lacks.
 
     Commits that were made after the log was last copied are lost with the old root. May be killed and called again.
-
-    Args:
-        url: URL of the copy.
-        copies: new number of copies; None keeps it.
-        message: message of the table.
-        author: author of the table.
 
     Raises:
         UsageError: The store is not a copy, or the old root still answers.

@@ -13,15 +13,15 @@ import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
+from shardkit.documents import parse_digest
 from shardkit.errors import ConfigurationError, IntegrityError, ShardkitError
-from shardkit.formats.canonical_json import parse_digest
 from shardkit.manifest import Manifest
 from shardkit.reading.adopted import AdoptedStore
-from shardkit.reading.inventory import Inventory, walk_versions
+from shardkit.reading.inventory import Inventory, first_good, walk_versions
 from shardkit.reading.objects import ROOT_NAME, Location
 from shardkit.reading.parity.sets import parity_names
 from shardkit.repository.location_table import (
@@ -36,13 +36,8 @@ from shardkit.repository.policy import Policy
 from shardkit.repository.repository import Repository
 from shardkit.stores.store import Store, parse_object_name, root_store
 
-LARGE: Final = ("tar", "arrow", "parity")
-"""Extensions of objects other than metadata."""
-
-ALWAYS_EVERYWHERE: Final = frozenset(
-    {"manifest", "page", "index", "selection", "sources", "about", "lookup", "cost"}
-)
-"""Extensions of metadata. It is small and needed to read any shard, so each location has all of it."""
+LARGE: Final = ("tar", "arrow", "rows", "parity")
+"""Extensions of objects other than metadata. Metadata is small, and needed to read any shard."""
 
 _FRACTION_BITS: Final = 32
 _SCALE_BITS: Final = 64
@@ -65,11 +60,31 @@ class Needed:
     is_critical: bool
 
 
-def live_versions(repository: Repository) -> list[str]:
-    """Return the manifest ids that refs and tags name, each once."""
-    head = repository.head()
-    found = dict.fromkeys([*head.refs.values(), *head.tags.values()]) if head else {}
-    return list(found)
+class Copy(NamedTuple):
+    """A copy of an object in a location that it belongs in.
+
+    Attributes:
+        location: name of the location.
+        name: name of the object.
+        size: size in bytes; None if unknown.
+        state: result of its check, see `CheckResult`; "" before the check.
+    """
+
+    location: str
+    name: str
+    size: int | None
+    state: str = ""
+
+    @property
+    def is_bad(self) -> bool:
+        return self.state in ("wrong", "missing")
+
+
+def placed(needed: Mapping[str, Needed]) -> Iterator[Copy]:
+    """Yield every copy that the policy asks for."""
+    for one in needed.values():
+        for location in one.where:
+            yield Copy(location, one.name, one.size)
 
 
 def find_needed(
@@ -112,7 +127,7 @@ def unknown_strata(repository: Repository, names: Iterable[str]) -> dict[str, st
 
     The result is empty if there is no version.
     """
-    wanted, versions = list(names), live_versions(repository)
+    wanted, versions = list(names), repository.versions
     if not wanted or not versions:
         return {}
     known: set[str] = set()
@@ -182,13 +197,15 @@ def placement(
     if not locations:
         raise ConfigurationError("no location to place objects in; name the root first")
     root, others = locations[0], [one for one in locations[1:] if one.weight]
-    if extension in ALWAYS_EVERYWHERE:
+    if extension not in LARGE:
         return (root.name, *(one.name for one in others))
     copies = policy.copies_of(strata)
-    return (root.name, *_drawn(digest, others, copies - 1, {root.domain}))
+    return (root.name, *_draw_locations(digest, others, copies - 1, {root.domain}))
 
 
-def _drawn(digest: str, locations: Iterable[LocationRecord], count: int, taken: set[str]) -> list[str]:
+def _draw_locations(
+    digest: str, locations: Iterable[LocationRecord], count: int, taken: set[str]
+) -> list[str]:
     if count < 1:
         return []
     chosen: list[str] = []
@@ -203,7 +220,10 @@ def _drawn(digest: str, locations: Iterable[LocationRecord], count: int, taken: 
 
 
 def _draw(digest: str, location: LocationRecord) -> tuple[int, bytes]:
-    """Return (-log2(u) / weight in fixed point, the whole hash as tie-breaker). The smallest draw wins."""
+    """Return the draw of a location for an object; the location with the smallest draw wins.
+
+    A draw is (-log2(u) / weight in fixed point, hash), with u in (0, 1] from the hash, which also decides ties.
+    """
     hashed = hashlib.sha256(
         b"shardkit-placement/1\0" + f"{location.name}\0{parse_digest(digest)}".encode()
     ).digest()
@@ -230,15 +250,6 @@ def _minus_log2(u: int) -> int:
 
 _OBJECTS: Final = "objects/"
 _QUESTIONS: Final = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Missing:
-    """A copy that belongs in a location and is missing there."""
-
-    needed: Needed
-    location: str
-    size: int
 
 
 @dataclass(slots=True)
@@ -283,6 +294,7 @@ class Holdings:
         all: name → state, of all locations.
         stores: name → location, of the locations that answer and have the expected mark.
         held: location name → names of the objects that it lists.
+        needed: name → needed object.
         missing: missing copies of all locations, including locations that do not answer.
     """
 
@@ -294,7 +306,8 @@ class Holdings:
         self.all = {one.name: Holding(one.name, one.url, one.domain) for one in records}
         self.stores: dict[str, Location] = {}
         self.held: dict[str, set[str]] = {name: set() for name in self.all}
-        self.missing: list[Missing] = []
+        self.needed: Mapping[str, Needed] = {}
+        self.missing: list[Copy] = []
         for record in records:
             self._open(repository, record)
 
@@ -329,11 +342,16 @@ class Holdings:
     @property
     def lag_bytes(self) -> int:
         """Bytes of the copies that the policy asks for and that are missing."""
-        return sum(one.size for one in self.missing)
+        return sum(one.size or 0 for one in self.missing)
 
     def sources(self, name: str) -> list[Location]:
         """Return the locations that list an object, the root first."""
         return [one for one in self.stores.values() if name in self.held[one.name]]
+
+    def size(self, name: str) -> int:
+        """Return the size of an object in bytes, from a location that lists it; 0 if none answers."""
+        stat = first_good([one.store for one in self.sources(name)], lambda store: store.head(name))
+        return stat.size if stat else 0
 
     def fill(self, names: Collection[str] | None = None) -> None:
         """List the objects of each location, or look up only `names`. A copy that does not answer is left out.
@@ -364,9 +382,9 @@ class Holdings:
 
     def count_missing(self) -> None:
         """Update `missing` and the lag of each location from `held`."""
-        self.missing = [one for one in self.missing if one.needed.name not in self.held[one.location]]
+        self.missing = [one for one in self.missing if one.name not in self.held[one.location]]
         for name, found in self.all.items():
-            sizes = [one.size for one in self.missing if one.location == name]
+            sizes = [one.size or 0 for one in self.missing if one.location == name]
             found.lag, found.lag_bytes = len(sizes), sum(sizes)
 
 
@@ -378,21 +396,21 @@ def look(
     If a location does not answer, all copies that belong there count as missing.
 
     Args:
-        repository: the root, or a view of it over all locations.
+        repository: the root.
         table: locations and policy.
         needed: objects by name, from `find_needed`.
         listing: list the locations; False: look up each needed object by name.
     """
     found = Holdings(repository, table.locations)
+    found.needed = needed
     found.fill(None if listing else list(needed))
-    adopting = AdoptedStore(found.root)  # adopted tars count as copies in the root
-    for one in needed.values():
-        lacking = [name for name in one.where if one.name not in found.held[name]]
-        if ROOT_NAME in lacking and adopting.head(one.name) is not None:
-            lacking.remove(ROOT_NAME)
-        if lacking:
-            stat = None if one.size is not None else repository.store.head(one.name)
-            size = one.size if one.size is not None else stat.size if stat else 0
-            found.missing += [Missing(one, name, size) for name in lacking]
+    adopting = AdoptedStore(found.root)  # adopted files count as copies in the root
+    for one in placed(needed):
+        if one.name in found.held[one.location]:
+            continue
+        if one.location == ROOT_NAME and adopting.head(one.name) is not None:
+            continue
+        size = found.size(one.name) if one.size is None else one.size
+        found.missing.append(one._replace(size=size, state="missing"))
     found.count_missing()
     return found

@@ -7,45 +7,41 @@ bytes of missing copies during a run.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from shardkit.copies.documents import Healed, Unchecked
-from shardkit.copies.mirroring import log_conflict, mirror_documents, mirror_log
+from shardkit.copies.mirroring import log_conflicts, mirror_documents, mirror_log
 from shardkit.copies.parity_encoding import encode_parity
 from shardkit.copies.placement import (
+    LARGE,
+    Copy,
     Holding,
     Holdings,
-    Missing,
-    Needed,
-    add_needed,
     find_needed,
-    live_versions,
     look,
 )
-from shardkit.copies.repair import repair_listed
-from shardkit.copies.repair_results import CheckSettings
+from shardkit.copies.repair import finish, replace_copies
+from shardkit.copies.walk import CheckSettings, CopyWalk
 from shardkit.errors import (
-    FormatError,
     IntegrityError,
     NotFoundError,
     ShardkitError,
     StoreError,
     StoreFullError,
     StoreReadOnlyError,
+    UsageError,
 )
 from shardkit.exit_codes import ExitCode
 from shardkit.reading.adopted import AdoptedStore
-from shardkit.reading.objects import ROOT_NAME, Depth, Location, copy_object
-from shardkit.repository.location_table import LocationTable, location_of, read_mark, read_table
+from shardkit.reading.objects import DEPTHS, ROOT_NAME, Depth, Location, copy_object
+from shardkit.repository.location_table import LocationTable, read_table
 from shardkit.repository.log import LogEntry
-from shardkit.repository.opening import open_locations
 from shardkit.repository.repository import Repository
 from shardkit.stores.store import root_store
 from shardkit.stores.waiting import RateLimiter
@@ -56,7 +52,7 @@ _FEW: Final = 2_000
 _FAILURES: Final = 3
 """Number of consecutive failures after which a location is skipped until the next call."""
 
-Report = Callable[[int, int, int, int], None]
+CopyProgress = Callable[[int, int, int, int], None]
 """(number of objects done, number of objects, bytes done, bytes)."""
 
 
@@ -129,67 +125,53 @@ class Replication:
             return ExitCode.DONE
         return ExitCode.NO if self.dry_run else ExitCode.FAILED
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "lag_before": self.lag_before,
-            "lag_after": self.lag_after,
-            "objects": self.objects,
-            "locations": list(map(dataclasses.asdict, self.locations)),
-            "lost": self.lost,
-            "healed": [one._asdict() for one in self.healed],
-            "unchecked": [one._asdict() for one in self.unchecked],
-            "exit_code": self.exit_code,
-        }
-
 
 def replicate(
     repository: Repository,
     *,
     level: Depth = "stored",
     settings: CheckSettings | None = None,
-    dry_run: bool = False,
     copy_all: CopyAll | None = None,
-    report: Report | None = None,
-    versions: Iterable[str] | None = None,
+    report: CopyProgress | None = None,
 ) -> Replication:
     """Repair damaged copies, and make the copies that refs and tags need and that are missing.
 
     Each copy is verified by its digest before it gets its name, so a call may be killed at any time and repeated.
+    Nothing is attested, so that the call needs no right to write attestations.
 
     Args:
         repository: the root.
-        level: depth of the checks of shards and parity.
+        level: depth of the checks of shards and parity; metadata is read.
         settings: how copies are checked.
-        dry_run: only find missing copies.
         copy_all: makes the copies, in place of the threads of this process.
         report: called with progress.
-        versions: manifest ids; by default all that refs and tags name.
 
     Raises:
+        UsageError: The level is unknown.
         NotFoundError: The root has no location table.
         StoreFullError, StoreReadOnlyError: Parity cannot be written to the root.
     """
+    if level not in DEPTHS:
+        raise UsageError(f"level {level!r}: expected {', '.join(DEPTHS)}")
     settings = settings or CheckSettings()
-    fixed = None if dry_run else repair_listed(repository.url, level=level, settings=settings)
-    table = read_table(root_store(repository.store), repository.id)
-    if table is None:
-        raise NotFoundError(
-            f"{repository.url} has no locations beside itself; add one: shardkit place {repository.url} --location "
-            "NAME=URL --copies 2"
-        )
-    if fixed is None:
-        chosen = live_versions(repository) if versions is None else versions
-        needed = find_needed(over_all(repository), table, chosen)
-        return Replication.of(look(repository, table, needed), dry_run=True)
-    chosen = fixed.versions if versions is None else list(versions)
-    problem = ""
-    try:
-        encode_parity(repository, table, chosen, settings.pace)
-    except (StoreFullError, StoreReadOnlyError):
-        raise
-    except StoreError as error:  # a lost set must not prevent other copies
-        problem = str(error)
-    found = look(repository, table, _needed(repository, table, chosen))
+    with CopyWalk(repository.url, None, level, settings) as walk:
+        table = _table_of(repository)
+        bad = walk.find_bad(list(walk.placed()), lambda one: level if one.name.endswith(LARGE) else "read")
+        replace_copies(walk, [one for one in bad if one.location == ROOT_NAME or one.state == "wrong"])
+        finish(walk, with_logs=False)
+        fixed = walk.done
+        problem = ""
+        try:
+            encoding = encode_parity(repository, table.policy.parity, fixed.versions, settings.pace)
+        except (StoreFullError, StoreReadOnlyError):
+            raise
+        except StoreError as error:  # a lost set must not prevent other copies
+            problem = str(error)
+        else:
+            problem = encoding.problem
+            for record in encoding.encoded:
+                walk.need_parity(record)
+    found = look(repository, table, walk.needed)
     done = copy_missing(found, settings.pace, settings.jobs, report, copy_all)
     done.healed, done.unchecked = fixed.healed, fixed.unchecked
     done.lag_before += sum(one.num_bytes for one in fixed.healed if one.was == "missing")
@@ -200,21 +182,37 @@ def replicate(
     return done
 
 
-def _needed(repository: Repository, table: LocationTable, versions: Iterable[str]) -> dict[str, Needed]:
-    """Return the objects that readable versions need. Versions that cannot be read were reported by the repair."""
-    reading, found = over_all(repository), dict[str, Needed]()
-    stores = [one.store for one in open_locations(repository.store, repository.id)]
-    for version in versions:
-        with contextlib.suppress(NotFoundError, IntegrityError, FormatError):
-            add_needed(found, find_needed(reading, table, [version], stores=stores).values())
-    return found
+def find_lag(repository: Repository, versions: Iterable[str] | None = None) -> Replication:
+    """Find the copies that `replicate` would make, from listings alone, without writing.
+
+    Args:
+        repository: the root.
+        versions: manifest ids; by default all that refs and tags name.
+
+    Raises:
+        NotFoundError: The root has no location table.
+    """
+    table = _table_of(repository)
+    chosen = repository.versions if versions is None else versions
+    needed = find_needed(over_all(repository), table, chosen)
+    return Replication.of(look(repository, table, needed), dry_run=True)
+
+
+def _table_of(repository: Repository) -> LocationTable:
+    table = read_table(root_store(repository.store), repository.id)
+    if table is None:
+        raise NotFoundError(
+            f"{repository.url} has no locations beside itself; add one: shardkit place {repository.url} --location "
+            "NAME=URL --copies 2"
+        )
+    return table
 
 
 def copy_missing(
     found: Holdings,
     pace: RateLimiter,
     jobs: int = _JOBS,
-    report: Report | None = None,
+    report: CopyProgress | None = None,
     copy_all: CopyAll | None = None,
 ) -> Replication:
     """Make the missing copies of `found`, critical and small ones first; see `replicate`."""
@@ -227,7 +225,7 @@ def copy_missing(
             copying.moved(outcome if isinstance(outcome, int) else 0)
     else:
 
-        def copy(one: Missing) -> None:
+        def copy(one: Copy) -> None:
             if copying.is_wanted(one):
                 copying.settle(one, copy_task(copying.task(one), pace, copying.moved))
                 copying.moved(0)
@@ -247,26 +245,31 @@ def copy_missing(
 class _Copying:
     """State of the copies that several threads make."""
 
-    def __init__(self, found: Holdings, done: Replication, report: Report | None) -> None:
+    def __init__(self, found: Holdings, done: Replication, report: CopyProgress | None) -> None:
         self._found, self._done, self._report = found, done, report
         self._targets = found.stores
         self.work = sorted(
             (one for one in found.missing if one.location in self._targets),
-            key=lambda one: (not one.needed.is_critical, -len(one.needed.where), one.size, one.needed.name),
+            key=self._order,
         )
-        self._total_bytes = sum(one.size for one in self.work)
+        self._total_bytes = sum(one.size or 0 for one in self.work)
         self._objects = self._bytes = 0
         self._failures = dict.fromkeys(found.all, 0)
         self._lock = threading.Lock()
         # Adopted tars are not listed in the root, but they are read through it.
         self._adopted = Location(name=ROOT_NAME, store=AdoptedStore(found.root))
 
-    def is_wanted(self, one: Missing) -> bool:
+    def _order(self, one: Copy) -> tuple[bool, int, int, str]:
+        """Return the sort key of a copy: critical copies first, then objects with many locations, then small ones."""
+        needed = self._found.needed[one.name]
+        return not needed.is_critical, -len(needed.where), one.size or 0, one.name
+
+    def is_wanted(self, one: Copy) -> bool:
         return self._found.all[one.location].state == "ok"
 
-    def task(self, one: Missing) -> CopyTask:
-        sources = self._found.sources(one.needed.name) or [self._adopted]
-        return CopyTask(one.needed.name, tuple(sources), self._targets[one.location], one.size)
+    def task(self, one: Copy) -> CopyTask:
+        sources = self._found.sources(one.name) or [self._adopted]
+        return CopyTask(one.name, tuple(sources), self._targets[one.location], one.size or 0)
 
     def moved(self, num_bytes: int) -> None:
         with self._lock:
@@ -274,9 +277,9 @@ class _Copying:
             if self._report is not None:
                 self._report(self._objects, len(self.work), self._bytes, self._total_bytes)
 
-    def settle(self, one: Missing, outcome: int | IntegrityError | StoreError) -> None:
+    def settle(self, one: Copy, outcome: int | IntegrityError | StoreError) -> None:
         """Record the outcome of a copy: its bytes or the error."""
-        there, name = self._found.all[one.location], one.needed.name
+        there, name = self._found.all[one.location], one.name
         with self._lock:
             if isinstance(outcome, IntegrityError):
                 if name not in self._done.lost:
@@ -364,20 +367,14 @@ def _copies_of_commit(repository: Repository, versions: Sequence[str]) -> Callab
 
 def _check_logs(repository: Repository, table: LocationTable) -> None:
     """Raise IntegrityError if a copy's log has entries that the root lost: a commit would fork the log."""
-    for record in table.others:
-        conflict = ""
-        with contextlib.suppress(ShardkitError):  # a copy that does not answer is skipped
-            copy = location_of(record).store
-            if read_mark(copy) is not None:
-                conflict = log_conflict(root_store(repository.store), copy)
-        if conflict:
-            raise IntegrityError(f"nothing was committed: {conflict}")
+    for conflict in log_conflicts(root_store(repository.store), table):
+        raise IntegrityError(f"nothing was committed: {conflict}")
 
 
 def _copy_before_commit(repository: Repository, table: LocationTable, versions: Sequence[str]) -> None:
     mode, pace = table.policy.mode, RateLimiter()
     if mode == "sync":
-        encode_parity(repository, table, versions, pace)
+        encode_parity(repository, table.policy.parity, versions, pace).check()
     needed = find_needed(repository, table, versions)
     if mode == "hybrid":
         needed = {name: one for name, one in needed.items() if one.is_critical}
@@ -427,7 +424,7 @@ class ReplicationLag:
                 if read_table(root_store(repository.store), repository.id) is None:
                     continue
                 versions = self._versions if len(self._roots) == 1 else None
-                lag += replicate(repository, dry_run=True, versions=versions).lag_before
+                lag += find_lag(repository, versions).lag_before
                 policies += 1
         self._policies, self._lag_bytes = policies, lag
         took = time.monotonic() - started

@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from shardkit.copies.documents import BadCopy, Unchecked
-from shardkit.copies.repair_results import CheckSettings, Placed, Repair
-from shardkit.copies.repairer import Repairer
+from shardkit.copies.documents import Unchecked
+from shardkit.copies.placement import Copy
+from shardkit.copies.repair import finish, replace_copies
+from shardkit.copies.walk import CheckSettings, CopyWalk, Repair
+from shardkit.documents import utc_text
 from shardkit.errors import UsageError
 from shardkit.exit_codes import ExitCode
-from shardkit.formats.canonical_json import utc_text
 from shardkit.reading.attestations import Attestation, read_attestations
 from shardkit.reading.objects import CheckResult, Depth
 
@@ -41,6 +42,14 @@ class ScrubbedLocation:
     bad: dict[str, str] = field(default_factory=dict)
     not_due: int = 0
     oldest: str | None = None
+
+    def count(self, copy: Copy, result: CheckResult) -> None:
+        """Count a copy that this call checked."""
+        self.checked += copy.state != "unreadable"
+        self.stored += result.level == "stored"
+        self.read_bytes += result.num_bytes
+        if copy.is_bad:
+            self.bad[copy.name] = copy.state
 
     def waits_since(self, when: str) -> None:
         """Count a copy, last checked at `when`, that this call does not check."""
@@ -117,54 +126,52 @@ def scrub(
         UsageError: A location of `only` is unknown.
     """
     started, settings = clock(), settings or CheckSettings()
-    with Repairer(url, "scrub", depth, settings, heal=heal) as work:
-        fixed = work.done
-        unknown = sorted(set(only) - work.locations.keys() - work.absent.keys())
+    with CopyWalk(url, "scrub", depth, settings, heal=heal) as walk:
+        fixed = walk.done
+        unknown = sorted(set(only) - walk.locations.keys() - walk.absent.keys())
         if unknown:
-            raise UsageError(f"no location {unknown[0]!r}; there are: {', '.join(work.locations)}")
+            raise UsageError(f"no location {unknown[0]!r}; there are: {', '.join(walk.locations)}")
         fixed.unchecked = [
             one
             for one in fixed.unchecked
-            if not only or one.location in only or one.location in work.locations
+            if not only or one.location in only or one.location in walk.locations
         ]
         done = Scrub(fixed.url, unchecked=fixed.unchecked)
-        done.lost = {one.name: one.why for one in (*fixed.lost, *work.documents.lost)}
-        due = _due(work, read_attestations([work.root]), only, older_than_s, done)
+        done.lost = {one.name: one.why for one in (*fixed.lost, *walk.documents.lost)}
+        due = _due(walk, read_attestations([walk.root]), only, older_than_s, done)
         until = None if time_box_s is None else started + time_box_s
-        bad: list[BadCopy] = []
+        bad: list[Copy] = []
         number = 0
         while number < len(due) and (until is None or clock() < until):
             group = [copy for _, copy in due[number : number + settings.jobs * _AHEAD]]
-            for copy, result in work.check_each(group, lambda _: depth):
-                number += 1
-                bad += _count(
-                    done.locations[copy.location], work.note(copy.location, copy.name, result), result
-                )
-                if settings.report is not None:
-                    settings.report("checked", number, len(due))
+            number += len(group)
+            for copy, result in walk.check(group, lambda _: depth, len(due)):
+                done.locations[copy.location].count(copy, result)
+                if copy.is_bad:
+                    bad.append(copy)
         done.remaining = len(due) - number
         for last, copy in due[number:]:
             done.locations[copy.location].waits_since(last)
         if heal:
             done.repair, done.unchecked = fixed, [*fixed.unchecked]
-            work.repair_copies(bad)
-            work.finish()
-    for document in () if heal else work.documents.bad:
+            replace_copies(walk, bad)
+            finish(walk)
+    for document in () if heal else walk.documents.puts:
         done.locations.setdefault(document.location, ScrubbedLocation()).bad[document.name] = document.was
     return done
 
 
 def _due(
-    work: Repairer,
+    walk: CopyWalk,
     looks: dict[str, dict[str, Attestation]],
     only: Sequence[str],
     older_than_s: int | None,
     done: Scrub,
-) -> list[tuple[str, Placed]]:
+) -> list[tuple[str, Copy]]:
     """Return (time of the last check, copy) of the due copies, oldest first; the time is "" for never."""
     border = "9" if older_than_s is None else utc_text(time.time() - older_than_s)
-    due: list[tuple[str, Placed]] = []
-    for one in work.placed():
+    due: list[tuple[str, Copy]] = []
+    for one in walk.placed():
         if only and one.location not in only:
             continue
         there = done.locations.setdefault(one.location, ScrubbedLocation())
@@ -178,11 +185,3 @@ def _due(
             there.not_due += 1
             there.waits_since(look.time)
     return sorted(due, key=lambda one: (one[0], one[1].name, one[1].location))
-
-
-def _count(there: ScrubbedLocation, bad: list[BadCopy], result: CheckResult) -> list[BadCopy]:
-    there.checked += result.result != "unreadable"
-    there.stored += result.level == "stored"
-    there.read_bytes += result.num_bytes
-    there.bad |= {one.name: one.was for one in bad}
-    return bad

@@ -9,7 +9,7 @@ from typing import Literal
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
 from shardkit.formats import ShardIndex, read_block, verify_block
 from shardkit.manifest import Manifest
-from shardkit.reading.adopted import AdoptedStore, adopted_place
+from shardkit.reading.adopted import AdoptedStore, adopted_place, changed_files
 from shardkit.reading.objects import CheckResult, Depth, check_object
 from shardkit.stores.store import Store, parse_object_name, read_object
 
@@ -24,10 +24,7 @@ The object exists; a scrub attested it; the store's checksum matches; every byte
 """
 
 
-_RESTORE = "run: shardkit repair (another copy, or parity), or build again: it rewrites objects whose bytes are wrong"
-
-
-_RESTORE_ADOPTED = "put the tar back as it was when it was adopted, or adopt it as it is now: shardkit adopt"
+_RESTORE_ADOPTED = "put the file back as it was when it was adopted, or adopt it as it is now: shardkit adopt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +76,18 @@ class ShardCheck:
         """Check the shard and its index, and return the findings."""
         if self.is_read(level):
             index, found = self._index()
-            found += self._placed(self._bytes(index))
+            damaged = self._bytes(index)
+            found += (self._changed_files(read=True) if damaged else []) or self._with_urls(damaged)
             if level == "decode" and not found and index is not None:
-                found = self._placed(self._samples(index))
+                found = self._with_urls(self._samples(index))
             return found
         if level == "stored":
-            found = self._placed(self._check(self.name, None, "stored"))
+            found = self._with_urls(self._check(self.name, None, "stored"))
             found += self._check(self.index_name, None, "stored")
             if found:
                 return found
-        found = self._placed(self._check(self.name, self.size, "list"))
+        found = self._check(self.name, self.size, "list")
+        found = (self._changed_files(read=False) if found else []) or self._with_urls(found)
         return found + self._check(self.index_name, self.index_size, "list")
 
     def _check(self, name: str, size: int | None, depth: Depth) -> list[Finding]:
@@ -101,12 +100,19 @@ class ShardCheck:
             return [Finding(name, found.expected, got, "check with --level read", is_damage=False)]
         return [
             finding_of(
-                name, found if depth == "list" else found._replace(expected=parse_object_name(name)[0])
+                self.store.url,
+                name,
+                found if depth == "list" else found._replace(expected=parse_object_name(name)[0]),
             )
         ]
 
-    def _placed(self, findings: list[Finding]) -> list[Finding]:
-        """Return findings with the URL of an adopted tar in place of the object's name."""
+    def _changed_files(self, *, read: bool) -> list[Finding]:
+        """Return a finding per changed file if the shard is a group of adopted files; otherwise []."""
+        changed = changed_files(self.store, self.name, read=read)
+        return [Finding(place, expected, got, _RESTORE_ADOPTED, rows=1) for place, expected, got in changed]
+
+    def _with_urls(self, findings: list[Finding]) -> list[Finding]:
+        """Return findings with the URL of an adopted file in place of the object's name."""
         place = adopted_place(self.store, self.name)
         if place is None:
             return findings
@@ -127,7 +133,7 @@ class ShardCheck:
                 raise FormatError(f"it describes another shard: {facts}, the page says {expected}")
         except ShardkitError as error:
             expected_of = f"the index of {self.name}, {digest}"
-            return None, [failed_finding(self.index_name, expected_of, error, rows=self.rows)]
+            return None, [failed_finding(self.store.url, self.index_name, expected_of, error, rows=self.rows)]
         return index, []
 
     def _bytes(self, index: ShardIndex | None) -> list[Finding]:
@@ -135,7 +141,7 @@ class ShardCheck:
         if found.is_good:
             return []
         if found.error is not None or found.result == "missing" or index is None:
-            return [finding_of(self.name, found, rows=self.rows)]
+            return [finding_of(self.store.url, self.name, found, rows=self.rows)]
         damaged = []
         for block in range(index.blocks):
             try:
@@ -143,7 +149,7 @@ class ShardCheck:
             except ShardkitError:
                 damaged.append(block)
         rows = sum(int(index.block_start[b + 1] - index.block_start[b]) for b in damaged)
-        return [finding_of(self.name, found, blocks=tuple(damaged), rows=rows)]
+        return [finding_of(self.store.url, self.name, found, blocks=tuple(damaged), rows=rows)]
 
     def _stored_block(self, index: ShardIndex, block: int) -> bytes:
         offset, size = int(index.block_offset[block]), int(index.block_size[block])
@@ -161,23 +167,35 @@ class ShardCheck:
             except ShardkitError as error:
                 key = index.key(int(index.block_start[block]) + row)
                 expected = f"samples that decode (block {block}, sample {key!r})"
-                found.append(failed_finding(self.name, expected, error, blocks=(block,), rows=rows))
+                found.append(
+                    failed_finding(self.store.url, self.name, expected, error, blocks=(block,), rows=rows)
+                )
         return found
 
 
-def finding_of(name: str, found: CheckResult, *, blocks: tuple[int, ...] = (), rows: int = 0) -> Finding:
+def restore_advice(root: str) -> str:
+    """Return how damaged objects of a root are restored."""
+    return (
+        f"run: shardkit repair {root}, which needs another copy or parity; otherwise build the same source again with "
+        "the same options"
+    )
+
+
+def finding_of(
+    root: str, name: str, found: CheckResult, *, blocks: tuple[int, ...] = (), rows: int = 0
+) -> Finding:
     """Return the finding of a check that was not good."""
     if found.error is not None:
-        return failed_finding(name, found.expected, found.error, rows=rows)
-    return Finding(name, found.expected, found.got, _RESTORE, blocks, rows)
+        return failed_finding(root, name, found.expected, found.error, rows=rows)
+    return Finding(name, found.expected, found.got, restore_advice(root), blocks, rows)
 
 
 def failed_finding(
-    name: str, expected: str, error: ShardkitError, *, blocks: tuple[int, ...] = (), rows: int = 0
+    root: str, name: str, expected: str, error: ShardkitError, *, blocks: tuple[int, ...] = (), rows: int = 0
 ) -> Finding:
     """Return the finding for an error: damage, or a store that does not answer."""
     if isinstance(error, NotFoundError):
-        return Finding(name, expected, "nothing of that name", _RESTORE, blocks, rows)
+        return Finding(name, expected, "nothing of that name", restore_advice(root), blocks, rows)
     if isinstance(error, (IntegrityError, FormatError)):
-        return Finding(name, expected, str(error), _RESTORE, blocks, rows)
+        return Finding(name, expected, str(error), restore_advice(root), blocks, rows)
     return Finding(name, expected, str(error), "look at the disk, then verify again", is_damage=False)

@@ -14,7 +14,6 @@ The log, manifests and pages are read at every level: they are small, and all ot
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import os
@@ -28,14 +27,14 @@ from math import ceil
 
 import numpy as np
 
-from shardkit.copies.mirroring import log_conflict
+from shardkit.copies.mirroring import log_conflicts
 from shardkit.copies.shard_checks import LEVELS, Finding, Level, ShardCheck, failed_finding, finding_of
+from shardkit.documents import sha256_digest, utc_text
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError, UsageError
 from shardkit.exit_codes import ExitCode
-from shardkit.formats.canonical_json import sha256_digest, utc_text
-from shardkit.manifest import ShardTable, check_against
+from shardkit.manifest import Manifest, ShardTable, check_against
 from shardkit.ranges import duration_text
-from shardkit.reading.adopted import with_adopted_tars
+from shardkit.reading.adopted import with_adopted_files
 from shardkit.reading.attestations import read_attestations
 from shardkit.reading.inventory import (
     Inventory,
@@ -50,9 +49,7 @@ from shardkit.repository.location_table import (
     SPARES,
     TABLES,
     LocationTable,
-    location_of,
     own_name,
-    read_mark,
     read_table,
 )
 from shardkit.repository.log import (
@@ -67,10 +64,6 @@ from shardkit.repository.policy import Policy
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import find_part, load_shard_selection
 from shardkit.stores.store import Store, object_name, root_store
-
-_RESTORE_LOG = (
-    "restore it from a copy of the root; without one, its objects are still named by the good entries"
-)
 
 
 @dataclass(frozen=True)
@@ -139,13 +132,13 @@ def verify(
         )
     root, ref = parse_dataset_url(url)
     seed = secrets.token_hex(4) if seed is None else seed
-    work = _Verifier()
+    work = _Verifier(root)
     try:
         repository = Repository.open(root, read_only=True, alone=True)
     except (IntegrityError, FormatError) as error:
         work.failed(IDENTITY_NAME, "the identity of the repository", error)
     else:
-        root = repository.url
+        root = work.root = repository.url
         work.check_documents(repository.store, repository.id)
         work.check_log(repository, ref)
         for manifest in work.versions.values():
@@ -153,7 +146,7 @@ def verify(
     shards = list(work.shards.values())
     chosen = _choose(shards, share, seed)
     if level == "attested" and chosen:
-        work.findings += _attested(repository, chosen)
+        work.findings += _attestation_findings(repository, chosen)
     with ThreadPoolExecutor(jobs or os.cpu_count() or 1, thread_name_prefix="shardkit-verify") as pool:
         for done, found in enumerate(pool.map(lambda shard: shard.check(level), chosen), 1):
             work.findings += found
@@ -178,7 +171,8 @@ def verify(
 class _Verifier:
     """Checks of the log and the metadata, which collect findings and the shards to check."""
 
-    def __init__(self) -> None:
+    def __init__(self, root: str) -> None:
+        self.root = root
         self.findings: list[Finding] = []
         self.versions: dict[str, str] = {}
         self.entries = self.metadata = 0
@@ -186,7 +180,7 @@ class _Verifier:
         self._seen: set[str] = set()
 
     def failed(self, name: str, expected: str, error: ShardkitError, *, rows: int = 0) -> None:
-        self.findings.append(failed_finding(name, expected, error, rows=rows))
+        self.findings.append(failed_finding(self.root, name, expected, error, rows=rows))
 
     def check_log(self, repository: Repository, ref: str | None) -> None:
         """Check every entry and the chain, and set `versions` from the newest good entry."""
@@ -205,8 +199,10 @@ class _Verifier:
                 ):
                     raise IntegrityError(f"it follows another {IDENTITY_NAME}")
             except ShardkitError as error:
-                finding = failed_finding(name, f"log entry {number}", error)
-                self.findings.append(dataclasses.replace(finding, action=_RESTORE_LOG))
+                finding = failed_finding(self.root, name, f"log entry {number}", error)
+                if finding.is_damage:
+                    finding = dataclasses.replace(finding, action=f"run: shardkit repair {self.root}")
+                self.findings.append(finding)
                 earlier = None
                 continue
             self.entries += 1
@@ -232,20 +228,15 @@ class _Verifier:
                 try:
                     table = row.read(store, number, repository_id)[0]
                 except ShardkitError as error:
-                    self.findings.append(_wrong_document(row.name(number), f"location table {number}", error))
+                    self.findings.append(
+                        _wrong_document(self.root, row.name(number), f"location table {number}", error)
+                    )
         if table is None or own_name(store) != ROOT_NAME:
             return
-        for record in table.others:
-            with contextlib.suppress(
-                ShardkitError
-            ):  # an old copy, or one that does not answer, is no damage of the root
-                copy = location_of(record).store
-                conflict = log_conflict(store, copy) if read_mark(copy) is not None else ""
-                if conflict:
-                    action = f"run: shardkit repair {store.url}"
-                    self.findings.append(
-                        Finding(LOG.prefix, "the newest log of all copies", conflict, action)
-                    )
+        # an old copy, or one that does not answer, is no damage of the root
+        for conflict in log_conflicts(store, table):
+            action = f"run: shardkit repair {store.url}"
+            self.findings.append(Finding(LOG.prefix, "the newest log of all copies", conflict, action))
 
     def check_parity(self, repository: Repository, inventory: Inventory, level: Level) -> None:
         """Check the documents of a version's parity sets, and the parity objects of this location."""
@@ -254,7 +245,9 @@ class _Verifier:
             k = None if inventory.manifest.parts else read_members(store, version)
             sets = [] if k is None else known_sets(store, inventory, k, [store])
         except ShardkitError as error:
-            self.findings.append(_wrong_document(version_record_name(version), "parity of a version", error))
+            self.findings.append(
+                _wrong_document(self.root, version_record_name(version), "parity of a version", error)
+            )
             return
         is_root = own_name(store) == ROOT_NAME
         for one in sets:
@@ -263,7 +256,9 @@ class _Verifier:
                 if record is None:
                     raise NotFoundError(one.record_name)
             except ShardkitError as error:
-                self.findings.append(_wrong_document(one.record_name, f"parity set {one.id}", error))
+                self.findings.append(
+                    _wrong_document(self.root, one.record_name, f"parity set {one.id}", error)
+                )
                 continue
             for position in (one.k, one.k + 1):
                 parity = record.object_at(position)
@@ -274,10 +269,10 @@ class _Verifier:
                 depth: Depth = "list" if level in ("list", "attested") else "read"
                 found = check_object(store, parity.name, parity.size, depth)
                 if not found.is_good:
-                    self.findings.append(finding_of(parity.name, found))
+                    self.findings.append(finding_of(self.root, parity.name, found))
 
     def check_version(self, repository: Repository, manifest_id: str, level: Level) -> None:
-        """Check the metadata of a version and its parts, and collect its shards."""
+        """Check the metadata of a version, its added fields and its parts, and collect their shards."""
         if manifest_id in self._seen:
             return
         self._seen.add(manifest_id)
@@ -289,13 +284,7 @@ class _Verifier:
             self.failed(name, manifest_id, error)
             return
         manifest = inventory.manifest
-        sides = list(side_objects(manifest))
-        self.metadata += len(manifest.pages) + len(sides)
-        for digest, kind, size in sides:
-            try:
-                repository.get_object(digest, kind, size)
-            except ShardkitError as error:
-                self.failed(object_name(digest, kind), digest, error)
+        self._check_sides(repository, manifest)
         for part_name, part in manifest.parts:
             try:
                 holder = find_part(repository, part_name, part)
@@ -305,7 +294,9 @@ class _Verifier:
                 self.findings.append(Finding(where, expected, str(error), action, is_damage=False))
             else:
                 self.check_version(holder, part, level)
-        store = with_adopted_tars(repository.store, manifest)
+        for added in manifest.added:
+            self.check_version(repository, added, level)
+        store = with_adopted_files(repository.store, manifest)
         rows = zip(inventory.shards, inventory.indexes, inventory.shard_rows, strict=True)
         for found, index, count in rows:
             shard = ShardCheck(store, manifest, found.name, found.size, index.name, index.size, count)
@@ -318,6 +309,15 @@ class _Verifier:
                 check_against(manifest, ShardTable.concatenate(inventory.tables))
             except ShardkitError as error:
                 self.failed(name, "totals equal to those of its pages", error)
+
+    def _check_sides(self, repository: Repository, manifest: Manifest) -> None:
+        sides = list(side_objects(manifest))
+        self.metadata += len(manifest.pages) + len(sides)
+        for digest, kind, size in sides:
+            try:
+                repository.get_object(digest, kind, size)
+            except ShardkitError as error:
+                self.failed(object_name(digest, kind), digest, error)
 
     def _check_selections(self, repository: Repository, table: ShardTable) -> None:
         for shard in np.flatnonzero(table.has_selection).tolist():
@@ -340,7 +340,7 @@ def _choose(shards: list[ShardCheck], share: Fraction, seed: str) -> list[ShardC
     return [one for one in shards if one.name in chosen]
 
 
-def _attested(repository: Repository, shards: list[ShardCheck]) -> list[Finding]:
+def _attestation_findings(repository: Repository, shards: list[ShardCheck]) -> list[Finding]:
     """Return a finding for each object that was attested as bad, or not checked within the policy's maximum age."""
     store = root_store(repository.store)
     looks = read_attestations([store]).get(own_name(store), {})
@@ -364,7 +364,7 @@ def _attested(repository: Repository, shards: list[ShardCheck]) -> list[Finding]
     return found
 
 
-def _wrong_document(name: str, expected: str, error: ShardkitError) -> Finding:
+def _wrong_document(root: str, name: str, expected: str, error: ShardkitError) -> Finding:
     """Return a finding of damage: a repair replaces a document that cannot be read, even a symbolic link."""
     got = "nothing of that name" if isinstance(error, NotFoundError) else str(error)
-    return Finding(name, expected, got, "run: shardkit repair")
+    return Finding(name, expected, got, f"run: shardkit repair {root}")

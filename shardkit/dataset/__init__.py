@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardkit.dataset.creating import Writer, create
-    from shardkit.dataset.dataset import Dataset, open_dataset
+    from shardkit.dataset.dataset import Dataset
+    from shardkit.dataset.opening import open_dataset
     from shardkit.dataset.parts import commit_parts, list_parts
 
 __all__ = ["Dataset", "Writer", "commit_parts", "create", "list_parts", "open_dataset"]
@@ -25,7 +26,7 @@ _MODULES = {
     "commit_parts": "parts",
     "create": "creating",
     "list_parts": "parts",
-    "open_dataset": "dataset",
+    "open_dataset": "opening",
 }
 
 

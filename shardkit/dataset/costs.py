@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shardkit.dataset.expressions import CostFormula, Term
+from shardkit.dataset.expressions import CostFormula, Term, names_of
 from shardkit.dataset.samples import Samples
 from shardkit.errors import FormatError, UsageError
 from shardkit.formats import Schema
@@ -35,7 +35,7 @@ _READERS: Final = 8
 
 def parse_costs(text: str | Sequence[str], schema: Schema) -> tuple[str, ...]:
     """Return expressions in canonical form, sorted and without duplicates."""
-    texts = [text] if isinstance(text, str) else list(text)
+    texts = names_of(text, "cost") if not isinstance(text, str) else [text] if text else []
     return tuple(sorted({CostFormula(one, schema).canonical for one in texts}))
 
 
@@ -107,7 +107,7 @@ def costs_of(dataset: Samples, text: str) -> Costs:
     pieces = _pieces(dataset, formula.canonical)
     if pieces:
         first = np.cumsum([0, *(piece.rows for _, piece in pieces)])
-        codes = CostCodes(dataset.rows, starts, first, partial(_read_numbered, formula.canonical, pieces))
+        codes = CostCodes(dataset.rows, starts, first, partial(_read_pieces, formula.canonical, pieces))
     else:
         codes = CostCodes(dataset.rows, starts, starts, partial(_of_indexes, dataset.reader, formula))
     # load one unit, so that unreadable costs are an error now
@@ -170,7 +170,7 @@ class CostCodes:
         return [found[number] for number in numbers]
 
 
-def _read_numbered(
+def _read_pieces(
     expression: str, pieces: Sequence[tuple[Repository, CostPiece]], number: int
 ) -> NDArray[np.uint8]:
     repository, piece = pieces[number]

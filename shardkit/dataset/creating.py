@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from shardkit.dataset.committing import Destination, block_size_for, write_version
+from shardkit.dataset.committing import Destination, block_size_for, version_of_ref, write_version
 from shardkit.dataset.encoding import RowEncoder, ordinal_identity, part_identity
 from shardkit.dataset.parts import PartFolder, check_part_name, part_folder, settings_of
 from shardkit.dataset.scratch import RowSpool, scratch_folder
@@ -16,6 +16,8 @@ from shardkit.dataset.version_plan import NewVersion, VersionSettings
 from shardkit.errors import UsageError
 from shardkit.formats import Schema
 from shardkit.manifest import Manifest
+from shardkit.ranges import shown
+from shardkit.repository.log import check_ref_name
 from shardkit.repository.repository import Repository
 from shardkit.stores.local import temporary_name
 
@@ -25,8 +27,8 @@ def create(
     schema: Mapping[str, str] | Schema,
     *,
     stratify: str | Sequence[str] | None = None,
-    format: str = "tar",
-    compression: str = "none",
+    format: str | None = None,
+    compression: str | None = None,
     shard_size: int | str = "256MiB",
     block_size: int | str | None = None,
     seed: int = 0,
@@ -56,7 +58,8 @@ def create(
         schema: field → type, such as ``{"image": "bytes", "label": "int64"}``.
         stratify: field or fields (str, int or bool scalars) to balance batches by; ``"__class__"``
             for the class names of ``label``.
-        format: ``"tar"`` or ``"arrow"``.
+        format: ``"tar"`` for files, ``"arrow"`` for numbers, arrays and text, which take less space there. The default
+            is the format of the version that samples are appended to, otherwise tar, or arrow with a compression.
         compression: ``"none"``, or for arrow also ``"zstd"`` or ``"zstd:9"``.
         shard_size: raw bytes per shard.
         block_size: raw bytes per block; by default as in the version that ``ref`` names, or 256 KiB.
@@ -94,12 +97,20 @@ def create(
         >>> len(shardkit.open("data/new"))
         100
     """
+    check_ref_name(ref)
+    if not isinstance(message, str):
+        raise UsageError(f"create(message={shown(message)}): text is expected")
+    parsed = Schema.parse(schema)
+    held = version_of_ref(root, ref)
+    base = held if append else None
+    if format is None and base is None and compression is None:
+        format = "tar"  # unlike `build`, which sees the rows first
     settings = VersionSettings(
         stratify=stratify,
         format=format,
         compression=compression,
         shard_size=shard_size,
-        block_size=block_size_for(root, ref, block_size),
+        block_size=block_size_for(held, block_size),
         seed=seed,
         shuffle=shuffle,
         split=split,
@@ -107,8 +118,8 @@ def create(
         about=about,
         lookup=lookup,
         cost=cost,
-    )
-    version = settings.version(Schema.parse(schema), classes, ref=ref)
+    ).for_rows(parsed, base)
+    version = settings.version(parsed, classes, ref=ref)
     encoder = settings.encoder(version.schema, version.classes)
     if part is not None and (
         append or about is not None or lookup or cost or message or replace or ref != "main"

@@ -30,6 +30,7 @@ _TERMS: Final = (
 _MEDIA: Final = {
     "tar": "application/x-tar",
     "arrow": "application/vnd.apache.arrow.file",
+    "rows": "application/octet-stream",
 }
 _TYPES: Final = {"str": "sc:Text", "json": "sc:Text", "bytes": "sc:Text", "bool": "sc:Boolean"}
 _LOGICAL_TYPES: Final = {
@@ -50,7 +51,7 @@ def croissant_document(version: Version, about: About, *, name: str) -> dict[str
         "@type": "sc:Dataset",
         "conformsTo": CONFORMS_TO,
         "name": about.name or _NOT_A_NAME.sub("-", name) or "dataset",
-        "description": about.description or _described(manifest),
+        "description": about.description or _description(manifest),
         "identifier": manifest.id,
     }
     licences = _licences(manifest, about)
@@ -69,7 +70,7 @@ def croissant_document(version: Version, about: About, *, name: str) -> dict[str
     parts = _strata(manifest, about)
     if parts:
         document["hasPart"] = parts
-    document["distribution"] = [*_shards(version), *_file_sets(version)]
+    document["distribution"] = [*_shards(version), *_file_sets(version), *_added_shards(version)]
     document["recordSet"] = _record_sets(version)
     if manifest.selected != manifest.rows:
         # Croissant cannot express selections, and readers of the shards must know of them.
@@ -93,7 +94,7 @@ def _context() -> dict[str, Any]:
     return dict(sorted(context.items()))
 
 
-def _described(manifest: Manifest) -> str:
+def _description(manifest: Manifest) -> str:
     fields = ", ".join(f"{field} ({kind})" for field, kind in manifest.schema.items())
     return f"{manifest.selected} samples of {fields} in {manifest.shards} shards; manifest {manifest.id}"
 
@@ -157,10 +158,44 @@ def _shards(version: Version) -> Iterator[dict[str, Any]]:
         )
 
 
+def _added_shards(version: Version) -> Iterator[dict[str, Any]]:
+    """Yield the shards with added fields, and one set of them for each time fields were added."""
+    for number, added in enumerate(version.added):
+        table, identities = added.table, []
+        for shard in range(len(table)):
+            place = object_name(table.digest_text(shard), "arrow")
+            identities.append(f"added-{number}-{_shard_id(shard)}")
+            yield _node(
+                "FileObject",
+                identities[-1],
+                place.rpartition("/")[2],
+                contentUrl=place,
+                contentSize=f"{int(table.size[shard])} B",
+                encodingFormat=_MEDIA["arrow"],
+                sha256=parse_digest(table.digest_text(shard)),
+            )
+        inside = [{"@id": identity} for identity in identities]
+        fields = ", ".join(added.manifest.schema)
+        yield _node(
+            "FileSet",
+            f"added-{number}",
+            f"Arrow shards with {fields}",
+            containedIn=inside,
+            encodingFormat=_MEDIA["arrow"],
+            includes="*.arrow",
+        )
+
+
+def _own_members(version: Version) -> list[tuple[str, str]]:
+    """Return `_members` of the fields that are in the version's own shards."""
+    added = {field for one in version.added for field in one.manifest.schema}
+    return [pair for pair in _members(version.manifest.schema) if pair[0] not in added]
+
+
 def _file_sets(version: Version) -> Iterator[dict[str, Any]]:
     tars, arrows = _by_kind(version)
     if tars:
-        for field, member in _members(version.manifest.schema):
+        for field, member in _own_members(version):
             yield _file_set(
                 f"files/{member}", f"members of {field}", tars, "application/octet-stream", f"*.{member}.*"
             )
@@ -191,16 +226,26 @@ def _shard_id(shard: int) -> str:
 def _record_sets(version: Version) -> list[dict[str, Any]]:
     tars, arrows = _by_kind(version)
     schema = version.manifest.schema
-    sets = [_tar_records(field, member, schema[field]) for field, member in _members(schema)] if tars else []
+    own = _own_members(version)
+    sets = [_tar_records(field, member, schema[field]) for field, member in own] if tars else []
     if arrows:
-        columns = [
-            _key_field("samples", {"fileSet": {"@id": "arrow-shards"}, "extract": {"column": "__key__"}})
-        ]
-        for field, member in _members(schema):
-            source = {"fileSet": {"@id": "arrow-shards"}, "extract": {"column": field}}
-            columns.append(_value_field("samples", field, member, schema[field], source))
-        sets.append(_record_set("samples", "One record per sample.", columns))
+        sets.append(_arrow_records("samples", "One record per sample.", "arrow-shards", schema, own))
+    for number, added in enumerate(version.added):
+        told = f"The fields {', '.join(added.manifest.schema)} of every sample, by key."
+        members = [pair for pair in _members(schema) if pair[0] in added.manifest.schema]
+        sets.append(_arrow_records(f"samples/added-{number}", told, f"added-{number}", schema, members))
     return sets
+
+
+def _arrow_records(
+    identity: str, description: str, files: str, schema: Schema, members: list[tuple[str, str]]
+) -> dict[str, Any]:
+    """Return the record set of some fields of a set of Arrow shards."""
+    columns = [_key_field(identity, {"fileSet": {"@id": files}, "extract": {"column": "__key__"}})]
+    for field, member in members:
+        source = {"fileSet": {"@id": files}, "extract": {"column": field}}
+        columns.append(_value_field(identity, field, member, schema[field], source))
+    return _record_set(identity, description, columns)
 
 
 def _tar_records(field: str, member: str, kind: FieldType) -> dict[str, Any]:

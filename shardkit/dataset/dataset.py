@@ -1,4 +1,4 @@
-"""`shardkit.open`: one version of a dataset, to inspect, plan and load."""
+"""One version of a dataset, to inspect, plan and load."""
 
 from __future__ import annotations
 
@@ -7,29 +7,26 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardkit.dataset.sample_view import samples_page
-from shardkit.dataset.samples import Samples, numbers_of, removed_samples
-from shardkit.errors import FormatError, PlanError, ShardkitError, UsageError
+from shardkit.dataset.sample_view import first_page
+from shardkit.dataset.samples import Samples, numbers_of, population_of, removed_samples
+from shardkit.errors import PlanError, UsageError
 from shardkit.loader import Loader, LoaderConfig, Rebalancing, Sources
-from shardkit.manifest import Manifest, ShardTable, merge
-from shardkit.notebook import escape, page, table
-from shardkit.plan import Assignment, Plan, Population, make_plan
+from shardkit.notebook import page, table
+from shardkit.plan import Assignment, Mixer, Plan, make_plan
 from shardkit.plan.settings import LEAST_LANES, few_lanes
 from shardkit.ranges import parse_size
-from shardkit.reading.blocks import VerifySetting
-from shardkit.reading.located_store import Locations
-from shardkit.reading.read_path import ReadSettings
-from shardkit.repository.log import parse_dataset_url
 from shardkit.repository.repository import Repository
-from shardkit.repository.versions import Version, load_manifest, merged_version
+from shardkit.repository.versions import load_manifest
 from shardkit.stores.vacancy import check_vacant
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from shardkit.telemetry import TelemetrySettings
 
 _log = logging.getLogger("shardkit.plan")
@@ -66,10 +63,21 @@ class Dataset(Samples):
         """Return the HTML that a notebook shows."""
         fields = table(["field", "type"], self.schema.items(), most=200)
         counts = table(["stratum", "samples"], self.strata.items())
-        said = f"{len(self):,} samples"
-        return page("dataset", f"{self.manifest.id[:19]}…", said, fields, counts, _pictures(self))
+        parts = fields, counts, first_page(self.schema, self.head)
+        return page("dataset", f"{self.manifest.id[:19]}…", f"{len(self):,} samples", *parts)
 
-    # ---- views
+    # ---- versions and views
+
+    def at(self, manifest: str) -> Self:
+        """Return another version of the same repository, which is read and verified in the same way.
+
+        Args:
+            manifest: its id, ``"sha256:…"``.
+
+        Raises:
+            NotFoundError: the repository does not have it.
+        """
+        return type(self)(load_manifest(self.repository, manifest), verify=self._verify)
 
     def select(
         self, where: str | None = None, rows: Sequence[int] | NDArray[np.int64] | None = None
@@ -209,6 +217,34 @@ class Dataset(Samples):
         other = population_of(to.manifest, to.table)
         return plan.amend(from_step=from_step, manifest=other, removed=removed_samples(self, to), **changes)
 
+    def losses(self, run: str | os.PathLike[str]) -> pa.Table:
+        """Return the losses that `Loader.note` recorded in a run directory, joined with the samples of this version.
+
+        Steps that the run has abandoned are left out, and a repeated step has its newest losses. A loss of a cell is
+        given to each of its samples. Substitutes (``on_error=``) are shown as the samples that they replaced.
+
+        Args:
+            run: the run directory.
+
+        Returns:
+            Columns: step (int64), sample (int64, number in this version, null if it lacks the sample), stratum
+            (dictionary of string), loss (float32); ordered by step and place.
+
+        Raises:
+            NotFoundError: the run has no losses, or consumed another dataset.
+            FormatError: a file of the run directory was changed.
+
+        Examples:
+            >>> with ds.loader(plan, run="runs/a") as loader:
+            ...     for batch in loader:
+            ...         loader.note(batch, batch["label"])
+            >>> ds.losses("runs/a").num_rows
+            200
+        """
+        from shardkit.dataset.run_losses import losses_table
+
+        return losses_table(self, run)
+
     def loader(
         self,
         plan: Plan,
@@ -245,6 +281,8 @@ class Dataset(Samples):
         offset: int = 0,
         fill: Mapping[str, Any] | None = None,
         restart: bool = False,
+        amendments: bool = True,
+        mixer: Mixer | None = None,
     ) -> Loader:
         """Return a loader over `plan` for one rank; iterate over it once per epoch.
 
@@ -326,6 +364,10 @@ class Dataset(Samples):
             fill: optional field → value in batches for rows without one (`batch.valid[field]` marks rows that
                 have one); by default zeros, an empty array, or None in a list.
             restart: every loop begins at the start of its epoch, even if the previous loop was left early.
+            amendments: apply the amendments of the plan that ``shardkit amend`` recorded in `run`.
+            mixer: decides the weights of strata from the losses that ``loader.note`` records, such as
+                ``ADO(every=512)``; `plan` has the first weights, and ``loader.plan`` the decisions. Requires
+                `run`, which keeps the decisions.
 
         Raises:
             ConfigurationError: The rank, world or a size is impossible, the memory is less than the windows
@@ -345,32 +387,45 @@ class Dataset(Samples):
             check_vacant(run, "run")
         if cache is not None:
             check_vacant(cache, "cache")
+            if run is not None and os.path.realpath(run) == os.path.realpath(cache):
+                raise UsageError(
+                    f"run= and cache= are both {cache}: a cache evicts files; give it its own folder"
+                )
         config = LoaderConfig(
             rank=rank, world=world, mesh=mesh, lanes=lanes, fields=fields, by_cell=by_cell, uneven=uneven,
             assignment=assignment, store=store,
             rebalance=Rebalancing() if rebalance is True else None if rebalance is False else rebalance,
             memory=None if memory is None else parse_size(memory), threads=threads, prefetch=prefetch, tensors=tensors,
             device=device, device_prefetch=device_prefetch,
-            decode=decode or {}, transform=transform, batch_transform=batch_transform, workers=workers,
-            on_error=on_error, stall_s=stall_s, on_stall=on_stall, run=None if run is None else Path(run),
-            stride=stride, offset=offset, fill=fill or {}, restart=restart,
+            decode={} if decode is None else decode, transform=transform, batch_transform=batch_transform,
+            workers=workers, on_error=on_error, stall_s=stall_s, on_stall=on_stall,
+            run=None if run is None else Path(run), stride=stride, offset=offset, fill={} if fill is None else fill,
+            restart=restart, mixer=mixer,
             cache=None if cache is None else Path(cache),
-            cache_size=None if cache_size is None else parse_size(cache_size), share=share,
-            telemetry=telemetry,
+            cache_size=None if cache_size is None else parse_size(cache_size), share=share, telemetry=telemetry,
         )  # fmt: skip
         check_plan(plan, self.manifest.id)
-        sources = Sources(
+        dataset = self
+        if run is not None and amendments:
+            from shardkit.dataset.amendments import apply_amendments  # imported only for loaders with a run
+
+            dataset, plan = apply_amendments(self, plan, run)
+        if mixer is not None:
+            plan = plan.mixed(mixer.text, mixer.every)
+        return Loader(plan, dataset._sources(plan), config)  # noqa: SLF001
+
+    def _sources(self, plan: Plan) -> Sources:
+        return Sources(
             manifest=self.manifest.id,
             schema=self.schema.stored,
             rows=self.rows,
             reader=self.reader,
             block_bytes=self._block_bytes,
-            mean_block_bytes=plan.population.mean_block_bytes,
+            mean_block_bytes=plan.population.mean_block_bytes + self._added_block_bytes,
             row_bytes=self._row_bytes,
             fetch=self.__getitem__,
             describe=self.name_of,
         )
-        return Loader(plan, sources, config)
 
     def _row_bytes(self, fields: Sequence[str]) -> int:
         """Return the typical size in bytes of these fields of a row.
@@ -380,16 +435,21 @@ class Dataset(Samples):
         sizes = {name: self.schema[name].item_bytes for name in self.schema}
         fixed = sum(size for size in sizes.values() if size is not None)
         variable = [name for name, size in sizes.items() if size is None]
-        typical = max(1, self.manifest.raw_bytes // max(1, self.manifest.rows) - fixed) // max(
-            1, len(variable)
-        )
+        rest = max(1, self.manifest.raw_bytes // max(1, self.manifest.rows) - fixed)
+        typical = rest // max(1, len(variable))
         sizes |= {name: kind.item_bytes for name, kind in self.schema.stored.items()}
         wanted = (sizes[name] for name in fields)
         return sum(typical if size is None else size for size in wanted) or 1
 
     def _block_bytes(self, block: int) -> int:
-        shard, _ = self.rows.shard_of_block(block)
-        return int(self.table.largest_block[shard])
+        shard = self.rows.shard_of_block(block)[0]
+        tables = [self.table, *(one.table for one in self.version.added)]
+        return sum(int(table.largest_block[shard]) for table in tables)
+
+    @property
+    def _added_block_bytes(self) -> int:
+        """Mean raw bytes of the added fields in a block."""
+        return sum(int(one.table.raw_bytes.sum()) for one in self.version.added) // max(1, self.rows.blocks)
 
     def describe(self) -> Mapping[str, Any]:
         """Return the figures that `shardkit show --json` prints: plain types only."""
@@ -399,93 +459,6 @@ class Dataset(Samples):
             "strata": self.strata,
             "classes": list(self.classes),
         }
-
-
-Url = str | os.PathLike[str]
-
-
-def open_dataset(
-    url: Url | Mapping[str, Url],
-    *,
-    verify: VerifySetting = "auto",
-    locations: Locations | None = None,
-    settings: ReadSettings | None = None,
-    heal: bool = False,
-) -> Dataset:
-    """Open one version of a dataset, or several datasets as one.
-
-    Args:
-        url: ``"data/cats"`` (its ref `main`), ``"data/cats@val"`` (a ref or tag), ``"data/cats@sha256:…"`` (a
-            manifest). A mapping such as ``{"web": "a/web@v3", "code": "data/code"}`` opens several as one:
-            their samples follow each other, and the name is the first axis of the strata ("web/de").
-        verify: checksum that is checked for every block read from a local file. "fast" (XXH3) detects
-            accidental damage, "strong" (SHA-256) also detects forgery; "auto" is "strong" for files that
-            another user can write, and "fast" otherwise. There is no "off". Bytes from a network are always
-            compared by SHA-256. See docs/threats.md.
-        locations: further copies of the objects, name → URL, nearest first (``{"mirror":
-            "s3://other/cats"}``); reads continue with them if the root is slow, wrong or unavailable.
-        settings: deadlines, concurrency and hedging of reads over a network.
-        heal: overwrite bad copies with good bytes when a read meets them; needs write access.
-
-    Raises:
-        NotFoundError: The dataset, ref or manifest does not exist.
-        IntegrityError: The manifest or a page is damaged.
-        SchemaError: The datasets have different schemas.
-
-    Examples:
-        >>> ds = shardkit.open("data/digits")
-        >>> len(ds), list(ds.schema)
-        (200, ['image', 'label'])
-    """
-    if isinstance(url, Mapping):
-        if locations:
-            raise UsageError(
-                "locations belong to one root; open the datasets one by one, or merge them first"
-            )
-        return Dataset(_open_parts(url, settings), verify=verify)
-    return Dataset(_open_version(url, locations, settings, heal=heal), verify=verify)
-
-
-def _open_version(
-    url: Url, locations: Locations | None, settings: ReadSettings | None, *, heal: bool = False
-) -> Version:
-    root, ref = parse_dataset_url(url)
-    repository = Repository.open(root, read_only=True, locations=locations, settings=settings, heal=heal)
-    return load_manifest(repository, repository.resolve(ref))
-
-
-def _open_parts(urls: Mapping[str, Url], settings: ReadSettings | None) -> Version:
-    versions = {name: _open_version(url, None, settings) for name, url in urls.items()}
-    manifest = merge([(name, version.manifest) for name, version in versions.items()])
-    for name, version in versions.items():
-        if len(version.parts) != 1:
-            raise FormatError(f"part {name!r} is merged itself; name its parts instead")
-    return merged_version(manifest, list(versions.items()))
-
-
-def population_of(manifest: Manifest, table: ShardTable) -> Population:
-    """Return the selected rows of each segment and the number of them that a block holds.
-
-    If only some rows of a shard are selected, `block_rows` shrinks in proportion, so that a window of the
-    plan still covers about the same number of stored blocks.
-    """
-    rows = np.maximum(table.rows, 1)
-    selected = table.selected
-    block_rows = table.block_rows
-    of_segment = np.maximum(block_rows[table.segment_shard], 1)
-    # blocks restart at segments
-    blocks = int((-(-table.segment_rows // of_segment)).sum())
-    scaled = np.where(selected < rows, -(-block_rows * selected // rows), block_rows)
-    return Population(
-        identity=manifest.id,
-        strata=tuple(stratum.name for stratum in manifest.strata),
-        segment_shard=table.segment_shard,
-        segment_stratum=table.segment_stratum,
-        segment_rows=table.segment_selected,
-        shard_block_rows=np.maximum(scaled, 1).astype(np.int32),
-        shard_bytes=table.size,
-        mean_block_bytes=int(table.raw_bytes.sum()) // max(1, blocks),
-    )
 
 
 def check_plan(plan: object, manifest_id: str) -> None:
@@ -501,17 +474,3 @@ def check_plan(plan: object, manifest_id: str) -> None:
             f"this plan was made for manifest {plan.population.identity[:19]}…, the dataset is "
             f"{manifest_id[:19]}…; make the plan with ds.plan(…) of the same dataset"
         )
-
-
-# ---- Notebooks: the first images, from verified blocks
-
-_PICTURES = 6
-
-
-def _pictures(dataset: Dataset) -> str:
-    if not any(kind.kind == "bytes" for kind in dataset.schema.values()):
-        return ""
-    try:
-        return samples_page(dataset.head(_PICTURES))
-    except ShardkitError as error:  # the rest of the page is still useful
-        return f"<p>its first samples cannot be shown: {escape(str(error))}</p>"

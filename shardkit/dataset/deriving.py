@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 
 from shardkit.dataset.committing import Moved, move_refs, standing_refs
-from shardkit.dataset.dataset import open_dataset
+from shardkit.dataset.opening import open_dataset
 from shardkit.errors import UsageError
 from shardkit.manifest import Manifest
 from shardkit.repository.repository import Repository

@@ -250,16 +250,6 @@ def part_identity(part: str, number: int) -> tuple[int, int]:
     return _identity(b"r" + number.to_bytes(8, "little") + part.encode("ascii"))
 
 
-def generated_key(ordinal: int) -> str:
-    """Return the key of a row that was added without one."""
-    return f"{ordinal:010d}"
-
-
-def generated_keys(ordinals: Sequence[int]) -> list[str]:
-    """Return the `generated_key` of each ordinal."""
-    return [f"{ordinal:010d}" for ordinal in ordinals]  # a call per key takes twice as long
-
-
 def _check_source(source: object, where: str) -> None:
     match source:
         case (str(), int(row)) if 0 <= row < 2**63:

@@ -11,9 +11,9 @@ import os
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from shardkit.copies.placement import Holdings, live_versions
+from shardkit.copies.placement import Holdings
 from shardkit.copies.replicate import commit
-from shardkit.dataset.rewriting import ErasurePlan, ErasureReport, Journal, Rewriter, unfinished
+from shardkit.dataset.rewriting import ErasureJournal, ErasurePlan, ErasureReport, Rewriter, unfinished
 from shardkit.dataset.store_survey import ROW_KINDS, StoreSurvey, find_equal_rows
 from shardkit.errors import (
     CommitConflict,
@@ -65,14 +65,25 @@ def plan_erasure(
             f"version {version.manifest.id} has adopted shards, outside of this root, "
             "which are never written: remove the samples here without erasing, and erase them where they lie"
         )
+    _refuse_added_fields(repository)
     shards, notes = find_equal_rows(repository, version, rows)
     notes += [*_scratch(repository), *_ELSEWHERE]
     return ErasurePlan(request, reason, author, shards, tuple(notes), samples)
 
 
+def _refuse_added_fields(repository: Repository) -> None:
+    """Refuse a root with added fields: their shards are aligned row by row, and an erasure drops rows."""
+    extended = next((one.id for one in StoreSurvey(repository).manifests.values() if one.added), None)
+    if extended is not None:
+        raise UsageError(
+            f"version {extended} of {repository.url} has fields in shards of their own, from which no row is erased: "
+            "write such versions into one (shardkit rebuild), delete the old ones (shardkit gc --delete), then erase"
+        )
+
+
 def erase_rows(repository: Repository, plan: ErasurePlan) -> ErasureReport:
     """Carry out a plan; continues after an attempt that was killed."""
-    journal = Journal(repository, plan)
+    journal = ErasureJournal(repository, plan)
     told = journal.report()
     if told is not None:
         journal.finish(told)
@@ -115,7 +126,12 @@ def _rewrite_all(
     touched: dict[str, Manifest] = {}
     for identity, manifest in survey.manifests.items():
         try:
-            if not manifest.parts and rewriter.touches(survey.table(manifest)).any():
+            if manifest.added:
+                _add(
+                    report.not_reached,
+                    f"version {identity} was extended while rows were erased: rebuild it, then erase again",
+                )
+            elif not manifest.parts and rewriter.touches(survey.table(manifest)).any():
                 touched[identity] = manifest
         except (NotFoundError, IntegrityError, FormatError) as error:
             _add(report.not_reached, f"version {identity} cannot be read ({error})"[:500])
@@ -274,7 +290,7 @@ def delete_parity(repository: Repository, report: ErasureReport, live: set[str])
     gone = {parse_object_name(name)[0] for name in report.objects if name not in live}
     records = list(sets_that_hold(store, gone))
     # only live versions are repaired from parity
-    versions = live_versions(repository) if records else []
+    versions = repository.versions if records else []
     named = {name for one in walk_versions(repository.store, versions) for name, _ in one.names()}
     if records:
         _check_others(repository, records, named)

@@ -17,6 +17,7 @@ import itertools
 import operator
 import re
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,29 +25,36 @@ from numpy.typing import NDArray
 
 from shardkit.errors import UsageError
 from shardkit.formats import Block, FixedColumn, Schema, ShardIndex
-from shardkit.formats.schema import FieldType
+from shardkit.formats.fields import FieldType
 from shardkit.formats.tar_members import RAGGED_HEADER_BYTES
 from shardkit.plan.costs import COST_LIMIT
 from shardkit.plan.deal import ragged
+from shardkit.ranges import shown
 
 # backticks inside string literals do not quote; a backtick in a name is doubled
 _QUOTED = re.compile(r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|(`(?:[^`]|``)+`)""", re.DOTALL)
 
 
 def parse_expression(text: str) -> ast.expr:
-    """Return the tree of an expression; names in backticks, such as ``First Name``, become plain names."""
+    """Return the tree of an expression; names in backticks, such as ``First Name``, become plain names.
+
+    Raises:
+        SyntaxError, ValueError, RecursionError, MemoryError: The value is not the text of an expression.
+    """
+    if not isinstance(text, str):
+        raise ValueError("text is expected")  # noqa: TRY004
     word = "_quoted"
     while word in text:
         word += "_"
     names: dict[str, str] = {}
 
-    def replaced(found: re.Match[str]) -> str:
+    def quoted_name(found: re.Match[str]) -> str:
         if found[1]:
             return found[1]
         names[f"{word}{len(names)}"] = found[2][1:-1].replace("``", "`")
         return list(names)[-1]
 
-    tree = ast.parse(_QUOTED.sub(replaced, text), mode="eval").body
+    tree = ast.parse(_QUOTED.sub(quoted_name, text), mode="eval").body
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
             node.id = names.get(node.id, node.id)
@@ -57,6 +65,20 @@ def without_spaces(text: str) -> str:
     """Return an expression without spaces, except those in backticks and string literals."""
     parts = _QUOTED.split(text)
     return "".join(part if place % 3 else "".join(part.split()) for place, part in enumerate(parts) if part)
+
+
+def names_of(value: object, what: str) -> list[str]:
+    """Return the names of a text as `split_names` does, or of a list of texts.
+
+    Raises:
+        UsageError: The value is neither; ``what`` names it.
+    """
+    if isinstance(value, str):
+        return split_names(value)
+    names: list[Any] = list(value) if isinstance(value, list | tuple | AbstractSet | Mapping) else [value]
+    if not all(isinstance(name, str) for name in names):
+        raise UsageError(f"{what}={shown(value)}: a name or a list of names is expected")
+    return names
 
 
 def split_names(text: str) -> list[str]:
@@ -106,8 +128,8 @@ class Where:
             self._tree = parse_expression(text)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise UsageError(
-                f'where={text!r} cannot be read: {error}; write for example "label < 5", and a name that is no word '
-                "in backticks: \"`First Name` == 'Ada'\""
+                f'where={shown(text)} cannot be read: {error}; write for example "label < 5", and a name that is no '
+                "word in backticks: \"`First Name` == 'Ada'\""
             ) from None
         self.fields = sorted({node.id for node in ast.walk(self._tree) if isinstance(node, ast.Name)})
         for name in self.fields:
@@ -248,10 +270,12 @@ class Term(NamedTuple):
             return None
         if kind.kind in ("scalar", "array"):
             return np.full(index.rows, _item_bytes(kind) * int(np.prod(kind.shape)), dtype=np.int64)
-        if index.field_size is None:
+        if index.field_size is None or self.field not in index.schema:
             return None
-        sizes = index.field_size[:, list(index.schema).index(self.field)].astype(np.int64)
-        if kind.kind == "ragged":
+        place = index.schema.position(self.field)
+        sizes = index.field_size[:, place].astype(np.int64)
+        has_header = index.field_is_payload is None or not index.field_is_payload[place]
+        if kind.kind == "ragged" and has_header:
             sizes = np.maximum(0, sizes - RAGGED_HEADER_BYTES)
         return sizes // _item_bytes(kind) if self.function == "len" else sizes
 
@@ -312,8 +336,8 @@ class CostFormula:
             self._tree = parse_expression(text)
             # from the text, not `ast.unparse`, whose output depends on the version of Python
             self.canonical = without_spaces(text)
-        except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
-            raise UsageError(f"cost={text!r} cannot be read: {error}; {_WRITE}") from None
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise UsageError(f"cost={shown(text)} cannot be read: {error}; {_WRITE}") from None
         self.schema = schema
         self.terms: dict[Term, None] = {}
         self._check(self._tree)

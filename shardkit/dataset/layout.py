@@ -120,7 +120,7 @@ def lay_out(
     dealt = order[~large]
     shards = _number_of_shards(table.raw_bytes[dealt], settings.shard_size)
     while True:
-        pooled = _pooled(table.stratum[dealt], strata, shards, pooling)
+        pooled = _strata_to_pool(table.stratum[dealt], strata, shards, pooling)
         shard_of = _deal(table, dealt, pooled, shards)
         shard_bytes = np.bincount(shard_of, weights=table.raw_bytes[dealt], minlength=shards)
         # Only sizes that differ by orders of magnitude within a stratum exceed the limit; more shards hold
@@ -128,6 +128,13 @@ def lay_out(
         if shards == len(dealt) or shard_bytes.max() <= MAX_SHARD_BYTES:
             break
         shards = min(len(dealt), 2 * shards)
+    if not settings.shuffle and bool((np.diff(shard_of) >= 0).all()):
+        # A row larger than a shard gets its own shard, between the shards of the rows before and after it.
+        runs = -1 - order
+        runs[~large] = shard_of
+        return _assemble(
+            table, order, np.cumsum(np.diff(runs, prepend=runs[:1]) != 0), pooled, settings.block_size
+        )
     # A row larger than a shard gets its own shard, after all others and in row order.
     rows = np.concatenate([dealt, order[large]])
     shard = np.concatenate([shard_of, np.arange(shards, shards + len(rows) - len(dealt))])
@@ -156,7 +163,7 @@ def _number_of_shards(raw_bytes: NDArray[np.int64], shard_size: int) -> int:
     return min(len(raw_bytes), max(1, -(-int(raw_bytes.sum()) // shard_size)))
 
 
-def _pooled(
+def _strata_to_pool(
     stratum: NDArray[np.int32], strata: int, shards: int, pooling: NDArray[np.int8] | None
 ) -> NDArray[np.bool_]:
     """Return the strata to pool: those with rows, but not enough for one in every shard."""

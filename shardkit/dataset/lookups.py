@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.dataset.costs import cut_pieces
-from shardkit.dataset.expressions import split_names
+from shardkit.dataset.expressions import names_of
 from shardkit.errors import AbsentError, FormatError, NotFoundError, UsageError
 from shardkit.formats import FieldType, Schema, VariableColumn, pack_columns, unpack_columns
 from shardkit.manifest import Lookup, LookupPiece, ShardTable
@@ -176,7 +176,7 @@ def _by_number(dataset: Dataset, values: Sequence[str]) -> tuple[NDArray[np.int6
     if wrong is not None:
         raise UsageError(
             f"{wrong[:40]!r} is not a sample number; expected 0 to {len(dataset) - 1}, without leading zeros; if it "
-            "is a key, use --keys or --field key, or look its number up: shardkit find ROOT --field key=KEY"
+            "is a key, look its number up: shardkit find ROOT --field key=KEY"
         )
     numbers = [int(value) for value in values]
     inside = sorted({number for number in numbers if number < len(dataset)})
@@ -206,13 +206,12 @@ def parse_lookup(text: str | Sequence[str], schema: Schema) -> tuple[str, ...]:
 
     ``:sha256`` means that values will be given as SHA-256 of the field's bytes; the sidecar is the same.
     """
-    names = split_names(text) if isinstance(text, str) else list(text)
-    return tuple(sorted({_asked(name, schema)[0] for name in names}))
+    return tuple(sorted({_parse_lookup(name, schema)[0] for name in names_of(text, "lookup")}))
 
 
 def hash_values(schema: Schema, asked: str, texts: Sequence[str]) -> tuple[str, Hashes]:
     """Return the field of ``asked`` and the hashes of values as users write them."""
-    field, by_digest = _asked(asked, schema)
+    field, by_digest = _parse_lookup(asked, schema)
     if by_digest:
         digests = [_digest(field, text) for text in texts]
     else:
@@ -221,7 +220,7 @@ def hash_values(schema: Schema, asked: str, texts: Sequence[str]) -> tuple[str, 
     return field, _words(b"".join(digests))
 
 
-def _asked(name: str, schema: Schema) -> tuple[str, bool]:
+def _parse_lookup(name: str, schema: Schema) -> tuple[str, bool]:
     """Return the field of ``key``, ``field`` or ``field:sha256``, and whether values are given as digests."""
     # a field name may contain colons
     field, colon, mode = (name, "", "") if name in schema or ":" not in name else name.rpartition(":")
@@ -348,10 +347,11 @@ def _field_hashes(reader: BlockReader, shard: int, field: str) -> tuple[Hashes, 
     for number in range(index.blocks):
         block = reader.read(shard, number)
         column = block.column(field)
+        comparable = _sorted_json if block.schema[field].kind == "json" else bytes
         if isinstance(column, VariableColumn):
             view = np.ascontiguousarray(column.data).data
             borders = zip(column.starts.tolist(), column.ends.tolist(), strict=True)
-            digests += [_hash(view[start:end]) for start, end in borders]
+            digests += [_hash(comparable(view[start:end])) for start, end in borders]
         else:
             digests += [_hash(column.payload(row)) for row in range(block.rows)]
         present.append(block.present(field))
@@ -359,8 +359,21 @@ def _field_hashes(reader: BlockReader, shard: int, field: str) -> tuple[Hashes, 
     return _words(b"".join(digests))[rows], rows
 
 
+def hash_payloads(payloads: Sequence[bytes | memoryview]) -> Hashes:
+    """Return the hashes of canonical payloads, or of keys in UTF-8: (n, 2)."""
+    return _words(b"".join(map(_hash, payloads)))
+
+
 def _hash(payload: bytes | memoryview) -> bytes:
     return hashlib.sha256(payload).digest()[:_HASH_BYTES]
+
+
+def _sorted_json(payload: bytes | memoryview) -> bytes:
+    """Return a JSON value with sorted keys: objects are equal whatever the order of their keys."""
+    text = bytes(payload)
+    if b"{" not in text:
+        return text
+    return json.dumps(json.loads(text), separators=(",", ":"), ensure_ascii=False, sort_keys=True).encode()
 
 
 def _words(digests: bytes) -> Hashes:
@@ -383,4 +396,4 @@ def _payload(field: str, kind: FieldType | None, text: str) -> bytes:
     except ValueError:
         raise UsageError(f"{field}={text[:80]!r} is not {kind}; expected it as JSON has it") from None
     (payload,) = Schema.parse({field: kind.required}).encode({field: value}, where=f"value {text[:80]!r}")
-    return payload
+    return _sorted_json(payload) if kind.kind == "json" else payload

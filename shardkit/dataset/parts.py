@@ -99,7 +99,7 @@ def commit_parts(
     version = VersionSettings(**settings, about=about, lookup=lookup, cost=cost).version(
         Schema.from_json(schema), classes, ref=ref, recipe=recipe
     )
-    manifest = _appended(repository, version, ref) if append else None
+    manifest = _find_append(repository, version, ref) if append else None
     if manifest is None:
         to = Destination.begin(
             repository, version, ref, append=append, replace=replace, message=message, author=author
@@ -120,7 +120,7 @@ def _digest_of(parts: Sequence[WrittenPart]) -> str:
     return hashlib.sha256("".join(f"{part.name} {part.digest}\n" for part in parts).encode()).hexdigest()
 
 
-def _appended(repository: Repository, version: NewVersion, ref: str) -> Manifest | None:
+def _find_append(repository: Repository, version: NewVersion, ref: str) -> Manifest | None:
     """Return the version that ``ref`` names if it was made by appending exactly these parts."""
     held = load_manifest(repository, repository.resolve(ref)).manifest
     last = held.build.get("append", {})
@@ -210,7 +210,7 @@ class PartFolder(ScratchFolder):
             self.remove(before)
 
     def load(self, name: str) -> WrittenPart:
-        """Return a part.
+        """Return the part with a name.
 
         Raises:
             NotFoundError: The part does not exist.

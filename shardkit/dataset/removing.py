@@ -9,13 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.copies.replicate import commit
-from shardkit.dataset.dataset import Dataset, open_dataset
+from shardkit.dataset.dataset import Dataset
 from shardkit.dataset.erasing import erase_rows, finish_erasures, plan_erasure
 from shardkit.dataset.lookups import KEY, NUMBER, check_absent, list_samples
+from shardkit.dataset.opening import open_dataset
 from shardkit.dataset.rewriting import ErasureReport
 from shardkit.dataset.selecting import put_selected, select_rows, selected_rows
+from shardkit.documents import encode
 from shardkit.errors import NotFoundError, UsageError
-from shardkit.formats import canonical_json, sha256_digest
+from shardkit.formats import sha256_digest
 from shardkit.repository.log import parse_dataset_url
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import Version, load_manifest
@@ -67,7 +69,7 @@ def remove(
         except NotFoundError as error:  # a merged version with a part that has moved
             still.append(f"{name} (cannot be opened: {error})"[:300])
             continue
-        gone = _held(held, lost)
+        gone = _count_rows(held, lost)
         if gone and held.manifest.parts:
             still.append(f"{name} (merged: merge again)")
         elif gone and ref not in (None, name):
@@ -76,7 +78,9 @@ def remove(
             moved[name] = _without(repository, held, lost, gone, name), gone
     tags = head.tags if head else {}
     still += [
-        f"{tag} (tag)" for tag, held_id in tags.items() if _held(load_manifest(repository, held_id), lost)
+        f"{tag} (tag)"
+        for tag, held_id in tags.items()
+        if _count_rows(load_manifest(repository, held_id), lost)
     ]
     entry = commit(
         repository,
@@ -108,9 +112,7 @@ def erase(
     _check_reason(reason)
     repository = Repository.open(root)
     given = [int(row) for row in rows] if rows is not None else list(keys or ())
-    request = sha256_digest(
-        canonical_json.dumps([url.rpartition("@")[2] if "@" in url else "", given, reason])
-    )
+    request = sha256_digest(encode([url.rpartition("@")[2] if "@" in url else "", given, reason]))
     finished = finish_erasures(repository)
     if request in finished:
         return finished[request]
@@ -154,7 +156,7 @@ def _places(
 def _without(
     repository: Repository, version: Version, lost: Mapping[str, list[int]], gone: int, name: str
 ) -> str:
-    """Put the version of a ref without the rows and return its id."""
+    """Store the version of a ref without the rows, and return its id."""
     if gone == version.manifest.selected:
         raise UsageError(f"ref {name!r} would hold no sample; drop it instead, or name fewer samples")
     masks = {shard: selected_rows(version, shard) for shard in range(len(version.table))}
@@ -168,7 +170,7 @@ def _without(
     return manifest.id
 
 
-def _held(version: Version, lost: Mapping[str, list[int]]) -> int:
+def _count_rows(version: Version, lost: Mapping[str, list[int]]) -> int:
     """Return how many of the rows a version holds."""
     shards = ((shard, lost.get(version.table.digest_text(shard))) for shard in range(len(version.table)))
     return sum(

@@ -2,7 +2,7 @@
 
 Everything else stays as it is. The journal consists of documents below ``erasures/<id>/`` of the root: a
 killed erasure continues from them, and the report remains as evidence. In the order of writing: ``plan.json``
-(which rows of which shards), ``objects.json`` (replacements, and objects to delete), ``report.json`` (the
+(numbers of shards and rows), ``objects.json`` (replacements, and objects to delete), ``report.json`` (the
 result; the first two are then deleted). They hold only numbers and digests, no keys or values.
 """
 
@@ -20,12 +20,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from shardkit.dataset.committing import publish_shard
 from shardkit.dataset.costs import covers, read_piece, write_piece
 from shardkit.dataset.lookups import Entries
+from shardkit.dataset.shard_writing import publish_shard
 from shardkit.dataset.store_survey import StoreSurvey, shard_pair, version_reader
+from shardkit.documents import decode_plain, encode
 from shardkit.errors import FormatError, NotFoundError
-from shardkit.formats import Row, block_starts, canonical_json, sha256_digest
+from shardkit.formats import Row, block_starts, sha256_digest
 from shardkit.manifest import (
     CostPiece,
     Lookup,
@@ -71,7 +72,7 @@ class ErasurePlan:
         """Return canonical JSON."""
         facts = {one.name: getattr(self, one.name) for one in fields(self)}
         shards = [[*pair, list(rows)] for pair, rows in sorted(self.shards.items())]
-        return canonical_json.dumps({**facts, "format": _FORMAT, "notes": list(self.notes), "shards": shards})
+        return encode({**facts, "format": _FORMAT, "notes": list(self.notes), "shards": shards})
 
     @classmethod
     def from_bytes(cls, data: bytes) -> ErasurePlan:
@@ -121,7 +122,7 @@ class ErasureReport:
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
 
-class Journal:
+class ErasureJournal:
     """The documents of one erasure in the root."""
 
     def __init__(self, repository: Repository, plan: ErasurePlan) -> None:
@@ -142,7 +143,7 @@ class Journal:
             },
             "report": report.to_json(),
         }
-        put_over(self._store, f"{self._folder}objects.json", canonical_json.dumps(document))
+        put_over(self._store, f"{self._folder}objects.json", encode(document))
 
     def read(self) -> tuple[dict[str, NewShard], ErasureReport]:
         """Return what `write` recorded, or no shards and a new report if it was not called."""
@@ -175,7 +176,7 @@ class Journal:
     def finish(self, report: ErasureReport) -> None:
         """Write the report and delete the other documents."""
         document = {"format": _FORMAT, "report": report.to_json()}
-        put_over(self._store, f"{self._folder}report.json", canonical_json.dumps(document))
+        put_over(self._store, f"{self._folder}report.json", encode(document))
         for name in ("objects.json", "plan.json"):
             self._store.delete(self._folder + name)
 
@@ -190,7 +191,7 @@ def unfinished(repository: Repository) -> list[ErasurePlan]:
 
 
 def _loads(data: bytes) -> dict[str, Any]:
-    value = canonical_json.loads(data, _MAX_BYTES)
+    value = decode_plain(data, max_bytes=_MAX_BYTES)
     if not isinstance(value, dict) or value.get("format") != _FORMAT:
         raise FormatError(f"erasure: expected {_FORMAT}; a newer shardkit may read it")
     return value

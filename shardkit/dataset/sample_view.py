@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
+from shardkit.errors import ShardkitError
+from shardkit.formats import Schema
 from shardkit.notebook import escape, table, value_text
 
 _PICTURE: Final = 96  # pixels of the longer side of a thumbnail
 _MAX_BYTES: Final = 16 << 20  # a larger file is not decoded for a page
 _ROWS: Final = 20  # samples on a page
+_PICTURES: Final = 6  # samples on the page of a dataset
 
 
 class Sample(dict[str, Any]):
@@ -75,6 +78,16 @@ def samples_page(samples: Sequence[dict[str, Any]]) -> str:
         rows.append(list(shown.values()))
     names = list(samples[0]) if samples else []
     return "".join(figures) + table(names, rows, most=_ROWS)
+
+
+def first_page(schema: Schema, head: Callable[[int], Sequence[dict[str, Any]]]) -> str:
+    """Return the samples of ``head`` as HTML; empty if no field can hold images."""
+    if not any(kind.kind == "bytes" for kind in schema.values()):
+        return ""
+    try:
+        return samples_page(head(_PICTURES))
+    except ShardkitError as error:  # the rest of the page is still useful
+        return f"<p>its first samples cannot be shown: {escape(str(error))}</p>"
 
 
 def thumbnail(value: object) -> str | None:

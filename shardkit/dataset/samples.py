@@ -1,4 +1,4 @@
-"""Samples of a version as Python values and as tables (SPEC.md §14)."""
+"""Samples of a version as Python values, as tables (SPEC.md §14), and as the population of a plan."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from typing import Any, NoReturn, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from shardkit.dataset.expressions import names_of
 from shardkit.dataset.sample_view import Sample, SampleList
 from shardkit.errors import MissingDependency, PlanError, SampleIndexError, ShardkitError, UsageError
 from shardkit.formats import Block, Schema
-from shardkit.manifest import Selection
+from shardkit.manifest import Manifest, Selection, ShardTable
+from shardkit.plan import Population
 from shardkit.plan.permutation import Feistel, derive
 from shardkit.ranges import Range
 from shardkit.reading.blocks import BlockReader, RowMap, VerifySetting
@@ -51,13 +53,25 @@ class Samples:
     def reader(self) -> BlockReader:
         """Reader of the version's blocks."""
         parts = self.version.parts
-        return BlockReader(
-            self.table,
-            [part.repository.store for part in parts],
-            [part.first_shard for part in parts],
-            [part.manifest.format for part in parts],
-            self._verify,
+        shards: dict[str, Any] = {
+            "table": self.table,
+            "stores": [part.repository.store for part in parts],
+            "part_first_shard": [part.first_shard for part in parts],
+            "formats": [part.manifest.format for part in parts],
+            "verify": self._verify,
+        }
+        if not self.version.added:
+            return BlockReader(**shards)
+        from shardkit.reading.added_fields import (  # few versions have added fields
+            AddedFields,
+            ExtendedReader,
         )
+
+        added = [
+            AddedFields(one.manifest.schema, Samples(one, verify=self._verify).reader)
+            for one in self.version.added
+        ]
+        return ExtendedReader(self.schema, added, **shards)
 
     @cached_property
     def rows(self) -> RowMap:
@@ -173,6 +187,7 @@ class Samples:
             raise UsageError(f"fields={fields!r}: expected a list of field names, such as [{fields!r}]")
         schema = self.schema
         if fields is not None:
+            fields = names_of(fields, "fields")
             for name in fields:
                 schema.position(name)
             schema = Schema({name: schema[name] for name in fields})
@@ -184,7 +199,7 @@ class Samples:
         runs = read_runs(self.reader, self.rows, all_numbers(len(self)), list(schema.stored))
         batches = (record_batch(block, rows, schema, arrow) for block, rows in runs)
         return pa.RecordBatchReader.from_batches(
-            arrow, batches if batch_rows is None else _cut(batches, batch_rows)
+            arrow, batches if batch_rows is None else _rebatch(batches, batch_rows)
         )
 
     def __arrow_c_stream__(self, requested_schema: object = None) -> object:
@@ -350,7 +365,7 @@ def read_runs(
             yield block, where.row_in_block[first:end]
 
 
-def _cut(batches: Iterable[Any], size: int) -> Iterator[Any]:
+def _rebatch(batches: Iterable[Any], size: int) -> Iterator[Any]:
     """Yield the same rows in batches of `size`; a batch inside one block is a view of it."""
     waiting: list[Any] = []
     rows = 0
@@ -361,13 +376,13 @@ def _cut(batches: Iterable[Any], size: int) -> Iterator[Any]:
             waiting.append(part)
             done, rows = done + part.num_rows, rows + part.num_rows
             if rows == size:
-                yield _joined(waiting)
+                yield _join(waiting)
                 waiting, rows = [], 0
     if waiting:
-        yield _joined(waiting)
+        yield _join(waiting)
 
 
-def _joined(batches: list[Any]) -> Any:
+def _join(batches: list[Any]) -> Any:
     if len(batches) == 1:
         return batches[0]
     import pyarrow as pa
@@ -387,3 +402,28 @@ def table_library(name: str, call: str) -> Any:
         raise MissingDependency(
             f"ds.{call}() needs {name}; run: pip install {name}, or use ds.to_arrow()"
         ) from error
+
+
+def population_of(manifest: Manifest, table: ShardTable) -> Population:
+    """Return the selected rows of each segment and the number of them that a block holds.
+
+    If only some rows of a shard are selected, `block_rows` shrinks in proportion, so that a window of the
+    plan still covers about the same number of stored blocks.
+    """
+    rows = np.maximum(table.rows, 1)
+    selected = table.selected
+    block_rows = table.block_rows
+    of_segment = np.maximum(block_rows[table.segment_shard], 1)
+    # blocks restart at segments
+    blocks = int((-(-table.segment_rows // of_segment)).sum())
+    scaled = np.where(selected < rows, -(-block_rows * selected // rows), block_rows)
+    return Population(
+        identity=manifest.id,
+        strata=tuple(stratum.name for stratum in manifest.strata),
+        segment_shard=table.segment_shard,
+        segment_stratum=table.segment_stratum,
+        segment_rows=table.segment_selected,
+        shard_block_rows=np.maximum(scaled, 1).astype(np.int32),
+        shard_bytes=table.size,
+        mean_block_bytes=int(table.raw_bytes.sum()) // max(1, blocks),
+    )

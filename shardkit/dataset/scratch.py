@@ -378,7 +378,7 @@ class RowSpool:
         run, self._run, self._run_bytes = joined_batch(self._run, self._arrow), [], 0
         order = self._order(run.num_rows)
         number, row = (np.empty(run.num_rows, np.int32) for _ in range(2))
-        for start, stop in self._cut(run.nbytes, run.num_rows):
+        for start, stop in self._row_spans(run.nbytes, run.num_rows):
             piece = (
                 run.slice(start, stop - start)
                 if self.seed is None
@@ -396,7 +396,7 @@ class RowSpool:
         self._columns["batch"].frombytes(number.tobytes())
         self._columns["row"].frombytes(row.tobytes())
 
-    def _cut(self, size: int, rows: int) -> Iterator[tuple[int, int]]:
+    def _row_spans(self, size: int, rows: int) -> Iterator[tuple[int, int]]:
         """Yield (start, stop) of rows of about `batch_bytes`."""
         step = max(1, min(_FLUSH_ROWS, rows * self.batch_bytes // max(1, size)))
         for start in range(0, rows, step):

@@ -20,10 +20,10 @@ import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
-from shardkit.dataset.arrow_columns import index_array, joined_batch, numbers_of, payload_column, spool_schema
-from shardkit.dataset.encoding import generated_key, generated_keys
+from shardkit.dataset.arrow_columns import index_array, joined_batch, numbers_of, spool_schema
 from shardkit.errors import IntegrityError
-from shardkit.formats import RowBlock, Schema
+from shardkit.formats import RowBlock, Schema, generated_key, generated_keys
+from shardkit.formats.arrow_payloads import payload_column
 from shardkit.formats.block import PayloadColumn, sizes_of
 from shardkit.stores.file_operations import Directories, Handle, active, explained, read_exactly, write_all
 

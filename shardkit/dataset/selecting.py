@@ -63,7 +63,7 @@ def select_rows(
     new_table = dataclasses.replace(
         table, selected=selected, selection_digest=digests, segment_selected=segment_selected
     )
-    strata = _recounted(manifest, new_table, _pooled_counts(manifest, masks, row_strata))
+    strata = _recount_strata(manifest, new_table, _pooled_counts(manifest, masks, row_strata))
     new_manifest = msgspec.structs.replace(
         manifest,
         strata=strata,
@@ -100,7 +100,7 @@ def _pooled_counts(
     return counts
 
 
-def _recounted(
+def _recount_strata(
     manifest: Manifest, table: ShardTable, pooled_counts: NDArray[np.int64]
 ) -> tuple[Stratum, ...]:
     _, selected = stratum_counts(table, len(manifest.strata))

@@ -49,7 +49,7 @@ class StoreSurvey:
             if kind == "manifest":
                 self._load(digest, name)
         head = repository.head()
-        self._named = frozenset((*head.refs.values(), *head.tags.values()) if head else ())
+        self._named = frozenset(head.versions if head else ())
         # missing in the root, perhaps in another location
         for digest in sorted(self._named - self.manifests.keys()):
             self._load(digest, object_name(digest, "manifest"))
@@ -107,7 +107,7 @@ class StoreSurvey:
         )
 
 
-ROW_KINDS = ("tar", "arrow", "index")
+ROW_KINDS = ("tar", "arrow", "rows", "index")
 """Kinds of objects that hold rows or keys."""
 
 _SHOWN = 5

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import numpy as np
@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from shardkit.dataset.about import About, check_strata, given_about
 from shardkit.dataset.costs import parse_costs
-from shardkit.dataset.encoding import RowEncoder, generated_key, key_identity
+from shardkit.dataset.encoding import RowEncoder, key_identity
+from shardkit.dataset.expressions import names_of
 from shardkit.dataset.layout import (
     BLOCK_BYTES,
     Layout,
@@ -32,11 +33,14 @@ from shardkit.dataset.lookups import parse_lookup
 from shardkit.dataset.scratch import Rows, ShardRows, describe_row
 from shardkit.dataset.scratch_reading import ScratchReader
 from shardkit.errors import ConfigurationError, SampleError, UsageError
-from shardkit.formats import Schema, ShardIndex, normalise_compression
+from shardkit.formats import FieldType, Schema, ShardIndex, generated_key, normalise_compression
 from shardkit.manifest import POOL, Manifest, Stratum
 from shardkit.ranges import parse_size
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import Version, load_manifest
+
+LEAST_FILE_BYTES = 4096
+"""Mean bytes of a row's files from which a tar's headers and padding no longer matter."""
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
@@ -84,8 +88,8 @@ class VersionSettings:
     """
 
     stratify: str | Sequence[str] | None = None
-    format: str = "tar"
-    compression: str = "none"
+    format: str | None = None  # None, as for compression: see `for_rows`
+    compression: str | None = None
     shard_size: int | str = "256MiB"
     block_size: int | str | None = None
     seed: int = 0
@@ -99,12 +103,45 @@ class VersionSettings:
     def __post_init__(self) -> None:
         if self.split_by is not None and self.split is None:
             raise UsageError(f"split_by={self.split_by!r} without split; give the shares too")
-        normalise_compression(self.format, self.compression)
+        if self.format is not None:
+            normalise_compression(self.format, "none" if self.compression is None else self.compression)
         self.layout()
+
+    def for_rows(
+        self,
+        schema: Mapping[str, FieldType],
+        base: Manifest | None = None,
+        *,
+        file_bytes: float | None = None,
+    ) -> Self:
+        """Return the settings with format and compression, where these are None.
+
+        Rows that hold files (fields of type bytes, together `LEAST_FILE_BYTES` or more in a row) go into tar shards:
+        media are compressed already, and any tool opens a tar. All others go into Arrow shards with zstd, in which
+        small fields need neither header nor padding.
+
+        Args:
+            schema: Fields of the rows.
+            base: The version that the rows are appended to, which decides instead.
+            file_bytes: Mean size of a row's fields of type bytes; None: they are files of any size.
+        """
+        format, compression = self.format, self.compression
+        if compression is not None:
+            compression = normalise_compression(format or "arrow", compression)
+        if format is None and base is not None:
+            format, compression = base.format, compression or base.compression
+        if format is None:
+            holds_files = any(kind.kind == "bytes" for kind in schema.values())
+            is_media = holds_files and (file_bytes is None or file_bytes >= LEAST_FILE_BYTES)
+            format = "tar" if is_media and compression in (None, "none") else "arrow"
+            compression = compression or ("none" if format == "tar" else "zstd")
+        return replace(self, format=format, compression=normalise_compression(format, compression or "none"))
 
     @property
     def axes(self) -> tuple[str, ...]:
-        return (self.stratify,) if isinstance(self.stratify, str) else tuple(self.stratify or ())
+        if isinstance(self.stratify, str):
+            return (self.stratify,)
+        return () if self.stratify is None else tuple(names_of(self.stratify, "stratify"))
 
     def layout(self) -> LayoutSettings:
         """Return the layout settings."""
@@ -121,7 +158,7 @@ class VersionSettings:
         """Return the encoder of the rows, as they are before packing."""
         return RowEncoder(
             schema,
-            self.format,
+            self.format or "",
             stratify=self.axes,
             classes=classes,
             split_by=self.split_by,
@@ -140,16 +177,16 @@ class VersionSettings:
         """Return the description of the new version."""
         return NewVersion(
             schema=schema,
-            format=self.format,
-            compression=normalise_compression(self.format, self.compression),
+            format=self.format or "",
+            compression=normalise_compression(self.format or "", self.compression),
             axes=self.axes,
             classes=tuple(classes),
             settings=self.layout(),
             split=self._split(folders, ref),
             recipe=dict(recipe),
             about=None if self.about is None else given_about(self.about),
-            lookups=parse_lookup(self.lookup, schema) if self.lookup else (),
-            costs=parse_costs(self.cost, schema) if self.cost else (),
+            lookups=parse_lookup(self.lookup, schema),
+            costs=parse_costs(self.cost, schema),
         )
 
     def _split(self, folders: Mapping[str, str], ref: str) -> Split | None:
@@ -223,7 +260,7 @@ class VersionPlan:
 def plan_version(
     version: NewVersion, rows: Rows, base: Base | None, reader: ScratchReader | None
 ) -> VersionPlan:
-    """Check the rows against each other and against the base, and lay them out.
+    """Check the rows against each other and against the base, and plan their shards.
 
     Raises:
         SampleError: Two samples have the same key.
@@ -321,6 +358,11 @@ def load_base(repository: Repository, ref: str, new: NewVersion) -> Base:
     manifest = version.manifest
     if manifest.parts:
         raise UsageError(f"{ref} is merged from other datasets; append to one of its parts, then merge again")
+    if manifest.added:
+        raise UsageError(
+            f"{ref} has fields in shards of their own, which an append cannot continue; write them into one first: "
+            f"shardkit rebuild {repository.url}@{ref}"
+        )
     kind = "append rows of the same kind, or build a dataset of their own"
     first = "leave them out, or rebuild it with others first"
     lookups = [lookup.field for lookup in manifest.lookups]
@@ -403,5 +445,5 @@ def _check_unique_keys(rows: Rows, base: Base | None, reader: ScratchReader | No
         )
         raise SampleError(
             f"{one} has the key of {other}; keys are unique in a dataset: leave "
-            "one out, give it another key, or give no keys"
+            "one out, give it another key, or give no keys (build: --keys prefixed or none)"
         )

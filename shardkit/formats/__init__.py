@@ -4,14 +4,16 @@ This package does no I/O. Digests are checked before parsing, and declared sizes
 that read tar or Arrow can read the shards.
 """
 
+from shardkit.documents import format_digest, parse_digest, sha256_digest, xxh3
+
 from .arrow_reading import message_layout
 from .block import Block, Column, FixedColumn, JoinedPayloads, Row, RowBlock, VariableColumn
-from .canonical_json import format_digest, parse_digest, sha256_digest, xxh3
 from .columns import Columns, Texts, pack_columns, unpack_columns
 from .compression import normalise_compression
-from .index import BlockSpan, ShardIndex, block_starts
-from .reading import Verify, parse_decimals, read_block, verify_block
-from .schema import RESERVED_NAMES, FieldType, Schema, presence_of
+from .fields import FieldType
+from .index import BlockSpan, NumberedKeys, ShardIndex, block_starts, generated_key, generated_keys
+from .reading import Verify, parse_decimals, read_block, read_fields, separate_fields, verify_block
+from .schema import RESERVED_NAMES, Schema, presence_of
 from .tar_members import member_names
 from .writing import MAX_SAMPLE_BYTES, ShardWriter, Sink, fit_key, max_key_bytes, raw_row_bytes
 
@@ -25,6 +27,7 @@ __all__ = [
     "FieldType",
     "FixedColumn",
     "JoinedPayloads",
+    "NumberedKeys",
     "Row",
     "RowBlock",
     "Schema",
@@ -37,6 +40,8 @@ __all__ = [
     "block_starts",
     "fit_key",
     "format_digest",
+    "generated_key",
+    "generated_keys",
     "max_key_bytes",
     "member_names",
     "message_layout",
@@ -47,6 +52,8 @@ __all__ = [
     "presence_of",
     "raw_row_bytes",
     "read_block",
+    "read_fields",
+    "separate_fields",
     "sha256_digest",
     "unpack_columns",
     "verify_block",

@@ -24,6 +24,7 @@ END_OF_STREAM = CONTINUATION + bytes(4)
 _V5 = 4
 _RECORD_BATCH = 3
 _ZSTD = 1
+_MAX_METADATA_BYTES = 64 << 20
 
 
 class NumberPlaces(NamedTuple):
@@ -94,6 +95,46 @@ class MetadataTable:
         if end > len(self._data):
             raise FormatError(f"arrow metadata: a vector runs to {end}, past its {len(self._data)} bytes")
         return slice(start + 4, end)
+
+
+class MessageHead(NamedTuple):
+    """Kind and sizes of any message; `rows` is 0 unless it is a record batch."""
+
+    kind: int
+    rows: int
+    num_bytes: int  # prefix, metadata and body
+
+
+SCHEMA, DICTIONARY, RECORD_BATCH = 1, 2, 3
+"""Kinds of messages (Message.fbs, MessageHeader)."""
+
+
+def message_metadata_bytes(prefix: bytes) -> int:
+    """Return the size of the metadata after an 8-byte prefix; 0 at the end of the stream.
+
+    Raises:
+        FormatError: The prefix is not one of a message; streams before Arrow 0.15 have shorter ones.
+    """
+    length = int.from_bytes(prefix[4:8], "little")
+    if len(prefix) < 8 or prefix[:4] != CONTINUATION or length % 8 or length > _MAX_METADATA_BYTES:
+        raise FormatError(f"arrow message: prefix {prefix.hex()}")
+    return length
+
+
+def read_message_head(metadata: bytes) -> MessageHead:
+    """Parse the metadata that follows the 8-byte prefix of any message.
+
+    Raises:
+        FormatError: The metadata refers to bytes outside of it, or declares a negative size.
+    """
+    view = memoryview(metadata)
+    root = MetadataTable(view, int.from_bytes(view[:4], "little"))
+    kind, body = root.number(1, _U8), root.number(3, _I64)
+    batch = root.table(2) if kind == RECORD_BATCH else None
+    rows = 0 if batch is None else batch.number(0, _I64)
+    if rows < 0 or body < 0 or body % 8:
+        raise FormatError(f"arrow message: {rows} rows, body of {body} bytes")
+    return MessageHead(kind, rows, 8 + len(metadata) + body)
 
 
 def read_batch_header(message: memoryview) -> BatchHeader:

@@ -26,13 +26,14 @@ from .arrow_message import (
 )
 from .block import Column, FixedColumn, VariableColumn, check_text
 from .compression import MAX_RATIO, decompress_frame
-from .schema import KEY_FIELD, FieldType, Schema, presence_of
+from .fields import FieldType
+from .schema import KEY_FIELD, Schema, presence_of
 
 _TEXT, _BYTES = FieldType("str"), FieldType("bytes")
 _EMPTY = np.empty(0, np.uint8)
 
 
-def _aligned(stored: memoryview) -> NDArray[np.uint8]:
+def _align(stored: memoryview) -> NDArray[np.uint8]:
     """Return `stored` as an array that begins at a multiple of 8, as FlatBuffers and Arrow need; copy if necessary."""
     array = np.frombuffer(stored, np.uint8)
     return array if array.__array_interface__["data"][0] % 8 == 0 else array.copy()
@@ -65,7 +66,7 @@ class BatchReader:
         raw_size: int,
         columns: Iterable[str] | None = None,
     ) -> None:
-        message = _aligned(stored)
+        message = _align(stored)
         header = _checked_header(message.data, codec, rows, raw_size)
         self._rows, self._schema, self._lengths = rows, schema, header.lengths
         self._places = _places(header.rows, header.lengths, header.nulls, len(header.buffers), schema)
@@ -79,7 +80,7 @@ class BatchReader:
                 _, first = self._places[name]
                 for number in range(first, first + self._num_buffers(name)):
                     if number not in self._decompressed:
-                        self._decompressed[number] = _decompressed(message.data, header, number)
+                        self._decompressed[number] = _decompress(message.data, header, number)
 
     def keys(self, *, checked_later: bool = False) -> VariableColumn:
         """Return the keys; with `checked_later` the caller compares them with known text, so UTF-8 is not checked."""
@@ -98,7 +99,7 @@ class BatchReader:
         if kind.is_opaque:
             return self._variable(name, kind)
         if kind.kind == "ragged":
-            return self._ragged(name, kind)
+            return self._ragged_column(name, kind)
         _, buffer = self._places[name]
         count = self._rows * prod(kind.shape)
         for validity in range(buffer + kind.optional, buffer + 1 + len(kind.shape)):
@@ -130,7 +131,7 @@ class BatchReader:
             check_text(data, offsets[:-1], offsets[1:], name)
         return VariableColumn(data, offsets[:-1], offsets[1:], kind)
 
-    def _ragged(self, name: str, kind: FieldType) -> VariableColumn:
+    def _ragged_column(self, name: str, kind: FieldType) -> VariableColumn:
         array, buffer = self._places[name]
         if not kind.optional:
             self._no_bitmap(buffer, name)
@@ -299,7 +300,7 @@ def _expect_bytes(found: int, expected: int, name: str) -> None:
         raise FormatError(f"arrow column {name!r}: buffer of {found} bytes, expected {expected}")
 
 
-def _decompressed(message: memoryview, header: BatchHeader, number: int) -> NDArray[np.uint8]:
+def _decompress(message: memoryview, header: BatchHeader, number: int) -> NDArray[np.uint8]:
     """Return a decompressed copy of one buffer, whose length has been checked."""
     if not header.buffers[number][1]:
         return _EMPTY

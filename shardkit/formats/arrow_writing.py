@@ -11,9 +11,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from shardkit.documents import encode
 from shardkit.errors import FormatError, SampleError
 
-from . import canonical_json
 from .arrow_message import file_head_size, raw_message_bytes, read_batch_header
 from .block import (
     Block,
@@ -29,7 +29,8 @@ from .block import (
     sizes_of,
 )
 from .compression import zstd_level
-from .schema import KEY_FIELD, FieldType, Schema, presence_of
+from .fields import FieldType
+from .schema import KEY_FIELD, Schema, presence_of
 from .values import unpack_array, unpack_list
 
 METADATA_KEY = b"shardkit"
@@ -85,7 +86,7 @@ def arrow_schema(schema: Schema, *, keys: bool = True, packed: bool = True) -> A
     for name, kind in schema.items():
         metadata = {METADATA_KEY: b"json"} if kind.kind == "json" else None
         fields.append(pa.field(name, type_of(kind), nullable=kind.optional, metadata=metadata))
-    text = canonical_json.dumps({"fields": schema.to_json(), "version": 1})
+    text = encode({"fields": schema.to_json(), "version": 1})
     return pa.schema(fields, metadata={METADATA_KEY: text})
 
 
@@ -176,7 +177,7 @@ def _key_array(keys: Sequence[str]) -> Any:
 
 
 def _variable_array(kind: Any, payloads: PayloadColumn, validity: _Validity) -> Any:
-    buffers = [validity.bits, pa.py_buffer(_borders(payloads)), pa.py_buffer(_joined(payloads))]
+    buffers = [validity.bits, pa.py_buffer(_borders(payloads)), pa.py_buffer(_join(payloads))]
     return pa.Array.from_buffers(kind, len(payloads), buffers, null_count=validity.nulls)
 
 
@@ -189,7 +190,7 @@ class _Validity(NamedTuple):
     @classmethod
     def of(cls, presence: PayloadColumn | None) -> _Validity:
         """Return the bitmap of a presence column."""
-        present = _NO_BITS if presence is None else np.frombuffer(_joined(presence), np.uint8)
+        present = _NO_BITS if presence is None else np.frombuffer(_join(presence), np.uint8)
         nulls = len(present) - int(np.count_nonzero(present))
         return cls(pa.py_buffer(np.packbits(present, bitorder="little")), nulls) if nulls else cls()
 
@@ -200,7 +201,7 @@ def _borders(payloads: PayloadColumn) -> NDArray[np.int64]:
     return borders
 
 
-def _joined(payloads: PayloadColumn) -> Any:
+def _join(payloads: PayloadColumn) -> Any:
     """Return all payloads in one contiguous buffer."""
     if isinstance(payloads, JoinedPayloads):
         return payloads.data
@@ -235,7 +236,7 @@ def arrow_array(
                 ) from None
         return array
     dtype = kind.numpy_dtype
-    raw = _joined(payloads)
+    raw = _join(payloads)
     borders = _borders(payloads)
     if dtype.kind == "b":
         raw = np.packbits(np.frombuffer(raw, np.uint8), bitorder="little")
@@ -300,7 +301,7 @@ def _decimal_array(
 ) -> Any:
     """Return the Arrow array of decimals, widened from 8 bytes to the 16 of decimal128."""
     numbers = arrow_array(replace(kind, logical=None), payloads, name, presence)
-    low = np.frombuffer(_joined(payloads), "<i8")
+    low = np.frombuffer(_join(payloads), "<i8")
     wide = np.stack([low, low >> 63], axis=1)
     buffers = [numbers.buffers()[0], pa.py_buffer(wide)]
     return pa.Array.from_buffers(table_type(kind), len(payloads), buffers, null_count=numbers.null_count)
@@ -333,10 +334,10 @@ def record_batch(block: Block, rows: NDArray[np.int64], schema: Schema, arrow: A
 
 
 def _payloads(column: Column, which: slice | NDArray[np.int64]) -> PayloadColumn:
-    return _fixed(column, which) if isinstance(column, FixedColumn) else _variable(column, which)
+    return _fixed_column(column, which) if isinstance(column, FixedColumn) else _variable(column, which)
 
 
-def _fixed(column: FixedColumn, which: slice | NDArray[np.int64]) -> NDArray[np.uint8]:
+def _fixed_column(column: FixedColumn, which: slice | NDArray[np.int64]) -> NDArray[np.uint8]:
     values = np.require(column.values[which], requirements=("C", "A"))
     octets: NDArray[np.uint8] = values.reshape(len(values), -1).view(np.uint8)
     return octets
@@ -346,11 +347,11 @@ def _variable(column: VariableColumn, which: slice | NDArray[np.int64]) -> Paylo
     starts, ends = column.starts[which], column.ends[which]
     if bool((starts[1:] == ends[:-1]).all()):
         data = column.data[starts[0] : ends[-1]]
-        return JoinedPayloads(_aligned(data, column.kind.numpy_dtype.itemsize), ends - starts)
+        return JoinedPayloads(_align(data, column.kind.numpy_dtype.itemsize), ends - starts)
     view = column.data.data
     return [view[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
 
 
-def _aligned(data: NDArray[np.uint8], item_bytes: int) -> NDArray[np.uint8]:
+def _align(data: NDArray[np.uint8], item_bytes: int) -> NDArray[np.uint8]:
     """Align the data to its items, because readers of Arrow memory may rely on it."""
     return data if data.ctypes.data % item_bytes == 0 else data.copy()

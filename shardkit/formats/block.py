@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from shardkit.errors import FormatError, SampleError
 
-from .schema import FieldType, Schema, presence_of
+from .fields import FieldType
+from .schema import Schema, presence_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)

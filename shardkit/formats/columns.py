@@ -105,7 +105,7 @@ def pack_columns(
             "shape": array.shape, "size": len(data),
         }  # fmt: skip
         try:
-            entries.append(convert(_Column, entry, f"column {name!r} of {array.dtype}"))
+            entries.append(convert(_Column, entry, f"column {name!r} of {array.dtype.str}"))
         except FormatError as error:
             raise UsageError(str(error)) from None
         stored.append(data)

@@ -23,7 +23,7 @@ MAX_RATIO = (
 )  # raw bytes per stored byte; zstd cannot reach it: a block of 128 KiB takes at least 4 bytes
 
 
-def normalise_compression(format: str, text: object) -> str:
+def normalise_compression(format: object, text: object) -> str:
     """Return a compression setting in its normal form: ``none``, or for arrow also ``zstd:LEVEL``.
 
     ``zstd`` is level 3.
@@ -31,9 +31,9 @@ def normalise_compression(format: str, text: object) -> str:
     Raises:
         SchemaError: Format or compression are unknown, or do not go together.
     """
-    if format not in ("tar", "arrow"):
+    if not isinstance(format, str) or format not in ("tar", "arrow"):
         raise SchemaError(f"format {format!r} is unknown; expected tar or arrow")
-    if text == "none":
+    if isinstance(text, str) and text == "none":
         return "none"
     match = _ZSTD.match(text) if isinstance(text, str) else None
     level = int(match.group(1) or 3) if match else 0

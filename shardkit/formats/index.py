@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, Literal, NamedTuple, cast
@@ -27,7 +27,7 @@ class _Facts(Record, frozen=True, kw_only=True):
     """The header of an index without its columns; fields are named as the attributes of `ShardIndex`."""
 
     schema: Schema
-    format: Literal["tar", "arrow"]
+    format: Literal["tar", "arrow", "rows"]
     compression: Text
     rows: Natural
     block_rows: Positive
@@ -36,9 +36,46 @@ class _Facts(Record, frozen=True, kw_only=True):
     head_sha256: _Sha256
     tail_sha256: _Sha256
     source_names: Annotated[tuple[str, ...], Meta(max_length=_MAX_SOURCES)] = ()
+    first_ordinal: Natural | None = None
+    encoding: Literal["parquet", "arrow", "jsonl", "csv"] | None = None
+    constants: dict[str, str] | None = None
 
 
-_FACTS = _Facts.__struct_fields__
+_FIRST_ORDINAL = "first_ordinal"  # replaces the columns of the keys if they are numbers
+_ENCODED = ("encoding", "constants")  # only for blocks that need decoding
+_FACTS = tuple(name for name in _Facts.__struct_fields__ if name not in (_FIRST_ORDINAL, *_ENCODED))
+
+
+def generated_key(ordinal: int) -> str:
+    """Return the key of a row that was added without one; `ordinal` is its number in the dataset."""
+    return f"{ordinal:010d}"
+
+
+def generated_keys(ordinals: Iterable[int]) -> list[str]:
+    """Return the `generated_key` of each ordinal."""
+    return [f"{ordinal:010d}" for ordinal in ordinals]  # a call per key takes twice as long
+
+
+@dataclass(frozen=True, slots=True)
+class NumberedKeys:
+    """Keys of consecutive rows that were given none; they take no memory.
+
+    Attributes:
+        first: Ordinal of the first row.
+        rows: Number of rows.
+    """
+
+    first: int
+    rows: int
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, position: int) -> str:
+        return generated_key(self.first + position)
+
+    def to_list(self) -> list[str]:
+        return generated_keys(range(self.first, self.first + self.rows))
 
 
 class BlockSpan(NamedTuple):
@@ -52,24 +89,33 @@ class BlockSpan(NamedTuple):
     end_row: int
 
 
+class FieldRange(NamedTuple):
+    """The bytes of one field in a block: offset in the shard, size, XXH3-64 and SHA-256."""
+
+    offset: int
+    size: int
+    xxh3: int
+    sha256: bytes
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShardIndex:
     """Layout and checksums of one shard: everything needed to read it, except its bytes.
 
-    Arrays are read-only. Offsets of blocks count from the start of the shard, offsets of fields (tar only) from the
-    start of the raw block. A block is a run of rows; blocks are contiguous between head and tail.
+    Arrays are read-only. Offsets of blocks count from the start of the shard, offsets of fields from the start of the
+    raw block. A block is a run of rows; blocks are contiguous between head and tail.
 
     Raises:
         FormatError: Values contradict each other.
     """
 
-    format: str  # tar or arrow
+    format: str  # tar, arrow or rows
     compression: str  # normalised: none or zstd:LEVEL
     schema: Schema
     rows: int
     block_rows: int  # most rows of a block
     shard_size: int  # bytes
-    head_size: int  # bytes before the first block (Arrow: magic and schema)
+    head_size: int  # bytes before the first block (Arrow: magic and schema; rows: the file's own header)
     head_sha256: str
     tail_sha256: str  # digest of the bytes after the last block (tar: end of archive; Arrow: footer)
     block_offset: NDArray[np.uint64]  # (blocks,)
@@ -78,20 +124,28 @@ class ShardIndex:
     block_start: NDArray[np.int64]  # (blocks + 1,) first row of each block, then `rows`
     block_xxh3: NDArray[np.uint64]  # (blocks,) XXH3-64 of the stored bytes
     block_sha256: NDArray[np.uint8]  # (blocks, 32)
-    key_texts: Texts
-    field_offset: NDArray[np.uint64] | None = (
-        None  # (rows, fields), tar only; 0 for an optional field without a value
-    )
-    field_size: NDArray[np.uint64] | None = None  # (rows, fields), tar only: bytes of the member's content
+    key_texts: Texts | NumberedKeys
+    # (rows, fields), of a tar, and of rows of unequal size; 0 for an optional field without a value
+    field_offset: NDArray[np.uint64] | None = None
+    field_size: NDArray[np.uint64] | None = None  # (rows, fields): bytes of the member's content
     source_names: tuple[str, ...] = ()
     source_id: NDArray[np.int32] | None = None  # (rows,) index into `source_names`, -1 for none
     source_row: NDArray[np.int64] | None = None  # (rows,) row number in the source
     original_rows: NDArray[np.int64] | None = None  # rows whose key was rewritten, ascending
     original_texts: Texts | None = None  # the keys of these rows in the source
     row_stratum: NDArray[np.int32] | None = None  # (rows,) -1 for none; only with pooled strata
-    # (fields,) adopted tars only: 1 if offset and size locate the payload itself, after any npy header; 0 if they
+    # (fields,) adopted files only: 1 if offset and size locate the payload itself, after any npy header; 0 if they
     # locate the member's content
     field_is_payload: NDArray[np.uint8] | None = None
+    # format rows: how the rows of a block are encoded, parquet or arrow; None if their payloads are in the block
+    encoding: str | None = None
+    constants: Mapping[str, str] | None = None  # field → text of the value that all rows of the file have
+    common: NDArray[np.uint8] | None = None  # bytes that every block needs to be decoded, such as a footer
+    # (blocks, fields): the bytes of one field in a block, from the start of the block; size 0 if the file lacks it
+    range_offset: NDArray[np.uint64] | None = None
+    range_size: NDArray[np.uint64] | None = None
+    range_xxh3: NDArray[np.uint64] | None = None
+    range_sha256: NDArray[np.uint8] | None = None  # (blocks, fields, 32)
 
     def __post_init__(self) -> None:
         for check in (_check_numbers, _check_blocks, _check_rows, _check_fields):
@@ -113,12 +167,29 @@ class ShardIndex:
 
     @property
     def is_adopted(self) -> bool:
-        """Whether the shard is an adopted tar, with members at arbitrary offsets."""
-        return self.field_is_payload is not None
+        """True if the shard is a file of another writer."""
+        return self.format == "rows" or self.field_is_payload is not None
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row if a block is an array of rows, each its payloads in schema order; otherwise 0."""
+        if self.format != "rows" or self.field_offset is not None or self.encoding is not None:
+            return 0
+        return sum(kind.item_bytes or 0 for kind in self.schema.values())
+
+    def field_range(self, block: int, name: str) -> FieldRange:
+        """Return the bytes of a field in a block whose fields have ranges of their own."""
+        place = self.schema.position(name)
+        offset, size, fast = (
+            int(cast("NDArray[np.uint64]", column)[block, place])
+            for column in (self.range_offset, self.range_size, self.range_xxh3)
+        )
+        strong = cast("NDArray[np.uint8]", self.range_sha256)[block, place].tobytes()
+        return FieldRange(int(self.block_offset[block]) + offset, size, fast, strong)
 
     @cached_property
     def member_places(self) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """For each field, (offsets in the raw block, sizes) of its members: int64 (rows,) each."""
+        """Offsets in the raw block, and sizes, of the members of each field: int64 (rows,) each."""
         # `_check_fields` has checked that every member is inside its block, so the values fit int64.
         offsets, sizes = (
             cast("NDArray[np.uint64]", column) for column in (self.field_offset, self.field_size)
@@ -127,7 +198,7 @@ class ShardIndex:
 
     @cached_property
     def member_ends(self) -> list[NDArray[np.int64]]:
-        """For each field, the ends of its members in their raw blocks: int64 (rows,), contiguous."""
+        """Ends of the members of each field in their raw blocks: int64 (rows,), contiguous."""
         return [starts + sizes for starts, sizes in self.member_places]
 
     def block_of(self, row: int) -> tuple[int, int]:
@@ -175,9 +246,12 @@ class ShardIndex:
     def _bytes(self) -> bytes:
         meta = {name: getattr(self, name) for name in _FACTS}
         meta["schema"] = self.schema.to_json()
+        if isinstance(self.key_texts, NumberedKeys):
+            meta[_FIRST_ORDINAL] = self.key_texts.first
+        meta |= {name: getattr(self, name) for name in _ENCODED if getattr(self, name) is not None}
         columns: dict[str, NDArray[Any] | None] = {
             **{name: getattr(self, name) for name in _BLOCK_COLUMNS},
-            **_text_columns("key", self.key_texts),
+            **(_text_columns("key", self.key_texts) if isinstance(self.key_texts, Texts) else {}),
             **{name: getattr(self, name) for name in _OPTIONAL_COLUMNS},
             **(_text_columns("original", self.original_texts) if self.original_texts is not None else {}),
         }
@@ -197,7 +271,11 @@ class ShardIndex:
         unpacked = unpack_columns(data, KIND)
         arrays = dict(unpacked.arrays)
         facts = convert(_Facts, unpacked.meta, "index")
-        key_texts = _take_texts(arrays, "key")
+        key_texts: Texts | NumberedKeys | None = _take_texts(arrays, "key")
+        if facts.first_ordinal is not None:
+            if key_texts is not None:
+                raise FormatError("index: it has keys and says that they are numbers")
+            key_texts = NumberedKeys(facts.first_ordinal, facts.rows)
         original_texts = _take_texts(arrays, "original")
         if key_texts is None or any(name not in arrays for name in _BLOCK_COLUMNS):
             raise FormatError("index: a column is missing")
@@ -205,7 +283,7 @@ class ShardIndex:
         if unknown:
             raise FormatError(f"index: unknown columns {sorted(unknown)}; a newer shardkit may read it")
         return cls(
-            **{name: getattr(facts, name) for name in _FACTS},
+            **{name: getattr(facts, name) for name in (*_FACTS, *_ENCODED)},
             key_texts=key_texts,
             original_texts=original_texts,
             **cast(dict[str, Any], arrays),
@@ -227,6 +305,7 @@ _BLOCK_COLUMNS = ("block_offset", "block_size", "block_raw_size", "block_start",
 _OPTIONAL_COLUMNS = (
     *("field_offset", "field_size", "field_is_payload", "source_id", "source_row", "original_rows"),
     "row_stratum",
+    *("common", "range_offset", "range_size", "range_xxh3", "range_sha256"),
 )
 
 
@@ -269,7 +348,7 @@ def _check_array(name: str, array: NDArray[Any] | None, dtype: type, shape: tupl
 
 def _check_numbers(index: ShardIndex) -> None:
     try:
-        normal = normalise_compression(index.format, index.compression)
+        normal = "none" if index.format == "rows" else normalise_compression(index.format, index.compression)
     except SchemaError as error:
         raise FormatError(f"index: {error}") from None
     if normal != index.compression:
@@ -307,14 +386,13 @@ def _check_blocks(index: ShardIndex) -> None:
 
 def _check_rows(index: ShardIndex) -> None:
     rows = index.rows
-    index.key_texts.check("keys", rows)
-    lengths = np.diff(index.key_texts.offsets)
-    if rows and (
-        int(lengths.min()) < 1
-        or int(lengths.max()) > 80
-        or index.key_texts.data.tobytes().translate(None, _KEY_BYTES)
-    ):
-        raise FormatError("index: a key is not 1 to 80 of A-Z a-z 0-9 _ -")
+    if isinstance(index.key_texts, NumberedKeys):
+        if index.format != "rows" or len(index.key_texts) != rows or index.key_texts.first >= _MAX_ORDINAL:
+            raise FormatError(
+                f"index: keys of {len(index.key_texts)} numbers for {rows} rows of {index.format}"
+            )
+    else:
+        _check_keys(index.key_texts, rows)
     if (index.source_id is None) != (index.source_row is None) or (index.source_id is None) != (
         not index.source_names
     ):
@@ -339,17 +417,68 @@ def _check_rows(index: ShardIndex) -> None:
             raise FormatError("index: rows of original keys are not ascending rows of the shard")
 
 
+def _check_keys(texts: Texts, rows: int) -> None:
+    texts.check("keys", rows)
+    lengths = np.diff(texts.offsets)
+    if rows and (
+        int(lengths.min()) < 1 or int(lengths.max()) > 80 or texts.data.tobytes().translate(None, _KEY_BYTES)
+    ):
+        raise FormatError("index: a key is not 1 to 80 of A-Z a-z 0-9 _ -")
+
+
+def _check_row_size(index: ShardIndex) -> None:
+    """Check that every block of an array of rows has the size of its rows."""
+    if any(kind.item_bytes is None or kind.optional for kind in index.schema.values()):
+        raise FormatError(
+            f"index: rows of {index.schema.to_json()} have no fixed size, and it does not locate them"
+        )
+    rows = np.diff(index.block_start).tolist()
+    expected = [count * index.row_bytes for count in rows]
+    if index.block_size.tolist() != expected or index.block_raw_size.tolist() != expected:
+        raise FormatError(f"index: a block does not hold rows of {index.row_bytes} bytes")
+
+
+def _check_ranges(index: ShardIndex) -> None:
+    """Check that the range of every field is inside its block."""
+    common = index.common
+    if common is None or common.dtype != np.uint8 or common.ndim != 1:
+        raise FormatError("index: encoded blocks need the column common")
+    if set(index.constants or ()) - set(index.schema):
+        raise FormatError("index: a constant is of no field")
+    ranges = (index.range_offset, index.range_size, index.range_xxh3, index.range_sha256)
+    if all(column is None for column in ranges):
+        return
+    shape = (index.blocks, len(index.schema))
+    for name in ("range_offset", "range_size", "range_xxh3"):
+        _check_array(name, getattr(index, name), np.uint64, shape)
+    _check_array("range_sha256", index.range_sha256, np.uint8, (*shape, 32))
+    offset, size = cast(NDArray[np.uint64], index.range_offset), cast(NDArray[np.uint64], index.range_size)
+    whole = index.block_size[:, None]
+    # Subtraction, because a sum of hostile offsets could wrap around.
+    if bool((offset > whole).any()) or bool((size > whole - np.minimum(offset, whole)).any()):
+        raise FormatError("index: the range of a field lies outside its block")
+
+
 def _check_fields(index: ShardIndex) -> None:
-    if index.format != "tar":
+    if index.format == "arrow":
         if index.field_offset is not None or index.field_size is not None:
             raise FormatError("index: an arrow shard has no field offsets")
         if index.field_is_payload is not None:
             raise FormatError("index: an arrow shard cannot be adopted")
         return
-    if index.field_is_payload is not None:
+    located = (index.field_offset, index.field_size, index.field_is_payload)
+    if index.encoding is not None:
+        if index.format != "rows" or any(column is not None for column in located):
+            raise FormatError("index: encoded blocks are for the format rows, without field offsets")
+        _check_ranges(index)
+        return
+    if index.format == "rows" and all(column is None for column in located):
+        _check_row_size(index)
+        return
+    if index.field_is_payload is not None or index.format == "rows":
         _check_array("field_is_payload", index.field_is_payload, np.uint8, (len(index.schema),))
-        if int(index.field_is_payload.max()) > 1:
-            raise FormatError("index: a flag of the fields of an adopted tar is neither 0 nor 1")
+        if int(cast(NDArray[np.uint8], index.field_is_payload).max()) > 1:
+            raise FormatError("index: a flag of the fields of an adopted file is neither 0 nor 1")
     shape = (index.rows, len(index.schema))
     _check_array("field_offset", index.field_offset, np.uint64, shape)
     _check_array("field_size", index.field_size, np.uint64, shape)
@@ -363,4 +492,5 @@ def _check_fields(index: ShardIndex) -> None:
         raise FormatError("index: a field that has no member has a size")
 
 
+_MAX_ORDINAL = 1 << 62
 _KEY_BYTES = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-"

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardkit.documents import xxh3
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, UsageError
 
 from .arrow_reading import BatchReader
 from .block import Block, Column, FixedColumn, VariableColumn, check_text
-from .canonical_json import xxh3
+from .columns import Texts
+from .fields import FieldType
+from .foreign_blocks import foreign_block
 from .index import BlockSpan, ShardIndex
-from .schema import KEY_FIELD, FieldType, presence_of
+from .schema import KEY_FIELD, presence_of
 from .tar_members import MAX_DIGITS, RAGGED_HEADER_BYTES, npy_header
 
 _DECIMAL = re.compile(rb"0|-?[1-9][0-9]*")
@@ -46,24 +49,28 @@ def verify_block(
     if not 0 <= block < index.blocks:
         raise NotFoundError(f"block {block}: the shard has blocks 0 to {index.blocks - 1}")
     span = index.spans[block]
-    if len(stored) != span.size:
+    _verify(stored, span.size, span.xxh3, index.block_sha256[block].tobytes(), verify, f"block {block}")
+
+
+def _verify(stored: bytes | memoryview, size: int, fast: int, strong: bytes, verify: str, what: str) -> None:
+    """Compare size and checksum of some bytes of a shard."""
+    if len(stored) != size:
         raise IntegrityError(
-            f"block {block}: {len(stored)} bytes, expected {span.size}; read another copy or repair the shard"
+            f"{what}: {len(stored)} bytes, expected {size}; read another copy or repair the shard"
         )
     if verify == "fast":
-        if (found := xxh3(stored)) == span.xxh3:
+        if (found := xxh3(stored)) == fast:
             return
-        name, got, expected = "XXH3", f"{found:016x}", f"{span.xxh3:016x}"
+        name, got, expected = "XXH3", f"{found:016x}", f"{fast:016x}"
     elif verify == "strong":
-        got, expected = hashlib.sha256(stored).hexdigest(), index.block_sha256[block].tobytes().hex()
+        got, expected = hashlib.sha256(stored).hexdigest(), strong.hex()
         if got == expected:
             return
         name = "SHA-256"
     else:
         raise UsageError(f"verify={verify!r}: expected 'fast' or 'strong'; there is no 'off'")
     raise IntegrityError(
-        f"block {block}: {name} mismatch (expected {expected}, got {got}); "
-        "read another copy or repair the shard"
+        f"{what}: {name} mismatch (expected {expected}, got {got}); read another copy or repair the shard"
     )
 
 
@@ -99,8 +106,11 @@ def read_block(
     verify_block(view, index, block, verify=verify)
     span = index.spans[block]
     rows = span.end_row - span.first_row
-    if index.format == "tar":
-        return _tar_block(view, index, block, span)
+    if index.encoding is not None:
+        names = _fields_of(index, fields or ()) or list(index.schema)  # at least one: the rows are counted
+        return foreign_block(index, block, {span.offset: view.toreadonly()}, names)
+    if index.format != "arrow":
+        return (_array_block if index.row_bytes else _located_block)(view, index, block, span)
     columns = None if fields is None else [*fields, *([KEY_FIELD] if keys else [])]
     batch = BatchReader(view, index.schema, index.compression.partition(":")[0], rows, span.raw_size, columns)
     if keys:
@@ -108,18 +118,79 @@ def read_block(
     return Block(index.schema, rows, span.raw_size, batch.column)
 
 
+def separate_fields(index: ShardIndex, fields: Iterable[str] | None) -> list[str] | None:
+    """Return the fields whose ranges suffice for a read of `fields`; None if the whole block must be read.
+
+    A read of no field reads the whole block, so that at least one checksum is compared.
+    """
+    if index.range_size is None or fields is None:
+        return None
+    names = _fields_of(index, fields)
+    return names if 0 < len(names) < len(index.schema) else None
+
+
+def _fields_of(index: ShardIndex, columns: Iterable[str]) -> list[str]:
+    """Return the fields that stored columns belong to, in the order of the schema."""
+    chosen = set(columns)
+    return [name for name in index.schema if name in chosen or presence_of(name) in chosen]
+
+
+def read_fields(
+    stored: Mapping[str, bytes | bytearray | memoryview],
+    index: ShardIndex,
+    block: int,
+    *,
+    verify: Verify = "fast",
+) -> Block:
+    """Verify and decode some fields of a block, of which only their own ranges were read (`separate_fields`).
+
+    Args:
+        stored: Field → bytes of its range (`ShardIndex.field_range`).
+        index: Index of the shard; its digest has been checked.
+        block: Number of the block.
+        verify: ``fast`` (XXH3-64) or ``strong`` (SHA-256).
+
+    Raises:
+        IntegrityError: A range differs from what was adopted; none of it has been parsed.
+        FormatError: The digests are correct, but the content is not valid.
+    """
+    parts: dict[int, memoryview] = {}
+    for name, data in stored.items():
+        view, found = memoryview(data).cast("B").toreadonly(), index.field_range(block, name)
+        _verify(view, found.size, found.xxh3, found.sha256, verify, f"block {block} field {name!r}")
+        if found.size:  # otherwise the file lacks the field
+            parts[found.offset] = view
+    return foreign_block(index, block, parts, list(stored))
+
+
 def _compare_keys(keys: VariableColumn, index: ShardIndex, block: int) -> None:
     span = index.spans[block]
-    offsets = index.key_texts.offsets[span.first_row : span.end_row + 1]
+    texts = index.key_texts
+    assert isinstance(texts, Texts), "keys of an Arrow shard are texts"
+    offsets = texts.offsets[span.first_row : span.end_row + 1]
     start, end = int(offsets[0]), int(offsets[-1])
     # Comparing bytes is several times faster than comparing arrays of a hundred items.
     if (keys.ends + start).tobytes() != offsets[1:].tobytes() or (
-        keys.data.tobytes() != index.key_texts.data[start:end].tobytes()
+        keys.data.tobytes() != texts.data[start:end].tobytes()
     ):
         raise FormatError(f"block {block}: its keys are not those of the index")
 
 
-def _tar_block(view: memoryview, index: ShardIndex, block: int, span: BlockSpan) -> Block:
+def _array_block(view: memoryview, index: ShardIndex, block: int, span: BlockSpan) -> Block:
+    """Return a block of rows of one size, whose payloads follow one another in schema order."""
+    data, rows = np.frombuffer(view.toreadonly(), np.uint8), span.end_row - span.first_row
+    sizes = [kind.item_bytes or 0 for kind in index.schema.values()]
+
+    def load(name: str) -> Column:
+        kind, place = index.schema[name], index.schema.position(name)
+        starts = sum(sizes[:place]) + index.row_bytes * np.arange(rows)
+        return FixedColumn(_check_bools(_gather(data, starts, kind), name))
+
+    return Block(index.schema, rows, span.raw_size, load)
+
+
+def _located_block(view: memoryview, index: ShardIndex, block: int, span: BlockSpan) -> Block:
+    """Return a block whose payloads, or members of a tar, are located by the index."""
     if len(view) != span.raw_size:
         raise FormatError(
             f"block {block}: {len(view)} stored and {span.raw_size} raw bytes, expected equal sizes"
@@ -165,7 +236,7 @@ def tar_column(
         sizes: Bytes of each, (rows,).
         kind: Type of the field.
         name: Field name in messages.
-        is_payload: `starts` and `sizes` locate payloads without npy header (adopted tars).
+        is_payload: `starts` and `sizes` locate payloads without npy header (adopted files).
 
     Raises:
         FormatError: A member is not what shardkit writes for this type.
@@ -199,10 +270,13 @@ def tar_column(
                 if bool((data[start:end] > 1).any()):
                     raise FormatError(f"field {name!r}, row {row} of the block: a bool is neither 0 nor 1")
         return column
-    values = _gather(data, starts, kind)
-    if dtype.kind == "b" and bool((values.view(np.uint8) > 1).any()):
+    return FixedColumn(_check_bools(_gather(data, starts, kind), name))
+
+
+def _check_bools(values: NDArray[Any], name: str) -> NDArray[Any]:
+    if values.dtype.kind == "b" and bool((values.view(np.uint8) > 1).any()):
         raise FormatError(f"field {name!r}: a bool is neither 0 nor 1")
-    return FixedColumn(values)
+    return values
 
 
 def optional_column(

@@ -95,7 +95,7 @@ class Logical:
         if isinstance(value, str):
             value = self._from_text(value)
         if self.kind == "decimal":
-            number = self._unscaled(value)
+            number = self._to_unscaled(value)
         elif isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.timedelta64)):
             number = int(value)
         elif isinstance(value, (np.datetime64, np.timedelta64)):
@@ -216,7 +216,7 @@ class Logical:
             raise ValueError(f"expected a {self.kind}, its text in ISO 8601, or a whole number")
         return self._exact(_micros(passed) * 1000)
 
-    def _unscaled(self, value: Any) -> int:
+    def _to_unscaled(self, value: Any) -> int:
         if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
             value = decimal.Decimal(int(value))
         if not isinstance(value, decimal.Decimal) or not value.is_finite():

@@ -13,10 +13,10 @@ from typing import Any, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from shardkit.documents import xxh3
 from shardkit.errors import SampleError, UsageError
 
 from .block import EncodedBlock, Row, RowBlock, sizes_of
-from .canonical_json import xxh3
 from .columns import Texts
 from .compression import normalise_compression
 from .index import ShardIndex

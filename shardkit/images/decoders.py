@@ -191,13 +191,13 @@ def _decoder(
     if layout not in ("CHW", "HWC"):
         raise ConfigurationError(f"layout={layout!r}: 'CHW' or 'HWC' is expected")
     check_pixels(max_pixels)
-    chosen = _checked(normalise)
+    chosen = _check_normalise(normalise)
     decoder, resizer = find_decoder(), _find_resizer()
     made_by = versions_of(decoder, "pillow", resizer)
     return PictureDecoder(framing, size, chosen, layout, max_pixels, orient, decoder, resizer, made_by)
 
 
-def _checked(normalise: Normalise) -> tuple[Sequence[float], Sequence[float]] | None:
+def _check_normalise(normalise: Normalise) -> tuple[Sequence[float], Sequence[float]] | None:
     if normalise is None:
         return None
     found = IMAGENET if normalise == "imagenet" else normalise

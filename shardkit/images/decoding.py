@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.errors import ConfigurationError, FormatError, MissingDependency
+from shardkit.extras import install_command
 
 Mode = Literal["RGB", "L"]
 """Three bytes per pixel, or one."""
@@ -75,7 +76,7 @@ class PictureReader:
                 f"a picture of {self.width} × {self.height} pixels; at most {max_pixels:,} are decoded: pass "
                 "max_pixels= if it is one"
             )
-        if orient and (turned := _turned(payload)) is not None:
+        if orient and (turned := _turn(payload)) is not None:
             self._image, self.height, self.width = turned, turned.height, turned.width
 
     def pixels(
@@ -83,7 +84,9 @@ class PictureReader:
     ) -> NDArray[np.uint8]:
         """Return the pixels: (rows, columns, 3) uint8, or (rows, columns) for "L".
 
-        Transparency is dropped, and CMYK and 16 bits are converted, as Pillow does.
+        Transparency is dropped, and CMYK is converted, as Pillow does. The upper 8 bits of 16-bit grey levels are
+        kept, as Pillow and libpng do for colours of 16 bits; Pillow's own conversion makes all levels from 255 on
+        white.
 
         Args:
             mode: colours of the result.
@@ -102,6 +105,8 @@ class PictureReader:
         image: Any = self._image
         try:
             image.draft(mode, (max(1, self.width // shrink), max(1, self.height // shrink)))
+            if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
+                image = _of_eight_bits(image)
             return np.array(image.convert(mode))
         except Exception as error:  # damaged pictures raise a dozen types of errors, MemoryError among them
             raise _unreadable(error) from error
@@ -152,7 +157,7 @@ def find_decoder() -> str:
         MissingDependency: Pillow is not installed.
     """
     if importlib.util.find_spec("PIL") is None:
-        raise MissingDependency('decoding pictures needs Pillow; run: pip install "shardkit[images]"')
+        raise MissingDependency(f"decoding pictures needs Pillow; run: {install_command('images')}")
     return "pillow" if importlib.util.find_spec("simplejpeg") is None else "simplejpeg"
 
 
@@ -189,7 +194,15 @@ def _open(payload: bytes) -> Any:
         raise _unreadable(error) from error
 
 
-def _turned(payload: bytes) -> Any:
+def _of_eight_bits(image: Any) -> Any:
+    """Return a grey picture of 16 bits with the upper 8 of each level."""
+    from PIL import Image
+
+    levels = np.asarray(image)  # Pillow reads some files of 16 bits into 32
+    return Image.fromarray((levels.astype(np.uint16) >> 8).astype(np.uint8))
+
+
+def _turn(payload: bytes) -> Any:
     """Return the picture turned by its EXIF orientation; None if it needs no turn or EXIF cannot be read."""
     from PIL import ImageOps
 

@@ -28,7 +28,7 @@ class View(NamedTuple):
     height: int
     resized: tuple[int, int]  # (height, width) of the resized box
     cut: tuple[int, int] = (0, 0)  # (top, left) of the crop in the resized box
-    shrink: int = 1  # factor by which decoding may scale the picture down; divides the box
+    shrink: int = 1  # decoding may scale the picture down by this factor; divides the box
     flip: bool = False
 
 
@@ -157,7 +157,7 @@ def _rounded_root(value: int, over: int) -> int:
 
 
 def _shrink(high: int, wide: int, size: tuple[int, int]) -> int:
-    """Return the factor, 1, 2, 4 or 8, by which decoding may scale a box down."""
+    """Return the factor (1, 2, 4 or 8) that decoding may use to scale a box down."""
     spare = min(high // size[0], wide // size[1]) // _SHARP
     return 1 << min(3, max(1, spare).bit_length() - 1)
 

@@ -14,9 +14,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardkit.errors import IntegrityError
+from shardkit.ledger.amendments import Amendment, abandoned_checkpoints
 from shardkit.ledger.ledger import Ledger
+from shardkit.ledger.losses import bind_losses
 from shardkit.ledger.merging import Merge, Source, merge_journals
 from shardkit.plan import Plan
+from shardkit.plan.mixers import mixer_text
 from shardkit.stores.file_operations import explained
 
 CHECKPOINT: Final = "checkpoint"
@@ -47,6 +50,7 @@ def bind_checkpoint(
     """
     with Ledger(Path(run), writing=True) as ledger:
         Merge(ledger, step)
+        bind_losses(ledger)
         event: dict[str, Any] = {
             "kind": CHECKPOINT, "step": ledger.next_step if step is None else step, "name": name,
             "checkpoint": checkpoint, "merged": ledger.next_step,
@@ -54,7 +58,8 @@ def bind_checkpoint(
         known = _last(ledger, CHECKPOINT, name=name)
         if known is not None:
             event["replaces"] = known["checkpoint"]
-        if known is None or known["checkpoint"] != checkpoint:
+        is_abandoned = name in abandoned_checkpoints(ledger.event_documents())
+        if known is None or known["checkpoint"] != checkpoint or is_abandoned:
             ledger.add_event(event)
         ledger.commit()
 
@@ -154,16 +159,36 @@ def recorded_plan(run: str | os.PathLike[str], digest: str) -> dict[str, Any] | 
 
 
 def configured_plans(
-    make: Callable[..., Plan], data: Mapping[str, Any], recorded: Mapping[str, Any]
+    make: Callable[..., Plan],
+    data: Mapping[str, Any],
+    recorded: Mapping[str, Any],
+    amendments: Sequence[Amendment] = (),
+    amend: Callable[[Plan, Amendment], Plan] | None = None,
 ) -> list[Plan]:
-    """Return the plans that a configuration's data section asks for: the initial plan, then one per stage."""
+    """Return the plans of a run, in the order of the steps from which they apply.
+
+    Args:
+        make: `Dataset.plan` of the dataset.
+        data: the data section of a configuration, which asks for an initial plan and for stages.
+        recorded: settings of the initial plan that the ledger recorded.
+        amendments: amendments in force; at the same step they follow the stage.
+        amend: applies an amendment to a plan.
+    """
     chosen = {name: data.get(name) for name in ("lanes", "weights", "window_blocks", "cost", "balance")}
     settings = {name: recorded[name] for name in ("lanes", "window_blocks") if recorded.get(name)}
     settings |= {name: value for name, value in chosen.items() if value}
     plans = [make(global_batch=data["global_batch"], seed=data.get("seed", 0), **settings)]
+    if data.get("mixer"):
+        every = data["mixer_every"]
+        plans = [plans[0].mixed(mixer_text(data["mixer"], every, data.get("mixer_arguments") or {}), every)]
+    left = [one for one in amendments if not one.is_rewind]
     for stage in data.get("stages") or ():
         change = {name: stage[name] for name in ("from_step", "global_batch", "weights") if stage.get(name)}
+        while amend is not None and left and left[0].from_step < change.get("from_step", 0):
+            plans.append(amend(plans[-1], left.pop(0)))
         plans.append(plans[-1].amend(**change))
+    while amend is not None and left:
+        plans.append(amend(plans[-1], left.pop(0)))
     return plans
 
 
@@ -208,6 +233,7 @@ def ledger_head(run: str | os.PathLike[str], step: int | None = None) -> dict[st
     """
     with Ledger(Path(run), writing=True) as ledger:
         merge = Merge(ledger, step)
+        bind_losses(ledger)
         head = ledger.head(step)
         ledger.commit()
         _prune(merge)

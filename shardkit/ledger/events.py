@@ -12,8 +12,8 @@ from typing import Annotated, Any, Final, TypeAlias
 import msgspec
 from msgspec import Meta, Struct
 
+from shardkit.documents import DIGEST, decoder_of
 from shardkit.errors import FormatError
-from shardkit.formats.canonical_json import DIGEST
 
 Count: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Rank: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 20)]
@@ -22,6 +22,8 @@ Hex: TypeAlias = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 CellDigest: TypeAlias = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
 Digest: TypeAlias = Annotated[str, Meta(pattern=f"^{DIGEST.pattern}$")]
 Text: TypeAlias = Annotated[str, Meta(max_length=1 << 16)]
+Weight: TypeAlias = Annotated[str, Meta(pattern=r"^[0-9]{1,200}(\.[0-9]{1,200}|/[1-9][0-9]{0,199})?$")]
+"""A weight without an exponent, which would make a number of any size."""
 
 
 class _Event(Struct, forbid_unknown_fields=True):
@@ -119,10 +121,41 @@ class _Configuration(_Event):
     allowed: list[Text]
 
 
+class _Losses(_Event):
+    files: list[tuple[Text, Count, Count]]
+    digest: Digest
+
+
 class _Dealt(_Event):
     nodes: list[Text]
     lanes: Lane
     owners: list[Rank]
+
+
+class _Amendment(_Event):
+    number: Count
+    from_step: Count
+    resume_from: Count
+    parent: Hex
+    plan: Hex
+    manifest: Digest
+    skip: Count | None
+    weights: dict[Text, Weight] | None
+    excluded: Digest | None
+    author: Text
+    message: Text
+    time: Count
+
+
+class _Undo(_Event):
+    number: Count
+    author: Text
+    message: Text
+    time: Count
+
+
+class _Switch(_Event):
+    number: Count
 
 
 # ---- written by ranks, through their journals
@@ -166,6 +199,15 @@ class _Rebalance(_Journaled):
     undoes: Count
 
 
+class _Decision(_Journaled):
+    plan: Hex
+    stage: Count
+    weights: list[Count]
+    drawn: list[Count]
+    sums: list[int]
+    counts: list[Count]
+
+
 class _Read(_Journaled):
     location: Text
     count: Annotated[int, Meta(gt=0, lt=1 << 62)]
@@ -183,7 +225,7 @@ READS: Final = (
 
 JOURNALED: Final[Mapping[str, type[_Event]]] = {
     SUBSTITUTED: _Replaced, MASKED: _Replaced, "rewind": _Rewind, "stage": _Stage, "decoders": _Decoders,
-    "rebalance": _Rebalance, **dict.fromkeys(READS, _Read),
+    "rebalance": _Rebalance, "decision": _Decision, **dict.fromkeys(READS, _Read),
 }  # fmt: skip
 """Kinds that ranks write. A journal may hold no other kinds."""
 MERGED: Final[Mapping[str, type[_Event]]] = {
@@ -191,7 +233,9 @@ MERGED: Final[Mapping[str, type[_Event]]] = {
 }  # fmt: skip
 """Kinds that the merge of the journals writes."""
 BOUND: Final[Mapping[str, type[_Event]]] = {
-    "checkpoint": _Checkpoint, "configuration": _Configuration, "dealt": _Dealt,
+    "checkpoint": _Checkpoint, "configuration": _Configuration, "dealt": _Dealt, "amendment": _Amendment, "undo": _Undo,
+    "switch": _Switch,
+    "losses": _Losses,
 }  # fmt: skip
 """Kinds that a process writes directly to the ledger before it makes the claim."""
 
@@ -222,6 +266,7 @@ def journaled_event(step: int, rank: int, start: int, body: Mapping[str, Any], w
 
 def convert(document: object, shape: Any, where: str) -> Any:
     """Convert the document to the type `shape`. Raise FormatError if it does not fit."""
+    decoder_of(shape)
     try:
         return msgspec.convert(document, shape)
     except (msgspec.ValidationError, RecursionError) as error:

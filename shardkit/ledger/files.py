@@ -25,7 +25,7 @@ class RankFile(NamedTuple):
 
     @classmethod
     def of(cls, path: Path, suffix: str) -> RankFile | None:
-        """Return what a name says; None if it is no such name."""
+        """Parse the name of a rank's file with this suffix; None for any other name."""
         match = _NAME.fullmatch(path.name)
         return cls(int(match[1]), int(match[2]), path) if match and match[3] == suffix else None
 

@@ -21,8 +21,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from shardkit.documents import decode_plain, encode
 from shardkit.errors import FormatError, StoreError
-from shardkit.formats.canonical_json import dumps, loads
 from shardkit.ledger.events import PlanFacts, convert, journaled_event
 from shardkit.ledger.files import RankFile, new_rank_file, rank_files, read_file
 from shardkit.stores.file_operations import explained
@@ -74,7 +74,7 @@ class Journal:
         self._open()
         if meta is not None:
             convert(dict(meta), PlanFacts, "journal: how the plan is made")
-            self._append((0, META, dumps(dict(meta))))
+            self._append((0, META, encode(dict(meta))))
 
     def record_step(
         self, step: int, lanes: Sequence[int], counts: Sequence[int], samples: NDArray[np.int64]
@@ -102,7 +102,7 @@ class Journal:
         entries = [(step, CELLS, b"".join(digests))]
         if step <= self._last:
             numbers = {"worker": self._header.worker, "number": self._rewinds, "reached": self._last + 1}
-            entries.insert(0, (step, EVENT, dumps({"kind": "rewind", **numbers})))
+            entries.insert(0, (step, EVENT, encode({"kind": "rewind", **numbers})))
             self._rewinds += 1
         self._last = step
         self._append(*entries)
@@ -121,7 +121,7 @@ class Journal:
         text = {name: _unicode(value) if isinstance(value, str) else value for name, value in details.items()}
         body = {"kind": kind, **text}
         journaled_event(step, self._header.rank, 0, body, f"journal {self.path}")
-        self._append((step, EVENT, dumps(body)))
+        self._append((step, EVENT, encode(body)))
 
     def close(self) -> None:
         """Sync and close the file. Closing twice is harmless."""
@@ -258,10 +258,21 @@ class Entry(NamedTuple):
 
     def document(self) -> dict[str, Any]:
         """Return the JSON object of an EVENT or META entry."""
-        value = loads(self.body, _MAX_BODY)
+        value = decode_plain(self.body, max_bytes=_MAX_BODY)
         if not isinstance(value, dict):
             raise FormatError(f"journal entry of step {self.step}: expected a JSON object; do not trust it")
         return value
+
+    @property
+    def rewind(self) -> tuple[int, int] | None:
+        """Number of a rewind and the number of steps that it repeats; None for other entries."""
+        if self.kind != EVENT or b'"rewind"' not in self.body:
+            return None
+        body = self.document()
+        number, reached = body.get("number"), body.get("reached")
+        if body.get("kind") != "rewind" or not isinstance(number, int) or not isinstance(reached, int):
+            return None
+        return number, max(0, reached - self.step)
 
 
 class JournalFile:
@@ -295,6 +306,18 @@ class JournalFile:
                 "from a copy"
             )
         self._data = data[self.start[0] :]
+
+    @property
+    def is_empty(self) -> bool:
+        """True if no entry is complete from `start` on: its writer was killed, or has only begun."""
+        data, check = memoryview(self._data), self.start[1]
+        return not data or (_entry(data, 0, check) is None and _is_torn(data, 0, check))
+
+    def first_rewind(self) -> int | None:
+        """Return the number of the first rewind from `start` on; None if there is none."""
+        if b'"rewind"' not in self._data:  # most files have none
+            return None
+        return next((found[0] for one in self.entries() if (found := one.rewind) is not None), None)
 
     def entries(self) -> Iterator[Entry]:
         """Yield the complete entries from `start` on. The size of a torn tail is added to `torn_bytes`."""

@@ -20,8 +20,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from shardkit.documents import decode_plain, encode, sha256_digest
 from shardkit.errors import FormatError, IntegrityError
-from shardkit.formats.canonical_json import dumps, loads, sha256_digest
 from shardkit.ledger.events import check_event, convert
 from shardkit.ledger.files import opened, read_file, replace, write
 from shardkit.ledger.merkle import Frontier, Tree, leaf_hash
@@ -63,7 +63,7 @@ class Ledger:
 
     def records(self) -> StepRecords:
         """Return all records in file order, including abandoned branches."""
-        data = self._committed("steps", len(STEPS_MAGIC) + RECORD_BYTES * self._committed_records)
+        data = self._read_committed("steps", len(STEPS_MAGIC) + RECORD_BYTES * self._committed_records)
         new = np.frombuffer(bytes(self._new_steps), dtype=RECORD)
         return np.concatenate([parse_records(data), new])
 
@@ -71,6 +71,8 @@ class Ledger:
         """Return the records that are leaves of the tree of steps, in order."""
         records, parts = self.records(), []
         starts = self.state.branch
+        if len(starts) == 1 and starts[0][1] == 0 and len(records) == self.steps.size:
+            return records
         for place, (step, at) in enumerate(starts):
             until = starts[place + 1][0] if place + 1 < len(starts) else self.next_step
             parts.append(records[at : at + until - step])
@@ -78,7 +80,7 @@ class Ledger:
 
     def event_documents(self) -> list[dict[str, Any]]:
         """Return all events in order, validated by kind."""
-        data = self._committed("events", self.state.events_bytes) + bytes(self._new_events)
+        data = self._read_committed("events", self.state.events_bytes) + bytes(self._new_events)
         return list(parse_events(data))
 
     def digest_of(self, step: int) -> bytes:
@@ -211,7 +213,7 @@ class Ledger:
                 with explained(f"write {path}", writing=True):
                     os.truncate(path, size)
 
-    def _committed(self, name: str, size: int) -> bytes:
+    def _read_committed(self, name: str, size: int) -> bytes:
         return read_file(self.directory / name, _MAX_FILE, size=size) or b""
 
     def _record(self, index: int) -> bytes:
@@ -293,7 +295,7 @@ def damaged_records(records: StepRecords) -> list[int]:
 
 def encode_line(document: dict[str, Any], check: int) -> tuple[bytes, int]:
     """Return (line, checksum of the line). `check` is the previous line's checksum."""
-    body = dumps(document)
+    body = encode(document)
     check = _xxh3(body, seed=check)
     return b"%016x %s\n" % (check, body), check
 
@@ -309,7 +311,7 @@ def parse_lines(data: bytes, name: str) -> Iterator[tuple[dict[str, Any], int]]:
                 f"{name}: line {number} is damaged or not the one that was written there: its checksum does not go on "
                 "from the line before"
             )
-        document = loads(body, _MAX_LINE)
+        document = decode_plain(body, max_bytes=_MAX_LINE)
         if not isinstance(document, dict):
             raise FormatError(f"{name}: line {number} is no JSON object; do not trust it")
         yield document, check
@@ -402,16 +404,16 @@ class LedgerState:
         body["journals"] = {
             name: [at, f"{check:016x}", *rest] for name, (at, check, *rest) in self.journals.items()
         }
-        document = {"format": "shardkit-ledger/1", "state": body, "digest": sha256_digest(dumps(body))}
-        return dumps(document) + b"\n"
+        document = {"format": "shardkit-ledger/1", "state": body, "digest": sha256_digest(encode(body))}
+        return encode(document) + b"\n"
 
     @classmethod
     def from_bytes(cls, data: bytes) -> LedgerState:
         """Decode and validate the contents of `state.json`."""
         try:
-            document = loads(data.rstrip(b"\n"), _MAX_STATE)
+            document = decode_plain(data.rstrip(b"\n"), max_bytes=_MAX_STATE)
             body = dict(document["state"])
-            if document["format"] != "shardkit-ledger/1" or document["digest"] != sha256_digest(dumps(body)):
+            if document["format"] != "shardkit-ledger/1" or document["digest"] != sha256_digest(encode(body)):
                 raise FormatError("its digest does not fit")
             numbers = {name: int(value, 16) for name, value in body.items() if name.endswith("check")}
             journals = {

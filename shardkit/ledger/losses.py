@@ -8,8 +8,10 @@ at the offset that its record names (SPEC.md, "Losses").
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -17,11 +19,13 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from shardkit.arrays import Bools, Float64s, Int64s
 from shardkit.errors import FormatError, NotFoundError, UsageError
-from shardkit.ledger.files import append, new_rank_file, rank_files, read_file
+from shardkit.ledger.files import RankFile, append, new_rank_file, rank_files, read_file
+from shardkit.ledger.ledger import Ledger
 from shardkit.stores.file_operations import explained
 
-__all__ = ["LossWriter", "Losses", "read_losses"]
+__all__ = ["Leg", "LossRows", "LossWriter", "Losses", "read_losses"]
 
 MAGIC: Final = b"shardkit losses 1\n"
 HEADER: Final = np.dtype(
@@ -64,7 +68,7 @@ class LossWriter:
             header = np.array([(MAGIC, plan.encode(), time.time_ns(), batch, lanes)], HEADER)
             append(self._steps, header.tobytes())
 
-    def write(self, step: int, slots: NDArray[np.int64], losses: NDArray[np.float32]) -> None:
+    def write(self, step: int, slots: Int64s, losses: NDArray[np.float32]) -> None:
         """Append the losses of this rank's part of a step.
 
         Args:
@@ -112,8 +116,33 @@ def _check(record: Any, body: bytes) -> int:
 
 class _File(NamedTuple):
     path: Path
+    plan: str
     started: int
     most: int  # losses of a step of all ranks
+
+
+class Leg(NamedTuple):
+    """Steps [first, end) of a run under the plan with this hex digest."""
+
+    plan: str
+    first: int
+    end: int
+
+
+class LossRows(NamedTuple):
+    """Losses of several steps, ordered by step and place.
+
+    Attributes:
+        steps: (n,) int64.
+        places: (n,) int64 places in the grid, lane · cell_size + slot, or lanes if there is one loss per cell.
+        losses: (n,) float32.
+        by_cell: (n,) bool, True for losses of cells.
+    """
+
+    steps: Int64s
+    places: Int64s
+    losses: NDArray[np.float32]
+    by_cell: Bools
 
 
 class Losses:
@@ -124,56 +153,131 @@ class Losses:
         means: (n,) float64, mean loss of each of these steps.
     """
 
-    def __init__(self, files: list[_File], records: NDArray[Any], of_file: NDArray[np.int64]) -> None:
-        order = np.argsort(records["step"], kind="stable")
-        self._files, self._records, self._of_file = files, records[order], of_file[order]
-        self.steps, first = np.unique(self._records["step"], return_index=True)
-        self._ends = np.append(first[1:], len(order))
-        self._first = first
+    def __init__(self, files: list[_File], records: NDArray[Any], of_file: Int64s) -> None:
+        if (np.diff(records["step"]) <= 0).any():
+            started = np.array([one.started for one in files], dtype=np.int64)
+            order = np.lexsort((started[of_file], records["step"]))  # in a step the newest start is the last
+            records, of_file = records[order], of_file[order]
+        self._files, self._records, self._of_file = files, records, of_file
+        first = np.flatnonzero(np.diff(records["step"], prepend=-1))
+        self._starts: Int64s = np.append(first, len(records))
+        self.steps: Int64s = records["step"][first].astype(np.int64)
         totals = np.add.reduceat(self._records["total"], first) if len(first) else np.empty(0)
         counts = (
             np.add.reduceat(self._records["count"].astype(np.int64), first) if len(first) else np.empty(0)
         )
-        self.means: NDArray[np.float64] = totals / np.maximum(1, counts)
+        self.means: Float64s = totals / np.maximum(1, counts)
         most = np.array([one.most for one in files], dtype=np.int64)[self._of_file]
         repeated = counts > np.maximum.reduceat(most, first) if len(first) else np.empty(0, dtype=np.bool_)
         for place in np.flatnonzero(repeated).tolist():  # few: only what a restart repeated
             self.means[place] = float(self.of_step(int(self.steps[place]))[1].mean())
 
-    def of_step(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.float32], bool]:
+    def of_step(self, step: int) -> tuple[Int64s, NDArray[np.float32], bool]:
         """Return the losses of a step.
 
         Returns:
-            (places, losses, is_by_cell): (n,) int64 places in the grid, lane · cell_size + slot, or lanes if there is
-            one loss per cell; (n,) float32.
+            (places, losses, is_by_cell): as in `LossRows`.
 
         Raises:
             NotFoundError: there are no losses of this step.
             FormatError: the files were changed.
         """
-        place = int(np.searchsorted(self.steps, step))
-        if place == len(self.steps) or self.steps[place] != step:
+        rows = self.of_steps(step, step + 1)
+        if not len(rows.steps):
             raise NotFoundError(f"no losses of step {step}: loader.note(batch, losses) was not called for it")
-        chosen = range(int(self._first[place]), int(self._ends[place]))
-        newest_last = sorted(chosen, key=lambda i: self._files[self._of_file[i]].started)
-        found: dict[int, np.float32] = {}
-        is_by_cell = False
-        for i in newest_last:
-            record, file = self._records[i], self._files[self._of_file[i]]
-            places, losses, is_by_cell = _body(record, file.path)
-            found |= zip(places.tolist(), losses, strict=True)
-        places = np.array(sorted(found), dtype=np.int64)
-        return places, np.array([found[one] for one in places.tolist()], dtype=np.float32), is_by_cell
+        return rows.places, rows.losses, bool(rows.by_cell[0])
+
+    def of_steps(self, first: int, end: int) -> LossRows:
+        """Return the losses of steps [first, end).
+
+        Raises:
+            FormatError: the files were changed.
+        """
+        low, high = np.searchsorted(self._records["step"], [first, end]).tolist()
+        records = self._records[low:high]
+        parts = [
+            _body(record, self._files[file].path)
+            for record, file in zip(records, self._of_file[low:high].tolist(), strict=True)
+        ]
+        counts = [len(losses) for _, losses, _ in parts]
+        steps = np.repeat(records["step"].astype(np.int64), counts)
+        places = np.concatenate([np.empty(0, np.int64), *(part[0] for part in parts)])
+        losses = np.concatenate([np.empty(0, np.float32), *(part[1] for part in parts)])
+        by_cell = np.repeat(np.array([part[2] for part in parts], dtype=np.bool_), counts)
+        newest = by_cell[np.searchsorted(steps, steps, side="right") - 1] if len(steps) else by_cell
+        order = np.lexsort((places, steps))  # stable: the newest loss of a place is the last
+        is_last = np.ones(len(order), dtype=np.bool_)
+        is_last[:-1] = (np.diff(steps[order]) != 0) | (np.diff(places[order]) != 0)
+        chosen = order[is_last & (by_cell == newest)[order]]
+        return LossRows(steps[chosen], places[chosen], losses[chosen], by_cell[chosen])
+
+    def read_unchecked(self, first: int, end: int) -> tuple[Int64s, NDArray[np.float32]] | None:
+        """Return the losses of ``steps[first:end]`` without comparing checksums, if they were noted alike in each step.
+
+        Returns:
+            (places, losses): (places,) as in `LossRows`, ascending, and (steps, places); None if a step was repeated,
+            rows were masked, or losses are of cells. Use `of_steps` for what is shown.
+        """
+        steps, low, high = self.steps[first:end], int(self._starts[first]), int(self._starts[end])
+        of_file = self._of_file[low:high]
+        numbers = np.unique(of_file).tolist()
+        if high - low != len(numbers) * len(steps):
+            return None
+        places, losses = [], []
+        for number in numbers:
+            records = self._records[low:high][of_file == number]
+            found = None
+            if np.array_equal(records["step"], steps):
+                found = _uniform(records, self._files[number].path)
+            if found is None:
+                return None
+            places.append(found[0])
+            losses.append(found[1])
+        joined = np.concatenate(places)
+        order = np.argsort(joined, kind="stable")
+        if (np.diff(joined[order]) == 0).any():  # two starts noted these steps
+            return None
+        return joined[order], np.concatenate(losses, axis=1)[:, order]
 
 
-def _body(record: Any, path: Path) -> tuple[NDArray[np.int64], NDArray[np.float32], bool]:
+def _uniform(records: NDArray[Any], path: Path) -> tuple[Int64s, NDArray[np.float32]] | None:
+    """Return (places, losses of each record) of consecutive records with the same lanes, unchecked; otherwise None."""
+    count, cells, offset = (int(records[0][name]) for name in ("count", "cells", "offset"))
+    size = 4 * (cells + count)
+    if (
+        cells in (0, count)
+        or count % cells
+        or (records["count"] != count).any()
+        or (records["cells"] != cells).any()
+    ):
+        return None
+    if not np.array_equal(records["offset"], offset + size * np.arange(len(records))):
+        return None
+    data = b""
+    with contextlib.suppress(FormatError):  # a pipe, or nothing to read there
+        data = (
+            read_file(path.with_suffix(".samples"), _MOST, size=size * len(records), offset=max(0, offset))
+            or b""
+        )
+    if len(data) != size * len(records):
+        return None
+    bodies = np.frombuffer(data, "<u4").reshape(len(records), -1)
+    lanes = bodies[0, :cells].astype(np.int64)
+    if (bodies[:, :cells] != bodies[0, :cells]).any():
+        return None
+    places = (lanes[:, None] * (count // cells) + np.arange(count // cells)).ravel()
+    return places, bodies[:, cells:].view("<f4")
+
+
+def _body(record: Any, path: Path) -> tuple[Int64s, NDArray[np.float32], bool]:
     count, cells, offset = int(record["count"]), int(record["cells"]), int(record["offset"])
     size = 4 * ((cells or count) + count)
     path = path.with_suffix(".samples")
     body = b""
     with contextlib.suppress(FormatError):  # a pipe, or nothing to read there
         body = read_file(path, _MOST, size=size, offset=max(0, offset)) or b""
-    if len(body) != size or _check(record, body) != int(record["check"]):
+    is_uneven = cells > 0 and count % cells
+    if is_uneven or len(body) != size or _check(record, body) != int(record["check"]):
         raise FormatError(
             f"{path}: the losses of step {record['step']} were changed or cut; restore it from a copy"
         )
@@ -185,8 +289,13 @@ def _body(record: Any, path: Path) -> tuple[NDArray[np.int64], NDArray[np.float3
     return (places[:, None] * size + np.arange(size)).ravel(), losses, False
 
 
-def read_losses(run: Path) -> Losses:
+def read_losses(run: Path, legs: Sequence[Leg] | None = None) -> Losses:
     """Read the losses of a run directory. A record that was cut off at the end of a file is left out.
+
+    Args:
+        run: the run directory.
+        legs: the steps of the run by plan, ascending: losses of other plans at these steps, which a start has
+            abandoned, and of later steps are left out. None: take all.
 
     Raises:
         NotFoundError: the run has none.
@@ -195,23 +304,102 @@ def read_losses(run: Path) -> Losses:
     files: list[_File] = []
     parts, numbers = [np.empty(0, RECORD)], [np.empty(0, dtype=np.int64)]
     for _, _, path in rank_files(run / "losses", _SUFFIX):
-        data = read_file(path, _MOST) or b""
-        if len(data) < HEADER.itemsize:
+        header, records = _records(path)
+        if header is None:
             continue
-        header = np.frombuffer(data, HEADER, 1)[0]
-        if header["magic"] != MAGIC:
-            raise FormatError(f"{path} is no file of losses; restore it from a copy")
-        count = (len(data) - HEADER.itemsize) // RECORD.itemsize
-        records = np.frombuffer(data, RECORD, count, HEADER.itemsize)
-        if count and records["step"].min() < 0:
-            raise FormatError(f"{path}: a step below 0; restore it from a copy")
-        by_cell = bool(count) and bool((records["cells"] == records["count"]).all())
+        by_cell = bool(len(records)) and bool((records["cells"] == records["count"]).all())
         most = int(header["lanes"] if by_cell else header["batch"])
-        files.append(_File(path, int(header["started"]), most))
+        files.append(_File(path, header["plan"].decode(errors="replace"), int(header["started"]), most))
+        if legs is not None:
+            records = records[_in_legs(records["step"], files[-1].plan, legs)]
         parts.append(records)
-        numbers.append(np.full(count, len(files) - 1, dtype=np.int64))
+        numbers.append(np.full(len(records), len(files) - 1, dtype=np.int64))
     if not files:
         raise NotFoundError(
-            f"{run} has no losses: call loader.note(batch, losses) after each step of a loader with run=…"
+            f"{run} has no losses: call loader.note(batch, losses) after each step of a loader with run=…, or set "
+            "log.sample_losses = true in the trainer's run file"
         )
     return Losses(files, np.concatenate(parts), np.concatenate(numbers))
+
+
+def _records(path: Path, first: int = 0, end: int | None = None) -> tuple[Any, NDArray[Any]]:
+    """Return (header, records [first, end) or to the end) of a file of steps; the header is None if it is cut."""
+    data = read_file(path, _MOST, size=HEADER.itemsize) or b""
+    if len(data) < HEADER.itemsize:
+        return None, np.empty(0, RECORD)
+    header = np.frombuffer(data, HEADER, 1)[0]
+    if header["magic"] != MAGIC:
+        raise FormatError(f"{path} is no file of losses; restore it from a copy")
+    size = None if end is None else (end - first) * RECORD.itemsize
+    data = read_file(path, _MOST, size=size, offset=HEADER.itemsize + first * RECORD.itemsize) or b""
+    records = np.frombuffer(data, RECORD, len(data) // RECORD.itemsize)
+    if len(records) and records["step"].min() < 0:
+        raise FormatError(f"{path}: a step below 0; restore it from a copy")
+    return header, records
+
+
+def _in_legs(steps: Int64s, plan: str, legs: Sequence[Leg]) -> Bools:
+    """Return True for steps that the run consumed under this plan."""
+    found = np.zeros(len(steps), dtype=np.bool_)
+    for leg in legs:
+        if leg.plan == plan:
+            found |= (steps >= leg.first) & (steps < leg.end)
+    return found
+
+
+# ---- bound by the ledger
+
+LOSSES: Final = "losses"
+"""Kind of the event of losses that were written since the last such event."""
+
+Ranges = Sequence[tuple[str, int, int]]
+"""(name of a file of steps, first record, end) of each file."""
+
+
+def bind_losses(ledger: Ledger) -> None:
+    """Add an event with the digest of the losses written since the last such event, if there are any.
+
+    Call it before a checkpoint is bound: the heads of the ledger then cover the losses.
+    """
+    bound = bound_records(ledger.event_documents())
+    ranges = []
+    for _, _, path in rank_files(ledger.run / "losses", _SUFFIX):
+        first = bound.get(path.name, 0)
+        count = len(_records(path, first)[1])
+        if count:
+            ranges.append((path.name, first, first + count))
+    if ranges:
+        digest = digest_of_losses(ledger.run, ranges)
+        ledger.add_event({"kind": LOSSES, "step": ledger.next_step, "files": ranges, "digest": digest})
+
+
+def bound_records(events: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """Return the number of records of each file of steps that events cover."""
+    found: dict[str, int] = {}
+    for event in events:
+        if event["kind"] == LOSSES:
+            found |= {name: end for name, _, end in event["files"]}
+    return found
+
+
+def digest_of_losses(run: Path, ranges: Ranges) -> str:
+    """Return "sha256:…" over the records of each range and their losses; the header precedes a file's first record.
+
+    Raises:
+        NotFoundError: a file is missing.
+        FormatError: a file is shorter than its range, or is not one of losses.
+    """
+    digest = hashlib.sha256()
+    for name, first, end in ranges:
+        one = RankFile.of(run / "losses" / name, _SUFFIX)
+        if one is None or not one.path.exists():
+            raise NotFoundError(f"losses/{name[:80]} is missing")
+        header, records = _records(one.path, first, end)
+        if header is None or len(records) != end - first:
+            raise FormatError(f"{one.path} was cut: expected {end} records; restore it from a copy")
+        digest.update(header.tobytes() if first == 0 else b"")
+        digest.update(records.tobytes())
+        for record in records:
+            places, losses, _ = _body(record, one.path)
+            digest.update(places.tobytes() + losses.tobytes())
+    return f"sha256:{digest.hexdigest()}"

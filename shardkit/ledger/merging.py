@@ -1,13 +1,14 @@
 """Merge the journals of all ranks into one leaf per step, the same on any topology (SPEC.md, "Merging").
 
 A *start* is one launch of the run: the ranks and workers that began together. Within a start, steps are merged in
-order. A step is complete when all lanes of the plan are recorded, by any ranks.
+order, and again in order where ranks have gone back. A step is complete when all lanes of the plan are recorded, by any
+ranks.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -15,7 +16,6 @@ from typing import Any, TypeAlias
 from shardkit.errors import FormatError
 from shardkit.ledger.events import PlanFacts, convert, journaled_event
 from shardkit.ledger.journal import (
-    CELLS,
     EVENT,
     META,
     Entry,
@@ -80,7 +80,8 @@ class PartialStep:
         step: number of the step.
         lanes: number of lanes of its plan.
         start: number of the start that recorded the cells.
-        older: cells of the same step recorded by an earlier start that was killed.
+        older: cells of the same step recorded by an earlier start that was killed, or before a rank went back.
+        recorded_by: the attempts of ranks that recorded the cells.
         cells: cell digests, 16 bytes per lane.
         rows: number of rows per lane; -1 if the cell is unknown.
         missing: number of lanes whose cell is unknown.
@@ -95,6 +96,7 @@ class PartialStep:
     cells: bytearray = field(init=False)
     rows: list[int] = field(init=False)
     missing: int = field(init=False)
+    recorded_by: set[tuple[int, int, int]] = field(default_factory=set)
     parts: dict[bytes, int] = field(default_factory=dict)
     places: list[tuple[Source, Place]] = field(default_factory=list)
 
@@ -133,7 +135,7 @@ class PartialStep:
         return conflicts
 
     def attempts(self) -> Iterator[PartialStep]:
-        """Yield this attempt at the step, then the attempts of earlier starts."""
+        """Yield this attempt at the step, then the earlier attempts."""
         one: PartialStep | None = self
         while one is not None:
             yield one
@@ -156,7 +158,7 @@ class PartialStep:
                 yield lane, digest
 
     def conflicts_with_older(self) -> list[Conflict]:
-        """Return the cells for which earlier starts recorded another digest, and drop those attempts."""
+        """Return the cells for which earlier attempts recorded another digest, and drop those attempts."""
         found: list[Conflict] = []
         for older in list(self.attempts())[1:]:
             for lane, before in older.known_cells():
@@ -239,8 +241,8 @@ class Merge:
         for path in paths:
             place = known.get(path.name)
             file = JournalFile(path, None if place is None else (place[0], place[1]))
-            if file.header is None:
-                continue
+            if file.header is None or (place is None and file.is_empty):
+                continue  # a start without an entry has no number: no event would introduce it
             if place is not None:
                 sources.append(Source(file, file.header, place[2], file.start, place[3]))
             else:
@@ -282,9 +284,10 @@ class Merge:
         by_attempt: dict[tuple[int, int, int], list[Source]] = {}
         for source in sources:
             by_attempt.setdefault(source.attempt, []).append(source)
-        streams = [self._entries(parts) for parts in by_attempt.values()]
-        merged = heapq.merge(*streams, key=lambda item: (item[2].step, item[0].header.rank))
-        for source, place, entry in merged:
+        repeated = self._repeated_before(number, by_attempt)
+        streams = [self._entries(parts, repeated[attempt]) for attempt, parts in by_attempt.items()]
+        merged = heapq.merge(*streams, key=lambda item: (item[0], item[1].header.rank))
+        for _, source, place, entry in merged:
             header = source.header
             if entry.kind == META:
                 facts = entry.document()
@@ -305,21 +308,51 @@ class Merge:
                 reached[number] = max(reached[number], entry.step + 1)
                 self._add(source, place, entry, number)
 
-    def _entries(self, parts: list[Source]) -> Iterator[tuple[Source, Place, Entry]]:
-        """Yield (file, beginning of the entry, entry) of an attempt.
+    def _repeated_before(
+        self, start: int, attempts: Mapping[tuple[int, int, int], Sequence[Source]]
+    ) -> dict[tuple[int, int, int], int]:
+        """Return how many steps each attempt of a start had repeated before its first unread entry."""
+        ahead = {
+            attempt: next((found for one in parts if (found := one.file.first_rewind()) is not None), None)
+            for attempt, parts in attempts.items()
+        }
+        repeated = dict.fromkeys(attempts, 0)
+        if all(found is None for found in ahead.values()):  # no rank goes back from here on
+            return repeated
+        events = [one for one in self.ledger.event_documents() if one["kind"] == "rewind"]
+        for attempt, found in ahead.items():
+            repeated[attempt] = sum(
+                one["reached"] - one["step"]
+                for one in events
+                if (one["start"], one["rank"], one["worker"]) == (start, *attempt[1:])
+                and (found is None or one["number"] < found)
+            )
+        return repeated
 
-        Events after the first entry beyond the limit are left for a later merge, so that none is added twice.
+    def _entries(self, parts: Sequence[Source], repeated: int) -> Iterator[tuple[int, Source, Place, Entry]]:
+        """Yield (number of steps taken before, file, beginning of the entry, entry) of an attempt.
+
+        The number rises where a rank goes back: what ranks recorded before comes first.
+
+        Entries beyond the limit are left for a later merge, with all that follow, unless the rank went back to a step
+        before the limit after them: then the run has abandoned their steps.
         """
-        is_held = False
+        beyond: list[tuple[int, Source, Place, Entry]] = []
         for source in parts:
             for entry in source.file.entries():
                 place, source.reached = source.reached, (entry.end, entry.check)
                 is_beyond = self._limit is not None and entry.step >= self._limit
-                is_held = is_held or is_beyond
-                if is_beyond or (is_held and entry.kind != CELLS):
-                    source.hold(place)
+                if (rewind := entry.rewind) is not None:
+                    repeated += rewind[1]
+                    if not is_beyond:
+                        yield from beyond
+                        beyond.clear()
+                if beyond or is_beyond:
+                    beyond.append((entry.step + repeated, source, place, entry))
                 else:
-                    yield source, place, entry
+                    yield entry.step + repeated, source, place, entry
+        for _, source, place, _ in beyond:
+            source.hold(place)
 
     def _tell_start(self, number: int, step: int, header: Header) -> None:
         """Add the event of a start once, with the number of steps that earlier starts reached."""
@@ -354,11 +387,14 @@ class Merge:
             return
         key = (header.manifest, header.plan, entry.step)
         step = self._steps.get(key)
-        if step is None or (step.start < number and number in self._whole):
-            # A start of all ranks begins the step again. A start of single replaced ranks adds to the known cells.
+        attempt = source.attempt
+        if step is None or attempt in step.recorded_by or (step.start < number and number in self._whole):
+            # A start of all ranks begins the step again, and so does a rank that went back. A start of single replaced
+            # ranks adds to the known cells.
             step = self._steps[key] = PartialStep(entry.step, header.lanes, number, older=step)
         self._tell_conflicts(step.put(entry, header.rank), entry.step, number)
         step.places.append((source, place))
+        step.recorded_by.add(attempt)
         if not step.missing:
             del self._steps[key]
             self._tell_conflicts(step.conflicts_with_older(), entry.step, number)

@@ -1,6 +1,6 @@
 """Delivers a plan's cells: verified, in order, resumable (SPEC.md).
 
-The stages are plan → load → gather → decode and transform → hand out. A `LoaderSetup` holds what is read and how; it
+The stages are plan → load → gather → decode and transform → deliver. A `LoaderSetup` holds what is read and how; it
 never changes. `LoaderResources` holds what is open in a process: threads, workers, journal and memory. A `Pipeline`
 reads some steps once. Code that watches or steers a running loader holds a `LiveLoader`. Imports between the modules
 have no cycles, `schedule` is pure, and nothing here imports torch at import time.

@@ -10,18 +10,21 @@ import contextlib
 import itertools
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+from shardkit.documents import decode_plain, encode
 from shardkit.errors import RunError, StateError
-from shardkit.formats.canonical_json import dumps, loads
 
 __all__ = ["Exchange", "agree", "check_agreement"]
 
 _MAX_BYTES = 1 << 20
 _PATIENCE_S = 600.0
 _QUIET_S = 10.0  # seconds until the ranks that have not answered are logged
+_LOADERS_IN_ORDER = (
+    "every rank must make its loaders in the same order, or pass rank= and world= to a loader of its own"
+)
 _log = logging.getLogger("shardkit.loader")
 _numbers = itertools.count()
 
@@ -49,34 +52,78 @@ class Exchange:
         self._waited_s = 0.0
 
     @classmethod
-    def of_process_group(cls) -> Exchange | None:
-        """Return an exchange between all ranks of torch's process group; None without a process group."""
+    def of_process_group(cls, subject: str = "loader", patience_s: float = _PATIENCE_S) -> Exchange | None:
+        """Return an exchange between all ranks of torch's process group; None without a process group.
+
+        All ranks must make their exchanges in the same order.
+        """
         distributed: Any = getattr(sys.modules.get("torch"), "distributed", None)
         if distributed is None or not distributed.is_available() or not distributed.is_initialized():
             return None
         store = distributed.distributed_c10d._get_default_store()  # noqa: SLF001  torch has no public way to it
         rank, world = distributed.get_rank(), distributed.get_world_size()
-        return cls(store, rank, world, patience_s=_PATIENCE_S, prefix=f"shardkit/loader/{next(_numbers)}/")
+        prefix = f"shardkit/{subject}/{next(_numbers)}/"
+        return cls(store, rank, world, patience_s=patience_s, prefix=prefix)
 
     def put(self, key: str, value: bytes) -> None:
-        """Write a message."""
-        self.store.set(self._prefix + key, value)
-
-    def get(self, key: str, other: int) -> bytes:
-        """Return the message that rank `other` writes under `key`; wait for it.
+        """Write a message.
 
         Raises:
-            RunError: the rank has not written it in time.
+            RunError: the connection to the store is lost.
         """
+        with self._connect():
+            self.store.set(self._prefix + key, value)
+
+    def get(
+        self, key: str, other: int, *, late: str = "has made no loader", advice: str = _LOADERS_IN_ORDER
+    ) -> bytes:
+        """Return the message that rank `other` writes under `key`; wait for it.
+
+        Args:
+            key: name of the message.
+            other: rank that writes it.
+            late: what the rank has not done if the wait is too long, for the error.
+            advice: what ranks must do, for the error.
+
+        Raises:
+            RunError: the rank has not written it in time, or the connection to the store is lost.
+        """
+        with self._connect():
+            try:
+                self.store.wait([self._prefix + key], timedelta(seconds=self._patience_s - self._waited_s))
+            except Exception as error:  # the stores of torch raise plain RuntimeErrors of several kinds
+                if _is_lost(error):
+                    raise
+                raise RunError(
+                    f"rank {self.rank}: rank {other} of {self.world} {late} after {self._patience_s:.0f} s; {advice}"
+                ) from error
+            return bytes(self.store.get(self._prefix + key))
+
+    def get_all(self, keys: Sequence[str]) -> list[bytes] | None:
+        """Return the messages under these keys without waiting; None if one has not been written.
+
+        Raises:
+            RunError: the connection to the store is lost.
+        """
+        names = [self._prefix + key for key in keys]
+        with self._connect():
+            if not self.store.check(names):
+                return None
+            if self.store.has_extended_api():
+                return [bytes(value) for value in self.store.multi_get(names)]
+            return [bytes(self.store.get(name)) for name in names]
+
+    @contextlib.contextmanager
+    def _connect(self) -> Iterator[None]:
         try:
-            self.store.wait([self._prefix + key], timedelta(seconds=self._patience_s - self._waited_s))
-        except Exception as error:  # the stores of torch raise plain RuntimeErrors of several kinds
+            yield
+        except Exception as error:
+            if not _is_lost(error):
+                raise
             raise RunError(
-                f"rank {self.rank}: rank {other} of {self.world} has made no loader after "
-                f"{self._patience_s:.0f} s; every rank must make its loaders in the same order, or pass rank= and "
-                "world= to a loader of its own"
+                f"rank {self.rank}: lost the connection to the store of the process group, because the process that "
+                "holds it, usually rank 0, has ended; its own message says why"
             ) from error
-        return bytes(self.store.get(self._prefix + key))
 
     def say_who_is_late(self) -> None:
         """Wait for every rank's message for a while, then name the ranks that have sent none."""
@@ -97,6 +144,13 @@ class Exchange:
             )  # fmt: skip
 
 
+def _is_lost(error: Exception) -> bool:
+    """Return True for a lost connection, and False for a wait that took too long."""
+    from torch.distributed import DistNetworkError  # the store comes from torch
+
+    return isinstance(error, DistNetworkError)
+
+
 def agree(
     exchange: Exchange, mine: Mapping[str, Any], *, lanes: int, shared: bool
 ) -> Sequence[Mapping[str, Any]]:
@@ -112,9 +166,11 @@ def agree(
         RunError: a rank has made no loader in time.
         StateError: ranks are about to read different data, or lanes are not distributed exactly once.
     """
-    exchange.put(str(exchange.rank), dumps(dict(mine)))
+    exchange.put(str(exchange.rank), encode(dict(mine)))
     exchange.say_who_is_late()
-    found = [loads(exchange.get(str(other), other), _MAX_BYTES) for other in range(exchange.world)]
+    found = [
+        decode_plain(exchange.get(str(other), other), max_bytes=_MAX_BYTES) for other in range(exchange.world)
+    ]
     check_agreement(found, lanes=lanes, shared=shared)
     return found
 

@@ -1,14 +1,19 @@
-"""An iterator that runs ahead on a thread: one producer, one consumer, in order."""
+"""Threads that work ahead: an iterator of one producer and one consumer, in order, and the priority of threads."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
-__all__ = ["Background"]
+__all__ = ["Background", "give_way"]
+
+_NICER: Final = 3  # niceness: a loading thread gets half as much of a contested processor as another thread
 
 T = TypeVar("T")
 
@@ -127,3 +132,15 @@ class Background(Generic[T]):
             self._ready.append(item)
             self._changed.notify()
         return True
+
+
+def give_way() -> None:
+    """Lower the priority of this thread below the program's other threads.
+
+    Blocks are loaded ahead, while the work of other threads is needed now. A trainer that waits for a block does not
+    compete.
+    """
+    if sys.platform == "linux":  # other systems have no priority per thread
+        own = threading.get_native_id()
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, own, os.getpriority(os.PRIO_PROCESS, own) + _NICER)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from shardkit.arrays import Int64s
 from shardkit.errors import ConfigurationError, SampleError, UsageError
 from shardkit.formats import Schema, presence_of
 from shardkit.loader.packed_rows import BOUNDARIES, Documents, documents_of
@@ -17,7 +18,6 @@ from shardkit.notebook import value_text
 
 __all__ = ["Batch", "LoaderCounts", "MissingValues", "StepBatches", "may_pin", "to_tensors"]
 
-Int64s = NDArray[np.int64]
 
 _KNOWN_FIRST = ("lane", "slots", "weight", "valid")
 """Attributes that are lost in a copy that a framework makes of the fields."""
@@ -102,6 +102,7 @@ class Batch(dict[str, Any]):
 
         Raises:
             UsageError: the field does not hold rows of one length.
+            SampleError: a row has a boundary outside of its tokens.
         """
         return documents_of(self, field, boundaries)
 

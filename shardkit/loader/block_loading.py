@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from shardkit.arrays import Int64s
 from shardkit.errors import FormatError, IntegrityError, ShardkitError
 from shardkit.formats import ShardIndex, message_layout
 from shardkit.formats.compression import MAX_RATIO
@@ -31,7 +32,6 @@ __all__ = [
     "LocalShard",
 ]
 
-Int64s = NDArray[np.int64]
 
 FILE, OFFSET, SIZE, ADDRESS, HASH, AFTER, SLOT, BLOCK, LAYOUT, RAW_SIZE, DIGEST = range(11)
 JOB: Final = 11
@@ -82,7 +82,8 @@ class LocalShard:
         self._layout: Int64s | None = None  # positions of fields in messages, or headers of tar members
         self._headers: list[NDArray[np.uint8]] = []  # kept alive: `_layout` holds their addresses
         self.own_sizes = self.raw_sizes  # bytes of memory per block, without its bytes objects
-        self._members: list[tuple[Int64s, Int64s, int]] = []  # per field of a tar shard: starts, ends, pitch
+        self._members: list[tuple[Int64s, Int64s, int]] = []  # per field of located rows: starts, ends, pitch
+        self._places: list[int] = []  # per field of an array of rows: its offset in a row
 
     @classmethod
     def of(
@@ -103,22 +104,33 @@ class LocalShard:
             if self._is_compressed:
                 self.own_sizes = self.raw_sizes + int(layout[1])
             return self
+        if any(name not in index.schema or not _is_served(index, name) for name in fields):
+            return None
+        if index.row_bytes:
+            sizes = [kind.item_bytes or 0 for kind in index.schema.values()]
+            self._places = [sum(sizes[: index.schema.position(name)]) for name in fields]
+            return self
+        return self if self._locate(fields) else None
+
+    def _locate(self, fields: Sequence[str]) -> bool:
+        """Note where the index locates the rows of these fields; return False if a size does not fit the type."""
+        index = self.index
         headers: dict[int, NDArray[np.uint8]] = {}  # headers of members by index of the field
         for name in fields:
-            if name not in index.schema or index.schema.stored[name].optional:
-                return None  # not every row has a member
             kind, number = index.schema[name], index.schema.position(name)
-            is_array = kind.item_bytes is not None and not kind.is_whole
-            is_known = kind.is_opaque or kind.is_whole or (is_array and kind.dtype != "bool")
-            if index.is_adopted or not is_known:
-                return None  # the headers vary, or the values need a check
             # contiguous; the index has checked that members are inside their blocks
             starts, ends = index.member_places[number][0], index.member_ends[number]
             pitch = DECIMALS if kind.is_whole else 8
-            if is_array:
+            if _is_payload(index, number) and kind.item_bytes is not None:
+                pitch = PLACED
+                if bool((ends - starts != kind.item_bytes).any()):
+                    return False
+            elif kind.kind == "ragged" and bool(((ends - starts) % kind.numpy_dtype.itemsize != 0).any()):
+                return False
+            elif kind.item_bytes is not None and not kind.is_whole:
                 header = np.frombuffer(npy_header(kind), np.uint8)
-                if bool((ends - starts != len(header) + (kind.item_bytes or 0)).any()):
-                    return None
+                if bool((ends - starts != len(header) + kind.item_bytes).any()):
+                    return False
                 headers[len(self._members)] = header
                 starts, pitch = starts + len(header), PLACED
             self._members.append((starts, ends, pitch))
@@ -129,7 +141,7 @@ class LocalShard:
             for member, header in headers.items():
                 numbers += (_address(self._members[member][0]), _address(header), len(header))
             self._layout = np.array(numbers, np.int64)
-        return self
+        return True
 
     @property
     def _is_compressed(self) -> bool:
@@ -148,7 +160,7 @@ class LocalShard:
         begins = np.cumsum(self.raw_sizes) - self.raw_sizes
         begin = np.repeat(begins, self._rows)
         spans = [(starts + begin, ends + begin) for starts, ends, _ in members]
-        gone = _Removed([span for span, own in zip(spans, chosen, strict=True) if own])
+        gone = _Cuts([span for span, own in zip(spans, chosen, strict=True) if own])
         places = [None if own else gone.places_of(*span) for span, own in zip(spans, chosen, strict=True)]
         own_sizes = self.raw_sizes - np.diff(gone.bytes_before(np.append(begins, self.raw_sizes.sum())))
         if gone.overlap or any(one is False for one in places) or int(own_sizes.min()) <= 0:
@@ -190,7 +202,29 @@ class LocalShard:
             starts, ends = map(_address, spans)
             own = facts[:, 1 + FACTS * number :]
             own[:, 0], own[:, 1], own[:, 2], own[:, 3] = starts + first, ends + first, addresses, pitch
+        for number, place in enumerate(self._places):
+            own = facts[:, 1 + FACTS * number :]
+            own[:, 0], own[:, 3] = addresses + place, self.index.row_bytes
         return jobs
+
+
+def _is_payload(index: ShardIndex, number: int) -> bool:
+    """Return True if a field's offsets locate its payloads, without header."""
+    return index.field_is_payload is not None and bool(index.field_is_payload[number])
+
+
+def _is_served(index: ShardIndex, name: str) -> bool:
+    """Return True if rows of a field can be copied from where the index locates them, without a look at the values."""
+    kind, number = index.schema[name], index.schema.position(name)
+    if index.encoding is not None:
+        return False
+    if kind.optional or (kind.dtype == "bool" and (index.row_bytes or _is_payload(index, number))):
+        return False  # not every row has a member, or the values need a check
+    if kind.is_opaque or kind.is_whole:
+        return True
+    # headers of an adopted tar vary, but its arrays are located after them
+    is_located = kind.item_bytes is not None or (kind.kind == "ragged" and _is_payload(index, number))
+    return is_located and kind.dtype != "bool"
 
 
 def _address(array: NDArray[Any]) -> int:
@@ -198,7 +232,7 @@ def _address(array: NDArray[Any]) -> int:
     return found
 
 
-class _Removed:
+class _Cuts:
     """Positions of bytes after some spans of the sequence have been removed."""
 
     def __init__(self, spans: list[tuple[Int64s, Int64s]]) -> None:

@@ -4,7 +4,7 @@
  * once per call, and threads that load blocks never take it back while all goes well. The caller has checked where everything lies and keeps it alive. Numbers
  * of a caller are read once: nobody changes them between the check and the use. Nothing of the interpreter is asked for
  * while a lock is held: a thread of free-threaded Python that has to stop there would stop, with it, who waits for the lock.
- * Optional: without this module plain_rows.py does the same with os.preadv, xxhash and numpy.
+ * Optional: without this module plain_rows.py copies rows with numpy, and blocks are read and hashed by formats/reading.py.
  *
  * XXH3-64 is written from the description of the algorithm (xxHash, doc/xxhash_spec.md) for inputs of more than 240
  * bytes, with the default secret and no seed; tests compare it with the package. SHA-256 is in sha256.h.

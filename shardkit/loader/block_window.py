@@ -7,9 +7,6 @@ step. A block stays as it was verified until its slot is reused.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,19 +17,19 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from shardkit.arrays import Int64s
 from shardkit.errors import UsageError
+from shardkit.loader.background import give_way
 from shardkit.loader.block_loading import AFTER, SLOT, BlockLoading
 from shardkit.loader.block_memory import BlockMemory, Loan, capacity_of
 from shardkit.loader.schedule import StepGroup
 
 __all__ = ["BlockWindow", "WindowCounts"]
 
-Int64s = NDArray[np.int64]
 
 _BLOCKS_AT_ONCE: Final = 16  # blocks per wake-up of the threads
 _BLOCKS_A_TURN: Final = 64  # blocks that get slots before the interpreter is released for a moment
 _TURN_S: Final = 5e-5
-_NICER: Final = 3  # niceness: a loading thread gets half as much of a contested processor as another thread
 _NOBODY: Final = -1
 _SLOT_BITS: Final = 24
 _SLOT_MASK: Final = (1 << _SLOT_BITS) - 1
@@ -65,7 +62,7 @@ class _Slot:
     keep: Any = None  # keeps the memory of a block that brought its own
 
 
-class _Wanted(NamedTuple):
+class _MissingBlocks(NamedTuple):
     """Missing blocks of a group, ordered by first use."""
 
     block: Int64s
@@ -110,9 +107,8 @@ class BlockWindow:
         self._slots: list[_Slot] = []
         self._slot_of: dict[int, int] = {}  # block → its slot
         self._spare: list[int] = []  # heap of slots without memory, encoded as in `_free_slots`
-        self._leaving: list[
-            tuple[int, int, int, Any]
-        ] = []  # (step, job, slot, memory): released after the step
+        # (step, job, slot, memory): released after the step
+        self._leaving: list[tuple[int, int, int, Any]] = []
         self._bytes = self._planned = self._now = 0
         self._added = self._nobodys = 0  # jobs added so far, and jobs of earlier loops
         self.loop = self._epoch = 0
@@ -195,7 +191,7 @@ class BlockWindow:
             for slot, step in zip(found[there].tolist(), last[there].tolist(), strict=True):
                 one = slots[slot]
                 one.last, one.used_in = step, self._epoch
-            wanted = _Wanted(
+            wanted = _MissingBlocks(
                 group.blocks[missing],
                 sizes[missing],
                 own[missing],
@@ -211,7 +207,7 @@ class BlockWindow:
             needs = (base + np.searchsorted(wanted.first, steps, side="right")).tolist()
             return Admitted(self.loop, found, needs, origin)
 
-    def _assign(self, wanted: _Wanted) -> Int64s:
+    def _assign(self, wanted: _MissingBlocks) -> Int64s:
         """Assign a slot to each block.
 
         A block that is planned later may take the same slot again.
@@ -345,7 +341,7 @@ class BlockWindow:
         heappush(self._spare, key)
         return free_at
 
-    def _add(self, wanted: _Wanted, places: Int64s) -> int:
+    def _add(self, wanted: _MissingBlocks, places: Int64s) -> int:
         """Add jobs that load blocks into their slots; return the number of the first job."""
         if not len(wanted.block):
             return self._added
@@ -398,7 +394,7 @@ class BlockWindow:
 
     def _load(self) -> None:
         """Run a thread: it loads blocks in the C module, which returns only for blocks that are read in Python."""
-        _give_way()
+        give_way()
         while (job := self.loads.work()) is not None:
             self._load_one(*job)
             del job
@@ -436,7 +432,7 @@ class BlockWindow:
         self.epoch_loads = self.epoch_reloads = 0
         self.epoch_soon_again = 0  # reloads that twice the budget would have avoided
 
-    def _count(self, wanted: _Wanted) -> None:
+    def _count(self, wanted: _MissingBlocks) -> None:
         blocks = wanted.block.tolist() if self._dropped else ()
         dropped_at = [self._dropped[block] for block in blocks if block in self._dropped]
         self._counts.block_reloads += len(dropped_at)
@@ -502,15 +498,3 @@ class BlockWindow:
             self._slots.clear()
             self._slot_of.clear()
             self._leaving, self._spare = [], []
-
-
-def _give_way() -> None:
-    """Lower the priority of this thread below the program's other threads.
-
-    Blocks are loaded ahead, while the work of other threads is needed now. A trainer that waits for a block does not
-    compete.
-    """
-    if sys.platform == "linux":  # other systems have no priority per thread
-        own = threading.get_native_id()
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, own, os.getpriority(os.PRIO_PROCESS, own) + _NICER)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardkit.formats.canonical_json import dumps, loads
+from shardkit.documents import decode_plain, encode
 from shardkit.ledger import bind_assignment, bound_assignment
 from shardkit.loader.agreement import Exchange, agree
 from shardkit.loader.ranks import Dealt, Holders, Topology
@@ -32,7 +32,7 @@ _SLAB = 1 << 18  # blocks looked up at once
 
 
 def compare_and_deal(
-    setup: LoaderSetup, fixed: Dealt | None, own: Sequence[int], made_by: Mapping[str, str]
+    setup: LoaderSetup, fixed: Dealt | None, own: Sequence[int]
 ) -> tuple[Dealt | None, ServedCache | None]:
     """Check that all ranks read the same data, distribute the lanes, and serve this node's cache.
 
@@ -40,7 +40,6 @@ def compare_and_deal(
         setup: setup of the loader.
         fixed: fixed shares; None if the lanes of this rank were chosen.
         own: lanes of this rank, from `fixed` or chosen.
-        made_by: library versions of each row decoder.
 
     Returns:
         The distribution (`fixed` without other ranks or with chosen lanes), and the served cache, if any.
@@ -53,7 +52,7 @@ def compare_and_deal(
     mine = {"software": version("shardkit"), "manifest": setup.sources.manifest, "plan": plan.digest,
             "world": world, "fields": setup.fields, "chosen": fixed is None, "lanes": own,
             "assignment": asked.digest if isinstance(asked, Assignment) else asked,
-            **({"decoders": made_by} if made_by else {})}  # fmt: skip
+            **({"decoders": setup.made_by} if setup.made_by else {})}  # fmt: skip
     found = agree(exchange, mine, lanes=plan.lanes, shared=config.mesh is not None)
     if world == 1 or isinstance(asked, Assignment) or any(one["chosen"] for one in found):
         return fixed, None
@@ -85,17 +84,20 @@ def deal(
     held = np.flatnonzero(near)  # usually a small part of all lanes
     mine = {"rank": topology.rank, "node": node, "lanes": held.tolist(), "bytes": near[held].tolist(),
             "cache": address}  # fmt: skip
-    exchange.put(f"nearby/{exchange.rank}", dumps(mine))
+    exchange.put(f"nearby/{exchange.rank}", encode(mine))
     if exchange.rank == 0:
-        told = [loads(exchange.get(f"nearby/{rank}", rank), _MAX_BYTES) for rank in range(exchange.world)]
+        told = [
+            decode_plain(exchange.get(f"nearby/{rank}", rank), max_bytes=_MAX_BYTES)
+            for rank in range(exchange.world)
+        ]
         dealt = _decide(plan, topology.world, told, config)
         caches, asked = holders_of(told, [dealt.nodes[owner].split("|") for owner in dealt.assignment.owner])
         said: dict[str, Any] = {"owner": dealt.assignment.owner, "nodes": list(dealt.nodes)}
         said |= {"caches": list(caches.items()), "asked": asked} if caches else {}
-        exchange.put("dealt", dumps(said))
+        exchange.put("dealt", encode(said))
         return replace(dealt, holders=_others(said, node))
-    heard = loads(exchange.get("dealt", 0), _MAX_BYTES)
-    assignment = Assignment(tuple(heard["owner"]), _numbered(heard["nodes"]))
+    heard = decode_plain(exchange.get("dealt", 0), max_bytes=_MAX_BYTES)
+    assignment = Assignment(tuple(heard["owner"]), _node_numbers(heard["nodes"]))
     return Dealt(assignment, heard["nodes"], holders=_others(heard, node))
 
 
@@ -125,7 +127,7 @@ def _decide(plan: Plan, world: int, told: Sequence[Mapping[str, Any]], config: L
     nearby = {
         node: np.sum([has[one] for one in those], axis=0) for node, those in zip(nodes, at, strict=True)
     }
-    number = _numbered(nodes)
+    number = _node_numbers(nodes)
     fixed = config.assignment == "fixed"
     if fixed:
         return Dealt(Assignment(assign(plan.lanes, world).owner, number), nodes, nearby)
@@ -139,7 +141,7 @@ def _decide(plan: Plan, world: int, told: Sequence[Mapping[str, Any]], config: L
     return Dealt(Assignment(owner, number), nodes, nearby)
 
 
-def _numbered(nodes: Sequence[str]) -> tuple[int, ...]:
+def _node_numbers(nodes: Sequence[str]) -> tuple[int, ...]:
     known = list(dict.fromkeys(nodes))
     return tuple(known.index(node) for node in nodes)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,8 +17,9 @@ from numpy.typing import NDArray
 from shardkit.errors import ConfigurationError
 from shardkit.loader.batch import Batch, StepBatches
 from shardkit.loader.gather import Allocate
+from shardkit.ranges import shown
 
-__all__ = ["CudaStream", "DeviceFeed", "SideStream", "find_device", "pinned"]
+__all__ = ["CudaStream", "DeviceFeed", "DeviceOutput", "SideStream", "find_device"]
 
 Finish = Callable[[Any], Any]
 """Maps a tensor on the device to the tensor that the trainer gets, in new memory of that device."""
@@ -76,8 +78,8 @@ def find_device(asked: Any) -> Any:
     device: Any
     try:
         device = torch.device(asked)
-    except (RuntimeError, TypeError) as error:
-        raise ConfigurationError(f"device={asked!r}: {error}") from error
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ConfigurationError(f"device={shown(asked)}: {str(error).splitlines()[0]}") from error
     if device.type == "cpu":
         return device
     if device.type != "cuda":
@@ -92,7 +94,7 @@ def find_device(asked: Any) -> Any:
     return torch.device("cuda", index)
 
 
-def pinned() -> Allocate:
+def _pinned_allocator() -> Allocate:
     """Return an allocator from torch's pool of pinned memory; a dropped batch returns its memory to the pool."""
     import torch
 
@@ -102,6 +104,30 @@ def pinned() -> Allocate:
         return memory.view(dtype).reshape(shape)
 
     return allocate
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceOutput:
+    """Delivery of batches on a device.
+
+    Attributes:
+        device: torch device.
+        ahead: maximum number of steps copied ahead.
+        finish: field → function applied to it on the device.
+    """
+
+    device: Any
+    ahead: int
+    finish: Mapping[str, Finish] = field(default_factory=dict)
+
+    def allocate(self) -> Allocate:
+        """Return the allocator of batches on the host."""
+        return np.empty if self.device.type == "cpu" else _pinned_allocator()
+
+    def feed(self, steps: Iterator[StepBatches], ready: Callable[[], int]) -> Iterator[StepBatches]:
+        """Return the steps on the device; `ready` returns the number of steps available without waiting."""
+        stream = None if self.device.type == "cpu" else CudaStream(self.device)
+        return DeviceFeed(steps, ready, self.device, self.ahead, self.finish, stream)
 
 
 class DeviceFeed(Iterator[StepBatches]):
@@ -157,19 +183,19 @@ class DeviceFeed(Iterator[StepBatches]):
 
     def _send(self, one: StepBatches) -> tuple[StepBatches, Any]:
         if self._stream is None:
-            return one._replace(batches=[self._finished(batch) for batch in one.batches]), None
+            return one._replace(batches=[self._finish_batch(batch) for batch in one.batches]), None
         with self._stream.sending():
-            sent = one._replace(batches=[self._copied(batch) for batch in one.batches])
+            sent = one._replace(batches=[self._copy_batch(batch) for batch in one.batches])
         event = self._stream.sent()
         self._held.append((one, event))
         return sent, event
 
-    def _copied(self, batch: Batch) -> Batch:
+    def _copy_batch(self, batch: Batch) -> Batch:
         copy = batch.to(self._device, non_blocking=True)
         copy.samples = batch.samples  # the attribute stays on the host, where the loader reads it
-        return self._finished(copy)
+        return self._finish_batch(copy)
 
-    def _finished(self, batch: Batch) -> Batch:
+    def _finish_batch(self, batch: Batch) -> Batch:
         for name, finish in self._finish.items():
             if name in batch:
                 batch[name] = finish(batch[name])

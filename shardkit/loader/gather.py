@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from shardkit.arrays import Int64s
 from shardkit.errors import FormatError
 from shardkit.formats import Block, FieldType, FixedColumn, Schema, VariableColumn, parse_decimals
-from shardkit.formats.schema import decode_payload
+from shardkit.formats.fields import decode_payload
 from shardkit.formats.values import HEAD_BYTES, array_place, check_bools
 from shardkit.loader import plain_rows
 
@@ -40,7 +41,6 @@ __all__ = [
     "rows_of",
 ]
 
-Int64s = NDArray[np.int64]
 Allocate = Callable[[tuple[int, ...], np.dtype[Any]], NDArray[Any]]
 """Allocates the array of one field of one batch; `numpy.empty` by default."""
 
@@ -68,7 +68,7 @@ def is_only_copied(field: FieldType) -> bool:
 
 
 class GatherColumns:
-    """Facts of one loaded block: its number of rows, and addresses and row pitch per field.
+    """Number of rows of a loaded block, and the address and row pitch of each field.
 
     Holds the block, so that the addresses stay valid while this object is alive.
 
@@ -184,7 +184,7 @@ class RowAddresses:
         values, ends, data, pitch = self._facts_of(facts, one, borders[0], borders[-1])
         addresses, texts = values + row * pitch, pitch == DECIMALS
         offsets = 8 * row[texts]
-        parsed = _parsed(one, values[texts] + offsets, ends[texts] + offsets, data[texts])
+        parsed = _parse_decimals(one, values[texts] + offsets, ends[texts] + offsets, data[texts])
         addresses[texts] = parsed.__array_interface__["data"][0] + parsed.itemsize * np.arange(len(parsed))
         for target, (a, b) in zip(targets, pairwise(borders), strict=True):
             block_rows.copy_rows(target, addresses[a - borders[0] : b - borders[0]], one.type.item_bytes)
@@ -201,7 +201,7 @@ class RowAddresses:
         starts = _int64s(values + 8 * row)
         addresses, sizes = data + starts, _int64s(ends + 8 * row) - starts
         if one.type.kind == "ragged":
-            return [_ragged(one, addresses[place], sizes[place], self._allocate) for place in places]
+            return [_gather_ragged(one, addresses[place], sizes[place], self._allocate) for place in places]
         return [_varying(one, addresses[place], sizes[place], self._allocate) for place in places]
 
     def _facts_of(self, table: Int64s, one: _Gathered, first: int, end: int) -> Int64s:
@@ -213,9 +213,7 @@ class RowAddresses:
 
 def _check_rows(table: Int64s, which: Int64s, row: Int64s) -> None:
     if len(row) and (int(row.min()) < 0 or bool((row >= table[which, 0]).any())):
-        raise FormatError(
-            "a block holds fewer rows than the manifest says; run: shardkit verify on this dataset"
-        )
+        raise FormatError("a block holds fewer rows than the manifest says; verify the dataset")
 
 
 class _Gathered(NamedTuple):
@@ -239,7 +237,7 @@ def _int64s(addresses: Int64s) -> Int64s:
     return found
 
 
-def _parsed(one: _Gathered, starts_at: Int64s, ends_at: Int64s, data: Int64s) -> NDArray[Any]:
+def _parse_decimals(one: _Gathered, starts_at: Int64s, ends_at: Int64s, data: Int64s) -> NDArray[Any]:
     """Parse decimal texts, given the addresses of their starts, of their ends and of the data."""
     starts = _int64s(starts_at)
     addresses, sizes, dtype = data + starts, _int64s(ends_at) - starts, one.dtype
@@ -261,7 +259,7 @@ def _objects(one: _Gathered, facts: Int64s, which: Int64s, row: Int64s) -> list[
         found: list[Any] = block_rows.objects_of(facts, which, row, one.column, field.kind in ("str", "json"))
     except UnicodeDecodeError as error:
         raise FormatError(
-            f"field {one.name!r}: a text is not UTF-8 ({error.reason}); run: shardkit verify on this dataset"
+            f"field {one.name!r}: a text is not UTF-8 ({error.reason}); verify the dataset"
         ) from None
     if field.kind in ("bytes", "str"):
         return found
@@ -273,7 +271,7 @@ def _objects(one: _Gathered, facts: Int64s, which: Int64s, row: Int64s) -> list[
     return [json.loads(payload) if payload or not field.optional else None for payload in found]
 
 
-def _ragged(
+def _gather_ragged(
     one: _Gathered, addresses: Int64s, sizes: Int64s, allocate: Allocate
 ) -> tuple[NDArray[Any], Int64s]:
     """Return the values of all rows, end to end, and their (n + 1,) offsets."""
@@ -303,7 +301,7 @@ def _varying(
             else:
                 shapes[row] = items.shape  # no value: free dimensions are 0
         found = one._replace(dtype=items.numpy_dtype)
-        values, borders = _ragged(found, addresses + starts, sizes - starts, allocate)
+        values, borders = _gather_ragged(found, addresses + starts, sizes - starts, allocate)
         check_bools(values, items.numpy_dtype)
     except ValueError as error:
         raise FormatError(f"field {one.name!r}: a payload is no {one.type}: {error}") from None

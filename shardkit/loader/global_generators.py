@@ -6,6 +6,7 @@ them, they are seeded for each row from its place in the plan. Otherwise a trans
 
 from __future__ import annotations
 
+import logging
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -19,7 +20,9 @@ from shardkit.plan import Place, draws
 
 R = TypeVar("R")
 
-_CALLS: Final = 16  # number of calls of a loop that are checked
+_CALLS: Final = 16  # number of first calls of a loop that are checked
+_EVERY: Final = 16  # one in this number of later calls is checked
+_log = logging.getLogger("shardkit.loader")
 
 
 def _torch_generator() -> Any:
@@ -90,7 +93,10 @@ class TrainerWaits:
 
 
 class GeneratorWatch:
-    """Observes the first calls of a user's function and raises if they advance a global generator.
+    """Observes calls of a user's function and reports if they advance a global generator.
+
+    If one of the first calls does, it raises. A later call may be checked while another thread of the program draws, so
+    a function that begins to draw later causes one warning.
 
     The trainer may draw from the same generators, so only calls during which it waits all the time are checked. Calls
     may overlap, because overlapping calls are calls of the same function.
@@ -98,7 +104,8 @@ class GeneratorWatch:
 
     def __init__(self, waits: TrainerWaits, advice: str) -> None:
         self._waits, self._advice = waits, advice
-        self._left, self._moved = _CALLS, 0
+        self._left, self._moved, self._calls = _CALLS, 0, 0
+        self._has_warned = False
 
     def observe(self, work: Callable[[], R]) -> R:
         """Call `work`.
@@ -106,7 +113,9 @@ class GeneratorWatch:
         Raises:
             ConfigurationError: this call and an earlier one advanced a generator.
         """
-        if self._left <= 0:
+        self._calls += 1
+        is_late = self._left <= 0
+        if is_late and self._calls % _EVERY:
             return work()
         moved_before, wait, before = self._moved, self._waits.number, _states()
         done = work()
@@ -117,9 +126,15 @@ class GeneratorWatch:
         moved = [name for name, state in before.items() if after[name] != state]
         if not moved:
             return done
-        if moved_before:  # a single change may come from another thread of the program
-            raise ConfigurationError(self._advice.format(" and ".join(moved)))
-        self._moved = 1
+        if not moved_before:  # a single change may come from another thread of the program
+            self._moved = 1
+            return done
+        text = self._advice.format(" and ".join(moved))
+        if not is_late:
+            raise ConfigurationError(text)
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning(text)
         return done
 
 

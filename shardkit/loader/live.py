@@ -18,6 +18,7 @@ from shardkit.loader.ranks import Topology
 from shardkit.loader.resources import LoaderResources
 from shardkit.plan import Plan
 from shardkit.plan.natural import NaturalGrid
+from shardkit.plan.weighted import WeightedGrid
 from shardkit.ranges import Range, shown
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class StepCosts:
         have steps in common.
         """
         grid, end = self._plan.grid, self._handed_out()
-        if not isinstance(grid, NaturalGrid) or grid.costs is None:
+        if not isinstance(grid, NaturalGrid | WeightedGrid) or grid.costs is None:
             return []
         recent = range(max(self._plan.from_step, end - _RECENT), end)
         sparse = range(recent.start // _EVERY * _EVERY, self._plan.from_step - 1, -_EVERY)[:_SPARSE]
@@ -156,7 +157,7 @@ class Loop(Iterator[Batch]):
 
     @property
     def is_under_way(self) -> bool:
-        """True if the loop has another batch to hand out."""
+        """True if the loop has another batch to deliver."""
         return bool(self.left) and self.ended_by is None
 
 
@@ -171,6 +172,7 @@ class LiveLoader:
         handed_out: the step after the last one handed out.
         started_at: ``time.perf_counter`` at the start of the loop.
         handed_at: ``time.perf_counter`` when the last batch was handed out.
+        computed_s: seconds that the rank's part of the last step took; negative if not reported.
         cells: number of cells handed out in all loops.
         chosen_prefetch: number of finished steps that may wait, if it was changed while the loader ran; otherwise 0.
     """
@@ -182,6 +184,8 @@ class LiveLoader:
         self.resources: LoaderResources | None = None
         self.handed_out = self.cells = self.chosen_prefetch = 0
         self.started_at = self.handed_at = 0.0
+        self.computed_s = -1.0
+        self._with_trainer: LoaderCounts | None = None  # counters of the loop whose batch the trainer has
         self._lock = threading.Lock()
         self._past: Counter[str] = Counter()  # sums of the counters of earlier loops
 
@@ -191,6 +195,19 @@ class LiveLoader:
             self._past.update(_numbers(self.counts, but="last_wait_s"))
             self.counts = counts
         self.started_at = self.handed_at = time.perf_counter()
+
+    def begin_batch(self, counts: LoaderCounts) -> None:
+        """Note that the trainer gets a batch of the loop with these counters."""
+        self._with_trainer = counts
+        self.handed_at, self.computed_s = time.perf_counter(), -1.0
+
+    def end_batch(self, counts: LoaderCounts) -> bool:
+        """Note that the trainer comes back to the loop with these counters; return True if it had a batch of it."""
+        if self._with_trainer is not counts:
+            return False
+        self._with_trainer = None
+        counts.computed_s += max(0.0, self.computed_s)
+        return True
 
     @property
     def prefetch(self) -> int | None:
@@ -288,10 +305,7 @@ def check_state(state: Mapping[str, Any], plan: Plan, manifest: str) -> int:
     Raises:
         StateError: the state is malformed, or belongs to another plan or manifest; see `Loader.load_state_dict`.
     """
-    if not isinstance(state, Mapping):
-        raise StateError(
-            f"loader state: {shown(state)} is no state; pass the dict that loader.state_dict() returned"
-        )
+    check_mapping(state)
     if state.get("version") != STATE_VERSION:
         raise StateError(
             f"loader state of version {state.get('version')!r}: this shardkit reads version {STATE_VERSION}"
@@ -299,6 +313,14 @@ def check_state(state: Mapping[str, Any], plan: Plan, manifest: str) -> int:
     step = check_step("loader state: step", state.get("step"))
     if _fits(state, plan, step):
         return step
+    found = plan.parent
+    while found is not None:
+        if state.get("plan") == found.digest:
+            raise StateError(
+                f"this state is of step {step}, and the plan differs from step {plan.from_step} on; load a state of "
+                f"step {plan.from_step} or earlier"
+            )
+        found = found.parent
     expected = {"manifest": manifest, "plan": plan.digest}
     differing = [name for name, value in expected.items() if state.get(name) != value]
     if differing:
@@ -308,6 +330,25 @@ def check_state(state: Mapping[str, Any], plan: Plan, manifest: str) -> int:
             "with the settings of the run, or start at step 0"
         )
     raise AssertionError("unreachable: the state has this plan and manifest")
+
+
+def check_mapping(state: object) -> None:
+    """Raise StateError for a value that cannot be a state."""
+    if not isinstance(state, Mapping):
+        raise StateError(
+            f"loader state: {shown(state)} is no state; pass the dict that loader.state_dict() returned"
+        )
+
+
+def step_after(batch: object) -> int:
+    """Return the step that follows a batch or a list of cells; raise StateError for other values."""
+    first = batch[0] if isinstance(batch, list | tuple) and batch else batch
+    if not isinstance(first, Batch):
+        raise StateError(
+            f"state_dict(after={shown(batch)}): the batch that the loader handed out is expected, before a "
+            "collate_fn or a copy to a device changes its type"
+        )
+    return first.step + 1
 
 
 def check_step(name: str, step: object) -> int:

@@ -9,30 +9,31 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from shardkit.errors import ConfigurationError, UsageError
-from shardkit.loader.batch import Batch, LoaderCounts, MissingValues, StepBatches
+from shardkit.errors import UsageError
+from shardkit.loader.batch import Batch, LoaderCounts, StepBatches
 from shardkit.loader.gather import Allocate
-from shardkit.loader.live import STATE_VERSION, LiveLoader, Loop, check_geometry, check_state, check_step
+from shardkit.loader.live import (
+    STATE_VERSION,
+    LiveLoader,
+    Loop,
+    check_geometry,
+    check_state,
+    check_step,
+    step_after,
+)
 from shardkit.loader.pipeline import Pipeline
-from shardkit.loader.ranks import Dealt, check_chosen, check_shares, find_topology, fixed_shares
+from shardkit.loader.ranks import Dealt, check_chosen
 from shardkit.loader.rebalancing import Rebalancer, make_rebalancer
 from shardkit.loader.resources import LoaderResources
-from shardkit.loader.settings import (
-    LoaderConfig,
-    LoaderSetup,
-    Sources,
-    first_lanes,
-    gathered_fields,
-    makes_tensors,
-)
-from shardkit.loader.transforms import RowFunction, find_decoders, split_decoders
+from shardkit.loader.settings import LoaderConfig, Sources, first_lanes, make_setup, resized_lanes
 from shardkit.plan import Plan
+from shardkit.ranges import shown
 
 if TYPE_CHECKING:
     from shardkit.loader.sharing import ServedCache
@@ -58,47 +59,22 @@ class Loader:
 
     def __init__(self, plan: Plan, sources: Sources, config: LoaderConfig) -> None:
         self.plan = plan
-        self.topology = topology = find_topology(config.rank, config.world, mesh=config.mesh)
-        fields, tensors = gathered_fields(sources.schema, config), makes_tensors(config)
-        self._setup = LoaderSetup(
-            plan=plan, sources=sources, config=config, topology=topology, fields=fields, tensors=tensors,
-            missing=MissingValues(sources.schema, fields, config.fill),
-        )  # fmt: skip
-        decoders = find_decoders(config.decode, sources.schema) if config.decode else {}
-        self._device: Any = None
-        self._finish_on: dict[str, Any] = {}  # field → function applied to it on the device
-        if config.device is not None:
-            from shardkit.loader.device import find_device
-
-            self._device = find_device(config.device)
-            if config.transform is None and config.batch_transform is None:  # not read on the host
-                decoders, self._finish_on = split_decoders(decoders, self._device)
-        self._function: RowFunction | None = None
-        if config.decode or config.transform is not None:
-            self._function = RowFunction(
-                seed=plan.settings.seed, decoders=decoders, transform=config.transform,
-                is_seeded=config.rows_are_seeded,
-            )  # fmt: skip
-        row_decoders = {} if self._function is None else self._function.row_decoders
-        self._made_by = {name: one.made_by for name, one in row_decoders.items()}
+        self._setup = make_setup(plan, sources, config)
+        self.topology = topology = self._setup.topology
         self._served: ServedCache | None = None  # this node's cache, served to other nodes
         dealt = self._deal()
         if dealt is not None and dealt.holders is not None:
             self._setup = dataclasses.replace(self._setup, holders=dealt.holders)
         self.assignment = None if dealt is None else dealt.assignment
-        chosen = check_chosen(plan.lanes, config.lanes or ())
+        chosen = check_chosen(plan.lanes, () if config.lanes is None else config.lanes)
         lanes = chosen if dealt is None else list(dealt.assignment.lanes_of(topology.rank))
         self._memory = self._setup.memory_bound(len(lanes))  # bytes that blocks may take at the start
         self._loop: Callable[[], Loop | None] = lambda: None  # weak reference to the last loop
         self._ahead: range | None = None  # steps of the next loop, if the pipeline reads them already
-        self._with_trainer: LoaderCounts | None = None  # loop whose batch the trainer has
-        self._computed_s = -1.0  # seconds of this rank's part of the step; negative if not reported
-        self.allocate: Allocate = np.empty  # makes the arrays of batches, from the next loop on
+        device = self._setup.device
+        # makes the arrays of batches, from the next loop on
+        self.allocate: Allocate = np.empty if device is None else device.allocate()
         self.reads_on = config.stride == 1  # read the next epoch while the last steps of one are worked
-        if self._device is not None and self._device.type != "cpu":
-            from shardkit.loader.device import pinned
-
-            self.allocate = pinned()
         self.live = LiveLoader(lanes)
         self._rebalancer: Rebalancer | None = None
         if config.rebalance is not None and dealt is not None:
@@ -118,7 +94,7 @@ class Loader:
             return dealt
         from shardkit.loader.dealing import compare_and_deal  # slow to import; only several ranks need it
 
-        dealt, self._served = compare_and_deal(self._setup, dealt, own, self._made_by)
+        dealt, self._served = compare_and_deal(self._setup, dealt, own)
         if self._served is not None:
             weakref.finalize(self, self._served.close)
         return dealt
@@ -146,7 +122,7 @@ class Loader:
         start = self._next_start
         numbers, pipeline = self._read_ahead(start)
         if numbers is not pipeline.numbers:  # the pipeline has continued from the epoch before
-            self._follow(numbers, pipeline.lanes)
+            self._open_resources().read_ahead(numbers, pipeline.lanes)
         self._ahead = None
         self._end_loop("another loop over this loader has begun")
         self.live.handed_out = start
@@ -188,7 +164,7 @@ class Loader:
             raise UsageError(
                 f"there is no batch from step {self._next_start} on in this loader's share of the steps"
             )
-        return copy.deepcopy(self._handed(one))
+        return copy.deepcopy(self._batch_of(one))
 
     @property
     def _next_start(self) -> int:
@@ -212,28 +188,13 @@ class Loader:
         """Replace the pipeline by one that reads these steps of these lanes."""
         self._close_pipeline()
         resources = self._open_resources()
-        self._follow(numbers, lanes)
+        resources.read_ahead(numbers, lanes)
         resources.memory = max(resources.memory, self.memory_needed)  # there may be more lanes
         self.live.pipeline = Pipeline(
-            self._setup, resources, numbers, lanes, self.allocate, self._to_device,
-            goes_on=self.reads_on, prefetch=self.live.chosen_prefetch,
+            self._setup, resources, numbers, lanes, self.allocate, goes_on=self.reads_on,
+            prefetch=self.live.chosen_prefetch,
         )  # fmt: skip
         return self.live.pipeline
-
-    def _follow(self, numbers: range, lanes: list[int]) -> None:
-        """Start reading ahead over the network from the first of these steps."""
-        resources = self.resources
-        if resources is not None and resources.remote is not None and numbers:
-            resources.remote.start(numbers.start, lanes, resources.window.is_loaded)
-
-    def _to_device(self, pipeline: Pipeline, steps: Iterator[StepBatches]) -> Iterator[StepBatches]:
-        if self._device is None:
-            return steps
-        from shardkit.loader.device import CudaStream, DeviceFeed
-
-        stream = None if self._device.type == "cpu" else CudaStream(self._device)
-        ahead = self._setup.config.device_prefetch
-        return DeviceFeed(steps, lambda: pipeline.queued_steps, self._device, ahead, self._finish_on, stream)
 
     def _move_lanes(self, loop: Loop, lanes: list[int], *, again: bool = False) -> None:
         """Read the rest of a loop with these lanes if they differ from the present ones or if `again`.
@@ -259,29 +220,28 @@ class Loader:
         left = loop.left = loop.left[1:]
         assert live.resources is not None, "the step came from there"
         live.resources.record_step(one, live.lanes, loop.counts, last=not left)
+        if (mixing := self._setup.mixing) is not None:
+            assert live.resources.journal is not None, "a mixer needs a run directory"
+            if mixing.delivered(one.step, live.resources.journal.event):
+                live.resources.read_ahead(left, live.lanes)
         if not left and loop.pipeline.goes_on:
             self._ahead = range(loop.stop, self.plan.epoch_bounds(loop.stop)[1])
         config = self._setup.config
         live.handed_out = one.step - config.offset + config.stride if left else loop.stop
         live.cells += len(live.lanes)
-        self._with_trainer = loop.counts
-        live.handed_at, self._computed_s = time.perf_counter(), -1.0
-        return self._handed(one)
+        live.begin_batch(loop.counts)
+        return self._batch_of(one)
 
-    def _handed(self, one: StepBatches) -> Batch:
-        """Return the batch of a step, or with `by_cell` the list; typed as a batch because lists are rare."""
+    def _batch_of(self, one: StepBatches) -> Batch:
+        """Return the batch of a step; with `by_cell`, the list of its cells, which the type leaves out."""
         handed: Any = one.batches if self._setup.config.by_cell else one.batches[0]
         batch: Batch = handed
         return batch
 
     def _came_back(self, loop: Loop) -> None:
         """Note that the trainer has finished the last batch of this loop, if it had one."""
-        counts = loop.counts
-        if self._with_trainer is counts:
-            self._with_trainer = None
-            counts.computed_s += max(0.0, self._computed_s)
-            if self._rebalancer is not None:
-                self._rebalancer.came_back()
+        if self.live.end_batch(loop.counts) and self._rebalancer is not None:
+            self._rebalancer.came_back()
 
     def _finish(self, loop: Loop) -> None:
         self._came_back(loop)
@@ -308,6 +268,8 @@ class Loader:
         other. If ranks wait during the computation (fully_shard, pipelines), measure the time yourself and pass it to
         `computed`.
         """
+        if not hasattr(module, "parameters"):
+            raise UsageError(f"loader.watch({shown(module)}): a module of torch is expected")
         own = weakref.ref(self)  # a model must not keep its loader alive
 
         def note(_parameter: Any) -> None:
@@ -327,7 +289,7 @@ class Loader:
         Args:
             seconds: time that the computation took; None for the time since the batch was handed out.
         """
-        self._computed_s = time.perf_counter() - self.live.handed_at if seconds is None else seconds
+        self.live.computed_s = time.perf_counter() - self.live.handed_at if seconds is None else seconds
         if self._rebalancer is not None:
             self._rebalancer.computed(seconds)
 
@@ -335,9 +297,7 @@ class Loader:
         """Return the threads and files; the first loop of each process opens them, also in a forked child."""
         resources, live, setup = self.live.resources, self.live, self._setup
         if resources is None or resources.process != os.getpid():
-            resources = live.resources = LoaderResources(
-                setup, self._memory, self.memory_needed, self._function
-            )
+            resources = live.resources = LoaderResources(setup, self._memory, self.memory_needed)
             if setup.config.run is not None:  # imported only for loaders with a run
                 from shardkit.loader.steering import open_watch
 
@@ -357,32 +317,25 @@ class Loader:
             self.live.pipeline.close()
         self.live.pipeline = None
 
-    def note(self, batch: Batch, losses: Any) -> None:
+    def note(self, batch: Batch | Sequence[Batch], losses: Any) -> None:
         """Record the losses of a batch in the run directory, for ``shardkit audit spikes``.
 
         Takes 8 bytes per sample at most, and one write of the page cache.
 
         Args:
-            batch: as handed out by this loader.
-            losses: (n,) one per row of the batch, or (lanes,) one per cell; a tensor of any device, or an array.
+            batch: as handed out by this loader; with ``by_cell=True`` the list of a step.
+            losses: (n,) one per row, in the order of the batch or list, or (lanes,) one per cell; a tensor of any
+                device, or an array.
 
         Raises:
             UsageError: the loader has no ``run=``, or there are other numbers of losses.
             StoreError: the disk is full or unavailable.
         """
-        run = self._setup.config.run
-        if run is None:
+        if self._setup.config.run is None:
             raise UsageError("loader.note needs a run directory: make the loader with ds.loader(plan, run=…)")
-        resources = self._open_resources()
-        if resources.losses is None:
-            from shardkit.ledger.losses import LossWriter
-
-            resources.losses = LossWriter(
-                run, rank=self.topology.rank, plan=self.plan.digest, batch=self.plan.global_batch,
-                lanes=self.plan.lanes, cell_size=self.plan.cell_size,
-            )  # fmt: skip
         values = losses.detach().float().cpu().numpy() if hasattr(losses, "detach") else losses
-        resources.losses.write(batch.step, batch.slots, np.asarray(values, dtype=np.float32))
+        batches = [batch] if isinstance(batch, Batch) else batch
+        self._open_resources().note_losses(batches, np.asarray(values, dtype=np.float32))
 
     # ---- state
 
@@ -402,10 +355,7 @@ class Loader:
             >>> state["step"]
             1
         """
-        if after is None:
-            step = self.handed_out
-        else:
-            step = (after if isinstance(after, Batch) else after[0]).step + 1
+        step = self.handed_out if after is None else step_after(after)
         return {
             "version": STATE_VERSION,
             "step": step,
@@ -444,12 +394,14 @@ class Loader:
         step = check_step("step", step)
         self._end_loop(f"the loader was moved to step {step}")
         self._close_pipeline()
+        if self._setup.mixing is not None:
+            self._setup.mixing.seek(step)
         self.live.handed_out = step
 
     def resize(self, *, rank: int, world: int) -> None:
         """Continue as rank `rank` of `world` from the next step on, as a restart would.
 
-        Lanes and batches are those of a new loader with these arguments and this loader's state, without a process
+        Lanes and batches equal those of a new loader with these arguments and this loader's state, without a process
         group. A loop under way continues with its next step. Call it between two steps, before the same step on every
         rank. A rank that leaves closes its loader; a rank that joins makes a loader and loads the state of any other
         rank. The journal continues in a new file, and blocks in memory are read again.
@@ -459,28 +411,15 @@ class Loader:
                 rebalance=. The loader does not change.
             UsageError: another thread is taking a batch.
         """
-        config = self._setup.config
-        for name in ("mesh", "lanes", "rebalance"):
-            if getattr(config, name) is not None:
-                raise ConfigurationError(
-                    f"resize: {name}= decides the lanes of this loader; make it without {name}="
-                )
-        topology = find_topology(rank, world)
-        check_shares(self.plan, topology.world, uneven=config.uneven)
-        assignment = fixed_shares(self.plan, topology.world, config.assignment).assignment
-        lanes = list(assignment.lanes_of(topology.rank))
+        topology, assignment, lanes = resized_lanes(self.plan, self._setup.config, rank, world)
         memory = self._setup.memory_bound(len(lanes))
         loop = self._loop()
         with contextlib.nullcontext() if loop is None else loop.turn():
             self._close_pipeline()
             self._close_resources()
             self._setup = dataclasses.replace(self._setup, topology=topology)
-            self.topology, self.assignment, self.live.lanes, self._memory = (
-                topology,
-                assignment,
-                lanes,
-                memory,
-            )
+            self.topology, self.assignment = topology, assignment
+            self.live.lanes, self._memory = lanes, memory
             if "telemetry" in self.__dict__:
                 self.telemetry.rank, self.telemetry.world = topology.rank, topology.world
             if loop is not None and loop.is_under_way:

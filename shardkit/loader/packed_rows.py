@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardkit.errors import UsageError
+from shardkit.errors import SampleError, UsageError
 
 BOUNDARIES = "boundaries"
 """The field in which ``shardkit build --pack`` records, per row, 0 and the end of each document."""
@@ -76,7 +76,7 @@ def find_documents(values: NDArray[np.int64], offsets: NDArray[np.int64], length
 
 def documents_of(batch: Any, field: str, boundaries: str) -> Documents:
     """Return the documents of a batch; see `Batch.documents`."""
-    tokens = batch[field]
+    tokens = batch.get(field)
     if not hasattr(tokens, "ndim") or tokens.ndim != 2:
         raise UsageError(
             f"batch.documents({field!r}): rows of tokens, (rows, length), are expected; for documents of their own "
@@ -86,6 +86,14 @@ def documents_of(batch: Any, field: str, boundaries: str) -> Documents:
     as_tensors = not isinstance(tokens, np.ndarray)
     if boundaries in batch:
         values, offsets = (np.asarray(_host(part), dtype=np.int64) for part in batch[boundaries])
+        outside = np.flatnonzero((values < 0) | (values > length))
+        if len(outside):
+            row = int(np.searchsorted(offsets, outside[0], side="right")) - 1
+            sample = int(batch.samples.ravel()[row])
+            raise SampleError(
+                f"sample {sample}: {boundaries} holds {int(values[outside[0]])}, and its row has {length} tokens; see: "
+                f"shardkit cat ROOT {sample}"
+            )
     else:
         values, offsets = np.zeros(rows, dtype=np.int64), np.arange(rows + 1)
     found = find_documents(values, offsets, length)

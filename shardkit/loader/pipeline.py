@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from shardkit.arrays import Int64s
 from shardkit.errors import UsageError
 from shardkit.loader.background import Background
 from shardkit.loader.batch import Batch, LoaderCounts, StepBatches, may_pin, to_tensors
@@ -35,7 +36,6 @@ from shardkit.plan import Plan
 __all__ = ["GroupBlocks", "Pipeline"]
 
 T = TypeVar("T")
-Int64s = NDArray[np.int64]
 
 _GROUPS_AHEAD = 4  # besides the group being gathered and the group being planned
 # Up to this size, handing a step over costs as much as gathering it in the trainer's own `next`.
@@ -127,7 +127,6 @@ class Pipeline:
         goes_on: read the next epoch after the last step of one is planned.
         lanes: lanes whose cells are read.
         allocate: makes the arrays of batches.
-        to_device: turns finished steps into the steps that are taken.
         prefetch: number of finished steps that may wait, if it was changed while the loader ran; otherwise 0.
     """
 
@@ -138,7 +137,6 @@ class Pipeline:
         numbers: range,
         lanes: Sequence[int],
         allocate: Allocate,
-        to_device: Callable[[Pipeline, Iterator[StepBatches]], Iterator[StepBatches]],
         *,
         goes_on: bool,
         prefetch: int = 0,
@@ -164,12 +162,14 @@ class Pipeline:
         self._current: StepGroup | None = None  # the group that is being gathered or awaited
         self._loop = resources.window.begin_loop()
         epochs = _and_after(numbers, setup.plan) if goes_on else iter([numbers])
-        self._groups = self._behind("plan", self._planned(epochs), 1, "plan")
+        self._groups = self._behind("plan", self._queue_groups(epochs), 1, "plan")
         self._ahead: Background[StepBatches] | None = None
         if self._prefetch:
             self._ahead = self._behind("assembly", self._steps(), self._prefetch, "assemble")
         self._output: Iterator[StepBatches] = self._steps() if self._ahead is None else self._ahead
-        self._taken = to_device(self, self._outputs())
+        self._taken: Iterator[StepBatches] = self._outputs()
+        if setup.device is not None:
+            self._taken = setup.device.feed(self._taken, lambda: self.queued_steps)
         self._next: StepBatches | None = None
         self._waited_s = 0.0  # seconds that the next step was waited for
         self._error: Exception | None = None
@@ -221,7 +221,7 @@ class Pipeline:
             except BaseException as error:
                 if self._stopping.is_set() and isinstance(error, Exception):
                     return None  # another thread has closed the pipeline during the wait
-                self._error = error if isinstance(error, Exception) else _interrupted(error)
+                self._error = error if isinstance(error, Exception) else _interrupt_error(error)
                 self.close()
                 raise
             self._waited_s = time.perf_counter() - started
@@ -287,16 +287,22 @@ class Pipeline:
 
     # ---- plan and load
 
-    def _planned(self, epochs: Iterator[range]) -> Iterator[GroupBlocks]:
+    def _queue_groups(self, epochs: Iterator[range]) -> Iterator[GroupBlocks]:
         """Yield groups of steps whose blocks are queued; block threads load them in order of first use."""
         size = 1  # the first batch waits for one step
+        mixing = self._setup.mixing
         for left in epochs:
             self._resources.window.begin_epoch()
             while left and not self._stopping.is_set():
+                steps = left[:size]
+                if mixing is not None:
+                    steps = left[: min(size, mixing.decided_after(left[0], self._stopping.is_set) - left[0])]
+                    if not steps:  # stopped
+                        return
                 started = time.perf_counter()
-                planned: StepGroup | None = self._plan(left[:size])
+                planned: StepGroup | None = self._plan(steps)
                 self._counts.plan_s += time.perf_counter() - started
-                left, size = left[size:], min(self._most_steps, 4 * size)
+                left, size = left[len(steps) :], min(self._most_steps, 4 * size)
                 while planned is not None and not self._stopping.is_set():
                     started = time.perf_counter()
                     admitted, planned = self._admit(planned)
@@ -332,7 +338,7 @@ class Pipeline:
     def _steps(self) -> Iterator[StepBatches]:
         """Yield steps in order; if rows are decoded, workers decode the following steps meanwhile."""
         if self._work is None:
-            for gathered in self._gathered():
+            for gathered in self._gather_steps():
                 ready = [self._handed_on(one) for one in reversed(gathered)]
                 gathered.clear()
                 while ready:  # pop, so that a batch is freed when the trainer drops it
@@ -372,7 +378,7 @@ class Pipeline:
             raise error
 
     def _begun_steps(self, work: RowWork) -> Generator[_BegunStep]:
-        for gathered in self._gathered():
+        for gathered in self._gather_steps():
             gathered.reverse()
             while gathered:
                 step, rows, lane_counts, parts = gathered.pop()
@@ -385,7 +391,7 @@ class Pipeline:
                     begun.append((lane, one._replace(valid=valid) if valid else one))
                 yield _BegunStep(step, rows, begun, lane_counts)
 
-    def _gathered(self) -> Iterator[list[_GatheredStep]]:
+    def _gather_steps(self) -> Iterator[list[_GatheredStep]]:
         """Yield gathered steps in order, several at a time, as soon as their blocks are loaded."""
         setup, stall_s = self._setup, self._setup.config.stall_s
         short = self._most_steps  # planning far ahead at first would delay the first batches
@@ -465,7 +471,7 @@ def _and_after(numbers: range, plan: Plan) -> Iterator[range]:
         numbers = range(numbers.stop, plan.epoch_bounds(numbers.stop)[1])
 
 
-def _interrupted(error: BaseException) -> UsageError:
+def _interrupt_error(error: BaseException) -> UsageError:
     return UsageError(f"this loop was interrupted by {type(error).__name__}; iterate again, or load a state")
 
 

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shardkit.arrays import Int64s
+
 __all__ = ["COPIED", "Loads", "bytes_at", "copy_rows", "decimals_at", "gather_rows", "objects_of"]
 
-Int64s = NDArray[np.int64]
 
 COPIED = 0
 _PLACED = -24  # gather.PLACED

@@ -6,29 +6,25 @@ small read a few steps later. The pure function `shardkit.plan.assignment.rebala
 
 from __future__ import annotations
 
-import itertools
 import json
 import platform
-import sys
 import time
 import warnings
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
 
-from shardkit.errors import ConfigurationError, RunError
+from shardkit.errors import ConfigurationError
+from shardkit.loader.agreement import Exchange
 from shardkit.loader.ranks import Dealt
 from shardkit.plan import Assignment
 from shardkit.plan.assignment import Decision, RankTelemetry, Rules, in_force, rebalance
 from shardkit.ranges import Range
 
 __all__ = ["Rebalancer", "Rebalancing", "make_rebalancer"]
-
-_numbers = itertools.count()
 
 Record = Callable[..., None]
 
@@ -58,12 +54,11 @@ class Rebalancer:
     """One rank's part of rebalancing: it publishes its cell times and reads which lanes it works.
 
     Args:
-        settings: settings with a store.
+        settings: the settings.
+        exchange: connects all ranks; its rank 0 decides.
         rank: data-parallel rank.
         dealt: lanes at the start, and bytes stored on each node.
-        leads: True on the one process that decides.
         record: called with (step, **details) to journal a decision before it is published.
-        prefix: prefix of all keys in the store.
         clock: returns the time in seconds.
 
     Attributes:
@@ -73,16 +68,15 @@ class Rebalancer:
     def __init__(
         self,
         settings: Rebalancing,
+        exchange: Exchange,
         *,
         rank: int,
         dealt: Dealt,
-        leads: bool,
         record: Record,
-        prefix: str = "",
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._settings, self._rank, self._leads = settings, rank, leads
-        self._record, self._clock, self._prefix = record, clock, prefix
+        self._settings, self._exchange, self._rank = settings, exchange, rank
+        self._record, self._clock = record, clock
         self._dealt, self._world = dealt.assignment, dealt.assignment.ranks
         self._node = dealt.nodes[rank] if dealt.nodes else platform.node()
         self._nearby = dealt.nearby
@@ -124,7 +118,7 @@ class Rebalancer:
         """Return this rank's lanes at the next step, or at the first step of the next loop, without side effects."""
         if step != self._next:
             return list(self._dealt.lanes_of(self._rank))
-        moved = self._decided(step)
+        moved = self._next_assignment(step)
         return self.lanes_now() if moved is None else list(moved.lanes_of(self._rank))
 
     def lanes_at(self, step: int) -> list[int]:
@@ -133,14 +127,14 @@ class Rebalancer:
         Called for every step in order, before it is handed out.
         """
         every = self._settings.every
-        moved = self._decided(step)
+        moved = self._next_assignment(step)
         if moved is not None:
             self._current = moved
             self.moves += 1
             self._forget()
         if step % every == 0:
             self._tell(step)
-            if self._leads:
+            if self._exchange.rank == 0:
                 self._decide(step)
         self._next = step + 1
         return self.lanes_now()
@@ -170,16 +164,16 @@ class Rebalancer:
                 stacklevel=2,
             )
 
-    # ---- through the store
+    # ---- messages
 
     def _key(self, kind: str, number: int) -> str:
-        return f"{self._prefix}{self._loop}/{kind}/{number}"
+        return f"{self._loop}/{kind}/{number}"
 
     def _tell(self, step: int) -> None:
         if self._compute:
             told = {"step": step, "moves": self.moves, "node": self._node, "compute_s": list(self._compute),
                     "wait_s": list(self._wait)}  # fmt: skip
-            self._settings.store.set(self._key("telemetry", self._rank), json.dumps(told))
+            self._exchange.put(self._key("telemetry", self._rank), json.dumps(told).encode())
 
     def _decide(self, step: int) -> None:
         """Publish the leader's decision for step + lead, also if nothing changes."""
@@ -196,7 +190,7 @@ class Rebalancer:
                 before_us=round(1e6 * decision.before_s), expected_us=round(1e6 * decision.expected_s),
                 undoes=decision.undoes,
             )  # fmt: skip
-        self._settings.store.set(self._key("decision", step), text)
+        self._exchange.put(self._key("decision", step), text.encode())
 
     def _decision(self, step: int) -> Decision | None:
         told = self._telemetry()
@@ -221,15 +215,13 @@ class Rebalancer:
 
     def _telemetry(self) -> list[dict[str, Any]] | None:
         """Return the telemetry of all ranks for their present lanes; None if a rank has not published it."""
-        store = self._settings.store
-        keys = [self._key("telemetry", rank) for rank in range(self._world)]
-        if not store.check(keys):
+        values = self._exchange.get_all([self._key("telemetry", rank) for rank in range(self._world)])
+        if values is None:
             return None
-        values = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
-        told = [json.loads(bytes(value)) for value in values]
+        told = [json.loads(value) for value in values]
         return told if all(one["moves"] == self.moves for one in told) else None
 
-    def _decided(self, step: int) -> Assignment | None:
+    def _next_assignment(self, step: int) -> Assignment | None:
         """Return the assignment that takes effect at `step`; None if nothing changes.
 
         Raises:
@@ -238,15 +230,10 @@ class Rebalancer:
         asked = step - self._settings.rules.lead
         if asked < self._first or asked % self._settings.every:
             return None
-        store, key = self._settings.store, self._key("decision", asked)
-        try:
-            store.wait([key], timedelta(seconds=self._settings.timeout_s))
-        except Exception as error:  # the stores of torch raise plain RuntimeErrors of several kinds
-            raise RunError(
-                f"rank {self._rank}: the leader of the rebalancing has not come to step {asked} after "
-                f"{self._settings.timeout_s:.0f} s; ranks that rebalance must take the same steps"
-            ) from error
-        text = bytes(store.get(key))
+        text = self._exchange.get(
+            self._key("decision", asked), 0, late=f"has not come to step {asked}",
+            advice="ranks that rebalance must take the same steps",
+        )  # fmt: skip
         if not text:
             return None
         told = json.loads(text)
@@ -263,18 +250,15 @@ def make_rebalancer(
     world = dealt.assignment.ranks
     if settings is None or world == 1:
         return None
+    exchange: Exchange | None
     if settings.store is not None:
-        return Rebalancer(settings, rank=rank, dealt=dealt, leads=rank == 0, record=record)
-    distributed: Any = getattr(sys.modules.get("torch"), "distributed", None)
-    if distributed is None or not distributed.is_initialized():
+        exchange = Exchange(settings.store, rank, world, patience_s=settings.timeout_s)
+    else:
+        # each of the ranks of one data-parallel coordinate has a rebalancer; a single process decides
+        exchange = Exchange.of_process_group("rebalance", settings.timeout_s)
+    if exchange is None:
         raise ConfigurationError(
             f"rebalance=True with {world} ranks needs torch.distributed to be initialised: they talk through its "
             "store; or pass rebalance=Rebalancing(store=…)"
         )
-    store = distributed.distributed_c10d._get_default_store()  # noqa: SLF001  torch has no public way to it
-    shared = Rebalancing(
-        every=settings.every, rules=settings.rules, store=store, timeout_s=settings.timeout_s
-    )
-    # each of the ranks of one data-parallel coordinate has a rebalancer; a single process decides
-    return Rebalancer(shared, rank=rank, dealt=dealt, leads=distributed.get_rank() == 0, record=record,
-                      prefix=f"shardkit/rebalance/{next(_numbers)}/")  # fmt: skip
+    return Rebalancer(settings, exchange, rank=rank, dealt=dealt, record=record)

@@ -15,7 +15,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from shardkit.arrays import Int64s
 from shardkit.errors import ShardkitError
+from shardkit.formats import separate_fields
 from shardkit.ledger import Journal
 from shardkit.loader.ranks import Holders
 from shardkit.loader.schedule import plan_group
@@ -32,7 +34,6 @@ from shardkit.telemetry.recorder import EventLog
 
 __all__ = ["RemoteBlocks"]
 
-Int64s = NDArray[np.int64]
 
 _GROUP_ROWS: Final = 65536
 _AHEAD_BYTES: Final = 256 << 20
@@ -68,6 +69,7 @@ class RemoteBlocks:
     def __init__(self, setup: LoaderSetup, memory: int) -> None:
         plan, sources, config = setup.plan, setup.sources, setup.config
         self._plan, self._rows, self._config = plan, sources.rows, config
+        self._fields = setup.fields
         self._lanes: list[int] = []
         self._stores = [store for store in sources.reader.stores if isinstance(store, LocatedStore)]
         self._read_events = self._stores[0].read_events if self._stores else ReadEvents()
@@ -122,6 +124,8 @@ class RemoteBlocks:
             store = reader.located(shard)
             if store is None or is_loaded(block) or reader.has_file(shard):
                 return None
+            if separate_fields(reader.index(shard), self._fields) is not None:
+                return None  # read when the block is loaded, a range per field
             return store, reader.request(shard, inside)
 
         def places(blocks: Int64s) -> NDArray[np.uint64]:
@@ -154,7 +158,7 @@ class RemoteBlocks:
             store.path.settings = replace(store.path.settings, hedge=on)
 
     def location(self, name: str) -> tuple[int, bool]:
-        """Return the rank of a location, and True if it is off."""
+        """Return (rank of a location, True if it is switched off)."""
         return next(
             store.path.tuned(name)
             for store in self._stores
@@ -194,6 +198,10 @@ class RemoteBlocks:
         before = np.zeros(0, np.int64)
         while True:
             end = min(step + size * stride, (step // loop + 1) * loop)
+            if plan.decided is not None:
+                end = min(end, plan.decided)
+            if end <= step:
+                return  # the loader follows again when a mixer has decided
             numbers = range(step, end, stride)
             group = plan_group(plan, self._rows.locate, self._lanes, numbers)
             if not len(group.samples):

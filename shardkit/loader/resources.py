@@ -23,13 +23,12 @@ from shardkit.loader.gather import FACTS, Allocate
 from shardkit.loader.row_work import RowWork, open_workers
 from shardkit.loader.schedule import StepGroup
 from shardkit.loader.settings import LoaderSetup, Sources
-from shardkit.loader.transforms import RowFunction
 from shardkit.reading.located_store import LocatedStore
 
 if TYPE_CHECKING:
     from shardkit.ledger import Journal
     from shardkit.ledger.losses import LossWriter
-    from shardkit.loader.batch import LoaderCounts, StepBatches
+    from shardkit.loader.batch import Batch, LoaderCounts, StepBatches
     from shardkit.loader.remote_blocks import RemoteBlocks
     from shardkit.telemetry.recorder import BlockTimes, RunWatch
 
@@ -52,22 +51,13 @@ class LoaderResources:
         setup: setup of the loader.
         memory: bytes that blocks may take, from `LoaderSetup.memory_bound`.
         needed: bytes that the windows of the lanes need.
-        function: function applied to each row; None if no rows are decoded or transformed.
     """
 
-    def __init__(
-        self,
-        setup: LoaderSetup,
-        memory: int,
-        needed: int,
-        function: RowFunction | None,
-    ) -> None:
+    def __init__(self, setup: LoaderSetup, memory: int, needed: int) -> None:
         plan, sources, config = setup.plan, setup.sources, setup.config
         self.process = os.getpid()
-        self._setup, self._function = setup, function
+        self._setup = setup
         self._bound = None if config.memory is None else memory  # set by the user or control.toml
-        row_decoders = {} if function is None else function.row_decoders
-        self._made_by = {name: one.made_by for name, one in row_decoders.items()}
         self._stages = {start: number for number, (start, _) in enumerate(plan.settings.stages) if number}
         self.told: set[str] = set()  # names of messages that are given once
         self.remote: RemoteBlocks | None = None
@@ -100,9 +90,9 @@ class LoaderResources:
         self._threads = config.num_threads
         self.window = BlockWindow(load, self._loads, self._memory, start, self._threads, width)
         self.workers: Executor | None = None
-        if function is not None:
-            self.workers = open_workers(config.workers, self._threads, function)
-        self.losses: LossWriter | None = None  # opened by the first `Loader.note`
+        if setup.function is not None:
+            self.workers = open_workers(config.workers, self._threads, setup.function)
+        self._losses: LossWriter | None = None  # opened when the first losses are noted
         self.journal: Journal | None = None
         if config.run is not None:
             from shardkit.ledger import Journal
@@ -137,6 +127,11 @@ class LoaderResources:
         if self.times is not None:
             self._load.note_times()
 
+    def read_ahead(self, numbers: range, lanes: list[int]) -> None:
+        """Read ahead over the network from the first of these steps on."""
+        if self.remote is not None and numbers:
+            self.remote.start(numbers.start, lanes, self.window.is_loaded)
+
     def make_room(self, num_bytes: int) -> bool:
         """Raise `memory` to 1.5 times `num_bytes`, within the bound.
 
@@ -163,7 +158,7 @@ class LoaderResources:
         if journal is not None:
             journal.record_step(one.step, lanes, one.lane_counts.tolist(), one.samples)
         for facts in one.replaced:
-            self._record_replaced(facts)
+            self._record_replacements(facts)
             counts.substitutions += 1
         if remote is not None:
             remote.supply.advance(one.step)
@@ -172,11 +167,29 @@ class LoaderResources:
         if journal is not None and lanes[:1] == [0]:
             if one.step in self._stages:
                 journal.event(one.step, "stage", number=self._stages[one.step])
-            if self._made_by and "decoders" not in self.told:
+            if (made_by := self._setup.made_by) and "decoders" not in self.told:
                 self.told.add("decoders")
-                journal.event(one.step, "decoders", made_by=self._made_by)
+                journal.event(one.step, "decoders", made_by=made_by)
 
-    def _record_replaced(self, facts: dict[str, Any]) -> None:
+    def note_losses(self, batches: Sequence[Batch], losses: NDArray[np.float32]) -> None:
+        """Record the losses of a step in the run directory, one per row or one per cell, and pass them to the mixer."""
+        setup = self._setup
+        plan, run, step = setup.plan, setup.config.run, batches[0].step
+        if self._losses is None:
+            from shardkit.ledger.losses import LossWriter
+
+            assert run is not None, "checked by `Loader.note`"
+            self._losses = LossWriter(
+                run, rank=setup.topology.rank, plan=plan.digest, batch=plan.global_batch, lanes=plan.lanes,
+                cell_size=plan.cell_size,
+            )  # fmt: skip
+        slots = batches[0].slots if len(batches) == 1 else np.concatenate([one.slots for one in batches])
+        self._losses.write(step, slots, losses)
+        if setup.mixing is not None:
+            samples = np.concatenate([one.samples for one in batches])
+            setup.mixing.note(step, samples, slots, losses)
+
+    def _record_replacements(self, facts: dict[str, Any]) -> None:
         details = {name: value for name, value in facts.items() if name != "kind"}
         self._setup.events.record(facts["kind"], **details)
         if self.journal is not None:
@@ -190,12 +203,12 @@ class LoaderResources:
 
         `allocate` makes the arrays of batches that decoders write to.
         """
-        if self._function is None and self._setup.config.batch_transform is None:
+        if self._setup.function is None and self._setup.config.batch_transform is None:
             return None
         parts = self._threads * 2
         if allocate is np.empty:  # fresh pages for each batch would cost a fifth of decoding it
             allocate = self._batch_array
-        return RowWork(self._setup, self._function, workers=self.workers, parts=parts, allocate=allocate)
+        return RowWork(self._setup, workers=self.workers, parts=parts, allocate=allocate)
 
     def _batch_array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
         """Allocate an array, preferably in the memory of an earlier batch that is not referenced."""
@@ -219,8 +232,8 @@ class LoaderResources:
             self.workers.shutdown(wait=True, cancel_futures=True)
         if self.journal is not None:
             self.journal.close()
-        if self.losses is not None:
-            self.losses.close()
+        if self._losses is not None:
+            self._losses.close()
 
     def close_unwatched(self) -> None:
         """Close the resources of a loader that was garbage-collected, from any thread.

@@ -22,6 +22,7 @@ from shardkit.loader.transforms import (
     RowFailure,
     RowFunction,
     SubstituteDraw,
+    check_fields,
     columns_of_rows,
     row_reader,
     stack_samples,
@@ -63,8 +64,7 @@ class RowWork:
 
     Args:
         setup: setup of the loader; its batch transform runs in the assembling thread.
-        function: function applied to each row; None if no rows are decoded or transformed.
-        workers: executor that runs `function`; None runs it in the assembling thread.
+        workers: executor that runs the setup's function; None runs it in the assembling thread.
         parts: number of pieces into which a step is split for the workers.
         allocate: makes the arrays that decoders write to.
     """
@@ -72,13 +72,12 @@ class RowWork:
     def __init__(
         self,
         setup: LoaderSetup,
-        function: RowFunction | None,
         *,
         workers: Executor | None,
         parts: int,
         allocate: Allocate,
     ) -> None:
-        plan, config = setup.plan, setup.config
+        plan, config, function = setup.plan, setup.config, setup.function
         self._function, self._batch_transform, self._on_error = (
             function,
             config.batch_transform,
@@ -140,7 +139,9 @@ class RowWork:
             fields["valid"] = valid
         if self._batch_transform is not None:
             generators = LazyGenerators(self._seed, step, begun.slots, self._cell_size)
-            fields = dict(self._watch_batch.observe(partial(self._batch_transform, fields, generators)))
+            changed = self._watch_batch.observe(partial(self._batch_transform, fields, generators))
+            check_fields(changed, "batch_transform")
+            fields = dict(changed)
         self.at = None
         return fields, samples
 
@@ -153,7 +154,7 @@ class RowWork:
         self, function: RowFunction, begun: BegunRows, valid: NDArray[np.bool_]
     ) -> tuple[dict[str, Any], NDArray[np.int64]]:
         fields, columns, samples, slots = begun.fields, begun.columns, begun.samples, begun.slots
-        rows = self._finished(function, begun)
+        rows = self._finish_row(function, begun)
         replaced: dict[int, dict[str, Any]] = {}
         for position, row in enumerate(rows):
             if isinstance(row, RowFailure):
@@ -212,10 +213,10 @@ class RowWork:
                 else:
                     pieces.append(workers.submit(_work_here, rows, step, slots[a:b], self._cell_size))
         except BrokenExecutor as error:
-            raise _worker_died(step) from error
+            raise _death_error(step) from error
         return pieces
 
-    def _finished(self, function: RowFunction, begun: BegunRows) -> Rows:
+    def _finish_row(self, function: RowFunction, begun: BegunRows) -> Rows:
         if self._workers is None:
             return function(
                 begun.columns, begun.step, begun.slots, self._cell_size, begun.into, self._watch_rows
@@ -223,7 +224,7 @@ class RowWork:
         try:
             rows = [row for piece in begun.pieces for row in piece.result()]
         except BrokenExecutor as error:
-            raise _worker_died(begun.step) from error
+            raise _death_error(begun.step) from error
         if not isinstance(self._workers, ThreadPoolExecutor):
             for name, array in begun.into.items():
                 for position, row in enumerate(rows):
@@ -240,7 +241,7 @@ class RowWork:
         try:
             return self._workers.submit(_work_here, columns, step, slot, self._cell_size).result()
         except BrokenExecutor as error:
-            raise _worker_died(step) from error
+            raise _death_error(step) from error
 
     def _replace(
         self, function: RowFunction, failure: RowFailure, step: int, sample: int, slot: int, fields: list[str]
@@ -279,7 +280,7 @@ class RowWork:
 # ---- workers
 
 
-def _worker_died(step: int) -> RunError:
+def _death_error(step: int) -> RunError:
     return RunError(
         f"a transform process died while it worked on step {step}, or on one that was begun beside it: killed, out of "
         "memory, or the transform ended it; look at the system's log, then resume"

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from shardkit.arrays import Int64s
 from shardkit.plan import Plan
 
 __all__ = [
@@ -20,7 +21,6 @@ __all__ = [
     "steps_that_fit",
 ]
 
-Int64s = NDArray[np.int64]
 
 # Planning costs the same for a group as for a step. At these sizes its share of the time is negligible.
 _GROUP_ROWS = 32768

@@ -5,22 +5,42 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from shardkit.errors import ConfigurationError, MissingDependency
+from shardkit.extras import install_command
 from shardkit.formats import Schema, presence_of
 from shardkit.loader.batch import MissingValues
-from shardkit.loader.ranks import Dealt, Holders, Topology, check_chosen, check_shares, fixed_shares
+from shardkit.loader.ranks import (
+    Dealt,
+    Holders,
+    Topology,
+    check_chosen,
+    check_shares,
+    find_topology,
+    fixed_shares,
+)
 from shardkit.loader.rebalancing import Rebalancing
-from shardkit.loader.transforms import BatchTransform, Decoder, RowDecoder, SampleTransform
-from shardkit.plan import Assignment, Plan
+from shardkit.loader.transforms import (
+    BatchTransform,
+    Decoder,
+    RowDecoder,
+    RowFunction,
+    SampleTransform,
+    find_decoders,
+    split_decoders,
+)
+from shardkit.plan import Assignment, Mixer, Plan
 from shardkit.ranges import Range, shown
 from shardkit.reading.blocks import BlockReader, RowMap
 
 if TYPE_CHECKING:
+    from shardkit.loader.device import DeviceOutput
+    from shardkit.loader.mixing import Mixing
     from shardkit.telemetry import TelemetrySettings
     from shardkit.telemetry.recorder import EventLog
 
@@ -40,18 +60,31 @@ _RANGES = {
     "prefetch": Range(0, 10**6), "device_prefetch": Range(1, 64), "stride": Range(1, 10**6), "offset": Range(0, 10**6),
 }  # fmt: skip
 """Allowed ranges of integer settings."""
+_NEEDED: Final = ("device_prefetch", "stride", "offset")
+"""Integer settings that cannot be None."""
+
+
+def _one_of(*choices: str) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, str) and value in choices  # an array equals each of its items
+
 
 _KINDS: Sequence[tuple[str, str, Callable[[Any], bool]]] = [
     *((name, "True or False", lambda value: type(value) is bool) for name in ("by_cell", "uneven", "restart")),
     ("tensors", "True, False or None", lambda value: value is None or type(value) is bool),
-    ("fields", "a list of field names", lambda value: not isinstance(value, str | bytes)),
+    ("fields", "a list of field names",
+     lambda value: value is None or isinstance(value, list | tuple | AbstractSet | Mapping)),
+    ("decode", "a mapping of field to decoder", lambda value: isinstance(value, Mapping)),
+    ("fill", "a mapping of field to value", lambda value: isinstance(value, Mapping)),
+    ("share", "True, False or HOST:PORT", lambda value: isinstance(value, bool | str)),
     ("transform", "a function", lambda value: value is None or callable(value)),
     ("batch_transform", "a function", lambda value: value is None or callable(value)),
     ("store", "a torch store", lambda value: value is None or hasattr(value, "multi_get")),
-    ("workers", "'threads' or 'processes'", lambda value: value in ("threads", "processes")),
-    ("on_error", "'raise' or 'substitute' or 'mask'", lambda value: value in ("raise", "substitute", "mask")),
+    ("workers", "'threads' or 'processes'", _one_of("threads", "processes")),
+    ("on_error", "'raise' or 'substitute' or 'mask'", _one_of("raise", "substitute", "mask")),
     ("assignment", "'near', 'fixed' or an Assignment",
-     lambda value: isinstance(value, Assignment) or value in ("near", "fixed")),
+     lambda value: isinstance(value, Assignment) or _one_of("near", "fixed")(value)),
+    ("mixer", "a Mixer, such as ADO(every=512) or FunctionMixer(function=…, every=…)",
+     lambda value: value is None or all(hasattr(value, name) for name in ("every", "text", "needs_losses"))),
     ("rebalance", "True, False or a Rebalancing", lambda value: value is None or isinstance(value, Rebalancing)),
 ]  # fmt: skip
 """Checks of other settings: name, expected value, and a predicate."""
@@ -109,10 +142,11 @@ class LoaderConfig:
     share: bool | str = False  # serve the cache to other nodes of the job; HOST:PORT to listen on
     cache_size: int | None = None  # bytes; None for 80 % of the disk's free space
     telemetry: TelemetrySettings | Literal[True] | None = True  # used only with `run`
-    stride: int = 1  # hand out every stride-th step from the offset-th on, as DataLoader workers do
+    stride: int = 1  # deliver every stride-th step from the offset-th on, as DataLoader workers do
     offset: int = 0
     fill: Mapping[str, Any] = field(default_factory=dict)
     restart: bool = False  # every loop begins at the start of its epoch
+    mixer: Mixer | None = None  # decides weights of the plan during the run
 
     @property
     def num_threads(self) -> int:
@@ -139,9 +173,10 @@ class LoaderConfig:
 
     def __post_init__(self) -> None:
         for name, allowed in _RANGES.items():
-            if (value := getattr(self, name)) is not None:
-                allowed.check(name, value)
-        Range(0, 604_800, above=True).check("stall_s", self.stall_s, float)
+            if (value := getattr(self, name)) is not None or name in _NEEDED:
+                object.__setattr__(self, name, allowed.check(name, value))
+        stall_s = Range(0, 604_800, above=True).check("stall_s", self.stall_s, float)
+        object.__setattr__(self, "stall_s", stall_s)
         for name, what, is_right in _KINDS:
             if not is_right(value := getattr(self, name)):
                 raise ConfigurationError(f"{name}={shown(value)}: {what} is expected")
@@ -149,6 +184,8 @@ class LoaderConfig:
             raise ConfigurationError(f"offset={self.offset}: a number below stride={self.stride} is expected")
         if self.rebalance is not None:
             self._check_rebalance()
+        if self.mixer is not None and (self.stride != 1 or self.restart or self.lanes is not None):
+            raise ConfigurationError("mixer= is for a training loop: leave out stride=, restart= and lanes=")
         if self.device is not None and (self.stride != 1 or self.tensors is False):
             raise ConfigurationError(
                 f"device={self.device!r} is for tensors of one process: leave out stride= and tensors=False"
@@ -192,6 +229,29 @@ def first_lanes(plan: Plan, topology: Topology, config: LoaderConfig) -> tuple[D
     return dealt, list(dealt.assignment.lanes_of(topology.rank))
 
 
+def resized_lanes(
+    plan: Plan, config: LoaderConfig, rank: int, world: int
+) -> tuple[Topology, Assignment, list[int]]:
+    """Return ranks, fixed shares and the lanes of `rank` after `Loader.resize`.
+
+    Raises:
+        ConfigurationError: `world` ranks cannot share the lanes, or settings decide the lanes.
+    """
+    if config.mixer is not None:
+        raise ConfigurationError(
+            "resize: ranks exchange the losses of a mixer; make a loader of the new ranks and load the state"
+        )
+    for name in ("mesh", "lanes", "rebalance"):
+        if getattr(config, name) is not None:
+            raise ConfigurationError(
+                f"resize: {name}= decides the lanes of this loader; make it without {name}="
+            )
+    topology = find_topology(rank, world)
+    check_shares(plan, topology.world, uneven=config.uneven)
+    assignment = fixed_shares(plan, topology.world, config.assignment).assignment
+    return topology, assignment, list(assignment.lanes_of(topology.rank))
+
+
 def makes_tensors(config: LoaderConfig) -> bool:
     """Return True if batches hold torch tensors; import torch if tensors or a device were requested."""
     wanted = "torch" in sys.modules if config.tensors is None else config.tensors
@@ -201,7 +261,7 @@ def makes_tensors(config: LoaderConfig) -> bool:
         __import__("torch")
     except ImportError as error:
         raise MissingDependency(
-            'ds.loader(tensors=True) needs torch; run: pip install "shardkit[train]", or take numpy arrays: '
+            f"ds.loader(tensors=True) needs torch; run: {install_command('train')}, or take numpy arrays: "
             "tensors=False"
         ) from error
     return True
@@ -219,7 +279,10 @@ class LoaderSetup:
         fields: columns to gather, in this order.
         tensors: batches hold torch tensors.
         missing: treatment of rows without a value of an optional field.
+        function: function applied to each row; None if no rows are decoded or transformed.
+        device: delivers batches on a device; None if they stay on the host.
         holders: caches of other nodes that blocks may come from.
+        mixing: decides the weights of the plan; None if they are known.
     """
 
     plan: Plan
@@ -229,7 +292,10 @@ class LoaderSetup:
     fields: Sequence[str]
     tensors: bool
     missing: MissingValues
+    function: RowFunction | None = None
+    device: DeviceOutput | None = None
     holders: Holders | None = None
+    mixing: Mixing | None = None
 
     @cached_property
     def events(self) -> EventLog:
@@ -237,6 +303,12 @@ class LoaderSetup:
         from shardkit.telemetry.recorder import EventLog  # imported here because most loaders have no run
 
         return EventLog(self.config.run, self.topology.rank)
+
+    @cached_property
+    def made_by(self) -> Mapping[str, str]:
+        """Library versions of each row decoder."""
+        decoders = {} if self.function is None else self.function.row_decoders
+        return {name: one.made_by for name, one in decoders.items()}
 
     def memory_needed(self, lanes: int) -> int:
         """Return the bytes of the blocks that `lanes` lanes mix at a time, plus a quarter (SPEC.md §2).
@@ -269,3 +341,39 @@ class LoaderSetup:
                 f"at least {needed * config.stride}, or give the plan fewer lanes or a smaller window_blocks"
             )
         return bound
+
+
+def make_setup(plan: Plan, sources: Sources, config: LoaderConfig) -> LoaderSetup:
+    """Return the constant part of a loader.
+
+    Raises:
+        ConfigurationError: settings contradict each other, the schema or this machine.
+        MissingDependency: torch or a decoder is not installed.
+    """
+    topology = find_topology(config.rank, config.world, mesh=config.mesh)
+    fields, tensors = gathered_fields(sources.schema, config), makes_tensors(config)
+    mixing = device = None
+    if config.mixer is not None:
+        from shardkit.loader.mixing import make_mixing  # most loaders have no mixer
+
+        mixing = make_mixing(config.mixer, plan, config.run, topology, config.store)
+    decoders = find_decoders(config.decode, sources.schema) if config.decode else {}
+    if config.device is not None:
+        from shardkit.loader.device import DeviceOutput, find_device
+
+        finish: dict[str, Any] = {}
+        found = find_device(config.device)
+        if config.transform is None and config.batch_transform is None:  # fields are not read on the host
+            decoders, finish = split_decoders(decoders, found)
+        device = DeviceOutput(device=found, ahead=config.device_prefetch, finish=finish)
+    function = None
+    if config.decode or config.transform is not None:
+        function = RowFunction(
+            seed=plan.settings.seed, decoders=decoders, transform=config.transform,
+            is_seeded=config.rows_are_seeded,
+        )  # fmt: skip
+    return LoaderSetup(
+        plan=plan, sources=replace(sources, reader=sources.reader.for_fields(fields)), config=config,
+        topology=topology, fields=fields, tensors=tensors,
+        missing=MissingValues(sources.schema, fields, config.fill), function=function, device=device, mixing=mixing,
+    )  # fmt: skip

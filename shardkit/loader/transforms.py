@@ -19,6 +19,7 @@ from shardkit.errors import ConfigurationError
 from shardkit.formats import FieldType, Schema, sha256_digest
 from shardkit.loader.global_generators import GeneratorWatch, work_seeded
 from shardkit.plan import Place, Population
+from shardkit.ranges import shown
 
 __all__ = [
     "DECODERS",
@@ -149,10 +150,10 @@ def _of_each(name: str, decode: Decoder, kind: FieldType) -> Decoder:
             f"decode: {name!r} is {kind}, and its decoder makes one array of each row; decode its items with "
             '"rgb8" or a function of one, and crop or resize them in transform='
         )
-    return partial(_decoded, decode)
+    return partial(_decode_items, decode)
 
 
-def _decoded(decode: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+def _decode_items(decode: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
     return [decode(item) for item in items]
 
 
@@ -307,10 +308,20 @@ def columns_of_rows(like: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) 
     return result
 
 
+def check_fields(result: object, function: str) -> None:
+    """Raise ConfigurationError unless the result of a user's function is a mapping."""
+    if not isinstance(result, Mapping):
+        raise ConfigurationError(
+            f"{function} returned {shown(result)}: a mapping of field to value is expected"
+        )
+
+
 def stack_samples(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Turn rows into columns: numbers and arrays of equal shape are stacked, other values become a list."""
     if not samples:
         return {}
+    for one in samples:
+        check_fields(one, "transform")
     return {name: _stack([sample[name] for sample in samples]) for name in samples[0]}
 
 

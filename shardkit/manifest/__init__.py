@@ -3,6 +3,7 @@
 This package does no I/O: it converts bytes to columns and back. SPEC.md defines the bytes and gives the reasons.
 """
 
+from shardkit.manifest.composition import check_alignment, compose, extend, merge
 from shardkit.manifest.manifest import (
     MAX_MANIFEST_BYTES,
     MIXED,
@@ -21,8 +22,6 @@ from shardkit.manifest.shard_table import (
     ShardRecord,
     ShardTable,
     check_against,
-    compose,
-    merge,
     pack_page,
     paginate,
     stratum_counts,
@@ -45,7 +44,9 @@ __all__ = [
     "ShardTable",
     "Stratum",
     "check_against",
+    "check_alignment",
     "compose",
+    "extend",
     "max_selection_bytes",
     "merge",
     "pack_page",

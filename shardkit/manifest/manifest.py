@@ -21,6 +21,8 @@ SHARDS_PER_PAGE: Final = 4_096
 MAX_SHARDS: Final = 2**26
 """Maximum number of shards: 16 PiB in shards of 256 MiB, whose table still fits the memory of one machine."""
 MAX_SEGMENTS_PER_PAGE: Final = 2**24
+MAX_ADDED: Final = 64
+"""Maximum number of versions with added fields; a block of each is read where its fields are."""
 POOL: Final = "*pool*"
 """Value of the stratum that pools strata too rare to be spread."""
 MIXED: Final = "mixed"
@@ -110,8 +112,8 @@ class Manifest(Document, frozen=True, kw_only=True, dict=True, tag="shardkit-man
     """
 
     schema: Schema
-    format: Annotated[str, Meta(pattern=r"\A(tar|arrow|mixed)\Z")] = msgspec.field(name="shard_format")
-    """``tar`` or ``arrow``; ``mixed`` if merged parts differ."""
+    format: Annotated[str, Meta(pattern=r"\A(tar|arrow|rows|mixed)\Z")] = msgspec.field(name="shard_format")
+    """``tar``, ``arrow`` or ``rows`` (adopted files); ``mixed`` if merged parts differ."""
     compression: Annotated[str, Meta(pattern=r"\A(none|mixed|zstd:[0-9]{1,2})\Z")]
     axes: Annotated[tuple[Annotated[str, Meta(max_length=200)], ...], Meta(max_length=16)]
     """Names of the values of a stratum, in order; the first axis of a merged dataset is ``part``."""
@@ -133,8 +135,10 @@ class Manifest(Document, frozen=True, kw_only=True, dict=True, tag="shardkit-man
     """Id of the version from which this one was made."""
     parts: Annotated[tuple[tuple[_PartName, Digest], ...], Meta(max_length=4_096)] = ()
     """(name, manifest id) of the parts of a merged dataset, which has no pages of its own."""
+    added: Annotated[tuple[Digest, ...], Meta(max_length=MAX_ADDED)] = ()
+    """Ids of the versions of the same root that hold further fields of the same rows; they come last in `schema`."""
     adopted: bool = False
-    """Whether some shards are tars of other owners, outside of the repository."""
+    """Whether some shards are files of other owners, outside of the repository."""
     about: Digest | None = None
     """Digest of the object with licence, source and contact."""
     lookups: Annotated[tuple[Lookup, ...], Meta(max_length=100)] = ()
@@ -185,6 +189,10 @@ def _check_totals(manifest: Manifest) -> None:
         _refuse(f"{manifest.selected} of {manifest.rows} rows are selected")
     _check_strata(manifest)
     _check_lookups(manifest)
+    if manifest.parts and manifest.added:
+        _refuse("it is merged and has added fields")
+    if len(set(manifest.added)) != len(manifest.added):
+        _refuse("fields are added twice")
     if manifest.parts:
         _check_parts(manifest)
         return

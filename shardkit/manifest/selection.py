@@ -12,9 +12,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from shardkit.documents import Natural, Record, convert
+from shardkit.documents import Natural, Record, convert, sha256_digest
 from shardkit.errors import FormatError, UsageError
-from shardkit.formats.canonical_json import sha256_digest
 from shardkit.formats.columns import pack_columns, unpack_columns
 
 _KIND: Final = "selection"

@@ -5,7 +5,7 @@ A page holds at most 4,096 shards; an append adds pages.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, NamedTuple, NoReturn
@@ -13,18 +13,14 @@ from typing import Any, Final, NamedTuple, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from shardkit.documents import Natural, Record, convert
-from shardkit.errors import FormatError, SchemaError, UsageError
-from shardkit.formats.canonical_json import format_digest, parse_digest, sha256_digest
+from shardkit.documents import Natural, Record, convert, format_digest, parse_digest, sha256_digest
+from shardkit.errors import FormatError, UsageError
 from shardkit.formats.columns import pack_columns, unpack_columns
-from shardkit.formats.schema import Schema
 from shardkit.manifest.manifest import (
     MAX_SEGMENTS_PER_PAGE,
-    MIXED,
     SHARDS_PER_PAGE,
     Manifest,
     PageRef,
-    Stratum,
 )
 
 SHARD_COLUMNS: Final[dict[str, type[Any]]] = {
@@ -185,7 +181,7 @@ class ShardTable:
         """
         held = list(records)
         lengths = [len(record.segment_rows) for record in held]
-        selected = [_selected(record) for record in held]
+        selected = [_selection(record) for record in held]
         return cls(
             digest=_digests([record.digest for record in held]),
             size=_column([record.size for record in held]),
@@ -198,13 +194,13 @@ class ShardTable:
             raw_bytes=_column([record.raw_bytes for record in held]),
             selection_digest=_digests([record.selection_digest for record in held]),
             segment_shard=np.repeat(np.arange(len(held), dtype=np.int32), lengths),
-            segment_stratum=_joined([record.segment_stratum for record in held], np.int32),
-            segment_rows=_joined([record.segment_rows for record in held], np.int64),
-            segment_selected=_joined(selected, np.int64),
+            segment_stratum=_join([record.segment_stratum for record in held], np.int32),
+            segment_rows=_join([record.segment_rows for record in held], np.int64),
+            segment_selected=_join(selected, np.int64),
         )
 
 
-def _selected(record: ShardRecord) -> Sequence[int] | NDArray[np.int64]:
+def _selection(record: ShardRecord) -> Sequence[int] | NDArray[np.int64]:
     if record.segment_selected is None and record.selection_digest is not None:
         raise UsageError("a shard with a selection needs segment_selected: the selected rows of each segment")
     return record.segment_rows if record.segment_selected is None else record.segment_selected
@@ -222,7 +218,7 @@ def _digests(texts: Sequence[str | None]) -> NDArray[np.uint8]:
     return np.frombuffer(joined, dtype=np.uint8).reshape(-1, 32)
 
 
-def _joined(lists: Sequence[Sequence[int] | NDArray[Any]], dtype: type[Any]) -> NDArray[Any]:
+def _join(lists: Sequence[Sequence[int] | NDArray[Any]], dtype: type[Any]) -> NDArray[Any]:
     return np.concatenate([np.asarray(values, dtype=dtype) for values in lists] or [np.zeros(0, dtype)])
 
 
@@ -416,129 +412,3 @@ def stratum_counts(table: ShardTable, strata: int) -> tuple[NDArray[np.int64], N
 
 def _contradict(manifest: Manifest, why: str) -> None:
     raise FormatError(f"manifest {manifest.id} and its pages contradict each other: {why}; do not trust it")
-
-
-# Manifests of a table of written shards, and merged manifests
-
-
-def compose(
-    table: ShardTable,
-    *,
-    schema: Schema,
-    format: str,
-    compression: str,
-    axes: Sequence[str] = (),
-    strata: Sequence[tuple[str, ...]] = ((),),
-    pool: int | None = None,
-    in_pool: Sequence[tuple[tuple[str, ...], int, int]] = (),
-    classes: Sequence[str] = (),
-    sources: str | None = None,
-    build: Mapping[str, Any] | None = None,
-    parent: str | None = None,
-    adopted: bool = False,
-) -> tuple[Manifest, list[bytes]]:
-    """Return the manifest of a table and its pages; totals are counted from the table.
-
-    Args:
-        table: Shards in manifest order.
-        schema: Schema of the samples.
-        format: ``tar`` or ``arrow``.
-        compression: Compression as normalised by `shardkit.formats`.
-        axes: Names of the values of a stratum.
-        strata: Values of the strata, in the numbering of `table.segment_stratum`.
-        pool: Number of the pool in `strata`, or None.
-        in_pool: (values, rows, selected) of the strata whose rows are in the pool; they are listed last.
-        classes: Names of folder classes.
-        sources: Digest of the object that lists the imported files.
-        build: Settings that determined the bytes.
-        parent: Id of the version from which this one was made.
-        adopted: Some shards are tars of other owners.
-
-    Returns:
-        The manifest, and its pages as bytes in the order of `Manifest.pages`. Store the pages before the manifest.
-    """
-    rows, selected = stratum_counts(table, len(strata))
-    listed = [
-        Stratum(tuple(values), int(rows[number]), int(selected[number]), pooled=number == pool)
-        for number, values in enumerate(strata)
-    ]
-    listed += [Stratum(tuple(values), n, s, in_pool=True) for values, n, s in in_pool]
-    pages = paginate(table)
-    manifest = Manifest(
-        schema=schema,
-        format=format,
-        compression=compression,
-        axes=tuple(axes),
-        strata=tuple(listed),
-        **table.totals,
-        pages=tuple(ref for ref, _ in pages),
-        classes=tuple(classes),
-        sources=sources,
-        build=dict(build or {}),
-        parent=parent,
-        adopted=adopted,
-    )
-    Manifest.from_bytes(manifest.to_bytes())  # do not write a manifest that readers reject
-    return manifest, [data for _, data in pages]
-
-
-_TOTALS: Final = ("shards", "rows", "selected", "raw_bytes", "stored_bytes")
-
-
-def merge(parts: Sequence[tuple[str, Manifest]], *, build: Mapping[str, Any] | None = None) -> Manifest:
-    """Return a manifest over the shards of other manifests; no data is copied.
-
-    Samples are in the order of the parts. The values of a stratum are the name of its part and its values there.
-
-    Args:
-        parts: (name, manifest) of each part.
-        build: Settings that determined the bytes.
-
-    Raises:
-        SchemaError: The parts have different schemas.
-        UsageError: There are no parts, or a part is merged itself.
-    """
-    if not parts:
-        raise UsageError("merge: expected at least one part")
-    manifests = [manifest for _, manifest in parts]
-    for name, manifest in parts:
-        if manifest.schema != manifests[0].schema:
-            raise SchemaError(
-                f"part {name!r} has the schema {manifest.schema.to_json()}, part {parts[0][0]!r} has "
-                f"{manifests[0].schema.to_json()}: expected one schema; rebuild one of them"
-            )
-        if manifest.parts:
-            raise UsageError(
-                f"part {name!r} is merged itself; name its parts {[part for part, _ in manifest.parts]} instead"
-            )
-    merged = Manifest(
-        schema=manifests[0].schema,
-        format=_one([manifest.format for manifest in manifests]),
-        compression=_one([manifest.compression for manifest in manifests]),
-        axes=("part", *_common_axes(manifests)),
-        strata=tuple(
-            Stratum((name, *s.values), s.rows, s.selected, pooled=s.pooled, in_pool=s.in_pool)
-            for name, manifest in parts
-            for s in manifest.strata
-        ),
-        **{total: sum(getattr(manifest, total) for manifest in manifests) for total in _TOTALS},
-        pages=(),
-        classes=manifests[0].classes if len({manifest.classes for manifest in manifests}) == 1 else (),
-        build=dict(build or {}),
-        parts=tuple((name, manifest.id) for name, manifest in parts),
-    )
-    return Manifest.from_bytes(merged.to_bytes())
-
-
-def _one(values: Sequence[str]) -> str:
-    return values[0] if len(set(values)) == 1 else MIXED
-
-
-def _common_axes(manifests: Sequence[Manifest]) -> tuple[str, ...]:
-    """Return the leading axes that all parts share."""
-    common: list[str] = []
-    for axes in zip(*(manifest.axes for manifest in manifests), strict=False):
-        if len(set(axes)) > 1:
-            break
-        common.append(axes[0])
-    return tuple(common)

@@ -8,13 +8,15 @@ from shardkit.notebook import pages
 
 from .assignment import Assignment, assign, data_coordinates
 from .costs import Costs, encode_costs
+from .making import make_plan
+from .mixers import ADO, FunctionMixer, Mixer, Temperature
 from .permutation import Place, draw, draws
-from .plan import Plan, cell_digest, make_plan
+from .plan import Plan, cell_digest
 from .population import Population
 
 __all__ = [
-    "Assignment", "Costs", "Place", "Plan", "Population", "assign", "cell_digest",
-    "data_coordinates", "draw", "draws", "encode_costs", "make_plan",
+    "ADO", "Assignment", "Costs", "FunctionMixer", "Mixer", "Place", "Plan", "Population", "Temperature", "assign",
+    "cell_digest", "data_coordinates", "draw", "draws", "encode_costs", "make_plan",
 ]  # fmt: skip
 
 

@@ -7,20 +7,21 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike
 
+from shardkit.arrays import Int64s
 from shardkit.errors import PlanError
+from shardkit.ranges import Range, shown
 
 from .lengths import BucketGrid, JoinedGrid
+from .mixed import MixedGrid
 from .natural import NaturalGrid
 from .permutation import derive
 from .population import Population, stratum_rows
 from .row_set import RowSet
-from .settings import Settings, WeightsLike, resolve_weights
+from .settings import GLOBAL_BATCH, Settings, WeightsLike, is_pair, resolve_weights, whole
 from .tapes import Heads
 from .weighted import WeightedGrid, Weights
-
-Numbers = NDArray[np.int64]
 
 _REST = 5  # purpose of a key derived from the seed
 
@@ -58,7 +59,7 @@ class RestGrid:
         first, last = self.after.bounds(step + self.ahead)
         return first - self.ahead, last - self.ahead
 
-    def cells(self, start: int, stop: int, lane: int) -> Numbers:
+    def cells(self, start: int, stop: int, lane: int) -> Int64s:
         """Return cells of one lane for steps [start, stop): (steps, m) int64."""
         parts = []
         if self._inner is not None and start < self.steps:
@@ -96,7 +97,7 @@ def weighted_heads(grid: WeightedGrid, step: int) -> Heads:
     own, common = (np.flatnonzero((grid.rows > 0) & kind) for kind in (~grid.shared, grid.shared))
     at = np.concatenate([part.reshape(-1, len(grid.rows)) for part in grid.drawn(step)])
 
-    def start(passes: Numbers) -> Numbers:
+    def start(passes: Int64s) -> Int64s:
         """Return the tape positions at which passes of all strata start: (lanes + 1, strata)."""
         out = np.zeros_like(at)
         out[:-1, own] = tapes.pass_start(lanes, own, passes[own])
@@ -124,7 +125,7 @@ def weighted_heads(grid: WeightedGrid, step: int) -> Heads:
     return Heads(tuple(rests), tapes.heads.number + end, key)
 
 
-def _tape_rows(grid: WeightedGrid, lo: Numbers, hi: Numbers) -> Iterator[Numbers]:
+def _tape_rows(grid: WeightedGrid, lo: Int64s, hi: Int64s) -> Iterator[Int64s]:
     """Yield the rows at positions [lo, hi) of all tapes: (lanes + 1, strata), the last row for shared tapes."""
     for lane in range(grid.lanes):
         some = np.flatnonzero(hi[lane] > lo[lane])
@@ -167,12 +168,92 @@ class Change:
     position: int
     weights: WeightsLike | None = None
     population: Population | None = None
-    removed: Numbers | None = None
+    removed: Int64s | None = None
     global_batch: int | None = None
     lanes: int | None = None
 
+    def describe(self) -> dict[str, object]:
+        """Return the change as values for canonical JSON; they are part of the digest of the plan."""
+        described: dict[str, object] = {
+            "from_step": self.from_step,
+            "skip": None if self.position == self.from_step else (self.from_step, self.position),
+            "lanes": self.lanes,
+            "global_batch": self.global_batch,
+            "weights": self.weights is not None,
+        }
+        if self.removed is not None:
+            described["removed"] = len(self.removed)
+        return described
 
-def amended(leg: Leg, change: Change) -> Leg:
+
+def make_change(
+    leg: Leg,
+    *,
+    from_step: int | None,
+    weights: WeightsLike | None,
+    manifest: Population | None,
+    removed: ArrayLike | None,
+    global_batch: int | None,
+    lanes: int | None,
+    skip: tuple[int, int] | None,
+) -> Change:
+    """Return the change of a leg that the arguments of `Plan.amend` ask for.
+
+    Raises:
+        PlanError: nothing changes, or arguments are invalid or contradict each other.
+    """
+    if skip is not None and not is_pair(skip):
+        raise PlanError(f"plan: skip is {shown(skip)}, expected two steps, such as (4000, 4100)")
+    if manifest is not None and not isinstance(manifest, Population):
+        raise PlanError(f"plan: manifest is {shown(manifest)}, expected a Population; use Dataset.amend")
+    if skip is not None and from_step not in (None, skip[0]):
+        raise PlanError(f"plan: skip is {skip} from step {from_step}, expected ({from_step}, a later step)")
+    start = skip[0] if from_step is None and skip is not None else from_step
+    if start is None:
+        raise PlanError(
+            "plan: amend needs the first step that may differ: pass from_step=, such as "
+            "from_step=loader.state_dict()['step']"
+        )
+    start = position = whole("plan: from_step", start, Range(leg.from_step, 2**63 - 1))
+    if skip is not None:
+        position = whole("plan: skip to a later step", skip[1], Range(start + 1, 2**63 - 1))
+    changes = (weights, manifest, removed, global_batch, lanes, skip)
+    if all(one is None for one in changes):
+        raise PlanError(
+            "plan: the amendment changes nothing; name weights, manifest, global_batch, lanes or skip"
+        )
+    if global_batch is not None:
+        global_batch = whole("plan: global_batch", global_batch, GLOBAL_BATCH)
+    return Change(
+        from_step=start,
+        position=position,
+        weights=weights,
+        population=manifest,
+        removed=None if removed is None else _check_removal(leg.population, manifest, removed),
+        global_batch=global_batch,
+        lanes=None if lanes is None else whole("plan: lanes", lanes, GLOBAL_BATCH),
+    )
+
+
+def _check_removal(population: Population, manifest: Population | None, removed: ArrayLike) -> Int64s:
+    """Return the numbers of the removed samples; raise PlanError unless `manifest` has all others."""
+    gone = np.asarray(removed, dtype=np.int64)
+    if manifest is None:
+        raise PlanError("plan: removed needs manifest=, the version without these samples")
+    rows = population.rows
+    if gone.ndim != 1 or (np.diff(gone, prepend=-1) <= 0).any() or (len(gone) and gone[-1] >= rows):
+        raise PlanError(f"plan: removed must be ascending sample numbers below {rows}")
+    unknown = sorted(set(manifest.strata) - set(population.strata))
+    if manifest.rows != rows - len(gone) or unknown:
+        raise PlanError(
+            f"plan: the other version has {manifest.rows} samples"
+            + (f" and the stratum {unknown[0]!r}" if unknown else "")
+            + f", expected the {rows} samples of this plan without {len(gone)}"
+        )
+    return gone
+
+
+def amend_leg(leg: Leg, change: Change) -> Leg:
     """Return the leg that follows ``leg`` after a change.
 
     Raises:
@@ -183,6 +264,8 @@ def amended(leg: Leg, change: Change) -> Leg:
         global_batch=change.global_batch or leg.settings.global_batch,
         lanes=_lanes(leg.settings, change),
     )
+    if isinstance(leg.grid, MixedGrid):
+        raise PlanError("plan: a plan with a mixer is not amended; begin another run with other settings")
     if change.population is not None and change.population.identity != leg.population.identity:
         if isinstance(leg.grid, (BucketGrid, JoinedGrid)):
             raise PlanError(
@@ -198,11 +281,9 @@ def amended(leg: Leg, change: Change) -> Leg:
     if isinstance(leg.grid, (BucketGrid, JoinedGrid)):
         if change.weights is not None or settings != leg.settings:
             raise PlanError("plan: a plan with group_by or sequence is amended by skip only")
-        return _skipped(leg, change)
-    if isinstance(leg.grid, NaturalGrid) and leg.grid.costs is not None:
-        if change.weights is not None or settings != leg.settings:
-            raise PlanError("plan: a plan with cost is amended by skip only")
-        return _skipped(leg, change)
+        return _skip(leg, change)
+    if leg.settings.cost is not None and (change.weights is not None or settings != leg.settings):
+        raise PlanError("plan: a plan with cost is amended by skip only")
     if isinstance(leg.grid, WeightedGrid):
         return _after_weighted(leg, leg.grid, settings, change)
     return _after_natural(leg, settings, change)
@@ -257,7 +338,7 @@ def _after_weighted(leg: Leg, grid: WeightedGrid, settings: Settings, change: Ch
     return Leg(settings, leg.population, fresh, change.from_step, change.from_step)
 
 
-def _skipped(leg: Leg, change: Change) -> Leg:
+def _skip(leg: Leg, change: Change) -> Leg:
     """Return a leg with the same grid; the epoch continues unless the skip leaves it."""
     position, grid = change.position - leg.origin, leg.grid
     assert not isinstance(grid, WeightedGrid)
@@ -271,12 +352,12 @@ def _after_natural(leg: Leg, settings: Settings, change: Change) -> Leg:
         leg.settings.global_batch,
         leg.settings.lanes,
     ):
-        return _skipped(leg, change)
-    epoch, rows_left = _left(grid, position)
+        return _skip(leg, change)
+    epoch, rows_left = _remaining_rows(grid, position)
     return _epoch_over(leg.population, rows_left, epoch, settings, change)
 
 
-def _left(grid: AnyGrid, position: int) -> tuple[int, RowSet | None]:
+def _remaining_rows(grid: AnyGrid, position: int) -> tuple[int, RowSet | None]:
     """Return the epoch of a position of a natural grid, and its rows that are left; None at the epoch's start."""
     if isinstance(grid, RestGrid):
         if position < grid.steps:
@@ -308,14 +389,14 @@ def _epoch_over(
 
 
 def _natural_without(
-    leg: Leg, settings: Settings, change: Change, population: Population, removed: Numbers
+    leg: Leg, settings: Settings, change: Change, population: Population, removed: Int64s
 ) -> Leg:
-    epoch, left = _left(leg.grid, change.position - leg.origin)
+    epoch, left = _remaining_rows(leg.grid, change.position - leg.origin)
     return _epoch_over(population, None if left is None else left.without(removed), epoch, settings, change)
 
 
 def _weighted_without(
-    leg: Leg, grid: WeightedGrid, settings: Settings, change: Change, population: Population, removed: Numbers
+    leg: Leg, grid: WeightedGrid, settings: Settings, change: Change, population: Population, removed: Int64s
 ) -> Leg:
     """Return a leg over fewer rows with explicit weights: passes continue with what they have left."""
     position = change.position - leg.origin

@@ -22,7 +22,7 @@ ranks read the same data."""
 
 _LEVELS = 1 << 10  # local bytes are rounded to 1024ths of the largest entry: float64 sums are exact
 _MOVE = 1 << 20
-_SLACK = 0.02  # share by which a step may take longer so that lanes move to their bytes
+_SLACK = 0.02  # share of the step time that lanes may cost to be near their bytes
 _EXACT = 4096  # most lanes for the linear assignment, whose time grows with their cube (2.5 s)
 
 

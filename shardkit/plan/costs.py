@@ -55,7 +55,10 @@ class Codes(Protocol):
 
     def __len__(self) -> int: ...
     def __getitem__(self, samples: NDArray[np.int64], /) -> NDArray[np.uint8]:
-        """Return the codes of `encode_costs` for sample numbers: uint8[n]. They must never change."""
+        """Return the codes of samples, given by number: uint8[n], as `encode_costs` makes them.
+
+        The codes of a dataset are constant, because plans depend on them.
+        """
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,17 +109,6 @@ class Balance:
         turns = _TURNS[(lanes[:, None] + np.arange(groups)).ravel() % _APART]
         return turns if balance == "spread" else np.zeros_like(turns)
 
-    def classes(self, steps: NDArray[np.int64]) -> NDArray[np.uint64]:
-        """Return the class of each step: uint64[n]. The 64 steps from any multiple of 64 have distinct classes."""
-        run = steps // _RUN
-        runs = np.arange(
-            run.min(), run.max() + 1
-        )  # few runs: windows that are drawn together belong to nearby steps
-        place = order_rows(derive_each(derive(self.key, _ORDER), runs), _RUN)[run - runs[0], steps % _RUN]
-        ties = derive_each(derive(self.key, _TIES), steps)
-        classes: NDArray[np.uint64] = (place.astype(np.uint64) << np.uint64(58)) | (ties >> np.uint64(6))
-        return classes
-
     def arrange(
         self,
         samples: NDArray[np.int64],
@@ -137,10 +129,40 @@ class Balance:
             where = starts[chosen, None] + np.arange(cells * taken, dtype=np.int64)
             draws = first[chosen, None] + taken * np.arange(cells, dtype=np.int64)
             hands = np.repeat(hand[chosen], cells)
-            turned = self.classes(self.steps(hands, draws.ravel())) + self.offset[hands]
+            turned = step_classes(self.key, self.steps(hands, draws.ravel())) + self.offset[hands]
             order = _cells(codes[where], turned.reshape(draws.shape), taken, self.parts)
             out[where.ravel()] = np.take_along_axis(samples[where], order, axis=1).ravel()
         return out
+
+
+def step_classes(key: int, steps: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Return the class of each step: uint64[n]. The 64 steps from any multiple of 64 have distinct classes."""
+    run = steps // _RUN
+    runs, of = np.unique(run, return_inverse=True)
+    place = order_rows(derive_each(derive(key, _ORDER), runs), _RUN)[of, steps % _RUN]
+    ties = derive_each(derive(key, _TIES), steps)
+    classes: NDArray[np.uint64] = (place.astype(np.uint64) << np.uint64(58)) | (ties >> np.uint64(6))
+    return classes
+
+
+def arrange_bins(
+    samples: NDArray[np.int64],
+    codes: NDArray[np.uint8],
+    bins: NDArray[np.int64],
+    classes: NDArray[np.uint64],
+    parts: int,
+) -> NDArray[np.int64]:
+    """Reorder one window whose bins take other rows than consecutive ones.
+
+    ``bins`` (n, size) gives the places in the window that each bin takes; the remaining places get the last rows.
+    """
+    count = bins.size
+    order = _cells(codes[:count][None], classes[None], bins.shape[1], parts)[0]
+    out, is_left = np.empty_like(samples), np.ones(len(samples), dtype=np.bool_)
+    out[bins.ravel()] = samples[:count][order]
+    is_left[bins.ravel()] = False
+    out[is_left] = samples[count:]
+    return out
 
 
 def _cells(codes: NDArray[np.uint8], classes: NDArray[np.uint64], size: int, parts: int) -> NDArray[np.int64]:

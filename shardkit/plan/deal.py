@@ -179,12 +179,12 @@ class Deal:
         """Return the counts of the short step of ``rows`` slots, cumulated over groups <= g: (L, groups)."""
         if not rows:
             return np.zeros((self.lanes, len(self._low)), dtype=np.int64)
-        left = self._left()[None, :]
+        left = self._remainder()[None, :]
         lane = np.arange(self.lanes, dtype=np.int64)[:, None]
         counts: Counts = np.maximum(0, (left - lane + self.lanes - 1) // self.lanes)
         return counts
 
-    def _left(self) -> Counts:
+    def _remainder(self) -> Counts:
         """Return the samples of groups <= g that remain after the full steps of the turn."""
         rest = self.total - self.steps * self.batch
         # N_g - floor((S B N_g + dither) / N) = ceil((N_g (N - S B) - dither) / N), and N_g B = q_g N + f_g

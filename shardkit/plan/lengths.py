@@ -8,8 +8,8 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from shardkit.arrays import Int64s
 from shardkit.errors import PlanError
 from shardkit.ranges import Range, shown
 
@@ -19,9 +19,6 @@ from .population import BaseOrder, Population, each_alone, stratum_rows
 from .settings import Settings, whole
 from .stage import Tree, first_step
 from .weighted import WeightedGrid
-
-Numbers = NDArray[np.int64]
-
 
 _BUCKET = 6  # purpose of a key derived from the seed
 
@@ -92,11 +89,11 @@ class BucketGrid:
         first = step - step % self.steps_per_epoch
         return first, first + self.steps_per_epoch
 
-    def bucket_of(self, steps: Numbers) -> tuple[Numbers, Numbers]:
+    def bucket_of(self, steps: Int64s) -> tuple[Int64s, Int64s]:
         """Return the bucket of each step and the step in that bucket's grid. The pattern repeats every epoch."""
         return self._tree.draws(steps)
 
-    def cells(self, start: int, stop: int, lane: int) -> Numbers:
+    def cells(self, start: int, stop: int, lane: int) -> Int64s:
         """Return cells of one lane for steps [start, stop): (steps, width) int64, -1 after the samples of a cell."""
         out = np.full((stop - start, self.width), -1, dtype=np.int64)
         bucket, own = self.bucket_of(np.arange(start, stop, dtype=np.int64))
@@ -160,9 +157,9 @@ class JoinedGrid:
         self.order = BaseOrder(population, each_alone(stratum_rows(population)))
         self.width = inner.cell_size * join
         rows = population.segment_rows
-        self._row: Numbers = np.cumsum(rows) - rows  # first row of each segment
+        self._row: Int64s = np.cumsum(rows) - rows  # first row of each segment
         units = -(-rows // join)
-        self._unit: Numbers = np.cumsum(units) - units  # first sequence of each segment
+        self._unit: Int64s = np.cumsum(units) - units  # first sequence of each segment
         self._rows = rows
         #: share of the slots of all sequences that contain a row
         self.filled = float(rows.sum() / max(1, units.sum() * join))
@@ -171,7 +168,7 @@ class JoinedGrid:
         """Return the first and end step of the epoch that contains a step."""
         return self.inner.bounds(step)
 
-    def cells(self, start: int, stop: int, lane: int) -> Numbers:
+    def cells(self, start: int, stop: int, lane: int) -> Int64s:
         """Return cells of one lane for steps [start, stop): (steps, m * join) int64."""
         units = self.inner.cells(start, stop, lane)
         flat = units.ravel()

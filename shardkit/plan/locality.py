@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+
+from shardkit.arrays import Int64s
 
 from .amendment import AnyGrid, RestGrid
 from .assignment import assign
@@ -15,8 +16,6 @@ from .natural import NaturalGrid
 from .plan import Plan
 from .population import Population
 from .weighted import WeightedGrid
-
-Numbers = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class NodeReads:
     per_shard: float
 
 
-def lane_shards(plan: Plan, lane: int, epoch: int = 0) -> Numbers:
+def lane_shards(plan: Plan, lane: int, epoch: int = 0) -> Int64s:
     """Return the distinct shards with rows of a lane in an epoch, or in pass ``epoch`` with explicit weights."""
     return np.unique(np.concatenate([_grid_shards(grid, lane, epoch) for grid in parts(plan.grid)]))
 
@@ -50,7 +49,7 @@ def parts(grid: AnyGrid) -> list[NaturalGrid | WeightedGrid]:
     return [grid]
 
 
-def _grid_shards(grid: NaturalGrid | WeightedGrid, lane: int, epoch: int) -> Numbers:
+def _grid_shards(grid: NaturalGrid | WeightedGrid, lane: int, epoch: int) -> Int64s:
     if isinstance(grid, NaturalGrid):
         hand = grid.hands(epoch, (lane,))
         return np.unique(grid.order.pieces(hand.group, hand.lo, hand.hi).shard)
@@ -62,7 +61,7 @@ def _grid_shards(grid: NaturalGrid | WeightedGrid, lane: int, epoch: int) -> Num
     return np.unique(grid.order.pieces(strata, lo, np.concatenate((hi, grid.rows[common]))).shard)
 
 
-def node_reads(plan: Plan, nodes: int, shards: Sequence[Numbers] | None = None, epoch: int = 0) -> NodeReads:
+def node_reads(plan: Plan, nodes: int, shards: Sequence[Int64s] | None = None, epoch: int = 0) -> NodeReads:
     """Return the shards and bytes that each of ``nodes`` nodes reads; ``shards`` lists the shards of each lane."""
     each = [lane_shards(plan, lane, epoch) for lane in range(plan.lanes)] if shards is None else shards
     owners = assign(plan.lanes, nodes, nodes=range(nodes))
@@ -92,7 +91,7 @@ class LaneOfBlock:
         blocks: int64[segments], number of blocks of each segment.
     """
 
-    def __init__(self, population: Population, lanes: int, blocks: Numbers) -> None:
+    def __init__(self, population: Population, lanes: int, blocks: Int64s) -> None:
         rows, stratum = population.segment_rows, population.segment_stratum
         order = np.argsort(stratum, kind="stable")
         ends = np.cumsum(rows[order])
@@ -102,10 +101,10 @@ class LaneOfBlock:
         self._rows, self._total, self._lanes = rows, np.maximum(1, total)[stratum], lanes
         self._blocks, self._first = blocks, np.cumsum(blocks) - blocks
 
-    def __call__(self, block: Numbers) -> Numbers:
+    def __call__(self, block: Int64s) -> Int64s:
         """Return the lane of each block: int64[n] for int64[n] block numbers in the dataset."""
         segment = np.searchsorted(self._first, block, side="right") - 1
         twice = 2 * (block - self._first[segment]) + 1
         middle = self._begin[segment] + self._rows[segment] * twice // (2 * self._blocks[segment])
-        found: Numbers = np.minimum(middle * self._lanes // self._total[segment], self._lanes - 1)
+        found: Int64s = np.minimum(middle * self._lanes // self._total[segment], self._lanes - 1)
         return found

@@ -41,7 +41,7 @@ class Epoch(NamedTuple):
     dropped: NDArray[np.int64]
 
 
-class _Kept:
+class _Caches:
     """Caches sized for a walk over all lanes in ``parts`` parts."""
 
     def __init__(self, parts: int) -> None:
@@ -94,7 +94,7 @@ class NaturalGrid:
         is_large = self._chunk * self.cell_size * self._together >= _LARGE_CHUNK
         # with costs a part reads codes: keep it to a window or two
         self._part = max(1, self._chunk // (8 if costs is None else 64)) if is_large else 0
-        self._alone, self._joint = _Kept(lanes), _Kept(-(-lanes // self._together))
+        self._alone, self._joint = _Caches(lanes), _Caches(-(-lanes // self._together))
 
     def epoch(self, number: int) -> Epoch:
         """Return the tables of one epoch, computed in O(L x groups)."""
@@ -157,7 +157,7 @@ class NaturalGrid:
 
     def deck(self, number: int, lanes: Lanes) -> Deck:
         """Return the shuffled hands of lanes in an epoch; O(segments / L) per lane, then cached."""
-        return self._kept(lanes).decks.get((number, lanes), self._make_deck)
+        return self._caches(lanes).decks.get((number, lanes), self._make_deck)
 
     def _make_deck(self, key: tuple[int, Lanes]) -> Deck:
         return build_deck(self.order, self.hands(*key), self.shuffle, self._balance(*key))
@@ -187,7 +187,7 @@ class NaturalGrid:
             steps,
         )
 
-    def _kept(self, lanes: Lanes) -> _Kept:
+    def _caches(self, lanes: Lanes) -> _Caches:
         return self._alone if len(lanes) == 1 else self._joint
 
     def cells(self, start: int, stop: int, lane: int) -> NDArray[np.int64]:
@@ -244,7 +244,7 @@ class NaturalGrid:
         The range affects cost only: cells do not depend on which steps are drawn together.
         """
         if step == self.full_steps:
-            return step, step + 1, self._kept(lanes).chunks.get((epoch, lanes, -1), self._short_cells)
+            return step, step + 1, self._caches(lanes).chunks.get((epoch, lanes, -1), self._short_cells)
         # Chunk borders are staggered over lanes, so that a walk over all lanes never draws all chunks in one step.
         # A chunk that covers the epoch has no border.
         shift = lanes[0] * self._chunk // self.lanes if self._chunk < self.full_steps else 0
@@ -252,11 +252,11 @@ class NaturalGrid:
         if stop - step <= self._part and self._is_landing((epoch, lanes, number), step):
             first = step - step % self._part
             last = min(self.full_steps, first + self._part)
-            kept, key = self._kept(lanes).landings, (epoch, lanes, first)
+            kept, key = self._caches(lanes).landings, (epoch, lanes, first)
         else:
             first = max(0, number * self._chunk - shift)
             last = min(self.full_steps, (number + 1) * self._chunk - shift)
-            kept, key = self._kept(lanes).chunks, (epoch, lanes, number)
+            kept, key = self._caches(lanes).chunks, (epoch, lanes, number)
         return first, last, kept.get(key, lambda _: self._draw(epoch, lanes, first, last))
 
     def _is_landing(self, chunk: _Key, step: int) -> bool:
@@ -265,7 +265,7 @@ class NaturalGrid:
         A walk continues with whole chunks from the second part on.
         """
         epoch, lanes, number = chunk
-        kept = self._kept(lanes)
+        kept = self._caches(lanes)
         walking = (epoch, lanes, step - step % self._part - self._part) in kept.landings
         return not (walking or chunk in kept.chunks or (epoch, lanes, number - 1) in kept.chunks)
 

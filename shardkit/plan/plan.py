@@ -9,30 +9,25 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from shardkit.documents import encode
 from shardkit.errors import PlanError
-from shardkit.formats.canonical_json import dumps
 from shardkit.notebook import Shown
 from shardkit.ranges import Range
 
-from .amendment import AnyGrid, Change, Leg, RestGrid, amended
-from .costs import BALANCES, Costs
-from .lengths import BucketGrid, JoinedGrid, find_buckets, joined, rows_per_sequence
+from .amendment import AnyGrid, Leg, RestGrid, amend_leg, make_change
+from .costs import Costs
+from .lengths import BucketGrid, JoinedGrid, joined
+from .mixed import MixedGrid, weight_total
 from .natural import NaturalGrid
 from .population import Population, stratum_rows
-from .settings import (
-    GLOBAL_BATCH,
-    Settings,
-    WeightsLike,
-    default_cost_window,
-    default_lanes,
-    default_window_blocks,
-    resolve_stages,
-    whole,
-)
+from .settings import Settings, WeightsLike, resolve_masses, resolve_stages, whole
 from .weighted import WeightedGrid
 
 PLAN_VERSION = 1
 """Version of the construction, part of every digest; increase it with any change that moves a sample."""
+
+_STEPS = Range(0, 2**62)
+_EPOCHS = Range(0, 2**31 - 1)
 
 
 class Plan(Shown):
@@ -49,16 +44,16 @@ class Plan(Shown):
     ) -> None:
         self._leg, self.parent = leg, parent
         self._change = None if parent is None else dict(change or {})
-        self._digest = self._hashed(None if parent is None else parent.digest, self._change)
+        self._digest = self._compute_digest(None if parent is None else parent.digest, self._change)
 
-    def _hashed(
+    def _compute_digest(
         self, parent: str | None, change: Mapping[str, object] | None, settings: Settings | None = None
     ) -> str:
         identity: dict[str, object] = {"plan": PLAN_VERSION, "manifest": self.population.identity}
         identity["settings"] = (settings or self.settings).canonical()
         if parent is not None:
             identity["parent"], identity["change"] = parent, change
-        return hashlib.sha256(dumps(identity)).hexdigest()
+        return hashlib.sha256(encode(identity)).hexdigest()
 
     @property
     def settings(self) -> Settings:
@@ -116,7 +111,7 @@ class Plan(Shown):
 
     @property
     def loop_steps(self) -> int:
-        """Steps of a loop over the plan: an epoch, or ceil(N / B) steps if epochs are undefined."""
+        """Number of steps of a loop over the plan: an epoch, or ceil(N / B) steps if epochs are undefined."""
         grid = self._leg.grid
         if isinstance(grid, JoinedGrid):
             return self.steps_per_epoch or grid.bounds(0)[1]
@@ -195,6 +190,7 @@ class Plan(Shown):
             >>> plan.lanes, plan.cell(step=3, lane=0).shape
             (5, (4,))
         """
+        step = whole("plan: step", step, _STEPS)
         samples: NDArray[np.int64] = self.cells(step, step + 1, lane)[0]
         return samples
 
@@ -206,6 +202,7 @@ class Plan(Shown):
             >>> samples.size
             20
         """
+        step = whole("plan: step", step, _STEPS)
         samples: NDArray[np.int64] = self.steps(step, step + 1)[0]
         return samples
 
@@ -215,6 +212,7 @@ class Plan(Shown):
         Raises:
             PlanError: a step or the lane is out of range, or an amendment changes the cell size inside the range.
         """
+        start, stop = _span(start, stop)
         if self.parent is not None and start < self.from_step:
             before = self.parent.cells(start, min(stop, self.from_step), lane)
             if stop <= self.from_step:
@@ -225,24 +223,22 @@ class Plan(Shown):
                     f"{before.shape[1]} to {self.cell_size} samples; ask for both sides"
                 )
             return np.concatenate((before, self.cells(self.from_step, stop, lane)))
-        if not 0 <= start <= stop:
-            raise PlanError(f"plan: steps [{start}, {stop}), expected 0 <= start <= stop")
-        if not 0 <= lane < self.lanes:
-            raise PlanError(f"plan: lane is {lane}, expected 0 <= lane < {self.lanes}")
+        lane = whole("plan: lane", lane, Range(0, self.lanes - 1))
         if stop == start:
             return np.empty((0, self.cell_size), dtype=np.int64)
         return self._leg.grid.cells(start - self._leg.origin, stop - self._leg.origin, lane)
 
     def steps(self, start: int, stop: int, lanes: Sequence[int] | None = None) -> NDArray[np.int64]:
         """Return the cells of lanes for steps [start, stop): (steps, len(lanes), m) int64; all lanes by default."""
+        start, stop = _span(start, stop)
         if self.parent is not None and stop <= self.from_step:
             return self.parent.steps(start, stop, lanes)
         chosen = range(self.lanes) if lanes is None else lanes
         grid, origin = self._leg.grid, self._leg.origin
-        whole = self.parent is None or start >= self.from_step
-        if isinstance(grid, NaturalGrid) and whole and 0 <= start <= stop and self._has_lanes(chosen):
+        is_one_leg = self.parent is None or start >= self.from_step
+        if isinstance(grid, NaturalGrid) and is_one_leg and self._has_lanes(chosen):
             return grid.steps(start - origin, stop - origin, chosen)
-        out = np.empty((max(0, stop - start), len(chosen), self.cell_size), dtype=np.int64)
+        out = np.empty((stop - start, len(chosen), self.cell_size), dtype=np.int64)
         for place, lane in enumerate(chosen):
             out[:, place] = self.cells(start, stop, lane)
         return out
@@ -278,8 +274,8 @@ class Plan(Shown):
             >>> int(plan.step(step)[lane, slot])
             17
         """
-        if not 0 <= sample < self.population.rows:
-            raise PlanError(f"plan: sample is {sample}, expected 0 <= sample < {self.population.rows}")
+        sample = whole("plan: sample", sample, Range(0, self.population.rows - 1))
+        epoch = whole("plan: epoch", epoch, _EPOCHS)
         if self.parent is not None and self.parent.population.identity == self.population.identity:
             found = self.parent.locate(sample, epoch)
             if found is not None and found[0] < self.from_step:
@@ -289,11 +285,83 @@ class Plan(Shown):
             return None
         return found[0] + self._leg.origin, found[1], found[2]
 
+    def mixed(self, mixer: str, every: int) -> Plan:
+        """Return the plan whose weights a mixer decides while the run takes steps.
+
+        Its first two stages have the weights of this plan. A later stage has no cells before `decide` gives it its
+        weights. The digest covers the mixer, and not its decisions. If the plan has the same mixer already, the
+        result is a copy without decisions.
+
+        Args:
+            mixer: text that determines the mixer.
+            every: steps of a stage, a multiple of the lanes.
+
+        Raises:
+            PlanError: this plan was amended, or has costs, groups, sequences or stages.
+
+        Examples:
+            >>> mixed = plan.mixed("temperature", every=5)
+            >>> mixed.decided, mixed.decide((1,) * 10), mixed.decided
+            (10, None, 15)
+        """
+        grid, settings = self._leg.grid, self.settings
+        if (settings.mixer, settings.mix_every) == (mixer, every):
+            return plan_of(settings, self.population)
+        plain = settings.cost is None and (type(grid) is WeightedGrid or isinstance(grid, NaturalGrid))
+        if self.parent is not None or not plain or len(settings.stages) > 1:
+            raise PlanError(
+                "plan: a mixer is for a new plan without cost, group_by, sequence, stages and amendments; make one "
+                "with ds.plan(global_batch=…, weights=…)"
+            )
+        every = whole("plan: every", every, Range(1, 2**31 - 1))
+        if every % self.lanes:
+            near = sorted({max(1, every // self.lanes) * self.lanes, -(-every // self.lanes) * self.lanes})
+            raise PlanError(
+                f"plan: the mixer decides every {every} steps, expected a multiple of the {self.lanes} lanes, such as "
+                f"{' or '.join(map(str, near))}"
+            )
+        strata, total = sum(map(bool, stratum_rows(self.population))), weight_total(every, self.global_batch)
+        if strata > total:
+            raise PlanError(
+                f"plan: a stage of {every} steps has {every * self.global_batch} samples, too few for the {strata} "
+                "strata that a mixer may give a weight: let it decide less often, or raise global_batch"
+            )
+        first = settings.stages or resolve_stages(
+            None, [(0, None)], self.population.strata, stratum_rows(self.population)
+        )
+        return plan_of(replace(settings, stages=first, mixer=mixer, mix_every=every), self.population)
+
+    @property
+    def decided(self) -> int | None:
+        """First step whose weights a mixer has not decided; None without a mixer."""
+        grid = self._leg.grid
+        return grid.decided * grid.every if isinstance(grid, MixedGrid) else None
+
+    @property
+    def mixture(self) -> MixedGrid:
+        """Grid of a plan with a mixer, which holds its decisions.
+
+        Raises:
+            PlanError: the plan has no mixer.
+        """
+        grid = self._leg.grid
+        if not isinstance(grid, MixedGrid):
+            raise PlanError("plan: this plan has no mixer; make it with Plan.mixed")
+        return grid
+
+    def decide(self, weights: Sequence[int], drawn: NDArray[np.int64] | None = None) -> None:
+        """Give the first undecided stage its weights, one whole number per stratum. Earlier cells do not change.
+
+        Args:
+            weights: whole weights.
+            drawn: int64[strata], samples that all lanes have drawn by the end of the stage, if they are known.
+        """
+        self.mixture.decide(resolve_masses(weights, stratum_rows(self.population)), drawn)
+
     def without_costs(self) -> Plan:
         """Return the plan of the same settings without costs, from `from_step` on, for comparison."""
         plain = replace(self.settings, cost=None, balance=None)
-        grid = NaturalGrid(self.population, plain)
-        return Plan(self._leg._replace(settings=plain, grid=grid))
+        return Plan(self._leg._replace(settings=plain, grid=plan_of(plain, self.population).grid))
 
     def history(self) -> list[dict[str, object]]:
         """Return the first plan and each amendment, as values for canonical JSON.
@@ -311,7 +379,8 @@ class Plan(Shown):
     def accepts(self, digest: str, step: int) -> bool:
         """Return True if a loader state at ``step`` of the plan with this digest is valid for this plan.
 
-        The digest must be that of this plan, or of an ancestor from which this plan does not differ before ``step``.
+        The digest must be the digest of this plan, or of an ancestor that equals this plan before
+        ``step``.
         """
         plan: Plan | None = self
         while plan is not None:
@@ -356,63 +425,17 @@ class Plan(Shown):
             >>> bool((changed.step(3) == plan.step(3)).all()), changed.step(4).size
             (True, 40)
         """
-        if skip is not None and from_step not in (None, skip[0]):
-            raise PlanError(
-                f"plan: skip is {skip} from step {from_step}, expected ({from_step}, a later step)"
-            )
-        start = skip[0] if from_step is None and skip is not None else from_step
-        if start is None:
-            raise PlanError(
-                "plan: amend needs the first step that may differ: pass from_step=, such as "
-                "from_step=loader.state_dict()['step']"
-            )
-        start = whole("plan: from_step", start, Range(self.from_step, 2**63 - 1))
-        if skip is not None:
-            skip = (start, whole("plan: skip to a later step", skip[1], Range(start + 1, 2**63 - 1)))
-        changes = (weights, manifest, removed, global_batch, lanes, skip)
-        if all(one is None for one in changes):
-            raise PlanError(
-                "plan: the amendment changes nothing; name weights, manifest, global_batch, lanes or skip"
-            )
-        if global_batch is not None:
-            global_batch = whole("plan: global_batch", global_batch, GLOBAL_BATCH)
-        lanes = None if lanes is None else whole("plan: lanes", lanes, GLOBAL_BATCH)
-        gone = None if removed is None else self._checked_removal(manifest, removed)
-        change = Change(
-            from_step=start,
-            position=start if skip is None else skip[1],
+        change = make_change(
+            self._leg,
+            from_step=from_step,
             weights=weights,
-            population=manifest,
-            removed=gone,
+            manifest=manifest,
+            removed=removed,
             global_batch=global_batch,
             lanes=lanes,
+            skip=skip,
         )
-        said: dict[str, object] = {
-            "from_step": start,
-            "skip": skip,
-            "lanes": lanes,
-            "global_batch": global_batch,
-            "weights": weights is not None,
-        }
-        if gone is not None:
-            said["removed"] = len(gone)
-        return Plan(amended(self._leg, change), self, said)
-
-    def _checked_removal(self, manifest: Population | None, removed: ArrayLike) -> NDArray[np.int64]:
-        gone = np.asarray(removed, dtype=np.int64)
-        if manifest is None:
-            raise PlanError("plan: removed needs manifest=, the version without these samples")
-        rows = self.population.rows
-        if gone.ndim != 1 or (np.diff(gone, prepend=-1) <= 0).any() or (len(gone) and gone[-1] >= rows):
-            raise PlanError(f"plan: removed must be ascending sample numbers below {rows}")
-        unknown = sorted(set(manifest.strata) - set(self.population.strata))
-        if manifest.rows != rows - len(gone) or unknown:
-            raise PlanError(
-                f"plan: the other version has {manifest.rows} samples"
-                + (f" and the stratum {unknown[0]!r}" if unknown else "")
-                + f", expected the {rows} samples of this plan without {len(gone)}"
-            )
-        return gone
+        return Plan(amend_leg(self._leg, change), self, change.describe())
 
 
 def cell_digest(samples: NDArray[np.int64]) -> str:
@@ -422,87 +445,6 @@ def cell_digest(samples: NDArray[np.int64]) -> str:
     """
     filled = samples[samples >= 0].astype("<i8")
     return hashlib.sha256(filled.tobytes()).hexdigest()[:32]
-
-
-def make_plan(
-    population: Population,
-    *,
-    global_batch: int,
-    seed: int = 0,
-    lanes: int | None = None,
-    remainder: str = "drop",
-    window_blocks: int | None = None,
-    shuffle: str = "window",
-    weights: WeightsLike | None = None,
-    stages: Sequence[tuple[int, WeightsLike | None]] | None = None,
-    epoch_steps: int | None = None,
-    group_by: Mapping[str, int] | None = None,
-    sequence: int | None = None,
-    row_tokens: int | None = None,
-    cost: Costs | None = None,
-    balance: str | None = None,
-) -> Plan:
-    """Make the plan of a population.
-
-    Args:
-        population: the selected rows of a manifest.
-        global_batch: B, number of samples of a step over all ranks.
-        seed: seed of all shuffles.
-        lanes: L, a divisor of B; by default chosen to suit most world sizes.
-        remainder: ``"drop"`` leaves fewer than B rows out of each epoch, different rows each time; ``"short"`` ends the
-            epoch with a short step.
-        window_blocks: number of blocks that a lane has open, over all its strata. By default 4 to 16, so that all lanes
-            take about 256 MiB. With ``cost`` 16 to 64, or up to 128 for cells of more than 8 samples.
-        shuffle: ``"window"``, ``"full"`` (each lane's hand as a whole) or ``"none"``.
-        weights: mapping from globs over strata to the weight of each matching stratum; 1 for all other strata. The plan
-            is then endless, with pass after pass over each stratum. Fractions are scaled to integers exactly:
-            ``{"a": 0.7, "b": 0.3}`` is 7 to 3.
-        stages: later (from_step, weights) in ascending order; weights of None are proportional to rows.
-        epoch_steps: steps of an epoch, that is, of a loop over the plan. It does not change the order of rows. The
-            default is a pass over all rows, or ceil(N / B) steps with explicit weights.
-        group_by: mapping from globs over strata to the greatest length of their samples. All samples of a step are of
-            one group. A cell of the longest group has B / L samples; cells of other groups have more samples, within
-            the same number of tokens.
-        sequence: tokens of a training sequence. Consecutive rows are joined, and B counts sequences.
-        row_tokens: tokens of a row, for ``sequence``.
-        cost: cost of each sample. Cells in a lane's window then have nearly equal cost. Requires natural weights and
-            ``shuffle="window"``.
-        balance: ``"spread"`` (default) puts expensive cells of neighbouring lanes in different steps, so that steps
-            cost nearly the same, and so do ranks of several lanes. ``"align"`` puts them in the same steps, so that
-            ranks of one lane cost the same too, while steps differ.
-
-    Raises:
-        PlanError: a setting is out of range, or the epoch has no full step.
-    """
-    global_batch = whole("plan: global_batch", global_batch, GLOBAL_BATCH)
-    resolved = resolve_stages(weights, stages, population.strata, stratum_rows(population))
-    join = None if sequence is None else rows_per_sequence(sequence, row_tokens)
-    units = population if join is None else joined(population, join)
-    lanes = default_lanes(units, global_batch) if lanes is None else whole("plan: lanes", lanes, GLOBAL_BATCH)
-    if window_blocks is None and cost is None:
-        window_blocks = default_window_blocks(population, lanes)
-    elif window_blocks is None:
-        window_blocks = default_cost_window(population, lanes, global_batch // lanes)
-    settings = Settings(
-        global_batch=global_batch,
-        lanes=lanes,
-        seed=seed,
-        remainder=remainder,
-        window_blocks=window_blocks,
-        shuffle=shuffle,
-        stages=resolved,
-        epoch_steps=epoch_steps,
-        join=join,
-        cost=None if cost is None else cost.text,
-        balance=balance if cost is None else balance or BALANCES[0],
-    )
-    if cost is not None or balance is not None:
-        _check_cost(cost, settings, population, group_by)
-    if group_by is not None:
-        if resolved or join is not None:
-            raise PlanError("plan: group_by goes neither with weights nor with sequence; leave one out")
-        settings = replace(settings, buckets=find_buckets(group_by, population.strata))
-    return plan_of(settings, population, cost)
 
 
 def plan_of(settings: Settings, population: Population, cost: Costs | None = None) -> Plan:
@@ -516,8 +458,10 @@ def plan_of(settings: Settings, population: Population, cost: Costs | None = Non
     grid: AnyGrid
     if settings.buckets:
         grid = BucketGrid(population, settings)
+    elif settings.mixer is not None:
+        grid = MixedGrid(units, settings)
     elif settings.stages:
-        grid = WeightedGrid(units, settings)
+        grid = WeightedGrid(units, settings, costs=cost)
     else:
         grid = NaturalGrid(units, settings, costs=cost)
     if isinstance(grid, NaturalGrid | WeightedGrid) and settings.join is not None:
@@ -525,20 +469,6 @@ def plan_of(settings: Settings, population: Population, cost: Costs | None = Non
     return Plan(Leg(settings, population, grid))
 
 
-def _check_cost(
-    cost: Costs | None, settings: Settings, population: Population, group_by: Mapping[str, int] | None
-) -> None:
-    """Raise PlanError for settings that cannot be combined with cost."""
-    if cost is None:
-        raise PlanError(f"plan: balance is {settings.balance!r}, expected it only with cost")
-    others = {
-        "weights or stages": bool(settings.stages),
-        "group_by": group_by is not None,
-        "sequence": settings.join is not None,
-        f"shuffle={settings.shuffle!r}": settings.shuffle != "window",
-    }
-    found = ", ".join(name for name, is_there in others.items() if is_there)
-    if found:
-        raise PlanError(f"plan: cost does not go with {found}; leave one out")
-    if len(cost.codes) != population.rows:
-        raise PlanError(f"plan: cost is of {len(cost.codes)} samples, expected {population.rows}")
+def _span(start: int, stop: int) -> tuple[int, int]:
+    start = whole("plan: first step", start, _STEPS)
+    return start, whole("plan: end of the steps", stop, Range(start, _STEPS.high + 1))

@@ -269,7 +269,7 @@ class BaseOrder:
         keep = hi > lo
         hand = (group if hand is None else hand)[keep]
         group, lo, hi = group[keep], lo[keep], hi[keep]
-        found = self._scan(self._needed(group, lo, hi))
+        found = self._scan(self._chunk_runs(group, lo, hi))
         # with the base orders of all groups concatenated, one bisection finds the pieces of all ranges
         offset = np.cumsum(self._group_rows) - self._group_rows
         at = offset[found.group] + found.base
@@ -363,7 +363,7 @@ class BaseOrder:
         """Return the stratum of each sample, int64[n]."""
         return self.population.segment_stratum[self.segments_of(samples)].astype(np.int64)
 
-    def _needed(
+    def _chunk_runs(
         self, group: NDArray[np.int64], lo: NDArray[np.int64], hi: NDArray[np.int64]
     ) -> list[tuple[int, int]]:
         """Return the runs of chunks that contain the ranges."""

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from shardkit.arrays import Int64s
 from shardkit.notebook import page, table
 
 from .costs import Costs
@@ -19,8 +20,6 @@ from .plan import Plan
 from .population import BaseOrder, stratum_rows
 from .settings import LEAST_LANES, few_lanes, num_blocks
 from .weighted import WeightedGrid
-
-Numbers = NDArray[np.int64]
 
 
 def describe_plan(plan: Plan, *, nodes: Sequence[int] = (1, 2, 4, 8), steps: int = 256) -> dict[str, object]:
@@ -72,7 +71,7 @@ def plan_page(plan: Plan) -> str:
     )  # fmt: skip
 
 
-def _samples(cell: Numbers) -> str:
+def _samples(cell: Int64s) -> str:
     shown = ", ".join(str(number) for number in cell[:3] if number >= 0)
     return f"{shown}, …" if len(cell) > 3 else shown
 
@@ -94,7 +93,7 @@ def expected_counts(plan: Plan) -> NDArray[np.float64]:
     return expected
 
 
-def stratum_counts(plan: Plan, steps: Sequence[int]) -> Numbers:
+def stratum_counts(plan: Plan, steps: Sequence[int]) -> Int64s:
     """Count the samples of each stratum in cells: (steps, lanes, strata) int64."""
     out = np.zeros((len(steps), plan.lanes, len(plan.population.strata)), dtype=np.int64)
     for place, step in enumerate(steps):
@@ -173,14 +172,14 @@ def _working_set(plan: Plan) -> dict[str, object]:
 
 def _open_blocks(grid: NaturalGrid | WeightedGrid) -> int:
     if isinstance(grid, NaturalGrid):
-        return _held(
+        return _count_blocks(
             np.array(grid.groups.masses, dtype=float), grid.windows, grid.cell_size, 2 * grid.cell_size
         )
     parts = [(w.masses, (w.global_batch or grid.global_batch) // grid.lanes) for w in grid.weights]
-    return max(_held(np.array(m, dtype=float), grid.tapes.windows, size, len(m)) for m, size in parts)
+    return max(_count_blocks(np.array(m, dtype=float), grid.tapes.windows, size, len(m)) for m, size in parts)
 
 
-def _held(masses: NDArray[np.float64], windows: Numbers, cell_size: int, most: int) -> int:
+def _count_blocks(masses: NDArray[np.float64], windows: Int64s, cell_size: int, most: int) -> int:
     """Return the blocks in windows of groups that every cell draws from, and of at most ``most`` other groups."""
     often = cell_size * masses >= masses.sum()
     few = min(most, int((~often & (masses > 0)).sum()))
@@ -205,7 +204,7 @@ class Mixing:
     distance_bits: float
 
 
-def measure(order: BaseOrder, batches: Numbers) -> Mixing:
+def measure(order: BaseOrder, batches: Int64s) -> Mixing:
     """Measure the mixing of sample numbers (steps, B)."""
     segment = order.segments_of(batches.ravel()).reshape(batches.shape)
     shard = np.sort(order.population.segment_shard[segment], axis=1)
@@ -223,7 +222,7 @@ def measure(order: BaseOrder, batches: Numbers) -> Mixing:
     )
 
 
-def full_shuffle(rows: int, steps: int, global_batch: int, seed: int = 0) -> Numbers:
+def full_shuffle(rows: int, steps: int, global_batch: int, seed: int = 0) -> Int64s:
     """Return the first steps of an unstratified full shuffle: (steps, B) int64."""
     first = np.arange(min(rows, steps * global_batch), dtype=np.int64)
     return Feistel(derive(seed, rows), rows)(first)[: len(first) // global_batch * global_batch].reshape(

@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from .population import Population
+from shardkit.arrays import Int64s
 
-Numbers = NDArray[np.int64]
+from .population import Population
 
 _PART = 1 << 20  # members that are numbered again at once
 _BYTES = 16  # bytes of the bitmap per entry of the table of counts
@@ -30,14 +30,14 @@ class RowSet:
         parts: arrays of the members, int64, in any order.
     """
 
-    def __init__(self, size: int, parts: Iterable[Numbers]) -> None:
+    def __init__(self, size: int, parts: Iterable[Int64s]) -> None:
         self._size = size
         bits = np.zeros((size // (8 * _BYTES) + 1) * _BYTES, dtype=np.uint8)
         for part in parts:
             np.bitwise_or.at(bits, part >> 3, (128 >> (part & 7)).astype(np.uint8))
         self._bits: NDArray[np.uint8] = bits.reshape(-1, _BYTES)
         counts = np.bitwise_count(self._bits).sum(axis=1, dtype=np.int64)
-        self._before: Numbers = np.concatenate(([0], np.cumsum(counts)))
+        self._before: Int64s = np.concatenate(([0], np.cumsum(counts)))
 
     def __len__(self) -> int:
         return int(self._before[-1])
@@ -46,11 +46,11 @@ class RowSet:
         place = sample & (8 * _BYTES - 1)
         return bool(int(self._bits[sample // (8 * _BYTES), place >> 3]) & 128 >> (place & 7))
 
-    def all(self) -> Numbers:
+    def all(self) -> Int64s:
         """Return all members, ascending: int64."""
         return self.members(np.arange(len(self), dtype=np.int64))
 
-    def members(self, ranks: Numbers) -> Numbers:
+    def members(self, ranks: Int64s) -> Int64s:
         """Return the members with these ranks: int64, of the same shape; -1 for rank -1."""
         out, filled = ranks.copy(), ranks >= 0
         number = ranks[filled]
@@ -64,24 +64,24 @@ class RowSet:
         out[filled] = (entry * _BYTES + byte) * 8 + _PLACE[found[each, byte], rest]
         return out
 
-    def ranks(self, samples: Numbers) -> Numbers:
+    def ranks(self, samples: Int64s) -> Int64s:
         """Return the number of members below each of these numbers, which may equal ``size``: int64."""
         entry, place = np.divmod(samples, 8 * _BYTES)
         found = self._bits[entry]
         whole = np.where(np.arange(_BYTES) < (place >> 3)[:, None], _COUNT[found], 0).sum(axis=1)
         byte = found[np.arange(len(found)), place >> 3].astype(np.int64)
-        ranks: Numbers = self._before[entry] + whole + _COUNT[byte & (0xFF00 >> (place & 7)) & 0xFF]
+        ranks: Int64s = self._before[entry] + whole + _COUNT[byte & (0xFF00 >> (place & 7)) & 0xFF]
         return ranks
 
-    def without(self, removed: Numbers) -> RowSet:
+    def without(self, removed: Int64s) -> RowSet:
         """Return the set after some sample numbers are removed and all others are numbered again.
 
         Args:
             removed: ascending sample numbers, int64.
         """
-        return RowSet(self._size - len(removed), self._renumbered(removed))
+        return RowSet(self._size - len(removed), self._renumber(removed))
 
-    def _renumbered(self, removed: Numbers) -> Iterator[Numbers]:
+    def _renumber(self, removed: Int64s) -> Iterator[Int64s]:
         for first in range(0, len(self), _PART):
             numbers = self.members(np.arange(first, min(len(self), first + _PART), dtype=np.int64))
             before = np.searchsorted(removed, numbers)

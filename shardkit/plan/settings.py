@@ -33,6 +33,7 @@ GLOBAL_BATCH = Range(1, 2**31 - 1)
 MANY_LANES, MOST_LANES = 32, 256
 WORLDS = 64  # largest world size considered when lanes are chosen
 REMAINDERS = ("drop", "short")
+_OPTIONAL = ("epoch_steps", "mix_every")  # numbers that may be None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +52,13 @@ class Settings:
     join: int | None = None
     cost: str | None = None
     balance: str | None = None
+    mixer: str | None = None
+    mix_every: int | None = None
 
     def __post_init__(self) -> None:
         self._set("global_batch", GLOBAL_BATCH)
         self._set("seed", Range(0, 2**63 - 1))
-        for name in ("lanes", "window_blocks", "epoch_steps"):
+        for name in ("lanes", "window_blocks", *_OPTIONAL):
             self._set(name, Range(1, 2**63 - 1))
         if self.global_batch % self.lanes:
             fit = [d for d in divisors(self.global_batch) if d <= 1024]
@@ -71,7 +74,7 @@ class Settings:
     def _set(self, name: str, allowed: Range) -> None:
         """Check a whole number and convert it to a Python int, which the canonical form requires."""
         value = getattr(self, name)
-        if value is not None or name != "epoch_steps":
+        if value is not None or name not in _OPTIONAL:
             object.__setattr__(self, name, whole(f"plan: {name}", value, allowed))
 
     def canonical(self) -> dict[str, object]:
@@ -217,7 +220,7 @@ def check_range(name: str, value: object, allowed: Range, kind: type[int] | type
 
 
 def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise PlanError(f"plan: {name} is {value!r}, expected one of {', '.join(choices)}")
 
 
@@ -286,6 +289,11 @@ def resolve_stages(
 
     The result is empty for natural weights.
     """
+    if stages is not None and not _are_pairs(stages):
+        raise PlanError(
+            f"plan: stages is {shown(stages)}, expected pairs of a first step and weights, such as "
+            '[(1000, {"*": 1})]'
+        )
     if weights is None and not stages:
         return ()
     resolved = [(0, resolve_weights(weights, strata, rows))]
@@ -295,6 +303,32 @@ def resolve_stages(
             resolved.pop()
         resolved.append((int(step), resolve_weights(stage, strata, rows)))
     return tuple(resolved)
+
+
+def resolve_masses(weights: Sequence[int], rows: Sequence[int]) -> tuple[int, ...]:
+    """Check whole weights, one per stratum, and return them.
+
+    Raises:
+        PlanError: there are other numbers of them, one is invalid, one of a stratum without rows is above 0, none is
+            above 0, or their sum is too large.
+    """
+    if len(weights) != len(rows):
+        raise PlanError(f"plan: {len(weights)} weights for {len(rows)} strata")
+    masses = tuple(whole("plan: weight", one, Range(0, MAX_WEIGHT - 1)) for one in weights)
+    if any(mass and not some for mass, some in zip(masses, rows, strict=True)):
+        raise PlanError(f"plan: weights {shown(masses)}: a stratum without rows has a weight")
+    if not 0 < sum(masses) < MAX_WEIGHT:
+        raise PlanError(f"plan: weights {shown(masses)}: expected a sum from 1 to {MAX_WEIGHT - 1}")
+    return masses
+
+
+def is_pair(value: object) -> bool:
+    """Return True for a list or tuple of two values."""
+    return isinstance(value, list | tuple) and len(value) == 2
+
+
+def _are_pairs(values: object) -> bool:
+    return isinstance(values, list | tuple) and all(map(is_pair, values))
 
 
 def _fraction(pattern: object, weight: Any) -> Fraction:

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .deal import Deal
+from shardkit.arrays import Int64s
 
-Numbers = NDArray[np.int64]
+from .deal import Deal
 
 
 class Tree:
@@ -87,20 +87,20 @@ class RoundRobin:
         starts: int64[tapes], initial position of each tape.
     """
 
-    def __init__(self, starts: Numbers) -> None:
-        self._order: Numbers = np.argsort(starts, kind="stable")
-        self._start: Numbers = starts[self._order]
-        self._rank: Numbers = np.argsort(self._order)
+    def __init__(self, starts: Int64s) -> None:
+        self._order: Int64s = np.argsort(starts, kind="stable")
+        self._start: Int64s = starts[self._order]
+        self._rank: Int64s = np.argsort(self._order)
         # draws until all lower tapes reach the level of each start
         width = np.arange(len(starts), dtype=np.int64)
-        self._before: Numbers = width * self._start - (np.cumsum(self._start) - self._start)
+        self._before: Int64s = width * self._start - (np.cumsum(self._start) - self._start)
 
-    def at(self, number: Numbers) -> tuple[Numbers, Numbers]:
+    def at(self, number: Int64s) -> tuple[Int64s, Int64s]:
         """Return the tape and the position of each draw."""
         _, level, rank = self._split(number)
         return self._order[rank], level
 
-    def standing(self, number: int) -> Numbers:
+    def standing(self, number: int) -> Int64s:
         """Return the position of every tape after ``number`` draws: int64[tapes]."""
         width, level, rank = (int(a[0]) for a in self._split(np.array([number])))
         place = np.arange(len(self._start))
@@ -116,7 +116,7 @@ class RoundRobin:
             + int(self._rank[tape])
         )
 
-    def _split(self, number: Numbers) -> tuple[Numbers, Numbers, Numbers]:
+    def _split(self, number: Int64s) -> tuple[Int64s, Int64s, Int64s]:
         """Return for each draw the number of tapes at its level, the level, and the rank of the tape that draws."""
         width = np.searchsorted(self._before, number, side="right")
         rounds, rank = np.divmod(number - self._before[width - 1], width)
@@ -158,19 +158,21 @@ def plan_groups(
     return groups
 
 
-def whole_turn(groups: Sequence[StageGroup], batch: int, target: int) -> tuple[int, list[int]]:
+def whole_turn(
+    groups: Sequence[StageGroup], batch: int, target: int, *, fixed: int | None = None
+) -> tuple[int, list[int]]:
     """Return the steps of a phase and its samples of each group.
 
     All phases of a turn have the same counts, so that all lanes have drawn the same after each turn. Counts must be
     whole numbers: a multiple of the shortest exact phase if that is short enough, otherwise counts rounded by largest
-    remainder, which then replace the weights of the plan.
+    remainder, which then replace the weights of the plan. ``fixed`` is the number of steps if it may not be chosen.
     """
     total = sum(g.mass for g in groups)
     exact = lcm(*(total // gcd(total, batch * g.mass) for g in groups))
-    if exact <= max(target, _COARSE):
+    if fixed is None and exact <= max(target, _COARSE):
         steps = exact * max(1, target // exact)
         return steps, [steps * batch * g.mass // total for g in groups]
-    steps = max(target, _COARSE)
+    steps = fixed or max(target, _COARSE)
     slots = steps * batch
     counts = [max(1, slots * g.mass // total) for g in groups]
     by_rest = sorted(range(len(groups)), key=lambda i: (-(slots * groups[i].mass % total), i))
@@ -198,16 +200,46 @@ class Stage:
         self.turn = steps * lanes
         sums = [sum(counts[: i + 1]) for i in range(len(counts))]
         self.deal = Deal(sums, batch, lanes, self.turn)
-        self._per_turn: Numbers = np.array(
+        self._per_turn: Int64s = np.array(
             sums, dtype=np.int64
         )  # samples of groups <= g per lane and whole turn
         self.shares = counts
 
-    def lane_counts(self, steps: Numbers, lane: int | Numbers, chosen: Numbers) -> Numbers:
+    def lane_counts(self, steps: Int64s, lane: int | Int64s, chosen: Int64s) -> Int64s:
         """Return the samples of chosen groups drawn by a lane before each step: (n, k) int64."""
         turns, rest = np.divmod(steps, self.turn)
         whole = np.diff(self._per_turn, prepend=0)[chosen]
         return turns[:, None] * whole + self.deal.lane_counts(rest, lane, chosen)
+
+    def steps_of(self, draws: Int64s, lane: int, group: int) -> Int64s:
+        """Return the step of each of a lane's draws of a group, by bisection: (n,) int64."""
+        chosen = np.array([group])
+        turns = draws // int(np.diff(self._per_turn, prepend=0)[group])
+        low, high = turns * self.turn, (turns + 1) * self.turn - 1  # draws before `low` <= the draw's number
+        while (low < high).any():
+            middle = (low + high + 1) // 2
+            there = self.lane_counts(middle, lane, chosen)[:, 0] <= draws
+            low, high = np.where(there, middle, low), np.where(there, high, middle - 1)
+        return low
+
+    def shared_draws(self, draws: Int64s, group: int) -> tuple[Int64s, Int64s]:
+        """Return the step and the lane of draws of a group, numbered over all lanes: int64[n] each."""
+        per_turn = int(np.diff(self._per_turn, prepend=0)[group]) * self.lanes
+        turns = draws // per_turn
+        low, high = turns * self.turn, (turns + 1) * self.turn - 1
+
+        def offsets(steps: Int64s) -> tuple[Int64s, Int64s]:
+            sums = self.prefix(steps)
+            below = sums[:, group - 1] if group else np.zeros(len(steps), dtype=np.int64)
+            return below, sums[:, group] - below
+
+        while (low < high).any():
+            middle = (low + high + 1) // 2
+            there = offsets(middle)[1] <= draws
+            low, high = np.where(there, middle, low), np.where(there, high, middle - 1)
+        below, before = offsets(low)
+        slot = offsets(low + 1)[0] - below + draws - before
+        return low, (slot + low % self.turn * self.lanes // self.turn) % self.lanes
 
     def drift(self, group: int) -> int:
         """Return the largest difference between lanes in draws of a group at borders of phases.
@@ -221,12 +253,12 @@ class Stage:
         )
         return int(np.ptp(drawn.reshape(self.lanes, self.lanes), axis=1).max())
 
-    def prefix(self, steps: Numbers) -> Numbers:
+    def prefix(self, steps: Int64s) -> Int64s:
         """Return the samples of groups <= g drawn by all lanes before each step: (n, groups) int64."""
         turns, rest = np.divmod(steps, self.turn)
         return turns[:, None] * (self._per_turn * self.lanes) + self.deal.prefix(rest)
 
-    def slots(self, steps: Numbers, lane: int, group: int) -> tuple[Numbers, Numbers]:
+    def slots(self, steps: Int64s, lane: int, group: int) -> tuple[Int64s, Int64s]:
         """Return a lane's draws of a group in consecutive steps, numbered over all lanes in slot order.
 
         Returns:

@@ -6,19 +6,22 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from shardkit.arrays import Int64s
+
+from .costs import Balance
 from .deal import ragged
 from .deck import Deck, Hands, Recent, build_deck
 from .permutation import Feistel, derive, derive_each
 from .population import BaseOrder, Population, each_alone, stratum_rows
 from .row_set import RowSet
 
-Numbers = NDArray[np.int64]
-
 _HANDS, _SHARED = 1, 4  # purposes of keys derived from the seed
 _PIECE = 512  # positions drawn at once when single positions are requested
 _PIECES = 8192
+_WALK = (
+    1 << 21
+)  # rows of shared tapes that are kept in windows; a walk over all lanes draws half as many at a time
 
 
 class Heads(NamedTuple):
@@ -31,18 +34,38 @@ class Heads(NamedTuple):
     """
 
     rests: tuple[RowSet, ...]
-    number: Numbers
+    number: Int64s
     key: int
 
 
+class ByCost(NamedTuple):
+    """Arrangement of the rows of a pass by cost.
+
+    Attributes:
+        of_hands: (lane, strata, passes) → arrangement of the lane's hands of these passes.
+        window: int64[strata], rows of a window of a shared tape; 0: as many as a pass.
+        shared: (stratum, position on the tape, samples of a window from there on) → the samples in another order.
+    """
+
+    of_hands: Callable[[int, Int64s, Int64s], Balance]
+    window: Int64s
+    shared: Callable[[int, int, Int64s], Int64s]
+
+
 class _Pass(NamedTuple):
-    """Base order and rows per stratum of a pass. The members of ``rows``, or all rows if it is None."""
+    """One pass over strata: over the rows in ``rows``, or over all rows if ``rows`` is None.
+
+    Attributes:
+        order: base order of the rows.
+        counts: number of rows of each stratum.
+        rows: rows of the pass; None for all.
+    """
 
     order: BaseOrder
-    counts: Numbers
+    counts: Int64s
     rows: RowSet | None
 
-    def samples(self, numbers: Numbers) -> Numbers:
+    def samples(self, numbers: Int64s) -> Int64s:
         return numbers if self.rows is None else self.rows.members(numbers)
 
 
@@ -53,7 +76,7 @@ def _rest(rows: RowSet, population: Population) -> _Pass:
 
 
 class Tapes:
-    """Tapes of all strata; stratum numbers are those of the population.
+    """Tapes of all strata; strata are numbered as in the population.
 
     A *handed* stratum has one tape per lane: whole pass j of lane l holds base positions
     [floor((l n + t) / L), floor(((l + 1) n + t) / L)) with t = j n mod L, so that after j passes every lane has drawn
@@ -65,13 +88,15 @@ class Tapes:
     def __init__(
         self,
         order: BaseOrder,
-        rows: Numbers,
+        rows: Int64s,
         lanes: int,
         seed: int,
-        windows: Numbers,
+        windows: Int64s,
         shuffle: str,
         heads: Heads | None = None,
+        balance: ByCost | None = None,
     ) -> None:
+        self._balance = balance
         self.order, self.rows, self.lanes, self.seed = order, rows, lanes, seed
         self.windows, self.shuffle = windows, shuffle
         self.heads = heads or Heads((), np.zeros(len(rows), dtype=np.int64), 0)
@@ -82,48 +107,48 @@ class Tapes:
             self.rests, len(rows)
         )
         lane = np.arange(lanes + 1, dtype=np.int64)[:, None]
-        self._cut: Numbers = lane * left[:, None] // lanes  # rows of a rest that each lane draws
+        self._cut: Int64s = lane * left[:, None] // lanes  # rows of a rest that each lane draws
         # position on a tape at which each rest begins, then the position of the first whole pass
-        self._begin: Numbers = _summed(np.diff(self._cut, axis=1))  # (rests + 1, lanes, strata)
-        self._begin_shared: Numbers = _summed(left)  # (rests + 1, strata)
+        self._begin: Int64s = _prefix_sums(np.diff(self._cut, axis=1))  # (rests + 1, lanes, strata)
+        self._begin_shared: Int64s = _prefix_sums(left)  # (rests + 1, strata)
         self._decks: Recent[tuple[int, bytes, bytes], Deck] = Recent(4 * lanes)
-        self._pieces: Recent[tuple[int, int], Numbers] = Recent(_PIECES)
-        self._shared: Recent[tuple[int, int], tuple[Numbers, Numbers]] = Recent(1024)
+        self._pieces: Recent[tuple[int, int], Int64s] = Recent(_PIECES)
+        self._shared: Recent[tuple[int, int], tuple[Int64s, Int64s]] = Recent(1024)
+        least = 1 if balance is None else int(balance.window.min())
+        self._windows: Recent[tuple[int, int, int], Int64s] = Recent(_WALK // least + 2 * len(rows))
 
-    def pass_start(self, lane: int | Numbers, strata: Numbers, passes: Numbers) -> Numbers:
+    def pass_start(self, lane: int | Int64s, strata: Int64s, passes: Int64s) -> Int64s:
         """Return the position on a lane's tape at which a pass starts."""
         whole, part = np.divmod(self.rows[strata], self.lanes)
         number = np.maximum(0, passes - self.rests)
-        start: Numbers = number * whole + (lane + number) * part // self.lanes - lane * part // self.lanes
+        start: Int64s = number * whole + (lane + number) * part // self.lanes - lane * part // self.lanes
         start += self._begin[np.clip(passes, 0, self.rests), lane, strata]
         return start
 
-    def pass_of(self, lane: int | Numbers, strata: Numbers, position: Numbers) -> Numbers:
+    def pass_of(self, lane: int | Int64s, strata: Int64s, position: Int64s) -> Int64s:
         """Return the pass that contains a position of a lane's tape; empty passes are skipped."""
         inside = position - self._begin[-1, lane, strata]
         guess = self.rests + np.maximum(0, inside * self.lanes // np.maximum(1, self.rows[strata]) - 1)
-        number: Numbers = np.where(inside >= 0, guess, 0)
+        number: Int64s = np.where(inside >= 0, guess, 0)
         while True:
             behind = self.pass_start(lane, strata, number + 1) <= position
             if not behind.any():
                 return number
             number += behind
 
-    def shared_start(self, strata: Numbers, passes: Numbers) -> Numbers:
+    def shared_start(self, strata: Int64s, passes: Int64s) -> Int64s:
         """Return the position on shared tapes at which a pass starts."""
-        start: Numbers = np.maximum(0, passes - self.rests) * self.rows[strata]
+        start: Int64s = np.maximum(0, passes - self.rests) * self.rows[strata]
         return start + self._begin_shared[np.clip(passes, 0, self.rests), strata]
 
-    def shared_pass_of(self, strata: Numbers, position: Numbers) -> Numbers:
+    def shared_pass_of(self, strata: Int64s, position: Int64s) -> Int64s:
         """Return the pass that contains a position of shared tapes."""
         inside = position - self._begin_shared[-1, strata]
         early = (self._begin_shared[1:, strata] <= position).sum(axis=0)
-        number: Numbers = np.where(
-            inside >= 0, self.rests + inside // np.maximum(1, self.rows[strata]), early
-        )
+        number: Int64s = np.where(inside >= 0, self.rests + inside // np.maximum(1, self.rows[strata]), early)
         return number
 
-    def take(self, lane: int, strata: Numbers, lo: Numbers, hi: Numbers) -> Numbers:
+    def take(self, lane: int, strata: Int64s, lo: Int64s, hi: Int64s) -> Int64s:
         """Return the sample numbers at [lo, hi) of a lane's tape of each stratum, concatenated; no range is empty."""
         out = np.empty(int((hi - lo).sum()), dtype=np.int64)
         first = np.cumsum(hi - lo) - (hi - lo)  # index in out of each stratum's draws
@@ -147,14 +172,14 @@ class Tapes:
             todo = todo[lo[todo] < hi[todo]]
         return out
 
-    def take_at(self, stratum: int, lanes: Numbers, positions: Numbers) -> Numbers:
+    def take_at(self, stratum: int, lanes: Int64s, positions: Int64s) -> Int64s:
         """Return the sample numbers at single positions of a stratum's tapes, elementwise for (lane, position)."""
         one = np.array([stratum])
-        return self._picked(stratum, lanes, positions, lambda lane, lo: self.take(lane, one, lo, lo + _PIECE))
+        return self._pick(stratum, lanes, positions, lambda lane, lo: self.take(lane, one, lo, lo + _PIECE))
 
-    def _picked(
-        self, stratum: int, source: Numbers, position: Numbers, make: Callable[[int, Numbers], Numbers]
-    ) -> Numbers:
+    def _pick(
+        self, stratum: int, source: Int64s, position: Int64s, make: Callable[[int, Int64s], Int64s]
+    ) -> Int64s:
         """Return single positions of streams; ``make`` computes whole pieces, which are cached."""
         out = np.empty(len(position), dtype=np.int64)
         pieces, of = np.unique(source << 48 | position // _PIECE, return_inverse=True)
@@ -168,7 +193,7 @@ class Tapes:
             out[here] = rows[position[here] - lo]
         return out
 
-    def hands(self, lane: int, strata: Numbers, passes: Numbers) -> tuple[Numbers, Numbers]:
+    def hands(self, lane: int, strata: Int64s, passes: Int64s) -> tuple[Int64s, Int64s]:
         """Return the base ranges [lo, hi) that a lane holds in whole passes, counted from the first of them."""
         rows = self.rows[strata]
         turn = passes * (rows % self.lanes) % self.lanes
@@ -193,7 +218,7 @@ class Tapes:
         passes, one = number - int(self.heads.number[stratum]), np.array([stratum])
         if passes < 0:
             return None
-        index = min(passes, self.rests)
+        index, whole = min(passes, self.rests), sample
         kind = self._kinds[index]
         if kind.rows is not None:
             if sample not in kind.rows:
@@ -206,6 +231,10 @@ class Tapes:
             if self.shuffle != "none":
                 key = derive(self.seed, _SHARED, stratum, passes + self._first_key)
                 base = int(Feistel(key, int(kind.counts[stratum])).inverse(np.array([base]))[0])
+            if self._balance is not None:
+                size = int(self._balance.window[stratum])
+                rows_there = self._windows.get((stratum, passes, base // size), self._window)
+                base = base // size * size + int(np.flatnonzero(rows_there == whole)[0])
             return -1, int(self.shared_start(one, np.array([passes]))[0]) + base
         if index < self.rests:
             lane = int(np.searchsorted(self._cut[index, :, stratum], base, side="right")) - 1
@@ -219,12 +248,12 @@ class Tapes:
     def _first_key(self) -> int:
         return self.heads.key - self.rests
 
-    def _deck(self, lane: int, strata: Numbers, passes: Numbers) -> Deck:
+    def _deck(self, lane: int, strata: Int64s, passes: Int64s) -> Deck:
         """Return a lane's hands of one pass of each stratum: all in the same rest, or all in whole passes."""
         key = (lane, strata.tobytes(), passes.tobytes())
         return self._decks.get(key, lambda _: self._make_deck(lane, strata, passes))
 
-    def _make_deck(self, lane: int, strata: Numbers, passes: Numbers) -> Deck:
+    def _make_deck(self, lane: int, strata: Int64s, passes: Int64s) -> Deck:
         index = min(int(passes[0]), self.rests)
         if index < self.rests:
             lo, hi = self._cut[index, lane, strata], self._cut[index, lane + 1, strata]
@@ -234,10 +263,13 @@ class Tapes:
         of_pass = derive_each(derive(self.seed, _HANDS), passes + self._first_key)
         keys[strata] = derive_each(derive_each(of_pass, np.full(len(strata), lane)), strata)
         order = self._kinds[index].order
-        return build_deck(order, Hands(strata, lo, hi, strata, keys, self.windows), self.shuffle)
+        balance = None if self._balance is None else self._balance.of_hands(lane, strata, passes)
+        return build_deck(order, Hands(strata, lo, hi, strata, keys, self.windows), self.shuffle, balance)
 
-    def take_shared(self, stratum: int, position: Numbers) -> Numbers:
+    def take_shared(self, stratum: int, position: Int64s) -> Int64s:
         """Return the sample numbers at positions of a shared tape; positions may be in any order."""
+        if self._balance is not None:
+            return self._take_windows(stratum, position, int(self._balance.window[stratum]))
         out = np.empty_like(position)
         kinds = (self._begin_shared[1:, stratum, None] <= position).sum(axis=0)
         for index in np.unique(kinds).tolist():
@@ -245,7 +277,26 @@ class Tapes:
             out[here] = self._take_pass(stratum, index, position[here] - self._begin_shared[index, stratum])
         return out
 
-    def _take_pass(self, stratum: int, index: int, position: Numbers) -> Numbers:
+    def _take_windows(self, stratum: int, position: Int64s, size: int) -> Int64s:
+        """Return the sample numbers at positions of a shared tape whose windows are arranged by cost."""
+        out = np.empty_like(position)
+        passes, inside = np.divmod(position, self.rows[stratum])
+        windows, of = np.unique(np.stack((passes, inside // size)), axis=1, return_inverse=True)
+        for i, (number, window) in enumerate(windows.T.tolist()):
+            here = np.flatnonzero(of.ravel() == i)
+            rows = self._windows.get((stratum, number, window), self._window)
+            out[here] = rows[inside[here] - window * size]
+        return out
+
+    def _window(self, key: tuple[int, int, int]) -> Int64s:
+        assert self._balance is not None
+        stratum, number, window = key
+        rows, size = int(self.rows[stratum]), int(self._balance.window[stratum])
+        first = number * rows + window * size
+        places = np.arange(first, min(first + size, (number + 1) * rows), dtype=np.int64)
+        return self._balance.shared(stratum, first, self._take_pass(stratum, 0, places))
+
+    def _take_pass(self, stratum: int, index: int, position: Int64s) -> Int64s:
         kind = self._kinds[index]
         rows = int(kind.counts[stratum])
         passes, base = np.divmod(position, rows)
@@ -256,13 +307,13 @@ class Tapes:
         run = np.searchsorted(starts, base, side="right") - 1
         return kind.samples(samples[run] + base - starts[run])
 
-    def _runs(self, key: tuple[int, int]) -> tuple[Numbers, Numbers]:
+    def _runs(self, key: tuple[int, int]) -> tuple[Int64s, Int64s]:
         stratum, index = key
         kind = self._kinds[index]
         pieces = kind.order.pieces(np.array([stratum]), np.array([0]), kind.counts[stratum : stratum + 1])
         return pieces.base, pieces.sample
 
 
-def _summed(parts: Numbers) -> Numbers:
+def _prefix_sums(parts: Int64s) -> Int64s:
     """Return the sums over axis 0 of the parts before each part, and of all parts."""
     return np.cumsum(np.concatenate((np.zeros_like(parts.sum(axis=0))[None], parts)), axis=0)

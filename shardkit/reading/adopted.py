@@ -1,8 +1,10 @@
-"""Adopted tars: existing tar files that serve as shards without being copied into the root.
+"""Adopted files: existing files that serve as shards without being copied into the root.
 
-The manifest names an adopted shard by its SHA-256, like any shard. The root records the tar's path or URL in one small
-document, ``locations/<hex of the tar's digest>.json``. The document is configuration, not data, and may be rewritten
-when the tar moves. Neither the document nor a size or modification time is trusted: blocks are verified on every read.
+The manifest names an adopted shard by its SHA-256, like any shard. The root records the file's path or URL in one
+small document, ``locations/<hex of the file's digest>.json``. The document is configuration, not data, and may be
+rewritten when the file moves. A group of files is one shard: the document names their folder, and their `FileGroup`
+is stored next to it. Neither these documents nor a size or modification time is trusted: blocks are verified on every
+read.
 """
 
 from __future__ import annotations
@@ -11,18 +13,16 @@ import contextlib
 import dataclasses
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
-from urllib.parse import unquote
+from typing import TYPE_CHECKING, Final, TypeVar
 
-from msgspec import Meta
-
-from shardkit.documents import Digest, Document, decode, encode
-from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
-from shardkit.formats.canonical_json import parse_digest
+from shardkit.documents import xxh3
+from shardkit.errors import IntegrityError, NotFoundError, ShardkitError
 from shardkit.manifest import MIXED, Manifest, ShardTable
+from shardkit.reading.adopted_places import AdoptedFile, group_name, read_adopted_place
+from shardkit.reading.file_groups import MAX_GROUP_BYTES, FileGroup, Piece
 from shardkit.reading.inventory import version_record_name
 from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.objects import ROOT_NAME, Location
@@ -35,8 +35,6 @@ from shardkit.stores.store import (
     find_checked,
     object_name,
     parse_object_name,
-    put_over,
-    scheme_of,
 )
 from shardkit.stores.waiting import RetryPolicy
 
@@ -44,94 +42,20 @@ if TYPE_CHECKING:
     from shardkit.stores.remote.addresses import Address
     from shardkit.stores.remote.object_store import ForeignStore
 
-_MAX_BYTES: Final = 64 * 2**10
+_SHARDS: Final = (".tar", ".rows")
+"""Extensions of shards that may be adopted."""
 
-
-class _Place(Document, frozen=True, kw_only=True, tag="shardkit-adopted/1"):
-    digest: Digest
-    urls: Annotated[tuple[Annotated[str, Meta(max_length=8_000)], ...], Meta(min_length=1, max_length=16)]
-    etag: Annotated[str, Meta(max_length=1_000)] = ""
-
-
-def location_name(digest: str) -> str:
-    """Return the name of the document with the place of a part (given its manifest id) or of an adopted tar."""
-    return f"locations/{parse_digest(digest)}.json"
-
-
-def resolved(root: str, place: str) -> str:
-    """Return the path or URL of a recorded place; relative paths are relative to the root."""
-    if place.lower().startswith("file:///"):
-        return unquote(place[len("file://") :])
-    joined = place if scheme_of(place) else os.path.join(root, place)
-    return joined if scheme_of(joined) else os.path.normpath(joined)
-
-
-def put_adopted(root: Store, digest: str, place: str, etag: str = "") -> None:
-    """Record the place of an adopted tar durably, replacing any earlier record."""
-    if scheme_of(place):
-        from shardkit.stores.remote.addresses import split_url
-
-        split_url(place)
-        urls = [place]
-    else:
-        urls = [os.path.abspath(place)]
-        if not scheme_of(root.url):  # so that root and tars may move together
-            urls.insert(0, os.path.relpath(urls[0], root.url))
-    put_over(root, location_name(digest), encode(_Place(digest=digest, urls=tuple(urls), etag=etag or "")))
-
-
-class Tar(NamedTuple):
-    """An adopted tar.
-
-    Attributes:
-        digest: ``sha256:<hex>``.
-        places: absolute paths and URLs, tried in order.
-        etag: ETag of the tar in its store when it was adopted; empty if unknown.
-    """
-
-    digest: str
-    places: tuple[str, ...]
-    etag: str
-
-    @property
-    def place(self) -> str:
-        """The first place that is a URL or an existing file; otherwise the last one."""
-        return next((one for one in self.places if scheme_of(one) or os.path.exists(one)), self.places[-1])
-
-    @property
-    def is_far(self) -> bool:
-        """Whether the tar is read from a URL."""
-        return scheme_of(self.place) is not None
-
-    def gone(self, root: str) -> NotFoundError:
-        """Return the error for a tar that is missing from all its places."""
-        return NotFoundError(
-            f"adopted tar {self.digest} is gone from where it was ({', '.join(dict.fromkeys(self.places))}); put it "
-            f"back, or tell where it is now: shardkit adopt TARS… {root}"
-        )
-
-
-def read_tar_place(store: Store, digest: str) -> Tar | None:
-    """Return the recorded place of an adopted tar, or None if the root has no record of it."""
-
-    def parse(data: bytes, where: str) -> Tar:
-        place = decode(_Place, data, where, max_bytes=_MAX_BYTES)
-        if place.digest != digest:
-            raise FormatError(f"{where}: it is of another tar; adopt the tar again")
-        return Tar(digest, tuple(resolved(store.url, url) for url in place.urls), place.etag)
-
-    return find_checked(store, location_name(digest), parse, max_bytes=_MAX_BYTES)
-
-
-_SHARDS: Final = ("objects/", ".tar")
 _THREADS: Final = 16
+_GROUPS: Final = 256  # groups of files whose names are kept in memory
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 _ASKED: Final = (
-    64  # shards sampled to learn whether tars are remote: tars adopted together are mostly in one place
+    64  # shards sampled to learn whether files are remote: files adopted together are mostly in one place
 )
 
 
-def with_adopted_tars(store: Store, manifest: Manifest) -> Store:
-    """Return a store that finds adopted tars if the manifest has any; otherwise return `store`."""
+def with_adopted_files(store: Store, manifest: Manifest) -> Store:
+    """Return a store that finds adopted files if the manifest has any; otherwise return `store`."""
     if not manifest.adopted or _adopting(store) is not None:
         return store
     if not isinstance(store, LocatedStore):
@@ -141,14 +65,16 @@ def with_adopted_tars(store: Store, manifest: Manifest) -> Store:
 
 
 def store_of_version(store: Store, manifest: Manifest, table: ShardTable) -> Store:
-    """Return a store for reading a version: it finds adopted tars and rebuilds lost objects from parity.
+    """Return a store for reading a version: it finds adopted files and rebuilds lost objects from parity.
 
-    A local root without parity, copies and remote tars is returned as it is, or with its adopted tars.
+    A local root without parity, copies and remote files is returned as it is, or with its adopted files.
     """
-    store = with_adopted_tars(store, manifest)
+    store = with_adopted_files(store, manifest)
     if not isinstance(store, LocatedStore):
         has_parity = store.local_path(version_record_name(manifest.id)) is not None
-        if has_parity or (isinstance(store, AdoptedStore) and store.any_far(_some_shards(table))):
+        if has_parity or (
+            isinstance(store, AdoptedStore) and store.any_far(_some_shards(table, manifest.format))
+        ):
             store = LocatedStore([Location(name=ROOT_NAME, store=store, domain=store.url)])
     if isinstance(store, LocatedStore) and MIXED not in (manifest.format, manifest.compression):
         holders = [one.store for one in store.locations if one.holds == "objects"]
@@ -159,21 +85,27 @@ def store_of_version(store: Store, manifest: Manifest, table: ShardTable) -> Sto
     return store
 
 
-def _some_shards(table: ShardTable) -> list[str]:
+def _some_shards(table: ShardTable, extension: str) -> list[str]:
     every = max(1, len(table) // _ASKED)
-    return [object_name(table.digest_text(shard), "tar") for shard in range(0, len(table), every)]
+    return [object_name(table.digest_text(shard), extension) for shard in range(0, len(table), every)]
 
 
 def adopted_place(store: Store, name: str) -> str | None:
-    """Return the path or URL of an adopted tar, or None if `name` is not known to be one."""
-    tar = find_tar(store, name)
-    return None if tar is None else tar.place
+    """Return the path or URL of an adopted file, or None if `name` is not known to be one."""
+    file = find_adopted(store, name)
+    return None if file is None else file.place
 
 
-def find_tar(store: Store, name: str) -> Tar | None:
-    """Return the adopted tar of a shard's object name, or None if the shard is not known to be one."""
+def find_adopted(store: Store, name: str) -> AdoptedFile | None:
+    """Return the adopted file of a shard's object name, or None if the shard is not known to be one."""
     adopting = _adopting(store)
-    return None if adopting is None else adopting.tar(name)
+    return None if adopting is None else adopting.adopted(name)
+
+
+def changed_files(store: Store, name: str, *, read: bool) -> list[tuple[str, str, str]]:
+    """Return the changed files of a shard that is a group of adopted files; see `AdoptedStore.changed_files`."""
+    adopting = _adopting(store)
+    return [] if adopting is None else adopting.changed_files(name, read=read)
 
 
 def _adopting(store: Store) -> AdoptedStore | None:
@@ -185,23 +117,24 @@ def _adopting(store: Store) -> AdoptedStore | None:
 
 
 class AdoptedStore(StoreAround):
-    """Store of a root that has adopted tars; implements `shardkit.stores.store.Store`.
+    """Store of a root that has adopted files; implements `shardkit.stores.store.Store`.
 
-    Objects in the root itself take precedence. Adopted tars are never memory-mapped: their owner may truncate or
+    Objects in the root itself take precedence. Adopted files are never memory-mapped: their owner may truncate or
     rewrite them at any time, and a reader must use exactly the bytes that were verified. They are never written,
     listed or deleted.
 
     Args:
         inner: Store of the root.
-        documents: Store from which the places of tars are read: the root with its locations; default `inner`.
-        retry: Retry policy for tars at URLs.
+        documents: Store from which the places of files are read: the root with its locations; default `inner`.
+        retry: Retry policy for files at URLs.
     """
 
     def __init__(
         self, inner: Store, *, documents: Store | None = None, retry: RetryPolicy | None = None
     ) -> None:
         self._inner, self._documents, self._retry = inner, documents or inner, retry
-        self._tars: dict[str, Tar | None] = {}
+        self._files: dict[str, AdoptedFile | None] = {}
+        self._groups: dict[str, FileGroup] = {}
         self._stores: dict[Address, ForeignStore] = {}
 
     def __repr__(self) -> str:
@@ -212,34 +145,34 @@ class AdoptedStore(StoreAround):
         return self._inner
 
     def with_retry(self, retry: RetryPolicy) -> AdoptedStore:
-        """Return a view with another retry policy; both share the places of tars found so far."""
+        """Return a view with another retry policy; both share the places of files found so far."""
         inner = self._inner
         patient: Store = inner.with_retry(retry) if hasattr(inner, "with_retry") else inner
         view = AdoptedStore(patient, documents=self._documents, retry=retry)
-        view._tars = self._tars
+        view._files, view._groups = self._files, self._groups
         return view
 
-    # Adopted tars
+    # Adopted files
 
-    def tar(self, name: str) -> Tar | None:
-        """Return the adopted tar of an object name; None if the object is in the root, or unknown."""
-        if not (name.startswith(_SHARDS[0]) and name.endswith(_SHARDS[1])):
+    def adopted(self, name: str) -> AdoptedFile | None:
+        """Return the adopted file of an object name; None if the object is in the root, or unknown."""
+        if not (name.startswith("objects/") and name.endswith(_SHARDS)):
             return None
-        if name in self._tars:
-            return self._tars[name]
+        if name in self._files:
+            return self._files[name]
         is_here = self._inner.head(name) is not None
-        tar = None if is_here else read_tar_place(self._documents, parse_object_name(name)[0])
-        if is_here or tar is not None:  # an unknown object may be written or adopted later
-            self._tars[name] = tar
-        return tar
+        file = None if is_here else read_adopted_place(self._documents, parse_object_name(name)[0])
+        if is_here or file is not None:  # an unknown object may be written or adopted later
+            self._files[name] = file
+        return file
 
     def any_far(self, names: Iterable[str]) -> bool:
-        """Whether any of these shards is known to be a tar at a URL."""
+        """Return True if any of these shards is known to be a file at a URL."""
 
         def is_far(name: str) -> bool:
             with contextlib.suppress(ShardkitError):
-                tar = self.tar(name)
-                return tar is not None and tar.is_far
+                file = self.adopted(name)
+                return file is not None and file.is_far
             return False
 
         # in parallel: opening a dataset waits for this, and its root may be a bucket
@@ -247,64 +180,66 @@ class AdoptedStore(StoreAround):
             return any(pool.map(is_far, names))
 
     def rewritten(self, name: str) -> str | None:
-        """Return how a tar's ETag differs from the adopted one; None if it is equal or unknown."""
-        tar = self.tar(name)
-        found = self._stat(tar) if tar is not None and tar.etag else None
-        if tar is None or found is None or not found.etag or found.etag == tar.etag:
+        """Return how a file's ETag differs from the adopted one; None if it is equal or unknown."""
+        file = self.adopted(name)
+        found = self._stat(file) if file is not None and file.etag else None
+        if file is None or found is None or not found.etag or found.etag == file.etag:
             return None
-        return f"ETag {found.etag}; it was {tar.etag} when the tar was adopted"
+        return f"ETag {found.etag}; it was {file.etag} when the file was adopted"
 
     # Reading
 
     def get(self, name: str, *, max_bytes: int) -> bytes:
-        tar = self.tar(name)
-        if tar is None:
+        file = self.adopted(name)
+        if file is None:
             return self._inner.get(name, max_bytes=max_bytes)
-        found = self._stat(tar)
+        found = self._state(file)
         if found is None:
-            raise tar.gone(self.url)
+            raise file.gone(self.url)
         if found.size > max_bytes:
             raise IntegrityError(
-                f"{tar.place}: {found.size} bytes, expected at most {max_bytes}; it changed since it was adopted"
+                f"{file.place}: {found.size} bytes, expected at most {max_bytes}; it changed since it was adopted"
             )
         return self.get_range(name, 0, found.size)
 
     def get_range(self, name: str, offset: int, length: int) -> bytes:
-        tar = self.tar(name)
-        if tar is None:
+        file = self.adopted(name)
+        if file is None:
             return self._inner.get_range(name, offset, length)
+        if file.files:
+            return self._read_group(file, offset, length)
         try:
-            return self._read(tar, offset, length)
+            return self._read(file, offset, length)
         except NotFoundError:
-            raise tar.gone(self.url) from None
+            raise file.gone(self.url) from None
 
     def head(self, name: str) -> ObjectStat | None:
         """Return size and checksum of an object; see `Store.head`.
 
-        If a tar's ETag is unchanged since it was hashed, its digest counts as the checksum that the store keeps.
+        If a file's ETag is unchanged since it was hashed, its digest counts as the checksum that the store keeps.
         """
-        tar = self.tar(name)
-        if tar is None:
+        file = self.adopted(name)
+        if file is None:
             return self._inner.head(name)
-        found = self._stat(tar)
+        found = self._state(file)
         if found is None:
             return None
-        is_same = bool(tar.etag) and found.etag == tar.etag
-        return ObjectStat(found.size, found.sha256 or (tar.digest.partition(":")[2] if is_same else None))
+        is_same = bool(file.etag) and found.etag == file.etag
+        return ObjectStat(found.size, found.sha256 or (file.digest.partition(":")[2] if is_same else None))
 
     def local_path(self, name: str) -> Path | None:
-        """Return the file of an object in the root; None for an adopted tar, which must not be mapped."""
-        return None if self.tar(name) else self._inner.local_path(name)
+        """Return the file of an object in the root; None for an adopted file, which must not be mapped."""
+        return None if self.adopted(name) else self._inner.local_path(name)
 
     # Writing
 
     def replace(self, name: str, data: bytes) -> None:
         super().replace(name, data)
-        self._tars.pop(name, None)
+        self._files.pop(name, None)
 
     def delete(self, name: str) -> None:
         super().delete(name)
-        self._tars.pop(name, None)
+        self._files.pop(name, None)
 
     @contextlib.contextmanager
     def stage(self, suffix: str = "") -> Iterator[Stage]:
@@ -312,44 +247,140 @@ class AdoptedStore(StoreAround):
             with super().stage(suffix) as stage:
                 yield stage
         finally:
-            self._tars.clear()  # a healed tar is an object of the root
+            self._files.clear()  # a healed file is an object of the root
 
-    # Access to tars
+    # Groups of files
 
-    def _stat(self, tar: Tar) -> ObjectStat | None:
-        """Return size and checksum of a tar at its place, or None if it is missing."""
-        if tar.is_far:
-            store, key = self._foreign(tar.place)
-            return store.head(key)
-        with explained(f"look at the adopted tar {tar.place}"):
+    def changed_files(self, name: str, *, read: bool) -> list[tuple[str, str, str]]:
+        """Return (place, expected, found) of each file of a group that is not as it was adopted; [] without a group.
+
+        Args:
+            name: object name of the shard.
+            read: compare XXH3 of all bytes; otherwise only sizes.
+        """
+        file = self.adopted(name)
+        if file is None or not file.files:
+            return []
+        group = self._group(file)
+
+        def change(number: int) -> tuple[str, str, str] | None:
+            size = int(group.sizes[number])
+            one = self._member(file, group, number)
+            found = self._stat(one)
+            if found is None or found.size != size:
+                return one.place, f"{size} bytes", "no file" if found is None else f"{found.size} bytes"
             try:
-                found = os.stat(tar.place)
+                if read:
+                    self._read_piece(file, group, Piece(number, 0, size))
+            except (IntegrityError, NotFoundError) as error:
+                return one.place, f"XXH3 {int(group.xxh3[number]):016x}", str(error)
+            return None
+
+        return [one for one in self._of_all(file, change, range(len(group))) if one is not None]
+
+    def _state(self, file: AdoptedFile) -> ObjectStat | None:
+        """Return the size of a file, or the sum over the files of a group.
+
+        None if the file, or every file of the group, is missing.
+        """
+        if not file.files:
+            return self._stat(file)
+        group = self._group(file)
+        found = self._of_all(
+            file, lambda number: self._stat(self._member(file, group, number)), range(len(group))
+        )
+        there = [one.size for one in found if one is not None]
+        return ObjectStat(sum(there) + len(group.values), None) if there else None
+
+    def _of_all(
+        self, file: AdoptedFile, work: Callable[[_Item], _Result], items: Iterable[_Item]
+    ) -> list[_Result]:
+        """Return the results of all items, computed in parallel if the files are at a URL."""
+        if not file.is_far:
+            return [work(item) for item in items]
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardkit-files") as pool:
+            return list(pool.map(work, items))
+
+    def _group(self, file: AdoptedFile) -> FileGroup:
+        """Return the files of a group."""
+        found = self._groups.get(file.digest)
+        if found is None:
+            name = group_name(file.digest)
+            found = find_checked(self._documents, name, FileGroup.from_bytes, max_bytes=MAX_GROUP_BYTES)
+            if found is None or found.digest != file.digest or len(found) != file.files:
+                raise IntegrityError(
+                    f"{name} in {self.url}: the names of {file.files} adopted files in {file.place} are missing or of "
+                    f"another group; adopt them again: shardkit adopt {file.place} {self.url}"
+                )
+            while len(self._groups) >= _GROUPS:
+                self._groups.pop(next(iter(self._groups)), None)
+            self._groups[file.digest] = found
+        return found
+
+    @staticmethod
+    def _member(file: AdoptedFile, group: FileGroup, number: int) -> AdoptedFile:
+        return AdoptedFile(file.digest, (f"{file.place}/{group.name(number)}",), "")
+
+    def _read_group(self, file: AdoptedFile, offset: int, length: int) -> bytes:
+        """Return exactly `length` bytes of a group; files that are read as a whole are verified."""
+        group = self._group(file)
+        if offset + length > group.size:
+            raise IntegrityError(f"{file.place}: {group.size} bytes in its files, expected {offset + length}")
+        pieces = group.pieces(offset, length)
+        return b"".join(self._of_all(file, lambda piece: self._read_piece(file, group, piece), pieces))
+
+    def _read_piece(self, file: AdoptedFile, group: FileGroup, piece: Piece) -> bytes:
+        if piece.file < 0:
+            return group.values[piece.start : piece.stop].tobytes()
+        one, size = self._member(file, group, piece.file), int(group.sizes[piece.file])
+        try:
+            data = self._read(one, piece.start, piece.stop - piece.start, size=size)
+        except NotFoundError:
+            raise one.gone(self.url) from None
+        expected = int(group.xxh3[piece.file])
+        if len(data) == size and xxh3(data) != expected:
+            raise IntegrityError(
+                f"{one.place}: XXH3 mismatch (expected {expected:016x}, got {xxh3(data):016x}); it changed since it "
+                "was adopted: put the file back"
+            )
+        return data
+
+    # Access to files
+
+    def _stat(self, file: AdoptedFile) -> ObjectStat | None:
+        """Return size and checksum of a file at its place, or None if it is missing."""
+        if file.is_far:
+            store, key = self._foreign(file.place)
+            return store.head(key)
+        with explained(f"look at the adopted file {file.place}"):
+            try:
+                found = os.stat(file.place)
             except FileNotFoundError:
                 return None
         if not stat.S_ISREG(found.st_mode):
-            raise IntegrityError(f"{tar.place}: not a file any more; put the tar back that was adopted")
+            raise IntegrityError(f"{file.place}: not a file any more; put the file back that was adopted")
         return ObjectStat(found.st_size, None)
 
-    def _read(self, tar: Tar, offset: int, length: int) -> bytes:
-        """Read exactly `length` bytes of a tar."""
-        if tar.is_far:
-            store, key = self._foreign(tar.place)
+    def _read(self, file: AdoptedFile, offset: int, length: int, *, size: int | None = None) -> bytes:
+        """Read exactly `length` bytes of a file, which must have `size` bytes if it is on this machine."""
+        if file.is_far:
+            store, key = self._foreign(file.place)
             try:
                 return store.get_range(key, offset, length)
             except IntegrityError:
                 raise IntegrityError(
-                    f"{tar.place}: fewer bytes than the {offset + length} that it had when it was adopted; put the tar "
-                    "back"
+                    f"{file.place}: fewer bytes than the {offset + length} that it had when it was adopted; put the "
+                    "file back"
                 ) from None
-        with explained(f"read the adopted tar {tar.place}"):
+        with explained(f"read the adopted file {file.place}"):
             try:
-                file = os.open(tar.place, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+                number = os.open(file.place, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             except FileNotFoundError:
-                raise NotFoundError(f"{tar.place}: no such file") from None
+                raise NotFoundError(f"{file.place}: no such file") from None
             try:
-                return _read_file(Handle(file, tar.place), offset, length)
+                return _read_file(Handle(number, file.place), offset, length, size)
             finally:
-                os.close(file)
+                os.close(number)
 
     def _foreign(self, url: str) -> tuple[ForeignStore, str]:
         from shardkit.stores.remote.addresses import split_url
@@ -362,14 +393,18 @@ class AdoptedStore(StoreAround):
         return found, key
 
 
-def _read_file(file: Handle, offset: int, length: int) -> bytes:
+def _read_file(file: Handle, offset: int, length: int, expected: int | None) -> bytes:
     """Return exactly `length` bytes; another owner may have truncated the file."""
     size = os.fstat(file.fd).st_size
+    if expected not in (None, size):
+        raise IntegrityError(
+            f"{file.path}: {size} bytes, expected {expected}; it changed since it was adopted: put the file back"
+        )
     if offset + length > size:  # checked before memory of that length is allocated
         raise IntegrityError(
             f"{file.path}: {size} bytes, expected at least {offset + length}; it was truncated since it was adopted"
         )
     data = read_exactly(file, offset, length)
     if len(data) != length:
-        raise IntegrityError(f"{file.path}: it shrank while it was read; put the tar back that was adopted")
+        raise IntegrityError(f"{file.path}: it shrank while it was read; put the file back that was adopted")
     return data

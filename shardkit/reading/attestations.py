@@ -20,10 +20,9 @@ from typing import Annotated, Final, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from shardkit.documents import Digest, Document, Time, decode, encode
+from shardkit.documents import Digest, Document, Time, decode, encode, utc_text
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
-from shardkit.formats.canonical_json import utc_text
-from shardkit.reading.objects import Location, copy_object
+from shardkit.reading.objects import ROOT_NAME, Location, copy_object
 from shardkit.stores.store import EXTENSIONS, Store, object_name, parse_object_name
 
 _MAX_RESULTS: Final = 4_096
@@ -46,7 +45,7 @@ class Attestation(Document, frozen=True, kw_only=True, tag="shardkit-attestation
         extension: extension of the object's name.
         result: "good", "wrong", "missing" or "healed".
         level: depth of the check: a level of ``shardkit verify``, or "block" if one block was read.
-        by: checking operation: "read", "scrub" or "repair".
+        by: operation that checked or healed it: "read", "write", "scrub" or "repair".
         time: UTC, ``2026-11-20T19:00:00Z``.
     """
 
@@ -124,13 +123,40 @@ class Records:
         self._written_at = time.monotonic()
 
 
+def record_healed(root: Store, name: str) -> None:
+    """Record that a writer, such as a build, replaced a bad object of the root by the same object with good bytes."""
+    digest, extension = parse_object_name(name)
+    found = Attestation(
+        location=ROOT_NAME, digest=digest, extension=extension, result="healed", level="read", by="write"
+    )
+    root.put_new(found.new_name(), found.to_bytes())
+
+
+class HealedObjects:
+    """Objects of a root that writers heal from now on, in this process and in others."""
+
+    def __init__(self, root: Store) -> None:
+        self._root = root
+        self._after = f"attest/{ROOT_NAME}/{utc_text()[:10]}"
+        self._before = set(self._names())
+
+    def names(self) -> list[str]:
+        """Return the sorted names of objects that were healed since this object was made."""
+        found = set()
+        for document in set(self._names()) - self._before:
+            with contextlib.suppress(FormatError, IntegrityError, NotFoundError):
+                looks = _parse(self._root.get(document, max_bytes=_MAX_BYTES), document)
+                found |= {object_name(one.digest, one.extension) for one in looks if one.by == "write"}
+        return sorted(found)
+
+    def _names(self) -> Iterator[str]:
+        return self._root.list_after(f"attest/{ROOT_NAME}/", self._after)
+
+
 def read_attestations(stores: Iterable[Store]) -> dict[str, dict[str, Attestation]]:
     """Return the latest attestation of each copy, by location and object name.
 
     Damaged documents and documents of other kinds are skipped.
-
-    Args:
-        stores: stores of roots and run directories.
     """
     latest: dict[str, dict[str, Attestation]] = {}
     for one in (one for store in stores for one in _read(store)):

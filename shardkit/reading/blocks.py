@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from shardkit.arrays import Int64s
 from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, StoreError, UsageError
-from shardkit.formats import Block, ShardIndex, Verify, read_block
+from shardkit.formats import Block, ShardIndex, Verify, read_block, read_fields, separate_fields
 from shardkit.manifest import Selection, ShardTable
-from shardkit.reading.adopted import adopted_place, find_tar
+from shardkit.reading.adopted import adopted_place, find_adopted
+from shardkit.reading.adopted_places import AdoptedFile
 from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.objects import BlockRequest, place_ids
 from shardkit.stores.file_operations import read_file
@@ -31,8 +33,6 @@ from shardkit.stores.store import Store, object_name, read_object
 if TYPE_CHECKING:
     from shardkit.reading.cache.supply import BlockFetcher
 
-
-Int64s = NDArray[np.int64]
 
 VerifySetting: TypeAlias = Literal["auto", "fast", "strong"]
 """Checksum for blocks of local files: "fast" is XXH3, "strong" SHA-256, "auto" strong if other users can write them."""
@@ -158,13 +158,15 @@ def _starts(counts: Int64s) -> Int64s:
 TakeMemory: TypeAlias = Callable[[int], NDArray[np.uint8]]
 
 
-def _fresh(size: int) -> NDArray[np.uint8]:
+def fresh_memory(size: int) -> NDArray[np.uint8]:
+    """Return new memory of a size in bytes."""
     return np.empty(size, np.uint8)
 
 
 _readers: weakref.WeakSet[BlockReader] = weakref.WeakSet()
 
 _MAX_INDEX_BYTES = 256 << 20
+_FIELD_SHIFT = 44  # fields have places after the places of all blocks
 
 
 class BlockReader:
@@ -277,7 +279,7 @@ class BlockReader:
         *,
         keys: bool = True,
         fields: Sequence[str] | None = None,
-        memory: TakeMemory = _fresh,
+        memory: TakeMemory = fresh_memory,
     ) -> Block:
         """Return one verified block, in private memory.
 
@@ -294,19 +296,24 @@ class BlockReader:
         """
         index, verify = self.index(shard), verify or self.verify_of(shard)
 
-        def parsed(stored: memoryview, verify: Verify) -> Block:
-            return read_block(stored, index, block, verify=verify, keys=keys, fields=fields)
+        names = separate_fields(index, fields)
+        requests = [self.request(shard, block, name) for name in names or (None,)]
+
+        def parsed(stored: Sequence[memoryview], verify: Verify) -> Block:
+            if names is None:
+                return read_block(stored[0], index, block, verify=verify, keys=keys, fields=fields)
+            return read_fields(dict(zip(names, stored, strict=True)), index, block, verify=verify)
 
         try:
             try:
-                return parsed(self._stored(shard, block, index, memory), verify)
+                return parsed([self._read_stored(request, memory) for request in requests], verify)
             except (IntegrityError, NotFoundError) as error:
                 self._paths.pop(shard, None)  # the file may have been replaced or removed
                 self._verify_of.pop(shard, None)
                 store = self._elsewhere(shard, error)
                 if store is not None:
-                    return parsed(memoryview(store.read_block(self.request(shard, block))), "fast")
-                return parsed(self._stored(shard, block, index, memory), verify)
+                    return parsed([memoryview(store.read_block(request)) for request in requests], "fast")
+                return parsed([self._read_stored(request, memory) for request in requests], verify)
         except IntegrityError as error:
             raise IntegrityError(f"{self._where(shard, block)}: {error}") from None
         except ShardkitError as error:
@@ -318,11 +325,18 @@ class BlockReader:
         place = adopted_place(store, self.shard_name(shard)) or store.url
         return f"shard {shard} ({digest[:12]}…) block {block} in {place}"
 
-    def request(self, shard: int, block: int) -> BlockRequest:
-        """Return the request for a block: its byte range and its checksums."""
+    def request(self, shard: int, block: int, field: str | None = None) -> BlockRequest:
+        """Return the request for a block, or for one field of it: its byte range and its checksums."""
         index = self.index(shard)
+        digest = self._table.digest[shard : shard + 1]
+        if field is not None:
+            found = index.field_range(block, field)
+            number = block + ((index.schema.position(field) + 1) << _FIELD_SHIFT)
+            place = int(place_ids(digest, np.array([number]))[0])
+            return BlockRequest(self.shard_name(shard), found.offset, found.size, found.sha256, found.xxh3,
+                                place, shard, block)  # fmt: skip
         offset, size = int(index.block_offset[block]), int(index.block_size[block])
-        place = int(place_ids(self._table.digest[shard : shard + 1], np.array([block]))[0])
+        place = int(place_ids(digest, np.array([block]))[0])
         return BlockRequest(self.shard_name(shard), offset, size, index.block_sha256[block].tobytes(),
                             int(index.block_xxh3[block]), place, shard, block)  # fmt: skip
 
@@ -337,19 +351,27 @@ class BlockReader:
     def located(self, shard: int) -> LocatedStore | None:
         """Return the locations of a shard; None if it is read from one local place only."""
         store = self.store_of(shard)
-        return None if self._is_near_tar(shard) or not isinstance(store, LocatedStore) else store
+        return None if self._is_near_adopted(shard) or not isinstance(store, LocatedStore) else store
 
-    def _is_near_tar(self, shard: int) -> bool:
-        """Whether a shard is an adopted tar in a local file."""
-        tar = find_tar(self.store_of(shard), self.shard_name(shard))
-        return tar is not None and not tar.is_far
+    def _is_near_adopted(self, shard: int) -> bool:
+        """Return True if a shard is an adopted file, or a group of them, on this machine."""
+        return self._local_file(shard) is not None
+
+    def _local_file(self, shard: int) -> AdoptedFile | None:
+        file = find_adopted(self.store_of(shard), self.shard_name(shard))
+        return None if file is None or file.is_far else file
+
+    def _adopted_path(self, shard: int) -> str | None:
+        """Return the path of an adopted file on this machine; None for other shards and for groups of files."""
+        file = self._local_file(shard)
+        return None if file is None or file.files else file.place
 
     def _elsewhere(self, shard: int, error: ShardkitError) -> LocatedStore | None:
         """Return the locations to ask after a local file had no good block, or None if there are no others."""
         store = self.store_of(shard)
         if not isinstance(store, LocatedStore):
             return None
-        return None if isinstance(error, NotFoundError) and not self._is_near_tar(shard) else store
+        return None if isinstance(error, NotFoundError) and not self._is_near_adopted(shard) else store
 
     def verify_of(self, shard: int) -> Verify:
         """Return the checksum to compare for blocks of a shard; remote reads have compared SHA-256 already."""
@@ -358,14 +380,16 @@ class BlockReader:
         found = self._verify_of.get(shard)
         if found is not None:
             return found
-        path = self._path(shard)
-        if path is None:
-            return "fast"
+        path = self._path(shard) or self._adopted_path(shard)
+        if path is None:  # remote reads have compared SHA-256; of a group, anybody may own some files
+            return "strong" if self._is_near_adopted(shard) else "fast"
         is_open = self._access.others_can_write(path)
         return self._verify_of.setdefault(shard, "strong" if is_open else "fast")
 
     def has_file(self, shard: int) -> bool:
-        return self.store_of(shard).local_path(self.shard_name(shard)) is not None
+        """Return True if a shard is a file on this machine, of the root or adopted."""
+        own = self.store_of(shard).local_path(self.shard_name(shard))
+        return own is not None or self._is_near_adopted(shard)
 
     def through(self, supply: BlockFetcher | None) -> BlockReader:
         """Return a copy of this reader that reads remote blocks through `supply`; None to read them directly."""
@@ -373,20 +397,30 @@ class BlockReader:
         reader.supply = supply
         return reader
 
+    def for_fields(self, fields: Sequence[str]) -> BlockReader:
+        """Return a reader of the shards that hold these stored columns.
+
+        This is the reader of the added fields' shards if all columns belong to added fields, otherwise this reader.
+        """
+        return self
+
     def verified_file(self, shard: int, index: ShardIndex) -> tuple[str, int] | None:
         """Return (path, bytes) of a shard in a local file; otherwise None.
 
-        For callers that read, verify and decompress several blocks at once.
+        For callers that read, verify and decompress several blocks at once. Adopted files may change at any time, so
+        they must be read into private memory and verified there.
         """
-        path = self._path(shard)
+        path = self._path(shard) or self._adopted_path(shard)
         return None if path is None else (path, int(self._table.size[shard]))
 
-    def _stored(self, shard: int, block: int, index: ShardIndex, memory: TakeMemory) -> memoryview:
-        span, path = index.spans[block], self._path(shard)
+    def _read_stored(self, request: BlockRequest, memory: TakeMemory) -> memoryview:
+        shard, path = request.shard, self._path(request.shard)
+        if not request.length:
+            return memoryview(b"")
         if path is not None:
-            found = memory(span.size).data
+            found = memory(request.length).data
             try:
-                read_file(path, int(self._table.size[shard]), span.offset, found)
+                read_file(path, int(self._table.size[shard]), request.offset, found)
             except StoreError:
                 if self.located(shard) is None:
                     raise  # otherwise the disk is failing, and the read path asks other locations
@@ -395,8 +429,7 @@ class BlockReader:
         store = self.located(shard)
         if store is None:
             plain = self.store_of(shard)
-            return memoryview(plain.get_range(self.shard_name(shard), span.offset, span.size))
-        request = self.request(shard, block)
+            return memoryview(plain.get_range(request.name, request.offset, request.length))
         return memoryview(self.supply.read(store, request) if self.supply else store.read_block(request))
 
     def _path(self, shard: int) -> str | None:

@@ -12,9 +12,8 @@ from typing import Annotated, Final, TypeVar
 import numpy as np
 from msgspec import Meta
 
-from shardkit.documents import Digest, Document, decode, encode
+from shardkit.documents import Digest, Document, decode, encode, parse_digest
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
-from shardkit.formats.canonical_json import parse_digest
 from shardkit.manifest import MAX_MANIFEST_BYTES, MIXED, Manifest, PageRef, ShardTable, unpack_page
 from shardkit.reading.located_store import LocatedStore
 from shardkit.stores.store import Descriptor, Store, find_checked, object_name, read_object
@@ -90,7 +89,10 @@ class Inventory:
             yield object_name(digest, kind), None
 
     def small(self, store: Store) -> tuple[Descriptor, ...]:
-        """Return `rest` and `unsized` with the sizes of good copies; a wrong size would name another parity set."""
+        """Return the objects of `rest`, and of `unsized` with the sizes of their good copies.
+
+        A parity set is named after sizes too, so a wrong size would name another set.
+        """
         sized = (Descriptor(digest, _good_size(store, digest, kind), kind) for digest, kind in self.unsized)
         return (*self.rest, *sized)
 
@@ -161,13 +163,13 @@ def read_matching(
         FormatError: `is_wanted` rejects the document.
     """
 
-    def checked(data: bytes, where: str) -> _Found:
+    def parse_with_size(data: bytes, where: str) -> _Found:
         found = parse(data, where)
         if not is_wanted(found):
             raise FormatError(f"{where} is of another version or set; do not trust it")
         return found
 
-    return find_checked(store, name, checked, max_bytes=MAX_RECORD_BYTES)
+    return find_checked(store, name, parse_with_size, max_bytes=MAX_RECORD_BYTES)
 
 
 def first_good(stores: Sequence[Store], ask: Callable[[Store], _Found | None]) -> _Found | None:
@@ -190,10 +192,7 @@ def read_pages(
 ) -> tuple[ShardTable, ...]:
     """Read and verify the pages of a manifest.
 
-    Args:
-        store: store with the pages.
-        manifest: manifest of the version.
-        unreadable: called for each page that cannot be read, which is then left out; None to raise.
+    `unreadable` is called for each page that cannot be read, which is then left out; without it, the error is raised.
 
     Returns:
         The pages, in order.
@@ -237,12 +236,9 @@ def take_inventory(store: Store, manifest_id: str, *, unreadable: Unreadable | N
 
 
 def walk_versions(store: Store, versions: Iterable[str], *, optional: bool = False) -> Iterator[Inventory]:
-    """Yield the inventories of versions, and of their parts in this root, each once.
+    """Yield the inventories of versions, of their added fields, and of their parts in this root, each once.
 
-    Args:
-        store: store of the root.
-        versions: manifest ids.
-        optional: skip versions whose manifest is missing.
+    With `optional`, versions whose manifest is missing are skipped.
     """
     waiting, seen = sorted(versions), set[str]()
     while waiting:
@@ -256,6 +252,7 @@ def walk_versions(store: Store, versions: Iterable[str], *, optional: bool = Fal
             if optional:
                 continue
             raise
+        waiting += [one for one in inventory.manifest.added if one not in seen]
         waiting += [
             part for _, part in inventory.manifest.parts if part not in seen and _is_here(store, part)
         ]
@@ -263,7 +260,7 @@ def walk_versions(store: Store, versions: Iterable[str], *, optional: bool = Fal
 
 
 def _is_here(store: Store, part: str) -> bool:
-    """Whether this root, or a copy of it, holds the manifest of a part."""
+    """Return True if this root, or a copy of it, holds the manifest of a part."""
     name = object_name(part, "manifest")
     if store.head(name) is not None:
         return True

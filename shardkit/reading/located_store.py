@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
+from shardkit.arrays import Buffer
 from shardkit.errors import (
     ConfigurationError,
     FormatError,
@@ -21,12 +22,18 @@ from shardkit.reading.attestations import Attestation, Healer, ReadEvent, ReadEv
 from shardkit.reading.objects import ROOT_NAME, BlockRequest, Location, block_name
 from shardkit.reading.read_path import ReadPath, ReadRequest, ReadSettings
 from shardkit.stores.local import LocalStore, open_store
-from shardkit.stores.store import ObjectStat, Parse, Store, StoreAround, check_name, parse_object_name
+from shardkit.stores.store import (
+    ObjectStat,
+    Parse,
+    Store,
+    StoreAround,
+    advised,
+    check_name,
+    parse_object_name,
+)
 from shardkit.stores.waiting import RetryPolicy
 
 _Result = TypeVar("_Result")
-
-Buffer = Any
 
 
 class Rebuilds(Protocol):
@@ -46,7 +53,7 @@ class LocatedStore(StoreAround):
     location, or from another one if it fails. Can be pickled; statistics of locations are kept per process.
 
     Args:
-        locations: The first is the root, with its adopted tars (`AdoptedStore`). Except for healing, only the root is
+        locations: The first is the root, with its adopted files (`AdoptedStore`). Except for healing, only the root is
             written to.
         settings: Settings of reads.
         parity: Rebuilds bytes that no location has.
@@ -144,7 +151,7 @@ class LocatedStore(StoreAround):
         check_name(name)
         digest = _digest_in(name)
         if digest is None:
-            return self._unverified(name, lambda store: store.get(name, max_bytes=max_bytes))
+            return self._ask_any(name, lambda store: store.get(name, max_bytes=max_bytes))
 
         def check(data: Buffer) -> bool:
             return f"sha256:{hashlib.sha256(data).hexdigest()}" == digest
@@ -159,14 +166,14 @@ class LocatedStore(StoreAround):
 
     def get_range(self, name: str, offset: int, length: int) -> bytes:
         """Return part of an object, not verified; see `Store.get_range`. Use `read_block` if a digest is known."""
-        return self._unverified(name, lambda store: store.get_range(name, offset, length))
+        return self._ask_any(name, lambda store: store.get_range(name, offset, length))
 
     def head(self, name: str) -> ObjectStat | None:
-        return self._unverified(name, lambda store: store.head(name))
+        return self._ask_any(name, lambda store: store.head(name))
 
     def list_after(self, prefix: str, after: str = "") -> Iterator[str]:
         """Iterate over names in the root; see `Store.list_after`."""
-        return iter(self._unverified(prefix, lambda store: list(store.list_after(prefix, after))))
+        return iter(self._ask_any(prefix, lambda store: list(store.list_after(prefix, after))))
 
     def read_checked(
         self, name: str, parse: Parse[_Result], *, max_bytes: int, is_optional: bool = False
@@ -205,13 +212,13 @@ class LocatedStore(StoreAround):
         except IntegrityError as error:
             if not refused:
                 raise
-            told = type(refused[0])(f"{refused[0]} (asked again, and everywhere: {error})")
-            raise told from None
+            told = f"{refused[0]} (asked again, and everywhere: {error})"
+            raise advised(type(refused[0])(told), self.path.root.store) from None
         if elsewhere:
             self.read_events.note("stale_log", elsewhere[-1], what=name)
         return parse(data, where)
 
-    def _unverified(self, name: str, ask: Callable[[Store], _Result]) -> _Result:
+    def _ask_any(self, name: str, ask: Callable[[Store], _Result]) -> _Result:
         """Ask the root; if it fails, ask the other locations with whole objects."""
         try:
             return ask(self.inner)
@@ -289,12 +296,8 @@ def locate(
 ) -> Store:
     """Return the store to read from: `root` itself if it is local and the only location; otherwise a `LocatedStore`.
 
-    Args:
-        root: Store of the root; asked first, unless another location has a rank below 0.
-        others: Locations of copies.
-        settings: Settings of reads.
-        heal: Replace bad copies that readers meet, including those in the root.
-        name: Name of the root's location.
+    The root, whose location is called `name`, is asked first, unless another location has a rank below 0. With `heal`,
+    bad copies that readers meet are replaced, also in the root.
     """
     if isinstance(root, LocalStore) and not others:
         return root

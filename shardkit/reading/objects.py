@@ -123,16 +123,16 @@ DEPTHS: Final[tuple[Depth, ...]] = ("list", "stored", "read")
 """Compare the size only; the checksum that the store keeps; every byte."""
 
 
-def publish(store: Store, stage: Stage, extension: str) -> Descriptor:
-    """Publish a finished stage under the name of its digest, durably; a bad object of that name is replaced."""
-    descriptor = Descriptor(f"sha256:{stage.digest}", stage.size, extension)
-    if not stage.publish(descriptor.name) and not is_good(store, descriptor):
+def publish(store: Store, stage: Stage, descriptor: Descriptor) -> bool:
+    """Publish a finished stage under the name of its digest, durably. Return True if it replaced a bad object."""
+    is_bad = not stage.publish(descriptor.name) and not is_good(store, descriptor)
+    if is_bad:
         stage.publish(descriptor.name, replace=True)
-    return descriptor
+    return is_bad
 
 
 def is_good(store: Store, descriptor: Descriptor) -> bool:
-    """Whether the stored object has the right bytes; an unreadable object counts as bad.
+    """Return True if the stored object has the right bytes; an unreadable object counts as bad.
 
     Callers hold the good bytes and can replace bad ones at once.
     """
@@ -190,7 +190,7 @@ def check_object(
         if depth == "stored" and stat.sha256 is None and not may_read:
             return CheckResult("unreadable", "list", 0, "a stored checksum", "none")
         if depth == "stored" and stat.sha256 is not None:
-            return _compared(digest, f"sha256:{stat.sha256}", "stored", 0)
+            return _compare(digest, f"sha256:{stat.sha256}", "stored", 0)
         found = hashlib.sha256()
         for piece in _pieces(store, name, stat.size, pace):
             found.update(piece)
@@ -200,10 +200,10 @@ def check_object(
         return CheckResult("wrong", "read", 0, digest, str(error), error)
     except ShardkitError as error:
         return CheckResult("unreadable", "list", 0, digest, str(error), error)
-    return _compared(digest, f"sha256:{found.hexdigest()}", "read", stat.size)
+    return _compare(digest, f"sha256:{found.hexdigest()}", "read", stat.size)
 
 
-def _compared(digest: str, found: str, level: Depth, num_bytes: int) -> CheckResult:
+def _compare(digest: str, found: str, level: Depth, num_bytes: int) -> CheckResult:
     return CheckResult("good" if found == digest else "wrong", level, num_bytes, digest, found)
 
 
@@ -257,7 +257,7 @@ def copy_object(
                     if replace:
                         stage.publish(name, replace=True)
                     else:
-                        publish(target.store, stage, extension)
+                        publish(target.store, stage, Descriptor(digest, stage.size, extension))
                     return source.name, stage.size
                 bad[source.name] = "wrong"
         if bad_copy is not None and source.name in bad:
@@ -265,7 +265,8 @@ def copy_object(
     if silent is not None:
         raise silent
     told = ", ".join(f"{where}: {what}" for where, what in bad.items()) or "none was asked"
-    raise IntegrityError(f"{name}: no location has good bytes of it ({told}); run: shardkit repair")
+    root = next((one.store.url for one in (*sources, target) if one.name == ROOT_NAME), "ROOT")
+    raise IntegrityError(f"{name}: no location has good bytes of it ({told}); run: shardkit repair {root}")
 
 
 def _fill(

@@ -22,15 +22,14 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
+from shardkit.arrays import Buffer
 from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, StoreError
 from shardkit.ranges import Range
 from shardkit.reading.attestations import ReadEvents
 from shardkit.reading.objects import Location
 from shardkit.stores.waiting import EXPIRED, FIRST_CONTACT, WAITS, RetryPolicy, pauses
-
-Buffer = Any
 
 _HEDGE_SHARE: Final = 0.03  # maximum share of reads that are hedged
 _HEDGES_FREE: Final = 4
@@ -94,7 +93,7 @@ class ReadRequest(NamedTuple):
     """Names of the only locations to ask, in this order. Resting ones are skipped, and a failure is not retried."""
 
 
-class _Known:
+class _LocationState:
     """State of a location in this process: response times, limit of concurrent requests, circuit breaker.
 
     The limit grows with good answers and halves on overload: additive increase, multiplicative decrease (Chiu and Jain
@@ -124,7 +123,7 @@ class _Known:
 
     @property
     def is_resting(self) -> bool:
-        """Whether the location should not be asked now; False for one caller when a trial is due."""
+        """True if the location should not be asked now; False for one caller when a trial is due."""
         with self._changed:
             if self._failures < self._settings.trip_after:
                 return False
@@ -205,7 +204,7 @@ class ReadPath:
         bad_copy: Callable[[Location, str, str], None] | None = None,
     ) -> None:
         self.settings, self.read_events = settings, read_events
-        self._known = [_Known(location, settings, read_events) for location in locations]
+        self._known = [_LocationState(location, settings, read_events) for location in locations]
         self._by_name = {known.location.name: known for known in self._known}
         self._bad_copy = bad_copy
         threads = 2 * settings.most_concurrency * len(self._known)
@@ -262,15 +261,15 @@ class ReadPath:
             self.read_events.note("rebuilt", what=request.what)
             self._report_bad(request, bad)
             return data
-        raise _summary(request, problems)
+        raise _summary(request, problems, self.root.store.url)
 
-    def _order(self, request: ReadRequest) -> list[_Known]:
+    def _order(self, request: ReadRequest) -> list[_LocationState]:
         """Return the locations in the order to ask; resting ones come last, in case all others fail."""
         if request.among is not None:
             named = (self._by_name[name] for name in request.among)
             return [known for known in named if not known.is_resting]
 
-        def nearness(known: _Known) -> tuple[bool, bool, int, float]:
+        def nearness(known: _LocationState) -> tuple[bool, bool, int, float]:
             typical = known.quantile(request.num_bytes, 0.5)
             is_later = request.root_first and known is not self._known[0]
             return known.is_resting, is_later, known.location.rank, typical or 0.0
@@ -294,7 +293,7 @@ class ReadPath:
                     known.off = off
 
     def tuned(self, name: str) -> tuple[int, bool]:
-        """Return (rank of a location, whether it is off)."""
+        """Return (rank of a location, True if it is switched off)."""
         return next((known.location.rank, known.off) for known in self._known if known.location.name == name)
 
     def may_hedge(self) -> bool:
@@ -305,12 +304,12 @@ class ReadPath:
             self._hedges += 1
             return True
 
-    def start(self, known: _Known, request: ReadRequest, deadline: float) -> Future[Buffer]:
+    def start(self, known: _LocationState, request: ReadRequest, deadline: float) -> Future[Buffer]:
         """Start one attempt at one location, on a thread that may outlive the read."""
         self.read_events.note("requests", known.location.name)
         return self._pool.submit(self._attempt, known, request, deadline)
 
-    def _attempt(self, known: _Known, request: ReadRequest, deadline: float) -> Buffer:
+    def _attempt(self, known: _LocationState, request: ReadRequest, deadline: float) -> Buffer:
         if not known.acquire(max(0.0, min(deadline - time.monotonic(), self.settings.attempt_s))):
             raise StoreError(f"{known.location.store.url}: too many requests are under way; try again later")
         begun = time.monotonic()
@@ -353,14 +352,14 @@ class _Turn:
         self,
         path: ReadPath,
         request: ReadRequest,
-        order: list[_Known],
+        order: list[_LocationState],
         deadline: float,
         problems: dict[str, ShardkitError],
     ) -> None:
         self._path, self._request, self._left, self._deadline = path, request, order, deadline
         self._problems = problems
         self._problems.clear()
-        self._running: dict[Future[Buffer], tuple[_Known, float]] = {}
+        self._running: dict[Future[Buffer], tuple[_LocationState, float]] = {}
         self._hedged: set[Future[Buffer]] = set()
         self._refetched: set[str] = set()
         self.bad: dict[str, str] = {}
@@ -387,7 +386,7 @@ class _Turn:
         if self._left:
             self._start(self._left.pop(0), hedging=hedging)
 
-    def _start(self, known: _Known, *, hedging: bool = False) -> None:
+    def _start(self, known: _LocationState, *, hedging: bool = False) -> None:
         future = self._path.start(known, self._request, self._deadline)
         self._running[future] = (known, time.monotonic())
         if hedging:
@@ -405,7 +404,7 @@ class _Turn:
             due = min(due, begun + late)
         return max(0.0, due - now)
 
-    def _late_after(self, known: _Known) -> float | None:
+    def _late_after(self, known: _LocationState) -> float | None:
         late = known.quantile(self._request.num_bytes, 0.95)
         typical = known.quantile(self._request.num_bytes, 0.5)
         if late is None or typical is None or not self._path.settings.hedge:
@@ -458,7 +457,7 @@ class _Turn:
             self._path.read_events.note("hedges_won", name, what=self._request.what)
         return data
 
-    def _fail(self, known: _Known, error: ShardkitError) -> None:
+    def _fail(self, known: _LocationState, error: ShardkitError) -> None:
         """Record a location's error and start the next location."""
         self._problems[known.location.name] = error
         if self._left and time.monotonic() < self._deadline:
@@ -470,7 +469,7 @@ class _Turn:
 
 
 def _may_pass(problem: ShardkitError) -> bool:
-    """Whether asking again later may help; it does not if the location denies access."""
+    """Return True if asking again later may help; it does not if the location denies access."""
     return type(problem) is StoreError and problem.errno not in (errno.EACCES, errno.EINVAL)
 
 
@@ -478,7 +477,7 @@ def _has_expired(problem: ShardkitError) -> bool:
     return isinstance(problem, StoreError) and problem.errno == EXPIRED
 
 
-def _summary(request: ReadRequest, problems: dict[str, ShardkitError]) -> ShardkitError:
+def _summary(request: ReadRequest, problems: dict[str, ShardkitError], root: str) -> ShardkitError:
     told = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
     kinds = {type(problem) for problem in problems.values()}
     if kinds == {NotFoundError}:
@@ -487,7 +486,7 @@ def _summary(request: ReadRequest, problems: dict[str, ShardkitError]) -> Shardk
         return next(iter(problems.values()))
     if kinds <= {NotFoundError, IntegrityError}:
         return IntegrityError(
-            f"no location has the right bytes of {request.what} ({told}); run: shardkit repair"
+            f"no location has the right bytes of {request.what} ({told}); run: shardkit repair {root}"
         )
     return StoreError(
         f"no location gave good bytes of {request.what} in time ({told}); look at them, then run it again"

@@ -13,9 +13,18 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from shardkit.documents import Document, Name, Record, Time, decode, encode, sha256_digest
+from shardkit.documents import (
+    Document,
+    Name,
+    Record,
+    Time,
+    decode,
+    encode,
+    seconds_of,
+    sha256_digest,
+    utc_text,
+)
 from shardkit.errors import CommitConflict, FormatError, IntegrityError, NotFoundError, ShardkitError
-from shardkit.formats.canonical_json import seconds_of, utc_text
 from shardkit.reading.inventory import walk_versions
 from shardkit.repository.log import Deletion, LogEntry
 from shardkit.stores.store import Store, parse_object_name, put_over
@@ -114,7 +123,7 @@ def check_not_deleted(
     store: Store,
     commits: Iterable[LogEntry],
     opened: LogEntry,
-    head: LogEntry,
+    newest: Deletion,
     versions: Collection[str],
     problem: ShardkitError | None = None,
 ) -> None:
@@ -124,30 +133,28 @@ def check_not_deleted(
         store: Store of the root.
         commits: Newest first.
         opened: Head when the writer opened the repository; it looked for objects only after that.
-        head: Head that the commit would follow.
+        newest: Newest deletion in the log.
         versions: Manifest ids that the commit names.
         problem: Why the commit failed; a deletion may be the reason.
 
     Raises:
         CommitConflict: The writer must put the objects again.
     """
-    if not versions or head.deletion is None:
-        return
     found = {opened.deletion} if opened.deletion and not opened.deletion.is_ended else set[Deletion]()
-    if head.deletion.begun > opened.n:
+    if newest.begun > opened.n:
         for entry in commits:
             if entry.n <= opened.n:
                 break
             if entry.deletion is not None and entry.deletion.begun > opened.n:
                 found.add(msgspec.structs.replace(entry.deletion, is_ended=False))
-    if not found and head.deletion.is_ended:
+    if not found and newest.is_ended:
         return
     if problem is not None:
         raise CommitConflict(
             f"{store.url}: garbage was deleted while this was prepared, which may be why it failed ({problem}); "
             "run the same command again"
         ) from problem
-    under_way = None if head.deletion.is_ended else head.deletion
+    under_way = None if newest.is_ended else newest
     try:
         going = set(read_list(store, under_way)) if under_way else set[str]()
         gone = {name for one in found if one != under_way for name in read_list(store, one)} - going

@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Meta
 
 from shardkit.credentials import refuse_credentials
-from shardkit.documents import Document, decode, encode, sha256_digest, unseal
+from shardkit.documents import Document, decode, encode, sha256_digest, unseal, utc_text
 from shardkit.errors import (
     CommitConflict,
     ConfigurationError,
@@ -30,7 +30,6 @@ from shardkit.errors import (
     ShardkitError,
     UsageError,
 )
-from shardkit.formats.canonical_json import utc_text
 from shardkit.ranges import Range
 from shardkit.reading.objects import LOCATION_NAME, ROOT_NAME, Location, check_location_name
 from shardkit.repository.log import (
@@ -162,7 +161,7 @@ class LocationTable(Numbered, frozen=True, kw_only=True, tag="shardkit-location-
 
 
 TABLES: Final = Row("locations/", LocationTable.from_bytes, _MAX_BYTES)
-"""Location tables. The folder also has the locations of parts and adopted tars."""
+"""Location tables. The folder also has the locations of parts and adopted files."""
 
 SPARES: Final = Row("locations/spare/", LocationTable.from_bytes, _MAX_BYTES)
 """Second copy of each table, in the root only: without a table, the root's copies cannot be found."""

@@ -11,7 +11,7 @@ import itertools
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Final, Generic, NoReturn, TypeVar
 
@@ -20,6 +20,7 @@ from msgspec import Meta
 
 from shardkit.credentials import refuse_credentials
 from shardkit.documents import (
+    DIGEST,
     Digest,
     Document,
     Positive,
@@ -42,8 +43,8 @@ from shardkit.errors import (
     StoreReadOnlyError,
     UsageError,
 )
-from shardkit.formats.canonical_json import DIGEST
-from shardkit.stores.store import Store, find_checked, read_checked
+from shardkit.ranges import shown
+from shardkit.stores.store import Store, find_checked, place_text, read_checked
 
 MAX_ENTRY_BYTES: Final = 16 * 2**20
 
@@ -195,6 +196,11 @@ class LogEntry(Numbered, frozen=True, kw_only=True, tag="shardkit-log/1"):
         """SHA-256 of the other fields. It also reveals damage to the newest entry, which no successor names."""
         return sha256_digest(encode(self))
 
+    @property
+    def versions(self) -> list[str]:
+        """Manifest ids that refs and tags name after this commit, each once."""
+        return list(dict.fromkeys([*self.refs.values(), *self.tags.values()]))
+
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> LogEntry:
         """Parse and validate one entry."""
@@ -291,11 +297,11 @@ def identity_named_by(first: LogEntry) -> Identity | None:
     return None
 
 
-def check_ref_name(name: str) -> None:
+def check_ref_name(name: object) -> None:
     """Raise UsageError if a name cannot be written as ``root@name``."""
-    if _REF.fullmatch(name) is None:
+    if not isinstance(name, str) or _REF.fullmatch(name) is None:
         raise UsageError(
-            f"ref or tag {name[:200]!r}: expected 1 to 100 of [A-Za-z0-9._-], starting with a letter or digit; use "
+            f"ref or tag {shown(name)}: expected 1 to 100 of [A-Za-z0-9._-], starting with a letter or digit; use "
             "another name"
         )
 
@@ -399,6 +405,11 @@ class CommitLog:
         return LOG.read(self.store, number, self._repository)
 
 
+def first_commit(log: Sequence[LogEntry], version: str) -> LogEntry | None:
+    """Return the first entry that named a version; None if no entry did. The log is ordered by age, newest first."""
+    return next((one for one in reversed(log) if version in one.versions), None)
+
+
 def parse_dataset_url(url: str | os.PathLike[str]) -> tuple[str, str | None]:
     """Split ``ROOT[@REF]``.
 
@@ -411,7 +422,7 @@ def parse_dataset_url(url: str | os.PathLike[str]) -> tuple[str, str | None]:
     Raises:
         UsageError: The text after the ``@`` is neither a name nor a digest, or the root is empty.
     """
-    text = os.fspath(url)
+    text = place_text(url, "dataset")
     refuse_credentials(text, "the dataset's URL")
     folder, slash, last = text.rpartition("/")
     name, at, ref = last.rpartition("@")

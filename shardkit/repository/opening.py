@@ -13,7 +13,6 @@ from shardkit.errors import (
     MissingDependency,
     NotFoundError,
     ShardkitError,
-    StoreReadOnlyError,
 )
 from shardkit.reading.located_store import Locations, given_locations, locate
 from shardkit.reading.objects import ROOT_NAME, Location
@@ -34,28 +33,12 @@ from shardkit.repository.log import (
     identity_in,
 )
 from shardkit.stores.local import open_store
+from shardkit.stores.remote.clients import endpoint_of
 from shardkit.stores.store import Store, root_store, scheme_of
 
 
-def open_locations(root: Store, repository_id: str) -> list[Location]:
-    """Return all locations of a repository: `root` first, then its copies in the order of the table.
-
-    Locations that cannot be opened on this machine, because a client is not installed, are left out.
-    """
-    store = root_store(root)
-    table = read_table(store, repository_id)
-    own = read_mark(store) if table is not None else None
-    record = (table.find(own.location) if own else table.root) if table else None
-    here = Location(
-        name=own.location if own else ROOT_NAME,
-        store=store,
-        domain=record.domain if record else ROOT_NAME,
-        rank=record.rank if record and own is None else 0,
-    )
-    return [here, *_others(table, here.name)]
-
-
 def _others(table: LocationTable | None, own: str, *, heal: bool = False) -> list[Location]:
+    """Open the locations of a table other than `own`, without those whose client is not installed."""
     found: list[Location] = []
     for record in table.locations if table else ():
         if record.name != own:
@@ -64,31 +47,24 @@ def _others(table: LocationTable | None, own: str, *, heal: bool = False) -> lis
     return found
 
 
-def refuse_copy(store: Store, identity: Identity) -> None:
-    """Raise StoreReadOnlyError if a store is a copy: commits go to the root, so that the log does not fork."""
-    mark = read_mark(root_store(store))
-    if mark is not None:
-        table = read_table(store, identity.id)
-        raise StoreReadOnlyError(
-            f"{store.url} is the copy {mark.location!r} of {table.root.url if table else 'another root'}; write there"
-        )
+def identity_of_copies(store: Store, error: NotFoundError | IntegrityError, *, alone: bool) -> Identity:
+    """Return the identity of a root whose own cannot be read because of `error`, from one of its copies.
 
-
-def read_identity(store: Store, *, alone: bool = False) -> Identity:
-    """Return the identity of a root, read from one of its copies if the root's own is damaged or missing."""
-    try:
-        return identity_in(store)
-    except (NotFoundError, IntegrityError) as error:
-        found = None if alone else _identity_elsewhere(store)
-        if found is not None:
-            return found
-        if isinstance(error, IntegrityError):
-            raise
-        check_root_is_not_lost(store)
-        raise NotFoundError(
-            f"no dataset at {store.url}: expected {IDENTITY_NAME} in it; check the path, or run: shardkit build; if it "
-            f"was lost and has a copy, run: shardkit repair {store.url} --location NAME=COPY"
-        ) from None
+    Raises:
+        IntegrityError: The identity is damaged in all locations, or the root is lost.
+        NotFoundError: There is no dataset.
+    """
+    found = None if alone else _identity_elsewhere(store)
+    if found is not None:
+        return found
+    if isinstance(error, IntegrityError):
+        raise error
+    check_root_is_not_lost(store)
+    endpoint = endpoint_of(scheme_of(store.url) or "")
+    raise NotFoundError(
+        f"no dataset at {store.url}{endpoint}: expected {IDENTITY_NAME} in it; check the path, or run: "
+        f"shardkit build; if it was lost and has a copy, run: shardkit repair {store.url} --location NAME=COPY"
+    ) from None
 
 
 _MAX_SIBLINGS: Final = 10_000

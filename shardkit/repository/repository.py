@@ -14,19 +14,22 @@ from typing import Any, Final
 
 import msgspec
 
+from shardkit.documents import DIGEST, parse_digest, sha256_digest, utc_text
 from shardkit.errors import (
     CommitConflict,
     FormatError,
+    IntegrityError,
     NotFoundError,
     ShardkitError,
     StoreReadOnlyError,
     UsageError,
 )
-from shardkit.formats.canonical_json import DIGEST, parse_digest, sha256_digest, utc_text
+from shardkit.reading.attestations import record_healed
 from shardkit.reading.located_store import Locations, locate
 from shardkit.reading.objects import is_good, publish
 from shardkit.reading.read_path import ReadSettings
 from shardkit.repository.garbage import check_not_deleted
+from shardkit.repository.location_table import read_mark, read_table
 from shardkit.repository.log import (
     IDENTITY_NAME,
     LOG,
@@ -38,13 +41,13 @@ from shardkit.repository.log import (
     LogEntry,
     check_ref_name,
     first_identity,
+    identity_in,
 )
 from shardkit.repository.opening import (
     check_log_is_not_lost,
     check_root_is_not_lost,
+    identity_of_copies,
     over_all,
-    read_identity,
-    refuse_copy,
 )
 from shardkit.stores.local import LocalStore, open_store
 from shardkit.stores.store import (
@@ -62,7 +65,7 @@ from shardkit.stores.vacancy import check_vacant
 DEFAULT_REF: Final = "main"
 """Ref to use if the caller names none."""
 
-Change = Callable[[LogEntry | None], Mapping[str, Any] | None]
+EntryChange = Callable[[LogEntry | None], Mapping[str, Any] | None]
 """Maps the head (None for an empty log) to the fields that the next entry changes, or to None to append no entry."""
 
 CommitCopies = Callable[[Sequence[str]], Callable[[], None]]
@@ -194,7 +197,7 @@ class Repository(CommitLog):
             if single_writer:
                 store = _for_one_writer(store)
             elif not isinstance(store, LocalStore):
-                from shardkit.stores.remote.object_store import check_writers
+                from shardkit.stores.remote.probing import check_writers
 
                 check_writers(store)
             check_may_begin(store)
@@ -202,7 +205,7 @@ class Repository(CommitLog):
             created = store.put_new(IDENTITY_NAME, first_identity(store, features).to_bytes())
         if not created and not exist_ok:
             raise UsageError(f"{store.url} holds a repository already; open it, or choose another root")
-        return cls._opened(store, read_only=False)
+        return cls._open_store(store, read_only=False)
 
     @classmethod
     def open(
@@ -219,20 +222,23 @@ class Repository(CommitLog):
         store = open_store(url, read_only=read_only and not heal)
         if locations:
             store = locate(store, locations, settings=settings, heal=heal)
-        repository = cls._opened(store, read_only=read_only, alone=alone)
+        repository = cls._open_store(store, read_only=read_only, alone=alone)
         if locations or read_only:
             located = over_all(repository.store, repository.id, locations, settings, heal=heal, alone=alone)
             repository = repository.with_store(located)
         return repository
 
     @classmethod
-    def _opened(cls, store: Store, *, read_only: bool, alone: bool = False) -> Repository:
-        identity = read_identity(store, alone=alone)
+    def _open_store(cls, store: Store, *, read_only: bool, alone: bool = False) -> Repository:
+        try:
+            identity = identity_in(store)
+        except (NotFoundError, IntegrityError) as error:
+            identity = identity_of_copies(store, error, alone=alone)
         if SINGLE_WRITER in identity.features:
             store = _for_one_writer(store)
         repository = cls(store, identity, read_only=read_only)
         if not read_only:
-            refuse_copy(store, identity)
+            _refuse_copy(store, identity)
             with contextlib.suppress(ShardkitError):  # reading the log later reports the error
                 repository._base = repository.head()
         return repository
@@ -266,6 +272,7 @@ class Repository(CommitLog):
         placed = Descriptor(sha256_digest(data), len(data), extension)
         if not self.store.put_new(placed.name, data) and not is_good(self.store, placed):
             self.store.replace(placed.name, data)
+            record_healed(self.store, placed.name)
         return placed
 
     def stage_object(self, extension: str) -> AbstractContextManager[Stage]:
@@ -274,8 +281,11 @@ class Repository(CommitLog):
         return self.store.stage(extension)
 
     def publish(self, stage: Stage, extension: str) -> Descriptor:
-        """Store a staged object durably under its digest."""
-        return publish(self.store, stage, extension)
+        """Store a staged object durably under its digest. If the object exists with wrong bytes, it is replaced."""
+        placed = Descriptor(f"sha256:{stage.digest}", stage.size, extension)
+        if publish(self.store, stage, placed):
+            record_healed(self.store, placed.name)
+        return placed
 
     def get_object(
         self, digest: str, extension: str, size: int | None = None, *, max_bytes: int = MAX_OBJECT_BYTES
@@ -301,6 +311,11 @@ class Repository(CommitLog):
     def tags(self) -> dict[str, str]:
         """Fixed names → manifest ids."""
         return dict((self.head() or NO_COMMIT).tags)
+
+    @property
+    def versions(self) -> list[str]:
+        """Manifest ids that refs and tags name, each once."""
+        return (self.head() or NO_COMMIT).versions
 
     def resolve(self, ref: str | None = None) -> str:
         """Return the manifest id of a ref, a tag or a digest; None means ``main``.
@@ -371,9 +386,10 @@ class Repository(CommitLog):
     def _check_not_deleted(
         self, head: LogEntry | None, manifests: Collection[str], problem: ShardkitError | None = None
     ) -> None:
-        opened = self._base or NO_COMMIT
-        if head is not None:
-            check_not_deleted(self.store, self.newest_commits(), opened, head, manifests, problem)
+        if head is not None and head.deletion is not None and manifests:
+            opened = self._base or NO_COMMIT
+            commits = self.newest_commits()
+            check_not_deleted(self.store, commits, opened, head.deletion, manifests, problem)
 
     def _check_manifests(self, manifests: Collection[str]) -> None:
         for manifest in sorted(manifests):
@@ -383,7 +399,7 @@ class Repository(CommitLog):
                 )
 
     def append(
-        self, change: Change, head: LogEntry | None, message: str, author: str = ""
+        self, change: EntryChange, head: LogEntry | None, message: str, author: str = ""
     ) -> LogEntry | None:
         """Append one entry after the newest.
 
@@ -435,6 +451,16 @@ class Repository(CommitLog):
             raise StoreReadOnlyError(f"{self.url} was opened for reading only; open it for writing")
 
 
+def _refuse_copy(store: Store, identity: Identity) -> None:
+    """Raise StoreReadOnlyError if a store is a copy: commits go to the root, so that the log does not fork."""
+    mark = read_mark(root_store(store))
+    if mark is not None:
+        table = read_table(store, identity.id)
+        raise StoreReadOnlyError(
+            f"{store.url} is the copy {mark.location!r} of {table.root.url if table else 'another root'}; write there"
+        )
+
+
 def check_may_begin(store: Store) -> None:
     """Raise an error if a new root is a folder with other files, or the place of a lost root."""
     if store.head(IDENTITY_NAME) is None and store.head(LOG.name(1)) is None:
@@ -444,7 +470,7 @@ def check_may_begin(store: Store) -> None:
 
 def _there_is(name: str, names: Mapping[str, str]) -> str:
     if not names:
-        return "nothing was committed yet: run shardkit build"
+        return "nothing was committed yet; build a version first"
     import difflib  # slow to import, and rarely needed
 
     close = difflib.get_close_matches(name, names, n=1)

@@ -24,9 +24,11 @@ from shardkit.manifest import (
     Selection,
     ShardTable,
     check_against,
+    check_alignment,
     max_selection_bytes,
 )
-from shardkit.reading.adopted import location_name, resolved, store_of_version
+from shardkit.reading.adopted import store_of_version
+from shardkit.reading.adopted_places import location_name, resolved
 from shardkit.reading.inventory import read_pages, read_root
 from shardkit.repository.repository import Repository
 from shardkit.stores.store import Descriptor, find_checked, object_name, put_over, scheme_of
@@ -50,6 +52,8 @@ class Version:
     table: ShardTable
     parts: tuple[Part, ...]
     """Parts in the order of their shards."""
+    added: tuple[Version, ...] = ()
+    """Versions with further fields of the same rows (manifest/SPEC.md §5)."""
 
     def part_of(self, shard: int) -> Part:
         firsts = [part.first_shard for part in self.parts]
@@ -104,7 +108,12 @@ def _load_pages(repository: Repository, manifest: Manifest) -> Version:
     table = ShardTable.concatenate(read_pages(repository.store, manifest))
     check_against(manifest, table)
     reader = repository.with_store(store_of_version(repository.store, manifest, table))
-    return Version(manifest, table, (Part("", reader, manifest, 0),))
+    others = [read_root(repository.store, other) for other in manifest.added]
+    if any(other.added for other in others):  # hostile roots could name ever more versions
+        raise FormatError(f"manifest {manifest.id}: its added fields have added fields; do not trust it")
+    added = tuple(_load_pages(repository, other) for other in others)
+    check_alignment(manifest, table, [(one.manifest, one.table) for one in added])
+    return Version(manifest, table, (Part("", reader, manifest, 0),), added)
 
 
 def put_manifest(repository: Repository, manifest: Manifest, pages: Sequence[bytes]) -> Descriptor:

@@ -127,11 +127,11 @@ class FileOperations:
 
     def try_lock(self, file: Handle) -> bool:
         """Take the file's exclusive lock unless another holds it; the kernel releases it when the process dies."""
-        return _flocked(file, fcntl.LOCK_EX)
+        return _try_flock(file, fcntl.LOCK_EX)
 
     def try_share(self, file: Handle) -> bool:
         """Take the file's shared lock, unless another process holds the exclusive one."""
-        return _flocked(file, fcntl.LOCK_SH)
+        return _try_flock(file, fcntl.LOCK_SH)
 
     def lock(self, file: Handle) -> None:
         """Wait for the file's exclusive lock; for locks that are held briefly."""
@@ -144,7 +144,7 @@ class FileOperations:
         os.close(handle.fd)
 
 
-def _flocked(file: Handle, kind: int) -> bool:
+def _try_flock(file: Handle, kind: int) -> bool:
     try:
         fcntl.flock(file.fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -270,7 +270,7 @@ def read_file(path: str, file_size: int, offset: int, into: memoryview) -> None:
             found = stat_result.st_size
             if found != file_size:
                 raise IntegrityError(
-                    f"{path} holds {found} bytes, the manifest says {file_size}; run: shardkit verify"
+                    f"{path} holds {found} bytes, the manifest says {file_size}; verify its dataset"
                 )
             done = 0
             while done < len(into):
@@ -278,7 +278,7 @@ def read_file(path: str, file_size: int, offset: int, into: memoryview) -> None:
                 if not got:
                     raise IntegrityError(
                         f"{path} ends at byte {offset + done}, {file_size} bytes are expected; it was truncated. "
-                        "Run: shardkit verify on its dataset"
+                        "Verify its dataset"
                     )
                 done += got
         finally:
@@ -286,7 +286,7 @@ def read_file(path: str, file_size: int, offset: int, into: memoryview) -> None:
     except ShardkitError:
         raise
     except FileNotFoundError:
-        raise NotFoundError(f"{path} is gone; run: shardkit verify on its dataset") from None
+        raise NotFoundError(f"{path} is gone; verify its dataset") from None
     except OSError as error:
         raise store_error(error, f"read {path}", writing=False) from error
 
@@ -392,7 +392,7 @@ class Directories:
 
 
 def exists(folder: Handle, name: str) -> bool:
-    """Whether a regular file has this name."""
+    """Return True if a regular file has this name."""
     try:
         found = active().stat(folder, name)
     except FileNotFoundError:
@@ -419,7 +419,7 @@ def check_regular(found: os.stat_result, path: str) -> None:
     """Raise StoreError for a link, directory, device or pipe in place of an object."""
     if not stat.S_ISREG(found.st_mode):
         what = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "not a regular file"
-        raise StoreError(f"{path} is {what}: expected a plain file; remove it and run: shardkit repair")
+        raise StoreError(f"{path} is {what}: expected a plain file; remove it and repair its dataset")
 
 
 def _make_directory(parent: Handle, name: str) -> bool:

@@ -207,9 +207,8 @@ def temporary_name(suffix: str = "") -> str:
     """Return a new name that identifies the boot and the process of the writer."""
     import secrets  # slow to import, and readers do not need it
 
-    pid = os.getpid()
     tail = f".{suffix}" if suffix else ""
-    return f"{_boot()}-{_pid_namespace()}-{pid}-{_start_time(pid) or 0}-{secrets.token_hex(8)}{tail}"
+    return f"{_boot()}-{_pid_namespace()}-{_this_process(os.getpid())}-{secrets.token_hex(8)}{tail}"
 
 
 def private_folder(url: str) -> str:
@@ -233,7 +232,7 @@ def private_folder(url: str) -> str:
 
 
 def writer_is_dead(operations: FileOperations, folder: Handle, name: str) -> bool:
-    """Whether the writer of a temporary is certainly dead.
+    """Return True if the writer of a temporary is certainly dead.
 
     A writer of this boot and pid namespace is looked up. Any other writer may belong to an earlier boot, another
     machine or another container. It counts as dead only if the file is unlocked and has not been written to for a day.
@@ -279,6 +278,16 @@ def _pid_namespace() -> str:
         return "".join(character for character in os.readlink("/proc/self/ns/pid") if character.isdigit())
     except OSError:
         return "0"
+
+
+@functools.lru_cache(maxsize=1)
+def _this_process(pid: int) -> str:
+    """Return the number and the start time of this process, which are read once."""
+    return f"{pid}-{_start_time(pid) or 0}"
+
+
+# A descendant may get the number of a dead ancestor.
+os.register_at_fork(after_in_child=_this_process.cache_clear)
 
 
 def _start_time(pid: int) -> int | None:

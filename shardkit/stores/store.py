@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import abc
 import hashlib
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
 
+from shardkit.documents import parse_digest, sha256_digest
 from shardkit.errors import (
     FormatError,
     IntegrityError,
     NotFoundError,
+    ShardkitError,
     StoreError,
     StoreReadOnlyError,
     UsageError,
 )
-from shardkit.formats.canonical_json import parse_digest, sha256_digest
+from shardkit.ranges import shown
 from shardkit.stores.file_operations import explained
 
 _Result = TypeVar("_Result")
@@ -72,7 +75,7 @@ class Stage(abc.ABC):
 
     @property
     def is_broken(self) -> bool:
-        """Whether a write failed, so that the stage can only be dropped."""
+        """True if a write failed, so that the stage can only be dropped."""
         return self._broken
 
     @property
@@ -272,7 +275,7 @@ def check_name(name: str) -> tuple[str, ...]:
 
 
 def is_name(name: str) -> bool:
-    """Whether a listed name is valid; temporaries and foreign objects are not listed."""
+    """Return True if a listed name is valid; temporaries and foreign objects are not listed."""
     try:
         check_name(name)
     except UsageError:
@@ -298,6 +301,7 @@ def check_prefix(prefix: str) -> tuple[str, ...]:
 EXTENSIONS: Final = (
     "tar",
     "arrow",
+    "rows",
     "index",
     "page",
     "manifest",
@@ -406,6 +410,12 @@ def asked_twice(ask: Callable[[], _Result]) -> _Result:
         return ask()
 
 
+def advised(error: ShardkitError, root: Store) -> ShardkitError:
+    """Return the error of a damaged document with the command that repairs it."""
+    told = str(error)
+    return error if "run: " in told else type(error)(f"{told}; run: shardkit repair {root.url}")
+
+
 def read_checked(
     store: Store, name: str, parse: Parse[_Result], *, max_bytes: int, is_optional: bool = False
 ) -> _Result:
@@ -423,7 +433,10 @@ def read_checked(
     """
     if isinstance(store, StoreAround):
         return store.read_checked(name, parse, max_bytes=max_bytes, is_optional=is_optional)
-    return asked_twice(lambda: parse(store.get(name, max_bytes=max_bytes), f"{name} in {store.url}"))
+    try:
+        return asked_twice(lambda: parse(store.get(name, max_bytes=max_bytes), f"{name} in {store.url}"))
+    except IntegrityError as error:
+        raise advised(error, store) from None
 
 
 def find_checked(store: Store, name: str, parse: Parse[_Result], *, max_bytes: int) -> _Result | None:
@@ -451,6 +464,18 @@ def put_over(store: Store, name: str, data: bytes) -> None:
         is_same = False
     if not is_same:
         store.replace(name, data)
+
+
+def place_text(place: object, what: str) -> str:
+    """Return a path or URL as text.
+
+    Raises:
+        UsageError: The value is no path; ``what`` names it.
+    """
+    text = place if isinstance(place, str) else os.fspath(place) if isinstance(place, os.PathLike) else None
+    if not isinstance(text, str) or "\0" in text:
+        raise UsageError(f"{what}: {shown(place)} is no path or URL; give text such as data/cats")
+    return text
 
 
 def scheme_of(place: str) -> str | None:

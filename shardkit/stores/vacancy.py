@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import glob
 import os
+from collections.abc import Iterator
 from typing import Final, Literal
 
 from shardkit.errors import UsageError
-from shardkit.stores.store import scheme_of
+from shardkit.stores.store import place_text, scheme_of
 
 Kind = Literal["dataset", "copy", "cache", "run"]
 
@@ -28,10 +30,15 @@ _MARKS: Final[dict[Kind, frozenset[str]]] = {
     "run": frozenset({*_RUN_FILES, "checkpoints", "lock"}),
 }
 """Names that mark a folder as one of a kind; other files in it are left alone."""
+_OUTER: Final[dict[Kind, tuple[Kind, str]]] = {
+    "cache": ("run", os.path.join("journal", "*.cells")),
+    "run": ("cache", "shardkit-cache.json"),
+}
+"""The kind inside which a folder of a kind may not be, and a pattern of its files; caches evict, runs are copied."""
 
 
 def check_vacant(url: str | os.PathLike[str], kind: Kind) -> None:
-    """Refuse a local folder that holds other files or is inside a dataset.
+    """Refuse a local folder that holds other files or is inside a dataset; caches and runs are not inside each other.
 
     Args:
         url: Path or URL of the folder; only local paths are checked. A missing folder is vacant.
@@ -40,17 +47,19 @@ def check_vacant(url: str | os.PathLike[str], kind: Kind) -> None:
     Raises:
         UsageError: The folder may not be used; the message names a file in it.
     """
-    if scheme_of(os.fspath(url)):
+    text = place_text(url, kind)
+    if scheme_of(text):
         return
-    path = os.path.abspath(os.fspath(url))
+    path = os.path.abspath(text)
     action = f"choose an empty folder for the {kind}"
     if kind in ("cache", "run") and os.path.lexists(os.path.join(path, _DATASET_MARK)):
         raise UsageError(f"{path} is a dataset and cannot be a {kind}; {action}")
-    outer = os.path.dirname(path)
-    while outer != os.path.dirname(outer):
-        if os.path.lexists(os.path.join(outer, _DATASET_MARK)):
-            raise UsageError(f"{path} is inside the dataset {outer}; {action}")
-        outer = os.path.dirname(outer)
+    check_outside(path, action)
+    if kind in _OUTER:
+        outer, mark = _OUTER[kind]
+        for folder in _parents(path):
+            if glob.glob(os.path.join(glob.escape(folder), mark)):
+                raise UsageError(f"{path} is inside the {outer} {folder} and cannot be a {kind}; {action}")
     try:
         found = sorted(name for name in os.listdir(path) if name != "lost+found")
     except OSError:
@@ -59,3 +68,19 @@ def check_vacant(url: str | os.PathLike[str], kind: Kind) -> None:
     foreign = [] if is_marked else [name for name in found if name not in _NAMES.get(kind, ())]
     if foreign:
         raise UsageError(f"{path} holds other files, such as {foreign[0]!r}; {action}")
+
+
+def check_outside(place: str | os.PathLike[str], action: str = "choose a place outside of it") -> None:
+    """Refuse a path that is inside a dataset; `action` is the advice of the message."""
+    path = os.path.abspath(place)
+    for folder in _parents(path):
+        if os.path.lexists(os.path.join(folder, _DATASET_MARK)):
+            raise UsageError(f"{path} is inside the dataset {folder}; {action}")
+
+
+def _parents(path: str) -> Iterator[str]:
+    """Yield the folders that contain an absolute path, from the nearest on, without the file system's root."""
+    outer = os.path.dirname(path)
+    while outer != os.path.dirname(outer):
+        yield outer
+        outer = os.path.dirname(outer)

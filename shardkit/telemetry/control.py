@@ -60,7 +60,7 @@ class _Watch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 @dataclass(frozen=True)
-class Change:
+class ControlFile:
     """The content of a control file."""
 
     targets: Mapping[str, Any]  # knob → value
@@ -70,7 +70,7 @@ class Change:
     ranks: tuple[int, ...] | None = None  # ranks that apply the change; None: all
 
 
-def parse_control(text: str, knobs: Mapping[str, Knob]) -> Change:
+def parse_control(text: str, knobs: Mapping[str, Knob]) -> ControlFile:
     """Parse a control file.
 
     Raises:
@@ -92,7 +92,7 @@ def parse_control(text: str, knobs: Mapping[str, Knob]) -> Change:
         if knobs[key].read() is None:
             raise ConfigurationError(f"control.toml: {key} has no effect in this run; take it out")
         targets[key] = knobs[key].parse(key, value)
-    return Change(targets, watch.guard_s, ranks)
+    return ControlFile(targets, watch.guard_s, ranks)
 
 
 def _leaves(document: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
@@ -166,9 +166,9 @@ class Control:
         digest = hashlib.sha256(data).hexdigest()[:16]
         if digest != self._digest:
             self._digest = digest
-            self._heed(data)
+            self._apply(data)
 
-    def _heed(self, data: bytes) -> None:
+    def _apply(self, data: bytes) -> None:
         try:
             if len(data) > _MAX_BYTES:
                 raise ConfigurationError(f"control.toml: more than {_MAX_BYTES} bytes")

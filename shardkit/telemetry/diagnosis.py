@@ -142,7 +142,7 @@ class Bottleneck:
 
     @property
     def text(self) -> str:
-        """Text for people, such as ``store-bound, 71 %``."""
+        """Summary as text, such as ``store-bound, 71 %``."""
         return f"{self.kind}-bound, {100 * self.share:.0f} %"
 
 
@@ -281,9 +281,7 @@ def _anomaly(kind: str, rank: int, reason: str, **evidence: Any) -> Anomaly:
 def find_anomalies(ranks: Ranks, now: float) -> list[Anomaly]:
     """Apply all rules to all ranks.
 
-    Args:
-        ranks: records of each rank, oldest first.
-        now: present time in seconds since the epoch, used only to detect silent ranks.
+    `now` (seconds since the epoch) is used only to detect silent ranks.
     """
     known = {rank: records for rank, records in ranks.items() if records}
     stalls = [one for rank, records in known.items() if (one := _stall(rank, records, now)) is not None]

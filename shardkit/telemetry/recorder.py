@@ -84,11 +84,11 @@ class Telemetry:
         values = {
             f"{source}.{name}": float(value)
             for source, read in sources
-            for name, value in (self._polled(read) or {}).items()
+            for name, value in (self._poll(read) or {}).items()
             if math.isfinite(value)
         }
-        rows = {name: self._polled(read_rows) or [] for name, read_rows in tables}
-        lanes = tuple(self._polled(self._lanes) or ())
+        rows = {name: self._poll(read_rows) or [] for name, read_rows in tables}
+        lanes = tuple(self._poll(self._lanes) or ())
         values["telemetry.errors"] = float(self._errors)
         return Record(
             time=time.time(), rank=self.rank, world=self.world, worker=self.worker, host=os.uname().nodename[:200],
@@ -96,7 +96,7 @@ class Telemetry:
             tables=rows,
         )  # fmt: skip
 
-    def _polled(self, read: Callable[[], Any]) -> Any:
+    def _poll(self, read: Callable[[], Any]) -> Any:
         try:
             return read()
         except Exception:  # noqa: BLE001  a source that fails must not end the watch

@@ -10,10 +10,13 @@ import math
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import Meta
 
 from shardkit.errors import NotFoundError
 from shardkit.notebook import Shown
@@ -72,56 +75,45 @@ class Record:
         return json.dumps(document, separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
 
+_Text = Annotated[str, Meta(max_length=_MAX_TEXT)]
+_Count = Annotated[int, Meta(ge=0, lt=1 << 40)]
+_Row = Annotated[list[int | float | _Text], Meta(max_length=_MAX_CELLS)]
+
+
+class _Line(msgspec.Struct, kw_only=True):
+    """A line of a file of records: lanes are text, and unknown fields are ignored."""
+
+    v: Literal[1]
+    time: float
+    rank: Annotated[int, Meta(ge=0, lt=_MAX_RANK)] = 0
+    world: _Count = 1
+    worker: _Count = 0
+    host: _Text = ""
+    pid: _Count = 0
+    session: _Text = ""
+    state: _Text = "running"
+    interval_s: float = 2.0
+    lanes: str = ""
+    values: Annotated[dict[_Text, float], Meta(max_length=_MAX_VALUES)] = {}
+    tables: dict[_Text, Annotated[list[_Row], Meta(max_length=_MAX_ROWS)]] = {}
+
+
+_decoder: Final = msgspec.json.Decoder(_Line)
+
+
 def parse_record(line: bytes) -> Record | None:
     """Parse a record; return None if the line is not a valid record of this version."""
-    found = json_object(line) if len(line) <= MAX_LINE_BYTES else None
-    if found is None or found.get("v") != RECORD_VERSION:
+    if len(line) > MAX_LINE_BYTES:
         return None
-    given = {"rank": 0} | {name: found[name] for name in _CHECKS if name in found}
-    lanes = parse_lanes(found.get("lanes", ""))
-    if lanes is None or "time" not in given or not all(_CHECKS[name](value) for name, value in given.items()):
+    try:
+        found = msgspec.structs.asdict(_decoder.decode(line))
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
         return None
-    values = {name: float(value) for name, value in given.get("values", {}).items()}
-    interval_s = max(0.01, float(given.get("interval_s", 2.0)))
-    return Record(**given | {"interval_s": interval_s, "lanes": lanes, "values": values})
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 40
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and len(value) <= _MAX_TEXT
-
-
-def _are_values(values: Any) -> bool:
-    return isinstance(values, dict) and len(values) <= _MAX_VALUES and all(
-        _is_text(name) and _is_number(value) for name, value in values.items()
-    )  # fmt: skip
-
-
-def _are_tables(tables: Any) -> bool:
-    return isinstance(tables, dict) and all(
-        _is_text(name) and isinstance(rows, list) and len(rows) <= _MAX_ROWS and all(map(_is_row, rows))
-        for name, rows in tables.items()
-    )
-
-
-def _is_row(row: Any) -> bool:
-    cells = isinstance(row, list) and len(row) <= _MAX_CELLS
-    return cells and all(_is_text(cell) or _is_number(cell) for cell in row)
-
-
-_CHECKS: Final[Mapping[str, Callable[[Any], bool]]] = {
-    "time": _is_number, "rank": lambda value: _is_count(value) and value < _MAX_RANK, "world": _is_count,
-    "worker": _is_count, "pid": _is_count, "host": _is_text, "session": _is_text, "state": _is_text,
-    "interval_s": _is_number, "values": _are_values, "tables": _are_tables,
-}  # fmt: skip
-"""Check of each field of a record, except lanes."""
+    lanes = parse_lanes(found["lanes"])
+    if lanes is None:
+        return None
+    del found["v"]
+    return Record(**found | {"interval_s": max(0.01, found["interval_s"]), "lanes": lanes})
 
 
 def lanes_text(lanes: Iterable[int]) -> str:
@@ -278,10 +270,7 @@ class RunTelemetry(Shown):
 def read_run(run: Path, *, since: float = 0.0, tail_bytes: int = _TAIL_BYTES) -> RunTelemetry:
     """Read the records of all ranks.
 
-    Args:
-        run: directory of the run.
-        since: omit records before this time, in seconds since the epoch.
-        tail_bytes: number of bytes to read from the end of each rank's records.
+    Records before `since` (seconds since the epoch) are left out. At most `tail_bytes` are read of each rank.
     """
     series: dict[tuple[int, int], list[Record]] = {}
     skipped = 0

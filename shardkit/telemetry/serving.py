@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardkit.errors import MissingDependency
+from shardkit.extras import install_command
 from shardkit.telemetry.diagnosis import KINDS, cost_skew, find_anomalies
 from shardkit.telemetry.pages import Answer, PageServer, parse_listen
 from shardkit.telemetry.records import NEWEST_BYTES, Record, RunTelemetry, read_run
@@ -38,17 +39,22 @@ def run_metrics(telemetry: RunTelemetry, now: float, host: str | None = None) ->
     With ``host``, only of the ranks on that host, so that no rank is scraped twice. The status is 503 if
     prometheus-client is not installed.
     """
-    newest = [
-        records[-1]
-        for records in telemetry.series.values()
-        if records[-1].rank < telemetry.world and host in (None, records[-1].host)
-    ]
+    newest = newest_records(telemetry, host)
     found = [one.kind for one in find_anomalies(telemetry.ranks, now)]
     try:
         body = exposition(newest, {kind: found.count(kind) for kind in KINDS})
     except MissingDependency as error:
         return 503, "text/plain", f"{error}\n".encode()
     return 200, "text/plain; version=0.0.4; charset=utf-8", body
+
+
+def newest_records(telemetry: RunTelemetry, host: str | None = None) -> list[Record]:
+    """Return the newest record of each process, of a host if given, without ranks that the run has lost."""
+    return [
+        records[-1]
+        for records in telemetry.series.values()
+        if records[-1].rank < telemetry.world and host in (None, records[-1].host)
+    ]
 
 
 def serve_health(run: Path, listen: str) -> PageServer:
@@ -157,7 +163,7 @@ def exposition(records: Iterable[Record], anomalies: Mapping[str, int]) -> bytes
         from prometheus_client import CollectorRegistry, generate_latest
     except ImportError as error:
         raise MissingDependency(
-            "metrics need prometheus-client; run: pip install 'shardkit[metrics]'"
+            f"metrics need prometheus-client; run: {install_command('metrics')}"
         ) from error
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collector(list(records), anomalies))

@@ -38,10 +38,7 @@ Json = dict[str, Any]
 def summarise(telemetry: RunTelemetry, events: Sequence[Mapping[str, Any]], now: float) -> Json:
     """Summarise a run at one time.
 
-    Args:
-        telemetry: records of the run.
-        events: events of the run, oldest first.
-        now: present time in seconds since the epoch. A run that ended is shown at its end.
+    Times are seconds since the epoch, and events are ordered by time. A run that ended is shown at its end.
     """
     ranks, lasts = telemetry.ranks, _lasts(telemetry)
     at = telemetry.newest if telemetry.ended else now
@@ -260,7 +257,7 @@ def chart_series(telemetry: RunTelemetry, at: float) -> Json:
     if not every:
         return {"time": [], "width_s": 0.0}
     typical = max(one.last.interval_s for one in every)
-    begin, at = _covered([found for found in series.values() if found], typical, at)
+    begin, at = _time_range([found for found in series.values() if found], typical, at)
     width = max(typical, (at - begin) / _POINTS)
     grid = _Grid(at, width, max(1, int(-(-(at - begin) // width))))
     seconds = grid.spread(every, lambda one: one.seconds)
@@ -285,7 +282,7 @@ def chart_series(telemetry: RunTelemetry, at: float) -> Json:
     }
 
 
-def _covered(series: Sequence[Sequence[Interval]], typical: float, at: float) -> tuple[float, float]:
+def _time_range(series: Sequence[Sequence[Interval]], typical: float, at: float) -> tuple[float, float]:
     """Return the time range covered by all ranks if they began and ended together, otherwise by any rank.
 
     Points that only some ranks cover would be misleading.

@@ -83,7 +83,7 @@ class BatchMemory:
         return np.asarray(_Reference(self, slot, flag, shape, dtype))
 
     def send(self, value: Any) -> Any:
-        """Return what is sent for a value of a batch; a slot in it belongs to the trainer from now on."""
+        """Return the message for a value of a batch. A slot of shared memory in it then belongs to the trainer."""
         if isinstance(value, tuple | list) and len(value) == 2:  # values and offsets of a ragged field
             parts = [self.send(part) for part in value]
             return parts if isinstance(value, list) else tuple(parts)
@@ -106,7 +106,7 @@ class BatchMemory:
         return _Small(array) if is_tensor and array.nbytes < _LEAST else value
 
     def receive(self, value: Any) -> Any:
-        """Return the value for which `send` returned this."""
+        """Return the value of a batch from a message of `send`."""
         if isinstance(value, _Place):
             array = self._array(value.slot, _IN_TRAINER, value.shape, value.dtype)
             return torch.from_numpy(array) if value.is_tensor else array

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
+from shardkit.documents import decode_plain, encode, parse_digest, sha256_digest
 from shardkit.errors import ConfigurationError, FormatError, IntegrityError, NotFoundError, ShardkitError
-from shardkit.formats.canonical_json import dumps, loads, parse_digest, sha256_digest
 from shardkit.stores.local import open_store
 from shardkit.stores.store import Store, object_name
 
@@ -91,10 +91,10 @@ def read_ref(store: Store, name: str) -> dict[str, Any]:
     """Return a checkpoint's ref after checking its digest: ``checkpoint`` (the manifest), ``size``, ``name``."""
     where = f"checkpoint ref {ref_name(name)} in {store.url}"
     try:
-        body = _dictionary(loads(store.get(ref_name(name), max_bytes=REF_BYTES), max_bytes=REF_BYTES))
+        body = _dictionary(decode_plain(store.get(ref_name(name), max_bytes=REF_BYTES), max_bytes=REF_BYTES))
         claimed = body.pop("digest", None)
         parse_digest(str(body["checkpoint"]))
-        is_sound = claimed == sha256_digest(dumps(body)) and 0 < int(body["size"]) <= MAX_MANIFEST_BYTES
+        is_sound = claimed == sha256_digest(encode(body)) and 0 < int(body["size"]) <= MAX_MANIFEST_BYTES
     except (FormatError, KeyError, TypeError, ValueError) as error:
         raise IntegrityError(f"{where} is damaged: {error}") from error
     if not is_sound:
@@ -105,7 +105,7 @@ def read_ref(store: Store, name: str) -> dict[str, Any]:
 def read_manifest_of(store: Store, ref: Mapping[str, Any]) -> dict[str, Any]:
     """Return the verified manifest that a ref names."""
     digest, size = parse_digest(ref["checkpoint"]), int(ref["size"])
-    manifest = _dictionary(loads(get_verified(store, digest, "checkpoint", size), max_bytes=size))
+    manifest = _dictionary(decode_plain(get_verified(store, digest, "checkpoint", size), max_bytes=size))
     found = manifest.get("format"), manifest.get("version")
     if found != ("shardkit-checkpoint", 1):
         raise FormatError(
@@ -195,8 +195,12 @@ def copy_checkpoint(
     return written
 
 
-def prune_checkpoints(location: Store | str | os.PathLike[str], keep: int) -> None:
+def prune_checkpoints(
+    location: Store | str | os.PathLike[str], keep: int, *, drop: Collection[str] = ()
+) -> None:
     """Delete all but the newest ``keep`` checkpoints (at least 1), and the objects that no checkpoint uses.
+
+    Checkpoints named in ``drop`` are deleted first.
 
     Refs are deleted first: a crash in between leaves garbage for the next call, never a ref without objects.
     Do not save into the run directory at the same time: objects without a manifest yet look like garbage.
@@ -207,12 +211,14 @@ def prune_checkpoints(location: Store | str | os.PathLike[str], keep: int) -> No
     if keep < 1:
         raise ConfigurationError(f"keep = {keep}: expected at least 1 checkpoint that stays")
     store = as_store(location)
-    names = checkpoint_names(store)
-    for name in names[:-keep]:
-        store.delete(ref_name(name))
+    found_names = checkpoint_names(store)
+    names = [name for name in found_names if name not in drop][-keep:]
+    for name in found_names:
+        if name not in names:
+            store.delete(ref_name(name))
     reachable: set[str] = set()
     try:
-        for name in names[-keep:]:
+        for name in names:
             reachable |= {object_name(f"sha256:{digest}", kind) for digest, kind in _objects(store, name)}
     except ShardkitError:
         return  # a damaged checkpoint can still be repaired from a copy: keep every object

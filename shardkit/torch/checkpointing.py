@@ -1,4 +1,4 @@
-"""`CheckpointWriter`, `CheckpointReader` and `FlatSlice`: plug-ins for torch.distributed.checkpoint (DCP).
+"""`CheckpointWriter` and `CheckpointReader`: plug-ins for torch.distributed.checkpoint (DCP).
 
 An extent is [object hex, object size, offset in the object, length]. A chunk (a box of a tensor) is a list of extents.
 `export_safetensors` writes weights for programs that do not use shardkit.
@@ -35,7 +35,6 @@ from torch.distributed.checkpoint.planner import (
     ReadItem,
     SavePlan,
     SavePlanner,
-    TensorWriteData,
     WriteItem,
     WriteItemType,
 )
@@ -43,8 +42,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from shardkit.documents import encode, parse_digest, sha256_digest
 from shardkit.errors import ConfigurationError, FormatError, RunError, ShardkitError
-from shardkit.formats.canonical_json import dumps, parse_digest, sha256_digest
 from shardkit.ledger import bind_checkpoint
 from shardkit.stores.store import Store, object_name
 
@@ -171,7 +170,7 @@ class CheckpointWriter(_OneCheckpoint, StorageWriter):
         return [extent for extent, _ in done]
 
     def _put_object(self, store: Store, name: str, content: bytes) -> bool:
-        """Write the object if it is missing or damaged; return whether it was written."""
+        """Write the object if it is missing or damaged; return True if it was written."""
         if store.put_new(name, content):
             return True
         if not self.distrust:
@@ -210,19 +209,19 @@ class CheckpointWriter(_OneCheckpoint, StorageWriter):
         assert self.name is not None
         store = as_store(self.location)
         stored = {result.index: result.storage_data for rank in results for result in rank}
-        body = dumps(_manifest(self.name, self.meta, metadata, stored))
+        body = encode(_manifest(self.name, self.meta, metadata, stored))
         digest = sha256_digest(body)
         self._put_object(store, object_name(digest, "checkpoint"), body)
         ref: dict[str, object] = {"checkpoint": digest, "name": self.name, "size": len(body)}
-        ref["digest"] = sha256_digest(dumps(ref))
+        ref["digest"] = sha256_digest(encode(ref))
         if self.name in checkpoint_names(store):
-            if store.get(ref_name(self.name), max_bytes=REF_BYTES) == dumps(ref):
+            if store.get(ref_name(self.name), max_bytes=REF_BYTES) == encode(ref):
                 return
             raise RunError(
                 f"checkpoint {self.name} exists in {store.url} with other content; choose another name"
             )
         self._bind(store, digest)
-        if not store.put_new(ref_name(self.name), dumps(ref)):
+        if not store.put_new(ref_name(self.name), encode(ref)):
             raise RunError(f"checkpoint {self.name} was written to {store.url} by another process meanwhile")
 
     def _bind(self, store: Store, digest: str) -> None:
@@ -342,7 +341,7 @@ class CheckpointReader(_OneCheckpoint, StorageReader):
                 buffer.seek(0)
                 planner.load_bytes(item, buffer)
             else:
-                source = self._chunk(item, b"".join(_cut(extent, opened) for extent in stored), store)
+                source = self._chunk(item, b"".join(_read_extent(extent, opened) for extent in stored), store)
                 target = planner.resolve_tensor(item).detach()
                 target.copy_(source)
                 planner.commit_tensor(item, target)
@@ -379,94 +378,12 @@ def _tensor_entry(
     return entry, [(offsets, extents) for offsets, _, extents in tensor["chunks"]]
 
 
-def _cut(extent: Extent, opened: Callable[[str, int], bytes]) -> bytes:
+def _read_extent(extent: Extent, opened: Callable[[str, int], bytes]) -> bytes:
     """Return the bytes of one extent; ``opened`` returns a verified object."""
     digest, size, offset, length = extent
     if not (isinstance(size, int) and 0 <= offset <= offset + length <= size <= PIECE_BYTES):
         raise FormatError(f"checkpoint extent {extent!r} lies outside its object")
     return opened(digest, size)[offset : offset + length]
-
-
-# ---- slices of flattened tensors, which sharded optimizers keep (the trainer's SPEC.md §3)
-
-
-def rectangles(shape: Sequence[int], low: int, high: int) -> list[tuple[list[int], list[int]]]:
-    """Return elements low … high−1 of a C-order tensor as at most 2·dimensions − 1 boxes (offsets, sizes), in order.
-
-    Checkpoints describe parts of a tensor as boxes.
-    """
-    if low >= high:
-        return []
-    if not shape:
-        return [([], [])]
-    rest = list(shape[1:])
-    row = math.prod(rest)
-
-    def inside(at: int, low: int, high: int) -> list[tuple[list[int], list[int]]]:
-        return [([at, *offsets], [1, *sizes]) for offsets, sizes in rectangles(rest, low, high)]
-
-    first, last = low // row, high // row  # rows that contain low and high
-    if first == last:
-        return inside(first, low % row, high % row)
-    boxes = []
-    if low % row:
-        boxes += inside(first, low % row, row)
-        first += 1
-    if first < last:
-        boxes.append(([first] + [0] * len(rest), [last - first, *rest]))
-    return boxes + inside(last, 0, high % row)
-
-
-class FlatSlice(torch.Tensor):
-    """A run of elements of a larger tensor, for torch.distributed.checkpoint; it has the shape of the larger tensor.
-
-    Implements DCP's protocol for tensors that know their own parts: a slice is saved as boxes, and other shardings can
-    be loaded from it or into it. Arithmetic on it is an error.
-    """
-
-    run: torch.Tensor
-    low: int
-    boxes: list[tuple[list[int], list[int]]]
-
-    @staticmethod
-    def __new__(cls, run: torch.Tensor, shape: Sequence[int], low: int) -> FlatSlice:
-        """Wrap ``run``, the elements low … low + len(run) − 1 of a tensor of ``shape``; shares its memory."""
-        made: FlatSlice = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001 - torch's documented way to make one
-            cls, torch.Size(shape), dtype=run.dtype, device=run.device
-        )
-        made.run, made.low = run, low
-        made.boxes = rectangles(shape, low, low + run.numel())
-        return made
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Raise an error for every operation except detach, which planners call."""
-        if func is torch.ops.aten.detach.default:
-            return args[0]
-        raise NotImplementedError(f"FlatSlice only describes a part of a tensor; {func} is not defined on it")
-
-    def __create_write_items__(self, fqn: str, _object: object) -> list[WriteItem]:
-        properties = TensorProperties(dtype=self.run.dtype)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in self.boxes]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        at = 0
-        for offsets, sizes in self.boxes:
-            length = math.prod(sizes)
-            if index.offset is not None and list(index.offset) == offsets:
-                return self.run[at : at + length].view(sizes)
-            at += length
-        raise ValueError(f"no part of this slice starts at {index.offset}; it has {self.boxes}")
 
 
 # ---- for other programs

@@ -27,8 +27,9 @@ from torch.utils.data._utils.fetch import _BaseDatasetFetcher
 from shardkit.dataset import Dataset
 from shardkit.errors import StateError, UsageError
 from shardkit.loader import Batch, Loader, check_state
-from shardkit.loader.live import STATE_VERSION, check_step
+from shardkit.loader.live import STATE_VERSION, check_mapping, check_step, step_after
 from shardkit.plan import Plan
+from shardkit.ranges import shown
 from shardkit.torch.batch_memory import BatchMemory
 
 __all__ = ["DataLoader", "PlanDataset", "dataset"]
@@ -80,6 +81,11 @@ class PlanDataset(IterableDataset[Batch]):
     """
 
     def __init__(self, ds: Dataset, plan: Plan, *, restart: bool = False, **settings: Any) -> None:
+        if not isinstance(ds, Dataset):
+            raise UsageError(
+                f"shardkit.torch.dataset takes an open dataset and a plan, got {shown(ds)}; open one first: "
+                "shardkit.open(ROOT)"
+            )
         for name in ("stride", "offset", "run", "share"):
             if name in settings:
                 raise UsageError(f"{name}= is not for shardkit.torch.dataset; use ds.loader for it")
@@ -241,7 +247,7 @@ class PlanDataset(IterableDataset[Batch]):
         """
         state = {"version": STATE_VERSION, "plan": self._plan.digest, "manifest": self._ds.manifest.id}
         if after is not None:
-            return state | {"step": _step_of(after) + 1}
+            return state | {"step": step_after(after)}
         worker = get_worker_info()
         if worker is not None:  # torchdata asks each worker for its own place
             steps = self._worker_steps
@@ -258,6 +264,7 @@ class PlanDataset(IterableDataset[Batch]):
         Raises:
             StateError: the state belongs to another plan, manifest or number of workers.
         """
+        check_mapping(state)
         if state.get("step", 0) is None:
             raise StateError(f"this state does not know its step: {_UNKNOWN}. To continue call seek(step)")
         step, workers = check_state(state, self._plan, self._ds.manifest.id), state.get("workers")

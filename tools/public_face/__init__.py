@@ -1,13 +1,13 @@
-"""The public face: everything that a user may have typed, called, matched on or plotted, collected from the code.
+"""Collect the public interface from the code: every name that a user may type, call, match on or plot.
 
 ::
 
-    python -m public_face            compare, and write tests/golden/public_face.json again
-    python -m public_face --check    compare alone
+    python -m public_face            compare, and rewrite tests/golden/public_face.json
+    python -m public_face --check    compare only
 
-`face` holds what each name means: a name that goes, or whose meaning changes, has to stand in CHANGELOG.md under
-"Unreleased", in backquotes; until it does, nothing is written. `words` holds help texts and first lines of docstrings,
-which change freely.
+`face` maps each name to its meaning. If a name is removed or its meaning changes, a fragment in changes/ must mention
+the name in backquotes; otherwise the file is not written. `words` holds help texts and the first lines of docstrings,
+which may change freely.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from public_face.comparing import Face
 
 
 def collect() -> tuple[Face, Face]:
-    """Meanings and words of everything public, from the code that is imported."""
+    """Return the meanings and the words of all public names of the imported code."""
     told = {"commands": declared.commands(), "python": declared.python_names(), "errors": declared.errors()}
     face: Face = {section: meanings for section, (meanings, _) in told.items()}
     face |= {

@@ -1,4 +1,4 @@
-"""Compare the public face with the frozen one, and freeze it again."""
+"""Compare the public interface with the frozen one, and freeze it again."""
 
 from __future__ import annotations
 
@@ -12,40 +12,46 @@ from public_face import collect
 from public_face.comparing import Difference, Face, differences, unexplained
 
 _TOP: Final = Path(__file__).resolve().parents[2]
-CHANGELOG: Final = _TOP / "CHANGELOG.md"
+CHANGES: Final = _TOP / "changes"
 FROZEN: Final = _TOP / "tests" / "golden" / "public_face.json"
 
 
 def load(path: Path) -> tuple[Face, Face]:
-    """Meanings and words of a frozen face; empty where there is none yet."""
+    """Return the meanings and words of the frozen face, both empty if the file does not exist."""
     document = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return document.get("face", {}), document.get("words", {})
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write the face, unless something went without a word in the changelog."""
+    """Write the face, unless a removal or a change is not named in a fragment of changes/."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true", help="write nothing")
     given = parser.parse_args(arguments)
     face, words = collect()
-    return freeze(face, words, FROZEN, CHANGELOG.read_text(encoding="utf-8"), check=given.check)
+    return freeze(face, words, FROZEN, next_section(CHANGES), check=given.check)
+
+
+def next_section(folder: Path) -> str:
+    """Return the fragments of the next release as a section of a changelog."""
+    entries = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("+*.md"))]
+    return "# Changes\n\n## Unreleased\n\n" + "".join(f"- {entry}" for entry in entries)
 
 
 def report(found: list[Difference]) -> str:
-    """As people read it."""
+    """Return the differences as text, one per line."""
     return "\n".join(map(str, found))
 
 
 def freeze(face: Face, words: Face, path: Path, changelog: str, *, check: bool = False) -> int:
-    """Compare with the frozen face, then write; return 1 if a difference is unexplained."""
+    """Compare a face with the frozen one and write it; return 1 if a difference is unexplained."""
     old, old_words = load(path)
     found = differences(old, face)
     silent = unexplained(found, changelog)
     print(report(found if old else []), end="\n" if found and old else "")
     if silent:
-        print(f"{len(silent)} gone or changed without a word in CHANGELOG.md, Unreleased:\n{report(silent)}")
+        print(f"{len(silent)} gone or changed without a word in changes/:\n{report(silent)}")
         return 1
     if check:
         if old_words != words:

@@ -1,4 +1,4 @@
-"""Faces as data: what differs, and what of it the changelog does not name."""
+"""Compare two faces, and find the differences that the changelog does not name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _KNOWN_AS: Final = {"loaderconfig": "loader", "make_plan": "plan"}
 
 
 class Difference(NamedTuple):
-    """A name whose meaning differs; `before` or `after` is None where there is no such name."""
+    """A name whose meaning differs; `before` or `after` is None if that face lacks the name."""
 
     section: str
     name: str
@@ -31,7 +31,7 @@ class Difference(NamedTuple):
 
 
 def differences(before: Face, after: Face) -> list[Difference]:
-    """What differs, in order."""
+    """Return all differences, sorted by section and name."""
     found = []
     for section in sorted({*before, *after}):
         old, new = before.get(section, {}), after.get(section, {})
@@ -43,9 +43,9 @@ def differences(before: Face, after: Face) -> list[Difference]:
 def unexplained(found: list[Difference], changelog: str) -> list[Difference]:
     """Return the removals and changes that the newest section of the changelog does not name.
 
-    One text in backquotes must hold the name with what it belongs to: `build --jobs`, `create(seed=)`, `Loader.seek`; a
-    name that belongs to nothing stands alone. An entry that names a removal says that something is gone, removed,
-    renamed or dropped. What went with its owner (the options of a command) is named by naming that.
+    One text in backquotes must hold the name and its owner: `build --jobs`, `create(seed=)`, `Loader.seek`. A name
+    without an owner stands alone. An entry about a removal must contain the word gone, removed, renamed or dropped.
+    Naming a removed owner, such as a command, also covers its members, such as the command's options.
     """
     entries = re.split(
         r"^(?:- |## )", changelog.partition("\n## ")[2].partition("\n## ")[0], flags=re.MULTILINE
@@ -57,9 +57,9 @@ def unexplained(found: list[Difference], changelog: str) -> list[Difference]:
 
     def is_named(section: str, name: str) -> bool:
         ways = [_words(name)]
-        if section == "telemetry":  # its counters are those of `loader.stats()`
+        if section == "telemetry":  # counters of `loader.stats()` under a prefix
             ways.append(_words(name.partition(".")[2]))
-        if name.endswith("=)"):  # `loader(memory=)` says enough
+        if name.endswith("=)"):  # `loader(memory=)` is enough
             ways.append(_words(re.sub(r"\w+\.(?=\w+\()", "", name)))
         for span in removals if (section, name) in gone else everything:
             if any(needed == span or (len(needed) > 1 and needed <= span) for needed in ways):
@@ -71,6 +71,6 @@ def unexplained(found: list[Difference], changelog: str) -> list[Difference]:
 
 
 def _words(name: str) -> set[str]:
-    """The words of a name, the packages before it left out; users know some by a method of a dataset."""
+    """Return the words of a name without its packages, with the aliases of `_KNOWN_AS` applied."""
     plain = re.sub(r"\bshardkit\w*[. ]([a-z_]+\.)*(?=\w)", "", name).lower()
     return {_KNOWN_AS.get(word, word) for word in re.findall(r"[\w-]+", plain)}

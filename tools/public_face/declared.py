@@ -1,4 +1,4 @@
-"""What the code declares: commands, signatures, settings, errors, exit codes, metrics, extras."""
+"""Collect the declared names: commands, signatures, settings, errors, exit codes, metrics, extras."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias, get_args, get_orig
 from public_face.comparing import Names
 
 SETTINGS: Final = (
-    # dataclasses whose fields are settings: a package, and the name, wherever in the package it lives
+    # dataclasses whose fields are settings: package, and name in any module of the package
     ("shardkit", "LoaderConfig"), ("shardkit", "Rebalancing"), ("shardkit", "ReadSettings"),
     ("shardkit", "TelemetrySettings"), ("shardkit", "Policy"), ("shardkit", "Critical"), ("shardkit", "Parity"),
     ("shardkit", "LayoutSettings"), ("shardkit.plan", "Settings"), ("shardkit_tools", "BuildSettings"),
@@ -25,14 +25,14 @@ SETTINGS: Final = (
 )  # fmt: skip
 PROTOCOLS: Final = ("__call__", "__contains__", "__enter__", "__getitem__", "__iter__", "__len__", "__next__")
 LAYERS: Final = ("shardkit.formats", "shardkit.manifest")
-"""Packages below the ones that users work with: what they export is frozen, not every method of it."""
+"""Lower packages: their exports are frozen, but not the methods of the exported classes."""
 Found: TypeAlias = Iterator[tuple[str, tuple[str, str]]]
-"""Name, then its meaning and words."""
+"""Pairs of a name and its (meaning, words)."""
 OTHERS: Final = ("shardkit_tools", "shardkit_tools.importers", "shardkit_trainer")
 
 
 def commands() -> tuple[Names, Names]:
-    """Every command with its arguments and options."""
+    """Return the meanings and words of all commands, arguments and options."""
     import typer.main
 
     from shardkit_tools.main import make_app
@@ -50,7 +50,7 @@ def _walk_command(command: Any, path: str, meanings: Names, words: Names) -> Non
     function = inspect.unwrap(command.callback) if command.callback else None
     place = 0
     for param in command.params if function else ():
-        # what the function does not name is typer's, such as --install-completion
+        # typer adds options that the function lacks, such as --install-completion
         value = _value(function, param.name) if param.name in get_type_hints(function) else "flag"
         if param.param_type_name == "argument":
             place += 1
@@ -68,7 +68,10 @@ def _walk_command(command: Any, path: str, meanings: Names, words: Names) -> Non
 
 
 def _value(function: Any, name: str) -> str:
-    """What an argument or option takes, by the function behind it: releases of typer keep it in different places."""
+    """Return the type, bounds and default of an argument or option.
+
+    They are read from the command's function, because releases of typer store them in different places.
+    """
     hint, info = get_args(get_type_hints(function, include_extras=True)[name])
     default = inspect.signature(function).parameters[name].default
     kinds = (
@@ -77,15 +80,17 @@ def _value(function: Any, name: str) -> str:
     kind = kinds[0]
     repeated = get_origin(kind) in (list, tuple)
     kind = get_args(kind)[0] if repeated else kind
-    parts = [_expected(kind)]
+    parts = [_type_text(kind)]
     parts += [f"from {info.min}"] * (info.min is not None) + [f"to {info.max}"] * (info.max is not None)
     parts += ["repeated"] * repeated
-    parts += ["required"] if default in (inspect.Parameter.empty, ...) else [f"default {shown(default)}"]
+    parts += (
+        ["required"] if default in (inspect.Parameter.empty, ...) else [f"default {default_text(default)}"]
+    )
     return ", ".join(parts)
 
 
 def python_names() -> tuple[Names, Names]:
-    """What packages export: functions and methods with their parameters, properties, constants."""
+    """Return the exports of all packages: functions, methods and their parameters, properties, constants."""
     import shardkit
 
     inner = [f"shardkit.{one.name}" for one in pkgutil.iter_modules(shardkit.__path__) if one.ispkg]
@@ -120,7 +125,7 @@ def _thing(thing: Any, path: str) -> Found:
         yield path, ("function", head(thing.__doc__))
         yield from _parameters(thing, path)
     elif isinstance(thing, (str, int, float, tuple)):
-        yield path, (f"value {shown(thing)}", "")
+        yield path, (f"value {default_text(thing)}", "")
     else:
         yield path, ("name", "")
 
@@ -142,7 +147,7 @@ def _members(kind: type, path: str) -> Found:
 def _parameters(function: Callable[..., Any], path: str, *, ordered: bool = True) -> Found:
     try:
         parameters = inspect.signature(function).parameters
-    except (ValueError, TypeError):  # no signature that Python knows
+    except (ValueError, TypeError):  # builtins without a signature
         return
     place = 0
     for name, one in parameters.items():
@@ -153,12 +158,12 @@ def _parameters(function: Callable[..., Any], path: str, *, ordered: bool = True
         meaning = how.get(one.kind.name, f"position {place}" if ordered else "field")
         if not meaning.startswith("any"):
             meaning += "".join(f", {words}" for words in re.findall(r"Literal\[(.*?)\]", str(one.annotation)))
-            meaning += ", required" if one.default is one.empty else f", default {shown(one.default)}"
+            meaning += ", required" if one.default is one.empty else f", default {default_text(one.default)}"
         yield f"{path}({name}=)", (meaning, "")
 
 
 def settings() -> Names:
-    """Fields of the classes of settings."""
+    """Return the fields of the settings classes."""
     found: Names = {}
     for package, name in SETTINGS:
         _walk_fields(find_dataclass(package, name), "plan" if package == "shardkit.plan" else name, found)
@@ -168,9 +173,9 @@ def settings() -> Names:
 def _walk_fields(kind: Any, path: str, found: Names) -> None:
     try:
         hints = get_type_hints(kind)
-    except NameError:  # types that are imported for the type checker alone
+    except NameError:  # types imported for the type checker only
         hints = {}
-    choices = {name: [_expected(hint)] for name, hint in hints.items() if get_origin(hint) is Literal}
+    choices = {name: [_type_text(hint)] for name, hint in hints.items() if get_origin(hint) is Literal}
     for one in dataclasses.fields(kind):
         default = one.default
         if one.default_factory is not dataclasses.MISSING:
@@ -178,12 +183,12 @@ def _walk_fields(kind: Any, path: str, found: Names) -> None:
         if dataclasses.is_dataclass(default) and type(default).__module__ == kind.__module__:
             _walk_fields(default, f"{path}.{one.name}", found)
         else:
-            meaning = "required" if default is dataclasses.MISSING else f"default {shown(default)}"
+            meaning = "required" if default is dataclasses.MISSING else f"default {default_text(default)}"
             found[f"{path}.{one.name}"] = ", ".join([*choices.get(one.name, ()), meaning])
 
 
 def trainer_settings() -> Names:
-    """Keys of a run's configuration: what each may be, and its default."""
+    """Return the keys of a run's configuration with their allowed values and defaults."""
     from shardkit_trainer.configuration import Configuration
 
     found: Names = {}
@@ -201,7 +206,7 @@ def _walk_keys(kind: Any, prefix: str, found: Names) -> None:
         default = one.default
         if one.default_factory is not dataclasses.MISSING:
             default = one.default_factory()
-        found[key] = f"{_expected(hint)}, default {shown(default)}"
+        found[key] = f"{_type_text(hint)}, default {default_text(default)}"
         for allowed in get_args(hint)[1:] if get_origin(hint) is Annotated else ():
             found[f"{key} range"] = allowed.text(get_args(hint)[0])
         inner = get_args(hint)
@@ -209,18 +214,18 @@ def _walk_keys(kind: Any, prefix: str, found: Names) -> None:
             _walk_keys(inner[0], f"{key}[].", found)
 
 
-def _expected(hint: Any) -> str:
+def _type_text(hint: Any) -> str:
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Literal:
         return "|".join(map(str, inner))
     if origin is Annotated:
-        return _expected(inner[0])
+        return _type_text(inner[0])
     name: str = (origin or hint).__name__
-    return f"{name} of {_expected(inner[-1])}" if origin in (dict, list) and inner[-1] is not Any else name
+    return f"{name} of {_type_text(inner[-1])}" if origin in (dict, list) and inner[-1] is not Any else name
 
 
 def errors() -> tuple[Names, Names]:
-    """The tree of errors: the `kind` that programs match on, and what else each one is."""
+    """Return each error's `kind`, which programs match on, and its base classes."""
     from shardkit import errors as module
 
     classes = {name: getattr(module, name) for name in module.__all__}
@@ -232,14 +237,14 @@ def errors() -> tuple[Names, Names]:
 
 
 def exit_codes() -> Names:
-    """Number → name."""
+    """Return the exit codes as number → name."""
     from shardkit.exit_codes import ExitCode
 
     return {str(int(one)): one.name for one in ExitCode}
 
 
 def metrics() -> Names:
-    """What Prometheus sees, and the anomalies that are told."""
+    """Return the Prometheus metrics and the kinds of reported anomalies."""
     from shardkit.telemetry import diagnosis, serving
 
     found = dict.fromkeys(serving.metric_names(), "gauge")
@@ -250,30 +255,30 @@ def metrics() -> Names:
 
 
 def extras() -> Names:
-    """What `pip install shardkit[…]` takes."""
+    """Return the extras that `pip install shardkit[…]` accepts."""
     import shardkit
 
     project = tomllib.loads((Path(shardkit.__file__).parents[1] / "pyproject.toml").read_text())["project"]
     return dict.fromkeys(project["optional-dependencies"], "extra")
 
 
-# ---- where the code is, and how a value or a docstring is written into the face
+# ---- source files, and the form of values and docstrings in the face
 
 
 def sources(*packages: str) -> list[Path]:
-    """The modules of packages, as files."""
+    """Return the files of all modules of the packages."""
     folders = [Path(importlib.import_module(one).__path__[0]) for one in packages]
     return sorted(path for folder in folders for path in folder.rglob("*.py"))
 
 
 @functools.cache
 def text_of(path: Path) -> str:
-    """A source file."""
+    """Return the text of a source file."""
     return path.read_text(encoding="utf-8")
 
 
 def _definitions(package: str, pattern: str) -> Iterator[str]:
-    """Modules that define something: names are public, the files they live in are not."""
+    """Yield the modules that define a name: names are public, but their files are not."""
     folder = Path(importlib.import_module(package).__path__[0])
     for path in sources(package):
         if re.search(pattern, text_of(path), re.MULTILINE):
@@ -281,7 +286,7 @@ def _definitions(package: str, pattern: str) -> Iterator[str]:
 
 
 def find_dataclass(package: str, name: str) -> Any:
-    """A class of settings, wherever in the package it lives."""
+    """Find a settings class in any module of the package."""
     found = (
         getattr(importlib.import_module(one), name) for one in _definitions(package, rf"^class {name}\b")
     )
@@ -289,22 +294,22 @@ def find_dataclass(package: str, name: str) -> Any:
 
 
 def find_function(name: str) -> list[Any]:
-    """Functions of a name, wherever in `shardkit` they live."""
+    """Find the functions of this name in any module of `shardkit`."""
     return [
         getattr(importlib.import_module(one), name) for one in _definitions("shardkit", rf"^def {name}\(")
     ]
 
 
 def head(text: str | None) -> str:
-    """The first paragraph of a text, as one line."""
+    """Return the first paragraph of a text as one line."""
     lines = inspect.cleandoc(text or "").split("\n\n")[0].splitlines()
     return " ".join(lines) if lines else ""
 
 
-def shown(value: object) -> str:
-    """A default, the same in every process."""
+def default_text(value: object) -> str:
+    """Return a default as text that is the same in every process."""
     if isinstance(value, enum.Enum):
-        return shown(value.value)
+        return default_text(value.value)
     if inspect.isclass(value) or inspect.isroutine(value):
         return value.__qualname__
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))

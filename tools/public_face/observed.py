@@ -1,4 +1,4 @@
-"""What shows only when the code runs, or when something goes wrong: counters, control keys, kinds of events."""
+"""Collect names that appear only at run time or after a failure: counters, control keys, kinds of events."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardkit.ledger.events import BOUND, JOURNALED, MERGED
 
 
 def live_names() -> Face:
-    """`loader.stats()`, telemetry and control.toml, as a loader with a cache, a copy and a run directory has them."""
+    """Return the names in stats, telemetry and control.toml of a loader with a cache, a copy and a run directory."""
     from torch.distributed import HashStore  # type: ignore[attr-defined]
 
     import shardkit
@@ -42,7 +42,7 @@ def live_names() -> Face:
         loader.close()
     finally:
         shutil.rmtree(folder)
-    own = ("change.guard_s", "change.ranks")  # of the file itself
+    own = ("change.guard_s", "change.ranks")  # keys of control.toml itself
     return {
         "stats": {re.sub("_root$", "_LOCATION", name): "number" for name in stats},
         "telemetry": {re.sub("_root$", "_LOCATION", name): "number" for name in values},
@@ -50,11 +50,11 @@ def live_names() -> Face:
     }
 
 
-# ---- events, read from the source: they are written where something goes wrong
+# ---- events, read from the source, because many are written only after a failure
 
 
 def events() -> Face:
-    """Kinds of events in events.jsonl, in the ledger, and of reads, which events.jsonl calls ``read_…``."""
+    """Return the kinds of events in events.jsonl, in the ledger, and of reads (``read_…`` in events.jsonl)."""
     found: dict[str, set[str]] = {"events": set(), "ledger events": set(), "read events": set()}
     for path in sources("shardkit", "shardkit_trainer"):
         text = text_of(path)
@@ -68,7 +68,7 @@ def events() -> Face:
 
 
 def _scan(tree: ast.Module, path: Path, found: dict[str, set[str]]) -> None:
-    given: dict[str, list[ast.expr]] = {}  # assigned names: a kind may be chosen before it is told
+    given: dict[str, list[ast.expr]] = {}  # name → assigned values, because a kind may be held in a variable
     for node in ast.walk(tree):
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
         if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(target, ast.Name) and node.value:
@@ -111,7 +111,7 @@ def _kinds(node: ast.Dict, given: dict[str, list[ast.expr]]) -> set[str]:
 
 
 def _texts(node: ast.expr, given: dict[str, list[ast.expr]]) -> set[str]:
-    """The texts that an expression may be."""
+    """Return the texts that an expression may evaluate to."""
     if isinstance(node, ast.Constant):
         return {node.value} if isinstance(node.value, str) else set()
     if isinstance(node, ast.IfExp):

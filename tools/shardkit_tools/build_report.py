@@ -42,6 +42,7 @@ def document(result: BuildResult, root: str, ref: str) -> dict[str, Any]:
         "id": manifest.id if manifest else None,
         "commit": result.commit.n if result.commit else None,
         "moved": moved_document(result.moved),
+        "healed": list(result.healed),
         "samples": result.rows,
         "raw_bytes": result.raw_bytes,
         "stored_bytes": manifest.stored_bytes if manifest else None,
@@ -51,6 +52,7 @@ def document(result: BuildResult, root: str, ref: str) -> dict[str, Any]:
         "fields": {name: str(kind) for name, kind in result.schema.items()},
         "importer": result.importer,
         "format": result.format,
+        "compression": result.compression,
         "classes": dict(sorted(result.classes.items())),
         "notes": list(result.notes),
         "splits": {name: {"id": one.id, "samples": one.selected} for name, one in result.splits.items()},
@@ -89,7 +91,7 @@ def print_result(result: BuildResult, root: str, ref: str) -> None:
     if not manifest:
         print_strata(result.strata, result.rows)
     if result.skipped:
-        console.print_heading(f"Skipped {_skipped(result.skipped)}")
+        console.print_heading(f"Skipped {_count_skips(result.skipped)}")
         for row in result.skipped[:_SKIPPED_SHOWN]:
             console.print_line(f"  {row.message}")
         if result.skipped_file:
@@ -116,8 +118,9 @@ def _facts(result: BuildResult, manifest: Manifest | None) -> list[tuple[str, ob
         *((f"split {name}", _split(result, name, rows)) for name, rows in result.split_rows.items()),
         *((f"{one.what} space", _space(one)) for one in result.space),
         ("duplicates", f"{count_text(result.duplicates)} left out" if result.duplicates else None),
-        ("packed", _packed(result)),
+        ("packed", _pack_line(result)),
         ("commit", "none: the same version was there already" if manifest and result.commit is None else None),
+        ("healed", f"{count_text(len(result.healed), 'damaged object')} replaced" if result.healed else None),
         *moved_facts(result.moved),
         ("reused", reused if result.reused_tasks or result.reused_shards else None),
     ]  # fmt: skip
@@ -150,14 +153,17 @@ def _fields(result: BuildResult) -> str:
 
 
 def _format(result: BuildResult) -> str:
-    """Return the format, with advice if headers and padding are most of the dataset."""
-    if result.format == "tar" and result.raw_bytes > _MOSTLY_PADDING * result.source_bytes:
+    """Return format and compression with the kind of data they suit, and advice if headers take most bytes."""
+    if result.format == "arrow":
+        compression = "not compressed" if result.compression == "none" else result.compression
+        return f"arrow, {compression}; for numbers, text and small values"
+    if result.raw_bytes > _MOSTLY_PADDING * result.source_bytes:
         times = f"{result.raw_bytes / max(1, result.source_bytes):.0f} times the size of the source"
         return f"tar: {times}; smaller for rows like these: --format arrow --compression zstd"
-    return result.format
+    return "tar; for files, such as pictures"
 
 
-def _skipped(rows: Sequence[SkippedRow]) -> str:
+def _count_skips(rows: Sequence[SkippedRow]) -> str:
     """Return the number of skipped rows; a row of -1 stands for an unknown number at the end of a file."""
     single = sum(row.source_row >= 0 for row in rows)
     texts = [count_text(single, "row")] if single else []
@@ -166,7 +172,7 @@ def _skipped(rows: Sequence[SkippedRow]) -> str:
     return " and the ".join(texts)
 
 
-def _packed(result: BuildResult) -> str | None:
+def _pack_line(result: BuildResult) -> str | None:
     packed = result.packed
     if packed is None:
         return None

@@ -26,6 +26,7 @@ import typer
 
 from shardkit.errors import MissingDependency, StoreError
 from shardkit.exit_codes import ExitCode
+from shardkit.extras import install_command
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,6 +37,10 @@ _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _SIZES = ("size", "block_size", "shard_size")  # further names of values in bytes
 _LISTED = 20  # number of printed entries of a list
 _LINE = 100  # largest number of characters of a list printed on one line
+
+
+Facts = Sequence[tuple[str, object]]
+"""Names and values; a value that is None is not printed."""
 
 
 def print_json(document: object) -> None:
@@ -64,11 +69,7 @@ def present(
 ) -> None:
     """Print a result, and end the command if the exit code is not 0.
 
-    Args:
-        as_json: print `document` as JSON.
-        document: returns the result.
-        page: prints the result as text; by default, `print_document`.
-        exit_code: exit code of the command.
+    Without `page`, the document is printed as text by `print_document`.
     """
     if as_json:
         print_json(document())
@@ -114,8 +115,27 @@ def print_facts(facts: Iterable[tuple[str, object]], indent: int = 0) -> None:
         _console().print(Padding(grid, (0, 0, 0, indent)))
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table. A column whose heading starts with `>` is right-aligned; one with `*` may be wrapped."""
+def print_table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    *,
+    heading: str = "",
+    most: int | None = None,
+    more: str = " (--json lists all)",
+) -> None:
+    """Print a table. A column whose heading starts with `>` is right-aligned; one with `*` may be wrapped.
+
+    A table with a `heading` is not printed if it has no rows. Rows after the first `most` are counted.
+    """
+    given = list(rows)
+    if heading and given:
+        print_heading(heading)
+    if given or not heading:
+        _print_rows(columns, given[:most])
+    print_more(0 if most is None else len(given) - most, more)
+
+
+def _print_rows(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     headings = [clean(column.lstrip(">*")) for column in columns]
     if not is_terminal():
         _print_plain(columns, [headings, *([_cell(cell, ", ") for cell in row] for row in rows)])
@@ -141,11 +161,6 @@ def print_document(document: object, most: int | None = 20, more: str = " (--jso
     """Print the document of ``--json`` as text under the same names: single values, then tables and nested parts.
 
     Names determine units (`value_text`). Empty values are skipped. Records, in a list or by name, form a table.
-
-    Args:
-        document: value to print.
-        most: largest number of printed records per table; None prints all.
-        more: text after the number of omitted records.
     """
     shown = {name: value for name, value in plain(document).items() if value not in (None, "", [], {})}
     parts = {name: value for name, value in shown.items() if _is_nested(value) or _is_long(value)}
@@ -153,9 +168,7 @@ def print_document(document: object, most: int | None = 20, more: str = " (--jso
     for name, part in parts.items():
         records = _records(part)
         if records:
-            print_heading(name)
-            _print_records(records[:most])
-            print_more(0 if most is None else len(records) - most, more)
+            _print_records(name, records, most, more)
             continue
         for one in part if isinstance(part, list) and isinstance(part[0], dict) else [part]:
             print_heading(name)
@@ -182,15 +195,34 @@ def _records(value: Any) -> list[dict[str, Any]]:
     return value if is_table and not any(map(_is_nested, itertools.chain(*map(dict.values, value)))) else []
 
 
-def _print_records(records: Sequence[Mapping[str, Any]]) -> None:
-    names = list(dict.fromkeys(name for record in records for name in record))
+def _print_records(heading: str, records: Sequence[Mapping[str, Any]], most: int | None, more: str) -> None:
+    names = list(dict.fromkeys(name for record in records[:most] for name in record))
     numbers = {
-        name for record in records for name, value in record.items() if isinstance(value, (int, float))
+        name for record in records[:most] for name, value in record.items() if isinstance(value, (int, float))
     }
-    print_table(
-        [f"{'>' if name in numbers else '*'}{name}" for name in names],
-        [[value_text(name, record.get(name, "")) for name in names] for record in records],
-    )
+    rows = [[value_text(name, record.get(name, "")) for name in names] for record in records]
+    columns = [f"{'>' if name in numbers else '*'}{name}" for name in names]
+    print_table(columns, rows, heading=heading, most=most, more=more)
+
+
+def print_findings(
+    heading: str, found: Iterable[tuple[str, Facts]], style: str, *, are_grouped: bool = False
+) -> None:
+    """Print findings, each as its name and facts; nothing if there are none.
+
+    If `are_grouped`, findings with equal facts are printed once, with the number of the remaining ones.
+    """
+    groups: dict[object, tuple[str, Facts, int]] = {}
+    for number, (name, facts) in enumerate(found):
+        key = tuple(facts) if are_grouped else number
+        first, _, others = groups.get(key, (name, facts, -1))
+        groups[key] = first, facts, others + 1
+    if groups:
+        print_heading(heading)
+    for name, facts, others in list(groups.values())[:_LISTED]:
+        print_line(f"{name} and {count_text(others)} more" if others else name, style)
+        print_facts(facts, indent=2)
+    print_more(len(groups) - _LISTED)
 
 
 def value_text(name: str, value: object) -> str:
@@ -263,7 +295,7 @@ def pyplot(command: str) -> Any:
         from matplotlib import pyplot as plt
     except ImportError:
         raise MissingDependency(
-            f'{command}: --plot needs matplotlib; run: pip install "shardkit[plot]"'
+            f"{command}: --plot needs matplotlib; run: {install_command('plot')}"
         ) from None
     return plt
 
@@ -366,13 +398,7 @@ def bytes_text(size: int) -> str:
 
 
 def count_text(count: int, noun: str = "", nouns: str = "") -> str:
-    """Return a number with thousands separators, followed by the noun in singular or plural.
-
-    Args:
-        count: the number.
-        noun: singular of the noun; by default, none.
-        nouns: plural of the noun; by default, `noun` with an s.
-    """
+    """Return a number with thousands separators, followed by the noun in singular or plural."""
     if not noun:
         return f"{count:,}"
     return f"{count:,} {noun if count == 1 else nouns or noun + 's'}"

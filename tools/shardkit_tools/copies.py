@@ -11,16 +11,15 @@ import functools
 import platform
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shardkit.copies.parity_encoding import encode_parity
-from shardkit.copies.place import Change, place
-from shardkit.copies.placement import live_versions, unknown_strata
-from shardkit.copies.repair_results import CheckAll, CheckSettings, CopyCheck
-from shardkit.copies.replicate import CopyAll, CopyTask, Replication, copy_task, replicate
+from shardkit.copies.place import PlacementChange, place
+from shardkit.copies.placement import unknown_strata
+from shardkit.copies.replicate import CopyTask, copy_task, find_lag
+from shardkit.copies.walk import CheckSettings, CopyCheck
 from shardkit.errors import ConfigurationError, ShardkitError, StoreError, UsageError
-from shardkit.exit_codes import ExitCode
 from shardkit.reading.objects import CheckResult, check_object
 from shardkit.repository.location_table import LocationRecord, read_table
 from shardkit.repository.log import IDENTITY_NAME
@@ -43,15 +42,7 @@ def begin_copies(
     single_writer: bool = False,
     dry_run: bool = False,
 ) -> None:
-    """Record the locations and policy of a command line before a build, if any are given.
-
-    Args:
-        root: root of the dataset; created if missing.
-        location: locations as text, NAME=URL[,…].
-        wanted: changes of the policy; None leaves a setting unchanged.
-        single_writer: as in `Repository.create`.
-        dry_run: validate the settings only.
-    """
+    """Record the locations and policy of a command line before a build, if any are given."""
     if location is None and all(one is None for one in wanted.values()):
         return
     locations = tuple(LocationRecord.parse(text) for text in location or ())
@@ -63,7 +54,7 @@ def begin_copies(
     repository = Repository.create(root, single_writer=single_writer)
     place(
         repository,
-        Change(locations=locations, policy=lambda before: before.changed(**wanted)),
+        PlacementChange(locations=locations, policy=lambda before: before.changed(**wanted)),
         message="told by a build",
     )
 
@@ -79,8 +70,8 @@ def finish_copies(root: str) -> int | None:
     if table is None:
         return None
     if table.policy.mode != "async":
-        encode_parity(repository, table, live_versions(repository), RateLimiter())
-    return replicate(repository, dry_run=True).lag_before
+        encode_parity(repository, table.policy.parity, repository.versions).check()
+    return find_lag(repository).lag_before
 
 
 def print_copies(root: str, lag: int | None) -> None:
@@ -100,55 +91,6 @@ def print_copies(root: str, lag: int | None) -> None:
             "--critical NAME=N",
             "yellow",
         )
-
-
-def print_locations(done: Replication) -> None:
-    """Print a table of locations, and their errors."""
-    console.print_table(
-        [
-            "location",
-            "domain",
-            "state",
-            ">copied",
-            ">bytes",
-            ">commits",
-            ">lacks",
-            ">bytes lacking",
-            "*where",
-        ],
-        [
-            (
-                one.name,
-                one.domain,
-                one.state,
-                count_text(one.copied),
-                bytes_text(one.copied_bytes),
-                count_text(one.commits),
-                count_text(one.lag),
-                bytes_text(one.lag_bytes),
-                one.url,
-            )
-            for one in done.locations
-        ],
-    )
-    for one in done.locations:
-        if one.problem:
-            console.print_line(f"{one.name}: {one.problem}", "yellow")
-
-
-def print_lag(done: Replication, *, dry_run: bool = False) -> None:
-    """Print the lag before and after replication, in bytes below policy."""
-    if dry_run:
-        console.print_line(
-            f"lag: {bytes_text(done.lag_before)} below policy, in {done.objects:,} missing copies",
-            "bold",
-        )
-        return
-    state = "the policy is met" if done.exit_code == ExitCode.DONE else "the policy is not met"
-    console.print_line(
-        f"lag: {bytes_text(done.lag_before)} below policy before, {bytes_text(done.lag_after)} after: {state}",
-        "bold",
-    )
 
 
 _LINE_EVERY_S = 30.0
@@ -183,7 +125,7 @@ class Work:
     def checks(self, jobs: int, location: Sequence[str] | None = None) -> CheckSettings:
         """Return settings for checking copies, including those in further locations."""
         more = tuple(map(LocationRecord.parse, location or ()))
-        check_all = spread_checks(self.engine)
+        check_all = spread(self.engine)
         return CheckSettings(locations=more, pace=self.pace, jobs=jobs, check_all=check_all, report=self.tell)
 
     def clear(self) -> None:
@@ -228,7 +170,7 @@ class _Tasks(NamedTuple):
         return f"copies of {self.tasks[0][1].name} and {len(self.tasks) - 1} more"
 
 
-def _grouped(tasks: Iterable[tuple[int, CopyCheck | CopyTask]]) -> Iterator[_Tasks]:
+def _group(tasks: Iterable[tuple[int, CopyCheck | CopyTask]]) -> Iterator[_Tasks]:
     group: list[tuple[int, CopyCheck | CopyTask]] = []
     size = 0
     for task in tasks:
@@ -252,9 +194,9 @@ class CopyWorker:
 
     def work(self, item: _Tasks, report: Report) -> list[tuple[int, Any]]:
         """Return (number, result) of each task: a `CheckResult`, or the result of `copy_task`."""
-        return [(number, self._done(task, report)) for number, task in item.tasks]
+        return [(number, self._run_task(task, report)) for number, task in item.tasks]
 
-    def _done(self, task: CopyCheck | CopyTask, report: Report) -> CheckResult | int | ShardkitError:
+    def _run_task(self, task: CopyCheck | CopyTask, report: Report) -> CheckResult | int | ShardkitError:
         if isinstance(task, CopyTask):
             for location in (task.target, *task.sources):
                 if problem := self._problem(location.store):
@@ -280,31 +222,18 @@ class CopyWorker:
         return why and f"{store.url} is not seen from node {platform.node()}: {why}; mount it there"
 
 
+Spread = Callable[[Iterable[tuple[int, CopyCheck | CopyTask]]], Iterator[tuple[int, Any]]]
+"""Makes numbered checks or copies, and yields (number, result) as each is finished."""
+
+
 def _spread(engine: Engine, tasks: Iterable[tuple[int, CopyCheck | CopyTask]]) -> Iterator[tuple[int, Any]]:
     """Yield (number, result) of each task in order of completion. The caller reports progress."""
-    for outcomes in engine.run(CopyWorker, _grouped(tasks), lambda _rows, _size: None):
+    for outcomes in engine.run(CopyWorker, _group(tasks), lambda _rows, _size: None):
         yield from outcomes
 
 
-def spread_checks(engine: Engine | None) -> CheckAll | None:
-    """Return a function that makes checks on a started engine, or None without an engine."""
-    if engine is None:
-        return None
-
-    def check_all(checks: Sequence[CopyCheck]) -> Iterator[CheckResult]:
-        waiting: dict[int, CheckResult] = {}
-        wanted = 0
-        for number, found in _spread(engine, enumerate(checks)):
-            waiting[number] = found
-            while wanted in waiting:  # results are yielded in order
-                yield waiting.pop(wanted)
-                wanted += 1
-
-    return check_all
-
-
-def spread_copies(engine: Engine | None) -> CopyAll | None:
-    """Return a function that makes copies on a started engine, or None without an engine."""
+def spread(engine: Engine | None) -> Spread | None:
+    """Return a function that makes checks or copies on a started engine, or None without an engine."""
     return None if engine is None else functools.partial(_spread, engine)
 
 

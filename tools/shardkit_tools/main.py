@@ -32,10 +32,10 @@ from shardkit_tools.help_pages import FIRST_CONTACT_S, CommandPage, GroupPage
 COMMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Make a dataset", ("build", "adopt")),
     ("Look at it", ("ls", "show", "log", "diff", "cat", "find")),
-    ("Make versions of it", ("tag", "select", "merge", "rebuild", "remove")),
+    ("Make versions of it", ("tag", "select", "extend", "merge", "rebuild", "remove")),
     ("Keep it safe", ("replicate", "place", "scrub", "repair", "gc")),
     ("Check it, hand it on", ("verify", "audit", "export")),
-    ("Train on it", ("plan", "train")),
+    ("Train on it", ("plan", "train", "amend")),
     ("Watch a run", ("top", "dashboard")),
     ("Size it, tune it", ("tune", "simulate")),
 )
@@ -74,11 +74,7 @@ class _Program(GroupPage):
 
 
 def make_app(only: str | None = None) -> typer.Typer:
-    """Return the command line as a typer app.
-
-    Args:
-        only: the only subcommand to import and include; by default, all.
-    """
+    """Return the command line as a typer app."""
     app = typer.Typer(
         name="shardkit",
         help=_INTRODUCTION,
@@ -138,11 +134,7 @@ _overview.__doc__ = _INTRODUCTION
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
-    """Run the `shardkit` command and end the process with its exit code.
-
-    Args:
-        arguments: arguments of the command; by default ``sys.argv[1:]``.
-    """
+    """Run the `shardkit` command and end the process with its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     typed = given
     if (

@@ -48,6 +48,31 @@ ReplaceOption = Annotated[
 # ---- Settings of a version (`VersionSettings`). The default depends on the command.
 
 SCHEMA = option("--schema FIELD=TYPE", "FIELD=TYPE instead of the inferred type; may be repeated.", "Source")
+DTYPE = option("--dtype TYPE", "Type of the tokens in .bin files, such as uint16.", "Source")
+ROW = option("--row N", "Tokens of a row in .bin files, such as 2048.", "Source")
+QUOTE = option(
+    "--quote CHARACTER|none", "Of CSV and TSV: what encloses cells; none: quotes are characters.", "Source"
+)
+CHECK = option(
+    "--check decode",
+    "Decode the pictures of a folder, to find those that are cut short or damaged.",
+    "Source",
+)
+FOLLOW_LINKS = option(
+    "--follow-links",
+    "Follow symbolic links out of SOURCE; done by default where all files are links.",
+    "Source",
+)
+CLASSES = option("--classes/--no-classes", "Whether the folders in SOURCE are classes.", "Source")
+SPLIT_FOLDERS = option(
+    "--split-folders/--no-split-folders",
+    "Whether the folders in SOURCE are splits, with the classes in them; default: yes where they are named train, val, "
+    "valid, validation, test or dev. A build makes a ref of each.",
+    "Source",
+)
+ON_ERROR = option(
+    "--on-error raise|skip", "Stop at a row that cannot be read, or skip and list it.", "Source"
+)
 STRATIFY = _VERSION("--stratify FIELD", "Balance batches by this field; may be repeated.")
 SPLIT = _VERSION("--split NAME=SHARE,…", "Refs and shares, such as train=0.9,val=0.1.")
 SPLIT_BY = _VERSION("--split-by FIELD", "Keep samples of one value of this field in one split.")
@@ -57,7 +82,7 @@ COST = _VERSION(
     "--cost EXPR",
     'Write what samples cost, for plans that balance ranks, such as "len(tokens)**2"; may be repeated.',
 )
-FORMAT = _SHARDS("--format tar|arrow", "tar for media, arrow for numbers and text.")
+FORMAT = _SHARDS("--format tar|arrow", "By default tar if rows hold files, else arrow with zstd.")
 COMPRESSION = _SHARDS("--compression NAME[:LEVEL]", "none; for arrow also zstd or zstd:1…19.")
 SHARD_SIZE = _SHARDS("--shard-size SIZE", "Raw bytes per shard.")
 BLOCK_SIZE = _SHARDS(

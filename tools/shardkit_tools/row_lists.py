@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Annotated, Final
 
 from shardkit.dataset import Dataset
-from shardkit.dataset.lookups import KEY, check_absent, list_samples
-from shardkit.errors import SourceError, UsageError
+from shardkit.dataset.lookups import KEY, list_samples
+from shardkit.errors import AbsentError, SourceError, UsageError
 from shardkit_tools.options import option
 
 MAX_BYTES: Final = 1 << 30
@@ -28,13 +28,10 @@ AbsentOption = Annotated[
 def read_values(path: Path, *, may_be_empty: bool = False, quoted: bool = False) -> list[str]:
     """Return the values of a text file, one per line.
 
+    If `quoted`, a value may be a JSON string.
+
     The file is UTF-8, with or without a byte order mark. Empty lines are skipped. Lines with control characters, or
     with blanks or quotes at either end, are refused, since these may or may not belong to the value.
-
-    Args:
-        path: path of the file.
-        may_be_empty: accept a file without values.
-        quoted: values are JSON, so quotes are allowed.
 
     Raises:
         SourceError: the file cannot be read, holds no value, or a line is refused.
@@ -102,5 +99,8 @@ def sample_number(dataset: Dataset, text: str, field: str | None = None) -> int:
         is_key = len(list_samples(dataset, [text], KEY).samples)
         field = None if is_key or not text.isdecimal() else "number"
     listed = list_samples(dataset, [text], field)
-    check_absent(listed.absent, f"--sample {text[:80]}")
+    if listed.absent:
+        raise AbsentError(
+            f"--sample: {text[:80]!r} is neither a key nor a number of a sample of this dataset"
+        )
     return int(listed.samples[0])

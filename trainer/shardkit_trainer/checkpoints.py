@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -43,24 +43,24 @@ class Replicas:
         self.stores = [open_store(url) for url in urls]
         self._event = event
 
-    def copy(self, source: Store, name: str, keep: int) -> None:
+    def copy(self, source: Store, name: str, keep: int, drop: Collection[str]) -> None:
         for store in self.stores:
-            with self._told(store, name=name):
+            with self._name_store(store, name=name):
                 written = copy_checkpoint(source, store, name)
                 if keep:
-                    prune_checkpoints(store, keep)
+                    prune_checkpoints(store, keep, drop=drop)
                 self._event("replica", name=name, store=store.url, new_bytes=written)
 
     def names(self) -> list[list[str]]:
         """Return the checkpoint names of each replica, an empty list for a replica that fails."""
         found: list[list[str]] = [[] for _ in self.stores]
         for store, names in zip(self.stores, found, strict=True):
-            with self._told(store):
+            with self._name_store(store):
                 names += checkpoint_names(store)
         return found
 
     @contextmanager
-    def _told(self, store: Store, **details: str) -> Iterator[None]:
+    def _name_store(self, store: Store, **details: str) -> Iterator[None]:
         try:
             yield
         except (ShardkitError, OSError) as error:
@@ -68,7 +68,7 @@ class Replicas:
 
 
 State = dict[str, dict[str, Tensor]]
-Entry = tuple[str, str, Tensor]  # part of the state, name, tensor
+StateEntry = tuple[str, str, Tensor]  # part of the state, name, tensor
 DAMAGE = (IntegrityError, FormatError, NotFoundError)
 
 
@@ -88,9 +88,17 @@ class Checkpointer:
         config: settings of the run. Its replicas get a verified copy of each checkpoint, and are read if the run
             directory's checkpoint is damaged.
         event: called with (kind, details); rank 0 logs them.
+        abandoned: names of checkpoints that an amendment of the plan abandoned: they are neither loaded nor kept.
     """
 
-    def __init__(self, store: Store, world: World, config: Configuration, event: Callable[..., None]):
+    def __init__(
+        self,
+        store: Store,
+        world: World,
+        config: Configuration,
+        event: Callable[..., None],
+        abandoned: Collection[str] = (),
+    ):
         self._store, self._world, self._event = store, world, event
         self._keep, self._asynchronous = config.checkpoint.keep, config.checkpoint.asynchronous
         self._replicas = Replicas(config.checkpoint.replicas, event)
@@ -103,6 +111,7 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._damaged: set[str] = set()
+        self._abandoned = set(abandoned)
         self._distrust = False  # after damage: saves verify existing objects before they refer to them
         self.last_saved_step = -1
         self.written_bytes = 0
@@ -114,7 +123,7 @@ class Checkpointer:
         if self._exists(step):
             return  # a step's state is a function of the step
         state = strategy.state()
-        later: list[Entry] = []
+        later: list[StateEntry] = []
         if self._asynchronous and not wait:
             # tensors that a pass changes (buffers, compression errors) are copied here, the rest during the next passes
             steady = strategy.steady_until_update()
@@ -132,7 +141,8 @@ class Checkpointer:
 
     def _exists(self, step: int) -> bool:
         name = checkpoint_name(step)
-        found = self._world.rank == 0 and name not in self._damaged and name in checkpoint_names(self._store)
+        replaced = self._damaged | self._abandoned
+        found = self._world.rank == 0 and name not in replaced and name in checkpoint_names(self._store)
         return bool(self._world.gather_integers([int(found)])[0][0])
 
     def wait(self) -> None:
@@ -144,7 +154,7 @@ class Checkpointer:
             error, self._error = self._error, None
             raise error
 
-    def _stage(self, entries: Sequence[Entry], state: State) -> None:
+    def _stage(self, entries: Sequence[StateEntry], state: State) -> None:
         """Put copies of this rank's parts into ``state``; reuse their memory, since fresh pages cost more."""
         for part, name, tensor in entries:
             source = tensor.run if isinstance(tensor, FlatSlice) else local_part(tensor)
@@ -155,7 +165,7 @@ class Checkpointer:
                 self._staged[key].copy_(source)
             state[part][name] = _with_part(tensor, self._staged[key])
 
-    def _write(self, step: int, state: State, later: Sequence[Entry], meta: dict[str, object]) -> None:
+    def _write(self, step: int, state: State, later: Sequence[StateEntry], meta: dict[str, object]) -> None:
         """Copy the tensors left, write, then prune before any rank begins the next save. Runs in the thread."""
         name, started = checkpoint_name(step), time.monotonic()
         try:
@@ -163,18 +173,19 @@ class Checkpointer:
                 self._stage(later, state)
             finally:
                 self._copied.set()
-            if name in self._damaged and self._world.rank == 0:
+            if name in self._damaged | self._abandoned and self._world.rank == 0:
                 self._store.delete(f"checkpoints/{name}.json")
             writer = CheckpointWriter(self._store, name, meta, distrust=self._distrust)
             save_state(state, storage_writer=writer, process_group=self._group)
             self.written_bytes = writer.written_bytes
             if self._world.rank == 0:
                 self._damaged.discard(name)
+                self._abandoned.discard(name)
                 seconds = round(time.monotonic() - started, 4)
                 self._event("checkpoint", step=step, name=name, seconds=seconds, new_bytes=self.written_bytes)
                 if self._keep:
-                    prune_checkpoints(self._store, self._keep)
-                self._replicas.copy(self._store, name, self._keep)
+                    prune_checkpoints(self._store, self._keep, drop=self._abandoned)
+                self._replicas.copy(self._store, name, self._keep, self._abandoned)
             dist.barrier(self._group)
         except BaseException as error:  # noqa: BLE001 - DCP's own error is no Exception; `wait` raises what is kept
             first = _first(error)
@@ -198,7 +209,7 @@ class Checkpointer:
         """
         failures: list[str] = []
         for name, place in self._agree_on_places():
-            if last is not None and name > checkpoint_name(last):
+            if name in self._abandoned or (last is not None and name > checkpoint_name(last)):
                 continue
             store = self._replicas.stores[place - 1] if place else self._store
             meta, damage = self._load(strategy, store, name)

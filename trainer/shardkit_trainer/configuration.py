@@ -8,53 +8,20 @@ its meaning is in the comment on the same line. An unknown key, a wrong type and
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import inspect
 import json
-import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal
 
-from shardkit.errors import ConfigurationError
-from shardkit.ranges import Range, parse_size, shown
+from shardkit.errors import ConfigurationError, PlanError
+from shardkit.plan.mixers import mixer_text
+from shardkit.ranges import Range, parse_size
 from shardkit.telemetry import TelemetrySettings
 from shardkit.telemetry.pages import parse_listen
 
-
-def expect(*rules: tuple[bool, str]) -> None:
-    """Raise `ConfigurationError` for the first (holds, message) rule that does not hold."""
-    for holds, message in rules:
-        if not holds:
-            raise ConfigurationError(message)
-
-
-class Section:
-    """Base of all sections; refuses numbers out of range, in TOML and in Python alike.
-
-    Attributes:
-        SECTION: name of the section in the file.
-    """
-
-    SECTION = ""
-
-    def __post_init__(self) -> None:
-        for name, hint in get_type_hints(type(self), include_extras=True).items():
-            if get_origin(hint) is Annotated:
-                kind, allowed = get_args(hint)
-                setattr(self, name, allowed.check(f"{self.SECTION}.{name}", getattr(self, name), kind))
-
-
-def one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
-    """Return ``value`` if it is one of ``allowed``, otherwise raise `ConfigurationError`."""
-    if value not in allowed:
-        near = difflib.get_close_matches(value, allowed, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigurationError(f"{name} = {shown(value)}: expected one of {', '.join(allowed)}{hint}")
-    return value
-
+from .sections import Section, build, expect, one_of
 
 Steps = Annotated[int, Range(0, 10**12)]
 SomeSteps = Annotated[int, Range(1, 10**12)]
@@ -118,6 +85,11 @@ class DataConfig(Section):
     cache_size: str = ""  # largest size of the cache, such as "200GiB"; empty: most of the free space
     device_prefetch: Annotated[int, Range(0, 64)] = 0  # steps to copy ahead to run.device
     stages: list[StageConfig] = field(default_factory=list)  # changes of batch size and weights by step
+    mixer: str = (
+        ""  # decides the weights during the run: ado, temperature or package.module:function; empty: none
+    )
+    mixer_every: Steps = 0  # steps between decisions of the mixer, a multiple of the lanes
+    mixer_arguments: dict[str, Any] = field(default_factory=dict)  # of ado and temperature
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -130,10 +102,23 @@ class DataConfig(Section):
             ),
             (not self.share or bool(self.cache), "data.share = true: expected data.cache with it"),
             (
-                not self.cost or not (self.weights or self.stages),
-                "data.cost: expected no data.weights or data.stages",
+                not self.cost or not self.stages,
+                "data.cost: expected no data.stages",
+            ),
+            (
+                bool(self.mixer) == bool(self.mixer_every) and (bool(self.mixer) or not self.mixer_arguments),
+                f"data.mixer = {self.mixer!r}, data.mixer_every = {self.mixer_every}: expected both or neither",
+            ),
+            (
+                not self.mixer or not (self.cost or self.stages),
+                "data.mixer: expected no data.cost or data.stages",
             ),
         )
+        try:
+            if self.mixer:
+                mixer_text(self.mixer, self.mixer_every, self.mixer_arguments)
+        except PlanError as error:
+            raise ConfigurationError(f"data.mixer: {error}") from error
         try:
             parse_size(self.cache_size or "0")
         except ConfigurationError as error:
@@ -286,6 +271,7 @@ class LogConfig(Section):
     SECTION = "log"
 
     every: SomeSteps = 10  # steps between lines on the console; metrics have every step
+    sample_losses: bool = False  # keep the loss of every sample, for shardkit audit spikes
     tensorboard: bool = False  # write TensorBoard files to metrics/tensorboard
     profile_steps: Size = 0  # number of steps to record with torch.profiler; 0: none
     profile_from: Steps = 5  # steps of this process before the profile
@@ -331,6 +317,8 @@ class Configuration:
              f"data.stages: from_step = {late} is behind the end: expected less than run.steps = {self.run.steps}"),
             (not data.locations or not data.parts,
              "data.locations: expected data.dataset; locations belong to one dataset"),
+            (data.mixer in ("", "temperature") or self.log.sample_losses,
+             f"data.mixer = {data.mixer!r} decides by the losses of samples: expected log.sample_losses = true"),
             (bool(data.dataset) != bool(data.parts), "data.dataset or data.parts: expected exactly one of them"),
         )  # fmt: skip
 
@@ -381,115 +369,3 @@ def _apply(raw: dict[str, Any], override: str) -> None:
         raw = raw.setdefault(section, {})
         expect((isinstance(raw, dict), f"override {override!r}: {section} is a value, not a section"))
     raw[key] = value
-
-
-# ---- from raw values to typed sections
-
-
-def build(kind: type[Any], raw: Mapping[str, Any], prefix: str = "", whole: type[Any] | None = None) -> Any:
-    """Build a section from raw values.
-
-    Args:
-        kind: dataclass of the section, or of the whole configuration.
-        raw: values by key, as TOML or JSON gives them.
-        prefix: path of the section in messages, such as ``data.``.
-        whole: configuration from which messages suggest the nearest known key; None: ``kind``.
-
-    Raises:
-        ConfigurationError: an unknown key, a wrong type or a value out of range.
-    """
-    whole = whole or kind
-    known = get_type_hints(kind, include_extras=True)
-    arguments = {}
-    for key, value in raw.items():
-        if key not in known:
-            raise ConfigurationError(f"unknown key {prefix}{key}{_nearest(whole, key, prefix)}")
-        arguments[key] = _convert(known[key], value, prefix + key, whole)
-    return kind(**arguments)
-
-
-def _nearest(whole: type[Any], key: str, prefix: str) -> str:
-    sections = get_type_hints(whole)
-    everything = [f"{name}.{leaf}" for name, kind in sections.items() for leaf in get_type_hints(kind)]
-    everything += sections
-    same_leaf = [name for name in everything if name.rpartition(".")[2] == key]
-    found = same_leaf or difflib.get_close_matches(prefix + key, everything, n=1, cutoff=0.5)
-    return f"; nearest known key: {found[0]}" if found else f"; known: {', '.join(sorted(everything))}"
-
-
-def _convert(hint: Any, value: Any, name: str, whole: type[Any]) -> Any:
-    """Return ``value`` converted to a key's type, recursively."""
-    origin, inner = get_origin(hint), get_args(hint)
-    if origin is Literal:
-        return one_of(name, _typed(str, value, name), inner)
-    if origin is Annotated:
-        return inner[1].check(name, value, inner[0])
-    if origin is dict:
-        table = _typed(dict, value, name, "a table")
-        if inner[1] is Any:
-            return dict(table)
-        return {k: _convert(inner[1], v, f"{name}.{k}", whole) for k, v in table.items()}
-    if origin is list:
-        items = _typed(list, value, name, "a list")
-        return [_convert(inner[0], one, f"{name}[{i}]", whole) for i, one in enumerate(items)]
-    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        return build(hint, _typed(dict, value, name, f"a section [{name}]"), name + ".", whole)
-    return _typed(hint, value, name)
-
-
-def _typed(kind: type[Any], value: Any, name: str, expected: str = "") -> Any:
-    if type(value) is not kind:  # not isinstance: True is not an integer here
-        what = expected or kind.__name__
-        raise ConfigurationError(f"{name} = {shown(value)}: expected {what}, got {type(value).__name__}")
-    return value
-
-
-# ---- documentation
-
-
-def describe(kind: type[Any], prefix: str = "") -> list[tuple[str, str, str, str]]:
-    """Return (key, default, allowed values, meaning) of every key, from the fields and the comments next to them."""
-    rows = []
-    hints, meanings = get_type_hints(kind, include_extras=True), _meanings(kind)
-    for one in dataclasses.fields(kind):
-        hint, name = hints[one.name], prefix + one.name
-        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-            rows += describe(hint, f"{name}.")
-            continue
-        default: Any = one.default
-        if one.default_factory is not dataclasses.MISSING:
-            default = one.default_factory()
-        rows.append((name, _default_text(default), _expected(hint), meanings.get(one.name, "")))
-        if get_origin(hint) is list and dataclasses.is_dataclass(get_args(hint)[0]):
-            rows += describe(get_args(hint)[0], f"{name}[].")
-    return rows
-
-
-def _expected(hint: Any) -> str:
-    origin, inner = get_origin(hint), get_args(hint)
-    if origin is Literal:
-        return ", ".join(inner)
-    if origin is Annotated:
-        return str(inner[1].text(inner[0]))
-    if origin is dict:
-        return "a table" if inner[1] is Any else f"a table, each {_expected(inner[1])}"
-    if origin is list and dataclasses.is_dataclass(inner[0]):
-        return "a list of sections"
-    if origin is list:
-        return f"a list, each {_expected(inner[0])}"
-    return {str: "text", bool: "true or false"}[hint]
-
-
-def _default_text(value: object) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return "" if value in ("", {}, []) else str(value)
-
-
-def _meanings(kind: type[Any]) -> dict[str, str]:
-    """Return the comment next to each field; empty if the sources are not installed."""
-    try:
-        source = inspect.getsource(kind)
-    except (OSError, TypeError):
-        return {}
-    return dict(re.findall(r"^    (\w+): .*?  # (.*)$", source, re.MULTILINE))

@@ -21,7 +21,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from shardkit.errors import RunError
 
-from .configuration import Configuration, expect
+from .configuration import Configuration
+from .sections import expect
 
 # torch 2.13 renames these and warns about the older names
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -120,7 +121,7 @@ class World:
             return ""
         step, stage = self._place
         here, condition = self._condition(rank)
-        last = self._stored(f"alive/{rank}").split()
+        last = self._look_up(f"alive/{rank}").split()
         place = (int(last[0]), int(last[1])) if last else (-1, 0)
         if not condition and place >= (step, STAGES.index(stage)):
             return "" if here else f"rank {rank} (on another machine, dead or out of reach)"
@@ -129,7 +130,7 @@ class World:
 
     def _condition(self, rank: int) -> tuple[bool, str]:
         """Return whether a rank runs on this machine, and its state according to the kernel: dead, frozen or empty."""
-        pid, _, node = self._stored(f"process/{rank}").partition(" ")
+        pid, _, node = self._look_up(f"process/{rank}").partition(" ")
         if node != _kernel() or not os.path.exists("/proc/self/stat"):
             return node in {"", _kernel()}, ""
         try:
@@ -138,7 +139,7 @@ class World:
             return True, "dead"
         return True, {"Z": "dead", "X": "dead", "T": "frozen", "t": "frozen"}.get(state, "")
 
-    def _stored(self, key: str) -> str:
+    def _look_up(self, key: str) -> str:
         """Return a key's value, empty if it is not set; a plain look-up would wait for the key."""
         return self.store.get(key).decode() if self.store.check([key]) else ""
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from shardkit.errors import ConfigurationError, MissingDependency
 from shardkit.exit_codes import ExitCode
+from shardkit.extras import install_command
 
 from .configuration import load_configuration
 from .run_directory import check_changes
@@ -113,4 +114,4 @@ def _defaults(values: Mapping[str, str]) -> Iterator[None]:
 
 def _expect_torch() -> None:
     if importlib.util.find_spec("torch") is None:
-        raise MissingDependency("training needs torch; run: pip install 'shardkit[train]'")
+        raise MissingDependency(f"training needs torch; run: {install_command('train')}")

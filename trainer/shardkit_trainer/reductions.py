@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - as all of torch's own documentation has it
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.futures import Future
 
 from shardkit.torch import FlatSlice
@@ -108,22 +109,18 @@ class Compression:
                 if config.rank * (rows + columns) < rows * columns:
                     start = torch.randn(columns, config.rank, generator=generator)
                     self._factors[name] = start.to(world.device)
-        kinds = {"bf16": self._bf16, "int8": self._int8, "topk": self._topk, "powersgd": self._powersgd}
-        self._reduce = kinds[config.reduction]
+        self._kinds = {"int8": self._int8, "topk": self._topk, "powersgd": self._powersgd}
 
     def hook(self, bucket: Any) -> Future[Tensor]:
         """Reduce one bucket (`torch.distributed.GradBucket`)."""
-        return self._reduce(bucket.buffer(), bucket.parameters())
+        if self._config.reduction == "bf16":
+            self._world.bytes_moved += 2 * bucket.buffer().numel()
+            # None is the default group
+            mean: Future[Tensor] = bf16_compress_hook(None, bucket)  # type: ignore[arg-type]
+            return mean
+        return self._kinds[self._config.reduction](bucket.buffer(), bucket.parameters())
 
     # --- the variants ------------------------------------------------------------------------------------------------
-
-    def _bf16(self, gradient: Tensor, _parameters: Sequence[Tensor]) -> Future[Tensor]:
-        half = gradient.to(torch.bfloat16).div_(self._world.size)
-        self._world.bytes_moved += half.nbytes
-        work = dist.all_reduce(half, async_op=True)
-        assert work is not None
-        done: Future[Tensor] = work.get_future().then(lambda future: gradient.copy_(future.value()[0]))
-        return done
 
     def _int8(self, gradient: Tensor, parameters: Sequence[Tensor]) -> Future[Tensor]:
         """Send blocks of up to 256 values of one parameter as 8-bit integers, with a scale for each block.
@@ -145,7 +142,7 @@ class Compression:
         total = torch.zeros_like(wanted)
         for values, scales in zip(self._gather(sent), self._gather(scale), strict=True):
             total += values * scales.repeat_interleave(sizes)
-        return _done(gradient.copy_(total / self._world.size))
+        return _finished_future(gradient.copy_(total / self._world.size))
 
     def _topk(self, gradient: Tensor, parameters: Sequence[Tensor]) -> Future[Tensor]:
         """Send the largest values with their indices; momentum correction after Lin et al. 2018 (DGC)."""
@@ -165,7 +162,7 @@ class Compression:
         places = places.to(torch.int32)
         for others_places, others in zip(self._gather(places), self._gather(values), strict=True):
             total.index_add_(0, others_places.to(torch.int64), others)
-        return _done(total.div_(self._world.size))
+        return _finished_future(total.div_(self._world.size))
 
     def _powersgd(self, gradient: Tensor, parameters: Sequence[Tensor]) -> Future[Tensor]:
         """Send a low-rank approximation of each matrix (Vogels et al. 2019), and vectors whole.
@@ -187,7 +184,7 @@ class Compression:
         total = torch.cat(result)
         sent = [r if n in matrices else parts[n] for n, r in zip(names, result, strict=True)]
         self._write("error", parameters, wanted - torch.cat(sent))
-        return _done(gradient.copy_(total))
+        return _finished_future(gradient.copy_(total))
 
     # --- shared parts ------------------------------------------------------------------------------------------------
 
@@ -269,7 +266,7 @@ def _split(line: Tensor, like: Iterable[Tensor]) -> tuple[Tensor, ...]:
     return torch.split(line, [t.numel() for t in like])
 
 
-def _done(value: Tensor) -> Future[Tensor]:
+def _finished_future(value: Tensor) -> Future[Tensor]:
     future: Future[Tensor] = Future()
     future.set_result(value)
     return future

@@ -53,13 +53,13 @@ class Cost:
         self._bytes_seen = bytes_moved
         for name, value in (("rank_seconds", seconds), ("samples", samples), ("bytes_moved", moved)):
             self.totals[name] = round(self.totals[name] + value, 6)
-        return self._priced(seconds)
+        return self._price(seconds)
 
     def run(self) -> dict[str, float]:
         """Return the totals, with dollars and joules if price and power are set."""
-        return {**self.totals, **self._priced(self.totals["rank_seconds"])}
+        return {**self.totals, **self._price(self.totals["rank_seconds"])}
 
-    def _priced(self, rank_seconds: float) -> dict[str, float]:
+    def _price(self, rank_seconds: float) -> dict[str, float]:
         priced = {}
         if self._config.price_per_hour:
             priced["dollars"] = round(self._config.price_per_hour * rank_seconds / 3600, 9)
@@ -141,8 +141,9 @@ def _tensorboard(directory: RunDirectory) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        install = "pip install 'shardkit[train]' tensorboard"
-        raise MissingDependency(f"log.tensorboard = true needs tensorboard; run: {install}") from error
+        raise MissingDependency(
+            "log.tensorboard = true needs tensorboard; run: pip install tensorboard"
+        ) from error
     return SummaryWriter(str(directory.path / "metrics" / "tensorboard"))
 
 

@@ -17,8 +17,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
+from shardkit.documents import sha256_digest
 from shardkit.errors import ConfigurationError, IntegrityError, RunError, StateError
-from shardkit.formats.canonical_json import sha256_digest
 from shardkit.ledger import bind_configuration, bound_settings, setting_differences
 from shardkit.stores.file_operations import explained
 from shardkit.stores.local import open_store
@@ -27,7 +27,8 @@ from shardkit.stores.vacancy import check_vacant
 from shardkit.telemetry.recorder import EventLog
 from shardkit.telemetry.records import json_object, read_documents
 
-from .configuration import Configuration, expect
+from .configuration import Configuration
+from .sections import expect
 
 
 def read_steps(run: Path) -> list[dict[str, Any]]:
@@ -159,7 +160,7 @@ OF_A_MACHINE: Final = frozenset({
 
 
 @dataclass(frozen=True)
-class Change:
+class SettingChange:
     """A setting that differs from the previous start; ``guarded`` if it changes the data or the model."""
 
     key: str
@@ -171,7 +172,7 @@ class Change:
         return f"{self.key} {_text(self.old)} → {_text(self.new)}"
 
 
-def check_changes(config: Configuration, allowed: Collection[str] = ()) -> list[Change]:
+def check_changes(config: Configuration, allowed: Collection[str] = ()) -> list[SettingChange]:
     """Return the settings that differ from the previous start; empty if no step was taken.
 
     Raises:
@@ -186,7 +187,9 @@ def check_changes(config: Configuration, allowed: Collection[str] = ()) -> list[
     before = _known_settings(run) if has_taken_steps(run) else None
     if before is None:
         return []
-    found = [Change(key, old, new, key in guarded) for key, old, new in setting_differences(before, now)]
+    found = [
+        SettingChange(key, old, new, key in guarded) for key, old, new in setting_differences(before, now)
+    ]
     if any(one.guarded and one.key not in allowed for one in found):
         keys = ",".join(one.key for one in found if one.guarded)
         raise ConfigurationError(
@@ -197,7 +200,7 @@ def check_changes(config: Configuration, allowed: Collection[str] = ()) -> list[
     return found
 
 
-def record_changes(directory: RunDirectory, config: Configuration, changes: Sequence[Change]) -> None:
+def record_changes(directory: RunDirectory, config: Configuration, changes: Sequence[SettingChange]) -> None:
     """Bind run.json and the settings of this start in the run's ledger, before the run consumes samples."""
     settings = config.to_json()
     if changes:

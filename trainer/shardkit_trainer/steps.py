@@ -60,8 +60,10 @@ def _one_step(cells: list[Batch], cell_size: int, seed: int, strategy: Strategy)
     counts = [row[0] for row in strategy.world.gather_integers([len(inputs)])]
     totals = torch.zeros(4, dtype=torch.int64)
     for one in strategy.passes(inputs, counts, cell_size):
-        loss, right = strategy.loss(one, evaluating=True)
-        totals += torch.tensor([round(float(loss) * 2**LOSS_BITS), int(right), one.valid, one.samples])
+        losses, right = strategy.loss(one, evaluating=True)
+        totals += torch.tensor(
+            [round(float(losses.sum()) * 2**LOSS_BITS), int(right), one.valid, one.samples]
+        )
     return totals
 
 
@@ -77,6 +79,7 @@ class StepResult:
         rate: learning rate.
         stop: whether any rank was asked to stop.
         asked: whether this rank was asked to stop.
+        amendments: number of the list of amendments to apply next.
     """
 
     loss: float
@@ -87,6 +90,7 @@ class StepResult:
     rate: float
     stop: bool
     asked: bool
+    amendments: int
 
 
 @dataclass
@@ -102,6 +106,7 @@ class Stepper:
     skipped: int = 0  # latest steps in a row whose gradient was not finite
     loss_scale: float = 1.0  # factor on the loss in half precision; halved when gradients overflow
     bytes_held: dict[str, int] = field(default_factory=dict)  # by kind, in the last step
+    sample_losses: Tensor | None = None  # (rows of this rank,) in the last step, with log.sample_losses
     computed_s: float = 0.0  # time of this rank's own work in the last step, without waits for other ranks
 
     def __post_init__(self) -> None:
@@ -109,10 +114,13 @@ class Stepper:
         if self._config.parallel.precision == "fp16":
             self.loss_scale = 2.0**16
 
-    def take(self, step: int, steps: int, cells: list[Any], meanwhile: Callable[[], None]) -> StepResult:
+    def take(
+        self, step: int, steps: int, cells: list[Any], meanwhile: Callable[[], None], amendments: int
+    ) -> StepResult:
         """Train on the cells of ``step`` of ``steps``; collective.
 
-        ``meanwhile`` is called before the first backward, unless the ranks stop after this step.
+        ``meanwhile`` is called before the first backward, unless the ranks stop after this step. ``amendments`` is the
+        number of the list of amendments that rank 0 asks to apply next.
         """
         meter = self._meter
         with meter.stage("prepare"):
@@ -120,8 +128,8 @@ class Stepper:
         with meter.stage("exchange", step):
             asked = self._stop.is_set()
             mine = (sum(i.valid for i in inputs), sum(i.samples for i in inputs), len(inputs))
-            rows = self._world.gather_integers((*mine, int(asked)))
-        targets, samples, _, stop = (sum(column) for column in zip(*rows, strict=True))
+            rows = self._world.gather_integers((*mine, int(asked), amendments))
+        targets, samples, _, stop, _ = (sum(column) for column in zip(*rows, strict=True))
         with meter.stage("compute", step):
             started = time.perf_counter()
             passes = self._strategy.passes(inputs, [row[2] for row in rows], self.cell_size)
@@ -140,7 +148,7 @@ class Stepper:
         with meter.stage("update"):
             self._update(step, norm, rate, finite=not bad)
         mean = math.nan if bad or not targets else loss / 2**LOSS_BITS / targets
-        return StepResult(mean, right, targets, samples, norm, rate, bool(stop), asked)
+        return StepResult(mean, right, targets, samples, norm, rate, bool(stop), asked, rows[0][-1])
 
     def _prepare(self, cells: list[Any]) -> list[Inputs]:
         seed = self._config.run.seed
@@ -152,11 +160,14 @@ class Stepper:
     def _compute(self, passes: list[Inputs], divisor: int, meanwhile: Callable[[], None] | None) -> Tensor:
         """Run forward and backward of every pass; return int64 [loss in fixed point, right answers, not finite]."""
         factor = self._strategy.loss_scale * self.loss_scale / max(1, divisor)
-        loss_sum, right, bad = 0, 0, 0
+        loss_sum, right, bad, noted = 0, 0, 0, list[Tensor]()
         for number, inputs in enumerate(passes):
             torch.manual_seed(inputs.seed)
             with self._strategy.accumulate(last=number == len(passes) - 1):
-                loss, correct = self._strategy.loss(inputs)
+                losses, correct = self._strategy.loss(inputs)
+                loss = losses.sum()
+                if self._config.log.sample_losses and inputs.samples:
+                    noted.append(inputs.mean_losses(losses))
                 if meanwhile is not None and not number:
                     meanwhile()
                 torch.autograd.backward(loss * factor)
@@ -168,6 +179,7 @@ class Stepper:
                 bad = 1
             right += int(correct)
         bad |= int(self._strategy.overflowed())
+        self.sample_losses = torch.cat(noted) if noted else None
         return torch.tensor([loss_sum, right, bad], dtype=torch.int64, device=self._world.device)
 
     def _update(self, step: int, norm: float, rate: float, *, finite: bool) -> None:

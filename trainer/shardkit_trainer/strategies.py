@@ -30,9 +30,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardkit.torch import FlatSlice
 
-from .configuration import Configuration, expect
+from .configuration import Configuration
 from .distributed import World, all_gather_single, reduce_scatter_single
 from .reductions import Compression, ExactSum
+from .sections import expect
 from .strategy import FlatLayout, LocalOptimizer, OwnedTensor, Strategy, local_part
 from .tasks import Inputs, Task
 
@@ -234,7 +235,10 @@ class Replicated(Strategy):
             self.compression.after_load()
 
     def inexact_after(self, ranks: int) -> str:
-        """Return why results differ after a resume: only int8 is independent of DDP's buckets."""
+        """Return the reason why results differ after a resume, empty if there is none.
+
+        Only int8 is independent of DDP's buckets.
+        """
         kind = self.config.parallel.reduction
         if self.compression is None or (kind == "int8" and ranks == self.world.size):
             return ""

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from .configuration import Configuration, OptimizerConfig, ScheduleConfig, expect
+from .configuration import Configuration, OptimizerConfig, ScheduleConfig
 from .distributed import World
+from .sections import expect
 from .tasks import Inputs, Task, concatenate
 
 ALIGNMENT = 64
@@ -259,7 +260,10 @@ class Strategy:
         return [OwnedTensor(name, named[name], self.decays[name]) for name in self.names]
 
     def loss(self, inputs: Inputs, *, evaluating: bool = False) -> tuple[Tensor, Tensor]:
-        """Return (sum of losses, right answers) of one pass in the configured precision; gradients stay float32."""
+        """Return (losses, right answers) of one pass in the configured precision; gradients stay float32.
+
+        Losses are (samples,) or a scalar, as the task returns them.
+        """
         device = self.world.device
         tensors = {name: tensor.to(device) for name, tensor in inputs.tensors.items()}
         precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.config.parallel.precision)

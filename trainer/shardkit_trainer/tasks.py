@@ -4,7 +4,7 @@ The built-in models, a GPT over tokens and a small residual network over images,
 run's seed only, so initialisation does not depend on the number of ranks. By default they use LayerNorm and GroupNorm,
 so the result of a sample does not depend on the other samples of the batch.
 
-A task owns its model. `prepare` maps one cell to tensors and counts its valid targets. `loss` returns the *sum* of the
+A task owns its model. `prepare` maps one cell to tensors and counts its valid targets. `loss` returns *sums* of the
 losses over them; the loop divides by the number of valid targets of the whole step, so there is no mean of means.
 """
 
@@ -25,10 +25,12 @@ import torch.nn.functional as F  # noqa: N812 - as all of torch's own documentat
 from torch import Tensor, nn
 
 from shardkit.errors import ConfigurationError, MissingDependency
+from shardkit.extras import install_command
 from shardkit.loader.packed_rows import BOUNDARIES, documents_of
 from shardkit.plan.permutation import derive
 
-from .configuration import ModelConfig, expect
+from .configuration import ModelConfig
+from .sections import expect
 
 _CONTEXT = 128  # default positions for rows of various lengths
 IGNORED = -100  # target value that the loss ignores; torch's own default
@@ -43,12 +45,28 @@ class Inputs:
         valid: number of valid targets.
         samples: number of samples.
         seed: seed of the cell's dropout; if cells were concatenated, the seed of the first one.
+        targets: (samples,) int64 valid targets of each sample, on the CPU; None if all samples have equally many.
     """
 
     tensors: dict[str, Tensor]
     valid: int
     samples: int
     seed: int = 0
+    targets: Tensor | None = None
+
+    def mean_losses(self, losses: Tensor) -> Tensor:
+        """Return (samples,) float32 losses per valid target, given the sum of each sample.
+
+        Raises:
+            ConfigurationError: the task does not return one loss per sample.
+        """
+        found = f"the model's task returns losses of shape {tuple(losses.shape)}"
+        wrong = f"log.sample_losses = true: {found}, expected ({self.samples},), one per sample"
+        expect((losses.shape == (self.samples,), wrong))
+        divisor = max(1, self.valid // max(1, self.samples))
+        if self.targets is None:
+            return losses.detach().float() / divisor
+        return losses.detach().float() / self.targets.clamp(min=1).to(losses.device)
 
 
 def concatenate(cells: Sequence[Inputs]) -> Inputs:
@@ -56,7 +74,9 @@ def concatenate(cells: Sequence[Inputs]) -> Inputs:
     if len(cells) == 1:
         return cells[0]
     tensors = {name: torch.cat([cell.tensors[name] for cell in cells]) for name in cells[0].tensors}
-    return Inputs(tensors, sum(c.valid for c in cells), sum(c.samples for c in cells), cells[0].seed)
+    counts = [cell.targets for cell in cells if cell.targets is not None]
+    targets = torch.cat(counts) if len(counts) == len(cells) else None
+    return Inputs(tensors, sum(c.valid for c in cells), sum(c.samples for c in cells), cells[0].seed, targets)
 
 
 class Task(Protocol):
@@ -79,7 +99,11 @@ class Task(Protocol):
         """Return one sample without a valid target, for ranks that must run a pass but have no cells."""
 
     def loss(self, forward: Callable[..., Any], tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return (sum of losses over valid targets, number of right answers), both on the device."""
+        """Return (losses, number of right answers), both on the device.
+
+        Losses are (samples,), each summed over the valid targets of a sample. A scalar, the sum over all samples, is
+        enough unless ``log.sample_losses`` is set.
+        """
 
     def blocks(self) -> Sequence[nn.Module]:
         """Return the modules that are sharded and checkpointed one by one; may be empty."""
@@ -96,15 +120,19 @@ def make_task(config: ModelConfig, dataset: Any, seed: int) -> Task:
         return LanguageTask(config, dataset.schema)
     if config.kind == "classifier":
         return ClassifierTask(config, dataset)
+    task: Task = load_named("model.kind", config.kind)(config, dataset)
+    return task
+
+
+def load_named(key: str, name: str) -> Any:
+    """Return the object ``package.module:name`` of the user, which the setting ``key`` names."""
     # as with `python -m`: your own module is in the working directory
     sys.path += [os.getcwd()] if os.getcwd() not in sys.path else []
     try:
-        factory = pkgutil.resolve_name(config.kind)
-    except (ImportError, AttributeError, ValueError) as error:
-        expected = "expected package.module:factory"
-        raise ConfigurationError(f"model.kind = {config.kind!r}: {error}; {expected}") from error
-    task: Task = factory(config, dataset)
-    return task
+        return pkgutil.resolve_name(name)
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ConfigurationError(f"{key} = {name!r}: {why}; expected package.module:factory") from error
 
 
 def mix(*values: int) -> int:
@@ -149,7 +177,7 @@ class LanguageTask:
         for row, (spare, slot) in enumerate(zip(lengths - crop, cell.slots, strict=True)):
             starts[row] += mix(seed, cell.step, int(slot)) % (int(spare) + 1) if spare > 0 else 0
         there = torch.from_numpy(np.arange(crop) < lengths[:, None])
-        valid = int(there[:, 1:].sum())
+        counts = there[:, 1:].sum(1)
         # gathered on the device of the tokens; indices past the end belong to fillers and are masked below
         places = torch.from_numpy(starts[:, None] + np.arange(crop)).clamp_(max=max(0, len(values) - 1))
         there, places = there.to(values.device), places.to(values.device)
@@ -163,8 +191,8 @@ class LanguageTask:
             across = documents[:, 1:] != documents[:, :-1]  # the next token begins another document
             targets[across.to(targets.device)] = IGNORED
             tensors |= {"documents": documents[:, :-1].clone(), "positions": positions}
-            valid = int((targets != IGNORED).sum())
-        return Inputs(tensors, valid, len(lengths))
+            counts = (targets != IGNORED).sum(1).cpu()
+        return Inputs(tensors, int(counts.sum()), len(lengths), targets=counts)
 
     def _documents(self, cell: Any, starts: np.ndarray) -> tuple[Tensor, Tensor]:
         """Return (samples, context + 1) document numbers, and (samples, context) positions inside each document.
@@ -192,8 +220,9 @@ class LanguageTask:
     def loss(self, forward: Callable[..., Any], tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         inputs = [tensors[name] for name in ("tokens", "documents", "positions") if name in tensors]
         logits = forward(*inputs).float().flatten(0, 1)
-        loss = F.cross_entropy(logits, tensors["targets"].flatten(), reduction="sum", ignore_index=IGNORED)
-        return loss, torch.zeros((), dtype=torch.int64, device=loss.device)
+        targets = tensors["targets"]
+        losses = F.cross_entropy(logits, targets.flatten(), reduction="none", ignore_index=IGNORED)
+        return losses.view(targets.shape).sum(1), torch.zeros((), dtype=torch.int64, device=losses.device)
 
     def blocks(self) -> Sequence[nn.Module]:
         return list(self.model.blocks)  # type: ignore[arg-type]
@@ -236,8 +265,8 @@ class ClassifierTask:
 
     def loss(self, forward: Callable[..., Any], tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         logits = forward(tensors["images"]).float()
-        loss = F.cross_entropy(logits, tensors["labels"], reduction="sum", ignore_index=IGNORED)
-        return loss, (logits.detach().argmax(1) == tensors["labels"]).sum()
+        losses = F.cross_entropy(logits, tensors["labels"], reduction="none", ignore_index=IGNORED)
+        return losses, (logits.detach().argmax(1) == tensors["labels"]).sum()
 
     def blocks(self) -> Sequence[nn.Module]:
         return list(self.model.blocks)  # type: ignore[arg-type]
@@ -302,7 +331,7 @@ def _decode(data: bytes, size: int) -> Tensor:
     try:
         from PIL import Image
     except ImportError as error:
-        raise MissingDependency("decoding images needs pillow; run: pip install pillow") from error
+        raise MissingDependency(f"decoding images needs pillow; run: {install_command('images')}") from error
     with Image.open(io.BytesIO(data)) as image:
         return torch.from_numpy(np.asarray(image.convert("RGB").resize((size, size))).copy())
 

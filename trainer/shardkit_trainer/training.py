@@ -22,22 +22,27 @@ from torch.distributed import DistError
 from torch.distributed import distributed_c10d as c10d
 
 import shardkit
-from shardkit.errors import RunError
+from shardkit.dataset.amendments import Versions
+from shardkit.errors import ConfigurationError, RunError
 from shardkit.ledger import ledger_head, recorded_plan, setting_differences
+from shardkit.ledger.amendments import Amendment, abandoned_checkpoints, active_amendments, read_events
 from shardkit.ledger.bindings import configured_plans
 from shardkit.loader import Rebalancing
+from shardkit.plan import FunctionMixer, Mixer, Plan
+from shardkit.plan.mixers import find_mixer, mixer_text
 from shardkit.repository.log import parse_dataset_url
 
+from .amendments import AmendmentWatch
 from .checkpoints import Checkpointer
-from .configuration import Configuration
+from .configuration import Configuration, DataConfig
 from .distributed import World, join_world, leave_world
 from .reporting import Cost, Efficiency, Reporter, StageMeter, profiler
-from .run_directory import OF_A_MACHINE, Change, RunDirectory, check_changes, record_changes, software
+from .run_directory import OF_A_MACHINE, RunDirectory, SettingChange, check_changes, record_changes, software
 from .signals import StopRequest, on_stop_signals
 from .steps import Stepper, StepResult, evaluate
 from .strategies import make_strategy
 from .strategy import Strategy
-from .tasks import Task, make_task
+from .tasks import Task, load_named, make_task
 
 
 @dataclass
@@ -120,10 +125,9 @@ class _Run:
             closing(RunDirectory(config.run.directory, lead=lead))
         )
         _check_same(config, world)
+        changes: list[SettingChange] = check_changes(config, self.allow_changes) if lead else []
         self.data = data = RunData(config, world, directory)
-        changes: list[Change] = []
         if lead:
-            changes = check_changes(config, self.allow_changes)
             directory.begin(config.to_json(), data.manifest, data.plans[0].digest, data.parts)
             record_changes(directory, config, changes)
         self.steps = data.steps
@@ -141,8 +145,11 @@ class _Run:
         self.profile = self.parts.enter_context(profiler(config.log, directory)) if profiles else None
         self.meter = StageMeter(self.steps, world)
         self.stepper = Stepper(config, self.strategy, self.stop, self.meter, directory.event)
-        self.checkpointer = Checkpointer(directory.store, world, config, self._checkpoint_event)
+        self.checkpointer = Checkpointer(
+            directory.store, world, config, self._checkpoint_event, data.abandoned_checkpoints
+        )
         self._resume()
+        self.watch = AmendmentWatch(directory.path, world, data.amendments)
         self.cost = Cost(config.log, directory.path / "metrics" / "train.jsonl")
         directory.event("start", step=self.step, steps=self.steps, ranks=world.size)
 
@@ -202,11 +209,16 @@ class _Run:
             started = time.perf_counter()
             with self.meter.stage("data", self.step):
                 cells = self.cells.take()
-            result = self.stepper.take(self.step, self.steps, cells, self.cells.ask)
+            amendments = self.watch.look(self.step)
+            result = self.stepper.take(self.step, self.steps, cells, self.cells.ask, amendments)
             self.step += 1
+            if result.amendments != self.watch.number:
+                self._amend(result.amendments)
             more = self.step < self.steps and not result.stop
             try:
                 self.loader.computed(self.stepper.computed_s)
+                if self.stepper.sample_losses is not None:
+                    self.loader.note(cells, self.stepper.sample_losses)
                 self._freeze()
                 self.summary.loss, self.summary.bytes_held = result.loss, self.stepper.bytes_held
                 if more and self.step % self.config.checkpoint.every == 0:
@@ -220,6 +232,15 @@ class _Run:
                 self.summary.asked = result.asked
                 return self.step < self.steps
         return False
+
+    def _amend(self, number: int) -> None:
+        """Change the plans of steps that are not read yet to the plans of a list of amendments."""
+        assert self.data is not None
+        for one in self.watch.follow(number):
+            self.reporter.say(f"amendment {one.number}: {one}")
+        self.directory.event("amendments", step=self.step, active=[str(one) for one in self.watch.amendments])
+        self.stage_end = self.data.amend(self.watch.amendments, self.step - 1)
+        self.cells.end = self.stage_end
 
     def _freeze(self) -> None:
         """Freeze existing objects after the first step, so that full collections do not visit them."""
@@ -249,14 +270,13 @@ class _Run:
             )
 
     def _save(self, *, wait: bool = False) -> None:
-        assert self.data is not None
         self.world.report(self.step, "checkpoint")
         self.strategy.settle()
         # the loader may have handed out the next step already
         loader = {**self.loader.state_dict(), "step": self.step}
         meta = {"step": self.step, "updates": self.strategy.optimizer.updates, "loader": loader,
                 "loss_scale": self.stepper.loss_scale, "ranks": self.world.size, "plan": self.loader.plan.digest,
-                "configuration": self.config.to_json(), "manifest": self.data.manifest}  # fmt: skip
+                "configuration": self.config.to_json(), "manifest": loader["manifest"]}  # fmt: skip
         if self.world.rank == 0:  # rank 0 writes the manifest; these steps were handed out on all ranks
             meta["ledger"] = ledger_head(self.directory.path, self.step)
         self.checkpointer.save(self.step, self.strategy, meta, wait=wait)
@@ -308,6 +328,20 @@ def _check_same(config: Configuration, world: World) -> None:
             )
 
 
+def _find_mixer(data: DataConfig) -> Mixer | None:
+    if not data.mixer:
+        return None
+    text = mixer_text(data.mixer, data.mixer_every, data.mixer_arguments)
+    found = find_mixer(text, data.mixer_every)
+    if found is None:
+        found = FunctionMixer(function=load_named("data.mixer", data.mixer), every=data.mixer_every)
+        if found.text != data.mixer:
+            raise ConfigurationError(
+                f"data.mixer = {data.mixer!r} is defined elsewhere: name it as {found.text!r}, a function of a module"
+            )
+    return found
+
+
 class RunData:
     """The dataset of a run, at the version with which the run began, and its plans.
 
@@ -315,8 +349,10 @@ class RunData:
         dataset: the open dataset.
         manifest: id of its manifest.
         parts: name → URL with version of each dataset, if several are opened as one.
-        plans: one plan per stage; the first stage begins at step 0.
+        plans: one plan per stage and amendment; the first begins at step 0.
         steps: number of steps of the whole run.
+        amendments: amendments in force.
+        abandoned_checkpoints: names of checkpoints that an amendment abandoned.
     """
 
     def __init__(self, config: Configuration, world: World, directory: RunDirectory):
@@ -335,23 +371,55 @@ class RunData:
                           for part in self.dataset.version.parts}  # fmt: skip
         world.store.set("versions", json.dumps({"manifest": self.manifest, "parts": self.parts}))
         recorded = {} if known is None else recorded_plan(directory.path, known["plan"]) or {}
-        self.plans = configured_plans(self.dataset.plan, asdict(data), recorded)
+        self._versions = Versions(self.dataset)
+        events = [] if known is None else read_events(directory.path)
+        self.abandoned_checkpoints = abandoned_checkpoints(events)
+        if not world.rank:  # an amendment may be recorded while ranks start
+            world.store.set("amendments-0", json.dumps([asdict(one) for one in active_amendments(events)]))
+        self.amendments = [Amendment(**one) for one in json.loads(world.store.get("amendments-0"))]
+        self._recorded: dict[str, Any] = recorded
+        self.plans = self._plans()
+        self._mixer = _find_mixer(data)
         first = self.plans[0]
         self.steps: int = config.run.steps or config.run.epochs * (first.steps_per_epoch or first.loop_steps)
+
+    def _plans(self) -> list[Plan]:
+        return configured_plans(
+            self.dataset.plan,
+            asdict(self._config.data),
+            self._recorded,
+            self.amendments,
+            self._versions.amend,
+        )
+
+    def amend(self, amendments: list[Amendment], step: int) -> int:
+        """Change to the plans of these amendments; return the end of the stage that contains ``step``."""
+        self.amendments = amendments
+        self.plans = self._plans()
+        return self._stage(step)[1]
+
+    def _stage(self, step: int) -> tuple[int, int]:
+        """Return the number of the stage that contains a step, and the stage's end step."""
+        begins = [0, *(plan.from_step for plan in self.plans[1:]), self.steps]
+        number = min(bisect_right(begins, step), len(self.plans)) - 1
+        return number, min(begins[number + 1], self.steps)
 
     def open_loader(self, step: int, world: World) -> tuple[Any, CellsAhead, int]:
         """Open the loader of the stage of ``step``; return it, its cells from ``step`` on, and the stage's end step."""
         self.close_loader()
         data, parallel, directory = self._config.data, self._config.parallel, self._directory.path
-        begins = [0, *(stage.from_step for stage in data.stages), self.steps]
-        number = min(bisect_right(begins, step), len(self.plans)) - 1
+        number, end = self._stage(step)
+        plan = self.plans[number]
+        dataset: Any = self._versions.at(plan.population.identity)
         rebalance: Rebalancing | bool = False
         if parallel.rebalance:
             store = c10d.PrefixStore(f"rebalance-{number}", world.store)
             rebalance = Rebalancing(every=parallel.rebalance_every, store=store, timeout_s=parallel.timeout_s)
         try:
-            self._loader = self.dataset.loader(
-                self.plans[number], rank=world.rank, world=world.size, by_cell=True, uneven=True, run=str(directory),
+            self._loader = dataset.loader(
+                plan, rank=world.rank, world=world.size, by_cell=True, uneven=True, run=str(directory),
+                amendments=False,  # they are stages here
+                mixer=self._mixer,
                 assignment=parallel.assignment, rebalance=rebalance, telemetry=self._config.log.telemetry(),
                 store=c10d.PrefixStore(f"loader-{number}", world.store) if world.size > 1 else None,
                 cache=data.cache or None, cache_size=data.cache_size or None, share=data.share,
@@ -362,8 +430,9 @@ class RunData:
                 raise error.__cause__ from error
             raise
         self._loader.seek(step)
-        end = min(begins[number + 1], self.steps)
-        self._cells = CellsAhead(self._loader, step, end, in_turn=parallel.rebalance)
+        # a decision of a mixer waits for other ranks in the store
+        in_turn = parallel.rebalance or self._mixer is not None
+        self._cells = CellsAhead(self._loader, step, end, in_turn=in_turn)
         return self._loader, self._cells, end
 
     def close_loader(self) -> None:
@@ -380,13 +449,17 @@ class CellsAhead:
     Gathering and journaling a small step holds the interpreter for more than 1 % of the step. `ask` is called when
     torch begins to compute without the interpreter, so that a thread can use it meanwhile.
 
+    Attributes:
+        end: an amendment may lower it, before the last of the remaining steps is asked for.
+
     Args:
         loader: loader positioned at ``step``.
-        in_turn: take cells only when they are needed, since rebalancing needs the cost of a step before the next step.
+        in_turn: take cells only when they are needed: rebalancing needs the cost of a step before the next step, and
+            while a mixer waits for other ranks in their store, torch must not need it.
     """
 
     def __init__(self, loader: Any, step: int, end: int, *, in_turn: bool):
-        self._loader, self._asked, self._end, self._in_turn = loader, step, end, in_turn
+        self._loader, self._asked, self.end, self._in_turn = loader, step, end, in_turn
         self._cells = self._follow(step)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cells-ahead")
         self._next: Future[Any] | None = None
@@ -398,14 +471,14 @@ class CellsAhead:
             epoch, ahead = ahead, None
             for cells in epoch:
                 step += 1
-                if step < self._end and step == self._loader.plan.epoch_bounds(step - 1)[1]:
+                if step < self.end and step == self._loader.plan.epoch_bounds(step - 1)[1]:
                     ahead = iter(self._loader)
                 yield cells
             ahead = ahead or iter(self._loader)
 
     def ask(self) -> None:
         """Begin to take the next step's cells in the thread, if there is a next step."""
-        if self._next is None and self._asked < self._end and not self._in_turn:
+        if self._next is None and self._asked < self.end and not self._in_turn:
             self._next = self._thread.submit(next, self._cells)
 
     def take(self) -> Any:

@@ -16,21 +16,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
+from shardkit.arrays import Buffer
+from shardkit.documents import decode_plain, encode, xxh3
 from shardkit.errors import FormatError, ShardkitError, StoreError, UsageError
-from shardkit.formats.canonical_json import dumps, loads, xxh3
 from shardkit.reading.attestations import ReadEvents
-from shardkit.reading.cache.catalogue import Catalogue, Entry
+from shardkit.reading.cache.catalogue import CachedBlock, Catalogue
 from shardkit.reading.cache.eviction import Lease, Neighbours, choose_victims
 from shardkit.reading.objects import BlockRequest
 from shardkit.stores.file_operations import Directories, Handle, active, explained, write_all
 from shardkit.stores.ownership import WriteAccess
 from shardkit.stores.vacancy import check_vacant
-
-Buffer = Any
 
 BLOCKS: Final = "blocks"
 """Folder of the blocks in a cache."""
@@ -219,7 +218,7 @@ class BlockCache:
                     admitted = self._make_room(size, request.place)
                     if admitted:
                         self._link(request.sha256.hex())
-                        self._catalogue.add(request.sha256, Entry(size, request.place, time.time()))
+                        self._catalogue.add(request.sha256, CachedBlock(size, request.place, time.time()))
             self.read_events.note("cache_fills" if admitted else "cache_bypassed")
         except (OSError, StoreError) as error:
             self._full_until = time.monotonic() + _REST_AFTER_FULL_S
@@ -286,11 +285,11 @@ class BlockCache:
         try:
             operations.lock(marker)
             data = operations.read(marker, 4096, 0)
-            mark = dumps({"format": _FORMAT})
+            mark = encode({"format": _FORMAT})
             if data == mark:
                 return
             with contextlib.suppress(FormatError):
-                loads(data, 4096)
+                decode_plain(data, max_bytes=4096)
                 raise UsageError(
                     f"{self.path}/{MARKER} is not one that this version writes; use another directory, or remove the "
                     "cache"
@@ -312,11 +311,11 @@ class BlockCache:
         while not operations.try_share(self._users):  # another process is opening the cache, which is brief
             time.sleep(0.01)
 
-    def _scan(self) -> dict[bytes, Entry]:
+    def _scan(self) -> dict[bytes, CachedBlock]:
         """Return the blocks in the directory; blocks without a known place are evicted first."""
         operations = active()
         known = dict(self._catalogue.entries)
-        found: dict[bytes, Entry] = {}
+        found: dict[bytes, CachedBlock] = {}
         with self._directories.opened((BLOCKS,)) as blocks:
             folders = [name for name, is_folder in operations.names(blocks) if is_folder and len(name) == 2]
         for head in folders:
@@ -326,7 +325,7 @@ class BlockCache:
                         stat = operations.stat(folder, name)
                         digest = bytes.fromhex(name)
                         old = known.get(digest)
-                        found[digest] = Entry(
+                        found[digest] = CachedBlock(
                             stat.st_size, old.place if old else 0, old.added if old else stat.st_mtime
                         )
         return found
@@ -382,7 +381,7 @@ def check_local(path: str) -> None:
 
 
 def is_network(kind: str) -> bool:
-    """Whether a file system of this kind is shared over a network."""
+    """Return True if a file system of this kind is shared over a network."""
     return _NETWORK.fullmatch(kind) is not None or (
         kind.startswith("fuse") and _NETWORK_FUSE.search(kind) is not None
     )
@@ -391,9 +390,7 @@ def is_network(kind: str) -> bool:
 def filesystem_of(path: str, mounts: str | None = None) -> str | None:
     """Return the kind of file system of an existing or future `path`, such as "ext4" or "nfs4"; None if unknown.
 
-    Args:
-        path: path of a file or folder.
-        mounts: text in the format of ``/proc/self/mountinfo``; None to read that file.
+    `mounts` has the form of ``/proc/self/mountinfo``, which is read by default.
     """
     if mounts is None:
         mounts = ""

@@ -27,7 +27,7 @@ _COMPACT_AFTER: Final = 50_000
 NAME: Final = "catalogue"
 
 
-class Entry(NamedTuple):
+class CachedBlock(NamedTuple):
     """A cached block."""
 
     size: int
@@ -46,7 +46,7 @@ class Catalogue:
         self._folder = folder
         self._offset = 0
         self._inode = -1
-        self.entries: dict[bytes, Entry] = {}
+        self.entries: dict[bytes, CachedBlock] = {}
         self.total = 0
         """Bytes of all entries."""
 
@@ -62,14 +62,14 @@ class Catalogue:
         finally:
             operations.close(lock)
 
-    def add(self, digest: bytes, entry: Entry) -> None:
+    def add(self, digest: bytes, entry: CachedBlock) -> None:
         """Record a stored block."""
         self._append(_RECORD.pack(digest, entry.size, entry.place, entry.added, _ADDED))
 
     def remove(self, digest: bytes) -> None:
         self._append(_RECORD.pack(digest, 0, 0, time.time(), _REMOVED))
 
-    def rewrite(self, entries: dict[bytes, Entry]) -> None:
+    def rewrite(self, entries: dict[bytes, CachedBlock]) -> None:
         """Replace the records by these entries, in one step."""
         operations = active()
         name = f"{NAME}.new"
@@ -121,12 +121,12 @@ class Catalogue:
         if old is not None:
             self.total -= old.size
         if what == _ADDED and size <= _MAX_BYTES:
-            self.entries[digest] = Entry(size, place, added)
+            self.entries[digest] = CachedBlock(size, place, added)
             self.total += size
 
     @property
     def is_long(self) -> bool:
-        """Whether most records are obsolete, so that the catalogue should be rewritten."""
+        """True if most records are obsolete, so that the catalogue should be rewritten."""
         return self._offset // _RECORD.size > _COMPACT_AFTER + 4 * len(self.entries)
 
 
@@ -135,7 +135,7 @@ def cached_places(path: str | os.PathLike[str]) -> tuple[NDArray[np.uint64], NDA
 
     Reads only the catalogue and changes nothing else. Both arrays are empty if there is no cache or it is unreadable.
     """
-    entries: list[Entry] = []
+    entries: list[CachedBlock] = []
     if os.path.exists(os.path.join(path, NAME)):
         with contextlib.suppress(OSError, ShardkitError):
             folder = active().open_root(os.path.abspath(os.fspath(path)))

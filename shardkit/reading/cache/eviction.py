@@ -21,8 +21,8 @@ from collections.abc import Hashable, Iterator
 from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from shardkit.arrays import Float64s, Int64s, UInt64s
 from shardkit.errors import ShardkitError
 from shardkit.formats import pack_columns, unpack_columns
 from shardkit.stores.file_operations import Directories, Handle, active, write_all
@@ -30,9 +30,6 @@ from shardkit.stores.file_operations import Directories, Handle, active, write_a
 NEVER: Final = np.iinfo(np.int64).max
 """Distance of a block that no known plan uses again."""
 
-Int64s = NDArray[np.int64]
-UInt64s = NDArray[np.uint64]
-Float64s = NDArray[np.float64]
 
 SLACK: Final = 0.02
 """Minimum share of the limit that one eviction frees."""

@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from shardkit.arrays import Buffer, Int64s
 from shardkit.errors import ShardkitError
 from shardkit.reading.attestations import ReadEvents
 from shardkit.reading.cache.block_cache import BlockCache
@@ -21,8 +22,6 @@ from shardkit.reading.objects import BlockRequest, Location
 from shardkit.reading.read_path import ReadPath, ReadSettings
 from shardkit.stores.remote.cache_client import CacheClient
 
-Buffer = Any
-Int64s = NDArray[np.int64]
 Uses = Callable[[int], Iterator[tuple[Int64s, Int64s]]]
 """Maps a first step to runs of (steps, dataset-wide blocks), ordered by the first use of each block in its run."""
 

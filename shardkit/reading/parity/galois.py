@@ -8,9 +8,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from shardkit.arrays import Bytes
 from shardkit.errors import UsageError
-
-Bytes = NDArray[np.uint8]
 
 _POLYNOMIAL: Final = 0x11D
 _REDUCTION: Final = np.uint8(_POLYNOMIAL & 0xFF)

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
+from shardkit.arrays import Bytes
 from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, StoreError
 from shardkit.manifest import Manifest, ShardTable
 from shardkit.reading.inventory import Inventory, first_good, read_members
@@ -20,8 +20,6 @@ from shardkit.reading.parity.galois import recover
 from shardkit.reading.parity.sets import ParitySet, SetRecord, read_record, sets_of
 from shardkit.stores.store import Descriptor, Stage, Store, object_name, parse_object_name, put_over
 from shardkit.stores.waiting import RetryPolicy
-
-Bytes = NDArray[np.uint8]
 
 ReadRange = Callable[[str, int, int], bytes]
 """Maps (object name, offset, length) to exactly these bytes, or raises ShardkitError."""
@@ -266,7 +264,7 @@ def restore(
         except _WrongResult as wrong:
             if is_hashed:
                 raise IntegrityError(
-                    f"{wrong}: its parity objects do not belong to it; run: shardkit repair with a replica"
+                    f"{wrong}: its parity objects do not belong to it; repair the dataset from a copy"
                 ) from None
             is_hashed = True
 
@@ -336,11 +334,7 @@ def encode_set(
 ) -> SetRecord:
     """Make P and Q of one set durable in `root`, then the set's document.
 
-    Args:
-        root: store to write to.
-        one: the set.
-        stores: stores to read members from, nearest first.
-        pace: called with the bytes read in each round; may sleep.
+    Members are read from `stores`, nearest first. `pace` is called with the bytes read in each round, and may sleep.
 
     Returns:
         The set with the digests of P and Q.

@@ -11,9 +11,8 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta
 
-from shardkit.documents import Digest, Document, Natural, decode, encode, sha256_digest
+from shardkit.documents import Digest, Document, Natural, decode, encode, parse_digest, sha256_digest
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
-from shardkit.formats.canonical_json import parse_digest
 from shardkit.reading.inventory import (
     MAX_MEMBERS,
     MAX_RECORD_BYTES,
@@ -85,7 +84,7 @@ class ParitySet:
     @cached_property
     def id(self) -> str:
         """Identifier of the set: ``sha256:<hex>`` over code and members."""
-        return sha256_digest(encode({"code": _CODE, "members": _listed(self.members)}))
+        return sha256_digest(encode({"code": _CODE, "members": _member_fields(self.members)}))
 
     @property
     def record_name(self) -> str:
@@ -94,7 +93,9 @@ class ParitySet:
 
     def header(self, row: int) -> bytes:
         """Return the header of P (row 0) or Q (row 1); it depends only on the set."""
-        document = encode(_Header(code=_CODE, members=_listed(self.members), row=row, size=self.length))
+        document = encode(
+            _Header(code=_CODE, members=_member_fields(self.members), row=row, size=self.length)
+        )
         data = _PREFIX.pack(_MAGIC, 1, len(document)) + document
         return data + bytes(-len(data) % _ALIGNMENT)
 
@@ -131,7 +132,7 @@ class SetRecord:
         return self.set.position(digest)
 
     def to_bytes(self) -> bytes:
-        return encode(_SetDocument(code=_CODE, members=_listed(self.set.members), parity=self.parity))
+        return encode(_SetDocument(code=_CODE, members=_member_fields(self.set.members), parity=self.parity))
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> SetRecord:
@@ -180,7 +181,7 @@ def parse_header(data: bytes, object_bytes: int, where: str) -> tuple[ParitySet,
     return found, header.row
 
 
-def _listed(members: Sequence[Descriptor]) -> tuple[_Member, ...]:
+def _member_fields(members: Sequence[Descriptor]) -> tuple[_Member, ...]:
     return tuple((member.digest, member.extension, member.size) for member in members)
 
 
@@ -191,16 +192,12 @@ def _set_of(document: _Members) -> ParitySet:
 
 
 SETS: Final = "parity/sets/"
-VERSIONS: Final = "parity/versions/"
 
 
 def sets_of(inventory: Inventory, k: int, small: Iterable[Descriptor] = ()) -> list[ParitySet]:
     """Return all sets of a version (SPEC.md §2).
 
-    Args:
-        inventory: objects of the version.
-        k: members per set.
-        small: `Inventory.small`, or nothing to leave out the sets of these objects.
+    `small` is `Inventory.small`; without it, the sets of these objects are left out.
     """
     rows = (inventory.shards, inventory.indexes, sorted(small, key=lambda member: member.digest))
     return [found for row in rows for found in form_sets(row, k)]
@@ -230,12 +227,9 @@ def read_record(store: Store, wanted: ParitySet) -> SetRecord | None:
 def parity_names(store: Store, inventory: Inventory, *, stores: Sequence[Store] | None = None) -> set[str]:
     """Return the names of all parity objects and documents of a version, for garbage collection to keep.
 
-    Empty for a version without parity. A set that is being encoded is included once its document is written.
+    If objects or documents are damaged, records are looked for in `stores`; without `stores`, the error is raised.
 
-    Args:
-        store: store of the root.
-        inventory: objects of the version.
-        stores: stores to search for records if objects or documents are damaged; None to raise instead.
+    Empty for a version without parity. A set that is being encoded is included once its document is written.
     """
     k = read_members(store, inventory.manifest.id)
     if k is None:

@@ -62,7 +62,7 @@ class CacheClient:
             connection.close()
             if not used:
                 raise
-            connection = self._made()  # the server closed the idle connection: try once more on a new one
+            connection = self._connect()  # the server closed the idle connection: try once more on a new one
             answer = _ask(connection, name)
         keep = False
         try:
@@ -101,9 +101,9 @@ class CacheClient:
             self._open()
         with contextlib.suppress(IndexError):
             return True, self._idle[1].pop()
-        return False, self._made()
+        return False, self._connect()
 
-    def _made(self) -> http.client.HTTPConnection:
+    def _connect(self) -> http.client.HTTPConnection:
         kind = http.client.HTTPSConnection if self._address.scheme == "https" else http.client.HTTPConnection
         return kind(self._address.host, timeout=_TIMEOUT_S)
 

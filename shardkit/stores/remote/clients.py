@@ -3,9 +3,6 @@
 obstore runs its own threads, which a forked child lacks: it hangs in the child of a process that used it. So clients
 belong to a process id, and such a child uses boto3, which costs more processor time per request. Retries inside the
 clients are switched off: `object_store` alone decides what to repeat and what a lost answer means.
-
-Clients quote requests, headers and answers in their errors, and an S3 answer may contain the access key and the signed
-string. So only the HTTP status and the error code of an error are passed on.
 """
 
 from __future__ import annotations
@@ -15,150 +12,20 @@ import contextlib
 import importlib
 import importlib.util
 import os
-import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any, Final, Literal, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
+from urllib.parse import urlsplit
 
+from shardkit.arrays import Buffer
 from shardkit.credentials import hide_credentials
-from shardkit.errors import MissingDependency, StoreError, StoreFullError, StoreReadOnlyError
+from shardkit.errors import MissingDependency, StoreError, StoreFullError, StoreReadOnlyError, UsageError
+from shardkit.extras import install_command
 from shardkit.stores.file_operations import store_error
 from shardkit.stores.remote.addresses import OBJECT_SCHEMES, Address
+from shardkit.stores.remote.failures import Failure, classified
 from shardkit.stores.waiting import RetryPolicy
-
-Kind = Literal[
-    "absent", "exists", "conflict", "throttled", "no-answer", "expired", "denied", "range", "refused"
-]
-
-_STATUS: Final = re.compile(r"status code: (\d{3})|\b(?:HTTPStatusCode|status)['\"]?: (\d{3})")
-_CODE: Final = re.compile(r"<Code>([A-Za-z.]{1,60})</Code>|An error occurred \(([A-Za-z0-9.]{1,60})\)")
-_EXPIRED: Final = frozenset(
-    {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"}
-)
-_DENIED: Final = frozenset(
-    {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "AllAccessDisabled"}
-)
-_THROTTLED: Final = frozenset({"SlowDown", "RequestLimitExceeded", "ThrottlingException", "TooManyRequests"})
-_NO_BUCKET: Final = frozenset({"NoSuchBucket", "ContainerNotFound"})
-_BY_NAME: Final[dict[str, Kind]] = {
-    "FileNotFoundError": "absent",
-    "AlreadyExistsError": "exists",
-    "FileExistsError": "exists",
-    "PermissionDeniedError": "denied",
-    "UnauthenticatedError": "denied",
-    "PermissionError": "denied",
-}
-_BY_STATUS: Final[dict[int, Kind]] = {
-    401: "denied",
-    403: "denied",
-    404: "absent",
-    408: "no-answer",
-    409: "conflict",
-    412: "exists",
-    416: "range",
-    429: "throttled",
-    503: "throttled",
-}
-_PAST_THE_END: Final = "Wanted range starting at"
-"""Text of obstore's error if the server answers a range request with bytes from another offset (Azure)."""
-_ADVICE: Final[dict[Kind, str]] = {
-    "throttled": "it asks for fewer requests; lower the concurrency or wait",
-    "no-answer": "look at the network and the endpoint, then run it again",
-    "expired": "the credentials expired and could not be renewed; renew them, then run it again",
-    "denied": "get the right, or set other credentials in the environment",
-    "conflict": "another writer is at the same name; run it again",
-}
-
-
-class Failure(Exception):
-    """One failed request.
-
-    Attributes:
-        kind: "absent" (no such object), "exists" (put-if-absent found one), "conflict" (another put is running),
-            "throttled", "no-answer" (unknown whether it was carried out), "expired" (credentials), "denied", "range"
-            (past the end), "refused" (any other error that would recur).
-        reason: text for messages, without credentials.
-    """
-
-    def __init__(self, kind: Kind, reason: str) -> None:
-        super().__init__(kind, reason)
-        self.kind: Kind = kind
-        self.reason = reason
-
-    @property
-    def passing(self) -> bool:
-        """Whether the same request may succeed if repeated."""
-        return self.kind in ("throttled", "no-answer", "conflict", "expired")
-
-    @property
-    def advice(self) -> str:
-        """Next action, for messages."""
-        return _ADVICE.get(self.kind, "check bucket, endpoint and region, then run it again")
-
-
-def classify(error: BaseException) -> Failure:
-    """Return the failure that a client's exception means. Drop the exception: its text may contain credentials."""
-    text = str(error)
-    status_match, code_match = _STATUS.search(text), _CODE.search(text)
-    # botocore has the status in an attribute too; the answer to a HEAD has no body, so no code
-    answer = getattr(error, "response", None)
-    status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(answer, dict) else None
-    if status_match:
-        status = int(next(filter(None, status_match.groups())))
-    code = next(filter(None, code_match.groups())) if code_match else ""
-    if status is None and _PAST_THE_END in text:
-        return Failure("range", "past the end")
-    reason = " ".join(filter(None, (f"HTTP {status}" if status else "", code))) or _short(error, text)
-    return Failure(_kind(type(error).__name__, status, code), reason)
-
-
-@contextlib.contextmanager
-def classified() -> Iterator[None]:
-    """Turn any exception of a client into a `Failure`; also a decorator."""
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001 (whatever the client raises)
-        raise classify(error) from None
-
-
-def _kind(name: str, status: int | None, code: str) -> Kind:
-    if code in _NO_BUCKET:
-        return "refused"
-    if code in _EXPIRED:
-        return "expired"
-    if code in _DENIED:
-        return "denied"
-    if code in _THROTTLED:
-        return "throttled"
-    if name in _BY_NAME:
-        return _BY_NAME[name]
-    if code in ("NoSuchKey", "404"):
-        return "absent"
-    if status is None:
-        return "no-answer"
-    return _BY_STATUS.get(status, "no-answer" if status >= 500 else "refused")
-
-
-def _short(error: BaseException, text: str) -> str:
-    """Describe an error without status and code, which means that the request got no answer."""
-    lowered = text.lower()
-    for word, meaning in (
-        ("timed out", "timed out"),
-        ("kind: timeout", "timed out"),
-        ("read timeout", "timed out"),
-        ("connect", "no connection"),
-        ("reset", "connection reset"),
-        ("decod", "broken answer"),
-        ("body", "broken answer"),
-    ):
-        if word in lowered:
-            return meaning
-    return f"no answer ({type(error).__name__})"
-
-
-Buffer = Any
-"""Object with the buffer protocol, such as bytes."""
 
 WRITE_ID: Final = "shardkitwrite"
 """Metadata key of the id of the call that created an object. Letters only, because Azure allows only letters, digits
@@ -230,13 +97,15 @@ def open_client(address: Address, retry: RetryPolicy, *, checksums: bool = False
     Raises:
         MissingDependency: obstore or fsspec is not installed.
         StoreError: the process is a fork of one that used obstore, and boto3 cannot be used.
+        UsageError: an environment variable holds an endpoint that is no URL.
     """
     global _obstore_process
     if _substitute is not None:
         return _substitute(address)
+    _check_endpoint(address.scheme)
     package = "obstore" if address.scheme in OBJECT_SCHEMES.values() else "fsspec"
     if importlib.util.find_spec(package) is None:
-        raise MissingDependency(f"{address.scheme}:// needs {package}; run: pip install 'shardkit[s3]'")
+        raise MissingDependency(f"{address.scheme}:// needs {package}; run: {install_command('s3')}")
     if package == "fsspec":
         return FsspecClient(address)
     forked = _obstore_process not in (None, os.getpid())
@@ -335,6 +204,28 @@ def endpoint_of(scheme: str) -> str:
         if os.environ.get(name):
             return f" at {hide_credentials(os.environ[name])} ({name})"
     return ""
+
+
+def _check_endpoint(scheme: str) -> None:
+    """Refuse an endpoint that is no URL, because obstore ends the process on some of them."""
+    for name in _ENDPOINTS.get(scheme, ()):
+        text = os.environ.get(name, "")
+        url = text if "://" in text or scheme != "gs" else f"http://{text}"
+        if text and not _is_endpoint(url):
+            raise UsageError(
+                f"{name}={hide_credentials(text)!r} is no address of an object store; set it to a URL such as "
+                "http://127.0.0.1:9000"
+            )
+
+
+def _is_endpoint(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        has_port = parts.port is None or parts.port > 0  # an impossible port raises
+    except ValueError:
+        return False
+    is_plain = url.isascii() and url.isprintable() and " " not in url
+    return is_plain and has_port and parts.scheme in ("http", "https") and bool(parts.hostname)
 
 
 def s3_options() -> dict[str, Any]:
@@ -464,7 +355,7 @@ class FsspecClient:
 
     def __init__(self, address: Address) -> None:
         fsspec = importlib.import_module("fsspec")
-        with _told():
+        with _as_failure():
             try:
                 system, root = fsspec.core.url_to_fs(
                     address.url, skip_instance_cache=True, use_listings_cache=False
@@ -483,14 +374,14 @@ class FsspecClient:
         return size, self.get_range(name, 0, size) if 0 < size <= max_bytes else b""
 
     def get_range(self, name: str, offset: int, length: int) -> Buffer:
-        with _told():
+        with _as_failure():
             return self._system.cat_file(self._path(name), start=offset, end=offset + length)
 
     def put(self, name: str, data: Buffer, *, write_id: str | None) -> None:
         """Write under a temporary name, then move, so that no reader sees an incomplete object."""
         assert write_id is None, "fsspec has no put-if-absent"
         temporary, final = self._path(f"{_TEMPORARIES}/{uuid.uuid4().hex}"), self._path(name)
-        with _told(writing=name):
+        with _as_failure(writing=name):
             for path in (final, temporary):
                 self._system.makedirs(os.path.dirname(path), exist_ok=True)
             try:
@@ -502,7 +393,7 @@ class FsspecClient:
                 raise
 
     def stat(self, name: str) -> Found:
-        with _told():
+        with _as_failure():
             info = self._system.info(self._path(name))
         if info.get("type") != "file" or info.get("size") is None:
             raise Failure("absent", "no file")
@@ -511,7 +402,7 @@ class FsspecClient:
         )
 
     def list(self, prefix: str, after: str) -> Iterator[Found]:
-        with _told():
+        with _as_failure():
             self._system.invalidate_cache()
             try:
                 found = self._system.find(self._path(prefix).rstrip("/"), detail=True)
@@ -521,7 +412,7 @@ class FsspecClient:
         yield from (Found(name, sizes[name]) for name in sorted(sizes) if name > after)
 
     def delete(self, name: str) -> None:
-        with _told(writing=name), contextlib.suppress(FileNotFoundError):
+        with _as_failure(writing=name), contextlib.suppress(FileNotFoundError):
             self._system.rm_file(self._path(name))
 
     def _path(self, name: str) -> str:
@@ -532,7 +423,7 @@ class FsspecClient:
 
 
 @contextlib.contextmanager
-def _told(writing: str = "") -> Iterator[None]:
+def _as_failure(writing: str = "") -> Iterator[None]:
     """Turn exceptions of a file system into `Failure`; errors of full or read-only ones pass and are not retried."""
     try:
         yield

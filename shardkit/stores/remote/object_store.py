@@ -15,20 +15,21 @@ import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Final, NamedTuple, NoReturn, Self, TypeVar
+from typing import Any, Final, NoReturn, Self, TypeVar
 
+from shardkit.arrays import Buffer
 from shardkit.errors import IntegrityError, NotFoundError, StoreError, StoreReadOnlyError
 from shardkit.stores.file_operations import explained
 from shardkit.stores.remote.addresses import OBJECT_SCHEMES, Address, check_key
-from shardkit.stores.remote.clients import Buffer, Client, Failure, Found, endpoint_of, open_client
+from shardkit.stores.remote.clients import Client, Found, endpoint_of, open_client
+from shardkit.stores.remote.failures import Failure
 from shardkit.stores.store import (
     DirectStore,
     ObjectStat,
     Stage,
-    Store,
     check_name,
     check_prefix,
     check_size,
@@ -70,14 +71,14 @@ class SpooledStage(Stage):
     def publish(self, name: str, *, replace: bool = False) -> bool:
         check_name(name)
         self._check_whole()
-        with explained(f"read {self._path}"), self._mapped() as data:
+        with explained(f"read {self._path}"), self._map() as data:
             if replace:
                 self._store.replace(name, data)
                 return True
             return self._store.put_new(name, data)
 
     @contextlib.contextmanager
-    def _mapped(self) -> Iterator[Any]:
+    def _map(self) -> Iterator[Any]:
         """Map the file; mapping is safe because no other process can truncate it."""
         if not self._size:
             yield b""
@@ -138,7 +139,7 @@ class ObjectStore(DirectStore):
 
     @property
     def is_conditional(self) -> bool:
-        """Whether puts use put-if-absent."""
+        """True if puts use put-if-absent."""
         return self._conditional
 
     def local_path(self, name: str) -> Path | None:
@@ -147,13 +148,13 @@ class ObjectStore(DirectStore):
 
     def with_retry(self, retry: RetryPolicy) -> Self:
         """Return the same root with other time limits."""
-        return self._changed("_retry", retry)
+        return self._replace("_retry", retry)
 
     def for_one_writer(self) -> Self:
         """Return the same root without put-if-absent, for one writer at a time."""
-        return self._changed("_conditional", False)
+        return self._replace("_conditional", False)
 
-    def _changed(self, name: str, value: object) -> Self:
+    def _replace(self, name: str, value: object) -> Self:
         changed = copy.copy(self)
         setattr(changed, name, value)
         return changed
@@ -387,7 +388,7 @@ class ObjectStore(DirectStore):
 
 
 class ForeignStore(ObjectStore):
-    """External objects, which are only read: adopted tars, and sources of builds.
+    """External objects, which are only read: adopted files, and sources of builds.
 
     The root is a whole bucket, or a folder at another URL. Any keys are allowed except those with empty parts, ``.`` or
     ``..``.
@@ -423,84 +424,5 @@ def _within(limit_s: float, request: Callable[[], _Result]) -> _Result:
 
 @functools.cache
 def _has_boto3() -> bool:
-    """Whether boto3 is installed; cached, because every `head` asks and the check is slow."""
+    """Return True if boto3 is installed; cached, because every `head` asks and the check is slow."""
     return importlib.util.find_spec("boto3") is not None
-
-
-# Some servers ignore put-if-absent, others break it only in a race. Both lose commits silently, so a new root is probed
-# before several writers may use it.
-
-WRITERS: Final = 16
-ROUNDS: Final = 5
-
-
-class ProbeResult(NamedTuple):
-    """Result of racing writers."""
-
-    winners: tuple[int, ...]
-    """Number of writers per round whose put reported that it created the object."""
-    kept: tuple[bool, ...]
-    """Per round, whether the stored object is the one of a winner."""
-    overwritten: bool
-    """Whether a later put on an existing name reported that it created the object."""
-
-    @property
-    def holds(self) -> bool:
-        """Whether several writers may share the store."""
-        return set(self.winners) == {1} and all(self.kept) and not self.overwritten
-
-
-def probe(store: Store, *, writers: int = WRITERS, rounds: int = ROUNDS) -> ProbeResult:
-    """Test put-if-absent with racing writers; the objects that they write are removed.
-
-    Each writer has its own client, so that no lock inside this process hides the store's behaviour.
-
-    Args:
-        store: store to test, which must be writable.
-        writers: number of threads.
-        rounds: number of races; the first failure ends the test.
-    """
-    folder = f"probe/{uuid.uuid4().hex}"
-    copies = [copy.copy(store) for _ in range(writers)]
-    winners: list[int] = []
-    kept: list[bool] = []
-    overwritten = False
-    with ThreadPoolExecutor(writers, thread_name_prefix="shardkit-probe") as pool:
-        for turn in range(rounds):
-            name, gate = f"{folder}/{turn}", threading.Barrier(writers)
-
-            def put(number: int, name: str = name, gate: threading.Barrier = gate) -> bool:
-                gate.wait()
-                return copies[number].put_new(name, b"%d" % number)
-
-            try:
-                created = list(pool.map(put, range(writers)))
-                found = int(store.get(name, max_bytes=8))
-                winners.append(sum(created))
-                kept.append(created[found])
-                overwritten = overwritten or store.put_new(name, b"late")
-            finally:
-                with contextlib.suppress(StoreError):
-                    store.delete(name)
-            if winners[-1] != 1:
-                break  # one counterexample is enough
-    return ProbeResult(tuple(winners), tuple(kept), overwritten)
-
-
-def check_writers(store: Store) -> None:
-    """Raise StoreError if several writers must not share a store."""
-    if isinstance(store, ObjectStore) and not store.is_conditional:  # no probe: it might pass by luck
-        flaw = "fsspec looks first and writes then"
-    else:
-        found = probe(store)
-        if found.holds:
-            return
-        most = max(found.winners)
-        flaw = "an object that existed was reported as created, or none was"
-        if most > 1:
-            flaw = f"{most} of {WRITERS} racing writers were told that they created the same object"
-    raise StoreError(
-        f"{store.url}: put-if-absent does not hold here ({flaw}), so that commits of several writers would get "
-        "lost; use a store that keeps If-None-Match, or promise one writer at a time: single_writer=True "
-        "(shardkit build --single-writer)"
-    )

@@ -1,11 +1,12 @@
-"""Adoption: make a dataset of existing WebDataset tars, in one strict, parallel pass (SPEC.md).
+"""Adoption: make a dataset of existing files, in one strict, parallel pass (SPEC.md).
 
-No sample is copied: indexes locate the members of a tar, and digests detect changes. Guarantees that do not
+No sample is copied: indexes locate the rows of a file, and digests detect changes. Guarantees that do not
 hold for adopted data are reported.
 """
 
 from __future__ import annotations
 
 from shardkit_tools.adopting.adoption import Adoption, adopt, broken_promises
+from shardkit_tools.adopting.formats import ADOPTABLE
 
-__all__ = ["Adoption", "adopt", "broken_promises"]
+__all__ = ["ADOPTABLE", "Adoption", "adopt", "broken_promises"]

@@ -1,6 +1,8 @@
-"""`adopt`: commit a version over existing tars; they are not copied.
+"""`adopt`: commit a version over existing files; they are not copied.
 
-Each tar is read by one process; its record appears when its index and location are durable in the root.
+Each file is read by one process; its record appears when its index and location are durable in the root. A process
+makes the facts of some files durable at the same time, while it reads the next, because a disk needs about as long for
+many as for one.
 """
 
 from __future__ import annotations
@@ -10,60 +12,61 @@ import hashlib
 import os
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, fields
 from typing import Any
 
-from shardkit.dataset.committing import NOT_MOVED, Moved, block_size_for, move_refs, standing_refs
-from shardkit.errors import FormatError, IntegrityError, SourceError, UsageError
-from shardkit.formats import Schema, canonical_json
+from shardkit.dataset.committing import (
+    NOT_MOVED,
+    Moved,
+    block_size_for,
+    move_refs,
+    standing_refs,
+    version_of_ref,
+)
+from shardkit.documents import decode_plain, encode
+from shardkit.errors import FormatError, SourceError, UsageError
+from shardkit.formats import Schema
 from shardkit.manifest import Manifest, ShardRecord, ShardTable, Stratum, check_against, compose
-from shardkit.reading.adopted import put_adopted
+from shardkit.reading.adopted_places import move_adopted, put_adopted
 from shardkit.repository.log import LogEntry
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import put_manifest
 from shardkit.stores.store import Descriptor
-from shardkit_tools.adopting.scanning import TarScan, find_tars, place_of, stat_tar
+from shardkit_tools.adopting.files import (
+    BUILD_INSTEAD,
+    AdoptTask,
+    Runs,
+    ScannedFile,
+    find_files,
+    place_of,
+    place_of_folder,
+)
+from shardkit_tools.adopting.formats import AdoptableFiles, open_files
 from shardkit_tools.building.engines import Engine, is_small, open_engine
 from shardkit_tools.building.job import NO_FOLDER, Job, JobFolder, clear_temporaries
 from shardkit_tools.building.outcome import ProgressCallback, ProgressMeter
-from shardkit_tools.building.worker import Report
-from shardkit_tools.importers.protocol import ImportOptions, Source, SourceFile
-from shardkit_tools.importers.webdataset import open_webdataset
+from shardkit_tools.building.worker import PacedReport, Report
+from shardkit_tools.console import count_text
+from shardkit_tools.importers.protocol import ImportOptions
 
 _MAX_RECORD_BYTES = 64 << 20
-Runs = tuple[tuple[tuple[str, ...], int], ...]
 
+_GROUP_FILES, _GROUP_BYTES = 64, 16 << 20  # maximum of the files that a process reads before it returns
+_WRITERS = 16  # threads that make the facts of files durable
+
+_SHOWN = 20  # messages of samples in an error
 
 _SHARD_FACTS = ("digest", "size", "index_digest", "index_size", "block_rows", "largest_block", "raw_bytes")
 
 
 @dataclass(frozen=True, slots=True)
-class AdoptTask:
-    """A tar and its number in the order."""
-
-    number: int
-    file: SourceFile
-
-    def __str__(self) -> str:
-        return self.file.path
-
-    @property
-    def record_name(self) -> str:
-        return f"tar-{self.number:08d}.done"
-
-    @property
-    def stamp(self) -> str:
-        """Text that changes when the tar is written to."""
-        return f"{self.file.size} {self.file.stamp}"
-
-
-@dataclass(frozen=True, slots=True)
-class AdoptedTar:
-    """Facts about one tar for the manifest."""
+class AdoptedShard:
+    """Facts about one file for the manifest."""
 
     number: int  # number of the task
-    digest: str  # digest of the tar
+    digest: str  # digest of the file
     size: int
     etag: str  # ETag of its store, empty if there is none
     index_digest: str  # digest of its index; empty in a dry run
@@ -72,6 +75,7 @@ class AdoptedTar:
     largest_block: int
     raw_bytes: int
     runs: Runs  # (values of the axes, rows) of each run of rows with equal values, in order
+    failures: tuple[str, ...] = ()  # messages of samples that cannot be read
 
     @property
     def rows(self) -> int:
@@ -86,28 +90,75 @@ class AdoptedTar:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class TaskGroup:
+    """Tasks that a process takes at a time: one large file, or some small ones."""
+
+    tasks: tuple[AdoptTask, ...]
+
+    def __str__(self) -> str:
+        more = f" to {self.tasks[-1]}" if len(self.tasks) > 1 else ""
+        return f"{self.tasks[0]}{more}"
+
+
+def grouped(tasks: Sequence[AdoptTask]) -> Iterator[TaskGroup]:
+    """Yield the tasks in groups of limited number and size, in order."""
+    group: list[AdoptTask] = []
+    for task in tasks:
+        if group and (
+            len(group) == _GROUP_FILES or sum(one.size for one in group) + task.size > _GROUP_BYTES
+        ):
+            yield TaskGroup(tuple(group))
+            group = []
+        group.append(task)
+    if group:
+        yield TaskGroup(tuple(group))
+
+
 @dataclass
 class AdoptWorker:
-    """Adopts tars; one per process."""
+    """Adopts files; one per process."""
 
     repository: Repository | None  # the adopting root; None to write nothing
     folder: JobFolder  # the job directory
-    schema: Schema  # schema of every sample
+    source: AdoptableFiles
     axes: Sequence[str]  # fields to stratify by
     block_bytes: int  # target size of a block
 
     def close(self) -> None:
         """Do nothing."""
 
-    def work(self, item: AdoptTask, report: Report) -> AdoptedTar:
-        """Read a tar, put its index and location, and write its record."""
-        scanned = TarScan(item.file, self.schema, self.axes, self.block_bytes, report).run()
+    def work(self, item: TaskGroup, report: Report) -> list[AdoptedShard]:
+        """Read the files of a group one after the other; threads write what is known about the files before."""
+        paced = PacedReport(report)
+        # after an error, the facts of files that were read are written before it is raised
+        with ThreadPoolExecutor(_WRITERS, thread_name_prefix="shardkit-adopt") as writers:
+            adopted = [self.adopt_file(task, paced, writers) for task in item.tasks]
+        paced.finish()
+        return [one.result() for one in adopted]
+
+    def adopt_file(
+        self, task: AdoptTask, report: Report, writers: ThreadPoolExecutor
+    ) -> Future[AdoptedShard]:
+        """Read a file, and have a thread put its index and location and then its record."""
+        scanned = self.source.scan(task, self.axes, self.block_bytes, report)
+        return writers.submit(self._put, task, scanned)
+
+    def _put(self, task: AdoptTask, scanned: ScannedFile) -> AdoptedShard:
+        if scanned.index is None:
+            return AdoptedShard(task.number, "", 0, "", "", 0, 1, 0, 0, (), scanned.failures)
         index, sizes = Descriptor("", 0, "index"), scanned.index.block_raw_size
         if self.repository is not None:
             index = self.repository.put_object(scanned.index.to_bytes(), "index")
-            put_adopted(self.repository.store, scanned.digest, place_of(item.file), scanned.etag)
-        adopted = AdoptedTar(
-            number=item.number,
+            put_adopted(
+                self.repository.store,
+                scanned.digest,
+                place_of(task.file) if scanned.group is None else place_of_folder(task.files),
+                scanned.etag,
+                group=scanned.group,
+            )
+        adopted = AdoptedShard(
+            number=task.number,
             digest=scanned.digest,
             size=scanned.index.shard_size,
             etag=scanned.etag,
@@ -117,32 +168,34 @@ class AdoptWorker:
             largest_block=int(sizes.max()),
             raw_bytes=int(sizes.sum()),
             runs=scanned.runs,
+            failures=scanned.failures,
         )
         if self.repository is not None:
-            runs = [[list(labels), rows] for labels, rows in adopted.runs]
-            record = {**asdict(adopted), "runs": runs, "stamp": item.stamp}
-            self.folder.put_record(item.record_name, canonical_json.dumps(record))
+            record = {one.name: getattr(adopted, one.name) for one in fields(adopted)}
+            record["stamp"] = task.stamp
+            self.folder.put_record(task.record_name, encode(record))
         return adopted
 
 
-def finished_tar(job: Job, repository: Repository, item: AdoptTask) -> AdoptedTar | None:
-    """Return the result of an earlier run for the unchanged tar, or None if it must be read.
+def finished_file(job: Job, repository: Repository, item: AdoptTask) -> AdoptedShard | None:
+    """Return the result of an earlier run for the unchanged file, or None if it must be read.
 
-    Size and modification time decide only whether a tar is read again; every read of a block verifies its
+    Size and modification time decide only whether a file is read again; every read of a block verifies its
     bytes.
     """
     data = job.folder.read(item.record_name)
     if data is None:
         return None
     try:
-        record: Any = canonical_json.loads(data, _MAX_RECORD_BYTES)
+        record: Any = decode_plain(data, max_bytes=_MAX_RECORD_BYTES)
         if record.pop("stamp") != item.stamp:
             return None
         runs = tuple((tuple(labels), rows) for labels, rows in record.pop("runs"))
-        found = AdoptedTar(runs=runs, **record)
+        found = AdoptedShard(runs=runs, failures=tuple(record.pop("failures")), **record)
         repository.get_object(found.index_digest, "index", found.index_size)
-        # The tar may have moved since; the root keeps its latest location.
-        put_adopted(repository.store, found.digest, place_of(item.file), found.etag)
+        # The files may have moved since; the root keeps their latest location.
+        if not move_adopted(repository.store, found.digest, place_of_folder(item.files)):
+            put_adopted(repository.store, found.digest, place_of(item.file), found.etag)
     except (FormatError, KeyError, TypeError, ValueError, LookupError):
         return None  # written by another release, or not durable
     return found
@@ -156,21 +209,25 @@ class Adoption:
     commit: LogEntry | None  # log entry; None if the ref named this version already, and for a dry run
     moved: Mapping[str, tuple[str | None, str]]  # moved ref → (from, to); from is None for a new ref
     schema: Schema  # schema of the samples
-    tars: int  # number of them
+    classes: tuple[str, ...]  # names of the values of the field `label`
+    files: int  # number of files
     rows: int  # number of samples
-    stored_bytes: int  # size of the tars
+    skipped: tuple[str, ...]  # message of each sample that was left out, in order
+    stored_bytes: int  # size of the files
     strata: Mapping[str, int]  # name → rows
+    notes: tuple[str, ...]  # remarks, such as on bytes that fill no row
     promises: Mapping[str, str]  # guarantees that do not hold, see `broken_promises`
-    reused: int  # number of tars that an earlier, killed run had read
+    reused: int  # number of files that an earlier, killed run had read
     read_bytes: int  # bytes read by this run
     seconds: float  # wall-clock time
 
 
 def adopt(
-    tars: Sequence[str | os.PathLike[str]],
+    sources: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     root: str | os.PathLike[str],
     *,
-    field_types: Mapping[str, str] | None = None,
+    from_: str | None = None,
+    options: ImportOptions | None = None,
     stratify: str | Sequence[str] | None = None,
     block_size: int | str | None = None,
     ref: str = "main",
@@ -184,15 +241,17 @@ def adopt(
     dry_run: bool = False,
     progress: ProgressCallback | None = None,
 ) -> Adoption:
-    """Make a version of ``root`` whose shards are existing WebDataset tars, which stay where they are.
+    """Make a version of ``root`` whose shards are existing files, which stay where they are.
 
-    The manifest depends only on the tars' bytes, their order and the settings. After a kill, Ctrl-C or an
-    error, the same call continues. Adopting tars that have moved updates their locations in the root.
+    The manifest depends only on the files' bytes, their order and the settings. After a kill, Ctrl-C or an
+    error, the same call continues. Adopting files that have moved updates their locations in the root.
 
     Args:
-        tars: paths, globs and URLs of tars, in order.
+        sources: a path, folder, glob or URL of files of one format, or several of them, in order.
         root: directory or URL of the dataset, new or existing.
-        field_types: field → type that replaces the inferred one.
+        from_: format of the files, one of `ADOPTABLE`; None: by their extensions, otherwise WebDataset tars.
+        options: how the files are read, as in a build; samples that cannot be read are left out with
+            `ImportOptions.skip_bad_rows`.
         stratify: field or fields to balance batches by.
         block_size: target size of a block in bytes.
         ref: the ref that is moved.
@@ -207,25 +266,33 @@ def adopt(
         progress: called with a `Progress` a few times a second.
 
     Raises:
-        SourceError: A tar cannot be adopted; the message names tar and member.
+        SourceError: A file cannot be adopted; the message names it, and the member of a tar.
         UsageError: A setting is invalid, or the ref names samples of another schema.
         CommitConflict: Another commit moved the ref meanwhile.
     """
     doing = open_engine(engine, jobs, address)
-    files = find_tars(tars)
-    schema = _schema(files, field_types or {})
+    given = (sources,) if isinstance(sources, str | os.PathLike) else sources
+    options = options or ImportOptions()
+    for option, is_given in {"flatten": options.flatten, "rename": bool(options.rename)}.items():
+        if is_given:
+            raise UsageError(
+                f"{option}: adopted files have the fields that are stored in them; {BUILD_INSTEAD}"
+            )
+    source = open_files(find_files(given, options), from_, options)
+    schema = source.schema
     axes = (stratify,) if isinstance(stratify, str) else tuple(stratify or ())
-    _check_axes(axes, schema)
-    adopting = _Adopting(files, schema, axes, block_size_for(root, ref, block_size), doing, progress)
+    _check_axes(axes, source)
+    block_bytes = block_size_for(version_of_ref(root, ref), block_size)
+    adopting = _Adopting(source, axes, block_bytes, doing, progress, options)
     if dry_run:
         return adopting.result(adopting.read(), None, NOT_MOVED)
     repository = Repository.create(root)
     expected = standing_refs(repository, [ref], schema, replace=replace)
     job = Job(repository, scratch, adopting.digest(root), is_remote=doing.is_remote)
-    with job.held():
+    with job.hold():
         found = adopting.read(repository, job)
         manifest = adopting.make(repository, found)
-        said = message or f"adopt {len(found)} tar{'' if len(found) == 1 else 's'}"
+        said = message or f"adopt {count_text(adopting.files, 'file')}"
         moved = move_refs(repository, {ref: manifest.id}, expected, message=said, author=author)
     clear_temporaries(repository)
     return adopting.result(found, manifest, moved)
@@ -235,66 +302,78 @@ def adopt(
 class _Adopting:
     """One adoption."""
 
-    files: Sequence[SourceFile]
-    schema: Schema
+    source: AdoptableFiles
     axes: tuple[str, ...]
     block_bytes: int
     engine: Engine
     progress: ProgressCallback | None
+    options: ImportOptions
 
     def __post_init__(self) -> None:
-        self._tasks = [AdoptTask(number, file) for number, file in enumerate(self.files)]
+        self._tasks = self.source.tasks()
         self._meter, self._started = ProgressMeter(self.progress), time.monotonic()
         self._reused = self._read_bytes = 0
+        self.files = sum(len(task.files) for task in self._tasks)
+        self._skipped: tuple[str, ...] = ()
 
-    def read(self, repository: Repository | None = None, job: Job | None = None) -> list[AdoptedTar]:
-        """Read the tars that no earlier run has read; return all in order. Without a root, write nothing."""
-        found: dict[int, AdoptedTar] = {}
+    def read(self, repository: Repository | None = None, job: Job | None = None) -> list[AdoptedShard]:
+        """Read the files that no earlier run has read; return all in order. Without a root, write nothing."""
+        found: dict[int, AdoptedShard] = {}
         if repository is not None and job is not None:
-            finished = ((task.number, finished_tar(job, repository, task)) for task in self._tasks)
-            found = {number: tar for number, tar in finished if tar is not None}
+            finished = ((task.number, finished_file(job, repository, task)) for task in self._tasks)
+            found = {number: file for number, file in finished if file is not None}
         folder = job.folder if job is not None else NO_FOLDER
         self._reused = len(found)
         todo = [task for task in self._tasks if task.number not in found]
-        self._read_bytes = sum(task.file.size for task in todo)
-        done = sum(tar.size for tar in found.values())
+        self._read_bytes = sum(task.size for task in todo)
+        done = sum(file.size for file in found.values())
         self._meter.begin(
             "read",
             total_bytes=self._read_bytes + done,
-            done_rows=sum(tar.rows for tar in found.values()),
+            done_rows=sum(file.rows for file in found.values()),
             done_bytes=done,
             reused=len(found),
         )
-        make = functools.partial(AdoptWorker, repository, folder, self.schema, self.axes, self.block_bytes)
+        make = functools.partial(AdoptWorker, repository, folder, self.source, self.axes, self.block_bytes)
         with self.engine as engine:
-            here = len(todo) < 2 or is_small(engine, self._read_bytes)
-            for tar in engine.run(make, todo, self._meter.add, here=here):
-                found[tar.number] = tar
+            groups = list(grouped(todo))
+            here = len(groups) < 2 or is_small(engine, self._read_bytes)
+            for files in engine.run(make, groups, self._meter.add, here=here):
+                found |= {file.number: file for file in files}
         self._meter.end()
+        self._check_failures([text for task in self._tasks for text in found[task.number].failures])
         seen: dict[str, AdoptTask] = {}
         for task in self._tasks:
-            first = seen.setdefault(found[task.number].digest, task)
+            first = seen.setdefault(found[task.number].digest or str(task.number), task)
             if first is not task:
                 raise SourceError(
                     f"{task}: the same bytes as {first}, its samples would be there twice; name one of them"
                 )
-        return [found[task.number] for task in self._tasks]
+        return [found[task.number] for task in self._tasks if found[task.number].rows]
 
-    def make(self, repository: Repository, found: Sequence[AdoptedTar]) -> Manifest:
+    def _check_failures(self, failures: Sequence[str]) -> None:
+        """Note the samples that cannot be read; raise SourceError if they may not be left out, or all are bad."""
+        self._skipped = tuple(failures)
+        shown = "; ".join(failures[:_SHOWN]) + ("; …" if len(failures) > _SHOWN else "")
+        if failures and not self.options.skip_bad_rows:
+            many = f"{count_text(len(failures), 'sample')} cannot be read: {shown}; fix these, or leave them out: "
+            raise SourceError(failures[0] if len(failures) == 1 else f"{many}--on-error skip")
+
+    def make(self, repository: Repository, found: Sequence[AdoptedShard]) -> Manifest:
         self._meter.begin("commit")
-        for task, tar in zip(self._tasks, found, strict=True):
-            if stat_tar(task.file).size != tar.size:
-                raise IntegrityError(f"{task}: it changed while it was adopted; adopt what nobody writes to")
+        for task in self._tasks:
+            task.check_unchanged()
         strata = self._strata(found)
         numbers = {labels: number for number, labels in enumerate(strata)}
-        table = ShardTable.from_records(tar.record(numbers) for tar in found)
+        table = ShardTable.from_records(file.record(numbers) for file in found)
         manifest, pages = compose(
             table,
-            schema=self.schema,
-            format="tar",
+            schema=self.source.schema,
+            format=self.source.shard_format,
             compression="none",
             axes=self.axes,
             strata=list(strata),
+            classes=self.source.classes,
             build={"source": {"importer": "adopt"}, "block_size": self.block_bytes},
             adopted=True,
         )
@@ -303,13 +382,13 @@ class _Adopting:
         self._meter.end()
         return manifest
 
-    def _strata(self, found: Sequence[AdoptedTar]) -> dict[tuple[str, ...], int]:
+    def _strata(self, found: Sequence[AdoptedShard]) -> dict[tuple[str, ...], int]:
         """Return values of the axes → rows, sorted; integers are sorted as numbers, not as text."""
         counts: Counter[tuple[str, ...]] = Counter()
-        for tar in found:
-            for labels, rows in tar.runs:
+        for file in found:
+            for labels, rows in file.runs:
                 counts[labels] += rows
-        kinds = [self.schema[axis] for axis in self.axes]
+        kinds = [self.source.schema[axis] for axis in self.axes]
         by_number = [kind.is_whole and kind.dtype != "bool" for kind in kinds]
 
         def order(labels: tuple[str, ...]) -> tuple[object, ...]:
@@ -323,67 +402,74 @@ class _Adopting:
         """Return a digest of everything that must be equal for an earlier run's work to be reusable."""
         recipe = {
             "adopt": 1,
-            "tars": [place_of(task.file) for task in self._tasks],
-            "schema": self.schema.to_json(),
+            "files": [task.file.path for task in self._tasks],
+            "options": repr(self.options),
+            "format": f"{type(self.source).__name__}, {self.source.shard_format}",
+            "schema": self.source.schema.to_json(),
+            "classes": list(self.source.classes),  # their order numbers the labels
             "axes": list(self.axes),
             "block_size": self.block_bytes,
             "root": os.path.abspath(root) if "://" not in os.fspath(root) else os.fspath(root),
         }
-        return hashlib.sha256(canonical_json.dumps(recipe)).hexdigest()
+        return hashlib.sha256(encode(recipe)).hexdigest()
 
-    def result(self, found: Sequence[AdoptedTar], manifest: Manifest | None, moved: Moved) -> Adoption:
+    def result(self, found: Sequence[AdoptedShard], manifest: Manifest | None, moved: Moved) -> Adoption:
         strata = self._strata(found)
-        largest = max(tar.largest_block for tar in found)
+        largest = max(file.largest_block for file in found)
         return Adoption(
             manifest=manifest,
             commit=moved.entry,
             moved=moved.refs,
-            schema=self.schema,
-            tars=len(found),
-            rows=sum(tar.rows for tar in found),
-            stored_bytes=sum(tar.size for tar in found),
+            schema=self.source.schema,
+            classes=self.source.classes,
+            files=self.files,
+            rows=sum(file.rows for file in found),
+            skipped=self._skipped,
+            stored_bytes=sum(file.size for file in found),
             strata={Stratum(labels, 0, 0).name: rows for labels, rows in strata.items()},
-            promises=broken_promises(self.axes, len(strata), largest, self.block_bytes),
+            notes=self.source.notes,
+            promises=broken_promises(self.source, self.axes, len(strata), largest, self.block_bytes),
             reused=self._reused,
             read_bytes=self._read_bytes,
             seconds=time.monotonic() - self._started,
         )
 
 
-def _schema(files: Sequence[SourceFile], field_types: Mapping[str, str]) -> Schema:
-    source = Source(files[0].path, tuple(files))
-    return open_webdataset(source, ImportOptions(field_types=field_types)).schema
-
-
-def _check_axes(axes: Sequence[str], schema: Schema) -> None:
+def _check_axes(axes: Sequence[str], source: AdoptableFiles) -> None:
+    if axes and not source.has_strata:
+        raise UsageError(
+            f"--stratify {axes[0]}: adopted rows of this format are one stratum; {BUILD_INSTEAD}"
+        )
     for axis in axes:
-        fits = [name for name, kind in schema.items() if kind.kind == "str" or kind.is_whole]
+        fits = [name for name, kind in source.schema.items() if kind.kind == "str" or kind.is_whole]
         if axis not in fits:
             raise UsageError(
                 f"stratify by {axis!r}: expected whole numbers or text ({', '.join(fits) or 'no field is such'})"
             )
 
 
-def broken_promises(axes: Sequence[str], strata: int, largest_block: int, block_bytes: int) -> dict[str, str]:
-    """Return the guarantees that do not hold for adopted tars.
+def broken_promises(
+    source: AdoptableFiles, axes: Sequence[str], strata: int, largest_block: int, block_bytes: int
+) -> dict[str, str]:
+    """Return the guarantees that do not hold for adopted files.
 
     Returns:
         Stable name of the guarantee, for programs → explanation, for users.
     """
     balance = (
-        f"{strata} strata of {'/'.join(axes)} lie where the tars have them; a shard need not hold all of them, so "
-        "batches are balanced over more shards than a build would need"
+        f"the {strata} strata of {'/'.join(axes)} are stored as the files have them: a shard may have only some of "
+        "them, so a balanced batch reads more shards than after a build"
         if axes
         else "all samples are one stratum: batches are not balanced by any field"
     )
     return {
         "strata": balance,
-        "order": "samples were not shuffled over all tars: they lie in the tars' order, so a plan mixes what its "
-        "window of blocks holds; choose a larger window where neighbours are alike",
-        "blocks": f"blocks are cut at samples as the tars have them: the largest has {largest_block} bytes, the "
-        f"target is {block_bytes}; memory is budgeted by the largest",
-        "keys": "keys are unique inside a tar only, and JSON and media stay byte for byte as they are",
-        "custody": "the tars stay their owner's: shardkit notices every change when it reads, and names the tar, but "
-        "nothing keeps them from being changed, moved or deleted; a change cannot be healed from the root",
-        "erasure": "remove takes samples out of versions; --erase cannot take their bytes out of the tars",
+        "order": "samples were not shuffled over all files: they are in the files' order, so a plan mixes the samples "
+        "in its window of blocks; choose a larger window if neighbours are alike",
+        "blocks": f"blocks end at the ends of samples, so their sizes differ: the largest has {largest_block} bytes, "
+        f"the target is {block_bytes}; memory is budgeted by the largest",
+        "keys": source.key_note,
+        "custody": "the files still belong to their owner, who may change, move or delete them: every read of a "
+        "changed block is an error that names the file, and a change cannot be repaired from the root",
+        "erasure": "remove takes samples out of versions; --erase cannot take their bytes out of the files",
     }

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import json
 import os
 import tempfile
 import time
@@ -26,7 +25,6 @@ from shardkit.dataset.committing import (
     Destination,
     MadeVersion,
     Moved,
-    block_size_for,
     commit_version,
     make_manifest,
 )
@@ -42,12 +40,14 @@ from shardkit.dataset.scratch import (
 )
 from shardkit.dataset.scratch_reading import ScratchReader
 from shardkit.dataset.version_plan import Base, NewVersion, VersionPlan, plan_version
+from shardkit.documents import encode
 from shardkit.errors import IntegrityError, NotFoundError, SourceError
-from shardkit.formats import canonical_json, sha256_digest
+from shardkit.formats import sha256_digest
 from shardkit.manifest import ShardRecord
+from shardkit.reading.attestations import HealedObjects
 from shardkit.repository.repository import Repository
-from shardkit.stores.file_operations import explained
 from shardkit.stores.local import LocalStore
+from shardkit.stores.store import root_store
 from shardkit_tools.building.engines import Engine, is_small, open_engine
 from shardkit_tools.building.job import NO_FOLDER, Job, JobFolder, clear_temporaries
 from shardkit_tools.building.outcome import (
@@ -59,9 +59,11 @@ from shardkit_tools.building.outcome import (
     apply_transforms,
     check_space,
     least_bytes,
+    list_skipped,
     of_settings,
     open_source,
     space_needs,
+    with_defaults,
 )
 from shardkit_tools.building.packing import Documents, PackSettings, PackWorker, cut_documents
 from shardkit_tools.building.passes import (
@@ -115,6 +117,8 @@ class BuildRun:
         )
         self._importer = importer = apply_transforms(source, settings)
         schema, classes = importer.schema, importer.classes
+        self._tasks = list(importer.tasks())
+        settings = self._settings = with_defaults(settings, importer, self._tasks)
         self._encoder = settings.encoder(schema, classes, folders)  # encodes the rows as read, before packing
         recipe: dict[str, object] = {"source": importer.describe()}
         if isinstance(importer, TransformedImporter):
@@ -127,21 +131,20 @@ class BuildRun:
         self._marks = RowMarks.of(schema, unique=settings.unique, packed=packed)
         self._packing: PackSettings | None = None
         if packed is not None:
-            self._packing = PackSettings.of(schema, packed, length, settings.axes, settings.format)
+            self._packing = PackSettings.of(schema, packed, length, settings.axes, settings.format or "")
             recipe["pack"] = self._packing.describe()
             schema = self._packing.rows
             classes = classes if "label" in schema else ()
         self._version = settings.version(schema, classes, ref=settings.ref, folders=folders, recipe=recipe)
         self._root = os.fspath(settings.root)
         self._meter = ProgressMeter(settings.progress)
-        self._tasks = list(importer.tasks())
         self._source_bytes = sum(task.size for task in self._tasks)
         self._started = time.monotonic()
         layout_settings = self._version.settings
         self._seed = layout_settings.seed if layout_settings.shuffle else None
 
     def count(self) -> BuildResult:
-        """Do a dry run: everything but writing."""
+        """Run all passes without writing shards or a commit, and return the result that a build would have."""
         base = None
         with contextlib.ExitStack() as missing:
             if not self._settings.append:
@@ -165,16 +168,19 @@ class BuildRun:
         to = self._begin(repository)
         parent = scratch_folder(repository, self._settings.scratch)
         job = Job(repository, self._settings.scratch, self._digest(), is_remote=self._engine.is_remote)
-        with job.held(), self._engine:
+        healed = HealedObjects(root_store(repository.store))
+        with job.hold(), self._engine:
             result = self._build(to, parent, job)
         clear_temporaries(repository)
-        return result
+        return dataclasses.replace(result, healed=tuple(healed.names()))
 
     def _begin(self, repository: Repository) -> Destination:
         """Record where the refs stand now; the commit requires them to be there still."""
         settings = self._settings
         if not settings.replace:
-            warn_of_replacement(repository, settings.ref, self._importer.files(), append=settings.append)
+            warn_of_replacement(
+                repository, settings.ref, self._importer, self._version, append=settings.append
+            )
         return Destination.begin(
             repository,
             self._version,
@@ -207,7 +213,8 @@ class BuildRun:
             shards, reused_shards = self._write(to.repository, job, laid)
             self._meter.begin("commit")
             made = make_manifest(to.repository, dataclasses.replace(laid.plan, version=final()), shards)
-            listed = self._list_skipped(parent, _skipped(found))
+            path = self._settings.skipped_file or f"{parent}/skipped-{self._digest()[:16]}.jsonl"
+            listed = list_skipped(os.fspath(path), _skips_of(found))
             moved = commit_version(to, made)
             self._meter.end()
         result = self._result(found, laid, made, moved, reused_tasks=reused, reused_shards=reused_shards)
@@ -257,7 +264,7 @@ class BuildRun:
         rows = join_parts(columns)
         columns.clear()  # frees the copied columns: memory may not hold two row tables of 10⁸ rows
         if not len(rows):
-            skipped = len(_skipped(found))
+            skipped = len(_skips_of(found))
             raise SourceError(
                 f"{self._source or 'the source'}: no samples in it"
                 + (f" ({skipped} rows were skipped)" if skipped else "")
@@ -348,7 +355,7 @@ class BuildRun:
 
     def _sources(self, found: Sequence[TaskFacts], digests: SourceDigests) -> SourcesObject:
         by_tasks = (file for task in found for file in task.files)
-        skipped = tuple((row.source_name, row.source_row, row.kind) for row in _skipped(found))
+        skipped = tuple((row.source_name, row.source_row, row.kind) for row in _skips_of(found))
         return SourcesObject(digests.of_all(self._importer.files(), by_tasks), skipped)
 
     def _is_appended(self, base: Base, sources: SourcesObject) -> bool:
@@ -394,7 +401,7 @@ class BuildRun:
             "skip": self._settings.skips,
             "build": version.build_settings(),
         }
-        return hashlib.sha256(canonical_json.dumps(recipe)).hexdigest()
+        return hashlib.sha256(encode(recipe)).hexdigest()
 
     # ---- Disk space and results
 
@@ -410,15 +417,6 @@ class BuildRun:
         root = store.url if isinstance(store, LocalStore) and not is_begun else None
         here = parent if job.is_local else None
         check_space(space_needs(self._version, here, least_bytes(self._version, left), root, rows))
-
-    def _list_skipped(self, parent: str, skipped: Sequence[SkippedRow]) -> str | None:
-        if not skipped:
-            return None
-        path = os.fspath(self._settings.skipped_file or f"{parent}/skipped-{self._digest()[:16]}.jsonl")
-        lines = [json.dumps(dataclasses.asdict(row), ensure_ascii=False) + "\n" for row in skipped]
-        with explained(f"write {path}", writing=True), open(path, "w", encoding="utf-8") as stream:
-            stream.writelines(lines)
-        return path
 
     def _result(
         self,
@@ -446,11 +444,12 @@ class BuildRun:
             schema=self._version.schema,
             importer=str(self._importer.describe().get("importer", "")),
             format=self._version.format,
+            compression=self._version.compression,
             classes=self._counts,
             notes=self._notes,
             source_bytes=self._source_bytes,
             scratch_bytes=sum(task.part_bytes for task in {*found, *laid.parts}),
-            skipped=tuple(_skipped(found)),
+            skipped=tuple(_skips_of(found)),
             duplicates=laid.duplicates,
             packed=laid.packed,
             reused_tasks=reused_tasks,
@@ -459,7 +458,7 @@ class BuildRun:
         )
 
 
-def _skipped(found: Sequence[TaskFacts]) -> list[SkippedRow]:
+def _skips_of(found: Sequence[TaskFacts]) -> list[SkippedRow]:
     return [row for task in found for row in task.skipped]
 
 
@@ -483,8 +482,6 @@ def build(settings: BuildSettings) -> BuildResult:
         KeyboardInterrupt: On Ctrl-C; its text says how to continue.
     """
     engine = open_engine(settings.engine, settings.jobs, settings.address)
-    blocks = block_size_for(settings.root, settings.ref, settings.block_size)
-    settings = dataclasses.replace(settings, block_size=blocks)
     run = BuildRun(settings, engine)
     if settings.dry_run:
         return run.count()

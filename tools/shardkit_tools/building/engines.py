@@ -105,14 +105,14 @@ class _Process:
                 self.connection.send(("make", make))
             self.connection.send(("work", item))
         except OSError:
-            raise self._died() from None
+            raise self._death_error() from None
 
     def take(self, report: Report) -> Iterator[Any]:
         """Receive a message; yield the result if it is one."""
         try:
             kind, value = self.connection.recv()
         except (EOFError, OSError):
-            raise self._died() from None
+            raise self._death_error() from None
         if kind == "report":
             report(*value)
         elif kind == "failed":
@@ -121,7 +121,7 @@ class _Process:
             self.item = None
             yield value
 
-    def _died(self) -> RunError:
+    def _death_error(self) -> RunError:
         self.process.join(5)
         code = self.process.exitcode
         is_signal = code is not None and code < 0

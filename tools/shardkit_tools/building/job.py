@@ -25,8 +25,8 @@ from typing import NamedTuple
 
 from shardkit.dataset.scratch import scratch_folder
 from shardkit.dataset.scratch_reading import ScratchFolder, pack_record, unpack_record
+from shardkit.documents import decode_plain, encode
 from shardkit.errors import FormatError, IntegrityError, RunError, StoreError
-from shardkit.formats import canonical_json
 from shardkit.repository.repository import Repository
 from shardkit.stores.file_operations import Handle, active, explained
 from shardkit.stores.local import LocalStore, private_folder, temporary_name, writer_is_dead
@@ -178,7 +178,7 @@ class Job:
                 self.may_have_lost_pages = self.folder.read("boot") != _boot_id()
             else:
                 begun = {"begun": dt.datetime.now(dt.UTC).isoformat(timespec="seconds")}
-                store.replace(remote.prefix + _BEGUN, canonical_json.dumps(begun))
+                store.replace(remote.prefix + _BEGUN, encode(begun))
         except BaseException:
             self.release()
             raise
@@ -206,7 +206,7 @@ class Job:
             self.may_have_lost_pages = False
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def hold(self) -> Iterator[None]:
         """Hold the work during one build: it is kept after an interruption and removed after the commit."""
         try:
             yield
@@ -257,7 +257,7 @@ def abandoned_jobs(store: Store, older_than_s: float) -> list[str]:
     return [
         prefix
         for prefix in sorted(prefixes)
-        if (begun := _begun(store, prefix)) is None or (now - begun).total_seconds() > older_than_s
+        if (begun := _start_time(store, prefix)) is None or (now - begun).total_seconds() > older_than_s
     ]
 
 
@@ -268,12 +268,12 @@ def remove_job(store: Store, prefix: str) -> None:
         store.delete(name)
 
 
-def _begun(store: Store, prefix: str) -> dt.datetime | None:
+def _start_time(store: Store, prefix: str) -> dt.datetime | None:
     """Return when a build was last started, or None if the record is missing or damaged."""
     if store.head(prefix + _BEGUN) is None:
         return None
     try:
-        record = canonical_json.loads(store.get(prefix + _BEGUN, max_bytes=1_000), 1_000)
+        record = decode_plain(store.get(prefix + _BEGUN, max_bytes=1_000), max_bytes=1_000)
         return dt.datetime.fromisoformat(str(record["begun"]))
     except (FormatError, IntegrityError, KeyError, TypeError, ValueError):
         return None

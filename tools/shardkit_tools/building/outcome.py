@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
+import json
 import os
 import shutil
 import time
@@ -12,15 +14,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal, ParamSpec, TypeAlias
 
+import pyarrow.compute as pc
+
+from shardkit.dataset.committing import block_size_for, version_of_ref
 from shardkit.dataset.version_plan import NewVersion, VersionSettings
-from shardkit.errors import ConfigurationError, StoreFullError, UsageError
-from shardkit.formats import Schema
+from shardkit.errors import ConfigurationError, ShardkitError, StoreFullError, UsageError
+from shardkit.formats import FieldType, Schema
 from shardkit.manifest import Manifest
 from shardkit.repository.log import LogEntry
 from shardkit.stores.file_operations import explained
 from shardkit_tools.building.engines import Engine
 from shardkit_tools.console import bytes_text
 from shardkit_tools.importers import Importer, ImportOptions
+from shardkit_tools.importers.protocol import DecodedRows, SourceTask, decode, ignore_file
 from shardkit_tools.importers.source_files import find_source
 from shardkit_tools.transforms import AppliedFunction, TextTokenizer, TransformedImporter
 
@@ -89,7 +95,7 @@ class BuildSettings(VersionSettings):
         on_error: ``"raise"``, or ``"skip"`` to leave out rows that cannot be read or do not fit, empty
             folders, and files of another kind than most.
         skipped_file: file that lists skipped rows as JSON lines; by default next to the scratch.
-        dry_run: read and lay out everything, write nothing.
+        dry_run: read the source and arrange the rows, but write nothing.
         progress: called with a `Progress` a few times a second.
     """
 
@@ -140,7 +146,7 @@ class BuildSettings(VersionSettings):
 
     @property
     def skips(self) -> bool:
-        """Whether rows that cannot be read are left out."""
+        """True if rows that cannot be read are left out."""
         return self.on_error == "skip"
 
 
@@ -197,6 +203,16 @@ class SkippedRow:
     message: str
 
 
+def list_skipped(path: str, skipped: Sequence[SkippedRow]) -> str | None:
+    """Write skipped rows to a file as JSON lines and return its path; None if there are none."""
+    if not skipped:
+        return None
+    lines = [json.dumps(dataclasses.asdict(row), ensure_ascii=False) + "\n" for row in skipped]
+    with explained(f"write {path}", writing=True), open(path, "w", encoding="utf-8") as stream:
+        stream.writelines(lines)
+    return path
+
+
 @dataclass(frozen=True, slots=True)
 class PackReport:
     """Result of packing."""
@@ -218,6 +234,8 @@ class BuildResult:
     commit: LogEntry | None = None
     # moved ref → (from, to); from is None for a new ref
     moved: Mapping[str, tuple[str | None, str]] = field(default_factory=dict)
+    # names of the objects that were damaged and that the build replaced
+    healed: tuple[str, ...] = ()
     rows: int  # rows of the dataset
     raw_bytes: int  # size in shards, before compression
     shards: int  # number of shards
@@ -226,6 +244,7 @@ class BuildResult:
     schema: Schema  # fields of the samples
     importer: str  # name of the importer that read the source
     format: str  # format of the shards
+    compression: str  # their compression
     classes: Mapping[str, int] = field(default_factory=dict)  # class folder → its samples in the source
     notes: tuple[str, ...] = ()  # remarks on unusual properties of the source
     source_bytes: int  # size of the source
@@ -319,12 +338,12 @@ def of_settings(
 
     def spread(function: Callable[[BuildSettings], BuildResult]) -> Callable[_P, BuildResult]:
         @functools.wraps(function)
-        def called(*args: _P.args, **kwargs: _P.kwargs) -> BuildResult:
+        def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> BuildResult:
             return function(settings(*args, **kwargs))
 
         shown = inspect.signature(settings).replace(return_annotation=BuildResult)
-        called.__signature__ = shown  # type: ignore[attr-defined]  # what `help` and tools show
-        return called
+        wrapper.__signature__ = shown  # type: ignore[attr-defined]  # what `help` and tools show
+        return wrapper
 
     return spread
 
@@ -350,3 +369,35 @@ def apply_transforms(importer: Importer, settings: BuildSettings) -> Importer:
         output_types=settings.output_schema,
         skip=settings.skips,
     )
+
+
+_HOLD_FILES = frozenset({"folder", "webdataset"})
+
+
+def with_defaults(settings: BuildSettings, importer: Importer, tasks: Sequence[SourceTask]) -> BuildSettings:
+    """Return the settings with block size, format and compression decided; see `VersionSettings.for_rows`.
+
+    The size of a row's files is the mean of the first rows of the source; a folder and a tar hold files of any size.
+    """
+    held = version_of_ref(settings.root, settings.ref)
+    settings = replace(settings, block_size=block_size_for(held, settings.block_size))
+    if settings.format is not None and settings.compression is not None:
+        return settings
+    base = held if settings.append else None
+    stored: Mapping[str, FieldType] = importer.schema
+    for packed in settings.pack or ():
+        stored = {packed: stored[packed]} if packed in stored else stored
+    fields = [name for name, kind in stored.items() if kind.kind == "bytes"]
+    size = None
+    if tasks and fields and base is None and importer.describe().get("importer") not in _HOLD_FILES:
+        size = _mean_bytes(importer, tasks[0], fields)
+    return settings.for_rows(stored, base, file_bytes=size)
+
+
+def _mean_bytes(importer: Importer, task: SourceTask, fields: Sequence[str]) -> float | None:
+    with contextlib.suppress(ShardkitError):  # an error is reported when the source is read
+        for found in decode(importer, task, ignore_file):
+            if isinstance(found, DecodedRows) and len(found.batch):
+                sizes = [pc.sum(pc.binary_length(found.batch[name])).as_py() or 0 for name in fields]
+                return float(sum(sizes)) / len(found.batch)
+    return None

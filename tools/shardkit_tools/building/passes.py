@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, astuple, dataclass
@@ -18,19 +17,21 @@ import xxhash
 from numpy.typing import NDArray
 
 from shardkit.dataset.about import SourceDigest
-from shardkit.dataset.arrow_columns import index_array, stored_columns
-from shardkit.dataset.committing import write_shard
+from shardkit.dataset.arrow_columns import index_array
 from shardkit.dataset.encoding import RowEncoder
 from shardkit.dataset.scratch import Rows, RowSpool, ShardRows
 from shardkit.dataset.scratch_reading import ScratchReader
+from shardkit.dataset.shard_writing import write_shard
 from shardkit.dataset.version_plan import NewVersion
+from shardkit.documents import decode_plain, encode
 from shardkit.errors import (
     ConfigurationError,
     FormatError,
     SourceError,
     StoreError,
 )
-from shardkit.formats import Schema, canonical_json
+from shardkit.formats import Schema
+from shardkit.formats.arrow_payloads import stored_columns
 from shardkit.formats.block import PayloadColumn, payloads_of, sizes_of
 from shardkit.manifest import ShardRecord
 from shardkit.repository.repository import Repository
@@ -38,7 +39,7 @@ from shardkit.stores.store import object_name
 from shardkit_tools.building.job import Job, JobFolder
 from shardkit_tools.building.outcome import SkippedRow
 from shardkit_tools.building.source_digests import TaskDigests, check_unchanged, digest_record
-from shardkit_tools.building.worker import Report
+from shardkit_tools.building.worker import PacedReport, Report
 from shardkit_tools.importers.protocol import (
     DecodedRows,
     DecodedStream,
@@ -54,7 +55,6 @@ from shardkit_tools.importers.protocol import (
 )
 
 _MAX_SKIPPED = 10_000
-_REPORT_INTERVAL_S = 0.2
 _HIGH, _LOW = "unique_high", "unique_low"
 ITEMS = "items"
 """Column of `Rows.marks`: number of items in the packed field."""
@@ -215,7 +215,7 @@ class ReadWorker:
                 digested = item.task.files if item.digests else ()
                 digests = TaskDigests(digested, digesting, whole=self._reads_whole)
                 rows = self._decode(item.task, digests.add)
-                skipped = self._read(item.task, rows, spool, _Throttle(report, item.task.size))
+                skipped = self._read(item.task, rows, spool, PacedReport(report, item.task.size))
                 files = digests.results()
             for file in item.task.files:
                 check_unchanged(file)
@@ -240,14 +240,12 @@ class ReadWorker:
             yield SourceFailure(task.name, -1, error)
 
     def _read(
-        self, task: SourceTask, rows: DecodedStream, spool: RowSpool, throttle: _Throttle
+        self, task: SourceTask, rows: DecodedStream, spool: RowSpool, paced: PacedReport
     ) -> list[SkippedRow]:
         paths = {file.name: file.path for file in task.files}
         skipped: list[SkippedRow] = []
         for found in rows:
-            failures = (
-                [found] if isinstance(found, SourceFailure) else self._take(found, paths, spool, throttle)
-            )
+            failures = [found] if isinstance(found, SourceFailure) else self._take(found, paths, spool, paced)
             for failure in failures:
                 if not self.skip:
                     raise failure.error
@@ -260,11 +258,11 @@ class ReadWorker:
                     f"{task.name}: more than {_MAX_SKIPPED} rows cannot be read, the last is {skipped[-1].message}; "
                     "this is not a few bad rows: fix the source or the schema"
                 )
-        throttle.finish()
+        paced.finish()
         return skipped
 
     def _take(
-        self, found: DecodedRows, paths: Mapping[str, str], spool: RowSpool, throttle: _Throttle
+        self, found: DecodedRows, paths: Mapping[str, str], spool: RowSpool, paced: PacedReport
     ) -> list[SourceFailure]:
         """Spool rows; return a failure for each row that cannot be stored."""
         names, numbers, keys = found.origin.source_names, found.origin.source_row, found.origin.keys
@@ -277,7 +275,7 @@ class ReadWorker:
         rows, errors = self.encoder.encode_rows(columns, found.origin, name_of)
         if rows is not None:
             spool.append_rows(dataclasses.replace(rows, marks=self.marks.marks(rows.columns)))
-            throttle.add(int(rows.raw_bytes.sum()), rows=len(rows))
+            paced(len(rows), int(rows.raw_bytes.sum()))
             return []
         good = np.array([row for row in range(len(names)) if row not in errors], np.int64)
         if len(good):
@@ -285,34 +283,9 @@ class ReadWorker:
                 DecodedRows(found.batch.take(index_array(good)), found.origin.take(good)),
                 paths,
                 spool,
-                throttle,
+                paced,
             )
         return [SourceFailure(names[row], int(numbers[row]), errors[row]) for row in sorted(errors)]
-
-
-class _Throttle:
-    """Reports rows and bytes a few times a second, and never more bytes than the task has."""
-
-    def __init__(self, report: Report, limit: int) -> None:
-        self._report = report
-        self._left = limit
-        self._rows = self._bytes = 0
-        self._last = time.monotonic()
-
-    def add(self, size: int, *, rows: int = 1) -> None:
-        self._rows += rows
-        self._bytes += size
-        if (rows > 1 or self._rows % 16 == 0) and time.monotonic() - self._last > _REPORT_INTERVAL_S:
-            self._send(min(self._bytes, self._left))
-
-    def finish(self) -> None:
-        self._send(self._left)
-
-    def _send(self, size: int) -> None:
-        self._report(self._rows, size)
-        self._left -= size
-        self._rows = self._bytes = 0
-        self._last = time.monotonic()
 
 
 def _record_name(task: SourceTask) -> str:
@@ -409,7 +382,7 @@ class WriteWorker:
             "largest_block": written.largest_block,
             "raw_bytes": written.raw_bytes,
         }
-        self.folder.put_record(_shard_record_name(item), canonical_json.dumps(record))
+        self.folder.put_record(_shard_record_name(item), encode(record))
         return item.number, written
 
 
@@ -419,7 +392,7 @@ def finished_shard(job: Job, repository: Repository, item: ShardRows, extension:
     if data is None:
         return None
     try:
-        facts = canonical_json.loads(data, _MAX_RECORD_BYTES)
+        facts = decode_plain(data, max_bytes=_MAX_RECORD_BYTES)
         if facts["fingerprint"] != item.fingerprint():
             return None
         (digest, size), (index_digest, index_size) = facts["shard"][:2], facts["index"][:2]

@@ -32,6 +32,7 @@ from shardkit.errors import (
     SourceError,
     StoreError,
 )
+from shardkit.extras import install_command
 from shardkit_tools.building.worker import Report, Worker, run_here, worker_error
 from shardkit_tools.installed import installed
 
@@ -122,7 +123,7 @@ class RayEngine:
         # A reference inside a list is fetched once per worker, not with every task.
         made = [self._ray.put(make)]
         key = os.urandom(8).hex()
-        given = _Given(platform.node(), _own_versions())
+        given = _Driver(platform.node(), _own_versions())
         waiting = iter(items)
         asked, slots = time.monotonic(), self._slots()
         try:
@@ -163,8 +164,8 @@ class RayEngine:
 
 
 @dataclass(frozen=True, slots=True)
-class _Given:
-    """Facts about the driver that workers need: its node, and versions that decide the bytes."""
+class _Driver:
+    """The driver's node, and its versions of packages on which the bytes depend; workers compare them."""
 
     node: str
     versions: dict[str, str]
@@ -174,7 +175,7 @@ _held: tuple[str, Worker] | None = None
 """In a worker process: key of the current list of items, and its worker."""
 
 
-def _work(key: str, made: list[Any], item: Any, given: _Given) -> Any:
+def _work(key: str, made: list[Any], item: Any, given: _Driver) -> Any:
     """Run one item in a worker: ("done", result, rows, bytes) or ("failed", error, rows, bytes)."""
     rows = size = 0
 
@@ -186,10 +187,10 @@ def _work(key: str, made: list[Any], item: Any, given: _Given) -> Any:
         result = _worker(key, made, given).work(item, report)
         return "done", result, rows, size
     except Exception as error:  # noqa: BLE001 - told to the one who asked
-        return "failed", _told(worker_error(item, error), given.node), rows, size
+        return "failed", _with_reason(worker_error(item, error), given.node), rows, size
 
 
-def _told(error: ShardkitError, node: str) -> ShardkitError:
+def _with_reason(error: ShardkitError, node: str) -> ShardkitError:
     """Return the error; on another node, add the probable reason to errors about files."""
     if platform.node() == node or not isinstance(error, (SourceError, StoreError, NotFoundError)):
         return error
@@ -199,7 +200,7 @@ def _told(error: ShardkitError, node: str) -> ShardkitError:
     )
 
 
-def _worker(key: str, made: list[Any], given: _Given) -> Worker:
+def _worker(key: str, made: list[Any], given: _Driver) -> Worker:
     global _held
     if _held is not None and _held[0] == key:
         return _held[1]
@@ -237,7 +238,7 @@ def _import_ray() -> Any:
     try:
         return importlib.import_module("ray")
     except ImportError:
-        raise MissingDependency('--engine ray needs Ray; run: pip install "shardkit[ray]"') from None
+        raise MissingDependency(f"--engine ray needs Ray; run: {install_command('ray')}") from None
 
 
 def _first_line(error: BaseException) -> str:

@@ -70,7 +70,7 @@ def label_again(
     message: str = "",
     author: str = "",
 ) -> tuple[Manifest, LogEntry | None]:
-    """Give a version other look-ups, costs or about over the same shards; None keeps the old value."""
+    """Commit a version over the same shards with other look-ups, costs or description; None keeps the old value."""
     root, named = parse_dataset_url(url)
     dataset = shardkit.open(url)
     repository, manifest = Repository.open(root), dataset.manifest
@@ -114,12 +114,14 @@ def _settings(dataset: Dataset, changes: Mapping[str, Any]) -> dict[str, Any]:
         "about": about if about != About() else None,
         "lookup": [one.field for one in manifest.lookups],
         "cost": [one.expression for one in manifest.costs],
-        "format": manifest.format,
+        "format": "arrow" if manifest.format == "rows" else manifest.format,
         "compression": manifest.compression,
     }
+    if changes.get("format") not in (None, held["format"]):
+        del held["compression"]  # each format has its own default
     held |= {name: value for name, value in changes.items() if value is not None}
     for name in ("format", "compression"):
-        if held[name] == MIXED:
+        if held.get(name) == MIXED:
             raise UsageError(
                 f"the parts of this merged dataset differ in format or compression; say which: --{name}"
             )
@@ -148,7 +150,7 @@ class DatasetImporter:
     manifest_file: SourceFile
 
     def files(self) -> Sequence[SourceFile]:
-        """The manifest; its SHA-256 covers every shard."""
+        """The manifest alone, because its SHA-256 covers every shard."""
         return (self.manifest_file,)
 
     def tasks(self) -> Sequence[SourceTask]:

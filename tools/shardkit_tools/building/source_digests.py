@@ -15,19 +15,22 @@ from typing import Self, TypeVar
 import xxhash
 
 from shardkit.dataset.about import SourceDigest, unpack_sources
+from shardkit.dataset.version_plan import NewVersion
+from shardkit.documents import decode_plain, encode
 from shardkit.errors import FormatError, ShardkitError, SourceError
-from shardkit.formats import canonical_json
+from shardkit.manifest import Manifest
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import load_manifest
 from shardkit_tools.building.job import Job
-from shardkit_tools.console import count_text
-from shardkit_tools.importers.protocol import SourceFile, SourceTask
+from shardkit_tools.console import count_text, value_text
+from shardkit_tools.importers.protocol import Importer, SourceFile, SourceTask
 from shardkit_tools.importers.source_files import open_file
 
 T = TypeVar("T")
 _log = logging.getLogger("shardkit.build")
 _PIECE_BYTES = 2**20
 
+_BUILT = ("block_size", "shard_size", "seed", "shuffle")  # compared with the settings of the replaced version
 _MAX_RECORD_BYTES = 10_000
 _MAX_UNHASHED = 2
 
@@ -69,7 +72,7 @@ class SourceDigests:
                 one.result()
 
     def of_all(self, files: Iterable[SourceFile], known: Iterable[SourceDigest]) -> tuple[SourceDigest, ...]:
-        """Return digests of all files, sorted by name: `known` ones, these, and the rest."""
+        """Return digests of all files, sorted by name; files without a digest so far are hashed."""
         by_name = {file.name: file for file in (*known, *(one.result() for one in self._found))}
         for file in files:
             if file.name not in by_name:  # a file that no task reads, such as a list of classes
@@ -81,13 +84,13 @@ class SourceDigests:
         held = self._job.folder.read(name)
         if held is not None:
             try:
-                found: str = canonical_json.loads(held, _MAX_RECORD_BYTES)["sha256"]
+                found: str = decode_plain(held, max_bytes=_MAX_RECORD_BYTES)["sha256"]
                 return SourceDigest(file.name, file.size, found)
             except (FormatError, KeyError, TypeError):
                 pass  # written by another release
         digest = digest_file(file, self._stopped)
         check_unchanged(file)
-        self._job.folder.put_record(name, canonical_json.dumps({"sha256": digest.sha256}))
+        self._job.folder.put_record(name, encode({"sha256": digest.sha256}))
         return digest
 
 
@@ -106,7 +109,7 @@ class TaskDigests:
         self._read = None if whole else executor.submit(lambda: [digest_file(file) for file in files])
         self._pending: list[tuple[SourceFile, bytes]] = []
         self._pending_bytes = 0
-        self._hashed: list[Future[list[SourceDigest]]] = []
+        self._hashing: list[Future[list[SourceDigest]]] = []
         self._made: list[SourceDigest] = []
 
     def add(self, file: SourceFile, data: bytes) -> None:
@@ -122,20 +125,20 @@ class TaskDigests:
             return tuple(self._read.result())
         self._submit()
         found: Mapping[str, SourceDigest] = {
-            one.name: one for part in (self._made, *(part.result() for part in self._hashed)) for one in part
+            one.name: one for part in (self._made, *(part.result() for part in self._hashing)) for one in part
         }
         return tuple(found.get(file.name) or digest_file(file) for file in self._files)
 
     def _submit(self) -> None:
         pending, self._pending, self._pending_bytes = self._pending, [], 0
-        behind = self._hashed[-_MAX_UNHASHED:]
+        behind = self._hashing[-_MAX_UNHASHED:]
         if len(behind) == _MAX_UNHASHED and not behind[0].done():  # pending hashes hold their files in memory
-            self._made += _hashed(pending)  # instead of waiting
+            self._made += _hash_files(pending)  # instead of waiting
             return
-        self._hashed.append(self._executor.submit(_hashed, pending))
+        self._hashing.append(self._executor.submit(_hash_files, pending))
 
 
-def _hashed(files: list[tuple[SourceFile, bytes]]) -> list[SourceDigest]:
+def _hash_files(files: list[tuple[SourceFile, bytes]]) -> list[SourceDigest]:
     return [SourceDigest(file.name, len(data), hashlib.sha256(data).hexdigest()) for file, data in files]
 
 
@@ -187,10 +190,14 @@ def check_unchanged(file: SourceFile) -> None:
 
 
 def warn_of_replacement(
-    repository: Repository, ref: str, files: Sequence[SourceFile], *, append: bool
+    repository: Repository, ref: str, importer: Importer, version: NewVersion, *, append: bool
 ) -> None:
-    """Log a warning if a build would replace the samples of a ref, or append files that it has already."""
-    if ref not in repository.refs:
+    """Log a warning if a build would replace the samples or settings of a ref, or append files that it has already.
+
+    A rebuild of the version that the ref names replaces it on purpose, so it warns of nothing.
+    """
+    files, rebuilt = importer.files(), importer.describe().get("manifest")
+    if ref not in repository.refs or rebuilt == repository.refs[ref]:
         return
     with contextlib.suppress(ShardkitError):  # a damaged version must not prevent that it is built again
         held = load_manifest(repository, repository.refs[ref]).manifest
@@ -203,8 +210,34 @@ def warn_of_replacement(
                 f"{ref} was built from {again[0][0]}{others} already, by name and size: their samples will be there "
                 "twice, unless this append is the same as the last one, which changes nothing"
             )
+        elif not append and rebuilt is not None:
+            _log.warning(
+                f"{ref} names {count_text(held.selected, 'sample')} of another version, which this one replaces "
+                "there; to keep both: another --ref (ref=)"
+            )
         elif not append and now != before:
             _log.warning(
                 f"{ref} names {count_text(held.selected, 'sample')} from other files, which this build replaces "
                 "there; to add to them instead: --append (append=True)"
             )
+        elif not append and (changed := _changed_settings(held, version)):
+            _log.warning(
+                f"{ref} was built with other settings ({changed}), and this build replaces that version; to keep "
+                "both: another --ref (ref=)"
+            )
+
+
+def _changed_settings(held: Manifest, version: NewVersion) -> str:
+    """Return the settings in which a version differs from a new one, with both values, as text."""
+    build = version.build_settings()
+    settings: list[tuple[str, object, object]] = [
+        ("format", held.format, version.format),
+        ("compression", held.compression, version.compression),
+        ("stratify", list(held.axes), list(version.axes)),
+        *((name, held.build.get(name), build.get(name)) for name in _BUILT),
+    ]
+    return "; ".join(
+        f"{name} {value_text(name, old) or 'none'}, now {value_text(name, new) or 'none'}"
+        for name, old, new in settings
+        if old != new
+    )

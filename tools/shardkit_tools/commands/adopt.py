@@ -1,30 +1,44 @@
-"""`shardkit adopt`: WebDataset tars become a dataset where they lie."""
+"""`shardkit adopt`: existing files become a dataset where they are."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from shardkit.errors import UsageError
 from shardkit_tools import console, options
-from shardkit_tools.adopting import Adoption
-from shardkit_tools.adopting import adopt as adopt_tars
+from shardkit_tools.adopting import ADOPTABLE, Adoption
+from shardkit_tools.adopting import adopt as adopt_files
 from shardkit_tools.build_report import print_strata, progress_text
 from shardkit_tools.console import bytes_text, count_text, duration_text
 from shardkit_tools.copies import begin_copies, finish_copies, print_copies
-from shardkit_tools.importers.protocol import parse_field_types
+from shardkit_tools.importers.protocol import ImportOptions, parse_field_types
 from shardkit_tools.options import argument, option
 from shardkit_tools.versions import moved_document, moved_facts
 
 
 def adopt(
-    tars: Annotated[
+    source: Annotated[
         list[str],
         argument(
-            "TARS… ROOT",
-            "Uncompressed WebDataset tars (files, folders, globs, URLs), and last where the dataset goes.",
+            "SOURCE… ROOT",
+            "Files of one format (files, folders, globs, URLs), and last where the dataset goes.",
         ),
     ],
+    from_: Annotated[
+        str | None,
+        option(
+            "--from NAME", f"What SOURCE is, if it is not to be guessed: {', '.join(ADOPTABLE)}.", "Source"
+        ),
+    ] = None,
+    dtype: Annotated[str, options.DTYPE] = "",
+    row: Annotated[int, options.ROW] = 0,
+    quote: Annotated[str, options.QUOTE] = "",
+    check: Annotated[Literal["", "decode"], options.CHECK] = "",
+    follow_links: Annotated[bool, options.FOLLOW_LINKS] = False,
+    classes: Annotated[bool | None, options.CLASSES] = None,
+    split_folders: Annotated[bool | None, options.SPLIT_FOLDERS] = None,
+    on_error: Annotated[Literal["raise", "skip"], options.ON_ERROR] = "raise",
     stratify: Annotated[
         list[str] | None,
         option(
@@ -48,24 +62,36 @@ def adopt(
     dry_run: options.DryRunOption = False,
     as_json: options.JsonFlag = False,
 ) -> None:
-    """Index and hash WebDataset tars where they lie; nothing of them is copied.
+    """Index and hash files where they are; nothing of them is copied.
 
-    Every block is verified whenever it is read, so a tar that changes later is noticed and named. What shardkit
-    promises of data that it builds and cannot promise of adopted data is printed. After Ctrl-C or a crash the same
-    command goes on; when tars have moved, adopt them again where they are now.
+    These are folders of pictures, audio, video, text or other files, uncompressed WebDataset tars, NumPy arrays
+    (.npy, a sample per row), files of tokens (.bin, with --dtype and --row), Parquet and Arrow files, folders of
+    save_to_disk, JSON lines, CSV, and uncompressed MDS folders. Every block is verified whenever it is read, so a
+    file that changes later is noticed and named. Promises that hold for built data only are printed. After Ctrl-C or
+    a crash the same command continues; when files have moved, adopt them again where they are now.
 
-    Tars in S3, or behind any URL, stay there and are read from there; credentials come from the environment.
+    Files in S3, or at any URL, stay there and are read from there; credentials come from the environment.
 
     Example: shardkit adopt s3://laion/{00000..00099}.tar data/laion --jobs 8
     """
-    if len(tars) < 2:
-        raise UsageError("adopt takes at least one tar, and the ROOT that the dataset goes to")
-    *given, root = tars
-    settings = options.settings_for(adopt_tars, locals() | {"tars": given})
-    settings["field_types"] = parse_field_types(schema or [])
+    if len(source) < 2:
+        raise UsageError("adopt takes at least one file, and the ROOT that the dataset goes to")
+    *given, root = source
+    reading = ImportOptions(
+        field_types=parse_field_types(schema or []),
+        dtype=dtype,
+        row=row,
+        quote=quote,
+        check=check,
+        follow_links=follow_links,
+        classes=classes,
+        split_folders=split_folders,
+        skip_bad_rows=on_error == "skip",
+    )
+    settings = options.settings_for(adopt_files, locals() | {"sources": given, "options": reading})
     begin_copies(root, location, {"copies": copies, "parity": parity, "mode": mode}, dry_run=dry_run)
     with console.long_work() as status:
-        result = adopt_tars(**settings, progress=lambda now: status.show(progress_text(now, "adopting")))
+        result = adopt_files(**settings, progress=lambda now: status.show(progress_text(now, "adopting")))
     lag = None if dry_run else finish_copies(root)
     if as_json:
         console.print_json(_document(result, root, ref) | ({} if lag is None else {"lag_bytes": lag}))
@@ -82,12 +108,15 @@ def _document(result: Adoption, root: str, ref: str) -> dict[str, Any]:
         "commit": result.commit.n if result.commit else None,
         "moved": moved_document(result.moved),
         "schema": {name: str(kind) for name, kind in result.schema.items()},
+        "classes": list(result.classes),
         "samples": result.rows,
-        "tars": result.tars,
+        "skipped": len(result.skipped),
+        "files": result.files,
         "stored_bytes": result.stored_bytes,
         "strata": dict(result.strata),
+        "notes": list(result.notes),
         "does_not_hold": dict(result.promises),
-        "reused_tars": result.reused,
+        "reused_files": result.reused,
         "read_bytes": result.read_bytes,
         "seconds": round(result.seconds, 3),
     }
@@ -104,14 +133,22 @@ def _print(result: Adoption, root: str, ref: str) -> None:
     facts += [
         ("fields", ", ".join(f"{name} {kind}" for name, kind in result.schema.items())),
         ("samples", count_text(result.rows) + strata),
-        ("tars", f"{count_text(result.tars)} of {bytes_text(result.stored_bytes)}, where they lie"),
+        ("files", f"{count_text(result.files)} of {bytes_text(result.stored_bytes)}, where they are"),
         ("read", f"{bytes_text(result.read_bytes)} in {duration_text(result.seconds)}, {rate}/s"),
     ]
     if manifest and result.commit is None:
         facts.append(("commit", "none: the same version was there already"))
     facts += moved_facts(result.moved)
     if result.reused:
-        facts.append(("reused", f"{count_text(result.reused, 'tar')} of an interrupted run"))
+        facts.append(("reused", f"{count_text(result.reused, 'file')} of an interrupted run"))
+    if result.skipped:
+        facts.append(
+            (
+                "left out",
+                f"{count_text(len(result.skipped), 'sample')} that cannot be read: {result.skipped[0]}",
+            )
+        )
+    facts += [("note", note) for note in result.notes]
     console.print_facts(facts)
     print_strata(result.strata, result.rows)
     console.print_heading("What does not hold for adopted data")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import pkgutil
+import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,15 +14,16 @@ import typer
 
 from shardkit.audit import (
     Audit,
-    Finding,
     audit_run,
     compare_runs,
+    describe_ranked,
     find_plans,
     find_spikes,
     html_report,
     load_run,
     losses_of_step,
     make_statement,
+    rank_samples,
     read_envelope,
     samples_of_step,
     sign_statement,
@@ -40,6 +44,7 @@ from shardkit_tools import console, options
 from shardkit_tools.commands.verify import parse_share
 from shardkit_tools.console import count_text
 from shardkit_tools.help_pages import CommandPage, GroupPage
+from shardkit_tools.observing.spike_page import spike_page
 from shardkit_tools.options import argument, option
 from shardkit_tools.row_lists import AbsentOption, read_values, sample_number
 
@@ -72,9 +77,10 @@ group = typer.Typer(
 
 @group.callback()
 def audit() -> None:
-    """Prove what a run consumed, compare two runs, trace samples; no sample data is read unless asked.
+    """Prove which samples a run consumed, compare two runs, trace samples.
 
-    audit RUN is audit check RUN: the ledger, every step against the plan, coverage, checkpoints and the data.
+    audit RUN is audit check RUN: the ledger, every step against the plan, coverage, checkpoints and the data. Only the
+    last reads samples: --manifest-only leaves it out.
 
     Exit codes: 0 clean, or deviations that the ledger explains; 3 could not check; 4 violated. diff: 5 where the runs
     diverge. trace --exclude: 5 if a listed sample was used, or an entry of the list is absent from the dataset.
@@ -110,6 +116,12 @@ def check_command(
     lock: Annotated[
         Path | None, option("--lock FILE", "State the digest of this lock file in the signed result.")
     ] = None,
+    mixer: Annotated[
+        str | None,
+        option(
+            "--mixer MODULE:FUNCTION", "Function of your own that decided the weights, to compute them again."
+        ),
+    ] = None,
     as_json: options.JsonFlag = False,
 ) -> None:
     """Check a run: ledger, every step against the plan, coverage, checkpoints, data.
@@ -126,6 +138,7 @@ def check_command(
             sample=parse_share(sample),
             jobs=jobs or os.cpu_count() or 1,
             statement=claim,
+            mixer=None if mixer is None else _function(mixer),
             report=lambda what, done, of: status.show(f"{what}: {done:,} of {of:,}"),
         )
     if html is not None:
@@ -136,6 +149,16 @@ def check_command(
     console.present(
         as_json, lambda: _document(result), lambda: _print_audit(result, written), result.exit_code
     )
+
+
+def _function(name: str) -> Any:
+    """Return a function of the user; as with ``python -m``, modules may be in the working directory."""
+    sys.path += [os.getcwd()] if os.getcwd() not in sys.path else []
+    try:
+        return pkgutil.resolve_name(name)
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        raise UsageError(f"--mixer {name}: {why}; expected package.module:function") from error
 
 
 def _claim(signed: Path, key: Path) -> dict[str, Any]:
@@ -170,23 +193,18 @@ _STYLES = {"violated": "red", "unknown": "yellow", "explained": "yellow", "note"
 
 def _print_audit(result: Audit, written: Sequence[Path | None]) -> None:
     for severity, heading in HEADINGS.items():
-        found = [one for one in result.findings if one.severity == severity]
-        _print_findings(heading, found, _STYLES[severity])
+        found = [
+            (f"{one.kind}: {one.subject}", [("", one.text)])
+            for one in result.findings
+            if one.severity == severity
+        ]
+        console.print_findings(f"{heading}: {len(found)}", found, _STYLES[severity])
     if result.findings:
         console.print_line()
     console.print_line(f"{result.run}: {result.verdict}", "bold")
     console.print_facts(facts_of(result, epochs=_SHOWN))
     for path in written:
         console.print_line(f"written: {path}")
-
-
-def _print_findings(heading: str, found: list[Finding], style: str) -> None:
-    if found:
-        console.print_heading(f"{heading}: {len(found)}")
-    for one in found[:_SHOWN]:
-        console.print_line(f"{one.kind}: {one.subject}", style)
-        console.print_line(f"  {one.text}")
-    console.print_more(len(found) - _SHOWN)
 
 
 # ---- audit diff A B
@@ -219,9 +237,8 @@ def diff_command(
 
 def _print_comparison(document: dict[str, Any]) -> None:
     console.print_document({name: value for name, value in document.items() if name != "cells"})
-    if document["cells"]:
-        console.print_heading(f"step {document['diverges']}")
-        console.print_table([">lane", ">slot", ">sample of A", ">sample of B"], document["cells"])
+    columns = [">lane", ">slot", ">sample of A", ">sample of B"]
+    console.print_table(columns, document["cells"], heading=f"step {document['diverges']}")
 
 
 # ---- audit trace RUN
@@ -327,21 +344,49 @@ def spikes_command(
     window: Annotated[
         int, option("--window N", "Steps before it with which a step is compared.", min=2)
     ] = 100,
+    of_all: Annotated[
+        bool,
+        option("--samples", "Rank the samples of all steps by their losses among those of near steps."),
+    ] = False,
+    open_page: Annotated[
+        bool, option("--open", "Write a page with the fields of the samples, and open it in a browser.")
+    ] = False,
     dataset: DatasetOption = None,
     as_json: options.JsonFlag = False,
 ) -> None:
     """List steps of abnormal loss, and the samples of one of them with their losses, keys, strata and sources.
 
-    Losses come from loader.note(batch, losses) in the training loop.
+    Losses come from loader.note(batch, losses) in the training loop, or from log.sample_losses of the trainer. The
+    answer rests on the ledger as it is; run `shardkit audit RUN` to know that it is sound.
 
     Example: shardkit audit spikes runs/a && shardkit audit spikes runs/a --step 41237 --top 20
     """
-    losses = read_losses(run)
+    record = load_run(run, is_checked=False)
+    losses = read_losses(run, record.loss_legs())
+    document: dict[str, Any]
+    if of_all:
+        ranked = rank_samples(losses, top=top, window=window)
+        found = describe_ranked(record, find_plans(record, dataset), losses, ranked)
+        console.present(as_json, lambda: {"steps": len(losses.steps), "samples": found})
+        return
     spikes = find_spikes(losses, threshold=threshold, window=window)
     chosen = spikes[0].step if step is None and spikes else step
-    document: dict[str, Any] = {"steps": len(losses.steps), "found": len(spikes), "spikes": spikes[:top]}
+    document = {"steps": len(losses.steps), "found": len(spikes), "spikes": spikes[:top]}
     if chosen is not None:
-        record = load_run(run)
-        samples, shares = losses_of_step(record, find_plans(record, dataset), losses, chosen)
+        plans = find_plans(record, dataset)
+        samples, shares = losses_of_step(record, plans, losses, chosen)
         document |= {"step": chosen, "strata": shares[:top], "samples": samples[:top]}
+        if open_page:
+            number = next(number for number, first, end in record.legs() if first <= chosen < end)
+            html = spike_page(str(run), chosen, plans[number].dataset, samples[:top])
+            document["page"] = str(_write_page(f"step-{chosen}.html", html))
     console.present(as_json, lambda: document)
+
+
+def _write_page(name: str, html: str) -> Path:
+    """Write a page to a new temporary folder; open it if a person sees the output."""
+    path = Path(tempfile.mkdtemp(prefix="shardkit-spikes-")) / name
+    _write(path, html.encode())
+    if console.is_terminal():
+        typer.launch(str(path))
+    return path

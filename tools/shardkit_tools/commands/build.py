@@ -43,27 +43,35 @@ def build(
     flatten: Annotated[
         bool, _SOURCE("--flatten", "Members of structs and objects become fields, such as meta.author.name.")
     ] = False,
+    dtype: Annotated[str, options.DTYPE] = "",
+    row: Annotated[int, options.ROW] = 0,
+    arrays: Annotated[
+        Literal["", "rows", "files", "fields"],
+        _SOURCE(
+            "--arrays rows|files|fields",
+            "Several .npy files are parts of one array, a sample each, or a field each.",
+        ),
+    ] = "",
     encoding: Annotated[
         str, _SOURCE("--encoding NAME", "Of CSV that is not UTF-8, such as latin-1 or cp1252.")
     ] = "",
+    quote: Annotated[str, options.QUOTE] = "",
+    keys: Annotated[
+        str,
+        _SOURCE(
+            "--keys source|prefixed|none",
+            "Of tars: keys as they are, with the tar's name before them, or generated; default: prefixed where the "
+            "first keys of several tars are equal.",
+        ),
+    ] = "",
+    check: Annotated[Literal["", "decode"], options.CHECK] = "",
+    follow_links: Annotated[bool, options.FOLLOW_LINKS] = False,
     per: Annotated[
         Literal["file", "line"], _SOURCE("--per file|line", "Of text: one sample per file or per line.")
     ] = "file",
-    classes: Annotated[
-        bool | None, _SOURCE("--classes/--no-classes", "Whether the folders in SOURCE are classes.")
-    ] = None,
-    split_folders: Annotated[
-        bool | None,
-        _SOURCE(
-            "--split-folders/--no-split-folders",
-            "Whether the folders in SOURCE are splits, which become refs, with the classes in them; default: yes "
-            "where they are named train, val, valid, validation, test or dev.",
-        ),
-    ] = None,
-    on_error: Annotated[
-        Literal["raise", "skip"],
-        _SOURCE("--on-error raise|skip", "Stop at a row that cannot be read, or skip and list it."),
-    ] = "raise",
+    classes: Annotated[bool | None, options.CLASSES] = None,
+    split_folders: Annotated[bool | None, options.SPLIT_FOLDERS] = None,
+    on_error: Annotated[Literal["raise", "skip"], options.ON_ERROR] = "raise",
     apply: Annotated[
         str | None,
         _SAMPLES(
@@ -102,8 +110,8 @@ def build(
     stratify: Annotated[list[str] | None, options.STRATIFY] = None,
     split: Annotated[str | None, options.SPLIT] = None,
     split_by: Annotated[str | None, options.SPLIT_BY] = None,
-    format: Annotated[ShardFormat, options.FORMAT] = "tar",
-    compression: Annotated[str, options.COMPRESSION] = "none",
+    format: Annotated[ShardFormat | None, options.FORMAT] = None,
+    compression: Annotated[str | None, options.COMPRESSION] = None,
     shard_size: Annotated[str, options.SHARD_SIZE] = "256MiB",
     block_size: Annotated[str | None, options.BLOCK_SIZE] = None,
     seed: Annotated[int, options.SEED] = 0,
@@ -143,7 +151,7 @@ def build(
     """Build a version of a dataset from files.
 
     The same files and settings give the same version id, whatever the number of jobs. After Ctrl-C or a
-    crash the same command goes on where it stood.
+    crash the same command continues.
 
     Example: shardkit build photos/ data/cats --stratify label --split train=0.9,val=0.1
     """
@@ -158,7 +166,14 @@ def build(
             drop=tuple(drop or ()),
             rename=parse_pairs(rename or [], "--rename", "OLD=NEW, such as --rename 'First Name=first_name'"),
             flatten=flatten,
+            dtype=dtype,
+            row=row,
+            arrays=arrays,
             encoding=encoding,
+            quote=quote,
+            keys=keys,
+            check=check,
+            follow_links=follow_links,
         ),
         "output_schema": parse_field_types(output_schema or [], "--output-schema"),
         "pack": _pack(pack),
@@ -187,7 +202,7 @@ def _pack(text: str | None) -> dict[str, int] | None:
 
 
 def split_shares(text: str | None) -> dict[str, float | str] | None:
-    """The shares of ``train=0.9,val=0.1``."""
+    """Parse ``train=0.9,val=0.1`` to split → share."""
     if text is None:
         return None
     shares: dict[str, float | str] = {}

@@ -43,7 +43,7 @@ def cat(
 ) -> None:
     """Print one sample, verified on the way.
 
-    With --field, what is not for a terminal goes to a pipe or to --out as it is.
+    With --field, a value that is not for a terminal goes to a pipe or to --out as it is.
 
     Example: shardkit cat data/cats 17 --field image --out cat.jpg
     """
@@ -113,7 +113,7 @@ def _print_field(head: str, value: Any, label: str) -> None:
 
 
 def _as_text(data: bytes) -> str | None:
-    """Bytes that a person can read as they are."""
+    """Return bytes as text if they are printable UTF-8, otherwise None."""
     try:
         text = data.decode()
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""`shardkit dashboard`: a run on a page of this machine, live, for whoever has the address with its token.
+"""`shardkit dashboard`: a run on a page of this machine, live, for everybody who has the address with its token.
 
 What protects it: it listens on 127.0.0.1; every path begins with a random token, and everything else is the same 404;
 the Host header must name this machine, so that no page elsewhere can reach it by a name that it points here; the
@@ -26,7 +26,7 @@ from shardkit.telemetry.records import check_run, read_run
 from shardkit.telemetry.serving import health, run_metrics
 from shardkit_tools import console
 from shardkit_tools.console import clean
-from shardkit_tools.observing.run_view import anomaly_text, event_text, view_run
+from shardkit_tools.observing.run_view import anomaly_text, grouped_events, view_run
 from shardkit_tools.options import argument, option
 
 HOST: Final = "127.0.0.1"
@@ -83,7 +83,7 @@ def dashboard_server(run: Path, token: str, port: int = 0) -> PageServer:
 
 
 def page_document(document: Mapping[str, Any]) -> dict[str, Any]:
-    """What the page is sent: bounded."""
+    """Return the data of the page, with bounded sizes."""
     ranks, lanes = document["ranks"], document["lane_owners"]
     telling = sorted(ranks, key=lambda row: -row["busy_step_s"])[:_RANKS]
     heaviest = sorted(document["lane_loads"], key=lambda row: -row[2])[:_LANES]
@@ -99,10 +99,7 @@ def page_document(document: Mapping[str, Any]) -> dict[str, Any]:
         "lane_loads": sorted(heaviest),
         "num_lanes": len(lanes),
         "anomalies": [{**one, "text": anomaly_text(one)} for one in document["anomalies"]],
-        "events": [
-            {"time": one["time"], "rank": one.get("rank"), "event": one["event"], "text": event_text(one)}
-            for one in document["events"]
-        ],
+        "events": grouped_events(document["events"]),
     }
 
 
@@ -127,8 +124,8 @@ def dashboard(
     """Show a run on a live page, on 127.0.0.1, until Ctrl-C.
 
     The address holds a random token: only who has it sees the page. It shows numbers, names of shards and events,
-    never bytes of samples. From another machine: ssh -L 8451:127.0.0.1:8451 NODE, and --port 8451 there. Below the same
-    address lie metrics (for Prometheus) and healthz.
+    never bytes of samples. From another machine: ssh -L 8451:127.0.0.1:8451 NODE, and --port 8451 there. The same
+    address has metrics (for Prometheus) and healthz.
 
     Example: shardkit dashboard runs/mine --port 8451
     """

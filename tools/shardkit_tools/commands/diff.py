@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 import shardkit
 from shardkit.dataset import Dataset
+from shardkit.manifest import ShardTable
 from shardkit_tools import console, options
 from shardkit_tools.console import bytes_text, count_text, share_text, short_id
 from shardkit_tools.options import argument, option
@@ -49,7 +50,7 @@ def diff(
 
 
 def compare(a: Dataset, b: Dataset) -> dict[str, Any]:
-    """What ``--json`` prints."""
+    """Return the document that ``--json`` prints."""
     return {
         "a": _summary(a),
         "b": _summary(b),
@@ -90,7 +91,7 @@ def _schema(a: Dataset, b: Dataset) -> dict[str, Any]:
 
 
 def _strata(a: Dataset, b: Dataset) -> list[dict[str, Any]]:
-    """Counts of each stratum in both, with the drift of its share; the largest drift first."""
+    """Return the counts of each stratum in both versions and the drift of its share, the largest drift first."""
     before, after = a.strata, b.strata
     labels = {
         stratum.name: stratum_label(stratum, dataset.manifest.axes, dataset.classes)
@@ -111,13 +112,22 @@ def _shards(a: Dataset, b: Dataset) -> dict[str, Any]:
     kept, new = np.isin(before, after), ~np.isin(after, before)
     parts = {"shared": (a, kept), "removed": (a, ~kept), "added": (b, new)}
     return {
-        name: {"count": int(chosen.sum()), "bytes": int(dataset.table.size[chosen].sum())}
+        name: {
+            "count": int(chosen.sum()),
+            "bytes": int(np.concatenate([table.size for table in _tables(dataset)])[chosen].sum()),
+        }
         for name, (dataset, chosen) in parts.items()
     }
 
 
+def _tables(dataset: Dataset) -> list[ShardTable]:
+    """The version's own shards, and those with added fields."""
+    return [dataset.table, *(one.table for one in dataset.version.added)]
+
+
 def _digests(dataset: Dataset) -> NDArray[np.void]:
-    digests: NDArray[np.void] = np.ascontiguousarray(dataset.table.digest).view("V32").reshape(-1)
+    every = np.concatenate([table.digest for table in _tables(dataset)])
+    digests: NDArray[np.void] = np.ascontiguousarray(every).view("V32").reshape(-1)
     return digests
 
 
@@ -159,10 +169,8 @@ def _print_strata(document: Mapping[str, Any], all_strata: bool) -> None:
     if not rows:
         console.print_line("all counts are the same")
         return
-    shown = rows if all_strata else rows[:_STRATA_SHOWN]
     console.print_table(["*stratum", ">A", ">B", ">share A", ">share B", ">drift in %"], [
         (row["label"], f"{row['a']:,}", f"{row['b']:,}", share_text(row["a"], a), share_text(row["b"], b),
          f"{100 * row['drift']:+.2f}")
-        for row in shown
-    ])  # fmt: skip
-    console.print_more(len(rows) - len(shown), " (--all)")
+        for row in rows
+    ], most=None if all_strata else _STRATA_SHOWN, more=" (--all)")  # fmt: skip

@@ -1,12 +1,13 @@
 """`shardkit export`: the samples of a version as files of other programs, or what it holds in the words of other tools.
 
-Every sample comes from a verified block, and no more than some blocks are held at a time. What is written gets its name
-when it is whole.
+Every sample comes from a verified block, and no more than some blocks are held at a time. Files get their names
+when they are whole.
 
     parquet      a column per field, ``__key__`` before them; json as text; groups of rows of 8 MiB
     hf           the same as Arrow streams, bytes that are pictures as Image, labels with class names as ClassLabel
     jsonl        an object a line, arrays as lists; no bytes, no NaN; no keys
-    webdataset   members as shards of the tar format have them; names of fields in lower case
+    webdataset   members by the conventions of webdataset (``key.jpg``, ``key.cls``, ``key.left.jpg``); names of fields
+                 in lower case
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import io
 import itertools
 import json
 import os
+import re
 import secrets
 import shutil
 import sys
@@ -37,17 +39,27 @@ from shardkit.dataset.samples import all_numbers, read_runs
 from shardkit.errors import SampleError, SchemaError, StoreError, UsageError
 from shardkit.formats import Block, FieldType, Schema
 from shardkit.formats.arrow_writing import arrow_schema, record_batch
-from shardkit.formats.block import Row, RowBlock
 from shardkit.formats.schema import KEY_FIELD
-from shardkit.formats.tar_members import TarEncoder, member_names, sniff_extension
+from shardkit.formats.tar_members import (
+    TRAILER,
+    member_extension,
+    member_header,
+    member_names,
+    member_parts,
+    padded,
+    sniff_extension,
+)
 from shardkit.formats.values import logical_text
 from shardkit.formats.writing import fit_key, max_key_bytes
 from shardkit.ranges import parse_size
 from shardkit.reading.adopted import adopted_place
 from shardkit.reading.inventory import take_inventory
 from shardkit.stores.file_operations import explained
+from shardkit.stores.store import object_name
+from shardkit.stores.vacancy import check_outside
 from shardkit_tools import console
 from shardkit_tools.console import bytes_text, count_text
+from shardkit_tools.importers.tar_members import FIELD_OF_EXTENSION
 from shardkit_tools.options import argument, option
 
 _GROUP_BYTES = 8 << 20
@@ -86,7 +98,7 @@ def export_samples(
             names = _write_files(dataset, form, schema, staging, None if is_file else file_bytes, features)
             if form == "hf":
                 _describe(staging, names, features, dataset.manifest.id)
-            nbytes = sum(_synced(file) for file in staging.iterdir())
+            nbytes = sum(_sync(file) for file in staging.iterdir())
             made = staging / names[0] if is_file else staging
             if target.exists():
                 target.rename(staging.parent / f"{staging.name}.old")
@@ -103,6 +115,7 @@ def export_samples(
 def _check_target(target: Path, form: Form, *, replace: bool, is_file: bool) -> None:
     if "://" in str(target):
         raise StoreError(f"{target}: an export writes to a local folder; name one, and copy it from there")
+    check_outside(target)
     if not target.parent.is_dir():
         raise StoreError(f"{target}: the folder {target.parent} does not exist; make it first")
     if not os.path.lexists(target):
@@ -119,7 +132,7 @@ def _check_target(target: Path, form: Form, *, replace: bool, is_file: bool) -> 
     )
 
 
-def _synced(file: Path) -> int:
+def _sync(file: Path) -> int:
     with file.open("rb+") as stream:
         os.fsync(stream.fileno())
         return os.fstat(stream.fileno()).st_size
@@ -164,7 +177,7 @@ def _runs(dataset: Dataset, schema: Schema) -> Iterator[_Run]:
 
 
 def _keys(dataset: Dataset) -> Iterator[str]:
-    """The keys of all samples, in order; those of a merged version begin with the name of their part."""
+    """Yield the keys of all samples, in order; in a merged version they begin with the name of their part."""
     is_merged = bool(dataset.manifest.parts)
     for numbers in all_numbers(len(dataset)):
         where = dataset.rows.locate(numbers)
@@ -177,7 +190,7 @@ def _keys(dataset: Dataset) -> Iterator[str]:
 
 
 def _write_lines(stream: BinaryIO, schema: Schema, runs: Iterable[_Run]) -> None:
-    """One object a line; an optional field without a value is null, a json one is left out, for null is a value."""
+    """Write one JSON object a line. A missing value is null; in a json field, where null is a value, it is left out."""
     for run in runs:
         for row, key in zip(run.rows.tolist(), run.keys, strict=True):
             sample = schema.decode([run.block.column(name).payload(row) for name in schema.stored])
@@ -206,21 +219,44 @@ def _not_finite(schema: Schema, sample: Mapping[str, object], key: str) -> Sampl
 
 
 def _write_tar(stream: BinaryIO, schema: Schema, runs: Iterable[_Run]) -> None:
-    """Members as shards of the tar format have them."""
-    encoder, limit = TarEncoder(schema), max_key_bytes(schema, "tar")
+    """Write members that a build of the tar reads as the same fields: ``key.jpg``, or ``key.left.jpg``."""
+    limit = max_key_bytes(schema, "tar")
+    names = dict(zip(schema, member_names(schema), strict=True))
     for run in runs:
-        columns = [run.block.column(name) for name in schema.stored]
-        present = np.any([run.block.present(name) for name in schema], axis=0)
+        columns = {name: (run.block.column(name), run.block.present(name)) for name in schema}
         for row, key in zip(run.rows.tolist(), run.keys, strict=True):
-            if not present[row]:
+            if not any(present[row] for _, present in columns.values()):
                 raise SampleError(
                     f"sample {key!r}: no field has a value, and a sample of a tar is its members; export --as parquet, "
                     "jsonl or hf"
                 )
-            one = Row(fit_key(key, limit), tuple([column.payload(row) for column in columns]))
-            ((stored, _),), _, _ = encoder.encode(RowBlock.of([one], len(columns)))
-            stream.write(stored)
-    stream.write(encoder.tail())
+            kept = key if _is_tar_key(key, limit) else fit_key(key, limit)
+            for name, (column, present) in columns.items():
+                if present[row]:
+                    _write_member(stream, f"{kept}.", name, names[name], schema[name], column.payload(row))
+    stream.write(TRAILER)
+
+
+_DIRECTORIES = re.compile(r"(?:[^./][^/]*/)*[^./]+")
+
+
+def _is_tar_key(key: str, limit: int) -> bool:
+    """Return True if readers of tars find this key again: no dot in its last part, and no way out."""
+    fits = key.isprintable() and len(key.encode()) <= limit
+    return fits and _DIRECTORIES.fullmatch(key) is not None
+
+
+def _write_member(
+    stream: BinaryIO, before: str, name: str, dotted: str, kind: FieldType, payload: bytes
+) -> None:
+    extension = member_extension(kind, payload)
+    suffix = extension if FIELD_OF_EXTENSION.get(extension) == name else f"{dotted}.{extension}"
+    prefix, content = member_parts(kind, payload)
+    size = len(prefix) + len(content)
+    stream.write(member_header(f"{before}{suffix}".encode(), size))
+    stream.write(prefix)
+    stream.write(content)
+    stream.write(bytes(padded(size) - size))
 
 
 def _write_tables(
@@ -229,7 +265,7 @@ def _write_tables(
     """Rows as Arrow has them, some at a time: a group of rows of Parquet; with features a batch of an Arrow stream."""
     arrow, plain = (arrow_schema(schema, keys=keys, packed=False) for keys in (True, False))
     if features:
-        arrow = _with_media(arrow, features)
+        arrow = _with_media(arrow, features)  # the schema in its metadata says which text is json
     held: list[Any] = []
     with pa.ipc.new_stream(stream, arrow) if features else pq.ParquetWriter(stream, arrow) as writer:
 
@@ -257,7 +293,7 @@ def _with_media(arrow: Any, features: Mapping[str, Any]) -> Any:
     for place, field in enumerate(arrow):
         if features[field.name]["_type"] == "Image":
             arrow = arrow.set(place, field.with_type(kind))
-    return arrow.remove_metadata()
+    return arrow
 
 
 def _files(column: Any, kind: Any) -> Any:
@@ -313,7 +349,7 @@ def _feature(kind: Any) -> dict[str, Any]:
 
 
 def _describe(folder: Path, names: list[str], features: Mapping[str, Any], manifest: str) -> None:
-    """The two documents that ``datasets.load_from_disk`` reads."""
+    """Write the two documents that ``datasets.load_from_disk`` reads."""
     state: dict[str, Any] = dict.fromkeys(["_format_columns", "_format_type", "_split"]) | {
         "_data_files": [{"filename": name} for name in names],
         "_fingerprint": manifest.removeprefix("sha256:")[:16],
@@ -353,7 +389,7 @@ def export(
 
     parquet, jsonl, webdataset and hf (a folder for datasets.load_from_disk) write the samples, each verified
     on the way; PATH appears when it is whole, and builds again as it is. sha256sums lists every object of the
-    version, with paths as they are in ROOT, and adopted tars where they lie; urls lists the shards alone, in
+    version, with paths as they are in ROOT, and adopted files at their places; urls lists the shards alone, in
     order; croissant is a description with licences, fields and the SHA-256 of every shard.
 
     Example: shardkit export data/cats --as parquet --where "label < 5" -o cats.parquet
@@ -368,6 +404,7 @@ def export(
     with contextlib.ExitStack() as stack:
         stream: TextIO = sys.stdout
         if out is not None:
+            check_outside(out)
             stream = stack.enter_context(io.TextIOWrapper(console.new_file(out), encoding="utf-8"))
         stream.writelines(f"{line}\n" for line in lines)
 
@@ -402,6 +439,7 @@ def _sums(dataset: Dataset) -> Iterator[str]:
     """Every object of a version: roots, pages, selections, indexes, shards."""
     roots = [(dataset.repository, dataset.manifest.id)] if dataset.manifest.parts else []
     roots += [(part.repository, part.manifest.id) for part in dataset.version.parts]
+    roots += [(dataset.repository, added.manifest.id) for added in dataset.version.added]
     adopted = _adopted_places(dataset)
     inventories = (take_inventory(repository.store, version) for repository, version in roots)
     for name in dict.fromkeys(name for inventory in inventories for name, _ in inventory.names()):
@@ -409,7 +447,7 @@ def _sums(dataset: Dataset) -> Iterator[str]:
 
 
 def _sum_line(digits: str, path: str) -> str:
-    """A line as sha256sum writes it, which escapes what would end it."""
+    """Return a line in the format of sha256sum, which escapes backslashes and line ends."""
     escaped = path.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")
     return f"{'' if escaped == path else chr(92)}{digits}  {escaped}"
 
@@ -438,3 +476,6 @@ def _urls(dataset: Dataset) -> Iterator[str]:
     for shard in range(len(dataset.table)):
         name = dataset.reader.shard_name(shard)
         yield adopted.get(name) or f"{dataset.version.part_of(shard).repository.url}/{name}"
+    for added in dataset.version.added:
+        names = (object_name(added.table.digest_text(shard), "arrow") for shard in range(len(added.table)))
+        yield from (f"{dataset.repository.url}/{name}" for name in names)

@@ -41,7 +41,7 @@ def find(
     dataset = shardkit.open(root)
     found: list[dict[str, Any]] = []
     missing: list[dict[str, str]] = []
-    for name, values in _asked(field or [], listed, dataset.schema).items():
+    for name, values in _values_by_field(field or [], listed, dataset.schema).items():
         looked_up, hashes = hash_values(dataset.schema, name, values)
         matches = find_samples(dataset, looked_up, hashes, scan=scan)
         found += _rows(dataset, name, values, matches)
@@ -60,7 +60,7 @@ def find(
     )
 
 
-def _asked(fields: list[str], listed: Path | None, schema: Schema) -> dict[str, list[str]]:
+def _values_by_field(fields: list[str], listed: Path | None, schema: Schema) -> dict[str, list[str]]:
     """Field → values, in the order given."""
     asked: dict[str, list[str]] = {}
     bare = [pair for pair in fields if "=" not in pair or pair in schema]

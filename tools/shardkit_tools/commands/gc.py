@@ -12,7 +12,7 @@ from shardkit.repository.repository import Repository
 from shardkit.stores.store import root_store
 from shardkit_tools import console, options
 from shardkit_tools.building.job import abandoned_jobs, remove_job
-from shardkit_tools.console import bytes_text, count_text
+from shardkit_tools.console import count_text
 from shardkit_tools.options import option
 
 
@@ -66,27 +66,9 @@ def gc(
 
 
 def _print(done: Collection, root: str, *, delete: bool, grace: str) -> None:
-    if done.finished:
-        console.print_line("finished a deletion that was cut short", "yellow")
-    size = "" if delete else f", {bytes_text(done.garbage_bytes)} in the root"
-    console.print_line(
-        f"{root}: {count_text(done.live, 'object')} needed, {done.garbage:,} that nothing names{size}", "bold"
-    )
-    if not delete:
-        due = f"{done.due:,} ({bytes_text(done.due_bytes)})"
-        console.print_facts(
-            [("not marked yet", f"{done.marked:,}"), ("marked, waiting", f"{done.waiting:,}"), ("due", due)]
-        )
-        if done.garbage:
-            console.print_line(f"nothing was changed; to mark and delete: shardkit gc {root} --delete", "dim")
-    else:
-        gone = ", ".join(f"{name} {count:,}" for name, count in sorted(done.deleted.items())) or "none"
-        console.print_facts(
-            [("marked now", f"{done.marked:,}"), ("marked, waiting", f"{done.waiting:,}"), ("deleted", gone)]
-        )
-        if done.marked or done.waiting:
-            console.print_line(
-                f"what stays unneeded is deleted by a round {grace} after it was marked", "dim"
-            )
-    for name, said in done.unreachable.items():
-        console.print_line(f"{name}: {said}; its garbage stays until the next round", "yellow")
+    console.print_line(root, "bold")
+    console.print_document(done)
+    if delete and (done.marked or done.waiting):
+        console.print_line(f"what stays unneeded is deleted by a round {grace} after it was marked", "dim")
+    elif done.garbage and not delete:
+        console.print_line(f"nothing was changed; to mark and delete: shardkit gc {root} --delete", "dim")

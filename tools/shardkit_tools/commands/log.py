@@ -39,7 +39,7 @@ def log(
 
 
 def list_commits(root: str) -> dict[str, Any]:
-    """What ``--json`` prints: every commit with what it changed."""
+    """Return the document that ``--json`` prints: every commit with its changes."""
     repository = Repository.open(parse_dataset_url(root)[0], read_only=True)
     commits = []
     for entry, before in pairwise([*repository.log(), None]):

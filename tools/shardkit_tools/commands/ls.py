@@ -35,7 +35,7 @@ def ls(
 
 
 def list_versions(root: str) -> dict[str, Any]:
-    """What ``--json`` prints."""
+    """Return the document that ``--json`` prints."""
     repository = Repository.open(parse_dataset_url(root)[0], read_only=True)
     versions = []
     for version in named_versions(repository.log()):

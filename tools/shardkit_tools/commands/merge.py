@@ -28,7 +28,7 @@ def merge(
     author: options.AuthorOption = "",
     as_json: options.JsonFlag = False,
 ) -> None:
-    """Merge datasets of one schema into a version over their shards, where they lie.
+    """Merge datasets of one schema into a version over their shards, which stay where they are.
 
     NAME is the first axis of the strata, so that a plan can weigh the parts; without it the folder's name is
     taken. When a part has moved, merge again with its new place.
@@ -40,7 +40,7 @@ def merge(
     *urls, root = datasets
     parts: dict[str, str] = {}
     for url in urls:
-        name, place = _named(url)
+        name, place = _split_name(url)
         if name in parts:
             raise UsageError(f"merge: two parts are called {name!r}; give names, such as {name}2={place}")
         parts[name] = place
@@ -64,7 +64,7 @@ def merge(
     console.present(as_json, lambda: document)
 
 
-def _named(url: str) -> tuple[str, str]:
+def _split_name(url: str) -> tuple[str, str]:
     match = _NAMED.fullmatch(url)
     if match is not None:
         return match[1], match[2]

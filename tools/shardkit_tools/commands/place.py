@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Annotated, Any
 
-from shardkit.copies.place import GRACE_S, Change, Placing, promote, undo
+from shardkit.copies.place import GRACE_S, PlacementChange, Placing, promote, undo
 from shardkit.copies.place import place as place_root
 from shardkit.errors import UsageError
 from shardkit.ranges import duration_text as short_duration
@@ -14,8 +14,9 @@ from shardkit.repository.location_table import LocationRecord
 from shardkit.repository.log import parse_dataset_url
 from shardkit.repository.repository import Repository
 from shardkit_tools import console, options
+from shardkit_tools.commands.replicate import replication_document
 from shardkit_tools.console import bytes_text, count_text, duration_text
-from shardkit_tools.copies import print_locations, running
+from shardkit_tools.copies import running
 from shardkit_tools.options import option
 
 _PLACEMENT = functools.partial(option, panel="Placement")
@@ -60,7 +61,9 @@ def place(
 
     Copies are made and verified first, then the new placement is committed, and only after --grace are copies deleted
     that are not needed any more, each with proof that enough good ones are left. Without any option of Placement or
-    Copies: show the placement, and delete what is due. After Ctrl-C or a crash the same command goes on.
+    Copies: show the placement, and delete what is due. After Ctrl-C or a crash the same command continues.
+
+    Exit codes: 0 done, 3 a location did not get the log, as when the log of the root lost entries.
 
     Example: shardkit place data/cats --location mirror=s3://bucket/cats,domain=aws --copies 2
     """
@@ -77,7 +80,7 @@ def place(
     repository = Repository.open(parse_dataset_url(root)[0])
     if undone and any(one is not None for one in (location, empty, forget, refill, *policy.values())):
         raise UsageError("--undo goes back to the placement before; it takes no other change")
-    change = Change(
+    change = PlacementChange(
         locations=tuple(LocationRecord.parse(text) for text in location or ()),
         empty=tuple(empty or ()),
         forget=tuple(forget or ()),
@@ -95,7 +98,23 @@ def place(
             **({"message": message} if message else {}),
         }
         placing = undo(repository, **settings) if undone else place_root(repository, change, **settings)
-    console.present(as_json, placing.to_json, lambda: _print(placing, root, dry_run=dry_run))
+    page = functools.partial(_print, placing, root, dry_run=dry_run)
+    console.present(as_json, lambda: _document(placing), page, placing.exit_code)
+
+
+def _document(placing: Placing) -> dict[str, Any]:
+    table = placing.table
+    return {
+        "table": table.n if table else 0,
+        "committed": placing.committed,
+        "policy": table.policy.to_table() if table else None,
+        "locations": table.locations if table else [],
+        "copies": replication_document(placing.copies),
+        "deleted": {"objects": placing.drops.objects, "bytes": placing.drops.bytes},
+        "kept": placing.drops.kept,
+        "surplus": placing.surplus,
+        "due_in_s": placing.due_in_s,
+    }
 
 
 def _days(seconds: int) -> str:
@@ -118,9 +137,7 @@ def _print(placing: Placing, root: str, *, dry_run: bool) -> None:
     policy = table.policy.to_table()
     policy["critical"] = ", ".join(f"{one.stratum}={one.copies}" for one in table.policy.critical) or "none"
     console.print_facts([(name, str(value)) for name, value in policy.items()])
-    console.print_line()
-    print_locations(placing.copies)
-    console.print_line()
+    console.print_document({"locations": placing.copies.locations})
     drops = placing.drops
     if drops.objects:
         console.print_line(

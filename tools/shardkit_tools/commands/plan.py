@@ -55,6 +55,10 @@ def plan(
 ) -> None:
     """Show what a plan will do: balance, locality, memory, mixing, waits and world sizes; no sample is read.
 
+    Mixing compares the first batches with a full shuffle of all rows: different shards in a batch, consecutive
+    samples of one stratum, and the entropy of the distances in the dataset between consecutive samples. A plan is well
+    mixed if its figures are close to the full shuffle. docs/words.md explains every line.
+
     Example: shardkit plan data/cats --global-batch 512 --plot plan.png
     """
     settings: dict[str, Any] = {"lanes": lanes, "remainder": remainder, "shuffle": shuffle,
@@ -115,38 +119,34 @@ def _print_report(report: dict[str, Any]) -> None:
     _print_facts(report)
     if report["few_lanes"]:
         console.print_line(f"note: {report['few_lanes']}")
-    console.print_heading("Strata")
-    strata = report["strata"]
     console.print_table(["stratum", "rows", "per batch", "passes"], [
-        (one["name"], count_text(one["rows"]), f"{one['per_batch']:g}", f"{one['passes']:g}") for one in strata[:_SHOWN]
-    ])  # fmt: skip
-    console.print_more(len(strata) - _SHOWN)
-    console.print_heading("Nodes")
+        (one["name"], count_text(one["rows"]), f"{one['per_batch']:g}", f"{one['passes']:g}")
+        for one in report["strata"]
+    ], heading="Strata", most=_SHOWN)  # fmt: skip
     console.print_table(["nodes", "shards per node", "reads per shard", "most bytes"], [
         (one["nodes"], f"{min(one['shards'])} to {max(one['shards'])}", f"{one['per_shard']:.3f}",
          bytes_text(max(one["bytes"])) if max(one["bytes"]) >= 0 else "unknown")
         for one in report["nodes"]
-    ])  # fmt: skip
-    console.print_heading("Mixing")
+    ], heading="Nodes")  # fmt: skip
     mixed = report["mixing"]
     console.print_table(["", "plan", "full shuffle"], [
         (name, f"{mixed['plan'][key]:.2f}", f"{mixed['full_shuffle'][key]:.2f}")
         for name, key in (("shards per batch", "shards_per_batch"), ("stratum run", "label_run"),
                           ("distance of neighbours, bits", "distance_bits"))
-    ])  # fmt: skip
+    ], heading="Mixing")  # fmt: skip
+    console.print_line("well mixed if the plan is close to the full shuffle; --help explains the figures")
     if "cost" in report:
         found = report["cost"]
-        console.print_heading(f"Cost {found['expression']}: dearest rank over the mean one")
         names = ("plain", "plan", "plain_p95", "plan_p95")
         console.print_table(
             ["ranks", "without", found["balance"], "without, p95", f"{found['balance']}, p95"],
             [(one["ranks"], *(f"{one[name]:.2f}" for name in names)) for one in found["worlds"]],
+            heading=f"Cost {found['expression']}: dearest rank over the mean one",
         )
-    console.print_heading("World sizes")
     console.print_table(["ranks", "lanes of a rank", "busy"], [
         (one["ranks"], -(-report["lanes"] // one["ranks"]), f"{one['efficiency']:.0%}")
         for one in report["worlds"] if one["efficiency"] == 1 or one["ranks"] in _USUAL_WORLDS
-    ])  # fmt: skip
+    ], heading="World sizes")  # fmt: skip
     worst = min(report["worlds"], key=lambda one: float(one["efficiency"]))
     console.print_line(
         f"least busy: {worst['efficiency']:.0%} at {worst['ranks']} ranks; below 100%, ranks have unequal lanes: "

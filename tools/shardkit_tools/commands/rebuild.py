@@ -43,10 +43,10 @@ def rebuild(
     dry_run: options.DryRunOption = False,
     as_json: options.JsonFlag = False,
 ) -> None:
-    """Build a version again: what is not given stays as it is, samples and keys to the last byte.
+    """Build a version again with other settings; samples, keys and all other settings stay the same.
 
     Splits are not taken over: give them again. '' for --stratify, --lookup or --cost takes them away. With --lookup,
-    --cost and --about alone no shard is written. After Ctrl-C or a crash the same command goes on.
+    --cost and --about alone no shard is written. After Ctrl-C or a crash the same command continues.
 
     Example: shardkit rebuild data/web --stratify lang --format arrow --compression zstd --ref by-lang
     """

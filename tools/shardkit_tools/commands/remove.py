@@ -55,7 +55,7 @@ def remove(
         raise UsageError("remove takes one of --rows, --keys and --list")
     if not reason.strip():
         raise UsageError("remove needs --reason TEXT: the log keeps it")
-    given = _given(rows, keys, listed) | {"allow_absent": allow_absent}
+    given = _selection(rows, keys, listed) | {"allow_absent": allow_absent}
     if erase_bytes:
         report = erase(root, reason=reason, author=author, **given)
         console.present(as_json, report.to_json, lambda: _print_reports([report]))
@@ -66,7 +66,7 @@ def remove(
         )
 
 
-def _given(rows: str | None, keys: str | None, listed: Path | None) -> dict[str, Any]:
+def _selection(rows: str | None, keys: str | None, listed: Path | None) -> dict[str, Any]:
     text = str(rows or keys)
     named = listed or Path(text)
     is_file = listed is not None or named.is_file()
@@ -116,18 +116,14 @@ def _print_report(report: ErasureReport) -> None:
         ("commits", ", ".join(map(str, report.commits)) or "none"),
         ("erasure", f"{report.id} (its report stays below erasures/)"),
     ])  # fmt: skip
-    if report.refs:
-        console.print_heading("Refs")
-        gone = "dropped: no sample was left"
-        console.print_table(
-            ["ref", "id"], [(ref, short_id(new) if new else gone) for ref, new in report.refs.items()]
-        )
-    if report.tags:
-        console.print_heading("Withdrawn tags")
-        console.print_table(["tag", "named", "which is now"], [
-            (tag, short_id(old), short_id(report.versions.get(old, "")) or "nothing")
-            for tag, old in report.tags.items()
-        ])  # fmt: skip
+    gone = "dropped: no sample was left"
+    refs = [(ref, short_id(new) if new else gone) for ref, new in report.refs.items()]
+    console.print_table(["ref", "id"], refs, heading="Refs")
+    tags = [
+        (tag, short_id(old), short_id(report.versions.get(old, "")) or "nothing")
+        for tag, old in report.tags.items()
+    ]
+    console.print_table(["tag", "named", "which is now"], tags, heading="Withdrawn tags")
     console.print_heading("Not reached")
     for text in report.not_reached:
         console.print_line(f"  {text}")

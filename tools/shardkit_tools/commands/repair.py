@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from shardkit.copies.documents import Lost, Unchecked
 from shardkit.copies.repair import repair as repair_root
-from shardkit.copies.repair_results import Repair
 from shardkit.copies.scrub import Scrub
+from shardkit.copies.walk import Repair
 from shardkit.repository.log import parse_dataset_url
 from shardkit_tools import console, options
 from shardkit_tools.console import bytes_text, count_text, short_ids
@@ -43,7 +43,7 @@ def repair(
     address: options.AddressOption = None,
     as_json: options.JsonFlag = False,
 ) -> None:
-    """Heal a dataset: bad or missing objects come again from another location, else from parity.
+    """Heal a dataset: bad or missing objects come again from another location, otherwise from parity.
 
     Whatever is put in place was verified by its digest before. Log entries are healed from copies of the root.
 
@@ -63,61 +63,43 @@ def repair(
 
 
 def checked_document(done: Repair | Scrub) -> dict[str, Any]:
-    """For machines."""
+    """Return the result of a check as a JSON document."""
     return {**console.plain(done), "verdict": done.verdict, "exit_code": done.exit_code}
 
 
 def print_repair(done: Repair) -> None:
-    """What was healed from where, and what could not be."""
-    if done.healed:
-        console.print_heading(f"Healed: {count_text(len(done.healed), 'copy', 'copies')}")
-        console.print_table(
-            ["location", "was", "from", ">bytes", "*object"],
-            [
-                (one.location, one.was, one.source, bytes_text(one.num_bytes), one.name)
-                for one in done.healed[:_SHOWN]
-            ],
-        )
-        console.print_more(len(done.healed) - _SHOWN)
-    if done.lost:
-        rows = sum(one.rows for one in done.lost)
-        samples = f", {count_text(rows, 'sample')}" if rows else ""
-        console.print_heading(f"Lost: {count_text(len(done.lost), 'object')}{samples}")
-        for lost in done.lost[:_SHOWN]:
-            _print_lost(lost)
-        console.print_more(len(done.lost) - _SHOWN)
+    """Print the healed copies with the sources of their bytes, and the copies that could not be healed."""
+    console.print_table(
+        ["location", "was", "from", ">bytes", "*object"],
+        [(one.location, one.was, one.source, bytes_text(one.num_bytes), one.name) for one in done.healed],
+        heading=f"Healed: {count_text(len(done.healed), 'copy', 'copies')}",
+        most=_SHOWN,
+    )
+    rows = sum(one.rows for one in done.lost)
+    samples = f", {count_text(rows, 'sample')}" if rows else ""
+    heading = f"Lost: {count_text(len(done.lost), 'object')}{samples}"
+    console.print_findings(heading, map(_loss_facts, done.lost), "red")
     print_unchecked(done.unchecked)
 
 
 def print_unchecked(unchecked: list[Unchecked]) -> None:
-    """What nothing is known of; what is said of many copies is said once."""
-    if not unchecked:
-        return
-    console.print_heading("Could not check or heal")
-    alike: dict[tuple[str, str], list[Unchecked]] = {}
-    for one in unchecked:
-        alike.setdefault((one.location, one.why.replace(one.name, "…") if one.name else one.why), []).append(
-            one
+    """Print the copies that could not be checked, with each reason once."""
+    found = [
+        (
+            f"{one.location}: {one.name or 'all of it'}",
+            [("because", short_ids(one.why.replace(one.name, "it") if one.name else one.why))],
         )
-    for group in list(alike.values())[:_SHOWN]:
-        first, others = group[0], len(group) - 1
-        name = first.name or "all of it"
-        console.print_line(
-            f"{first.location}: {name}{f' and {count_text(others)} more' if others else ''}", "yellow"
-        )
-        console.print_facts([("because", short_ids(first.why))], indent=2)
-    console.print_more(len(alike) - _SHOWN)
+        for one in unchecked
+    ]
+    console.print_findings("Could not check or heal", found, "yellow", are_grouped=True)
 
 
-def _print_lost(lost: Lost) -> None:
-    console.print_line(lost.name, "red")
-    facts = [("because", short_ids(lost.why))]
-    if lost.rows:
-        facts.append(("lost", count_text(lost.rows, "sample")))
-    facts.append(
-        ("do", "put a copy back from a backup, build the same source again, or: shardkit remove --rows …")
-    )
-    console.print_facts(facts, indent=2)
+def _loss_facts(lost: Lost) -> tuple[str, console.Facts]:
+    return lost.name, [
+        ("because", short_ids(lost.why)),
+        ("lost", count_text(lost.rows, "sample") if lost.rows else None),
+        ("do", lost.action),
+    ]
 
 
 def _print(done: Repair) -> None:

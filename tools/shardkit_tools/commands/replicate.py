@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import functools
+from typing import Annotated, Any, Literal
 
-from shardkit.copies.replicate import Replication
+from shardkit.copies.replicate import Replication, find_lag
 from shardkit.copies.replicate import replicate as replicate_root
+from shardkit.exit_codes import ExitCode
 from shardkit.repository.log import parse_dataset_url
 from shardkit.repository.repository import Repository
 from shardkit_tools import console, options
 from shardkit_tools.commands.repair import print_unchecked
-from shardkit_tools.copies import copying, print_lag, print_locations, spread_copies
+from shardkit_tools.console import bytes_text
+from shardkit_tools.copies import copying, spread
 from shardkit_tools.options import option
 
 
@@ -32,33 +35,49 @@ def replicate(
     address: options.AddressOption = None,
     as_json: options.JsonFlag = False,
 ) -> None:
-    """Copy what is missing or damaged in some location, until the policy is met.
+    """Copy objects that are missing or damaged in a location, until the policy is met.
 
     Every copy is verified while it is made and has its name only then. After Ctrl-C or a crash the same command
-    goes on where it stood. The lag is the bytes of copies that the policy asks for and that are not there. Copies that
-    are there are looked at first; what is wrong comes again from a good copy, else from parity.
+    continues. The lag is the bytes of copies that the policy asks for and that are not there. Copies that
+    are there are looked at first; wrong copies are replaced from a good copy, otherwise from parity.
 
-    Exit codes: 0 the policy is met, 1 it is not and the same command goes on, 3 a location does not answer or cannot be
-    filled, 4 an object has no good copy anywhere; with --dry-run 5 the policy is not met.
+    Exit codes: 0 the policy is met, 1 it is not and the same command continues, 3 a location does not answer or cannot
+    be filled, 4 an object has no good copy anywhere; with --dry-run 5 the policy is not met.
 
     Example: shardkit replicate data/cats --bandwidth 200MB/s --between 22:00-06:00
     """
     repository = Repository.open(parse_dataset_url(root)[0])
     with copying(engine, address, jobs, bandwidth, between) as work:
-        done = replicate_root(
-            repository,
-            dry_run=dry_run,
-            level=level,
-            settings=work.checks(jobs),
-            copy_all=spread_copies(work.engine),
-            report=work.report,
+        done = (
+            find_lag(repository)
+            if dry_run
+            else replicate_root(
+                repository,
+                level=level,
+                settings=work.checks(jobs),
+                copy_all=spread(work.engine),
+                report=work.report,
+            )
         )
-    console.present(as_json, done.to_json, lambda: _print(done, root, dry_run=dry_run), done.exit_code)
+    page = functools.partial(_print, done, root, dry_run=dry_run)
+    console.present(as_json, lambda: replication_document(done), page, done.exit_code)
+
+
+def replication_document(done: Replication) -> dict[str, Any]:
+    """For machines."""
+    return {**console.plain(done), "exit_code": done.exit_code}
 
 
 def _print(done: Replication, root: str, *, dry_run: bool) -> None:
-    print_locations(done)
-    print_lag(done, dry_run=dry_run)
+    console.print_document({"locations": done.locations})
+    if dry_run:
+        lag = f"{bytes_text(done.lag_before)} below policy, in {done.objects:,} missing copies"
+    else:
+        state = "the policy is met" if done.exit_code == ExitCode.DONE else "the policy is not met"
+        lag = (
+            f"{bytes_text(done.lag_before)} below policy before, {bytes_text(done.lag_after)} after: {state}"
+        )
+    console.print_line(f"lag: {lag}", "bold")
     if done.healed:
         console.print_line(f"healed {len(done.healed):,} that were damaged, or lost in the root")
     print_unchecked(done.unchecked)

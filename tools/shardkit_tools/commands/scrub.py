@@ -11,7 +11,7 @@ from shardkit.ranges import parse_duration
 from shardkit.repository.log import parse_dataset_url
 from shardkit_tools import console, options
 from shardkit_tools.commands.repair import checked_document, print_repair, print_unchecked
-from shardkit_tools.console import bytes_text, count_text
+from shardkit_tools.console import count_text
 from shardkit_tools.copies import copying
 from shardkit_tools.options import option
 
@@ -45,10 +45,10 @@ def scrub(
     address: options.AddressOption = None,
     as_json: options.JsonFlag = False,
 ) -> None:
-    """Look at every copy that the policy asks for, those first that nobody has looked at for longest.
+    """Check every copy that the policy asks for, in the order of their last checks, the oldest first.
 
-    Results are kept in ROOT/attest, so that a scrub that was stopped goes on where it stood, and what is bad is
-    healed by shardkit repair.
+    Results are kept in ROOT/attest, so a scrub that was stopped continues. `shardkit repair`
+    heals bad copies.
 
     Exit codes: 0 clean or repaired, 3 could not check everything, 4 bad copies are left.
 
@@ -74,29 +74,15 @@ def _document(done: Scrub) -> dict[str, Any]:
 
 
 def _print(done: Scrub, root: str) -> None:
-    console.print_table(
-        ["location", ">copies", ">checked", ">by checksum", ">read", ">bad", "longest unlooked-at"],
-        [
-            (
-                name,
-                count_text(one.copies),
-                count_text(one.checked),
-                count_text(one.stored),
-                bytes_text(one.read_bytes),
-                count_text(len(one.bad)),
-                {None: "just now", "": "never"}.get(one.oldest, one.oldest or ""),
-            )
-            for name, one in done.locations.items()
-        ],
-    )
-    bad = [(name, result, where) for where, one in done.locations.items() for name, result in one.bad.items()]
-    if bad:
-        console.print_heading(f"Bad: {count_text(len(bad), 'copy', 'copies')}")
-        console.print_table(
-            ["location", "is", "*object"],
-            [(where, result, name) for name, result, where in bad[:_SHOWN]],
-        )
-        console.print_more(len(bad) - _SHOWN)
+    locations = {
+        name: vars(one)
+        | {"bad": len(one.bad), "oldest": "just now" if one.oldest is None else one.oldest or "never"}
+        for name, one in done.locations.items()
+    }
+    console.print_document({"locations": locations})
+    bad = [(where, result, name) for where, one in done.locations.items() for name, result in one.bad.items()]
+    heading = f"Bad: {count_text(len(bad), 'copy', 'copies')}"
+    console.print_table(["location", "is", "*object"], bad, heading=heading, most=_SHOWN)
     for name, why in done.lost.items():
         console.print_line(f"{name}: {why}", "red")
     if done.repair is not None:

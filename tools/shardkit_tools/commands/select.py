@@ -12,7 +12,7 @@ import shardkit
 from shardkit.dataset import Dataset
 from shardkit.dataset.committing import move_refs, standing_refs
 from shardkit.dataset.lookups import NUMBER, check_absent, list_samples
-from shardkit.dataset.selecting import put_selected, select_rows
+from shardkit.dataset.views import put_version
 from shardkit.errors import UsageError
 from shardkit.repository.repository import Repository
 from shardkit_tools import console, options
@@ -31,7 +31,11 @@ def select(
         Path | None, option("--rows FILE", "A file with the sample numbers to keep, one a line.")
     ] = None,
     exclude: Annotated[
-        Path | None, option("--exclude FILE", "A file with the sample numbers to leave out, one a line.")
+        Path | None, option("--exclude FILE", "A list of samples to leave out, one value a line.")
+    ] = None,
+    field: Annotated[
+        str | None,
+        option("--field FIELD", "What --exclude names: key, number, url, …; default: keys, or else numbers."),
     ] = None,
     allow_absent: AbsentOption = False,
     message: options.MessageOption = "",
@@ -46,22 +50,17 @@ def select(
     """
     if sum(option is not None for option in (where, rows, exclude)) != 1:
         raise UsageError("select takes one of --where, --rows and --exclude")
+    if field is not None and exclude is None:
+        raise UsageError("--field says what --exclude names; give both, or leave it out")
     repository = Repository.open(parse_url(root)[0])
     expected = standing_refs(repository, [ref])
     dataset = shardkit.open(root)
-    if dataset.manifest.parts:
-        names = ", ".join(name for name, _ in dataset.manifest.parts)
-        raise UsageError(f"{root} is merged; select from its parts ({names}), then merge those versions")
     if where is not None:
         view, note, said = dataset.select(where=where), {"where": where}, f"select {where}"
     else:
-        view = dataset.select(rows=_numbers(dataset, rows, exclude, allow_absent))
+        view = dataset.select(rows=_numbers(dataset, rows, exclude, field, allow_absent))
         note, said = {"rows": "listed" if rows is not None else "all but listed"}, "select by list"
-    masks = {shard: _mask(view, shard) for shard in range(len(view.table))}
-    manifest, table, selections = select_rows(
-        dataset.manifest, dataset.table, masks, row_strata=dataset.row_strata, build={"select": note}
-    )
-    put_selected(repository, manifest, table, selections)
+    manifest = put_version(repository, dataset, view, note)
     moved = move_refs(repository, {ref: manifest.id}, expected, message=message or said, author=author)
     document = {
         "root": parse_url(root)[0],
@@ -74,18 +73,13 @@ def select(
     console.present(as_json, lambda: document)
 
 
-def _mask(view: Dataset, shard: int) -> NDArray[np.bool_]:
-    mask = np.zeros(int(view.table.rows[shard]), dtype=np.bool_)
-    mask[view.rows.rows_of_shard(shard)] = True
-    return mask
-
-
 def _numbers(
-    dataset: Dataset, rows: Path | None, exclude: Path | None, allow_absent: bool
+    dataset: Dataset, rows: Path | None, exclude: Path | None, field: str | None, allow_absent: bool
 ) -> NDArray[np.int64]:
     path = rows or exclude
     assert path is not None
-    listed = list_samples(dataset, read_values(path, may_be_empty=True), NUMBER)
+    values = read_values(path, may_be_empty=True)
+    listed = list_samples(dataset, values, NUMBER if rows is not None else field)
     if not allow_absent:
         check_absent(listed.absent, str(path))
     if rows is not None:

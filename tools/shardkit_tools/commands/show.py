@@ -15,9 +15,10 @@ import shardkit
 from shardkit.dataset import Dataset
 from shardkit.dataset.about import about_of
 from shardkit.errors import UsageError
+from shardkit.extras import install_command, optional_packages
 from shardkit.manifest import Manifest, ShardTable
 from shardkit.reading.inventory import read_root
-from shardkit.repository.log import LogEntry
+from shardkit.repository.log import LogEntry, first_commit
 from shardkit.repository.repository import Repository
 from shardkit_tools import console, options
 from shardkit_tools.console import bytes_text, count_text, share_text, short_id
@@ -65,15 +66,16 @@ def show(
 
 
 def describe(dataset: Dataset, root: str, ref: str) -> dict[str, Any]:
-    """What ``--json`` prints."""
+    """Return the document that ``--json`` prints."""
     manifest, table = dataset.manifest, dataset.table
     log = dataset.repository.log()
+    commit = first_commit(log, manifest.id)
     return {
         "root": root,
         "ref": ref,
         "id": manifest.id,
         "parent": manifest.parent,
-        "commit": _commit(log, manifest.id),
+        "commit": commit and {name: getattr(commit, name) for name in ("n", "time", "message", "author")},
         "samples": manifest.selected,
         "rows": manifest.rows,
         "format": manifest.format,
@@ -86,6 +88,11 @@ def describe(dataset: Dataset, root: str, ref: str) -> dict[str, Any]:
         "stored_bytes": manifest.stored_bytes,
         "raw_bytes": manifest.raw_bytes,
         "parts": [{"name": name, "id": part} for name, part in manifest.parts],
+        "added": [
+            {"id": one.manifest.id, "fields": list(one.manifest.schema), "stored_bytes": one.manifest.stored_bytes,
+             "build": dict(one.manifest.build)}
+            for one in dataset.version.added
+        ],
         "splits": _splits(dataset.repository, log, manifest),
         "sources": manifest.sources,
         "about": about_of(dataset.version).to_json(),
@@ -97,14 +104,6 @@ def describe(dataset: Dataset, root: str, ref: str) -> dict[str, Any]:
         "costs": [costs.expression for costs in manifest.costs],
         "build": dict(manifest.build),
     }  # fmt: skip
-
-
-def _commit(log: list[LogEntry], manifest_id: str) -> dict[str, Any] | None:
-    """The first commit that named the manifest."""
-    for entry in reversed(log):
-        if manifest_id in (*entry.refs.values(), *entry.tags.values()):
-            return {name: getattr(entry, name) for name in ("n", "time", "message", "author")}
-    return None
 
 
 def _strata(manifest: Manifest) -> list[dict[str, Any]]:
@@ -149,24 +148,19 @@ def _splits(repository: Repository, log: list[LogEntry], manifest: Manifest) -> 
 
 def _print(document: Mapping[str, Any], all_strata: bool) -> None:
     _print_facts(document)
-    console.print_heading("Fields")
-    console.print_table(["field", "type"], list(document["schema"].items()))
+    console.print_table(["field", "type"], document["schema"].items(), heading="Fields")
     _print_strata(document, all_strata)
-    if document["splits"]:
-        console.print_heading("Other versions of the same rows")
-        console.print_table(["name", ">samples", ">share", "id"], [
-            (one["name"], count_text(one["samples"]), share_text(one["samples"], document["rows"]), short_id(one["id"]))
-            for one in document["splits"]
-        ])  # fmt: skip
+    console.print_table(["name", ">samples", ">share", "id"], [
+        (one["name"], count_text(one["samples"]), share_text(one["samples"], document["rows"]), short_id(one["id"]))
+        for one in document["splits"]
+    ], heading="Other versions of the same rows")  # fmt: skip
     about = dict(document["about"])
     strata = about.pop("stratum", {})
     if about:
         console.print_heading("About")
         console.print_facts(about.items())
-    if strata:
-        console.print_heading("About strata")
-        rows = [(name, *(terms.get(key, "") for key in _TERMS_SHOWN)) for name, terms in strata.items()]
-        console.print_table(["*stratum", *(f"*{term}" for term in _TERMS_SHOWN)], rows)
+    rows = [(name, *(terms.get(key, "") for key in _TERMS_SHOWN)) for name, terms in strata.items()]
+    console.print_table(["*stratum", *(f"*{term}" for term in _TERMS_SHOWN)], rows, heading="About strata")
     if document["build"]:
         console.print_heading("Built with")
         console.print_facts(
@@ -198,6 +192,10 @@ def _print_facts(document: Mapping[str, Any]) -> None:
         ("committed", f"{time_text(commit['time'])} UTC, number {commit['n']}{said}" if commit else None),
         ("made from", document["parent"]),
         *(("part", f"{part['name']} {part['id']}") for part in document["parts"]),
+        *(
+            ("added", f"{', '.join(one['fields'])}: {bytes_text(one['stored_bytes'])}, {short_id(one['id'])}")
+            for one in document["added"]
+        ),
         ("found by", lookups or None),
         ("costs", ", ".join(document["costs"]) or None),
     ])  # fmt: skip
@@ -242,8 +240,8 @@ def _setting(name: str, value: object) -> str:
 
 
 _COMPILED = "shardkit.loader.block_rows"
-_GET = "install a C compiler (apt install gcc), then: pip install --force-reinstall --no-binary shardkit shardkit"
-_EXTRA = re.compile(r"([A-Za-z0-9._-]+)[^;]*;.*extra\s*==\s*['\"](\w+)['\"]")
+_GET = "install a C compiler (apt install gcc), then in a clone: pip install --force-reinstall --no-deps ."
+_PACKAGE = re.compile(r"[A-Za-z0-9._-]+")
 _OWN = ("dev", "docs")
 
 
@@ -265,7 +263,7 @@ def show_environment(*, as_json: bool) -> None:
     for extra, packages in extras.items():
         lacks = [name for name, version in packages.items() if version is None]
         found = ", ".join(f"{name} {version}" for name, version in packages.items() if version is not None)
-        how = f'missing {", ".join(lacks)}; run: pip install "shardkit[{extra}]"' if lacks else ""
+        how = f"missing {', '.join(lacks)}; run: {install_command(extra)}" if lacks else ""
         console.print_facts([(f"{extra:<10}", "; ".join(filter(None, [found, how])))])
 
 
@@ -280,11 +278,10 @@ def _is_there(name: str) -> bool:
 def _extras() -> dict[str, dict[str, str | None]]:
     """Extra → package → version that is installed, as shardkit's own metadata lists them."""
     found: dict[str, dict[str, str | None]] = {}
-    for text in importlib.metadata.requires("shardkit") or []:
-        match = _EXTRA.match(text)
-        if match is None or match[1] == "shardkit" or match[2] in _OWN:
-            continue
-        found.setdefault(match[2], {})[match[1]] = installed([match[1]]).get(match[1])
+    for extra, requirement in optional_packages():
+        name = _PACKAGE.match(requirement)
+        if name is not None and extra not in _OWN:
+            found.setdefault(extra, {})[name[0]] = installed([name[0]]).get(name[0])
     return found
 
 
@@ -295,7 +292,7 @@ _FILES_SHOWN = 20
 
 
 def show_lineage(dataset: Dataset, sample: str | None, *, as_json: bool) -> None:
-    """Print how a version came to be, and where one of its samples comes from."""
+    """Print the origin of a version, and of one of its samples."""
     from shardkit.audit import sample_lineage, version_lineage
 
     number = None if sample is None else sample_number(dataset, sample)
@@ -332,7 +329,8 @@ def _print_part(part: dict[str, Any]) -> None:
     if commit is not None:
         facts += [("committed", f"{time_text(commit['time'])} UTC, number {commit['n']}"),
                   ("made with", commit["software"])]  # fmt: skip
-    facts += [(name, value) for name, value in sorted(part["build"].items()) if value not in (None, {}, [])]
+    build = sorted(part["build"].items())
+    facts += [(name, _setting(name, value)) for name, value in build if value not in (None, {}, [])]
     if sources is not None:
         left = f", {count_text(sources['rows_left_out'], 'row')} left out" if sources["rows_left_out"] else ""
         files = count_text(len(sources["files"]), "file")

@@ -12,7 +12,7 @@ from shardkit.errors import ConfigurationError
 from shardkit_tools import console, options
 from shardkit_tools.console import bytes_text, count_text, duration_text
 from shardkit_tools.options import argument, option
-from shardkit_tools.simulation.cluster import Cluster, changed, load_cluster
+from shardkit_tools.simulation.cluster import Cluster, load_cluster, with_changes
 from shardkit_tools.simulation.reading import Prepared
 from shardkit_tools.simulation.run import DEFAULT_BUDGET, Unit, prepare, simulate_lanes, simulate_shuffle
 
@@ -45,17 +45,17 @@ def simulate(
     plot: Annotated[Path | None, typer.Option(help="Draw egress, stall, step time and dollars.")] = None,
     as_json: options.JsonFlag = False,
 ) -> None:
-    """Simulate training on a cluster that is not here: stall, egress, requests, dollars, joules, recovery.
+    """Simulate training on a cluster: stall, egress, requests, dollars, joules, recovery.
 
     The plan, the assignment of lanes, the cache's eviction and the rebalancing are the real ones; time follows stated
-    formulas. Clusters too large to walk whole are sampled, and the error is told.
+    formulas. Clusters too large to walk whole are sampled, and the error is reported.
 
     Example: shardkit simulate examples/clusters/pod-1024.toml --what-if copies=2 cache=500GB
     """
     data = {"root": root, "rows": rows, "shards": shards, "strata": strata, "bytes": size}
     given = [f"data.{name}={value}" for name, value in data.items() if value]
     given += [f"seed={seed}"] if seed is not None else []
-    described = changed(load_cluster(cluster), given)
+    described = with_changes(load_cluster(cluster), given)
     wanted = [*(what_if or []), *(changes or [])]
     if wanted and not what_if:
         raise ConfigurationError(f"{wanted[0]!r}: changes follow --what-if")
@@ -67,7 +67,10 @@ def simulate(
     if as_json:
         console.print_json({"cluster": described, "scenarios": results})
         return
-    _print_head(described, results[0], unit)
+    first = results[0]["lanes"]
+    ways = f"lanes: {_OURS}" + (f"; shuffle: {_USUAL}, reading {unit}s" if compare else "")
+    console.print_line(f"{described.name}: {ways}", "bold")
+    console.print_document({name: first[name] for name in ("dataset", "plan", "sample", "error")})
     if sweep:
         _print_sweep(name, results)
     else:
@@ -79,11 +82,11 @@ def _scenarios(described: Cluster, wanted: list[str], sweep: str) -> list[tuple[
         name, equals, values = sweep.partition("=")
         if not equals or not values:
             raise ConfigurationError(f"--sweep is {sweep!r}: NAME=A,B,… is expected, such as nodes=1,8,64")
-        start = changed(described, wanted)
-        return [(value, changed(start, [f"{name}={value}"])) for value in values.split(",")]
+        start = with_changes(described, wanted)
+        return [(value, with_changes(start, [f"{name}={value}"])) for value in values.split(",")]
     scenarios = [("as described", described)]
     if wanted:
-        scenarios.append((f"if {' '.join(wanted)}", changed(described, wanted)))
+        scenarios.append((f"if {' '.join(wanted)}", with_changes(described, wanted)))
     return scenarios
 
 
@@ -107,24 +110,6 @@ def _run(scenarios: list[tuple[str, Cluster]], budget: int, unit: Unit | None) -
                 one["shuffle"] = simulate_shuffle(cluster, made[key], unit=unit, budget=budget, tell=tell)
             results.append(one)
     return results
-
-
-def _print_head(cluster: Cluster, first: dict[str, Any], unit: str) -> None:
-    ours, data = first["lanes"], cluster.data
-    plan, sample, error, held = (ours[name] for name in ("plan", "sample", "error", "dataset"))
-    where = f", {data.root}" if data.root else ""
-    lanes = f"{count_text(plan['lanes'])} lanes of {plan['cell_size']}"
-    looked = ", ".join(count_text(sample[f"{one}s"], one) for one in ("node", "rank", "lane"))
-    console.print_facts([
-        ("cluster", f"{cluster.name}: {count_text(cluster.nodes.nodes, 'node')} of {cluster.nodes.ranks} ranks"),
-        ("samples", f"{count_text(held['rows'], 'sample')}, {bytes_text(int(held['bytes']))} in "
-                    + count_text(held["shards"], "shard") + where),
-        ("plan", (f"{count_text(plan['global_batch'])} samples a step: {lanes}; "
-                  f"{count_text(plan['steps_per_epoch'])} steps an epoch")),
-        ("sampled", f"{looked}; egress ±{_error(error['egress'])}, stall +{_error(error['stall'])}"),
-        ("lanes", _OURS),
-        ("shuffle", f"{_USUAL}, reading {unit}s" if "shuffle" in first else None),
-    ])  # fmt: skip
 
 
 def _error(error: float | None) -> str:
@@ -166,23 +151,9 @@ def _print_scenarios(cluster: Cluster, results: list[dict[str, Any]]) -> None:
             ["what", *(f">{column}" for column in columns)],
             [(name, *(column[name] for column in columns.values())) for name in names],
         )
-    first = results[0]["lanes"]
-    moves, lost, again = first["rebalancing"], first["recovery"], first["restart"]
-    parts = ", ".join(
-        f"{name} {duration_text(lost[f'{name}_s'])}" for name in ("detect", "restart", "restore", "redo")
-    )
-    refilled = f"the cache refills in {duration_text(lost['refill_s'])}"
-    console.print_heading("What went wrong, and what was done")
-    console.print_facts([
-        ("slow ranks", (f"{count_text(moves['decisions'], 'decision')}, "
-                        f"{count_text(moves['lanes_to_other_nodes'], 'lane')} to other nodes: "
-                        f"{_bytes(moves['bytes'])} read again")),
-        ("nodes failed", f"{first['failures']}; recovering: {parts}; {refilled}"),
-        ("restarted", (f"on permuted hosts, one of them new: {_bytes(again['refetched_bytes'])} fetched again, "
-                       f"with fixed shares {_bytes(again['fixed_bytes'])}")),
-        ("locations silent", first["outages"]),
-        ("stood still", duration_text(first["stood_s"])),
-    ])  # fmt: skip
+    parts = ("failures", "outages", "stood_s", "rebalancing", "recovery", "restart")
+    console.print_line()
+    console.print_document({name: results[0]["lanes"][name] for name in parts})
 
 
 _SWEPT = {">step": "step", ">stall": "stall per epoch", ">egress": "egress", ">requests": "requests",

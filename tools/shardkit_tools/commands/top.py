@@ -15,7 +15,7 @@ from rich.text import Text
 
 from shardkit_tools import console, options
 from shardkit_tools.console import bytes_text, clean, count_text, duration_text, is_terminal
-from shardkit_tools.observing.run_view import anomaly_text, clock_text, event_text, view_run
+from shardkit_tools.observing.run_view import anomaly_text, clock_text, grouped_events, view_run
 from shardkit_tools.options import argument, option
 
 _EVENTS: Final = 8
@@ -49,7 +49,11 @@ def terminal_page(document: Document, width: int, most_ranks: int = 32) -> Rende
     if len(unusual) > _ANOMALIES:
         parts.append(Text(f"… and {len(unusual) - _ANOMALIES} more", style="dim"))
     if document["events"]:
-        parts += [blank, Text("Events", style="bold"), *map(_event_line, document["events"][-_EVENTS:])]
+        parts += [
+            blank,
+            Text("Events", style="bold"),
+            *map(_event_line, grouped_events(document["events"])[-_EVENTS:]),
+        ]
     return Group(*parts)
 
 
@@ -106,7 +110,7 @@ def _event_line(event: Mapping[str, Any]) -> Text:
     rank = event.get("rank")
     line.append(f"{'' if rank is None or rank == -1 else f'rank {clean(str(rank))}':<9}")
     line.append(f"{clean(str(event['event'])):<16} ", style="bold" if event["event"] == "anomaly" else "cyan")
-    return line.append(event_text(event))
+    return line.append(event["text"]).append(f" ×{event['count']}" if event["count"] > 1 else "", style="dim")
 
 
 _COLUMNS: Final = (">rank", "host", "state", "stage", ">step", "lanes", ">samples/s", ">step time", ">own work",
@@ -154,7 +158,7 @@ def _rank_table(
 
 
 def _fitting(rows: Sequence[Sequence[str]], width: int) -> list[int]:
-    """The columns that a terminal has room for, whole: the most telling are chosen first."""
+    """Return the columns that fit whole into the terminal, chosen in the order of their importance."""
     names = [column.lstrip(">") for column in _COLUMNS]
     left, fits = width + _GAP, []
     for place in map(names.index, _BY_WORTH):
@@ -166,7 +170,7 @@ def _fitting(rows: Sequence[Sequence[str]], width: int) -> list[int]:
 
 
 def _most_telling(rows: Sequence[Mapping[str, Any]], most: int) -> Sequence[Mapping[str, Any]]:
-    """All of few ranks; of many, those that work longest and those that are silent."""
+    """Return the ranks to show: all of them if few, otherwise the slowest and the silent ones."""
 
     def worth(row: Mapping[str, Any]) -> tuple[float, float]:
         return (-row["age_s"] if row["age_s"] > _SILENT_S else 0, -(row["busy_step_s"] or 0))
@@ -184,12 +188,12 @@ def top(
     interval: Annotated[float, option("--interval SECONDS", "Between two looks.", min=0.2)] = 1.0,
     as_json: options.JsonFlag = False,
 ) -> None:
-    """Watch a run: what it waits for, every rank, what is unusual, what happened last. Ctrl-C ends it.
+    """Watch a run: its bottleneck, every rank, anomalies and the latest events. Ctrl-C ends it.
 
-    All of it is read from the run directory, so it works from any machine that sees it, during the run and after.
+    Everything is read from the run directory, so it works from any machine that sees it, during the run and after.
     "own work" is what a rank does by itself in a step, "data wait" the share of its time that it waits for samples,
     "peers" for other ranks, "bound by" what takes most of it. Wider terminals show more columns. The
-    bottleneck is that of the rank that waits least for others.
+    bottleneck is taken from the rank that waits least for others.
 
     Example: shardkit top runs/mine
     """
@@ -214,7 +218,5 @@ def _watch(path: Path, interval: float, screen: Console) -> None:
                 live.update(page, refresh=True)
                 time.sleep(interval)
     except KeyboardInterrupt:
-        screen.print(
-            terminal_page(view_run(path), screen.width)
-        )  # what was seen last stays in the scroll-back
+        screen.print(terminal_page(view_run(path), screen.width))  # the last page stays in the scroll-back
         raise

@@ -6,15 +6,18 @@ from typing import Annotated
 
 import typer
 
-from shardkit.errors import ConfigurationError
-from shardkit_tools import console
+from shardkit.audit.amendments import amend_run, next_start
+from shardkit.errors import ConfigurationError, UsageError
+from shardkit_tools import console, options
+from shardkit_tools.commands.amend import ExcludeOption, SkipOption, WeightsOption, change_request
 from shardkit_tools.options import argument, option
 
 
 def _print_settings(asked: bool) -> None:
     if not asked:
         return
-    from shardkit_trainer.configuration import Configuration, describe
+    from shardkit_trainer.configuration import Configuration
+    from shardkit_trainer.sections import describe
 
     console.print_table(["setting", "default", "expected", "*meaning"], describe(Configuration))
     raise typer.Exit
@@ -54,6 +57,18 @@ def train(
             "Go on although these settings differ from the start before and change the data or the model.",
         ),
     ] = "",
+    resume_from: Annotated[
+        str,
+        option(
+            "--resume-from NAME",
+            "Go back to this checkpoint, such as step-41000; later checkpoints are dropped.",
+            "Amendments",
+        ),
+    ] = "",
+    skip: SkipOption = "",
+    exclude: ExcludeOption = None,
+    weights: WeightsOption = None,
+    message: options.MessageOption = "",
     settings: Annotated[
         bool,
         option(
@@ -64,7 +79,7 @@ def train(
     """Train a model on a dataset, resuming from the run directory's newest checkpoint.
 
     The run directory keeps the settings, checkpoints, metrics and the ledger. Ctrl-C saves and stops; the same command,
-    with any --nproc, continues from there. Settings that differ from the start before are printed; those that change
+    with any --nproc, continues from there. Settings that differ from the previous start are printed; changes to
     the data or the model are refused unless --allow-changes names them.
 
     Several machines: start the same command on each, with --nnodes MIN:MAX and --rendezvous, and the run directory on
@@ -72,15 +87,40 @@ def train(
     makes it smaller. Ranks save and restart when the machines change; a lost machine costs the steps since the newest
     checkpoint.
 
+    --resume-from goes back to a checkpoint. --skip, --exclude and --weights amend the plan as `shardkit amend` does,
+    from that checkpoint on if they name no step. The same command again continues: it does not go back a second time.
+
     Example: shardkit train examples/stdlib_gpt.toml run.steps=200 --nproc 2
     """
     import shardkit_trainer as trainer
+    from shardkit_trainer.run_directory import check_changes
 
     if config is None:
         raise ConfigurationError("expected a configuration: shardkit train CONFIG [KEY=VALUE]…")
+    allowed = [key.strip() for key in allow_changes.split(",") if key.strip()]
+    request = change_request(
+        skip=skip,
+        exclude=exclude,
+        weights=weights,
+        resume_from=_parse_checkpoint(resume_from) if resume_from else None,
+    )
+    if request is not None:
+        loaded = trainer.load_configuration(config, overrides or [])
+        check_changes(loaded, allowed)
+        made = amend_run(loaded.run.directory, request, message=message)
+        console.print_line(
+            f"amendment {made.number}: {made}; continues from {next_start(loaded.run.directory)}"
+        )
     code = trainer.launch(
         config, overrides or [], nproc=nproc, nnodes=nnodes, rendezvous=rendezvous, max_restarts=max_restarts,
-        allow_changes=[key.strip() for key in allow_changes.split(",") if key.strip()],
+        allow_changes=allowed,
     )  # fmt: skip
     if code:
         raise typer.Exit(code)
+
+
+def _parse_checkpoint(name: str) -> int:
+    digits = name.removeprefix("step-")
+    if digits.isascii() and digits.isdigit() and len(digits) < 19:
+        return int(digits)
+    raise UsageError(f"--resume-from {name!r}: expected the name of a checkpoint, such as step-41000")

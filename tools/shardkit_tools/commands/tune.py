@@ -1,4 +1,4 @@
-"""`shardkit tune`: measure this machine and a store, and propose settings with the measurement behind each."""
+"""`shardkit tune`: measure this machine and a store, and propose settings with the measurement for each."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _NOTES = re.compile(rf"\n*^{_BEGIN}$.*?^{_END}$", re.MULTILINE | re.DOTALL)
 
 
 def write_settings(path: Path, proposals: Mapping[str, Proposal]) -> list[str]:
-    """Write proposals into a file, new or not; what was set, as ``section.name = value``."""
+    """Write proposals into a new or existing file, and return the settings as ``section.name = value``."""
     try:
         text = path.read_text("utf-8") if path.exists() else ""
-        changed, said = merged(text, proposals, str(path))
+        changed, said = merge(text, proposals, str(path))
         with tempfile.NamedTemporaryFile(
             "w", dir=path.parent, prefix=path.name, delete=False, encoding="utf-8"
         ) as file:
@@ -49,8 +49,8 @@ def write_settings(path: Path, proposals: Mapping[str, Proposal]) -> list[str]:
     return said
 
 
-def merged(text: str, proposals: Mapping[str, Proposal], where: str) -> tuple[str, list[str]]:
-    """The text with the proposals in it, and what was set. Applying twice gives the same text."""
+def merge(text: str, proposals: Mapping[str, Proposal], where: str) -> tuple[str, list[str]]:
+    """Return the text with the proposals, and a line for each changed setting. Applying twice gives the same text."""
     _check(text, where)
     said = []
     text = _NOTES.sub("", text)
@@ -81,7 +81,7 @@ def _notes(values: Mapping[str, Proposal]) -> list[str]:
 
 
 def _with(text: str, section: str, key: str, value: int) -> str:
-    """Set a key of a section: in its line, behind the section's heading, or in a section of its own at the end."""
+    """Return TOML text with a key set: in its line, after the section's heading, or in a new section at the end."""
     heading = re.search(rf"^\s*\[\s*{section}\s*\]\s*(#.*)?$", text, re.MULTILINE)
     if heading is None:
         return f"{text.rstrip()}\n\n[{section}]\n{key} = {value}\n".lstrip("\n")
@@ -116,7 +116,7 @@ def tune(
     ] = None,
     as_json: options.JsonFlag = False,
 ) -> None:
-    """Measure this machine in under a minute and propose settings, each with the measurement behind it.
+    """Measure this machine in under a minute and propose settings, each with its measurement.
 
     Block and shard size, window, reading ahead, memory, concurrency, accumulation, how often to synchronise and to
     save. Busy machines measure low: run it when nothing else runs.

@@ -13,12 +13,9 @@ from shardkit_tools import console, options
 from shardkit_tools.console import bytes_text, count_text, short_ids
 from shardkit_tools.options import argument, option
 
-_SHOWN_BLOCKS = 8
-_SHOWN_FINDINGS = 20
-
 
 def verify(
-    root: Annotated[str, argument("ROOT[@REF]", "All versions of ROOT, or one of them.")],
+    root: Annotated[str, argument("ROOT[@REF]", "The versions that refs of ROOT name, or one version.")],
     level: Annotated[
         Level,
         option(
@@ -71,16 +68,10 @@ def parse_share(text: str) -> Fraction:
 
 
 def _print(result: Verification) -> None:
-    for heading, findings in (("Damaged", result.damaged), ("Could not check", result.unknown)):
-        if findings:
-            console.print_heading(f"{heading}: {count_text(len(findings), 'object')}")
-            alike: dict[tuple[str, ...], list[Finding]] = {}
-            for finding in findings:  # what a store cannot do is said once, what is damaged each by its name
-                same = (finding.expected, finding.got) if not finding.is_damage else (finding.name,)
-                alike.setdefault(same, []).append(finding)
-            for group in list(alike.values())[:_SHOWN_FINDINGS]:
-                _print_finding(group[0], len(group) - 1)
-            console.print_more(len(alike) - _SHOWN_FINDINGS)
+    damaged = f"Damaged: {count_text(len(result.damaged), 'object')}"
+    console.print_findings(damaged, map(_finding, result.damaged), "red")
+    unknown = f"Could not check: {count_text(len(result.unknown), 'object')}"
+    console.print_findings(unknown, map(_finding, result.unknown), "yellow", are_grouped=True)
     if result.damaged or result.unknown:
         console.print_line()
     verdict = "damaged" if result.damaged else "could not check everything" if result.unknown else "clean"
@@ -96,14 +87,11 @@ def _print(result: Verification) -> None:
     )
 
 
-def _print_finding(finding: Finding, others: int) -> None:
-    more = f" and {count_text(others, 'other')}" if others else ""
-    console.print_line(finding.name + more, "red" if finding.is_damage else "yellow")
-    facts = [("expected", short_ids(finding.expected)), ("got", short_ids(finding.got))]
-    if finding.blocks:
-        shown = ", ".join(map(str, finding.blocks[:_SHOWN_BLOCKS]))
-        rest = len(finding.blocks) - _SHOWN_BLOCKS
-        facts.append(("blocks", shown + (f" and {rest} more" if rest > 0 else "")))
-    if finding.rows:
-        facts.append(("lost", count_text(finding.rows, "sample")))
-    console.print_facts([*facts, ("do", finding.action)], indent=2)
+def _finding(finding: Finding) -> tuple[str, console.Facts]:
+    return finding.name, [
+        ("expected", short_ids(finding.expected)),
+        ("got", short_ids(finding.got)),
+        ("blocks", console.value_text("blocks", finding.blocks) if finding.blocks else None),
+        ("lost", count_text(finding.rows, "sample") if finding.rows else None),
+        ("do", finding.action),
+    ]

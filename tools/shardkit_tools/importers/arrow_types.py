@@ -20,6 +20,7 @@ base64 there, and maps whose keys are not text are lists of pairs.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -28,12 +29,24 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from shardkit.errors import SourceError
+from shardkit.documents import decode_plain
+from shardkit.errors import FormatError, SourceError
+from shardkit.extras import shell_word
 from shardkit.formats import FieldType, Schema
+from shardkit.formats.arrow_writing import METADATA_KEY, table_type
+from shardkit.formats.foreign_columns import (
+    fixed_shape,
+    held_type,
+    is_binary,
+    is_list,
+    is_media,
+    is_number,
+    is_string,
+)
+from shardkit.formats.schema import KEY_FIELD
 from shardkit.formats.values import Logical
-from shardkit_tools.importers.protocol import MIXED, ImportOptions, Source, array_note, shell_word
+from shardkit_tools.importers.protocol import MIXED, ImportOptions, Source, array_note
 
-KEY = "__key__"
 _MOST_CLASSES = 2**17  # limit of a manifest
 _NUMBER = re.compile("bool|u?int(8|16|32|64)|float(16|32|64)")
 _UNFIT = re.compile("[\0-\x1f\x7f\ud800-\udfff]")
@@ -49,28 +62,30 @@ def table_schema(
     """Return the schema of tables, and the names of their classes.
 
     Raises:
-        SourceError: The tables differ, two columns have the same name, or a column needs a type from the
-            user.
+        SourceError: No type holds a column of all tables, two columns have the same name, or a column needs
+            a type from the user.
     """
-    for file, schema in zip(source.files, schemas, strict=True):
-        _check_same_fields(schemas[0], schema, source.files[0].name, file.path)
     described = [_described_features(schema) if features is None else features for schema in schemas]
-    flat = flat_schema(schemas[0], options)
-    kept = pa.schema([column for column in flat if options.keeps(column.name)])
-    if len(set(kept.names)) != len(kept.names):
-        twice = next(name for name in kept.names if kept.names.count(name) > 1)
-        raise SourceError(f"{source.files[0].path}: two columns are called {twice!r}; rename one")
-    types, given = {}, {**(described_arrays(features) if features else {}), **options.field_types}
+    flat = [flat_schema(schema, options) for schema in schemas]
+    whole = _common_schema(source, flat, options)
+    kept = pa.schema([column for column in whole if options.keeps(column.name)])
+    types = {}
+    given = {
+        **(described_arrays(features) if features else {}),
+        **_exported_types(schemas),
+        **options.field_types,
+    }
     arrays = described_arrays(described[0])
     for column in kept:
-        if column.name != KEY:
+        if column.name != KEY_FIELD:
             types[column.name] = given.get(column.name) or _column_type(
                 column, arrays, options, source.files[0].path
             )
     inferred = {name for name, kind in types.items() if name not in given and kind not in ("json", MIXED)}
-    types |= {name: f"{types[name]}?" for name in null_columns(kept, inferred)}
+    missing = {name for name in inferred if any(name not in schema.names for schema in flat)}
+    types |= {name: f"{types[name]}?" for name in missing.union(null_columns(kept, inferred))}
     source.notes.extend(_list_notes(kept, types, given))
-    found = options.schema(types, source.given, names=flat.names)
+    found = options.schema(types, source.given, names=whole.names)
     return found, _class_names([one.get("label") for one in described], found)
 
 
@@ -138,6 +153,22 @@ def _list_notes(schema: Any, types: Mapping[str, str], given: Collection[str]) -
     return notes
 
 
+def _exported_types(schemas: Sequence[Any]) -> dict[str, str]:
+    """Return field → type text of the columns that `shardkit export` wrote and nobody has changed since."""
+    if len({(schema.metadata or {}).get(METADATA_KEY) for schema in schemas}) != 1:
+        return {}
+    text = (schemas[0].metadata or {}).get(METADATA_KEY, b"")
+    with contextlib.suppress(FormatError):
+        described = decode_plain(text, max_bytes=len(text))
+        written = Schema.from_json(described["fields"] if isinstance(described, dict) else None)
+        return {
+            name: str(kind)
+            for name, kind in written.items()
+            if all(name in schema.names and schema.field(name).type == table_type(kind) for schema in schemas)
+        }
+    return {}
+
+
 def _described_features(schema: Any) -> Mapping[str, Any]:
     """Return the features that Hugging Face ``datasets`` wrote into a pyarrow schema, or an empty mapping."""
     try:
@@ -175,61 +206,81 @@ def _class_names(labels: Sequence[object], schema: Mapping[str, FieldType]) -> t
     return tuple(names) if are_names and len(set(names)) == len(names) else ()
 
 
-def _check_same_fields(first: Any, other: Any, first_name: str, where: str) -> None:
-    expected, found = ({column.name: column.type for column in one} for one in (first, other))
-    for name in [*expected, *found]:
-        if expected.get(name) != found.get(name):
-            raise SourceError(
-                f"{where}: column {name!r} is {found.get(name, 'missing')}, but "
-                f"{expected.get(name, 'missing')} in {first_name}; make the files alike"
-            )
+def _common_schema(source: Source, schemas: Sequence[Any], options: ImportOptions) -> Any:
+    """Return the columns of all tables, each of a type that holds the values of every table.
+
+    Columns that are left out or have a type from the user keep the type of the first table.
+    """
+    fields: dict[str, Any] = {}
+    first: dict[str, str] = {}  # column → the first file that has it
+    lacking: dict[str, list[str]] = {}  # column → files without it
+    widened: dict[str, str] = {}
+    for file, schema in zip(source.files, schemas, strict=True):
+        if len(set(schema.names)) != len(schema.names):
+            twice = next(name for name in schema.names if schema.names.count(name) > 1)
+            raise SourceError(f"{file.path}: two columns are called {twice!r}; rename one")
+        for column in schema:
+            name, known = column.name, fields.setdefault(column.name, column)
+            first.setdefault(name, file.name)
+            if known.type == column.type or name in options.field_types or not options.keeps(name):
+                continue
+            common = _common_field(known, column)
+            if common is None:
+                raise SourceError(
+                    f"{file.path}: column {name!r} is {column.type}, but {known.type} in {first[name]}, and no type "
+                    f"holds both; make the files alike, or say the type: --schema {shell_word(name)}=str"
+                )
+            if not {_type_text(known.type), _type_text(column.type)} <= {_type_text(common.type), "json"}:
+                widened[name] = (
+                    f"{name} is {_type_text(common.type)}, because it is {known.type} in {first[name]} and "
+                    f"{column.type} in {file.name}"
+                )
+            fields[name] = common
+    for file, schema in zip(source.files, schemas, strict=True):
+        for name in fields.keys() - schema.names:
+            lacking.setdefault(name, []).append(file.name)
+    source.notes.extend(widened.values())
+    source.notes.extend(
+        f"{name} is missing in {len(files):,} of {len(source.files):,} files ({files[0]}), whose rows have none"
+        for name, files in sorted(lacking.items())
+        if options.keeps(name)
+    )
+    # --flatten makes fields of a struct, which may be null in every row of another file
+    owners = {name.rpartition(".")[0] for name in fields} if options.flatten else set()
+    return pa.schema(
+        [one for one in fields.values() if not (pa.types.is_null(one.type) and one.name in owners)]
+    )
+
+
+def _common_field(known: Any, other: Any) -> Any:
+    """Return a field of a type that holds the values of both, or None if there is none."""
+    plain = [one.with_type(held_type(one.type)) for one in (known, other)]
+    if any(pa.types.is_decimal(one.type) for one in plain) and any(
+        pa.types.is_floating(one.type) for one in plain
+    ):
+        return None  # pyarrow would round decimals
+    try:
+        schemas = [pa.schema([one]) for one in plain]
+        found = pa.unify_schemas(schemas, promote_options="permissive").field(0)
+    except pa.ArrowException:
+        return None
+    if pa.types.is_timestamp(found.type) and found.type.unit == "ns":
+        return found.with_type(pa.timestamp("us", found.type.tz))  # nanoseconds end in the year 2262
+    return found
 
 
 # ---- Kinds of columns
 
 
-def is_media(kind: Any) -> bool:
-    """Return True if a column stores files as Hugging Face does: their bytes and original paths."""
-    if not pa.types.is_struct(kind):
-        return False
-    found = {field.name: field.type for field in kind}
-    return (
-        found.keys() == {"bytes", "path"}
-        and (
-            pa.types.is_null(found["path"]) or _type_text(found["path"]) == "str"
-        )  # pandas: null if all are None
-        and _type_text(found["bytes"]) == "bytes"
-    )
-
-
-def is_list(kind: Any) -> bool:
-    """Return True if rows are lists of any length."""
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
-
-
-def is_number(kind: Any) -> bool:
-    """Return True if values are numbers or booleans."""
-    return bool(pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind))
-
-
-def fixed_shape(kind: Any) -> tuple[tuple[int, ...], Any]:
-    """Return the sizes of nested fixed-size lists, and the type of their items."""
-    shape: list[int] = []
-    while pa.types.is_fixed_size_list(kind):
-        shape.append(kind.list_size)
-        kind = kind.value_type
-    return tuple(shape), kind
-
-
 def _type_text(kind: Any) -> str | None:
-    kind = _held(kind)
+    kind = held_type(kind)
     if is_number(kind):
         return _number_name(kind)
-    if _is_string(kind):
+    if is_string(kind):
         return "str"
     if _says_itself(kind):
         return _logical_text(kind) or "str"
-    if is_media(kind) or _is_binary(kind):
+    if is_media(kind) or is_binary(kind):
         return "bytes"
     free = ["*"] if is_list(kind) else []
     shape, item = fixed_shape(kind.value_type if free else kind)
@@ -255,23 +306,6 @@ def _logical_text(kind: Any) -> str | None:
     return text if Logical.parse(text) is not None else None
 
 
-def _held(kind: Any) -> Any:
-    """Return the storage type of an extension, or the value type of a dictionary."""
-    if isinstance(kind, pa.BaseExtensionType):
-        return _held(kind.storage_type)
-    return _held(kind.value_type) if pa.types.is_dictionary(kind) else kind
-
-
-def _is_string(kind: Any) -> bool:
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
-
-
-def _is_binary(kind: Any) -> bool:
-    types = pa.types
-    return bool(types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind)
-                or types.is_binary_view(kind))  # fmt: skip
-
-
 def _says_itself(kind: Any) -> bool:
     """Return True if a value is not a plain number, and its text represents it completely."""
     return bool(pa.types.is_decimal(kind) or (pa.types.is_temporal(kind) and not pa.types.is_interval(kind)))
@@ -279,10 +313,10 @@ def _says_itself(kind: Any) -> bool:
 
 def _is_json(kind: Any) -> bool:
     """Return True if a nested type holds only values that JSON or text can represent."""
-    kind = _held(kind)
+    kind = held_type(kind)
     if pa.types.is_nested(kind):
         return all(_is_json(kind.field(i).type) for i in range(kind.num_fields))
-    return is_number(kind) or _says_itself(kind) or _is_string(kind) or bool(pa.types.is_null(kind))
+    return is_number(kind) or _says_itself(kind) or is_string(kind) or bool(pa.types.is_null(kind))
 
 
 def _number_name(kind: Any) -> str:

@@ -1,30 +1,21 @@
-"""Convert record batches of a source to its schema: columns are cast, or encoded value by value.
-
-A column with nulls is optional, and json stores nulls; other nulls are errors that name the row.
-"""
+"""Convert record batches of a source to its schema, or to Python values; rows that do not fit are failures."""
 
 from __future__ import annotations
 
-import base64
-import json
-import math
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
-from numpy.typing import NDArray
 
-from shardkit.dataset.arrow_columns import index_array, stored_columns
+from shardkit.dataset.arrow_columns import index_array
 from shardkit.dataset.encoding import RowOrigin
-from shardkit.errors import SampleError, SchemaError, ShardkitError, SourceError
-from shardkit.formats import FieldType, JoinedPayloads, Schema
-from shardkit.formats.arrow_writing import arrow_array, arrow_schema, arrow_type
+from shardkit.errors import SchemaError
+from shardkit.formats import FieldType, Schema
+from shardkit.formats.arrow_payloads import stored_columns
+from shardkit.formats.arrow_writing import arrow_schema
 from shardkit.formats.block import payloads_of
-from shardkit.formats.schema import encode_value
-from shardkit_tools.importers.arrow_types import KEY, fixed_shape, is_list, is_media, is_number
+from shardkit.formats.foreign_columns import ForeignColumns, is_media, media_bytes, plain_column
 from shardkit_tools.importers.protocol import (
     MIXED,
     DecodedRows,
@@ -33,7 +24,6 @@ from shardkit_tools.importers.protocol import (
     SourceFailure,
     SourceFile,
     SourceSample,
-    shell_word,
 )
 
 
@@ -41,7 +31,7 @@ def null_columns(batches: Iterable[Any]) -> set[str]:
     """Return the columns of record batches that hold nulls, except inside a value."""
     return {
         name for batch in batches for name, column in zip(batch.schema.names, batch.columns, strict=True)
-        if (_media_bytes(column) if is_media(column.type) else _plain(column)).null_count
+        if (media_bytes(column) if is_media(column.type) else plain_column(column)).null_count
     }  # fmt: skip
 
 
@@ -82,47 +72,8 @@ def batch_samples(
         yield SourceSample(sample, keys[row] if keys else None, file.name, first_row + row)
 
 
-class _Columns:
-    """The columns of a record batch, converted to field types, and the rows that do not fit."""
-
-    def __init__(self, batch: Any, path: str, first_row: int) -> None:
-        self._batch, self._path, self._first_row = batch, path, first_row
-        self.bad: dict[int, ShardkitError] = {}
-        try:
-            batch.validate(full=True)
-        except (UnicodeDecodeError, pa.ArrowException) as error:
-            raise self._damaged(error) from error
-
-    def _damaged(self, error: Exception) -> SourceError:
-        return SourceError(
-            f"{self._path} from row {self._first_row} on: damaged ({error}); fetch or write it again"
-        )
-
-    def _named(self, row: int) -> str:
-        return f"{self._path} row {self._first_row + row}"
-
-    def _refuse(self, row: int, why: str) -> None:
-        self.bad.setdefault(row, SourceError(f"{self._named(row)}: {why}"))
-
-    def keys(self) -> list[str | None]:
-        """Return the keys of the rows, or an empty list if the source has none."""
-        if KEY not in self._batch.schema.names:
-            return []
-        column = self._column(KEY)
-        keys: list[str | None] = column.cast(pa.large_string()).to_pylist()
-        return keys
-
-    def conform(self, name: str, kind: FieldType) -> Any:
-        """Return a column in the Arrow type of its field."""
-        column = self._column(name)
-        column = self._media(column, kind, name)
-        absent = self._check_nulls(column, kind, name)
-        where = f"{self._path} from row {self._first_row} on, column {name!r}"
-        try:
-            array = _cast(column, kind, name, where)
-        except (UnicodeDecodeError, pa.ArrowException) as error:
-            raise self._damaged(error) from error
-        return self._by_row(column, kind, name, absent, where) if array is None else array
+class _Columns(ForeignColumns):
+    """Columns of a record batch that can also be had as Python values."""
 
     def values(self, name: str, kind: FieldType, *, unchecked: bool) -> Sequence[Any]:
         """Return a column's values, None if missing; `unchecked` ones that do not fit stay as in Arrow."""
@@ -137,7 +88,7 @@ class _Columns:
             array = None
         if unchecked and (array is None or self.bad != before):
             self.bad = before
-            raw: list[Any] = self._column(name).to_pylist()
+            raw: list[Any] = self.column(name).to_pylist()
             return raw
         alone = Schema({"value": kind})
         columns = [
@@ -148,205 +99,3 @@ class _Columns:
             None if row in self.bad else alone.decode(payloads)["value"]
             for row, payloads in enumerate(zip(*columns, strict=True))
         ]
-
-    def _column(self, name: str) -> Any:
-        return _plain(self._batch.column(self._batch.schema.get_field_index(name)))
-
-    def _media(self, column: Any, kind: FieldType, name: str) -> Any:
-        """Return a column of files as one of their bytes."""
-        if kind.kind == "list" and is_list(column.type) and is_media(column.type.value_type):
-            return _media_lists(column)
-        if kind.kind != "bytes" or not is_media(column.type):
-            return column
-        alone = pc.and_(pc.is_null(_media_bytes(column)), pc.is_valid(pc.struct_field(column, "path")))
-        for row in _true_rows(alone):
-            self._refuse(
-                row,
-                f"field {name!r} holds no bytes, only a path; save the dataset with the files embedded (save_to_disk "
-                "and to_parquet do so by default)",
-            )
-        return _media_bytes(column)
-
-    def _check_nulls(self, column: Any, kind: FieldType, name: str) -> set[int]:
-        """Refuse rows with a null that cannot be stored; return rows without a value."""
-        absent = set(_true_rows(column.is_null())) if column.null_count else set()
-        if kind.kind == "json":
-            return absent if kind.optional else set()
-        is_nested = kind.is_packed or kind.kind in ("array", "ragged")
-        for row in _null_rows(column) if is_nested else sorted(absent):
-            if row not in absent or not kind.optional:
-                word = shell_word(name)
-                self._refuse(
-                    row,
-                    f"field {name!r} is null, or holds one; give it a value, leave the row out (--on-error skip), or "
-                    f"pass --schema {word}={kind.required}? for rows without a value, or {word}=json for nulls inside "
-                    "of one",
-                )
-        return absent
-
-    def _by_row(self, column: Any, kind: FieldType, name: str, absent: set[int], where: str) -> Any:
-        """Encode values one by one."""
-        payloads = []
-        for row, value in enumerate(_values(column, kind, where)):
-            payload = bytes(kind.item_bytes or 0)
-            if row not in absent and row not in self.bad:
-                try:
-                    payload = encode_value(kind.required, value, self._named(row), name)
-                except SampleError as error:
-                    self.bad[row] = error
-            payloads.append(payload)
-        present = [b"\0" if row in absent else b"\1" for row in range(len(column))] if kind.optional else None
-        return arrow_array(kind, payloads, name, present)
-
-
-def _plain(column: Any) -> Any:
-    """Return the storage of an extension column, and the values of a dictionary column."""
-    if isinstance(column.type, pa.BaseExtensionType):
-        column = column.storage
-    if not pa.types.is_dictionary(column.type):
-        return column
-    if pa.types.is_string_view(column.type.value_type):  # from polars; pyarrow cannot decode views
-        column = pa.DictionaryArray.from_arrays(column.indices, column.dictionary.cast(pa.large_string()))
-    return column.dictionary_decode()
-
-
-def _true_rows(flags: Any) -> list[int]:
-    rows: list[int] = np.flatnonzero(flags.to_numpy(zero_copy_only=False)).tolist()
-    return rows
-
-
-def _null_rows(column: Any) -> list[int]:
-    """Return rows that hold a null at any depth of lists."""
-    rows = set(_true_rows(column.is_null())) if column.null_count else set()
-    if (is_list(column.type) or pa.types.is_fixed_size_list(column.type)) and (
-        inner := _null_rows(column.flatten())
-    ):
-        rows |= set(pc.list_parent_indices(column).to_numpy()[inner].tolist())
-    return sorted(rows)
-
-
-def _media_bytes(column: Any) -> Any:
-    return pc.struct_field(column, "bytes")
-
-
-def _media_lists(column: Any) -> Any:
-    """Return lists of files as lists of their bytes."""
-    made = pa.LargeListArray if pa.types.is_large_list(column.type) else pa.ListArray
-    borders = pc.subtract(column.offsets, column.offsets[0])
-    mask = column.is_null() if column.null_count else None
-    return made.from_arrays(borders, _media_bytes(column.flatten()), mask=mask)
-
-
-# ---- Values
-
-
-def _cast(column: Any, kind: FieldType, name: str, where: str) -> Any:
-    """Return a column in the Arrow type of a field, or None if values must be converted one by one."""
-    is_decimal = kind.logical is not None and kind.logical.kind == "decimal"
-    nested = pa.types.is_nested(column.type) or pa.types.is_interval(column.type)
-    if kind.kind == "json" or kind.is_packed or is_decimal or (kind.kind == "str" and nested):
-        return None
-    if kind.kind in ("array", "ragged"):
-        return _fixed_array(column, kind, name) if kind.kind == "array" else _ragged_array(column, kind, name)
-    if kind.logical is not None and not pa.types.is_temporal(column.type):
-        return None  # texts, which the schema parses
-    target = arrow_type(kind)
-    try:
-        if kind.logical is None and pa.types.is_temporal(column.type) and pa.types.is_integer(target):
-            column = column.cast(pa.int32() if column.type.bit_width == 32 else pa.int64())
-        return column if column.type == target else column.cast(target)
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-        raise SchemaError(
-            f"{where}: {column.type} cannot be made {kind} ({error}); choose another type"
-        ) from error
-
-
-def _fixed_array(column: Any, kind: FieldType, name: str) -> Any:
-    """Return rows of the shape and dtype of a field; None if they differ or hold a null."""
-    shape, item = fixed_shape(column.type)
-    if shape != kind.shape or not is_number(item) or _dtype_name(item) != kind.dtype or _null_rows(column):
-        return None
-    for _ in shape:
-        column = column.flatten()
-    values: NDArray[Any] = np.ascontiguousarray(column.to_numpy(zero_copy_only=False))
-    rows = len(values) // max(1, math.prod(shape))
-    present = np.ones((rows, 1), np.uint8) if kind.optional else None
-    return arrow_array(kind, values.view(np.uint8).reshape(rows, -1), name, present)
-
-
-def _ragged_array(column: Any, kind: FieldType, name: str) -> Any:
-    """Return lists of numbers of the dtype of a field; None if they differ or hold a null."""
-    if not is_list(column.type) or _dtype_name(column.type.value_type) != kind.dtype:
-        return None
-    borders = column.offsets.to_numpy().astype(np.int64)
-    valid = column.is_valid().to_numpy(zero_copy_only=False)
-    inner = column.values[int(borders[0]) : int(borders[-1])]
-    if inner.null_count or np.diff(borders)[~valid].any():
-        return None
-    values = np.ascontiguousarray(inner.to_numpy(zero_copy_only=False))
-    payloads = JoinedPayloads(values.view(np.uint8), np.diff(borders) * values.dtype.itemsize)
-    return arrow_array(kind, payloads, name, valid.view(np.uint8).reshape(-1, 1) if kind.optional else None)
-
-
-def _dtype_name(kind: Any) -> str:
-    return str(np.dtype(kind.to_pandas_dtype()).name) if is_number(kind) else ""
-
-
-def _values(column: Any, kind: FieldType, where: str) -> Sequence[Any]:
-    """Return one Python value per row, for `encode_value`."""
-    if kind.kind == "json":
-        return _json_values(column)
-    if kind.is_packed or kind.kind in ("array", "ragged"):
-        return _lists(column, kind, where)
-    if kind.kind == "str":
-        return [json.dumps(value, ensure_ascii=False, sort_keys=True) for value in _json_values(column)]
-    plain: list[Any] = column.to_pylist()  # decimals and texts
-    return plain
-
-
-def _lists(column: Any, kind: FieldType, where: str) -> list[Any]:
-    """Return lists of numbers as arrays: views of the buffer for one ragged level, else Python lists."""
-    shape, item = fixed_shape(column.type.value_type) if is_list(column.type) else ((), None)
-    if item is not None and is_number(item) and not _null_rows(column):
-        inner = column.values
-        for _ in shape:
-            inner = inner.flatten()
-        numbers = inner.to_numpy(zero_copy_only=False).reshape(-1, *shape)
-        parts = [numbers[start:stop] for start, stop in pairwise(column.offsets.to_numpy().tolist())]
-        if shape or kind.kind != "array":
-            return parts
-        # an array of another size is kept: the schema then names the row
-        size = np.prod(kind.shape)
-        return [part.reshape(kind.shape) if part.size == size else part for part in parts]
-    if not pa.types.is_nested(column.type):
-        raise SchemaError(f"{where}: {column.type} cannot be made {kind}; choose another type")
-    values: list[Any] = column.to_pylist()
-    return values
-
-
-def _json_values(column: Any) -> list[Any]:
-    """Return the rows of a column as JSON values."""
-    return [_as_json(value, column.type) for value in column.to_pylist()]
-
-
-def _as_json(value: Any, kind: Any) -> Any:
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(kind, pa.BaseExtensionType):
-        return _as_json(value, kind.storage_type)
-    if pa.types.is_dictionary(kind):
-        return _as_json(value, kind.value_type)
-    if pa.types.is_struct(kind):
-        return {name: _as_json(one, kind.field(name).type) for name, one in value.items()}
-    if pa.types.is_map(kind):
-        pairs = [(_as_json(key, kind.key_type), _as_json(one, kind.item_type)) for key, one in value]
-        named = {key: one for key, one in pairs if isinstance(key, str)}
-        return named if len(named) == len(pairs) else [list(pair) for pair in pairs]
-    if pa.types.is_nested(kind):
-        return [_as_json(one, kind.value_type) for one in value]
-    if pa.types.is_interval(kind):  # three numbers that cannot be converted to each other
-        return dict(zip(("months", "days", "nanoseconds"), value, strict=True))
-    if isinstance(value, bytes):
-        return base64.b64encode(value).decode()
-    text: str = pa.array([value], kind).cast(pa.string())[0].as_py()
-    return text

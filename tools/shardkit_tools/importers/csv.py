@@ -15,15 +15,19 @@ import functools
 import io
 import itertools
 import re
-from collections.abc import Collection, Generator, Iterator
+from collections.abc import Collection, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from typing import BinaryIO, ClassVar, cast
+from typing import Any, BinaryIO, ClassVar, cast
 
 from shardkit.errors import SourceError, UsageError
-from shardkit.formats import FieldType
-from shardkit_tools.importers.json_lines import parse_json
-from shardkit_tools.importers.line_ranges import cut_lines, holds_plain_rows
+from shardkit.formats.line_blocks import TRUTHS, cell_type, cell_value, csv_reader
+from shardkit_tools.importers.line_ranges import (
+    cut_lines,
+    holds_plain_rows,
+    holds_unquoted_rows,
+    rows_to_infer,
+)
 from shardkit_tools.importers.protocol import (
     FileImporter,
     FileObserver,
@@ -34,18 +38,16 @@ from shardkit_tools.importers.protocol import (
     SourceFile,
     SourceSample,
     SourceTask,
-    shell_word,
 )
 from shardkit_tools.importers.source_files import check_suffixes, file_suffix, open_plain
 
 _SCAN_ROWS = 100_000
-_MAX_CELL_CHARACTERS = 1 << 30
 _HEADER_BYTES = 1 << 16
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]{0,18})\Z")
 _NUMBER = re.compile(r"[+-]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?\Z")
-_TRUTHS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 _INT64 = range(-(2**63), 2**63)
 _UTF8 = "utf-8-sig"
+_INDEX = "index"  # name of a first column that the header does not name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,41 +58,57 @@ class CsvImporter(FileImporter):
     names: tuple[str, ...]
     """Names of all columns, including excluded ones."""
     encoding: str
+    quote: str
+    """What encloses cells: '"', "none", or "maybe": the user must say so if a cell begins with a quote."""
 
     def _rows(self, task: SourceTask, seen: FileObserver) -> SampleStream:
         """Yield the rows; a row that does not fit is a failure of that row only."""
-        types = {name: _cell_type(kind) for name, kind in self.fields.items()}  # without excluded columns
-        value_of = _value_or_cell if self.options.unchecked else _value
         for file in task.files:
             first = max(0, task.first_row - 1)  # the header is not a row
-            for row, cells in enumerate(_rows(file, self.encoding, task.start, task.stop, first), first):
-                where = f"{file.path} row {row + 1}"
-                try:
-                    _check_width(cells, self.names, where)
-                    named = zip(self.names, cells, strict=True)
-                    sample = {n: value_of(cell, types[n], n, where) for n, cell in named if n in types}
-                except SourceError as error:
-                    yield SourceFailure(file.name, row, error)
-                    continue
-                yield SourceSample(sample, None, file.name, row)
+            yield from self.rows_of(
+                file, _rows(file, self.encoding, self.quote, task.start, task.stop, first), first
+            )
+
+    def rows_of(
+        self, file: SourceFile, rows: Iterable[tuple[int, list[str]]], first: int = 0
+    ) -> SampleStream:
+        """Yield a sample or a failure for each (number of its line, cells); `first` rows of the file are before."""
+        types = {name: cell_type(kind) for name, kind in self.fields.items()}  # without excluded columns
+        value_of = _value_or_cell if self.options.unchecked else cell_value
+        for row, (line, cells) in enumerate(rows, first):
+            where = f"{file.path} line {line}"
+            try:
+                _check_row(cells, self.names, where, self.quote)
+                named = zip(self.names, cells, strict=True)
+                sample = {n: value_of(cell, types[n], n, where) for n, cell in named if n in types}
+            except SourceError as error:
+                yield SourceFailure(file.name, row, error)
+                continue
+            yield SourceSample(sample, None, file.name, row, where=where)
 
     def _settings(self) -> dict[str, object]:
-        return {} if self.encoding == _UTF8 else {"encoding": self.encoding}
+        encoding: dict[str, object] = {} if self.encoding == _UTF8 else {"encoding": self.encoding}
+        return encoding if self.quote == '"' else {**encoding, "quote": self.quote}
 
 
 def open_csv(source: Source, options: ImportOptions) -> CsvImporter:
     """Read the headers and first rows of tables."""
     check_suffixes(source, ("csv", "tsv"), "a CSV file")
     encoding = _encoding(source.files[0], options)
-    first = _header(source.files[0], encoding)
+    quote = options.quote or ("maybe" if file_suffix(source.files[0].name) == "tsv" else '"')
+    first = _header(source.files[0], encoding, quote)
     for file in source.files[1:]:
-        header = _header(file, encoding)
+        header = _header(file, encoding, quote)
         if header != first:
             raise SourceError(
                 f"{file.path}: its header ({', '.join(header)[:80]}) is not that of {source.files[0].name} "
                 f"({', '.join(first)[:80]}); make the files alike"
             )
-    types = _infer(source, first, encoding, options)
+    types = _infer(source, first, encoding, quote, options)
+    if first[0] == _INDEX:
+        source.notes.append(
+            f"the first column has no name and became {_INDEX}; --drop {_INDEX} leaves it out"
+        )
     # line ends are the byte 10, which does not hold for UTF-16
     is_cut = b"\n".decode(encoding, "replace") == "\n"
     whole = () if is_cut else [file.name for file in source.files]
@@ -100,7 +118,10 @@ def open_csv(source: Source, options: ImportOptions) -> CsvImporter:
         options=options,
         names=tuple(first),
         encoding=encoding,
-        cut=cut_lines(source.files, whole, is_plain=holds_plain_rows),
+        quote=quote,
+        cut=cut_lines(
+            source.files, whole, is_plain=holds_plain_rows if quote == '"' else holds_unquoted_rows
+        ),
     )
 
 
@@ -118,13 +139,15 @@ def _encoding(file: SourceFile, options: ImportOptions) -> str:
     return "utf-16" if is_wide else _UTF8
 
 
-def _infer(source: Source, names: list[str], encoding: str, options: ImportOptions) -> dict[str, str]:
+def _infer(
+    source: Source, names: list[str], encoding: str, quote: str, options: ImportOptions
+) -> dict[str, str]:
     kinds: dict[str, set[str]] = {name: set() for name in names}
-    rows = ((file, row, cells) for file in source.files for row, cells in enumerate(_rows(file, encoding)))
+    rows = ((file, line, cells) for file in source.files for line, cells in _rows(file, encoding, quote))
     seen = 0
-    for file, row, cells in itertools.islice(rows, _SCAN_ROWS):
+    for file, line, cells in itertools.islice(rows, rows_to_infer(source.files, _SCAN_ROWS)):
         try:
-            _check_width(cells, kinds, f"{file.path} row {row + 1}")
+            _check_row(cells, kinds, f"{file.path} line {line}", quote)
         except SourceError:
             if not options.skip_bad_rows:
                 raise
@@ -144,7 +167,7 @@ def _kind(cell: str) -> str:
         return "int64" if int(cell) in _INT64 else "str"
     if _NUMBER.match(cell):
         return "float64"
-    return "bool" if cell in _TRUTHS else "str"
+    return "bool" if cell in TRUTHS else "str"
 
 
 def _common(kinds: set[str]) -> str:
@@ -153,54 +176,35 @@ def _common(kinds: set[str]) -> str:
     return kind if kind == "str" or "" not in kinds else f"{kind}?"
 
 
-def _cell_type(kind: FieldType) -> str:
-    """Return the type for `_value`; dates, times and decimals stay texts, which the schema parses."""
-    return ("str" if kind.logical is not None else str(kind.required)) + "?" * kind.optional
-
-
-def _value(cell: str, kind: str, name: str, where: str) -> object:
-    if kind.endswith("?"):
-        if not cell:
-            return None
-        kind = kind.removesuffix("?")
-    if kind == "str":
-        return cell
-    if kind == "bytes":
-        return cell.encode()
-    if kind == "json" or "[" in kind:
-        return parse_json(cell.encode(), f"{where}, field {name!r}")
-    if kind == "bool" and cell in _TRUTHS:
-        return _TRUTHS[cell]
-    if "int" in kind and re.fullmatch(r"[+-]?[0-9]{1,20}", cell):
-        return int(cell)
-    if "float" in kind:
-        try:
-            return float(cell)
-        except ValueError:
-            pass
-    shown = repr(cell) if len(cell) <= 40 else repr(cell[:37] + "…")
-    raise SourceError(
-        f"{where}: field {name!r} is {shown}, expected {kind}; mend the row, or pass --schema "
-        f"{shell_word(name)}={'str' if cell else f'{kind}?'}"
-    )
-
-
 def _value_or_cell(cell: str, kind: str, name: str, where: str) -> object:
     """Return the value, the cell itself if it does not convert, or None for an empty cell."""
     try:
-        return _value(cell, kind, name, where)
+        return cell_value(cell, kind, name, where)
     except SourceError:
         return cell or None
 
 
-def _check_width(cells: list[str], names: Collection[str], where: str) -> None:
+def _check_row(cells: list[str], names: Collection[str], where: str, quote: str) -> None:
     if len(cells) != len(names):
         raise SourceError(f"{where}: {len(cells)} cells, but the header has {len(names)}; mend the row")
+    _check_quotes(cells, where, quote)
 
 
-def _header(file: SourceFile, encoding: str) -> list[str]:
-    with open_plain(file) as stream, closing(_cells(stream, file, encoding)) as cells:
-        header = next(cells, [])
+def _check_quotes(cells: list[str], where: str, quote: str) -> None:
+    """Refuse a table separated by tabs if its readers disagree on quotes."""
+    if quote == "maybe" and any(cell.startswith('"') for cell in cells):
+        raise SourceError(
+            f"{where}: a cell begins with a quote, which may enclose it or be a character of it; pass --quote none to "
+            "keep quotes as characters, or --quote '\"' to remove those that enclose cells"
+        )
+
+
+def _header(file: SourceFile, encoding: str, quote: str) -> list[str]:
+    with open_plain(file) as stream, closing(_cells(stream, file, encoding, quote)) as cells:
+        _, header = next(cells, (1, []))
+    _check_quotes(header, f"{file.path} line 1", quote)
+    if len(header) > 1 and not header[0]:
+        header[0] = _INDEX  # as pandas writes an index without a name
     if not header or not all(header):
         raise SourceError(
             f"{file.path}: no header, or a column without a name; the first line must name the columns"
@@ -212,7 +216,8 @@ def _header(file: SourceFile, encoding: str) -> list[str]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _delimiter(file: SourceFile, encoding: str) -> str:
+def delimiter_of(file: SourceFile, encoding: str) -> str:
+    """Return the delimiter of a file: by its extension, or by its header."""
     if file_suffix(file.name) == "tsv":
         return "\t"
     with open_plain(file) as stream:
@@ -221,9 +226,11 @@ def _delimiter(file: SourceFile, encoding: str) -> str:
 
 
 def _rows(
-    file: SourceFile, encoding: str, start: int = 0, stop: int | None = None, first: int = 0
-) -> Iterator[list[str]]:
-    """Yield the rows below the header, without empty lines, or the rows of a range, from row `first` on.
+    file: SourceFile, encoding: str, quote: str, start: int = 0, stop: int | None = None, first: int = 0
+) -> Iterator[tuple[int, list[str]]]:
+    """Yield (number of the first line, cells) of the rows below the header, without empty lines.
+
+    Of a range, yield its rows, where `first` rows of the file are before it.
 
     A range begins at a row, or at the header, and holds no empty lines.
     """
@@ -235,19 +242,38 @@ def _rows(
         stream = cast(BinaryIO, io.BytesIO(part))
     if start and encoding == _UTF8:
         encoding = "utf-8"  # a byte-order mark is only at the beginning of a file
-    with stream, closing(_cells(stream, file, encoding, line=first + 1 if start else 0)) as cells:
+    with stream, closing(_cells(stream, file, encoding, quote, line=first + 1 if start else 0)) as cells:
         if not start:
             next(cells, None)
-        yield from (row for row in cells if row)
+        yield from (row for row in cells if row[1])
 
 
-def _cells(stream: BinaryIO, file: SourceFile, encoding: str, *, line: int = 0) -> Generator[list[str]]:
-    """Yield the cells of every row of a file, or of a range after `line` lines."""
-    csv.field_size_limit(_MAX_CELL_CHARACTERS)
+def _cells(
+    stream: BinaryIO, file: SourceFile, encoding: str, quote: str, *, line: int = 0
+) -> Generator[tuple[int, list[str]]]:
+    """Yield (number of the first line, cells) of every row of a file, or of a range after `line` lines."""
     text = io.TextIOWrapper(stream, encoding=encoding, newline="")
-    reader = csv.reader(text, delimiter=_delimiter(file, encoding), strict=True)
     try:
-        yield from reader
+        yield from numbered_cells(
+            csv_reader(text, delimiter_of(file, encoding), quote), file, encoding, line=line
+        )
+    finally:
+        text.detach()  # the caller closes the stream
+
+
+def numbered_cells(
+    reader: Any, file: SourceFile, encoding: str = _UTF8, *, line: int = 0
+) -> Iterator[tuple[int, list[str]]]:
+    """Yield (number of the first line, cells) of the rows of a reader that begins after `line` lines.
+
+    Raises:
+        SourceError: The text is not of this encoding, or not CSV.
+    """
+    start = line + 1
+    try:
+        for cells in reader:
+            yield start, cells
+            start = line + reader.line_num + 1
     except UnicodeError as error:
         where = f"{file.path} near line {line + reader.line_num + 1}"
         if encoding in (_UTF8, "utf-8"):
@@ -257,7 +283,6 @@ def _cells(stream: BinaryIO, file: SourceFile, encoding: str, *, line: int = 0) 
         raise SourceError(f"{where}: not {encoding} ({error}); name another --encoding") from error
     except csv.Error as error:
         raise SourceError(
-            f"{file.path} line {line + reader.line_num}: not CSV ({error}); mend the line"
+            f"{file.path} line {start}: not CSV ({error}); mend the line, or pass --quote none if "
+            "quotes are plain characters"
         ) from error
-    finally:
-        text.detach()  # the caller closes the stream

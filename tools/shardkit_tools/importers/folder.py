@@ -3,19 +3,23 @@
 cats/17.jpg  cats/17.json  dogs/4.jpg …     class per folder → int64 ``label``, names in ``classes``
 train/cats/17.jpg  val/dogs/4.jpg …         split per folder → a ref, then classes as above
 a.wav  a.txt  b.wav  b.txt …                no folders → no label; ``a.txt`` is the text of ``a.wav``
+1.png  2.png  metadata.jsonl …              a row per file, joined by ``file_name``
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from shardkit.errors import SourceError
-from shardkit_tools.importers.json_lines import parse_json
+from shardkit.errors import FormatError, SourceError
+from shardkit.formats.strict_json import parse_json
+from shardkit.images.decoding import decode_picture
+from shardkit_tools.importers.file_metadata import FileMetadata, open_metadata
 from shardkit_tools.importers.line_ranges import cut_lines, read_lines
 from shardkit_tools.importers.protocol import (
     FileImporter,
@@ -35,9 +39,11 @@ from shardkit_tools.importers.source_files import (
     file_suffix,
     group_files,
     is_compressed,
+    is_metadata,
     media_of,
     open_plain,
     read_file,
+    text_of,
 )
 
 _MAX_TEXT_BYTES = 1 << 30
@@ -57,6 +63,7 @@ class FolderImporter(FileImporter):
     samples: tuple[tuple[SourceFile, ...], ...]  # each sample's own file first, then its sidecars
     media: str  # field for the file: image, audio, video or blob
     layout: FolderLayout
+    metadata: FileMetadata | None = None
 
     def tasks(self) -> Sequence[SourceTask]:
         """Groups of whole samples."""
@@ -67,16 +74,16 @@ class FolderImporter(FileImporter):
         start = 0
         for group in group_files(own_files):
             stop = start + len(group.files)
-            files = tuple(file for sample in self.samples[start:stop] for file in sample)
-            tasks.append(SourceTask(group.name, files, group.size))
+            files = [file for sample in self.samples[start:stop] for file in sample]
+            if self.metadata is not None:
+                files += self.metadata.files
+            tasks.append(SourceTask(group.name, tuple(files), group.size))
             start = stop
         return tasks
 
     def _rows(self, task: SourceTask, seen: FileObserver) -> SampleStream:
         """Yield one sample per file; an unreadable file is a failure of its sample only."""
-        width = len(self.samples[0])
-        for start in range(0, len(task.files), width):
-            own, *sidecars = task.files[start : start + width]
+        for own, sidecars in _with_sidecars(task.files):
             try:
                 sample = self._sample(own, sidecars, seen)
             except SourceError as error:
@@ -95,8 +102,15 @@ class FolderImporter(FileImporter):
             raise SourceError(
                 f"{own.path}: not an image (it starts with {data[:8].hex(' ')}); fetch it again, or remove it"
             )
+        if self.media == "image" and self.options.check == "decode":
+            try:
+                decode_picture(data)
+            except FormatError as error:
+                raise SourceError(
+                    f"{own.path}: {error}; fetch it again, remove it, or leave such files out: --on-error skip"
+                ) from error
         sample: dict[str, object] = {self.media: data} if self.media in self.fields else {}
-        if "label" in self.fields:
+        if self.layout.classes and "label" in self.fields:
             sample["label"] = self.layout.label(own.name)
         for sidecar in sidecars:
             name, _ = SIDECARS[file_suffix(sidecar.name)]
@@ -104,10 +118,21 @@ class FolderImporter(FileImporter):
                 text = read_file(sidecar)
                 seen(sidecar, text)
                 sample[name] = _sidecar_value(name, sidecar, text)
+        if self.metadata is not None:
+            described = self.metadata.rows().get(own.name, {})
+            sample |= {name: value for name, value in described.items() if name in self.fields}
         return sample
 
     def _settings(self) -> dict[str, object]:
-        return self.layout.describe()
+        return {**self.layout.describe(), **({} if self.metadata is None else {"metadata": True})}
+
+
+def _with_sidecars(files: Sequence[SourceFile]) -> Iterator[tuple[SourceFile, list[SourceFile]]]:
+    """Yield each sample's own file with its sidecars, which follow it; metadata files are left out."""
+    files = [file for file in files if not is_metadata(file.name)]
+    starts = [place for place, file in enumerate(files) if file_suffix(file.name) not in SIDECARS]
+    for start, stop in itertools.pairwise([*starts, len(files)]):
+        yield files[start], files[start + 1 : stop]
 
 
 def open_folder(source: Source, options: ImportOptions) -> FolderImporter:
@@ -119,17 +144,23 @@ def open_folder(source: Source, options: ImportOptions) -> FolderImporter:
     by_stem: dict[str, list[SourceFile]] = {}
     media: dict[str, SourceFile] = {}
     for file in source.files:
+        if is_metadata(file.name):
+            continue
         by_stem.setdefault(file_stem(file.name), []).append(file)
         if file_suffix(file.name) not in SIDECARS:
             media.setdefault(media_of(file_suffix(file.name)) or "blob", file)
     if len(media) != 1:
         raise SourceError(f"{source.given}: {_mixture(media, source)}")
-    samples = sorted((_arranged(files) for files in by_stem.values()), key=lambda sample: sample[0].name)
-    sidecars = _common_sidecars(samples)
-    layout = folder_layout(source, options, [sample[0].name for sample in samples])
+    samples = sorted((_arrange(files) for files in by_stem.values()), key=lambda sample: sample[0].name)
     (own,) = media
-    fields = {own: "bytes"} | ({"label": "int64"} if layout.classes else {})
-    fields |= dict(SIDECARS[suffix] for suffix in sidecars)
+    sidecars = _sidecar_types(samples, source.notes)
+    metadata = open_metadata(source, options, [own, *sidecars])
+    if metadata is not None and options.classes is None:  # as in the folders of Hugging Face
+        options = replace(options, classes=False)
+    layout = folder_layout(source, options, [sample[0].name for sample in samples])
+    fields = {own: "bytes"} | ({"label": "int64"} if layout.classes else {}) | sidecars
+    if metadata is not None:
+        fields |= _metadata_types(metadata, samples, fields, source.notes)
     return FolderImporter(
         source=source,
         fields=options.schema(fields, source.given),
@@ -138,7 +169,32 @@ def open_folder(source: Source, options: ImportOptions) -> FolderImporter:
         layout=layout,
         samples=tuple(samples),
         media=own,
+        metadata=metadata,
     )
+
+
+def _metadata_types(
+    metadata: FileMetadata,
+    samples: Sequence[tuple[SourceFile, ...]],
+    others: Collection[str],
+    notes: list[str],
+) -> dict[str, str]:
+    """Return the types of the metadata; they are optional if a sample has no row."""
+    if "label" in others and "label" in metadata.types:
+        raise SourceError(
+            f"{metadata.files[0].path}: its field 'label' has the name of the classes; pass --no-classes to take it"
+        )
+    rows, names = metadata.rows(), {own.name for own, *_ in samples}
+    lacking = sorted(names - rows.keys())
+    found = f"{', '.join(metadata.types)} are from {metadata.files[0].name}, joined by file_name"
+    notes.append(f"{found}; {len(lacking):,} files have no row ({lacking[0]})" if lacking else found)
+    if unknown := sorted(rows.keys() - names):
+        notes.append(f"{len(unknown):,} rows of metadata name files that are not there ({unknown[0]})")
+    optional = "?" * bool(lacking)
+    return {
+        name: kind.removesuffix("?") + ("?" if kind.endswith("?") else optional)
+        for name, kind in metadata.types.items()
+    }
 
 
 def _mixture(media: dict[str, SourceFile], source: Source) -> str:
@@ -154,7 +210,7 @@ def _mixture(media: dict[str, SourceFile], source: Source) -> str:
     )
 
 
-def _arranged(files: list[SourceFile]) -> tuple[SourceFile, ...]:
+def _arrange(files: list[SourceFile]) -> tuple[SourceFile, ...]:
     own = [file for file in files if file_suffix(file.name) not in SIDECARS]
     if len(own) > 1:
         raise SourceError(
@@ -173,16 +229,23 @@ def _arranged(files: list[SourceFile]) -> tuple[SourceFile, ...]:
     return (own[0], *rest)
 
 
-def _common_sidecars(samples: list[tuple[SourceFile, ...]]) -> tuple[str, ...]:
-    seen = {file_suffix(file.name) for sample in samples for file in sample[1:]}
-    for own, *rest in samples:
-        missing = seen - {file_suffix(file.name) for file in rest}
-        if missing:
-            raise SourceError(
-                f"{own.path}: has no .{min(missing)} sidecar, though other samples have one; every sample "
-                "must have every field: add it, or remove the others"
+def _sidecar_types(samples: Sequence[tuple[SourceFile, ...]], notes: list[str]) -> dict[str, str]:
+    """Return the fields of sidecars; they are optional if a sample has none."""
+    counts = Counter(file_suffix(file.name) for sample in samples for file in sample[1:])
+    types = {}
+    for suffix, count in sorted(counts.items()):
+        name, kind = SIDECARS[suffix]
+        types[name] = kind
+        if count < len(samples):
+            types[name] += "?"
+            lacking = next(
+                own for own, *rest in samples if suffix not in {file_suffix(one.name) for one in rest}
             )
-    return tuple(sorted(seen))
+            notes.append(
+                f"{name} is null for {len(samples) - count:,} of {len(samples):,} files, which have no .{suffix} "
+                f"({lacking.name})"
+            )
+    return types
 
 
 def _sidecar_value(name: str, file: SourceFile, data: bytes) -> object:
@@ -193,10 +256,7 @@ def _sidecar_value(name: str, file: SourceFile, data: bytes) -> object:
                 f"{file.path}: holds a {type(value).__name__}; a sidecar must be one JSON object"
             )
         return value
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise SourceError(f"{file.path}: not UTF-8 (byte {error.start}); convert it to UTF-8") from error
+    return text_of(data, file.path, "convert it to UTF-8")
 
 
 # ---- Texts: a sample per file, or per line
@@ -235,13 +295,8 @@ class TextImporter(FileImporter):
     def _sample(self, file: SourceFile, data: bytes, where: str) -> dict[str, object]:
         sample: dict[str, object] = {"text": data}
         if self.fields["text"].kind == "str":
-            try:
-                sample["text"] = data.decode()
-            except UnicodeDecodeError as error:
-                raise SourceError(
-                    f"{where}: not UTF-8 (byte {error.start} is 0x{data[error.start]:02x}); convert it, "
-                    "leave it out with a glob, or keep the bytes as they are with --schema text=bytes"
-                ) from error
+            advice = "leave it out with a glob, or keep the bytes as they are with --schema text=bytes"
+            sample["text"] = text_of(data, where, f"convert it, {advice}")
         if self.labels:
             sample["label"] = self.layout.label(file.name)
         return sample
@@ -388,10 +443,10 @@ def _notes(
             f"{len(single):,} of {len(classes):,} classes have one sample each: are these folders classes?"
         )
     elif single and len(samples) > 2 * len(classes):
-        notes.append(f"one sample only is in {_listed(single)}")
+        notes.append(f"one sample only is in {_list_names(single)}")
     likely = [name for name in classes if name.lower() in SPLIT_NAMES]
     if likely:
-        notes.append(f"{_listed(likely)} became a class; where it is a split: {_HOW}")
+        notes.append(f"{_list_names(likely)} became a class; where it is a split: {_HOW}")
     deep = sorted({depths[name] for name in samples})
     if deep[-1] > 1:
         levels = f"{deep[0]} to {deep[-1]}" if len(deep) > 1 else f"{deep[0]}"
@@ -408,12 +463,12 @@ def _missing(classes: Sequence[str], splits: Mapping[str, str], samples: Sequenc
     for name in samples if splits else ():
         held[name.partition("/")[0]].add(_folders(name, splits)[0])
     return [
-        f"split {splits[folder]} has nothing of {_listed(lacking)}"
+        f"split {splits[folder]} has nothing of {_list_names(lacking)}"
         for folder, found in held.items()
         if (lacking := [name for name in classes if name not in found])
     ]
 
 
-def _listed(names: Sequence[str]) -> str:
+def _list_names(names: Sequence[str]) -> str:
     shown = ", ".join(repr(name) for name in names[:3])
     return f"{'class' if len(names) == 1 else f'{len(names):,} classes:'} {shown}{' …' if len(names) > 3 else ''}"

@@ -1,4 +1,4 @@
-"""Strict JSON (no NaN, no duplicate keys), and sources of JSON lines or of one array of objects.
+"""Sources of JSON lines, or of one array of objects, in strict JSON: no NaN, no duplicate keys.
 
 The schema is inferred from the first rows and checked on the rest.
 
@@ -12,18 +12,18 @@ names both rows: the user decides how to resolve it, and ``--schema field=json``
 from __future__ import annotations
 
 import difflib
-import io
 import itertools
-import json
-import re
 from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, NoReturn, TextIO, cast
+from typing import ClassVar, cast
 
 from shardkit.errors import SourceError
-from shardkit_tools.importers.line_ranges import cut_lines, read_lines
+from shardkit.extras import shell_word
+from shardkit.formats.strict_json import parse_json
+from shardkit_tools.importers.json_arrays import read_array
+from shardkit_tools.importers.line_ranges import cut_lines, read_lines, rows_to_infer
 from shardkit_tools.importers.protocol import (
     MIXED,
     FileImporter,
@@ -36,117 +36,11 @@ from shardkit_tools.importers.protocol import (
     SourceSample,
     SourceTask,
     array_note,
-    shell_word,
 )
 from shardkit_tools.importers.source_files import check_suffixes, file_suffix, open_plain
 
-_PIECE = 1 << 20
-_MAX_ITEM = 1 << 28
-_BETWEEN = re.compile(r"[ \t\r\n]*")
-
-
-def parse_json(data: bytes, where: str) -> object:
-    """Parse UTF-8 JSON.
-
-    Duplicate keys are refused: parsers keep the first or the last, so a value would be lost silently.
-    """
-    try:
-        return _DECODER.decode(data.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise SourceError(f"{where}: not UTF-8 (byte {error.start}); convert the file to UTF-8") from error
-    except (ValueError, RecursionError) as error:
-        raise SourceError(f"{where}: not valid JSON ({error}); mend or remove it") from error
-
-
-def read_array(file: SourceFile) -> Iterator[object]:
-    """Yield the items of a file with one JSON array, one at a time in memory."""
-    with open_plain(file) as stream, io.TextIOWrapper(stream, encoding="utf-8-sig") as text:
-        array, number = _Array(text), 0
-        try:
-            array.take("[", f"{file.path}: no JSON array")
-            more = array.look() != "]"
-            while more:
-                number += 1
-                where = f"{file.path} item {number}"
-                yield array.value(where)
-                more = (
-                    array.take(",]", f"{where}: something other than a comma or the array's end behind it")
-                    == ","
-                )
-            if not number:
-                array.take("]", file.path)
-        except UnicodeDecodeError as error:
-            raise SourceError(
-                f"{file.path}: not UTF-8 ({error.reason}); convert the file to UTF-8"
-            ) from error
-        if array.look():
-            raise SourceError(f"{file.path}: something lies behind the end of the array; mend the file")
-
-
-class _Array:
-    """A text that is decoded value by value."""
-
-    def __init__(self, text: TextIO) -> None:
-        self._text, self._held, self._at = text, "", 0
-
-    def _fill(self) -> bool:
-        """Double the buffer, so that a long value is parsed only a few times."""
-        piece = self._text.read(max(_PIECE, len(self._held) - self._at))
-        self._held, self._at = self._held[self._at :] + piece, 0
-        return bool(piece)
-
-    def look(self) -> str:
-        """Return the next character that is not a space, or "" at the end."""
-        while True:
-            found = _BETWEEN.match(self._held, self._at)
-            self._at = found.end() if found else self._at
-            if self._at < len(self._held):
-                return self._held[self._at]
-            if not self._fill():
-                return ""
-
-    def take(self, wanted: str, else_: str) -> str:
-        """Consume and return one of the wanted characters."""
-        found = self.look()
-        if not found or found not in wanted:
-            raise SourceError(f"{else_}{'' if found else ' (it ends there)'}; mend or fetch the file again")
-        self._at += 1
-        return found
-
-    def value(self, where: str) -> object:
-        """Consume and return a value."""
-        self.look()
-        while True:
-            try:
-                value, end = _DECODER.raw_decode(self._held, self._at)
-            except (ValueError, RecursionError) as error:
-                if len(self._held) - self._at > _MAX_ITEM or not self._fill():
-                    said = error.msg if isinstance(error, json.JSONDecodeError) else error
-                    raise SourceError(f"{where}: not valid JSON ({said}); mend or remove it") from error
-            else:
-                if end < len(self._held) or not self._fill():  # a number may continue
-                    self._at = end
-                    return value
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice!r} is given twice")
-    return result
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not a JSON number")
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse)
-
-
 SCAN_ROWS = 100_000
-"""Number of rows, in source order, for inferring the schema: the same for any number of jobs."""
+"""Number of rows, in source order, for inferring the schema of a large source: the same for any number of jobs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,21 +58,23 @@ class JsonLinesImporter(FileImporter):
         """Yield one sample per line; a line that does not parse or fit is a failure of that line only."""
         for file in task.files:
             lines = enumerate(read_lines(file, task.start, task.stop), task.first_row)
-            for number, where, found in _objects(
-                file, None if file.name in self.arrays else lines, self.options
-            ):
-                try:
-                    if isinstance(found, SourceError):
-                        raise found
-                    row = self.options.kept(found)
-                    if self.structs:
-                        row = {n: v for n, v in row.items() if v is not None or n not in self.structs}
-                    if not self.options.unchecked:
-                        check_row(row, self.types, self.options.field_types, where)
-                except SourceError as error:
-                    yield SourceFailure(file.name, number, error)
-                else:
-                    yield SourceSample(row, None, file.name, number)
+            yield from self.rows_of(file, None if file.name in self.arrays else lines)
+
+    def rows_of(self, file: SourceFile, lines: Iterator[tuple[int, bytes]] | None) -> SampleStream:
+        """Yield a sample or a failure for each (number, line) that is not empty; None: for the file's array."""
+        for number, where, found in _objects(file, lines, self.options):
+            try:
+                if isinstance(found, SourceError):
+                    raise found
+                row = self.options.kept(found)
+                if self.structs:
+                    row = {n: v for n, v in row.items() if v is not None or n not in self.structs}
+                if not self.options.unchecked:
+                    check_row(row, self.types, self.options.field_types, where)
+            except SourceError as error:
+                yield SourceFailure(file.name, number, error)
+            else:
+                yield SourceSample(row, None, file.name, number, where=where)
 
     def _settings(self) -> dict[str, object]:
         return {"given": dict(self.options.field_types), **super()._settings()}
@@ -230,7 +126,7 @@ class _First:
         self.lists: dict[str, list[object]] = {}  # field → its first lists
 
     def rows(self) -> Iterator[tuple[str, Mapping[str, object]]]:
-        for where, row in itertools.islice(self._all(), SCAN_ROWS):
+        for where, row in itertools.islice(self._all(), rows_to_infer(self._source.files, SCAN_ROWS)):
             found = self._options.kept(row)
             if found is not row:
                 self.left_out.update(dict.fromkeys(name for name in row if name not in found))
@@ -324,7 +220,7 @@ _EXACT = 2**53  # float64 holds every integer up to this
 
 
 @dataclass(slots=True)
-class _Seen:
+class _FieldFacts:
     """Facts about one field: its type so far, and the row that it was inferred from."""
 
     kind: str
@@ -344,7 +240,7 @@ class _Seen:
         if kind != self.kind:
             if {kind, self.kind} != {"int64", "float64"}:
                 raise SourceError(
-                    f"{where}: field {name!r} is {_shown(value)}, but {_shown(self.value)} in {self.where}; "
+                    f"{where}: field {name!r} is {_short(value)}, but {_short(self.value)} in {self.where}; "
                     f"make them alike, or pass --schema {shell_word(name)}=json"
                 )
             self.kind = "float64"
@@ -389,13 +285,15 @@ def _of_each(shapes: Mapping[tuple[str, ...], int]) -> dict[str, int]:
     return found
 
 
-def _learn(seen: dict[str, _Seen], name: str, value: object, where: str, mixed: set[str] | None) -> None:
+def _learn(
+    seen: dict[str, _FieldFacts], name: str, value: object, where: str, mixed: set[str] | None
+) -> None:
     """Learn from a value; unless `mixed` is None, a conflict adds the field to it instead of raising."""
     if mixed is not None and name in mixed:
         return
     known = seen.get(name)
     if known is None:
-        known = seen[name] = _Seen(_KINDS[type(value)], where, value)
+        known = seen[name] = _FieldFacts(_KINDS[type(value)], where, value)
     try:
         known.learn(name, value, where)
     except SourceError:
@@ -419,7 +317,7 @@ def infer_types(
     Raises:
         SourceError: A field has values of different types.
     """
-    seen: dict[str, _Seen] = {}
+    seen: dict[str, _FieldFacts] = {}
     mixed: set[str] | None = set() if unchecked and not skip else None
     shapes = Counter[tuple[str, ...]]()  # fields in order → number of rows with exactly these
     nulls = Counter[tuple[str, ...]]()  # the same for fields that are null
@@ -444,13 +342,13 @@ def infer_types(
     types = {}
     for name, count in _of_each(shapes).items():
         is_mixed = mixed is not None and name in mixed
-        found = MIXED if is_mixed else _concluded(seen.get(name), name, unchecked=unchecked)
+        found = MIXED if is_mixed else _conclude(seen.get(name), name, unchecked=unchecked)
         is_optional = count - null_in.get(name, 0) < rows_seen and found != MIXED
         types[name] = given.get(name) or found + "?" * is_optional
     return types
 
 
-def _concluded(known: _Seen | None, name: str, *, unchecked: bool) -> str:
+def _conclude(known: _FieldFacts | None, name: str, *, unchecked: bool) -> str:
     if known is None:
         return "json"
     try:
@@ -485,7 +383,7 @@ def check_row(
         if value is None:
             raise SourceError(f"{where}: field {name!r} is null, {_unseen(name, kind)}")
         raise SourceError(
-            f"{where}: field {name!r} is {_shown(value)}, but {kind} was inferred from the rows before it; "
+            f"{where}: field {name!r} is {_short(value)}, but {kind} was inferred from the rows before it; "
             f"mend the row, or pass --schema {shell_word(name)}={'float64' if isinstance(value, float) else 'json'}"
         )
 
@@ -526,7 +424,7 @@ def _array_of(values: list[object]) -> tuple[str, int] | None:
     return ("float64" if float in kinds else "int64"), dimensions
 
 
-def _shown(value: object) -> str:
+def _short(value: object) -> str:
     text = repr(value)
     return (
         f"{_WORDS[type(value)]} ({text if len(text) <= 40 else text[:37] + '…'})"

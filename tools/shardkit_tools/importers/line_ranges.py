@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import BinaryIO
 
 from shardkit.errors import SourceError
 from shardkit_tools.importers.protocol import SourceFile, SourceTask
@@ -11,6 +12,14 @@ from shardkit_tools.importers.source_files import group_files, is_compressed, op
 _RANGE_BYTES = 64 << 20
 _PIECE_BYTES = 4 << 20
 _MAX_LINE_BYTES = 1 << 30
+
+INFERRED_BYTES = 256 << 20
+"""Size of a source up to which types are inferred from every row, in one process before its tasks."""
+
+
+def rows_to_infer(files: Sequence[SourceFile], rows: int) -> int | None:
+    """Return the number of rows that types are inferred from: None, which means all, up to 256 MiB of files."""
+    return None if sum(file.size for file in files) <= INFERRED_BYTES else rows
 
 
 def cut_lines(
@@ -42,16 +51,21 @@ def read_lines(file: SourceFile, start: int = 0, stop: int | None = None) -> Ite
         if start:
             stream.seek(start)
         at = start
-        while stop is None or at < stop:
-            line = stream.readline(_MAX_LINE_BYTES)
-            if not line:
-                return
-            at += len(line)
-            if len(line) == _MAX_LINE_BYTES:
-                raise SourceError(
-                    f"{file.path}: a line is longer than {_MAX_LINE_BYTES} bytes; is it a file of lines?"
-                )
+        for line in whole_lines(stream, file.path):
             yield line.removesuffix(b"\n").removesuffix(b"\r")
+            at += len(line)
+            if at == stop:
+                return
+
+
+def whole_lines(stream: BinaryIO, path: str) -> Iterator[bytes]:
+    """Yield the lines of a stream with their ends; raise SourceError if one is too long."""
+    while line := stream.readline(_MAX_LINE_BYTES):
+        if len(line) == _MAX_LINE_BYTES:
+            raise SourceError(
+                f"{path}: a line is longer than {_MAX_LINE_BYTES} bytes; is it a file of lines?"
+            )
+        yield line
 
 
 def _borders(file: SourceFile, is_plain: Callable[[bytes], bool]) -> list[tuple[int, int]]:
@@ -76,11 +90,19 @@ def _borders(file: SourceFile, is_plain: Callable[[bytes], bool]) -> list[tuple[
 
 
 def holds_plain_rows(piece: bytes) -> bool:
-    r"""Return True if every line of a piece of a table, with the byte before it, is certainly a row.
+    """Return True if every line of a piece of a table, with the byte before it, is certainly a row.
 
     A quoted cell may contain line ends, and only a reader from the start of the table can tell them from the
-    ends of rows. Rows are counted as lines only if no line is empty and all line ends are ``\n`` or ``\r\n``.
+    ends of rows.
+    """
+    return b'"' not in piece and holds_unquoted_rows(piece)
+
+
+def holds_unquoted_rows(piece: bytes) -> bool:
+    r"""Do `holds_plain_rows` for a table without quoted cells.
+
+    Rows are counted as lines only if no line is empty and all line ends are ``\n`` or ``\r\n``.
     """
     # A carriage return at the very end is checked with the next piece.
     alone = piece.count(b"\r", 0, len(piece) - 1) != piece.count(b"\r\n")
-    return not (b'"' in piece or b"\n\n" in piece or b"\n\r" in piece or alone)
+    return not (b"\n\n" in piece or b"\n\r" in piece or alone)

@@ -24,9 +24,10 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from shardkit.errors import SourceError
-from shardkit_tools.importers.json_lines import parse_json
-from shardkit_tools.importers.numpy_arrays import array_type
+from shardkit.errors import SourceError, UsageError
+from shardkit.formats import FieldType
+from shardkit.formats.strict_json import parse_json
+from shardkit_tools.importers.numpy_arrays import array_type, common_array
 from shardkit_tools.importers.protocol import (
     FileImporter,
     FileObserver,
@@ -39,12 +40,15 @@ from shardkit_tools.importers.protocol import (
     SourceTask,
 )
 from shardkit_tools.importers.source_files import open_packed, read_file
-from shardkit_tools.importers.webdataset import common_array
 
-_INDEX = "index.json"
+MDS_INDEX = "index.json"
 _PACKED = {"zstd": "zst", "gz": "gz", "bz2": "bz2"}  # compression in the index → `open_packed`
 _SCAN_ROWS = 1_000
 _MAX_SHARD_BYTES = 2**32  # offsets are 32 bits wide
+
+
+Encodings = tuple[tuple[str, str, int | None], ...]
+"""(column, encoding, fixed size) of each column."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +68,7 @@ class MdsImporter(FileImporter):
 
     name: ClassVar[str] = "mds"
     shards: tuple[MdsShard, ...]
-    encodings: tuple[tuple[str, str, int | None], ...]  # (column, encoding, fixed size)
+    encodings: Encodings
 
     def _rows(self, task: SourceTask, seen: FileObserver) -> SampleStream:
         """Yield the rows; a field that cannot be decoded is a failure of its row only."""
@@ -72,7 +76,9 @@ class MdsImporter(FileImporter):
         for row, fields in enumerate(_rows(shard, self.encodings)):
             try:
                 sample = {
-                    name: _value_of(encoding, data, f"{shard.file.path} row {row}, column {name!r}")
+                    name: _value_of(
+                        encoding, data, f"{shard.file.path} row {row}, column {name!r}", self.schema[name]
+                    )
                     for (name, encoding, _), data in zip(self.encodings, fields, strict=True)
                     if name in self.fields
                 }
@@ -89,16 +95,16 @@ def open_mds(source: Source, options: ImportOptions) -> MdsImporter:
         SourceError: The index or a shard is missing or invalid, or a column cannot be read.
     """
     by_name = {file.name: file for file in source.files}
-    if _INDEX not in by_name:
-        inside = sorted(os.path.dirname(name) for name in by_name if os.path.basename(name) == _INDEX)
+    if MDS_INDEX not in by_name:
+        inside = sorted(os.path.dirname(name) for name in by_name if os.path.basename(name) == MDS_INDEX)
         hint = (
             f"name one of its splits, such as {os.path.join(source.given, inside[0])}"
             if inside
             else "write it again"
         )
-        raise SourceError(f"{source.given}: {_INDEX} is missing; {hint}")
-    where = by_name[_INDEX].path
-    entries = _entries(parse_json(read_file(by_name[_INDEX]), where), where)
+        raise SourceError(f"{source.given}: {MDS_INDEX} is missing; {hint}")
+    where = by_name[MDS_INDEX].path
+    entries = _entries(parse_json(read_file(by_name[MDS_INDEX]), where), where)
     encodings = _columns(entries[0], where)
     shards = []
     for entry in entries:
@@ -116,6 +122,12 @@ def open_mds(source: Source, options: ImportOptions) -> MdsImporter:
             encoding, [example[place] for example in examples], f"{where}, column {name!r}"
         )
     schema = options.schema(types, source.given, names=[name for name, _, _ in encodings])
+    for name, encoding, _ in encodings:
+        if name in schema and schema[name].kind in ("str", "json") and encoding not in _TEXTS:
+            raise UsageError(
+                f"--schema {name}={schema[name]}: the column is written as {encoding}, which is not text; "
+                f"leave the option out, or keep the bytes: --schema {name}=bytes"
+            )
     files = tuple(sorted((shard.file for shard in shards), key=lambda file: file.name))
     return MdsImporter(
         source=replace(source, files=files),
@@ -140,7 +152,7 @@ def _entries(index: object, where: str) -> list[dict[str, Any]]:
     return shards
 
 
-def _columns(entry: dict[str, Any], where: str) -> tuple[tuple[str, str, int | None], ...]:
+def _columns(entry: dict[str, Any], where: str) -> Encodings:
     names, encodings, sizes = (entry.get(f"column_{what}") for what in ("names", "encodings", "sizes"))
     lists = [value for value in (names, encodings, sizes) if isinstance(value, list)]
     if len(lists) != 3 or len({len(value) for value in lists}) != 1 or not names:
@@ -181,54 +193,95 @@ def _shard(entry: dict[str, Any], by_name: dict[str, SourceFile], where: str) ->
     return MdsShard(file, rows, raw["bytes"], str(entry.get("compression")) if kind else "", known)
 
 
-def _rows(shard: MdsShard, encodings: Sequence[tuple[str, str, int | None]]) -> Iterator[list[bytes]]:
+def _rows(shard: MdsShard, encodings: Encodings) -> Iterator[list[bytes]]:
     """Yield the encoded fields of every row."""
-    data = memoryview(_unpacked(shard, _checked(shard)))
-    where = shard.file.path
-    head = 4 * (shard.rows + 2)
-    if len(data) != shard.raw_bytes or len(data) < head or int.from_bytes(data[:4], "little") != shard.rows:
-        raise SourceError(
-            f"{where}: {len(data)} bytes that are not the {shard.rows} rows of the index; fetch it again"
-        )
-    offsets = np.frombuffer(data, "<u4", shard.rows + 1, 4).astype(np.int64)
-    if int(offsets[0]) < head or int(offsets[-1]) != len(data) or bool((np.diff(offsets) < 0).any()):
-        raise SourceError(f"{where}: its row offsets do not follow one another; fetch it again")
-    borders = offsets.tolist()
-    for row, (start, stop) in enumerate(pairwise(borders)):
-        yield _fields(data[start:stop], encodings, f"{where} row {row}")
+    stored = read_file(shard.file)
+    hashes = ShardHashes(shard)
+    hashes.update(stored)
+    hashes.check()
+    data = memoryview(_unpack(shard, stored))
+    if len(data) != shard.raw_bytes:
+        raise _no_rows(shard, len(data))
+    for row, (start, stop) in enumerate(pairwise(row_offsets(shard, data[: head_bytes(shard)]))):
+        spans = field_spans(data[start:stop], encodings, f"{shard.file.path} row {row}")
+        yield [bytes(data[start + at : start + at + length]) for at, length in spans]
 
 
-def _fields(data: memoryview, encodings: Sequence[tuple[str, str, int | None]], where: str) -> list[bytes]:
+def head_bytes(shard: MdsShard) -> int:
+    """Return the size of the row count and the row offsets."""
+    return 4 * (shard.rows + 2)
+
+
+def row_offsets(shard: MdsShard, head: bytes | memoryview) -> list[int]:
+    """Return where each row begins, and where the last one ends, given the first `head_bytes` of a raw shard.
+
+    Raises:
+        SourceError: They do not fit the index, or leave the shard.
+    """
+    if len(head) < head_bytes(shard) or int.from_bytes(head[:4], "little") != shard.rows:
+        raise _no_rows(shard, shard.raw_bytes)
+    offsets = np.frombuffer(head, "<u4", shard.rows + 1, 4).astype(np.int64)
+    if (
+        int(offsets[0]) < head_bytes(shard)
+        or int(offsets[-1]) != shard.raw_bytes
+        or bool((np.diff(offsets) < 0).any())
+    ):
+        raise SourceError(f"{shard.file.path}: its row offsets do not follow one another; fetch it again")
+    found: list[int] = offsets.tolist()
+    return found
+
+
+def _no_rows(shard: MdsShard, size: int) -> SourceError:
+    return SourceError(
+        f"{shard.file.path}: {size} bytes that are not the {shard.rows} rows of the index; fetch it again"
+    )
+
+
+def field_spans(data: bytes | memoryview, encodings: Encodings, where: str) -> list[tuple[int, int]]:
+    """Return (offset, bytes) of each field in the bytes of a row.
+
+    Raises:
+        SourceError: The sizes of the fields do not add up to the row.
+    """
     varying = sum(size is None for _, _, size in encodings)
     at = 4 * varying
     told = iter(np.frombuffer(data, "<u4", varying).tolist()) if len(data) >= at else iter(())
-    fields = []
+    spans = []
     for _, _, size in encodings:
         length = size if size is not None else next(told, 2**32)
-        fields.append(bytes(data[at : at + length]))
+        spans.append((at, length))
         at += length
     if at != len(data):
         raise SourceError(f"{where}: {len(data)} bytes, its fields ask for {at}; fetch it again")
-    return fields
+    return spans
 
 
-def _checked(shard: MdsShard) -> bytes:
-    data = read_file(shard.file)
-    for name, expected in shard.hashes:
-        if name in hashlib.algorithms_available:
-            found = hashlib.new(name, data, usedforsecurity=False).hexdigest()
-        elif name in xxhash.algorithms_available:
-            found = getattr(xxhash, name)(data).hexdigest()
-        else:
-            continue
-        if found != expected:
-            raise SourceError(
-                f"{shard.file.path}: {name} is {found}, the index says {expected}; fetch it again"
-            )
-    return data
+class ShardHashes:
+    """Compares the bytes of a stored shard with the hashes in the index."""
+
+    def __init__(self, shard: MdsShard) -> None:
+        self._shard = shard
+        self._hashes: dict[str, Any] = {}
+        for name, _ in shard.hashes:
+            if name in hashlib.algorithms_available:
+                self._hashes[name] = hashlib.new(name, usedforsecurity=False)
+            elif name in xxhash.algorithms_available:
+                self._hashes[name] = getattr(xxhash, name)()
+
+    def update(self, data: bytes) -> None:
+        for one in self._hashes.values():
+            one.update(data)
+
+    def check(self) -> None:
+        """Raise SourceError if a hash differs."""
+        for name, expected in self._shard.hashes:
+            if name in self._hashes and (found := self._hashes[name].hexdigest()) != expected:
+                raise SourceError(
+                    f"{self._shard.file.path}: {name} is {found}, the index says {expected}; fetch it again"
+                )
 
 
-def _unpacked(shard: MdsShard, data: bytes) -> bytes:
+def _unpack(shard: MdsShard, data: bytes) -> bytes:
     """Return the raw shard; at most one byte more than the index says is decompressed."""
     kind = shard.compression.partition(":")[0]
     if not kind:
@@ -249,6 +302,7 @@ _DTYPES = {8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: 
 _PIXELS = {"L": (), "RGB": (3,), "RGBA": (4,)}
 _PLAIN = {"bytes": "bytes", "jpeg": "bytes", "png": "bytes", "jpeg_array": "bytes", "json": "json", "str": "str",
           "str_decimal": "str", "int": "int64", "str_int": "int64", "str_float": "float64"}  # fmt: skip
+_TEXTS = ("str", "json", "str_int", "str_float", "str_decimal", "bytes")
 _ARRAYS = ("ndarray", "pil")
 
 
@@ -289,14 +343,17 @@ def _field_type(encoding: str, example: bytes, where: str) -> str:
     return array_type(array.dtype, array.shape)
 
 
-def _value_of(encoding: str, data: bytes, where: str) -> object:
-    """Return the value of one field."""
+def _value_of(encoding: str, data: bytes, where: str, kind: FieldType | None = None) -> object:
+    """Return the value of one field; as bytes, text or JSON it is what the shard stores."""
     name, _, settings = encoding.partition(":")
-    if name == "json":
+    stored = kind.kind if kind is not None and kind.is_opaque else _PLAIN.get(name)
+    if stored == "json":
         return parse_json(data, where)
-    if _PLAIN.get(name) == "bytes":
+    if stored == "bytes":
         return data
     try:
+        if stored == "str":
+            return data.decode()
         if name == "ndarray":
             return _array(settings, data)
         if name == "pil":
@@ -304,8 +361,7 @@ def _value_of(encoding: str, data: bytes, where: str) -> object:
         if name == "int" or _SCALAR.fullmatch(name):
             (value,) = np.frombuffer(data, np.dtype("int64" if name == "int" else name).newbyteorder("<"))
             return value
-        text = data.decode()
-        return int(text) if name == "str_int" else float(text) if name == "str_float" else text
+        return int(data) if name == "str_int" else float(data)
     except (ValueError, IndexError, KeyError) as error:
         raise SourceError(
             f"{where}: {len(data)} bytes that are not what {encoding} writes ({error}); fetch it again, or write the "
@@ -314,7 +370,16 @@ def _value_of(encoding: str, data: bytes, where: str) -> object:
 
 
 def _array(settings: str, data: bytes) -> NDArray[np.generic]:
-    """Return an array whose dtype and shape are in the settings or, if not, precede the values."""
+    dtype, shape, at = array_head(settings, data)
+    return np.frombuffer(data, np.dtype(dtype).newbyteorder("<"), offset=at).reshape(shape)
+
+
+def array_head(settings: str, data: bytes) -> tuple[str, tuple[int, ...], int]:
+    """Return dtype, shape and offset of the values of an array; a dtype or shape without setting precedes them.
+
+    Raises:
+        ValueError, IndexError, KeyError: The bytes do not state them.
+    """
     dtype, _, text = settings.partition(":")
     at = 0
     if not dtype:
@@ -327,7 +392,7 @@ def _array(settings: str, data: bytes) -> NDArray[np.generic]:
         at += 1 + axes * width
     if dtype not in _DTYPES.values():
         raise ValueError(f"dtype {dtype!r}")
-    return np.frombuffer(data, np.dtype(dtype).newbyteorder("<"), offset=at).reshape(shape)
+    return dtype, shape, at
 
 
 def _image(data: bytes) -> NDArray[np.uint8]:

@@ -1,19 +1,17 @@
 """NumPy files: the rows along the first axis are the samples.
 
-Several ``.npy`` files with equal numbers of rows give one field each; so do the arrays of an archive
-(``.npz``), and the rows of several archives follow each other.
+Several ``.npy`` files are parts of one array (``--arrays rows``), a sample each (``files``), or a field each
+(``fields``); without the option their names and shapes decide.
 
 Headers are parsed by numpy's reader without pickling. Data is read by offset, so that a file of any size
-needs memory for about a MiB of rows. Archives have a CRC of each array. It is checked before the first row is
-returned, so an array is decompressed twice.
+needs memory for about a MiB of rows.
 """
 
 from __future__ import annotations
 
-import struct
-import zipfile
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import io
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import IO, Any, ClassVar
@@ -25,10 +23,10 @@ from numpy.typing import NDArray
 
 from shardkit.dataset.arrow_columns import index_array
 from shardkit.dataset.encoding import RowOrigin
-from shardkit.errors import SampleError, ShardkitError, SourceError
+from shardkit.errors import SampleError, SourceError
 from shardkit.formats import FieldType
 from shardkit.formats.arrow_writing import arrow_array, arrow_schema
-from shardkit.formats.schema import encode_value
+from shardkit.formats.fields import encode_value
 from shardkit_tools.importers.protocol import (
     DecodedRows,
     DecodedStream,
@@ -43,11 +41,24 @@ from shardkit_tools.importers.protocol import (
     SourceTask,
     ignore_file,
 )
-from shardkit_tools.importers.source_files import check_suffixes, file_stem, is_url, open_file
+from shardkit_tools.importers.source_files import (
+    check_suffixes,
+    file_stem,
+    group_files,
+    is_url,
+    open_file,
+    read_file,
+)
 
+VALUE = "value"
+"""Field of the rows of a single array, of parts of one array, or of arrays that are samples."""
+_DIGITS = re.compile(r"[0-9]+")
+_MOST_PARTS = 64
+_SMALL_ARRAY = 1 << 20  # more files than parts, smaller than this on average, are samples
 _TASK_BYTES = 64 << 20
 _PIECE_ROWS = 1 << 14
-_PIECE_BYTES = 8 << 20  # a run of scratch (`MIN_RUN_BYTES`), which then need not be joined from pieces
+PIECE_BYTES = 8 << 20
+"""Bytes read at once: a run of scratch (`MIN_RUN_BYTES`), which then need not be joined from pieces."""
 
 
 @dataclass(frozen=True)
@@ -135,15 +146,14 @@ class RowsImporter(FileImporter):
 
     def _columns(self, task: SourceTask) -> Iterator[tuple[int, Mapping[str, NDArray[Any]], SourceFile]]:
         """Yield (first row, field → the next rows, file)."""
-        file, rows, readers = self._open(task)
-        with readers as fields:
+        with self._open(task) as (file, rows, fields):
             row_bytes = sum(one.header.row_bytes for one in fields.values())
-            step = max(1, min(_PIECE_ROWS, _PIECE_BYTES // max(1, row_bytes)))
+            step = max(1, min(_PIECE_ROWS, PIECE_BYTES // max(1, row_bytes)))
             for start in range(rows.start, rows.stop, step):
                 count = min(step, rows.stop - start)
                 yield start, {field: one.take(count) for field, one in fields.items()}, file
 
-    def _open(self, task: SourceTask) -> tuple[SourceFile, range, AbstractContextManager[Mapping[str, Rows]]]:
+    def _open(self, task: SourceTask) -> AbstractContextManager[tuple[SourceFile, range, Mapping[str, Rows]]]:
         """Return the file that names the rows, their numbers, and readers of the fields."""
         raise NotImplementedError
 
@@ -177,13 +187,6 @@ class ArrayFile:
     header: ArrayHeader
     member: str = ""  # name in the archive
 
-    def range(self, start: int, stop: int) -> tuple[SourceFile, int, int]:
-        """Return (file, start, stop) bytes of some rows; all data if rows are not contiguous."""
-        head = self.header
-        if head.columns_first:
-            return self.file, head.offset, self.file.size
-        return self.file, head.offset + start * head.row_bytes, head.offset + stop * head.row_bytes
-
     def rows(self, start: int, stack: ExitStack) -> Rows:
         """Return a reader of rows from ``start`` on; the file is open as long as the stack."""
         head = self.header
@@ -194,79 +197,175 @@ class ArrayFile:
             whole = np.load(self.file.path, mmap_mode="r", allow_pickle=False)
         return Rows(head, self.file.path, stream.read, whole, start)
 
-    def archived_rows(self, members: zipfile.ZipFile, stack: ExitStack) -> Rows:
-        """Return a reader of a member's rows, open as long as the stack; its CRC is checked first."""
-        where, size = f"{self.file.path}: {self.member}", members.getinfo(self.member).file_size
-        with _named(self.file, self.member), members.open(self.member) as whole:
-            while whole.read(_PIECE_BYTES):
-                pass
-        stream = stack.enter_context(members.open(self.member))
-        if read_header(stream, where, size) != self.header:
-            raise SourceError(f"{where}: changed since it was listed; build again when nothing writes it")
-
-        def read(length: int) -> bytes:
-            with _named(self.file, self.member):
-                return stream.read(length)
-
-        return Rows(self.header, where, read)
-
 
 @dataclass(frozen=True, kw_only=True)
 class NumpyImporter(RowsImporter):
-    """NumPy arrays as a source."""
+    """NumPy arrays as a source: fields of the same rows, or parts of one array, one file per task."""
 
     name: ClassVar[str] = "npy"
-    arrays: tuple[ArrayFile, ...]
+    arrays: Mapping[SourceFile, ArrayFile]
 
-    def ranges(self, task: SourceTask) -> Sequence[tuple[SourceFile, int, int]]:
-        return [one.range(task.start, task.stop or 0) for one in self.arrays]
+    @contextmanager
+    def _open(self, task: SourceTask) -> Iterator[tuple[SourceFile, range, Mapping[str, Rows]]]:
+        arrays = [self.arrays[file] for file in task.files]
+        with ExitStack() as stack:
+            readers = {one.field: one.rows(task.start, stack) for one in arrays}
+            yield task.files[0], range(task.start, task.stop or 0), readers
 
-    def _open(self, task: SourceTask) -> tuple[SourceFile, range, AbstractContextManager[Mapping[str, Rows]]]:
-        @contextmanager
-        def readers() -> Iterator[Mapping[str, Rows]]:
-            with ExitStack() as stack:
-                yield {one.field: one.rows(task.start, stack) for one in self.arrays}
-
-        return self.arrays[0].file, range(task.start, task.stop or 0), readers()
+    def _settings(self) -> dict[str, object]:
+        return {"arrays": "rows"} if len(self.arrays) > 1 and len(self.fields) == 1 else {}
 
 
-def open_numpy(source: Source, options: ImportOptions) -> NumpyImporter:
-    """Read the headers of a source of ``.npy`` files.
+@dataclass(frozen=True, kw_only=True)
+class ArraysImporter(FileImporter):
+    """NumPy arrays as a source: a sample per file, under the file's name."""
 
-    A single file gives the field ``value``; several give one field per file, named after it.
-    """
+    name: ClassVar[str] = "npy"
+
+    def _rows(self, task: SourceTask, seen: FileObserver) -> SampleStream:
+        for file in task.files:
+            values = read_array(read_file(file), file.path)
+            yield SourceSample({VALUE: values}, file_stem(file.name), file.name, 0)
+
+    def _settings(self) -> dict[str, object]:
+        return {"arrays": "files"}
+
+
+def open_numpy(source: Source, options: ImportOptions) -> FileImporter:
+    """Read the headers of a source of ``.npy`` files, and decide what the files are."""
     check_suffixes(source, ("npy",), "a NumPy array")
+    if len(source.files) == 1 and options.arrays != "files":
+        return _open_fields(source, options)
+    if options.arrays == "fields" or (not options.arrays and (options.columns or options.drop)):
+        return _open_fields(source, options)  # files that are left out are not read
+    headers = {file: _header_of(file, has_rows=options.arrays == "rows") for file in source.files}
+    reading = options.arrays or _likely_reading(headers)
+    if not options.arrays:
+        rows = sum(header.shape[0] for header in headers.values() if header.shape)
+        several = f"{len(headers):,} arrays"
+        told = {
+            "rows": f"{several} are read as parts of one array of {rows:,} rows",
+            "files": f"{several} are read as {len(headers):,} samples",
+            "fields": f"{several} are read as {len(headers):,} fields of a sample",
+        }
+        source.notes.append(f"{told[reading]}; --arrays rows, files or fields decides otherwise")
+    if reading == "fields":
+        return _open_fields(source, options)
+    return (_open_parts if reading == "rows" else _open_samples)(source, options, headers)
+
+
+def _header_of(file: SourceFile, *, has_rows: bool) -> ArrayHeader:
+    with open_file(file) as stream:
+        return read_header(stream, file.path, file.size, has_rows=has_rows)
+
+
+def _likely_reading(headers: Mapping[SourceFile, ArrayHeader]) -> str:
+    """Return what several arrays are: numbered files are parts or samples, files of other names are fields."""
+    if len({_DIGITS.sub("0", file_stem(file.name)) for file in headers}) > 1:
+        return "fields"
+    kinds = {(header.dtype, header.shape[1:]) for header in headers.values()}
+    if len(kinds) > 1 or not all(header.shape for header in headers.values()):
+        return "files"
+    mean = sum(file.size for file in headers) // len(headers)
+    return "files" if len(headers) > _MOST_PARTS and mean < _SMALL_ARRAY else "rows"
+
+
+def _open_parts(
+    source: Source, options: ImportOptions, headers: Mapping[SourceFile, ArrayHeader]
+) -> NumpyImporter:
+    """Return files as parts of one array, in the order of the source."""
+    first = next(iter(headers.values()))
+    for file, header in headers.items():
+        if header.row_type != first.row_type:
+            raise SourceError(
+                f"{file.path}: rows of {header.row_type}, but {source.files[0].name} has {first.row_type}; parts of "
+                "one array have one type: build with --arrays files if each file is a sample, or with --arrays fields "
+                "if each is a field"
+            )
+    arrays = {file: ArrayFile(VALUE, file, header) for file, header in headers.items()}
+    cut = tasks_of_parts(arrays.values())
+    if not cut:
+        raise SourceError(f"{source.given}: the arrays have no rows; give arrays with samples in them")
+    schema = options.schema({VALUE: first.row_type}, source.given)
+    return NumpyImporter(source=source, fields=schema, options=options, cut=cut, arrays=arrays)
+
+
+def _open_samples(
+    source: Source, options: ImportOptions, headers: Mapping[SourceFile, ArrayHeader]
+) -> ArraysImporter:
+    """Return files as samples; sizes in which their shapes differ become free."""
+    kind = ""
+    for file, header in headers.items():
+        own = array_type(np.dtype(header.dtype), header.shape)
+        common = own if kind in ("", own) else common_array(kind, own)
+        if common is None:
+            raise SourceError(
+                f"{file.path}: an array of {own}, but those before it are {kind}; samples need one dtype and number of "
+                "axes: build them apart, or say --arrays rows or fields"
+            )
+        kind = common
+    schema = options.schema({VALUE: kind}, source.given)
+    return ArraysImporter(source=source, fields=schema, options=options, cut=tuple(group_files(source.files)))
+
+
+def common_array(known: str, found: str) -> str | None:
+    """Return the type of arrays of both types, free in sizes that differ, or None if there is none."""
+    (dtype, _, sizes), (other, _, other_sizes) = (text.rstrip("]").partition("[") for text in (known, found))
+    pairs = list(zip(sizes.split(","), other_sizes.split(","), strict=False))
+    if dtype != other or not (sizes and other_sizes) or sizes.count(",") != other_sizes.count(","):
+        return None
+    return f"{dtype}[{','.join(a if a == b else '*' for a, b in pairs)}]"
+
+
+def _open_fields(source: Source, options: ImportOptions) -> NumpyImporter:
+    """Return files as fields named after them; a single file is the field ``value``."""
     single = len(source.files) == 1
     files: dict[str, SourceFile] = {}
     for file in source.files:
-        field = "value" if single else file_stem(file.name)
+        field = VALUE if single else file_stem(file.name)
         if field in files:
             raise SourceError(
                 f"{file.path}: its field would be called {field!r}, as that of {files[field].name}; "
                 "rename one of the files"
             )
         files[field] = file
-    kept = tuple(_open_array(field, file) for field, file in files.items() if options.keeps(field))
+    kept = tuple(
+        ArrayFile(field, file, _header_of(file, has_rows=True))
+        for field, file in files.items()
+        if options.keeps(field)
+    )
     types = {array.field: array.header.row_type for array in kept}
     schema = options.schema(types, source.given, names=files)
     check_rows({array.file.path: array.header.shape[0] for array in kept}, "the files of a folder")
     taken = tuple(array.file for array in kept)
     rows, row_bytes = kept[0].header.shape[0], sum(array.header.row_bytes for array in kept)
-    step = max(1, _TASK_BYTES // max(1, row_bytes))
     cut = tuple(
         SourceTask(f"rows {start}:{stop}", taken, (stop - start) * row_bytes, start, stop)
-        for start in range(0, rows, step)
-        for stop in [min(rows, start + step)]
+        for start, stop in _row_ranges(rows, row_bytes)
     )
     return NumpyImporter(
-        source=replace(source, files=taken), fields=schema, options=options, cut=cut, arrays=kept
+        source=replace(source, files=taken),
+        fields=schema,
+        options=options,
+        cut=cut,
+        arrays=dict(zip(taken, kept, strict=True)),
     )
 
 
-def _open_array(field: str, file: SourceFile) -> ArrayFile:
-    with open_file(file) as stream:
-        header = read_header(stream, file.path, file.size)
-    return ArrayFile(field, file, header)
+def tasks_of_parts(arrays: Iterable[ArrayFile]) -> tuple[SourceTask, ...]:
+    """Return the tasks of the parts of one array."""
+    return tuple(
+        SourceTask(f"{file.name} rows {start}:{stop}", (file,), (stop - start) * row_bytes, start, stop)
+        for file, row_bytes, rows in ((one.file, one.header.row_bytes, one.header.shape[0]) for one in arrays)
+        for start, stop in _row_ranges(rows, row_bytes)
+    )
+
+
+def _row_ranges(rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yield (start, stop) of the rows of each task."""
+    step = max(1, _TASK_BYTES // max(1, row_bytes))
+    for start in range(0, rows, step):
+        yield start, min(rows, start + step)
 
 
 def check_rows(rows: Mapping[str, int], what: str) -> None:
@@ -286,11 +385,18 @@ def check_rows(rows: Mapping[str, int], what: str) -> None:
         raise SourceError(f"{first}: the array has no rows; give an array with samples in it")
 
 
+def read_array(data: bytes, where: str) -> NDArray[Any]:
+    """Return the array in the bytes of a ``.npy`` file; errors as for `read_header`."""
+    header = read_header(io.BytesIO(data), where, len(data), has_rows=False)
+    values = np.frombuffer(data, header.dtype, offset=header.offset)
+    return values.reshape(header.shape, order="F" if header.columns_first else "C")
+
+
 def read_header(stream: IO[bytes], where: str, size: int, *, has_rows: bool = True) -> ArrayHeader:
     """Read the header of an array of `size` bytes; the stream is then at its data.
 
     Raises:
-        SourceError: The header is invalid, or dtype, shape or size is unsuitable.
+        SourceError: The header is invalid, dtype or size is unsuitable, or `has_rows` and it has no axis of rows.
     """
     start = stream.tell()
     try:
@@ -315,10 +421,6 @@ def read_header(stream: IO[bytes], where: str, size: int, *, has_rows: bool = Tr
             f"{where}: an array of dtype {dtype}: only booleans, integers and floats up to 64 bits can be stored; "
             "convert it first"
         )
-    if has_rows and not shape:
-        raise SourceError(
-            f"{where}: an array without axes has no rows; save it with the samples on the first axis"
-        )
     offset = stream.tell() - start
     expected = offset + dtype.itemsize * int(np.prod(shape, dtype=object))
     if expected != size:
@@ -327,115 +429,9 @@ def read_header(stream: IO[bytes], where: str, size: int, *, has_rows: bool = Tr
             "is cut short or damaged, write it again"
         )
     columns_first = bool(columns_first and len(shape) > 1)
-    return ArrayHeader(dtype.str, tuple(int(n) for n in shape), columns_first, offset)
-
-
-_DAMAGED = (
-    zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError, OverflowError, RuntimeError, ValueError
-)  # fmt: skip
-"""Exceptions of `zipfile` for damage, invalid offsets, unknown compression and encryption."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ArchiveImporter(RowsImporter):
-    """NumPy archives as a source, each one task: compressed data is read from its start."""
-
-    name: ClassVar[str] = "npz"
-    archives: tuple[tuple[ArrayFile, ...], ...]
-    """The imported arrays of each file."""
-
-    def _open(self, task: SourceTask) -> tuple[SourceFile, range, AbstractContextManager[Mapping[str, Rows]]]:
-        (file,) = task.files
-        arrays = self.archives[self.source.files.index(file)]
-
-        @contextmanager
-        def readers() -> Iterator[Mapping[str, Rows]]:
-            with _opened(file) as members, ExitStack() as stack:
-                yield {one.field: one.archived_rows(members, stack) for one in arrays}
-
-        return file, range(arrays[0].header.shape[0]), readers()
-
-
-def open_archives(source: Source, options: ImportOptions) -> ArchiveImporter:
-    """Read the headers of a source of ``.npz`` files."""
-    check_suffixes(source, ("npz",), "a NumPy archive")
-    archives = []
-    names: dict[str, str] = {}
-    for file in source.files:
-        arrays, fields = _read_archive(file, options)
-        names = names or fields
-        archives.append(arrays)
-        found, expected = ({one.field: one.header.row_type for one in some} for some in (arrays, archives[0]))
-        if found != expected:
-            raise SourceError(
-                f"{file.path}: its arrays are {_told(found)}, those of {source.files[0].name} are {_told(expected)}; "
-                "the archives of a source hold the same arrays; name one of them, or choose arrays with --columns"
-            )
-    types = {one.field: one.header.row_type for one in archives[0]}
-    return ArchiveImporter(
-        source=source,
-        fields=options.schema(types, source.given, names=names),
-        options=options,
-        archives=tuple(archives),
-    )
-
-
-def _told(types: Mapping[str, str]) -> str:
-    return ", ".join(f"{field} {kind}" for field, kind in types.items())
-
-
-def _read_archive(file: SourceFile, options: ImportOptions) -> tuple[tuple[ArrayFile, ...], dict[str, str]]:
-    """Return the imported arrays of an archive, and field → member name of all its arrays."""
-    arrays = []
-    with _opened(file) as members:
-        fields = _fields(members, file)
-        for field, member in fields.items():
-            if options.keeps(field):
-                with _named(file, member), members.open(member) as stream:
-                    size = members.getinfo(member).file_size
-                    header = read_header(stream, f"{file.path}: {member}", size)
-                arrays.append(ArrayFile(field, file, header, member))
-    if not arrays:
-        options.schema({}, file.path, names=fields)  # raises an error that lists the fields
-    check_rows(
-        {f"{file.path}: {one.member}": one.header.shape[0] for one in arrays}, "the arrays of an archive"
-    )
-    return tuple(arrays), fields
-
-
-def _fields(members: zipfile.ZipFile, file: SourceFile) -> dict[str, str]:
-    """Return field → member name."""
-    fields: dict[str, str] = {}
-    for member in members.namelist():
-        stem, dot, suffix = member.rpartition(".")
-        if not dot or suffix != "npy" or not stem:
-            raise SourceError(f"{file.path}: holds {member!r}, which is no array; write it with numpy.savez")
-        if stem in fields:
-            raise SourceError(f"{file.path}: holds {member!r} twice; write it again with numpy.savez")
-        fields[stem] = member
-    if not fields:
-        raise SourceError(f"{file.path}: holds no array; write some with numpy.savez")
-    return fields
-
-
-@contextmanager
-def _opened(file: SourceFile) -> Iterator[zipfile.ZipFile]:
-    with open_file(file) as stream:
-        with _named(file):
-            members = zipfile.ZipFile(stream)
-        with members:
-            yield members
-
-
-@contextmanager
-def _named(file: SourceFile, member: str = "") -> Iterator[None]:
-    """Raise exceptions of `zipfile` as an error that names the file."""
-    try:
-        yield
-    except ShardkitError:
-        raise
-    except _DAMAGED as error:
-        inside = f": {member}" if member else ""
+    header = ArrayHeader(dtype.str, tuple(int(n) for n in shape), columns_first, offset)
+    if has_rows and not shape:
         raise SourceError(
-            f"{file.path}{inside}: not a readable .npz archive ({error}); write it again with numpy.savez"
-        ) from error
+            f"{where}: an array without axes has no rows; save it with the samples on the first axis"
+        )
+    return header

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import difflib
 import re
-import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import numpy as np
 
 from shardkit.dataset.arrow_columns import sample_batch
 from shardkit.dataset.encoding import RowOrigin
 from shardkit.errors import SampleError, SchemaError, ShardkitError, UsageError
+from shardkit.extras import shell_word
 from shardkit.formats import RESERVED_NAMES, FieldType, Schema
 
 _BATCH_BYTES = 1 << 20
@@ -42,14 +42,25 @@ class ImportOptions:
             folders.
         split_folders: whether the folders directly below the source are splits, which become refs; None: yes
             if all are named train, val, valid, validation, test or dev.
-        skip_bad_rows: infer the schema from the readable rows, and leave out the others.
+        skip_bad_rows: infer the schema from the readable rows, and leave out rows that cannot be read.
         columns: fields to import, by their names in the source; empty: all.
         drop: fields to leave out.
         rename: field of the source → new name.
         flatten: structs and objects become a field for each of their members, ``a.b.c``; those named in
             `field_types` stay whole, as maps and lists do. `columns` and `drop` may name one for all of its
             members.
+        dtype: type of the tokens in a file that states none, such as "uint16".
+        row: tokens of a row in such a file.
+        arrays: several ``.npy`` files are parts of one array ("rows"), a sample each ("files"), or a field each
+            ("fields"); "": their names and shapes decide.
         encoding: encoding of CSV; "": UTF-8, or UTF-16 if the file begins with its byte-order mark.
+        quote: what encloses cells of CSV: '"', or "none" if quotes are plain characters; "": '"', except for TSV
+            whose quotes do not enclose cells.
+        keys: keys of samples in tars: "source"; "prefixed" with the name of the tar; "none": generated; "":
+            "prefixed" if the first keys of several tars are equal, otherwise "source".
+        check: "decode": pictures of a folder are decoded, so that damaged ones are found; "": only their first
+            bytes are checked.
+        follow_links: symbolic links out of the source, and to folders, are followed.
         unchecked: rows go to a function that may fix them: values that do not fit are passed as they are in
             the source, missing values as None, and no field name is refused.
     """
@@ -63,12 +74,25 @@ class ImportOptions:
     drop: tuple[str, ...] = ()
     rename: Mapping[str, str] = field(default_factory=dict)
     flatten: bool = False
+    dtype: str = ""
+    row: int = 0
+    arrays: Literal["", "rows", "files", "fields"] = ""
     encoding: str = ""
+    quote: str = ""
+    keys: str = ""
+    check: Literal["", "decode"] = ""
+    follow_links: bool = False
     unchecked: bool = False
 
     def __post_init__(self) -> None:
         if self.per not in ("file", "line"):
             raise UsageError(f"--per is {self.per!r}; expected 'file' or 'line'")
+        if self.keys not in ("", "source", "prefixed", "none"):
+            raise UsageError(f"--keys is {self.keys!r}; expected source, prefixed or none")
+        if self.arrays not in ("", "rows", "files", "fields"):
+            raise UsageError(f"--arrays is {self.arrays!r}; expected rows, files or fields")
+        if self.quote not in ("", '"', "none"):
+            raise UsageError(f"--quote is {self.quote!r}; expected '\"' or none")
 
     @property
     def chooses(self) -> bool:
@@ -169,14 +193,6 @@ def _other_name(names: Iterable[str]) -> str:
     return ""
 
 
-def shell_word(text: str) -> str:
-    """Quote a text for a shell; unprintable characters are escaped as bash and zsh read them."""
-    if text.isprintable():
-        return shlex.quote(text)
-    escaped = text.encode("unicode_escape").decode().replace("'", r"\'")
-    return "$'" + re.sub(r"\\x(?=[89a-f])", r"\\u00", escaped) + "'"
-
-
 def array_note(name: str, dtype: str, dimensions: int) -> str:
     """Return a note on how a field of lists of numbers, json by default, becomes arrays."""
     flag = shell_word(f"{name}={dtype}[{','.join('*' * dimensions)}]")
@@ -261,6 +277,7 @@ class SourceSample:
     source_name: str  # `SourceFile.name` of the row's file
     source_row: int  # its row in that file, counted from 0
     piece: int = 0  # number among the samples made from this row; 0 if there is only one
+    where: str = ""  # name of the row for messages, if the format does not count rows from 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +295,8 @@ class SourceFailure:
 
 def row_name(row: SourceSample | SourceFailure, paths: Mapping[str, str]) -> str:
     """Describe a row by file, number and key, for messages; `paths` maps file names to paths."""
+    if isinstance(row, SourceSample) and row.where:
+        return row.where
     text = f"{paths.get(row.source_name, row.source_name)} row {row.source_row}"
     key = row.key if isinstance(row, SourceSample) else None
     return text if key is None else f"{text} (key {key!r})"
@@ -346,10 +365,10 @@ def decode_samples(
         payloads.append(encoded)
         size += sum(map(len, encoded))
         if size >= _BATCH_BYTES or len(rows) >= _BATCH_ROWS:
-            yield _decoded(rows, payloads, schema)
+            yield _decode_rows(rows, payloads, schema)
             rows, payloads, size = [], [], 0
     if rows:
-        yield _decoded(rows, payloads, schema)
+        yield _decode_rows(rows, payloads, schema)
 
 
 def decode(importer: Importer, task: SourceTask, seen: FileObserver) -> DecodedStream:
@@ -369,7 +388,7 @@ def _failure(row: SourceSample, schema: Schema, paths: Mapping[str, str]) -> Sou
     raise AssertionError("a sample is encoded the same way twice")
 
 
-def _decoded(rows: list[SourceSample], payloads: list[tuple[bytes, ...]], schema: Schema) -> DecodedRows:
+def _decode_rows(rows: list[SourceSample], payloads: list[tuple[bytes, ...]], schema: Schema) -> DecodedRows:
     origin = RowOrigin(
         [row.source_name for row in rows],
         np.array([row.source_row for row in rows], np.int64),
@@ -404,7 +423,7 @@ class FileImporter:
     labels: tuple[str, ...] = ()  # names of the values of the source's field `label`
 
     @cached_property
-    def _stored(self) -> dict[str, str]:
+    def _stored_names(self) -> dict[str, str]:
         """Field of the source → stored name."""
         return {name: self.options.rename.get(name, name) for name in self.fields}
 
@@ -412,13 +431,13 @@ class FileImporter:
     def schema(self) -> Schema:
         if not self.options.rename:
             return self.fields
-        kinds = {self._stored[name]: kind for name, kind in self.fields.items()}
+        kinds = {self._stored_names[name]: kind for name, kind in self.fields.items()}
         return SourceSchema(kinds) if self.options.unchecked else Schema(kinds)
 
     @property
     def classes(self) -> tuple[str, ...]:
         """Names of the label values; empty if the field is left out or renamed."""
-        return self.labels if self._stored.get("label") == "label" else ()
+        return self.labels if self._stored_names.get("label") == "label" else ()
 
     def files(self) -> Sequence[SourceFile]:
         return self.source.files
@@ -426,10 +445,6 @@ class FileImporter:
     def tasks(self) -> Sequence[SourceTask]:
         """Return the tasks made when the source was opened, otherwise one per file."""
         return self.cut or [SourceTask(file.name, (file,), file.size) for file in self.files()]
-
-    def ranges(self, task: SourceTask) -> Sequence[tuple[SourceFile, int, int]]:
-        """Return (file, start, stop) of the bytes that a task needs for the imported fields."""
-        return [(file, 0, file.size) for file in task.files]
 
     def decode(self, task: SourceTask, seen: FileObserver = ignore_file) -> DecodedStream:
         """Yield the rows of a task as record batches of the schema, in source order, and failures.
@@ -448,7 +463,7 @@ class FileImporter:
         """Yield the rows of a task under their stored names."""
         for found in self._rows(task, seen):
             if self.options.rename and isinstance(found, SourceSample):
-                sample = {self._stored.get(name, name): value for name, value in found.sample.items()}
+                sample = {self._stored_names.get(name, name): value for name, value in found.sample.items()}
                 yield replace(found, sample=sample)
             else:
                 yield found
@@ -458,7 +473,7 @@ class FileImporter:
         raise NotImplementedError
 
     def describe(self) -> dict[str, object]:
-        chosen = {"fields": self._stored} if self.options.chooses else {}
+        chosen = {"fields": self._stored_names} if self.options.chooses else {}
         return {"importer": self.name, **self._settings(), **chosen}
 
     def _settings(self) -> dict[str, object]:

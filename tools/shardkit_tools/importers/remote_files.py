@@ -17,7 +17,8 @@ from typing import Any, BinaryIO, cast
 
 from shardkit.credentials import redact, refuse_credentials
 from shardkit.errors import MissingDependency, NotFoundError, SourceError, StoreError, UsageError
-from shardkit.stores.remote.addresses import OBJECT_SCHEMES, Address, parse_address, split_url
+from shardkit.extras import install_command
+from shardkit.stores.remote.addresses import OBJECT_SCHEMES, Address, check_key, parse_address, split_url
 from shardkit.stores.remote.object_store import ForeignStore
 from shardkit.stores.store import ObjectStat
 from shardkit_tools.importers.protocol import SourceFile
@@ -42,8 +43,10 @@ _STAMPS = (
 )
 
 
-def list_url(url: str) -> tuple[list[SourceFile], bool]:
+def list_url(url: str, left_out: dict[str, str] | None) -> tuple[list[SourceFile], bool]:
     """Return the files below a URL, unordered, and whether the URL named one file.
+
+    Keys of a bucket that cannot be read are refused, or added to `left_out`.
 
     Raises:
         NotFoundError: There are no files.
@@ -51,7 +54,7 @@ def list_url(url: str) -> tuple[list[SourceFile], bool]:
     """
     _check_harmless(url)
     if _is_bucket(url):
-        return _list_bucket(url)
+        return _list_bucket(url, left_out)
     system, root = _system(url)
     try:
         if wildcard := _WILDCARD.search(root):
@@ -74,6 +77,29 @@ def list_url(url: str) -> tuple[list[SourceFile], bool]:
     if not found:
         raise NotFoundError(f"{url}: no files there; check the URL")
     return files, False
+
+
+def pinned_url(url: str) -> str:
+    """Return a URL whose content does not move: for the Hugging Face Hub, one of the commit that a branch names now.
+
+    Raises:
+        SourceError: The hub does not answer, or has no such repository.
+    """
+    if not url.startswith("hf://"):
+        return url
+    _check_harmless(url)
+    system, path = _system(url)
+    try:
+        from huggingface_hub import HfApi
+
+        found, api = system.resolve_path(path), HfApi(endpoint=system.endpoint, token=system.token)
+        commit = api.repo_info(found.repo_id, revision=found.revision, repo_type=found.repo_type).sha
+    except Exception as error:  # every protocol has its own exceptions
+        raise SourceError(
+            f"{url}: cannot be found ({_brief(error)}); check the URL and the credentials"
+        ) from error
+    kind = "" if found.repo_type == "model" else f"{found.repo_type}s/"
+    return f"hf://{kind}{found.repo_id}@{commit}/{found.path_in_repo}".rstrip("/")
 
 
 def open_url(file: SourceFile) -> BinaryIO:
@@ -171,9 +197,7 @@ def _system(url: str) -> tuple[Any, str]:
     try:
         from fsspec.core import url_to_fs
     except ImportError as error:
-        raise MissingDependency(
-            "a source behind a URL needs fsspec; run: pip install 'shardkit[s3]'"
-        ) from error
+        raise MissingDependency(f"a source at a URL needs fsspec; run: {install_command('s3')}") from error
     try:
         system, path = url_to_fs(url)
     except ImportError as error:
@@ -217,16 +241,16 @@ def _is_bucket(url: str) -> bool:
 def foreign_store(address: Address) -> ForeignStore:
     """Return a cached client of a foreign bucket or folder; creating one takes a tenth of a second."""
     settings = hash(tuple(sorted(one for one in os.environ.items() if one[0].startswith(_SETTINGS))))
-    return _kept(address, settings)
+    return _store_for(address, settings)
 
 
 @functools.lru_cache(maxsize=16)
-def _kept(address: Address, settings: int) -> ForeignStore:
+def _store_for(address: Address, settings: int) -> ForeignStore:
     """Cached per environment: other credentials or another endpoint need another client."""
     return ForeignStore(address, read_only=True)
 
 
-def _list_bucket(url: str) -> tuple[list[SourceFile], bool]:
+def _list_bucket(url: str, left_out: dict[str, str] | None) -> tuple[list[SourceFile], bool]:
     """Do `list_url` for an object store; in a glob, ``*`` and ``?`` stop at a slash and ``**`` does not."""
     scheme, _, rest = url.partition("://")
     name, _, key = rest.partition("/")
@@ -243,13 +267,27 @@ def _list_bucket(url: str) -> tuple[list[SourceFile], bool]:
         files = [
             _object(bucket, name, folder, stat)
             for name, stat in bucket.list_keys(prefix)
-            if (wanted is None or wanted.fullmatch(name)) and not _is_hidden(name.removeprefix(prefix))
+            if (wanted is None or wanted.fullmatch(name))
+            and not _is_hidden(name.removeprefix(prefix))
+            and _is_readable(bucket.url, name, left_out)
         ]
     except StoreError as error:
         raise SourceError(f"{url}: cannot be listed ({error})") from error
     if not files:
         raise NotFoundError(f"{url}: no files there; check the URL")
     return files, False
+
+
+def _is_readable(url: str, key: str, left_out: dict[str, str] | None) -> bool:
+    """Return False if no client reads a key, such as ``a//b``; it is refused, or added to `left_out`."""
+    try:
+        check_key(url, key)
+    except UsageError as error:
+        if left_out is None:
+            raise SourceError(f"{error}, or leave it out: --on-error skip") from None
+        left_out[key] = "what has a key that cannot be read"
+        return False
+    return True
 
 
 def stat_file(file: SourceFile) -> ObjectStat:

@@ -1,14 +1,13 @@
 """The files of a source: list them in order, choose the importer, and open or read them.
 
 A source is a file, a folder, a glob (``data/**/*.jsonl``) or a URL. Files are sorted by name (by code point,
-`/` as separator), so that the same source gives the same rows on every machine. Symlinks that lead out of the
-source are refused, only regular files are opened, and every error names the file.
+`/` as separator), so that the same source gives the same rows on every machine. Only regular files are opened,
+and every error names the file.
 """
 
 from __future__ import annotations
 
 import bz2
-import glob
 import gzip
 import importlib
 import io
@@ -18,12 +17,13 @@ import re
 import stat
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, BinaryIO, cast
 
 from shardkit.errors import NotFoundError, SourceError, UsageError
 from shardkit.formats.compression import ZstdError, new_decompressor
+from shardkit_tools.importers.local_files import WILDCARDS, matches, regular_file, unreadable, walk
 from shardkit_tools.importers.protocol import (
     FileImporter,
     Importer,
@@ -36,7 +36,6 @@ from shardkit_tools.importers.protocol import (
 _PACKED = (".gz", ".zst", ".xz")
 _XZ_MEMORY = 256 << 20  # `xz -9` needs 65 MiB; a file can ask for 4 GiB
 _FRAME_PIECE = 4 << 10  # decompresses to about 128 MiB at most
-_WILDCARDS = frozenset("*?[")
 _TASK_BYTES = 64 << 20
 _TASK_FILES = 4096
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(?:::[A-Za-z][A-Za-z0-9+.-]*)*://")
@@ -81,28 +80,37 @@ def file_stem(name: str) -> str:
     return head + slash + (base.rpartition(".")[0] if "." in base[1:] else base)
 
 
-def list_source(source: str, *, skip: bool = False) -> Source:
+def is_metadata(name: str) -> bool:
+    """Return True if a file describes other files."""
+    return name.rpartition("/")[2] in METADATA
+
+
+def list_source(source: str, *, skip: bool = False, follow_links: bool = False) -> Source:
     """List the files of a source; with ``skip``, empty folders are left out instead of refused.
+
+    Links out of a folder or a glob are followed with `follow_links`, or if it holds no files except links.
 
     Raises:
         NotFoundError: The source does not exist.
         SourceError: The source holds no files, or something that is not imported.
     """
+    empty: dict[str, str] | None = {} if skip else None
     if is_url(source):
         from shardkit_tools.importers.remote_files import list_url
 
-        found, is_single_file = list_url(source)
-        return Source(source, _sorted(found), is_single_file)
+        found, is_single_file = list_url(source, empty)
+        return Source(source, _sort(found), is_single_file, left_out=empty or {})
     if os.path.isdir(source):
-        empty: dict[str, str] | None = {} if skip else None
-        files = _sorted(_walk(source, empty))
+        notes: list[str] = []
+        files = _sort(walk(source, empty, notes, follow_links=follow_links))
         if not files:
             raise SourceError(f"{source}: the folder holds no files; give a folder with samples in it")
-        return Source(source, files, left_out=empty or {})
+        return Source(source, files, left_out=empty or {}, notes=notes)
     if os.path.lexists(source):
-        return Source(source, (_regular(source, os.path.basename(source)),), is_single_file=True)
-    if _WILDCARDS.intersection(source):
-        return Source(source, _sorted(_matches(source)))
+        return Source(source, (regular_file(source, os.path.basename(source)),), is_single_file=True)
+    if WILDCARDS.intersection(source):
+        notes = []
+        return Source(source, _sort(matches(source, notes, follow_links=follow_links)), notes=notes)
     raise NotFoundError(f"{source}: no such file or folder; give a path, or a glob such as 'data/*.jsonl'")
 
 
@@ -116,16 +124,16 @@ def open_file(file: SourceFile) -> BinaryIO:
         from shardkit_tools.importers.remote_files import open_url
 
         return open_url(file)
-    return os.fdopen(_opened(file), "rb", buffering=1 << 18)
+    return os.fdopen(_open_local(file), "rb", buffering=1 << 18)
 
 
-def _opened(file: SourceFile) -> int:
+def _open_local(file: SourceFile) -> int:
     """Open a local file, check that its size is as listed, and return the descriptor."""
     try:
         # O_NONBLOCK: a name that has become a pipe since the listing must not hang the build
         descriptor = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise _unreadable(file.path, error) from error
+        raise unreadable(file.path, error) from error
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode) or found.st_size != file.size:
         os.close(descriptor)
@@ -143,9 +151,9 @@ def read_file(file: SourceFile) -> bytes:
             with open_file(file) as stream:
                 data = stream.read()
         else:
-            data = _read_local(_opened(file), file.size)
+            data = _read_local(_open_local(file), file.size)
     except OSError as error:
-        raise _unreadable(file.path, error) from error
+        raise unreadable(file.path, error) from error
     if len(data) != file.size:
         raise SourceError(
             f"{file.path}: {file.size} bytes when listed, {len(data)} when read; it changed meanwhile"
@@ -163,6 +171,15 @@ def _read_local(descriptor: int, size: int) -> bytes:
     finally:
         os.close(descriptor)
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def text_of(data: bytes, where: str, advice: str) -> str:
+    """Return bytes as text; raise SourceError with advice unless they are UTF-8."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        byte = f"byte {error.start} is 0x{data[error.start]:02x}"
+        raise SourceError(f"{where}: not UTF-8 ({byte}); {advice}") from error
 
 
 def open_plain(file: SourceFile) -> BinaryIO:
@@ -183,7 +200,7 @@ def open_packed(packed: BinaryIO, kind: str, path: str) -> BinaryIO:
         reader = _Frames(packed, bz2.BZ2Decompressor)
     else:
         reader = gzip.GzipFile(fileobj=packed)
-    return cast(BinaryIO, io.BufferedReader(_Guarded(reader, packed, path), 1 << 18))
+    return cast(BinaryIO, io.BufferedReader(_GuardedStream(reader, packed, path), 1 << 18))
 
 
 def group_files(files: Iterable[SourceFile]) -> list[SourceTask]:
@@ -202,7 +219,7 @@ def group_files(files: Iterable[SourceFile]) -> list[SourceTask]:
     return tasks
 
 
-class _Guarded(io.RawIOBase):
+class _GuardedStream(io.RawIOBase):
     """A decompressor whose errors name the file."""
 
     def __init__(self, inner: gzip.GzipFile | _Frames, packed: BinaryIO, path: str) -> None:
@@ -260,90 +277,8 @@ class _Frames:
         return data
 
 
-def _sorted(files: Iterable[SourceFile]) -> tuple[SourceFile, ...]:
+def _sort(files: Iterable[SourceFile]) -> tuple[SourceFile, ...]:
     return tuple(sorted(files, key=lambda file: file.name))
-
-
-def _walk(root: str, empty: dict[str, str] | None) -> Iterator[SourceFile]:
-    """Yield the files of a folder; empty folders are refused, or added to ``empty``."""
-    inside = os.path.realpath(root)
-    pending = [""]
-    while pending:
-        below = pending.pop()
-        folder = os.path.join(root, below)
-        try:
-            entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
-        except OSError as error:
-            raise _unreadable(folder, error) from error
-        if any(entry.name == "shardkit.json" for entry in entries):
-            raise SourceError(
-                f"{folder}: a dataset, whose shards are no samples; build from the files that it was made of, or keep "
-                "it outside of the source"
-            )
-        if not entries and below:
-            if empty is None:
-                # otherwise a class folder whose files are missing would disappear from the dataset silently
-                raise SourceError(
-                    f"{folder}: an empty folder; fill it, remove it, or leave it out: --on-error skip"
-                )
-            empty[f"{below}/"] = "what is empty"
-        for entry in entries:
-            name = f"{below}/{entry.name}" if below else entry.name
-            if entry.is_symlink():
-                _check_link(entry.path, inside)
-            if entry.is_dir(follow_symlinks=False):
-                pending.append(name)
-            elif entry.is_dir():
-                raise SourceError(
-                    f"{entry.path}: a link to a folder inside the source would give its files twice; remove the link"
-                )
-            else:
-                yield _regular(entry.path, name)
-
-
-def _check_link(path: str, inside: str) -> None:
-    target = os.path.realpath(path)
-    if os.path.commonpath([target, inside]) != inside:
-        raise SourceError(
-            f"{path}: a symbolic link out of the source (to {target}); copy the file into the source, or build from "
-            "the folder that holds it"
-        )
-
-
-def _regular(path: str, name: str) -> SourceFile:
-    try:
-        name.encode()
-        found = os.stat(path)
-    except UnicodeEncodeError as error:
-        raise SourceError(f"{path!r}: the file's name is not UTF-8; rename it") from error
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    if not stat.S_ISREG(found.st_mode):
-        raise SourceError(
-            f"{path}: neither a file nor a folder (a pipe, socket or device); remove it from the source"
-        )
-    return SourceFile(name, path, found.st_size, str(found.st_mtime_ns))
-
-
-def _matches(pattern: str) -> Iterator[SourceFile]:
-    """Yield the files of a glob, with names relative to the folder before its first wildcard."""
-    parts = pattern.split("/")
-    literal = parts[: next(n for n, part in enumerate(parts) if _WILDCARDS.intersection(part))]
-    root = "/".join(literal) or ("/" if pattern.startswith("/") else ".")
-    found = [path for path in glob.glob(pattern, recursive=True) if not os.path.isdir(path)]
-    if not found:
-        raise NotFoundError(f"{pattern}: no file matches the pattern; quote it, and check it with ls")
-    inside = os.path.realpath(root)
-    for path in found:
-        if os.path.islink(path):
-            _check_link(path, inside)
-        yield _regular(path, os.path.relpath(path, root).replace(os.sep, "/"))
-
-
-def _unreadable(path: str, error: OSError) -> SourceError:
-    return SourceError(
-        f"{path}: cannot be read ({error.strerror or error}); mend its permissions, or leave it out"
-    )
 
 
 IMPORTERS = {
@@ -351,7 +286,8 @@ IMPORTERS = {
     "text": ("shardkit_tools.importers.folder", "open_text"),
     "jsonl": ("shardkit_tools.importers.json_lines", "open_json_lines"),
     "npy": ("shardkit_tools.importers.numpy_arrays", "open_numpy"),
-    "npz": ("shardkit_tools.importers.numpy_arrays", "open_archives"),
+    "npz": ("shardkit_tools.importers.numpy_archives", "open_archives"),
+    "tokens": ("shardkit_tools.importers.tokens", "open_tokens"),
     "webdataset": ("shardkit_tools.importers.webdataset", "open_webdataset"),
     "parquet": ("shardkit_tools.importers.tables", "open_parquet"),
     "arrow": ("shardkit_tools.importers.tables", "open_arrow"),
@@ -372,6 +308,9 @@ SPLIT_NAMES = ("train", "val", "valid", "validation", "test", "dev")
 """Names, in any case, of top-level folders that are splits rather than classes."""
 SIDECARS = {"json": ("meta", "json"), "txt": ("text", "str")}
 """Extension of a sidecar, which describes the file with the same stem → its field and type."""
+
+METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
+"""Names of files that describe the files in and below their folder."""
 
 # Extensions of files of records, which are never samples themselves.
 _RECORDS = dict.fromkeys(("jsonl", "ndjson"), "jsonl") | dict.fromkeys(("tar", "tgz"), "webdataset")
@@ -416,20 +355,26 @@ def find_source(source: str, kind: str | None, options: ImportOptions) -> tuple[
         raise NotFoundError(
             f"{source}: no such folder; a dataset of the Hugging Face Hub is given as hf://datasets/{source}"
         )
-    listed = list_source(source, skip=options.skip_bad_rows)
+    listed = list_source(source, skip=options.skip_bad_rows, follow_links=options.follow_links)
     if is_hub and kind == "huggingface" and not _index_of(listed):
         kind = None  # files as they were pushed, not a folder of `save_to_disk`
     if options.skip_bad_rows or is_hub:  # repositories of the hub have cards, licences and scripts
         listed = _without_strays(listed, kind)
-    kind = kind or detect(listed)
+    kind = kind or ("tokens" if options.dtype or options.row else detect(listed))
     if options.flatten and kind not in _NESTED:
         raise UsageError(
             f"--flatten: {source} is read as {kind}, which has no structs; it is for {', '.join(_NESTED)}"
         )
-    module, function = IMPORTERS[kind]
-    importer: FileImporter = getattr(importlib.import_module(module), function)(listed, options)
+    importer = open_listed(listed, kind, options)
     notes = (*_notes(listed.left_out), *listed.notes)
     return importer, notes
+
+
+def open_listed(source: Source, kind: str, options: ImportOptions) -> FileImporter:
+    """Open a listed source with one of `IMPORTERS`; errors as for `open_source`."""
+    module, function = IMPORTERS[kind]
+    importer: FileImporter = getattr(importlib.import_module(module), function)(source, options)
+    return importer
 
 
 def _without_strays(source: Source, kind: str | None) -> Source:
@@ -453,7 +398,7 @@ def _without_strays(source: Source, kind: str | None) -> Source:
     kept, left_out = [], dict(source.left_out)
     for file in source.files:
         is_sidecar = most in MEDIA and file_suffix(file.name) in SIDECARS and file_stem(file.name) in stems
-        if kinds[file.name] in keep or is_sidecar:
+        if kinds[file.name] in keep or is_sidecar or (most in MEDIA and is_metadata(file.name)):
             kept.append(file)
         else:
             left_out[file.name] = f"what is not {kind or most}"
@@ -488,13 +433,16 @@ def detect(source: Source) -> str:
     if index := _index_of(source):
         return index
     suffixes = {file_suffix(file.name): file for file in reversed(source.files)}
+    if any(map(media_of, suffixes)):
+        suffixes = {suffix: file for suffix, file in suffixes.items() if not is_metadata(file.name)}
     if suffixes.keys() == {"bin", "idx"} or (
         suffixes.keys() == {"bin"}
         and {file_stem(file.name).lower() for file in source.files} <= set(SPLIT_NAMES)
     ):
         raise SourceError(
-            f"{source.given}: these look like files of tokens, whose type and rows nothing says; save them as .npy "
-            "(numpy.save, one row per sample), or keep each file as one sample of bytes with --from folder"
+            f"{source.given}: these look like files of tokens, whose type and rows nothing says; state them, such as "
+            "--dtype uint16 --row 2048, or pass --from tokens if each has an .idx, or "
+            "keep each file as one sample of bytes with --from folder"
         )
     records = {_RECORDS[suffix]: file for suffix, file in suffixes.items() if suffix in _RECORDS}
     others = [file for suffix, file in suffixes.items() if suffix not in _RECORDS]

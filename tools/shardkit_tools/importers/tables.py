@@ -7,21 +7,25 @@ data files and the types of the columns.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.dataset as pads
 import pyarrow.ipc
-import pyarrow.parquet as pq
 
 from shardkit.errors import SourceError
-from shardkit_tools.importers.arrow_types import KEY, flat_batch, flat_schema, is_media, table_schema
+from shardkit.formats.foreign_blocks import INT96_UNIT, column_leaves, parquet_file
+from shardkit.formats.foreign_columns import is_media
+from shardkit.formats.schema import KEY_FIELD
+from shardkit.formats.strict_json import parse_json
+from shardkit_tools.importers.arrow_types import flat_batch, flat_schema, table_schema
 from shardkit_tools.importers.arrow_values import batch_samples, conform_batch, null_columns
-from shardkit_tools.importers.json_lines import parse_json
 from shardkit_tools.importers.protocol import (
     DecodedStream,
     FileImporter,
@@ -36,14 +40,16 @@ from shardkit_tools.importers.protocol import (
 from shardkit_tools.importers.source_files import check_suffixes, is_url, open_file, read_file
 
 _TASK_BYTES = 64 << 20
+_HIVE = re.compile(r"(?:^|/)([^/=]+)=[^/]*(?=/)")  # name of a partition column, before its value
 _BATCH_ROWS = 4096
 _BATCH_BYTES = 16 << 20
-_INT96_UNIT = "us"  # resolution that Spark and Hive write
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableImporter(FileImporter):
     """Base class of importers of tables."""
+
+    partitions: Mapping[str, Mapping[str, Any]]  # file → hive partition column → pyarrow scalar
 
     def decode(self, task: SourceTask, seen: FileObserver = ignore_file) -> DecodedStream:
         """Yield the record batches of the file, converted to the types of the schema."""
@@ -61,7 +67,11 @@ class TableImporter(FileImporter):
         row = task.first_row
         for found in self._batches(task.files[0], task.start, task.stop):
             if found.num_rows:
-                yield flat_batch(found, self.options), row
+                batch = flat_batch(found, self.options)
+                for name, value in self.partitions.get(task.files[0].name, {}).items():
+                    if name not in batch.schema.names:
+                        batch = batch.append_column(name, pa.repeat(value, batch.num_rows))
+                yield batch, row
             row += found.num_rows
 
     def _batches(self, file: SourceFile, start: int, stop: int | None) -> Iterator[Any]:
@@ -69,7 +79,52 @@ class TableImporter(FileImporter):
         raise NotImplementedError
 
 
-def _cut(files: Sequence[SourceFile], pieces: Sequence[Sequence[tuple[int, int]]]) -> tuple[SourceTask, ...]:
+def _hive_partitions(source: Source, options: ImportOptions) -> dict[str, dict[str, Any]]:
+    """Return file → column → value of folders such as ``lang=de/``, as pyarrow reads them.
+
+    Columns whose values are all integers are int64, unless the user gives a type; others are texts.
+    """
+    names = [file.name for file in source.files]
+    columns = dict.fromkeys(name for path in names for name in _HIVE.findall(path))
+    if not columns:
+        return {}
+    layout = pads.HivePartitioning(pa.schema([(name, pa.string()) for name in columns]))
+    found = [pads.get_partition_keys(layout.parse(path)) for path in names]
+    partitions: dict[str, dict[str, Any]] = {path: {} for path in names}
+    for name in columns:
+        values = pa.array([one.get(name) for one in found], pa.string())
+        if name not in options.field_types:
+            with suppress(pa.ArrowInvalid):
+                values = values.cast(pa.int64())
+        for path, one, value in zip(names, found, values, strict=True):
+            if one.get(name) is not None:
+                partitions[path][name] = value
+    return partitions
+
+
+def _with_partitions(
+    source: Source, schemas: Sequence[Any], partitions: Mapping[str, Mapping[str, Any]]
+) -> list[Any]:
+    """Return schemas with the partition columns that the files do not have themselves."""
+    return [
+        pa.schema(
+            [
+                *schema,
+                *(
+                    pa.field(name, value.type)
+                    for name, value in partitions.get(file.name, {}).items()
+                    if name not in schema.names
+                ),
+            ],
+            schema.metadata,
+        )
+        for file, schema in zip(source.files, schemas, strict=True)
+    ]
+
+
+def _make_tasks(
+    files: Sequence[SourceFile], pieces: Sequence[Sequence[tuple[int, int]]]
+) -> tuple[SourceTask, ...]:
     """Return tasks of pieces of about 64 MiB; a file with unknown pieces is one task."""
     tasks = []
     for file, sizes in zip(files, pieces, strict=True):
@@ -90,21 +145,7 @@ class ParquetImporter(TableImporter):
 
     name: ClassVar[str] = "parquet"
     wanted: tuple[str, ...] | None  # columns to read; None: all
-
-    def ranges(self, task: SourceTask) -> Sequence[tuple[SourceFile, int, int]]:
-        """Return the column chunks of the imported fields."""
-        (file,) = task.files
-        with open_file(file) as stream:
-            footer = _open(stream, file).metadata
-        names = None if self.wanted is None else set(self.wanted)
-        found = []
-        for group in map(footer.row_group, range(task.start, task.stop or 0)):
-            for chunk in map(group.column, range(group.num_columns)):
-                path = chunk.path_in_schema
-                if names is None or any(path == name or path.startswith(f"{name}.") for name in names):
-                    start = chunk.dictionary_page_offset or chunk.data_page_offset
-                    found.append((file, start, start + chunk.total_compressed_size))
-        return found
+    rows: tuple[int, ...]  # rows of each file
 
     def _batches(self, file: SourceFile, start: int, stop: int | None) -> Iterator[Any]:
         return _batches(file, range(start, stop or 0), self.wanted)
@@ -120,11 +161,13 @@ def open_parquet(source: Source, options: ImportOptions) -> ParquetImporter:
             footers.append((parquet.schema_arrow, parquet.metadata))
 
     def nulls(schema: Any, wanted: Collection[str]) -> set[str]:
-        return _null_columns(source, footers, schema, wanted, options)
+        return _null_columns(source, footers, wanted, options)
 
-    schema, classes = table_schema(source, options, [one for one, _ in footers], nulls)
-    names = flat_schema(footers[0][0], options).names
-    wanted = tuple(name for name in names if name in schema or name == KEY)
+    partitions = _hive_partitions(source, options)
+    schemas = _with_partitions(source, [one for one, _ in footers], partitions)
+    schema, classes = table_schema(source, options, schemas, nulls)
+    names = {name: None for one in schemas for name in flat_schema(one, options).names}
+    wanted = tuple(name for name in names if name in schema or name == KEY_FIELD)
     groups = [
         [(one.num_rows, one.total_byte_size) for one in map(footer.row_group, range(footer.num_row_groups))]
         for _, footer in footers
@@ -134,25 +177,26 @@ def open_parquet(source: Source, options: ImportOptions) -> ParquetImporter:
         fields=schema,
         options=options,
         labels=classes,
-        cut=_cut(source.files, groups),
+        cut=_make_tasks(source.files, groups),
+        partitions=partitions,
         wanted=wanted if len(wanted) < len(names) else None,
+        rows=tuple(footer.num_rows for _, footer in footers),
     )
 
 
 def _null_columns(
     source: Source,
     footers: Sequence[tuple[Any, Any]],
-    schema: Any,
     wanted: Collection[str],
     options: ImportOptions,
 ) -> set[str]:
     """Return the wanted columns that hold nulls, from the footers or, if these do not say, from the data."""
     found: set[str] = set()
-    fields = {field.name: field for field in schema}
     for file, (whole, footer) in zip(source.files, footers, strict=True):
         unsure = set()
         # a name may hold dots, like the path of a leaf column
-        owners = [field.name for field in flat_schema(whole, options) for _ in range(_leaves(field.type))]
+        fields = {field.name: field for field in flat_schema(whole, options)}
+        owners = column_leaves(fields.values())
         for group in map(footer.row_group, range(footer.num_row_groups)):
             for place, name in enumerate(owners):
                 if name not in wanted:
@@ -174,22 +218,10 @@ def _null_columns(
     return found
 
 
-def _leaves(kind: Any) -> int:
-    """Return the number of Parquet columns that store an Arrow column."""
-    if isinstance(kind, pa.BaseExtensionType):
-        return _leaves(kind.storage_type)
-    return sum(_leaves(kind.field(n).type) for n in range(kind.num_fields)) if pa.types.is_nested(kind) else 1
-
-
-def _open(stream: Any, file: SourceFile, unit: str = _INT96_UNIT) -> Any:
+def _open(stream: Any, file: SourceFile, unit: str = INT96_UNIT, footer: Any = None) -> Any:
     try:
-        # the default for INT96, nanoseconds, would wrap around before 1677 and after 2262
-        parquet = pq.ParquetFile(
-            stream,
-            coerce_int96_timestamp_unit=unit,
-            pre_buffer=False,  # otherwise the row group is read into memory before its first batch
-            buffer_size=_URL_BUFFER_BYTES if is_url(file.path) else _BUFFER_BYTES,
-        )
+        buffer_bytes = _URL_BUFFER_BYTES if is_url(file.path) else _BUFFER_BYTES
+        parquet = parquet_file(stream, footer=footer, unit=unit, buffer_bytes=buffer_bytes)
         _ = parquet.schema_arrow.names  # decoded here: names may not be UTF-8
         return parquet
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
@@ -200,21 +232,49 @@ def _open(stream: Any, file: SourceFile, unit: str = _INT96_UNIT) -> Any:
 
 def _batches(file: SourceFile, groups: range, columns: Sequence[str] | None) -> Iterator[Any]:
     with open_file(file) as stream:
-        parquet = _open(stream, file)
-        only = None if columns is None else list(columns)
-        rows = _rows_of_batches(parquet.metadata, groups)
-        try:
-            exact = _int96_columns(parquet, only)
-            fine = _open(stream, file, "ns").iter_batches(rows, list(groups), exact) if exact else None
-            for batch in parquet.iter_batches(rows, list(groups), only, use_threads=False):
-                if fine is not None:
-                    _check_int96(batch, next(fine), file)
-                yield batch
-        except (pa.ArrowException, OSError) as error:
-            raise SourceError(
-                f"{file.path}: row groups {groups.start} to {groups.stop - 1} cannot be read ({error}); fetch or "
-                "write it again"
-            ) from error
+        yield from read_groups(stream, file, groups, columns)
+
+
+def read_groups(
+    stream: Any, file: SourceFile, groups: range, columns: Sequence[str] | None, footer: Any = None
+) -> Iterator[Any]:
+    """Yield the rows of row groups in batches of about 16 MiB; memory does not depend on the size of a group.
+
+    Args:
+        stream: the open file, or the parts of it that are needed.
+        file: the file, for messages.
+        groups: numbers of the row groups.
+        columns: columns to read; None: all.
+        footer: the metadata of the file; None: read from `stream`.
+    """
+    parquet = _open(stream, file, footer=footer)
+    only = None if columns is None else list(columns)
+    if only is not None and not any(_is_column(path, only) for path in _paths(parquet)):
+        only = _paths(parquet)[:1]  # pyarrow would yield no rows for no column
+    rows = _rows_of_batches(parquet.metadata, groups)
+    try:
+        exact = _int96_columns(parquet, only)
+        fine = None
+        if exact:
+            fine = _open(stream, file, "ns", footer).iter_batches(rows, list(groups), exact)
+        for batch in parquet.iter_batches(rows, list(groups), only, use_threads=False):
+            if fine is not None:
+                _check_int96(batch, next(fine), file)
+            yield batch
+    except (pa.ArrowException, OSError) as error:
+        raise SourceError(
+            f"{file.path}: row groups {groups.start} to {groups.stop - 1} cannot be read ({error}); fetch or "
+            "write it again"
+        ) from error
+
+
+def _paths(parquet: Any) -> list[str]:
+    return [parquet.schema.column(place).path for place in range(len(parquet.schema))]
+
+
+def _is_column(path: str, names: Iterable[str]) -> bool:
+    """Return True if a leaf column belongs to one of the columns."""
+    return any(path == name or path.startswith(f"{name}.") for name in names)
 
 
 def _rows_of_batches(footer: Any, groups: range) -> int:
@@ -249,7 +309,7 @@ _BUFFER_BYTES, _URL_BUFFER_BYTES = 2**20, 2**23  # bytes of a column that are re
 _NANOS_END_MICROS = 2**63 // 1000 - 1
 _MAGIC = b"ARROW1"
 _SCAN_ROWS = 100_000  # rows whose nulls decide which fields are optional
-_INFO, _STATE, _SPLITS = "dataset_info.json", "state.json", "dataset_dict.json"
+_INFO, SAVED_STATE, _SPLITS = "dataset_info.json", "state.json", "dataset_dict.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,26 +331,38 @@ class SavedDataset(ArrowImporter):
 
 def open_arrow(source: Source, options: ImportOptions) -> ArrowImporter:
     """Read the schemas of Arrow files."""
-    return _opened(ArrowImporter, source, options, None)
+    return _open_tables(ArrowImporter, source, options, None)
 
 
-def _opened(
+def _open_tables(
     kind: type[ArrowImporter], source: Source, options: ImportOptions, features: Mapping[str, Any] | None
 ) -> ArrowImporter:
     check_suffixes(source, ("arrow", "feather", "ipc"), "an Arrow file")
     schemas = []
     for file in source.files:
-        with _open_ipc(file) as reader:
+        with open_ipc(file) as reader:
             schemas.append(reader.schema)
-    pieces = [_sizes_of_batches(file, schemas[0]) if file.size > _TASK_BYTES else () for file in source.files]
+    pieces = [
+        _sizes_of_batches(file, schema) if file.size > _TASK_BYTES else ()
+        for file, schema in zip(source.files, schemas, strict=True)
+    ]
 
     def nulls(_: Any, wanted: Collection[str]) -> set[str]:
         return null_columns(flat_batch(batch, options) for batch in _first_batches(source)).intersection(
             wanted
         )
 
-    schema, classes = table_schema(source, options, schemas, nulls, features)
-    return kind(source=source, fields=schema, options=options, labels=classes, cut=_cut(source.files, pieces))
+    partitions = _hive_partitions(source, options)
+    whole = _with_partitions(source, schemas, partitions)
+    schema, classes = table_schema(source, options, whole, nulls, features)
+    return kind(
+        source=source,
+        fields=schema,
+        options=options,
+        labels=classes,
+        cut=_make_tasks(source.files, pieces),
+        partitions=partitions,
+    )
 
 
 def open_huggingface(source: Source, options: ImportOptions) -> ArrowImporter:
@@ -307,12 +379,12 @@ def open_huggingface(source: Source, options: ImportOptions) -> ArrowImporter:
             f"{source.given}: holds the splits {shown}; name one of them, such as "
             f"{os.path.join(source.given, 'train')}"
         )
-    for name in (_INFO, _STATE):
+    for name in (_INFO, SAVED_STATE):
         if name not in by_name:
             raise SourceError(f"{source.given}: {name} is missing; save the dataset again with save_to_disk")
     features = _document(by_name[_INFO]).get("features")
     listed = Source(source.given, tuple(_data_files(by_name, source)))
-    return _opened(SavedDataset, listed, options, features if isinstance(features, dict) else {})
+    return _open_tables(SavedDataset, listed, options, features if isinstance(features, dict) else {})
 
 
 def _document(file: SourceFile) -> dict[str, Any]:
@@ -325,16 +397,16 @@ def _document(file: SourceFile) -> dict[str, Any]:
 
 
 def _data_files(by_name: Mapping[str, SourceFile], source: Source) -> Iterator[SourceFile]:
-    listed = _document(by_name[_STATE]).get("_data_files")
+    listed = _document(by_name[SAVED_STATE]).get("_data_files")
     if not isinstance(listed, list) or not listed:
         raise SourceError(
-            f"{source.given}: {_STATE} lists no data files; save the dataset again with save_to_disk"
+            f"{source.given}: {SAVED_STATE} lists no data files; save the dataset again with save_to_disk"
         )
     for entry in listed:
         name = entry.get("filename") if isinstance(entry, dict) else None
         if not isinstance(name, str) or name not in by_name:
             raise SourceError(
-                f"{source.given}: the data file {name!r} of {_STATE} is missing; fetch the folder again"
+                f"{source.given}: the data file {name!r} of {SAVED_STATE} is missing; fetch the folder again"
             )
         yield by_name[name]
 
@@ -357,7 +429,7 @@ def _sizes_of_batches(file: SourceFile, schema: Any) -> tuple[tuple[int, int], .
     """
     if is_url(file.path) or not schema.names:
         return ()
-    with _open_ipc(file) as reader:
+    with open_ipc(file) as reader:
         if not hasattr(reader, "num_record_batches"):
             return ()
     widths = [kind.bit_width if pa.types.is_primitive(kind) else 10_000 for kind in schema.types]
@@ -370,7 +442,7 @@ def _sizes_of_batches(file: SourceFile, schema: Any) -> tuple[tuple[int, int], .
 
 
 @contextmanager
-def _open_ipc(file: SourceFile, options: Any = None) -> Iterator[Any]:
+def open_ipc(file: SourceFile, options: Any = None) -> Iterator[Any]:
     """Open a reader of an Arrow file or stream."""
     with open_file(file) as stream:
         is_file = stream.read(len(_MAGIC)) == _MAGIC
@@ -389,7 +461,7 @@ def _open_ipc(file: SourceFile, options: Any = None) -> Iterator[Any]:
 def _record_batches(
     file: SourceFile, start: int = 0, stop: int | None = None, options: Any = None
 ) -> Iterator[Any]:
-    with _open_ipc(file, options) as reader:
+    with open_ipc(file, options) as reader:
         count = getattr(reader, "num_record_batches", None)
         if count is not None and stop is not None:
             count = min(count, stop)

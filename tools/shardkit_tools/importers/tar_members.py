@@ -41,10 +41,15 @@ _HARMLESS_PAX_PREFIXES = ("SCHILY.", "LIBARCHIVE.xattr.")
 
 
 TEXTS = frozenset(["txt", "text", "transcript"])
-_NAMES = {"cls": "label", "json": "meta", "jsn": "meta", "npy": "array", "bin": "blob"} | dict.fromkeys(
-    TEXTS, "text"
-)
-_NAMES |= {suffix: name for name, suffixes in MEDIA.items() for suffix in suffixes}
+FIELD_OF_EXTENSION = {
+    "cls": "label",
+    "json": "meta",
+    "jsn": "meta",
+    "npy": "array",
+    "bin": "blob",
+} | dict.fromkeys(TEXTS, "text")
+FIELD_OF_EXTENSION |= {suffix: name for name, suffixes in MEDIA.items() for suffix in suffixes}
+"""Extension of a member without a name of its own → its field."""
 _ENCODED = re.compile(r"[a-z0-9_-]*(?:%[0-9a-f]{2}[a-z0-9_-]*)+")
 _PICKLED = frozenset(["pyd", "pickle", "pkl", "pth", "pt"])
 _UNREAD = {
@@ -103,7 +108,7 @@ def field_of(extension: str, where: str) -> str:
     if len(parts) == 1 and _ENCODED.fullmatch(parts[0]):
         with contextlib.suppress(UnicodeDecodeError):
             return unquote(parts[0], errors="strict")
-    return ".".join(parts) or _NAMES.get(suffix, suffix)
+    return ".".join(parts) or FIELD_OF_EXTENSION.get(suffix, suffix)
 
 
 def tar_samples(members: Iterable[Member], path: str) -> Iterator[TarSample]:
@@ -222,7 +227,8 @@ class _Reader:
         digits = raw.strip(b" \0")
         if not digits or not set(digits) <= set(b"01234567"):
             self._refuse(
-                f"a header's {what} is {raw!r}, not an octal number; the file is not a tar, or damaged"
+                f"a header's {what} is {raw!r}, not an octal number; the file is not a tar, is damaged, or "
+                "is compressed without an extension that says so, such as .tar.gz"
             )
         return int(digits, 8)
 

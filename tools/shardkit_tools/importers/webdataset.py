@@ -13,7 +13,7 @@ A longer extension names its field: ``17.left.png`` is the field ``left``, ``17.
 
 from __future__ import annotations
 
-import io
+import contextlib
 import itertools
 import re
 from collections import Counter
@@ -21,12 +21,10 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from shardkit.errors import SourceError
-from shardkit_tools.importers.json_lines import parse_json
-from shardkit_tools.importers.numpy_arrays import array_type, read_header
+from shardkit.extras import shell_word
+from shardkit.formats.strict_json import parse_json
+from shardkit_tools.importers.numpy_arrays import array_type, common_array, read_array
 from shardkit_tools.importers.protocol import (
     MIXED,
     FileImporter,
@@ -38,13 +36,13 @@ from shardkit_tools.importers.protocol import (
     SourceFile,
     SourceSample,
     SourceTask,
-    shell_word,
 )
-from shardkit_tools.importers.source_files import check_suffixes, open_plain
+from shardkit_tools.importers.source_files import check_suffixes, open_plain, text_of
 from shardkit_tools.importers.tar_members import TEXTS, Member, TarSample, read_members, tar_samples
 
 # number of samples, in source order, that the schema is inferred from; the rest are checked against it
 _SCAN_SAMPLES = 1000
+_TARS_COMPARED = 64  # tars whose first keys decide whether keys repeat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +50,7 @@ class WebDatasetImporter(FileImporter):
     """Tars as a source, each one task: a tar can only be read from its start."""
 
     name: ClassVar[str] = "webdataset"
+    keys: str  # "source", "prefixed" or "none"
 
     def _rows(self, task: SourceTask, seen: FileObserver) -> SampleStream:
         """Yield the samples; one with a member that cannot be decoded is a failure of that sample only."""
@@ -72,7 +71,15 @@ class WebDatasetImporter(FileImporter):
             except SourceError as error:
                 yield SourceFailure(file.name, found.row, error)
                 continue
-            yield SourceSample(sample, found.key, file.name, found.row)
+            yield SourceSample(sample, self._key(file, found.key), file.name, found.row)
+
+    def _key(self, file: SourceFile, key: str) -> str | None:
+        if self.keys == "none":
+            return None
+        return key if self.keys == "source" else f"{file.name.partition('.tar')[0]}/{key}"
+
+    def _settings(self) -> dict[str, object]:
+        return {} if self.keys == "source" else {"keys": self.keys}
 
 
 def open_webdataset(source: Source, options: ImportOptions) -> WebDatasetImporter:
@@ -93,7 +100,7 @@ def open_webdataset(source: Source, options: ImportOptions) -> WebDatasetImporte
             else:
                 try:
                     found = field_type_of(extension, member.data, f"{where} .{extension}")
-                    types[name] = _merged(types.get(name, found), found, f"{where} .{extension}")
+                    types[name] = _common_type(types.get(name, found), found, f"{where} .{extension}")
                 except SourceError:
                     if not options.unchecked:
                         raise
@@ -105,7 +112,23 @@ def open_webdataset(source: Source, options: ImportOptions) -> WebDatasetImporte
             types[name] += "?"
     source.notes.extend(_dotted_notes(counts, scanned))
     schema = options.schema(types, source.given, names=left_out)
-    return WebDatasetImporter(source=source, fields=schema, options=options)
+    keys = options.keys or _keys(source)
+    return WebDatasetImporter(source=source, fields=schema, options=options, keys=keys)
+
+
+def _keys(source: Source) -> str:
+    """Return "prefixed" if tars begin with equal keys, as if their writers count from 0 in every tar."""
+    first = set[str]()
+    for file in source.files[:_TARS_COMPARED]:
+        with contextlib.suppress(SourceError):  # it is an error, or skipped, when the tar is read
+            for found in itertools.islice(_samples(file), 1):
+                if found.key in first:
+                    source.notes.append(
+                        f"keys are prefixed with the name of their tar, because several have the key {found.key!r}"
+                    )
+                    return "prefixed"
+                first.add(found.key)
+    return "source"
 
 
 def _first_samples(
@@ -165,7 +188,7 @@ def check_fields(
         )
 
 
-def _merged(known: str, found: str, where: str) -> str:
+def _common_type(known: str, found: str, where: str) -> str:
     """Return a common type of two arrays: equal types stay, dimensions of different sizes become free."""
     if known == found:
         return known
@@ -193,46 +216,25 @@ def field_type_of(extension: str, data: bytes, where: str) -> str:
     if suffix in ("json", "jsn"):
         return "json"
     if suffix == "npy":
-        array = _array(data, where)
+        array = read_array(data, where)
         return array_type(array.dtype, array.shape)
     return "bytes"
 
 
-def common_array(known: str, found: str) -> str | None:
-    """Return the type of arrays of both types, free in sizes that differ, or None if there is none."""
-    (dtype, _, sizes), (other, _, other_sizes) = (text.rstrip("]").partition("[") for text in (known, found))
-    pairs = list(zip(sizes.split(","), other_sizes.split(","), strict=False))
-    if dtype != other or not (sizes and other_sizes) or sizes.count(",") != other_sizes.count(","):
-        return None
-    return f"{dtype}[{','.join(a if a == b else '*' for a, b in pairs)}]"
-
-
 def value_of(extension: str, kind: str, data: bytes, where: str) -> object:
-    """Return the value of a member."""
-    suffix = extension.rpartition(".")[2]
+    """Return the value of a member: as bytes, text or JSON what it holds, otherwise as its extension says."""
+    suffix, kind = extension.rpartition(".")[2], kind.removesuffix("?")
     if kind == "bytes":
         return data
-    if suffix in _INTEGERS:
+    if kind == "json":
+        return parse_json(data, where)
+    if kind != "str" and suffix in _INTEGERS:
         text = data.strip()
         if not re.fullmatch(rb"[+-]?[0-9]{1,20}", text):
             raise SourceError(
                 f"{where}: {text[:40]!r} is not an integer; mend it, or read it as text with --schema …=str"
             )
         return int(text)
-    if suffix in ("json", "jsn"):
-        return parse_json(data, where)
-    if suffix == "npy":
-        return _array(data, where)
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise SourceError(
-            f"{where}: not UTF-8 (byte {error.start}); mend it, or keep the bytes with --schema …=bytes"
-        ) from error
-
-
-def _array(data: bytes, where: str) -> NDArray[np.generic]:
-    stream = io.BytesIO(data)
-    header = read_header(stream, where, len(data), has_rows=False)
-    values = np.frombuffer(data, header.dtype, offset=header.offset)
-    return values.reshape(header.shape, order="F" if header.columns_first else "C")
+    if kind != "str" and suffix == "npy":
+        return read_array(data, where)
+    return text_of(data, where, "convert it, or keep the bytes with --schema …=bytes")

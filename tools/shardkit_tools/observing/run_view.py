@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,6 +18,7 @@ _MAX_RUN_JSON: Final = 16 << 20
 _EVENT_BYTES: Final = 256 << 10
 _METRICS_BYTES: Final = 64 << 10
 _LONGEST: Final = 60
+_DIGEST: Final = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{20,}\b")
 
 
 def view_run(run: Path) -> dict[str, Any]:
@@ -93,6 +95,29 @@ def event_text(event: Mapping[str, Any]) -> str:
     return _pairs({name: value for name, value in event.items() if name not in hidden})
 
 
+def grouped_events(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return events for display, oldest first: time, rank, event, text and count.
+
+    Consecutive events with the same text, such as one from each rank, are one entry with the time of the last; its rank
+    is None if they have several.
+    """
+    found: list[dict[str, Any]] = []
+    for event in events:
+        text, rank = event_text(event), event.get("rank")
+        last = found[-1] if found else {}
+        if (last.get("event"), last.get("text")) == (event["event"], text):
+            last |= {
+                "time": event["time"],
+                "count": last["count"] + 1,
+                "rank": rank if rank == last["rank"] else None,
+            }
+        else:
+            found.append(
+                {"time": event["time"], "rank": rank, "event": event["event"], "text": text, "count": 1}
+            )
+    return found
+
+
 def _pairs(values: Mapping[str, Any]) -> str:
     return "  ".join(
         f"{clean(str(name))}={_short(value)}"
@@ -103,4 +128,5 @@ def _pairs(values: Mapping[str, Any]) -> str:
 
 def _short(value: object) -> str:
     text = clean(f"{value:.4g}" if isinstance(value, float) else str(value))
+    text = _DIGEST.sub(r"\1…", text)
     return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"

@@ -77,7 +77,7 @@ def _flag(value: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Nodes:
-    """The machines. All are alike."""
+    """Number and hardware of the machines, which are all alike."""
 
     nodes: int = _as(parse_count, 1, least=1)
     ranks: int = _as(parse_count, 8, least=1)  # per node
@@ -218,7 +218,7 @@ def load_cluster(path: Path) -> Cluster:
     return cluster
 
 
-def changed(cluster: Cluster, changes: Sequence[str]) -> Cluster:
+def with_changes(cluster: Cluster, changes: Sequence[str]) -> Cluster:
     """Return the cluster with ``name=value`` changes, such as ``cache=500GB`` or ``store.latency=20ms``.
 
     Raises:

@@ -59,11 +59,7 @@ def recovery(
 ) -> dict[str, float]:
     """Return the cost of a failed node.
 
-    Args:
-        cluster: the cluster.
-        step_s: mean seconds per step.
-        cached_bytes: bytes in the cache of a node.
-        steps_lost: steps since the last checkpoint; by default, half the interval of checkpoints.
+    A step takes `step_s` seconds on average. Without `steps_lost`, half an interval of checkpoints is repeated.
 
     Returns:
         ``seconds`` until the run is back at the failed step, and its parts ``detect_s``, ``restart_s``, ``restore_s``
@@ -90,11 +86,6 @@ def recovery(
 
 def restart(cluster: Cluster, lanes: int, cached_bytes: float) -> dict[str, float]:
     """Return the bytes fetched again after a restart on permuted hosts, one of them new.
-
-    Args:
-        cluster: the cluster.
-        lanes: number of lanes.
-        cached_bytes: bytes in the cache of a node.
 
     Returns:
         ``refetched_bytes`` if lanes go to the nodes that cache their bytes (`assign`), and ``fixed_bytes`` if ranks
@@ -134,13 +125,7 @@ class Stops:
         self.failures = self.outages = 0
 
     def __call__(self, step: int, now: float, step_s: float) -> float:
-        """Return the seconds of interruptions after a step.
-
-        Args:
-            step: number of the step.
-            now: end of the step in seconds.
-            step_s: mean seconds per step.
-        """
+        """Return the seconds of interruptions after a step."""
         stopped = 0.0
         while self._next_failure <= now + stopped:
             lost = step % self._cluster.faults.checkpoint_steps

@@ -17,13 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 import shardkit
-from shardkit.dataset.dataset import population_of
+from shardkit.arrays import Bools, Float64s, Int64s
+from shardkit.dataset.samples import population_of
 from shardkit.errors import ConfigurationError
 from shardkit.loader.schedule import most_steps, plan_group
 from shardkit.plan import Plan, Population, assign
 from shardkit.reading.cache.eviction import FurthestFirst
 from shardkit_tools.simulation.cluster import Cluster, Data
-from shardkit_tools.simulation.timing import Bools, Floats, Int64s, RankLoads
+from shardkit_tools.simulation.timing import RankLoads
 
 Tell = Callable[[str], None]
 """Progress callback, called with a line of text."""
@@ -75,15 +76,7 @@ def synthetic_population(data: Data) -> Population:
 def spread_population(
     strata: Int64s, shards: int, *, block_rows: int, row_bytes: int = 1, identity: str = "made up"
 ) -> Population:
-    """Return a population whose strata are spread evenly over the shards, as a build writes them.
-
-    Args:
-        strata: number of rows of each stratum.
-        shards: number of shards.
-        block_rows: rows per block.
-        row_bytes: stored bytes per row.
-        identity: manifest id of the population.
-    """
+    """Return a population whose strata are spread evenly over the shards, as a build writes them."""
     kind = (
         object if int(strata.max()) * shards >= 2**62 else np.int64
     )  # Python integers if the products exceed int64
@@ -107,7 +100,7 @@ class BlockMap:
     first_sample: Int64s  # int64[n + 1], first sample of each segment
     first_block: Int64s  # int64[n + 1], first dataset-wide block of each segment
     block_rows: Int64s  # int64[n], rows of a full block of the segment's shard
-    row_bytes: Floats  # float64[n], stored bytes per row of the segment's shard
+    row_bytes: Float64s  # float64[n], stored bytes per row of the segment's shard
     shard: NDArray[np.int32]  # int32[n], shard of each segment
 
     @classmethod
@@ -177,11 +170,9 @@ class Needs(NamedTuple):
 
 
 def group_starts(steps: int, most: int) -> Int64s:
-    """Return the first step of each group of an epoch, then the end. Group sizes are the loader's: 1, 4, 16 … `most`.
+    """Return the first step of each group of an epoch, then the end.
 
-    Args:
-        steps: number of steps in the epoch.
-        most: largest number of steps in a group.
+    Group sizes are the loader's: 1, 4, 16 … `most`.
     """
     starts, size = [0], 1
     while starts[-1] < steps:
@@ -195,13 +186,7 @@ def rank_needs(
 ) -> Needs:
     """Return the blocks that a rank needs.
 
-    Args:
-        plan: the plan.
-        blocks: blocks of the dataset.
-        lanes: sampled lanes of the rank.
-        epochs: number of epochs.
-        memory: bytes for blocks; groups are halved until their blocks fit.
-        share: sampled share of the rank's lanes.
+    Groups of steps are halved until their blocks fit into `memory` bytes. `lanes` are a `share` of the rank's lanes.
     """
     steps, own = plan.loop_steps, list(lanes)
     rows = max(1, round(plan.cell_size * len(own) / share))
@@ -233,10 +218,6 @@ def through_memory(needs: Needs, room: int) -> tuple[Bools, Int64s]:
 
     The block whose last planned step is the oldest is evicted, once that step is over.
 
-    Args:
-        needs: needs of a rank.
-        room: number of blocks in memory.
-
     Returns:
         bool[n], True for a load, and int64[n], the step at whose beginning memory has room for it.
     """
@@ -262,22 +243,15 @@ def through_memory(needs: Needs, room: int) -> tuple[Bools, Int64s]:
 # ---- Sources of loads
 
 
-def next_uses(step: Int64s, block: Int64s, use_step: Int64s, use_block: Int64s) -> Floats:
-    """Return the step of the next use of each load's block after the load, or inf if there is none.
-
-    Args:
-        step: step of each load.
-        block: block of each load.
-        use_step: step of each use.
-        use_block: block of each use.
-    """
+def next_uses(step: Int64s, block: Int64s, use_step: Int64s, use_block: Int64s) -> Float64s:
+    """Return the step of the next use of each load's block after the load, or inf if there is none."""
     span = int(use_step.max(initial=0)) + 1
     keys = np.append(np.sort(use_block * span + use_step), -1)
     later = keys[np.searchsorted(keys[:-1], block * span + step, side="right")]
     return np.where(later // span == block, later % span, np.inf)
 
 
-def through_cache(block: Int64s, size: Int64s, next_use: Floats, limit: int) -> tuple[Bools, int]:
+def through_cache(block: Int64s, size: Int64s, next_use: Float64s, limit: int) -> tuple[Bools, int]:
     """Serve loads from a cache of `limit` bytes that evicts the block with the furthest next use.
 
     Returns:
@@ -297,7 +271,7 @@ def through_cache(block: Int64s, size: Int64s, next_use: Floats, limit: int) -> 
 def count_requests(block: Int64s, shard: NDArray[np.integer]) -> Bools:
     """Return a bool array of the reads that begin a request. Reads of one rank are in the order of reading ahead.
 
-    Among `_JOINED` blocks, those that follow each other in a shard form one request.
+    Blocks that follow each other in a shard form one request, among `_JOINED` blocks at a time.
     """
     own = np.ones(len(block), dtype=bool)
     place = np.arange(len(block))
@@ -329,14 +303,7 @@ class Sample(NamedTuple):
 
 
 def choose_sample(cluster: Cluster, lanes: int, rows: int, budget: int) -> Sample:
-    """Choose as many nodes as the budget allows; if it is small, some ranks of two nodes, or some of their lanes.
-
-    Args:
-        cluster: the cluster.
-        lanes: number of lanes of the plan.
-        rows: number of rows of the dataset.
-        budget: number of rows per epoch to simulate exactly.
-    """
+    """Choose as many nodes as the budget allows; if it is small, some ranks of two nodes, or some of their lanes."""
     all_nodes, all_ranks = cluster.nodes.nodes, cluster.nodes.ranks
     affordable = max(1, budget // (rows // lanes + _LANE_ROWS))
     per_node, per_rank = lanes / all_nodes, lanes / cluster.world
@@ -357,10 +324,10 @@ def choose_sample(cluster: Cluster, lanes: int, rows: int, budget: int) -> Sampl
 class Reads:
     """Reads of all nodes by epoch, and the loads of the sampled ranks."""
 
-    requests: Floats  # float64[epochs], requests to the store
-    store_bytes: Floats  # float64[epochs], bytes from the store
-    cache_bytes: Floats  # float64[epochs], bytes from the caches
-    hit_rate: Floats  # float64[epochs], share of loads served by the caches
+    requests: Float64s  # float64[epochs], requests to the store
+    store_bytes: Float64s  # float64[epochs], bytes from the store
+    cache_bytes: Float64s  # float64[epochs], bytes from the caches
+    hit_rate: Float64s  # float64[epochs], share of loads served by the caches
     cache_hits: float  # loads served by the caches in all epochs
     held_bytes: float  # bytes in a node's cache at the end
     distinct_bytes: float  # distinct bytes that a node loads
@@ -422,12 +389,10 @@ def _read_node(
     return found, int(blocks.weigh(np.unique(block))[0].sum()), held
 
 
-def standard_error(parts: Floats, share: float) -> float | None:
+def standard_error(parts: Float64s, share: float) -> float | None:
     """Return two relative standard errors of a total, or None if it has a single sampled part.
 
-    Args:
-        parts: amounts of the sampled parts.
-        share: sampled share of the whole.
+    `parts` are the amounts of the sampled `share` of the whole.
     """
     mean = float(parts.mean()) if len(parts) else 0.0
     if share >= 1 or not mean:

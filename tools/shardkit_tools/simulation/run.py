@@ -9,10 +9,11 @@ from typing import Any, Literal
 
 import numpy as np
 
+from shardkit.arrays import Bools, Float64s, Int64s
 from shardkit.errors import ConfigurationError
 from shardkit.plan import Plan, make_plan
 from shardkit.plan.permutation import Feistel, derive
-from shardkit_tools.simulation.cluster import Cluster, changed
+from shardkit_tools.simulation.cluster import Cluster, with_changes
 from shardkit_tools.simulation.faults import Moves, Stops, recovery, restart
 from shardkit_tools.simulation.reading import (
     BlockMap,
@@ -23,7 +24,7 @@ from shardkit_tools.simulation.reading import (
     open_population,
     read_lanes,
 )
-from shardkit_tools.simulation.timing import Bools, Floats, Int64s, RankLoads, Times, time_steps
+from shardkit_tools.simulation.timing import RankLoads, Times, time_steps
 
 Unit = Literal["sample", "block"]
 """Unit fetched for a sample of a full shuffle."""
@@ -74,12 +75,7 @@ def simulate_lanes(
 ) -> dict[str, Any]:
     """Simulate shardkit's lanes, with a cache that knows the plan.
 
-    Args:
-        cluster: the cluster.
-        prepared: dataset and plan.
-        budget: number of rows per epoch to simulate exactly.
-        slow: rank → factor of ranks that are slow throughout.
-        tell: called with a line of progress.
+    `budget` rows per epoch are simulated exactly. `slow` maps ranks that are slow throughout to their factor.
     """
     check_world(prepared.plan, cluster)
     plan = prepared.plan
@@ -87,7 +83,7 @@ def simulate_lanes(
     reads = read_lanes(cluster, prepared, sample, tell)
     tell("walking the steps")
     moves = Moves(cluster, plan.lanes, dict(slow or {}))
-    result = _timed(cluster, prepared, reads, plan.loop_steps, moves)
+    result = _time_epochs(cluster, prepared, reads, plan.loop_steps, moves)
     lane_bytes = prepared.stored_bytes / plan.lanes
     moved = [(step, lanes) for step, lanes in moves.moved_lanes if lanes]
     left = sum(lanes * lane_bytes * (1 - step % plan.loop_steps / plan.loop_steps) for step, lanes in moved)
@@ -115,22 +111,18 @@ def simulate_shuffle(
     budget: int = DEFAULT_BUDGET,
     tell: Tell = lambda _: None,
 ) -> dict[str, Any]:
-    """Simulate a full shuffle with caches that evict the least recently used item.
-
-    Args:
-        cluster: the cluster.
-        prepared: dataset and plan.
-        unit: unit fetched for a sample.
-        budget: as in `simulate_lanes`.
-        tell: called with a line of progress.
-    """
+    """Simulate a full shuffle with caches that evict the least recently used item."""
     tell(f"shuffling all rows, reading {unit}s")
     reads = shuffled_reads(cluster, prepared, unit=unit, budget=budget // _SHUFFLE_SHARE)
-    moves = Moves(changed(cluster, ["rebalance=false"]), prepared.plan.lanes)
-    return _timed(cluster, prepared, reads, prepared.blocks.num_samples // cluster.work.global_batch, moves)
+    moves = Moves(with_changes(cluster, ["rebalance=false"]), prepared.plan.lanes)
+    return _time_epochs(
+        cluster, prepared, reads, prepared.blocks.num_samples // cluster.work.global_batch, moves
+    )
 
 
-def _timed(cluster: Cluster, prepared: Prepared, reads: Reads, steps: int, moves: Moves) -> dict[str, Any]:
+def _time_epochs(
+    cluster: Cluster, prepared: Prepared, reads: Reads, steps: int, moves: Moves
+) -> dict[str, Any]:
     """Return the results of all epochs of `steps` steps each, including faults."""
     total = steps * cluster.work.epochs
     by_step = [np.bincount(one.step, one.store_bytes, total) for one in reads.loads]
@@ -198,12 +190,6 @@ def shuffled_reads(cluster: Cluster, prepared: Prepared, *, unit: Unit, budget: 
     """Simulate the reads of a full shuffle by following a sample of items through the caches of all nodes.
 
     The error is two standard errors of the number of misses, with independent reads.
-
-    Args:
-        cluster: the cluster.
-        prepared: dataset and plan.
-        unit: unit fetched for a sample.
-        budget: number of samples to follow.
     """
     blocks = prepared.blocks
     seed = cluster.work.seed
@@ -243,7 +229,7 @@ def shuffled_reads(cluster: Cluster, prepared: Prepared, *, unit: Unit, budget: 
 
 
 def _equal_loads(
-    cluster: Cluster, blocks: BlockMap, miss_rate: Floats, sizes: tuple[Floats, Floats]
+    cluster: Cluster, blocks: BlockMap, miss_rate: Float64s, sizes: tuple[Float64s, Float64s]
 ) -> RankLoads:
     """Return loads of a rank that are equal in all steps.
 
@@ -336,13 +322,7 @@ def costs(
 ) -> dict[str, float]:
     """Return the cost of a period: ``dollars``, ``dollars_requests_and_egress`` (included) and ``joules`` of the nodes.
 
-    Args:
-        cluster: the cluster.
-        seconds: duration.
-        computing_s: seconds of computation in it, per rank.
-        requests: number of requests to the store.
-        egress_bytes: bytes read from the store.
-        stored_bytes: bytes of one copy of the dataset.
+    `computing_s` are seconds of computation per rank, and `stored_bytes` are the bytes of one copy of the dataset.
     """
     nodes, store = cluster.nodes, cluster.store
     busy = min(1.0, computing_s / seconds) if seconds else 0.0

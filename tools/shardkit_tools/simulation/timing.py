@@ -8,14 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from shardkit.arrays import Bools, Float64s, Int64s
 from shardkit_tools.simulation.cluster import Cluster
 from shardkit_tools.simulation.faults import Moves, Stops
-
-Floats = NDArray[np.float64]
-Int64s = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,17 +27,12 @@ class RankLoads:
     share: float = 1.0  # sampled share of the rank's loads
 
     @property
-    def store_bytes(self) -> Floats:
+    def store_bytes(self) -> Float64s:
         """float64[n], bytes read from the store per load, scaled to the whole rank."""
         return self.size * self.from_store / self.share
 
-    def by_epoch(self, steps: int, epochs: int) -> Floats:
-        """Return (5, epochs): requests, store bytes, cache bytes, misses and loads, scaled to the whole rank.
-
-        Args:
-            steps: number of steps per epoch.
-            epochs: number of epochs.
-        """
+    def by_epoch(self, steps: int, epochs: int) -> Float64s:
+        """Return (5, epochs): requests, store bytes, cache bytes, misses and loads, scaled to the whole rank."""
         stored = self.from_store
         amounts = (self.own & stored, self.size * stored, self.size * ~stored, stored, np.ones(len(stored)))
         sums = [np.bincount(self.step // steps, amount, epochs) for amount in amounts]
@@ -127,11 +118,11 @@ def _crew(size: float) -> tuple[list[float], float]:
 class Times:
     """Simulated times in seconds."""
 
-    step_s: Floats  # float64[steps], duration of each step, including interruptions
-    stall_s: Floats  # float64[steps], longest wait for data of a sampled rank
-    halves: Floats  # float64[2, steps], longest wait among the even and the odd sampled ranks
-    rank_stall_s: Floats  # float64[ranks], total wait of each sampled rank
-    compute_s: Floats  # float64[steps], computation of the slowest rank
+    step_s: Float64s  # float64[steps], duration of each step, including interruptions
+    stall_s: Float64s  # float64[steps], longest wait for data of a sampled rank
+    halves: Float64s  # float64[2, steps], longest wait among the even and the odd sampled ranks
+    rank_stall_s: Float64s  # float64[ranks], total wait of each sampled rank
+    compute_s: Float64s  # float64[steps], computation of the slowest rank
     reduce_s: float  # all-reduce per step that does not overlap with computation
     stood_s: float  # total of all interruptions
 
@@ -144,15 +135,7 @@ def time_steps(
     *,
     stops: Stops | None = None,
 ) -> Times:
-    """Simulate all steps in order.
-
-    Args:
-        cluster: the cluster.
-        loads: block loads of the sampled ranks.
-        steps: number of steps.
-        moves: slowness and lanes of all ranks.
-        stops: interruptions; by default, none.
-    """
+    """Simulate all steps in order."""
     ranks, which = [BlockFetching(cluster, one) for one in loads], np.array([one.rank for one in loads])
     reduce_s = reduce_seconds(cluster)
     step_s, stall_s, compute_s = np.zeros(steps), np.zeros(steps), np.zeros(steps)
@@ -198,13 +181,7 @@ def hierarchical_seconds(
 ) -> float:
     """Return the seconds of reduce-scatter in a node, a ring over nodes for each part, and all-gather in a node.
 
-    Args:
-        nodes: number of nodes.
-        ranks: ranks per node.
-        num_bytes: bytes to reduce.
-        inner: bandwidth in a node, bytes/s.
-        outer: bandwidth of a node's NIC, bytes/s.
-        latency: seconds per hop.
+    Bandwidths in a node and between nodes are bytes per second, and the latency is seconds per hop.
     """
     inside = ring_seconds(ranks, num_bytes, inner, latency)
     return inside + ring_seconds(nodes, num_bytes / ranks, outer / ranks, latency)
@@ -225,11 +202,5 @@ def reduce_seconds(cluster: Cluster) -> float:
 
 
 def exposed_seconds(total: float, overlap: float, compute: float) -> float:
-    """Return the seconds of an all-reduce that do not overlap with computation.
-
-    Args:
-        total: seconds of the all-reduce.
-        overlap: share that can overlap.
-        compute: seconds of computation.
-    """
+    """Return the seconds of an all-reduce that do not overlap with computation."""
     return total - min(total * overlap, compute)

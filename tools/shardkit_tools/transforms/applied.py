@@ -33,7 +33,9 @@ from shardkit.errors import (
     SampleError,
     ShardkitError,
 )
+from shardkit.extras import install_command
 from shardkit.formats import Schema
+from shardkit.function_names import importable_name
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -56,13 +58,8 @@ class AppliedFunction:
         Raises:
             ConfigurationError: It cannot be imported by name, or has no Python source.
         """
-        name = function if isinstance(function, str) else _name_of(function)
-        found, source = _load(name)
-        if not isinstance(function, str) and found is not function:
-            raise ConfigurationError(
-                f"apply={function!r} is not what {name} names; give a function of a module, which other "
-                "processes can import"
-            )
+        name = function if isinstance(function, str) else importable_name("apply", function)
+        _, source = _load(name)
         return cls(name, hashlib.sha256(source).hexdigest())
 
     def describe(self) -> dict[str, object]:
@@ -70,12 +67,12 @@ class AppliedFunction:
         return {"function": self.name, "sha256": self.digest}
 
     def __call__(self, sample: Mapping[str, object], where: object) -> Iterator[Mapping[str, object]]:
-        """Yield the samples that it makes from one.
+        """Call the function with a sample and yield the samples that it returns.
 
         Raises:
             SampleError: The function fails or returns something other than samples.
         """
-        function = _checked(self.name, self.digest)
+        function = _load_function(self.name, self.digest)
         try:
             result = function(dict(sample))
             if result is None:
@@ -84,7 +81,7 @@ class AppliedFunction:
         except ShardkitError as error:
             raise SampleError(f"{where}: {self.name} failed: {error}") from None
         except Exception as error:  # noqa: BLE001 (theirs may be anything)
-            raise SampleError(f"{where}: {self.name} failed: {_shown(error)}; {_ADVICE}") from None
+            raise SampleError(f"{where}: {self.name} failed: {_error_text(error)}; {_ADVICE}") from None
         for one in samples:
             if not isinstance(one, Mapping) or not all(isinstance(key, str) for key in one):
                 raise SampleError(
@@ -94,7 +91,7 @@ class AppliedFunction:
         yield from samples
 
 
-_ADVICE = "mend the function, or leave such rows out with --on-error skip"
+_ADVICE = "fix the function, or leave such rows out with --on-error skip"
 
 
 def _several(result: object) -> Iterator[Any]:
@@ -107,7 +104,7 @@ def _of(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
-def _shown(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
     last = frames[-1] if len(frames) > 1 else None
@@ -117,17 +114,8 @@ def _shown(error: Exception) -> str:
     return text[:_MAX_MESSAGE] + place
 
 
-def _name_of(function: Callable[..., Any]) -> str:
-    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
-    if not module or not name or "<" in name:
-        raise ConfigurationError(
-            f"apply={function!r} has no name that other processes can import; give a function of a module"
-        )
-    return f"{module}:{name}"
-
-
 @functools.lru_cache(maxsize=8)
-def _checked(name: str, digest: str) -> Callable[..., Any]:
+def _load_function(name: str, digest: str) -> Callable[..., Any]:
     function, source = _load(name)
     if hashlib.sha256(source).hexdigest() != digest:
         raise RunError(
@@ -168,7 +156,7 @@ def _import(module_name: str, name: str) -> ModuleType:
         return importlib.import_module(module_name)
     except Exception as error:  # noqa: BLE001 (a module may fail in any way)
         raise ConfigurationError(
-            f"--apply {name}: {module_name} cannot be imported: {_shown(error)}; give a module that "
+            f"--apply {name}: {module_name} cannot be imported: {_error_text(error)}; give a module that "
             "`python -c 'import …'` imports in this directory"
         ) from None
 
@@ -242,7 +230,9 @@ class TextTokenizer:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], eos: str | None = None) -> TextTokenizer:
-        """Read a ``tokenizer.json``; ``eos`` None: its own end-of-document token, `NO_EOS`: none.
+        """Read a ``tokenizer.json``.
+
+        ``eos`` is the end-of-document token: None for the tokenizer's own token, `NO_EOS` for none.
 
         Raises:
             NotFoundError: The file cannot be read.
@@ -338,7 +328,7 @@ def _tokenizer(path: str, digest: str) -> Tokenizer:
         from tokenizers import Tokenizer
     except ImportError as error:
         raise MissingDependency(
-            "--tokenizer needs the tokenizers library; run: pip install 'shardkit[tokenizers]'"
+            f"--tokenizer needs the tokenizers library; run: {install_command('tokenizers')}"
         ) from error
     data = _read(path)
     if hashlib.sha256(data).hexdigest() != digest:

@@ -42,7 +42,7 @@ class TransformedImporter:
     _: KW_ONLY
     text_field: str | None = None  # text field, if it is ambiguous
     output_types: Mapping[str, str] | None = None  # types of the output that replace the inferred ones
-    skip: bool = False  # infer types from the samples without errors, and leave out the others
+    skip: bool = False  # infer types from the samples without errors, and leave out samples with errors
 
     def __post_init__(self) -> None:
         importer, function, tokenizer = self.importer, self.function, self.tokenizer

@@ -16,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from shardkit.errors import MissingDependency, RunError
+from shardkit.extras import install_command
 
 _PATIENCE_S = 120.0
 _MEETING = timedelta(seconds=60)
@@ -32,7 +33,7 @@ def measure_all_reduce(*, ranks: int) -> dict[int, float]:
         RunError: a measuring process died or timed out.
     """
     if importlib.util.find_spec("torch") is None:
-        raise MissingDependency('measuring an all-reduce needs torch; run: pip install "shardkit[train]"')
+        raise MissingDependency(f"measuring an all-reduce needs torch; run: {install_command('train')}")
     spawn = multiprocessing.get_context("spawn")
     with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")

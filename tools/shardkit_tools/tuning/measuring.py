@@ -15,8 +15,9 @@ from pathlib import Path
 import numpy as np
 
 import shardkit
+from shardkit.documents import xxh3
 from shardkit.errors import MissingDependency, StoreError, UsageError
-from shardkit.formats.canonical_json import xxh3
+from shardkit.extras import install_command
 from shardkit.plan.permutation import order
 from shardkit.stores.store import Store
 from shardkit_tools.tuning.proposing import KIB, MIB, Machine, Ranges, Saving
@@ -65,7 +66,7 @@ def measure_machine(folder: Path, *, seconds: float, tell: Tell) -> Machine:
     tell("checksums")
     pieces = [memoryview(_text(MIB).tobytes()) for _ in range(8)]
 
-    def checked() -> int:
+    def check() -> int:
         for piece in pieces:
             xxh3(piece)
         return sum(map(len, pieces))
@@ -75,7 +76,7 @@ def measure_machine(folder: Path, *, seconds: float, tell: Tell) -> Machine:
         random=random,
         random_bytes=_RANDOM_BYTES,
         gather=gather,
-        xxh3=rate_of(checked, seconds / 2),
+        xxh3=rate_of(check, seconds / 2),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
     )
 
@@ -145,7 +146,7 @@ def measure_checkpoint(folder: Path, *, tell: Tell) -> Saving:
         MissingDependency: torch is not installed.
     """
     if importlib.util.find_spec("torch") is None:
-        raise MissingDependency("measuring a checkpoint needs torch; run: pip install 'shardkit[train]'")
+        raise MissingDependency(f"measuring a checkpoint needs torch; run: {install_command('train')}")
     from shardkit_trainer.checkpoints import CheckpointProbe
 
     tell("checkpoint")

@@ -92,19 +92,38 @@ export function legend(items) {
   return row;
 }
 
-// series: [{name, colour, values}]; options: {time, format, most, stacked, fill, height, bars}
+const SMOOTHED = 5; // points of a mean; an odd number, so that the mean is at its middle
+const SMOOTHED_FROM = 4 * SMOOTHED; // points of a series that is long enough for means
+
+// Mean of the points around each one. A gap stays a gap: a mean does not reach across it.
+export function smooth(values) {
+  const side = (SMOOTHED - 1) / 2;
+  return values.map((value, i) => {
+    if (value === null || value === undefined) return value;
+    let from = i, to = i;
+    while (from > i - side && typeof values[from - 1] === "number") from -= 1;
+    while (to < i + side && typeof values[to + 1] === "number") to += 1;
+    const near = values.slice(from, to + 1);
+    return near.reduce((sum, one) => sum + one, 0) / near.length;
+  });
+}
+
+// series: [{name, colour, values}]; options: {time, format, most, stacked, fill, height, bars, means}
+// means: draw means of SMOOTHED points, and the points themselves faintly where series are not stacked
 export function lines(place, series, options) {
   const { time, format, stacked = false, fill = false, bars = false, height = 170 } = options;
+  const means = options.means && time.length >= SMOOTHED_FROM;
   if (!time.length || !series.length) return nothing(place, "nothing yet");
   const width = Math.max(280, place.clientWidth), left = 58, right = 10, top = 8, bottom = 22;
   const inner = width - left - right, tall = height - top - bottom;
-  const sums = time.map((_, i) => series.reduce((sum, one) => sum + (one.values[i] || 0), 0));
+  const drawn = series.map((one) => (means ? smooth(one.values) : one.values));
+  const sums = time.map((_, i) => drawn.reduce((sum, values) => sum + (values[i] || 0), 0));
   const highest = stacked ? Math.max(...sums) : Math.max(...series.flatMap((one) => one.values.map((v) => v || 0)));
   const most = options.most || nice(highest, options.base, format);
   const x = (i) => left + (time.length > 1 ? (inner * i) / (time.length - 1) : inner / 2);
   const y = (value) => top + tall * (1 - Math.min(value, most) / most);
   const drawing = shape("svg", { viewBox: `0 0 ${width} ${height}`, height });
-  for (const tick of ticks(most, format)) {
+  for (const tick of highest > 0 || options.most ? ticks(most, format) : [0]) {
     const at = y(tick);
     drawing.append(shape("line", { x1: left, x2: width - right, y1: at, y2: at, class: "grid" }));
     drawing.append(shape("text", { x: left - 8, y: at + 4, "text-anchor": "end", class: "axis" }, tick ? format(tick) : "0"));
@@ -113,14 +132,16 @@ export function lines(place, series, options) {
     drawing.append(shape("text", { x: x(i), y: height - 5, "text-anchor": anchor, class: "axis" }, clock(time[i])));
   }
   const below = time.map(() => 0);
-  for (const one of series) {
-    const upper = one.values.map((value, i) => (stacked ? below[i] + (value || 0) : value));
+  for (const [number, one] of series.entries()) {
+    const upper = drawn[number].map((value, i) => (stacked ? below[i] + (value || 0) : value));
+    if (means && !stacked) drawing.append(faintLine(one.values, x, y, one.colour));
     if (bars) drawBars(drawing, upper, x, y, inner / time.length, one.colour);
     else drawLine(drawing, upper, stacked ? [...below] : below, x, y, one.colour, stacked || fill, stacked);
     if (stacked) upper.forEach((value, i) => { below[i] = value; });
   }
   follow(drawing, { time, series, format, x, top, bottom: height - bottom, width, left, inner });
   const named = series.length > 1 || options.named ? [legend(series.map((one) => [one.name, one.colour]))] : [];
+  if (means) named.push(element("p", { class: "means" }, `${stacked ? "" : "thick: "}means of ${seconds((SMOOTHED * (time[time.length - 1] - time[0])) / (time.length - 1))}${stacked ? "" : "; thin: each point"}`));
   const told = time.map((at, i) => [clock(at), ...series.map((one) => (one.values[i] === null ? "–" : format(one.values[i] || 0)))]);
   present(place, drawing, named, ["time", ...series.map((one) => one.name)], told);
 }
@@ -140,6 +161,14 @@ function drawLine(drawing, upper, lower, x, y, stroke, filled, stacked) {
   };
   upper.forEach((value, i) => { if (value === null || value === undefined) flush(); else run.push(i); });
   flush();
+}
+
+function faintLine(values, x, y, stroke) {
+  let path = "";
+  values.forEach((value, i) => {
+    if (typeof value === "number") path += `${typeof values[i - 1] === "number" ? "L" : "M"}${x(i).toFixed(1)},${y(value).toFixed(1)}`;
+  });
+  return shape("path", { d: path, fill: "none", stroke, "stroke-width": 1, "stroke-opacity": 0.3, class: "points" });
 }
 
 function drawBars(drawing, values, x, y, room, fill) {

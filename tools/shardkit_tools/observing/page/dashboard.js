@@ -37,10 +37,10 @@ function draw(run) {
   anomalies(run.anomalies);
   shares(run);
   const series = run.series, time = series.time;
-  lines(at("throughput"), time.length ? [{ name: "samples/s", colour: "var(--c0)", values: series.samples_per_s }] : [], { time, format: count, fill: true });
-  lines(at("waiting"), time.length ? [{ name: "for data (stall)", colour: "var(--c4)", values: series.wait_share }, { name: "for other ranks", colour: "var(--c1)", values: series.peers_share }] : [], { time, format: percent, most: 1, fill: true });
-  lines(at("bytes"), Object.entries(series.bytes_per_s || {}).map(([name, values], i) => ({ name, colour: colour(i + 1), values })), { time, format: bytes, base: 1024, stacked: true, named: true });
-  lines(at("skew"), Object.entries(series.busy_by_rank || {}).filter(([, values]) => values.some((one) => one !== null)).map(([name, values]) => ({ name: isNaN(name) ? name : `rank ${name}`, colour: colour(isNaN(name) ? name.length : Number(name)), values })), { time, format: seconds, named: true });
+  lines(at("throughput"), time.length ? [{ name: "samples/s", colour: "var(--c0)", values: series.samples_per_s }] : [], { time, format: count, fill: true, means: true });
+  lines(at("waiting"), time.length ? [{ name: "for data (stall)", colour: "var(--c4)", values: series.wait_share }, { name: "for other ranks", colour: "var(--c1)", values: series.peers_share }] : [], { time, format: percent, most: 1, fill: true, means: true });
+  lines(at("bytes"), Object.entries(series.bytes_per_s || {}).map(([name, values], i) => ({ name, colour: colour(i + 1), values })), { time, format: bytes, base: 1024, stacked: true, named: true, means: true });
+  lines(at("skew"), Object.entries(series.busy_by_rank || {}).filter(([, values]) => values.some((one) => one !== null)).map(([name, values]) => ({ name: isNaN(name) ? name : `rank ${name}`, colour: colour(isNaN(name) ? name.length : Number(name)), values })), { time, format: seconds, named: true, means: true });
   if (run.verification_failures > 0) lines(at("failures"), [{ name: "blocks", colour: "var(--bad)", values: series.failures }], { time, format: count, bars: true, height: 120 });
   else nothing(at("failures"), "none: every block that was read had the right bytes");
   if (run.replication_lag_bytes !== null) lines(at("lag"), [{ name: "below policy", colour: "var(--c5)", values: series.lag_bytes }], { time, format: bytes, base: 1024, fill: true, height: 120 });
@@ -137,7 +137,7 @@ function ranks(run) {
 
 function events(found) {
   const rows = [...found].reverse().map((one) => cells(element("tr", { class: `${one.event === "anomaly" ? "anomaly" : one.event === "rebalance" ? "rebalance" : "plain"}-row` }), [
-    [clock(one.time), "dim"], [one.rank === null || one.rank === undefined || one.rank === -1 ? "" : `rank ${one.rank}`, "dim"], [one.event, "kind"], [one.text, "text"],
+    [clock(one.time), "dim"], [one.rank === null || one.rank === undefined || one.rank === -1 ? "" : `rank ${one.rank}`, "dim"], [one.event, "kind"], [one.count > 1 ? `${one.text} ×${one.count}` : one.text, "text"],
   ]));
   at("events").replaceChildren(heading(["time", "rank", "event", "what"]), ...rows);
 }

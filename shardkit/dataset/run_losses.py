@@ -1,0 +1,112 @@
+"""The losses of a run as a table of samples."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from shardkit.dataset.amendments import Versions
+from shardkit.dataset.recorded_plans import recorded_plan_of
+from shardkit.dataset.samples import numbers_in
+from shardkit.errors import FormatError, IntegrityError, NotFoundError
+from shardkit.ledger import merge_journals
+from shardkit.ledger.decisions import apply_decisions, decisions_in_force
+from shardkit.ledger.losses import Leg, Losses, read_losses
+from shardkit.plan import Plan
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_STEPS = 1024  # steps that are read at once
+
+
+def losses_table(dataset: Any, run: str | os.PathLike[str]) -> pa.Table:
+    """Return the table of `Dataset.losses`."""
+    ledger, _ = merge_journals(Path(run))
+    documents = ledger.event_documents()
+    events = {event["number"]: event for event in documents if event["kind"] == "plan"}
+    legs = list(_legs(ledger.branch_records(), events))
+    losses = read_losses(Path(run), legs)
+    versions, histories = (
+        Versions(dataset),
+        {event["plan"]: event.get("history") for event in events.values()},
+    )
+    batches = [pa.RecordBatch.from_pylist([], schema=_SCHEMA)]
+    for leg in legs:
+        history = histories[leg.plan]
+        if not history:
+            raise NotFoundError(f"{run}: the settings of the plan {leg.plan[:12]}… are not recorded")
+        plan = recorded_plan_of(versions, history)
+        if plan.digest != leg.plan:
+            raise IntegrityError(
+                f"{run}: the recorded settings do not make the plan {leg.plan[:12]}…; run: shardkit audit {run}"
+            )
+        if plan.decided is not None:
+            apply_decisions(plan, decisions_in_force(documents, leg.plan))
+        for first, end in itertools.pairwise(_borders(plan, leg)):
+            batches += [
+                _batch(versions, plan, losses, at, min(end, at + _STEPS)) for at in range(first, end, _STEPS)
+            ]
+    return pa.Table.from_batches(batches).unify_dictionaries()
+
+
+_SCHEMA = pa.schema([
+    ("step", pa.int64()), ("sample", pa.int64()), ("stratum", pa.dictionary(pa.int32(), pa.string())),
+    ("loss", pa.float32()),
+])  # fmt: skip
+
+
+def _legs(records: NDArray[np.void], events: dict[int, dict[str, Any]]) -> Iterator[Leg]:
+    """Yield the ranges of consecutive steps of the branch under one plan."""
+    plans, steps = records["plan"].astype(np.int64), records["step"].astype(np.int64)
+    borders = [0, *(np.flatnonzero(np.diff(plans)) + 1).tolist(), len(records)] if len(records) else []
+    for first, end in itertools.pairwise(borders):
+        yield Leg(events[int(plans[first])]["plan"], int(steps[first]), int(steps[end - 1]) + 1)
+
+
+def _borders(plan: Plan, leg: Leg) -> list[int]:
+    """Return the ends of a leg and the steps inside it at which an amendment may change the size of cells."""
+    inside: list[int] = []
+    found: Plan | None = plan
+    while found is not None:
+        inside.append(found.from_step)
+        found = found.parent
+    return [leg.first, *sorted({step for step in inside if leg.first < step < leg.end}), leg.end]
+
+
+def _batch(versions: Versions[Any], plan: Plan, losses: Losses, first: int, end: int) -> pa.RecordBatch:
+    rows = losses.of_steps(first, end)
+    cells = plan.steps(first, end)  # (steps, lanes, m)
+    flat = cells.reshape(len(cells), -1)
+    values = np.full(flat.shape, np.nan, dtype=np.float32)
+    is_noted = np.zeros(flat.shape, dtype=np.bool_)
+    of_cell = rows.by_cell
+    width = np.where(of_cell, cells.shape[1], flat.shape[1])
+    if (rows.places >= width).any():
+        wrong = int(rows.steps[rows.places >= width][0])
+        raise FormatError(f"step {wrong}: losses are noted for places that the step does not have")
+    whole = ~of_cell
+    values[rows.steps[whole] - first, rows.places[whole]] = rows.losses[whole]
+    is_noted[rows.steps[whole] - first, rows.places[whole]] = True
+    by_lane, lane_is_noted = values.reshape(cells.shape), is_noted.reshape(cells.shape)
+    by_lane[rows.steps[of_cell] - first, rows.places[of_cell]] = rows.losses[of_cell][:, None]
+    lane_is_noted[rows.steps[of_cell] - first, rows.places[of_cell]] = True
+    step, place = np.nonzero(is_noted & (flat >= 0))
+    samples = flat[step, place]
+    numbers = samples
+    if plan.population.identity != versions.first.manifest.id:
+        numbers = numbers_in(versions.at(plan.population.identity), versions.first, samples)
+    strata = pa.DictionaryArray.from_arrays(
+        pa.array(plan.grid.order.strata_of(samples), pa.int32()),
+        pa.array(plan.population.strata, pa.string()),
+    )
+    columns = [
+        pa.array(step + first), pa.array(numbers, mask=numbers < 0), strata, pa.array(values[step, place]),
+    ]  # fmt: skip
+    return pa.RecordBatch.from_arrays(columns, schema=_SCHEMA)

@@ -1,0 +1,37 @@
+"""Commands in messages: optional packages to install, as the metadata of shardkit lists them, and quoted words."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import shlex
+from collections.abc import Iterator
+
+_REQUIREMENT = re.compile(r"([^;]*?)\s*;.*\bextra\s*==\s*['\"](\w+)['\"]")
+
+
+def optional_packages() -> Iterator[tuple[str, str]]:
+    """Yield (extra, requirement) of each optional package, such as ("s3", "obstore>=0.8")."""
+    for text in importlib.metadata.requires("shardkit") or []:
+        match = _REQUIREMENT.fullmatch(text)
+        if match is not None:
+            yield match[2], match[1]
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs the packages of an extra.
+
+    It names the packages and not ``shardkit[extra]``, so it is right whether shardkit was installed from an index, a
+    wheel or a clone.
+    """
+    return shlex.join(
+        ["pip", "install", *(package for name, package in optional_packages() if name == extra)]
+    )
+
+
+def shell_word(text: str) -> str:
+    """Quote a text for a shell; unprintable characters are escaped as bash and zsh read them."""
+    if text.isprintable():
+        return shlex.quote(text)
+    escaped = text.encode("unicode_escape").decode().replace("'", r"\'")
+    return "$'" + re.sub(r"\\x(?=[89a-f])", r"\\u00", escaped) + "'"

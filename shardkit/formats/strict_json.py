@@ -1,0 +1,38 @@
+"""Strict JSON of foreign files: no NaN, and no key twice in an object."""
+
+from __future__ import annotations
+
+import json
+from typing import NoReturn
+
+from shardkit.errors import SourceError
+
+
+def parse_json(data: bytes, where: str) -> object:
+    """Parse UTF-8 JSON.
+
+    Duplicate keys are refused: parsers keep the first or the last, so a value would be lost silently.
+    """
+    try:
+        return JSON_DECODER.decode(data.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise SourceError(f"{where}: not UTF-8 (byte {error.start}); convert the file to UTF-8") from error
+    except (ValueError, RecursionError) as error:
+        raise SourceError(f"{where}: not valid JSON ({error}); mend or remove it") from error
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} is given twice")
+    return result
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not a JSON number")
+
+
+JSON_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse)
+"""Decoder of strict JSON, for parsers that read value by value."""

@@ -1,0 +1,195 @@
+"""Compose the manifest of a table of written shards, and manifests over the shards of other manifests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from shardkit.errors import FormatError, SchemaError, UsageError
+from shardkit.formats.schema import Schema
+from shardkit.manifest.manifest import MIXED, Manifest, Stratum
+from shardkit.manifest.shard_table import ShardTable, paginate, stratum_counts
+
+
+def compose(
+    table: ShardTable,
+    *,
+    schema: Schema,
+    format: str,
+    compression: str,
+    axes: Sequence[str] = (),
+    strata: Sequence[tuple[str, ...]] = ((),),
+    pool: int | None = None,
+    in_pool: Sequence[tuple[tuple[str, ...], int, int]] = (),
+    classes: Sequence[str] = (),
+    sources: str | None = None,
+    build: Mapping[str, Any] | None = None,
+    parent: str | None = None,
+    adopted: bool = False,
+) -> tuple[Manifest, list[bytes]]:
+    """Return the manifest of a table and its pages; totals are counted from the table.
+
+    Args:
+        table: Shards in manifest order.
+        schema: Schema of the samples.
+        format: ``tar``, ``arrow`` or ``rows``.
+        compression: Compression as normalised by `shardkit.formats`.
+        axes: Names of the values of a stratum.
+        strata: Values of the strata, in the numbering of `table.segment_stratum`.
+        pool: Number of the pool in `strata`, or None.
+        in_pool: (values, rows, selected) of the strata whose rows are in the pool; they are listed last.
+        classes: Names of folder classes.
+        sources: Digest of the object that lists the imported files.
+        build: Settings that determined the bytes.
+        parent: Id of the version from which this one was made.
+        adopted: Some shards are files of other owners.
+
+    Returns:
+        The manifest, and its pages as bytes in the order of `Manifest.pages`. Store the pages before the manifest.
+    """
+    rows, selected = stratum_counts(table, len(strata))
+    listed = [
+        Stratum(tuple(values), int(rows[number]), int(selected[number]), pooled=number == pool)
+        for number, values in enumerate(strata)
+    ]
+    listed += [Stratum(tuple(values), n, s, in_pool=True) for values, n, s in in_pool]
+    pages = paginate(table)
+    manifest = Manifest(
+        schema=schema,
+        format=format,
+        compression=compression,
+        axes=tuple(axes),
+        strata=tuple(listed),
+        **table.totals,
+        pages=tuple(ref for ref, _ in pages),
+        classes=tuple(classes),
+        sources=sources,
+        build=dict(build or {}),
+        parent=parent,
+        adopted=adopted,
+    )
+    Manifest.from_bytes(manifest.to_bytes())  # do not write a manifest that readers reject
+    return manifest, [data for _, data in pages]
+
+
+_TOTALS: Final = ("shards", "rows", "selected", "raw_bytes", "stored_bytes")
+
+
+def merge(parts: Sequence[tuple[str, Manifest]], *, build: Mapping[str, Any] | None = None) -> Manifest:
+    """Return a manifest over the shards of other manifests; no data is copied.
+
+    Samples are in the order of the parts. The values of a stratum are the name of its part and its values there.
+
+    Args:
+        parts: (name, manifest) of each part.
+        build: Settings that determined the bytes.
+
+    Raises:
+        SchemaError: The parts have different schemas.
+        UsageError: There are no parts, or a part is merged itself.
+    """
+    if not parts:
+        raise UsageError("merge: expected at least one part")
+    manifests = [manifest for _, manifest in parts]
+    for name, manifest in parts:
+        if manifest.schema != manifests[0].schema:
+            raise SchemaError(
+                f"part {name!r} has the schema {manifest.schema.to_json()}, part {parts[0][0]!r} has "
+                f"{manifests[0].schema.to_json()}: expected one schema; rebuild one of them"
+            )
+        if manifest.added:
+            raise UsageError(
+                f"part {name!r} has fields in shards of their own; write them into one: shardkit rebuild ROOT"
+            )
+        if manifest.parts:
+            raise UsageError(
+                f"part {name!r} is merged itself; name its parts {[part for part, _ in manifest.parts]} instead"
+            )
+    merged = Manifest(
+        schema=manifests[0].schema,
+        format=_one([manifest.format for manifest in manifests]),
+        compression=_one([manifest.compression for manifest in manifests]),
+        axes=("part", *_common_axes(manifests)),
+        strata=tuple(
+            Stratum((name, *s.values), s.rows, s.selected, pooled=s.pooled, in_pool=s.in_pool)
+            for name, manifest in parts
+            for s in manifest.strata
+        ),
+        **{total: sum(getattr(manifest, total) for manifest in manifests) for total in _TOTALS},
+        pages=(),
+        classes=manifests[0].classes if len({manifest.classes for manifest in manifests}) == 1 else (),
+        build=dict(build or {}),
+        parts=tuple((name, manifest.id) for name, manifest in parts),
+    )
+    return Manifest.from_bytes(merged.to_bytes())
+
+
+def extend(
+    manifest: Manifest, added: Manifest, *, parent: str, build: Mapping[str, Any] | None = None
+) -> Manifest:
+    """Return a manifest with its own fields and then the fields of another version; both keep their shards.
+
+    Args:
+        manifest: The version to extend.
+        added: The version with the new fields of the same rows.
+        parent: Id of the version from which the result is made.
+        build: Settings that determined the new fields.
+
+    Raises:
+        UsageError: A field exists already, or the version is merged.
+    """
+    if manifest.parts:
+        names = ", ".join(name for name, _ in manifest.parts)
+        raise UsageError(f"this version is merged; extend its parts ({names}), then merge them again")
+    twice = next((name for name in added.schema if name in manifest.schema), None)
+    if twice is not None:
+        raise UsageError(f"the version has a field {twice!r} already; give the new field another name")
+    extended = msgspec.structs.replace(
+        manifest,
+        schema=Schema({**manifest.schema, **added.schema}),
+        added=(*manifest.added, added.id),
+        parent=parent,
+        build={**manifest.build, **(build or {})},
+    )
+    return Manifest.from_bytes(extended.to_bytes())  # do not write a manifest that readers reject
+
+
+def check_alignment(
+    manifest: Manifest, table: ShardTable, added: Sequence[tuple[Manifest, ShardTable]]
+) -> None:
+    """Check that added fields are aligned with the rows of a version, and that the schema lists them last.
+
+    Raises:
+        FormatError: Shards, segments or blocks of an added version have other rows, or the schema differs.
+    """
+    fields = [field for other, _ in added for field in other.schema.items()]
+    if fields and list(manifest.schema.items())[-len(fields) :] != fields:
+        raise FormatError(
+            f"manifest {manifest.id}: its schema does not end in its added fields; do not trust it"
+        )
+    for other, columns in added:
+        if other.parts or other.added or other.selected != other.rows:
+            raise FormatError(f"manifest {other.id}: no version of added fields; do not trust {manifest.id}")
+        for name in ("rows", "block_rows", "segment_shard", "segment_stratum", "segment_rows"):
+            if not np.array_equal(getattr(table, name), getattr(columns, name)):
+                raise FormatError(
+                    f"manifest {other.id}: its column {name} is not that of {manifest.id}, whose fields it adds; do "
+                    "not trust it"
+                )
+
+
+def _one(values: Sequence[str]) -> str:
+    return values[0] if len(set(values)) == 1 else MIXED
+
+
+def _common_axes(manifests: Sequence[Manifest]) -> tuple[str, ...]:
+    """Return the leading axes that all parts share."""
+    common: list[str] = []
+    for axes in zip(*(manifest.axes for manifest in manifests), strict=False):
+        if len(set(axes)) > 1:
+            break
+        common.append(axes[0])
+    return tuple(common)

@@ -1,0 +1,99 @@
+"""Adopt arrays: rows of one size, which the index locates by arithmetic (SPEC.md §3)."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardkit.errors import SourceError, UsageError
+from shardkit.formats import NumberedKeys, ShardIndex
+from shardkit_tools.adopting.files import (
+    BUILD_INSTEAD,
+    AdoptTask,
+    FilledFiles,
+    Report,
+    ScannedBlocks,
+    ScannedFile,
+    check_scanned,
+    read_some,
+    stat_source,
+)
+from shardkit_tools.importers.numpy_arrays import ArrayFile, NumpyImporter, read_header
+from shardkit_tools.importers.source_files import open_file
+
+
+@dataclass(frozen=True)
+class Arrays(FilledFiles):
+    """Files of rows of one type; the rows of all files follow one another."""
+
+    importer: NumpyImporter
+
+    @classmethod
+    def of(cls, importer: NumpyImporter) -> Arrays:
+        """Return the parts of one array.
+
+        Raises:
+            UsageError: `--schema` gives another type than the array has.
+            SourceError: The rows of a file are not stored as they are read.
+        """
+        arrays = importer.arrays.values()
+        for one in arrays:
+            head, where = one.header, one.file.path
+            if head.columns_first or np.dtype(head.dtype).str[0] == ">":
+                how = "column by column (Fortran order)" if head.columns_first else "big-endian"
+                raise SourceError(f"{where}: its rows are stored {how}; {BUILD_INSTEAD}")
+            for field, kind in importer.schema.items():
+                if str(kind) != head.row_type:
+                    raise UsageError(
+                        f"--schema {field}={kind}: adopted rows keep their type, {head.row_type}; {BUILD_INSTEAD}"
+                    )
+        return cls(importer, tuple(one.header.shape[0] for one in arrays))
+
+    def scan(self, task: AdoptTask, axes: Sequence[str], block_bytes: int, report: Report) -> ScannedFile:
+        """Read a file from start to end; memory holds one block and its checksums."""
+        assert not axes, "the rows of an array are one stratum"
+        array = self.importer.arrays[task.file]
+        rows, row_bytes = array.header.shape[0], array.header.row_bytes
+        block_rows, before = max(1, block_bytes // row_bytes), stat_source(task.file)
+        with ScannedBlocks() as blocks, open_file(task.file) as stream:
+            blocks.add_head(self._head(array, read_some(stream, array.header.offset, task.file.path)))
+            report(0, blocks.head_size)
+            for count in _counts(rows, block_rows):
+                data = read_some(stream, count * row_bytes, task.file.path)
+                if len(data) != count * row_bytes:
+                    raise SourceError(f"{task.file.path}: it ends inside of its rows; write it again")
+                if array.header.dtype == "|b1" and data.translate(None, b"\x00\x01"):
+                    raise SourceError(f"{task.file.path}: a bool is neither 0 nor 1; {BUILD_INSTEAD}")
+                blocks.add(data, count)
+                report(count, len(data))
+            tail = read_some(stream, row_bytes, task.file.path)
+            blocks.add_tail(tail)
+        read_bytes = array.header.offset + rows * row_bytes + len(tail)
+        check_scanned(task.file, before, read_bytes, blocks.sha256)
+        index = ShardIndex(
+            format=self.shard_format,
+            compression="none",
+            schema=self.schema,
+            block_rows=block_rows,
+            shard_size=read_bytes,
+            key_texts=NumberedKeys(task.first_ordinal, rows),
+            **blocks.columns(),
+        )
+        return ScannedFile(f"sha256:{blocks.sha256}", index, (((), rows),), before.etag)
+
+    @staticmethod
+    def _head(array: ArrayFile, data: bytes) -> bytes:
+        """Return the bytes of a header after comparing it with the listed header."""
+        is_same = not data or array.header == read_header(io.BytesIO(data), array.file.path, array.file.size)
+        if len(data) != array.header.offset or not is_same:
+            raise SourceError(f"{array.file.path}: it was changed after it was listed; adopt it again")
+        return data
+
+
+def _counts(rows: int, block_rows: int) -> Iterator[int]:
+    """Yield the number of rows of each block."""
+    for first in range(0, rows, block_rows):
+        yield min(block_rows, rows - first)

@@ -1,0 +1,124 @@
+"""Blocks that need decoding: memory and segments for the index of a file (SPEC.md §5)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from shardkit.errors import SourceError
+from shardkit.formats import NumberedKeys, Schema, ShardIndex
+from shardkit.formats.foreign_blocks import foreign_columns, memory_of
+from shardkit_tools.adopting.files import (
+    BUILD_INSTEAD,
+    AdoptTask,
+    FilledFiles,
+    Runs,
+    ScannedBlocks,
+    ScannedFile,
+)
+from shardkit_tools.importers.tables import TableImporter
+
+MAX_BLOCK_BYTES = 256 << 20
+"""Maximum stored and decoded size of a block: a read of one row reads and decodes its block."""
+
+MAX_COMMON_BYTES = 64 << 20
+"""Maximum size of the bytes that every block needs, which are copied into the index."""
+
+
+@dataclass(frozen=True)
+class TableFiles(FilledFiles):
+    """Files of tables of one schema; columns that a file lacks are null in its rows."""
+
+    importer: TableImporter
+
+    def encoded_blocks(
+        self, task: AdoptTask, columns: Collection[str], most_bytes: int = MAX_BLOCK_BYTES
+    ) -> EncodedBlocks:
+        """Return the blocks of a file that has these columns; partition columns that it lacks are constants."""
+        values = self.importer.partitions.get(task.file.name, {})
+        constants = {
+            name: str(value.as_py())
+            for name, value in values.items()
+            if name in self.schema and name not in columns
+        }
+        return EncodedBlocks(task, self.schema, constants, most_bytes)
+
+
+@dataclass
+class EncodedBlocks:
+    """Facts about the blocks of a file that were scanned so far."""
+
+    task: AdoptTask
+    schema: Schema
+    constants: Mapping[str, str]  # field → text of the value of all rows
+    most_bytes: int = MAX_BLOCK_BYTES  # maximum stored and decoded size of a block
+    _memory: list[int] = field(default_factory=list)  # bytes of each decoded block
+    _rows: list[int] = field(default_factory=list)
+
+    def check_size(self, what: str, size: int) -> None:
+        """Raise SourceError if a block is too large."""
+        if size > self.most_bytes:
+            raise SourceError(
+                f"{self.task.file.path}: {what} has {size} bytes, and a read of one of its rows would decode it; "
+                f"expected at most {self.most_bytes}: write the file with smaller ones, or {BUILD_INSTEAD}"
+            )
+
+    def add(self, what: str, rows: int, batches: Iterable[Any], declared: int = 1) -> None:
+        """Decode and check the rows of a block with the code that will read them.
+
+        `declared` is the size that the block itself declares for its decoded bytes.
+
+        Raises:
+            SourceError: A value does not fit the schema, or the block is too large.
+        """
+        memory, first, seen = 0, sum(self._rows), 0
+        for batch in batches:
+            columns = foreign_columns(batch, self.schema, self.constants, self.task.file.path, first + seen)
+            memory, seen = memory + memory_of(columns.values()), seen + batch.num_rows
+            self.check_size(what, memory)
+        if seen != rows:
+            raise SourceError(
+                f"{self.task.file.path}: {what} has {seen} rows, its file says {rows}; write it again"
+            )
+        self.add_decoded(what, rows, max(declared, memory))
+
+    def add_decoded(self, what: str, rows: int, memory: int) -> None:
+        """Note a block whose rows have been decoded to `memory` bytes."""
+        self.check_size(what, memory)
+        self._memory.append(max(1, memory))
+        self._rows.append(rows)
+
+    def scanned(
+        self, encoding: str, blocks: ScannedBlocks, common: bytes, size: int, etag: str
+    ) -> ScannedFile:
+        """Return the result of the pass over a file of `size` bytes."""
+        block_rows = max(self._rows)
+        index = ShardIndex(
+            format="rows",
+            compression="none",
+            schema=self.schema,
+            block_rows=block_rows,
+            shard_size=size,
+            key_texts=NumberedKeys(self.task.first_ordinal, sum(self._rows)),
+            encoding=encoding,
+            constants=dict(self.constants) or None,
+            common=np.frombuffer(common, np.uint8),
+            **(blocks.columns() | {"block_raw_size": np.array(self._memory, np.uint64)}),
+        )
+        return ScannedFile(f"sha256:{blocks.sha256}", index, _runs(self._rows, block_rows), etag)
+
+
+def _runs(rows: Sequence[int], block_rows: int) -> Runs:
+    """Return runs of blocks in which only the last has fewer rows, so that manifest arithmetic finds rows."""
+    runs: list[int] = []
+    is_open = False
+    for count in rows:
+        if is_open:
+            runs[-1] += count
+        else:
+            runs.append(count)
+        is_open = count == block_rows
+    return tuple(((), count) for count in runs)

@@ -1,0 +1,224 @@
+"""Adopt JSON lines and CSV: a block is a run of lines, decoded when it is read (SPEC.md §5)."""
+
+from __future__ import annotations
+
+import io
+from codecs import BOM_UTF8
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import BinaryIO
+
+import msgspec
+
+from shardkit.errors import SampleError, SourceError
+from shardkit.formats.foreign_blocks import memory_of
+from shardkit.formats.line_blocks import LineSettings, csv_reader, encoded_columns
+from shardkit_tools.adopting.encoded_blocks import EncodedBlocks
+from shardkit_tools.adopting.files import (
+    BUILD_INSTEAD,
+    MAX_UNEVEN,
+    AdoptTask,
+    FilledFiles,
+    Report,
+    ScannedBlocks,
+    ScannedFile,
+    TooUnevenError,
+    check_scanned,
+    smaller,
+    stat_source,
+)
+from shardkit_tools.importers.csv import CsvImporter, delimiter_of, numbered_cells
+from shardkit_tools.importers.json_lines import JsonLinesImporter
+from shardkit_tools.importers.line_ranges import whole_lines
+from shardkit_tools.importers.protocol import SourceFailure, SourceFile, SourceSample
+from shardkit_tools.importers.source_files import open_file
+
+_UTF8 = "utf-8-sig"
+
+
+@dataclass(frozen=True)
+class LineFiles(FilledFiles):
+    """Files of JSON lines, or tables of CSV; types are inferred from all rows, as in a build."""
+
+    importer: JsonLinesImporter | CsvImporter
+
+    @classmethod
+    def of(cls, importer: JsonLinesImporter | CsvImporter) -> LineFiles:
+        """Return the files of an importer.
+
+        Raises:
+            SourceError: A file is no file of lines, or is not UTF-8.
+        """
+        files = importer.source.files
+        for file in files:
+            if isinstance(importer, JsonLinesImporter) and file.name in importer.arrays:
+                raise SourceError(f"{file.path}: one JSON array, not a file of lines; {BUILD_INSTEAD}")
+            if isinstance(importer, CsvImporter) and importer.encoding != _UTF8:
+                raise SourceError(f"{file.path}: its text is {importer.encoding}, not UTF-8; {BUILD_INSTEAD}")
+        is_one = len(files) == 1  # which begins with row 0, whatever its number of rows
+        return cls(importer, (1,) if is_one else tuple(_count(importer, file) for file in files))
+
+    def scan(self, task: AdoptTask, axes: Sequence[str], block_bytes: int, report: Report) -> ScannedFile:
+        """Read a file from start to end; memory holds one block, and its rows while they are checked."""
+        assert not axes, "the rows of a file of lines are one stratum"
+        block_rows = None
+        while True:
+            scan = _LineScan(self.importer, task, block_bytes, block_rows)
+            try:
+                return scan.run(report)
+            except TooUnevenError:
+                report(-scan.rows, -scan.read_bytes)
+                block_rows = smaller(scan.block_rows or scan.rows)
+
+
+class _HeldLines:
+    """The lines of a file, which are held until they are taken."""
+
+    def __init__(self, stream: BinaryIO, path: str) -> None:
+        self._stream, self._path = stream, path
+        self._held: list[bytes] = []
+
+    def __iter__(self) -> Iterator[bytes]:
+        for line in whole_lines(self._stream, self._path):
+            self._held.append(line)
+            yield line
+
+    def texts(self) -> Iterator[str]:
+        """Yield the lines as text; a lone carriage return ends a line, as in a build."""
+        for line in self:
+            self._held.pop()
+            for text in io.StringIO(line.decode("utf-8"), newline=""):
+                self._held.append(text.encode())
+                yield text
+
+    def take(self) -> bytes:
+        """Return the lines since the last call."""
+        data = b"".join(self._held)
+        self._held.clear()
+        return data
+
+
+@dataclass
+class _LineScan:
+    """One pass over a file."""
+
+    importer: JsonLinesImporter | CsvImporter
+    task: AdoptTask
+    block_bytes: int
+    block_rows: int | None  # None: the number in the first `block_bytes`, once these are read
+    rows: int = 0
+    read_bytes: int = 0
+    _block: list[bytes] = field(default_factory=list)
+    _in_block: int = 0  # rows of the current block, including skipped rows
+    _payloads: list[tuple[bytes, ...]] = field(default_factory=list)  # of each good row of the current block
+    _size: int = 0  # bytes of the current block
+    _blocks: int = 0
+    _cut_bytes: int = 0  # bytes of all blocks before the current one
+    _skipped: list[tuple[int, int]] = field(default_factory=list)  # of all blocks, see `LineSettings`
+    _failures: list[str] = field(default_factory=list)
+
+    def run(self, report: Report) -> ScannedFile:
+        file, before = self.task.file, stat_source(self.task.file)
+        found = EncodedBlocks(self.task, self.importer.schema, {})
+        self._settings = LineSettings()
+        pending: list[bytes] = []  # bytes of bad rows after the last good one
+        with ScannedBlocks() as blocks, open_file(file) as stream:
+            held = _HeldLines(stream, file.path)
+            for row in self._read_rows(held, stream, blocks):
+                data = held.take()
+                self.read_bytes += len(data)
+                payloads = self._encode_row(row)
+                if payloads is None:
+                    pending.append(data)
+                    report(0, len(data))
+                    continue
+                if self.block_rows is None and self._size >= self.block_bytes:
+                    self.block_rows = len(self._payloads)
+                if self._payloads and len(self._payloads) == self.block_rows:
+                    self._end_block(found, blocks)
+                for bad in pending:
+                    self._skipped.append((self._blocks, self._in_block))
+                    self._append(bad)
+                pending = []
+                self._append(data)
+                self._payloads.append(payloads)
+                self.rows += 1
+                report(1, len(data))
+            if self._payloads:
+                self._end_block(found, blocks)
+            tail = b"".join([*pending, held.take(), stream.read()])
+            blocks.add_tail(tail)
+            digest = blocks.sha256
+            size = blocks.head_size + self._cut_bytes + len(tail)
+        check_scanned(file, before, size, digest)
+        if not self.rows:
+            return ScannedFile("", None, (), failures=tuple(self._failures))
+        settings = msgspec.structs.replace(self._settings, skipped=tuple(self._skipped))
+        scanned = found.scanned(self._encoding, blocks, settings.to_bytes(), size, before.etag)
+        return replace(scanned, failures=tuple(self._failures))
+
+    @property
+    def _encoding(self) -> str:
+        return "jsonl" if isinstance(self.importer, JsonLinesImporter) else "csv"
+
+    def _read_rows(
+        self, held: _HeldLines, stream: BinaryIO, blocks: ScannedBlocks
+    ) -> Iterator[SourceSample | SourceFailure]:
+        """Yield the rows; when one is yielded, `held` holds its lines and empty ones before it."""
+        importer, file = self.importer, self.task.file
+        if isinstance(importer, JsonLinesImporter):
+            yield from importer.rows_of(file, enumerate(held))
+            return
+        mark = stream.read(len(BOM_UTF8))
+        if mark == BOM_UTF8:
+            blocks.add_head(mark)
+        else:
+            stream.seek(0)
+        delimiter = delimiter_of(file, importer.encoding)
+        self._settings = LineSettings(names=importer.names, delimiter=delimiter, quote=importer.quote)
+        cells = numbered_cells(csv_reader(held.texts(), delimiter, importer.quote), file)
+        next(cells, None)
+        blocks.add_head(held.take())
+        yield from importer.rows_of(file, (row for row in cells if row[1]))
+
+    def _encode_row(self, row: SourceSample | SourceFailure) -> tuple[bytes, ...] | None:
+        """Return the payloads of a row; if it cannot be read, note why and return None."""
+        if isinstance(row, SourceFailure):
+            self._failures.append(str(row.error))
+            return None
+        try:
+            return self.importer.schema.encode(row.sample, where=row.where)
+        except SampleError as error:
+            self._failures.append(str(error))
+            return None
+
+    def _append(self, data: bytes) -> None:
+        self._block.append(data)
+        self._in_block += 1
+        self._size += len(data)
+        if self._payloads and self._size > MAX_UNEVEN * self.block_bytes:
+            raise TooUnevenError
+
+    def _end_block(self, found: EncodedBlocks, blocks: ScannedBlocks) -> None:
+        """End the current block. Its rows are parsed and encoded already, by the functions that will read them."""
+        columns = encoded_columns(self.importer.schema, self._payloads)
+        found.add_decoded(f"block {self._blocks}", len(self._payloads), memory_of(columns.values()))
+        data = b"".join(self._block)
+        blocks.add(data, len(self._payloads))
+        self._block, self._in_block, self._payloads, self._size = [], 0, [], 0
+        self._blocks += 1
+        self._cut_bytes += len(data)
+
+
+def _count(importer: JsonLinesImporter | CsvImporter, file: SourceFile) -> int:
+    """Return the number of rows of a file, readable or not: keys are numbers over all files."""
+    with open_file(file) as stream:
+        held = _HeldLines(stream, file.path)
+        if isinstance(importer, JsonLinesImporter):
+            return sum(bool(held.take().strip()) for _ in held)
+        delimiter = delimiter_of(file, importer.encoding)
+        count = -1  # the header
+        for _, cells in numbered_cells(csv_reader(held.texts(), delimiter, importer.quote), file):
+            held.take()
+            count += bool(cells)
+        return max(0, count)

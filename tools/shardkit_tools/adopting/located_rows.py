@@ -1,0 +1,104 @@
+"""Rows whose fields are located one by one: offsets and sizes for the index, and a check of every value."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardkit.errors import FormatError, SourceError
+from shardkit.formats import FieldType, Schema
+from shardkit.formats.fields import decode_json
+from shardkit.formats.reading import tar_column
+from shardkit_tools.adopting.files import BUILD_INSTEAD
+
+Span = tuple[int, int]
+"""(offset, bytes) of a value."""
+
+_DIGITS = re.compile(rb"[ \t\r\n]*(?:\+?0*(0|[1-9][0-9]*)|(-[1-9][0-9]*))[ \t\r\n]*\Z")
+
+
+@dataclass
+class LocatedRows:
+    """The fields of the rows that were scanned so far."""
+
+    schema: Schema
+    path: str  # for messages
+    is_payload: dict[str, bool] = field(
+        default_factory=dict
+    )  # field → whether its spans locate the payload, without header
+    _spans: list[list[Span]] = field(
+        default_factory=list
+    )  # per row, in schema order, from the start of its block
+
+    def add(self, data: bytes, rows: Sequence[Sequence[Span]], name_of: Callable[[int], str]) -> None:
+        """Check the values of a block with the code that will read them, and keep their spans.
+
+        Args:
+            data: bytes of the block.
+            rows: spans of the fields of each row in the block, in schema order.
+            name_of: returns the name of a row of the block, for messages.
+
+        Raises:
+            SourceError: A value cannot be decoded; the message names file and row.
+        """
+        raw = np.frombuffer(data, np.uint8)
+        table = np.array(rows, np.int64).reshape(len(rows), len(self.schema), 2)
+        for place, (name, kind) in enumerate(self.schema.items()):
+            suspects = range(0)
+            try:
+                self._check_column(raw, table[:, place], kind, name)
+            except FormatError:
+                suspects = range(len(rows))  # one of these is bad
+            for row in suspects:
+                try:
+                    self._check_column(raw, table[row : row + 1, place], kind, name)
+                except FormatError as error:
+                    raise SourceError(
+                        f"{self.path} {name_of(row)}: {error}; fix it, or keep its bytes with --schema {name}=bytes"
+                    ) from None
+        self._spans += [list(row) for row in rows]
+
+    def _check_column(
+        self, raw: NDArray[np.uint8], table: NDArray[np.int64], kind: FieldType, name: str
+    ) -> None:
+        if kind.kind == "json":
+            for start, size in table.tolist():
+                decode_json(raw[start : start + size].data, name)
+        elif kind.kind != "bytes":
+            tar_column(raw, table[:, 0], table[:, 1], kind, name, is_payload=self.is_payload[name])
+
+    def columns(self) -> dict[str, Any]:
+        """Return the values of `ShardIndex` that locate the fields."""
+        table = np.array(self._spans, np.uint64).reshape(len(self._spans), len(self.schema), 2)
+        return {
+            "field_offset": table[:, :, 0].copy(),
+            "field_size": table[:, :, 1].copy(),
+            "field_is_payload": np.array([self.is_payload[name] for name in self.schema], np.uint8),
+        }
+
+
+def locate_decimal(data: bytes, where: str) -> Span:
+    """Return the span of a decimal in a value, without space, plus sign and leading zeros."""
+    match = _DIGITS.match(data[:200]) if len(data) <= 200 else None
+    if match is None:
+        raise SourceError(
+            f"{where}: {data[:40]!r} is not an integer that can be read where it is; {BUILD_INSTEAD}, or read it "
+            "as text with --schema …=str"
+        )
+    begin, end = match.span(match.lastindex or 1)
+    return begin, end - begin
+
+
+def refuse_array(kind: FieldType, dtype: str, shape: tuple[int, ...], note: str, where: str) -> None:
+    """Raise SourceError unless an array has the type of its field."""
+    is_shaped = len(shape) == 1 if kind.kind == "ragged" else shape == kind.shape
+    if dtype != kind.numpy_dtype.str or note or not is_shaped:
+        ragged = f", or give --schema with {kind.dtype}[*]" if kind.kind == "array" else ""
+        raise SourceError(
+            f"{where}: an array of dtype {dtype} and shape {shape}{note}, expected {kind}; {BUILD_INSTEAD}{ragged}"
+        )

@@ -1,0 +1,142 @@
+"""Adopt MDS shards: rows of any size, whose fields the shard's own offsets locate (SPEC.md §4)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import ClassVar
+
+import numpy as np
+
+from shardkit.errors import SourceError
+from shardkit.formats import FieldType, NumberedKeys, Schema, ShardIndex
+from shardkit_tools.adopting.files import (
+    BUILD_INSTEAD,
+    AdoptTask,
+    NumberedRows,
+    Report,
+    ScannedBlocks,
+    ScannedFile,
+    check_scanned,
+    even_block_rows,
+    numbered_tasks,
+    read_some,
+    stat_source,
+)
+from shardkit_tools.adopting.located_rows import LocatedRows, Span, locate_decimal, refuse_array
+from shardkit_tools.importers.mds import (
+    Encodings,
+    MdsImporter,
+    MdsShard,
+    ShardHashes,
+    array_head,
+    field_spans,
+    head_bytes,
+    row_offsets,
+)
+from shardkit_tools.importers.source_files import open_file
+
+
+@dataclass(frozen=True)
+class MdsFolder(NumberedRows):
+    """The shards of an MDS folder, in the order of its index."""
+
+    notes: ClassVar[tuple[str, ...]] = ()
+    schema: Schema
+    shards: tuple[MdsShard, ...]
+    encodings: Encodings
+
+    @classmethod
+    def of(cls, importer: MdsImporter) -> MdsFolder:
+        """Return the folder; only its shards are adopted, not its index."""
+        for shard in importer.shards:
+            if shard.compression:
+                raise SourceError(
+                    f"{shard.file.path}: compressed as a whole with {shard.compression}, so rows cannot be read out of "
+                    f"its middle; {BUILD_INSTEAD}"
+                )
+            if head_bytes(shard) > shard.file.size or not shard.rows:
+                raise SourceError(
+                    f"{shard.file.path}: {shard.file.size} bytes for {shard.rows} rows; write the dataset again"
+                )
+        return cls(importer.schema, importer.shards, importer.encodings)
+
+    def tasks(self) -> list[AdoptTask]:
+        return numbered_tasks((shard.file for shard in self.shards), (shard.rows for shard in self.shards))
+
+    def scan(self, task: AdoptTask, axes: Sequence[str], block_bytes: int, report: Report) -> ScannedFile:
+        """Read a shard from start to end; memory holds one block, the row offsets and the index."""
+        assert not axes, "the rows of an MDS folder are one stratum"
+        shard, path = self.shards[task.number], task.file.path
+        before, hashes = stat_source(task.file), ShardHashes(shard)
+        located = LocatedRows(self.schema, path)
+        with ScannedBlocks() as blocks, open_file(task.file) as stream:
+            head = read_some(stream, head_bytes(shard), path)
+            borders = row_offsets(shard, head)
+            head += read_some(stream, borders[0] - len(head), path)
+            blocks.add_head(head)
+            hashes.update(head)
+            report(0, len(head))
+            block_rows = even_block_rows(np.array(borders, np.int64), block_bytes)
+            for first in range(0, shard.rows, block_rows):
+                rows = borders[first : first + block_rows + 1]
+                data = read_some(stream, rows[-1] - rows[0], path)
+                hashes.update(data)
+                blocks.add(data, len(rows) - 1)
+                self._add_rows(located, data, rows, first)
+                report(len(rows) - 1, len(data))
+            rest = read_some(stream, 1, path)
+        check_scanned(task.file, before, borders[-1] + len(rest), blocks.sha256)
+        hashes.check()
+        index = ShardIndex(
+            format=self.shard_format,
+            compression="none",
+            schema=self.schema,
+            block_rows=block_rows,
+            shard_size=borders[-1],
+            key_texts=NumberedKeys(task.first_ordinal, shard.rows),
+            **blocks.columns(),
+            **located.columns(),
+        )
+        return ScannedFile(f"sha256:{blocks.sha256}", index, (((), shard.rows),), before.etag)
+
+    def _add_rows(self, located: LocatedRows, data: bytes, borders: Sequence[int], first: int) -> None:
+        """Locate the fields of the rows of a block; `borders` are offsets in the file."""
+        rows: list[list[Span]] = []
+        for row, (start, stop) in enumerate(pairwise(borders)):
+            where, base = f"{located.path} row {first + row}", start - borders[0]
+            own = data[base : stop - borders[0]]
+            spans = dict(zip(self.encodings, field_spans(own, self.encodings, where), strict=True))
+            found: dict[str, Span] = {}
+            for (name, encoding, _), (at, length) in spans.items():
+                if name not in self.schema:
+                    continue
+                skipped, size, is_payload = _locate(
+                    self.schema[name], encoding, own[at : at + length], f"{where}, column {name!r}"
+                )
+                located.is_payload[name] = is_payload
+                found[name] = (base + at + skipped, size)
+            rows.append([found[name] for name in self.schema])
+        located.add(data, rows, lambda row: f"row {first + row}")
+
+
+def _locate(kind: FieldType, encoding: str, data: bytes, where: str) -> tuple[int, int, bool]:
+    """Return (bytes to skip, size, is_payload) of the value in the bytes of a field."""
+    name, _, settings = encoding.partition(":")
+    if kind.is_packed or kind.optional:
+        raise SourceError(f"{where}: {kind} cannot be read where it is; {BUILD_INSTEAD}")
+    if kind.is_opaque:
+        return 0, len(data), False
+    if name == "str_int" and kind.is_whole:
+        return (*locate_decimal(data, where), False)
+    if name == "ndarray":
+        try:
+            dtype, shape, at = array_head(settings, data)
+        except (ValueError, IndexError, KeyError) as error:
+            raise SourceError(f"{where}: not an array ({error}); fetch the shard again") from error
+        refuse_array(kind, np.dtype(dtype).newbyteorder("<").str, shape, "", where)
+        return at, len(data) - at, True
+    if kind.kind != "scalar" or {"int": "int64"}.get(name, name) != kind.dtype:
+        raise SourceError(f"{where}: {encoding} cannot be read as {kind} where it is; {BUILD_INSTEAD}")
+    return 0, len(data), True

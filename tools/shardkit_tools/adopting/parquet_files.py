@@ -1,0 +1,130 @@
+"""Adopt Parquet files: a block is a row group, with a range for the column chunks of each field (SPEC.md §5)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, BinaryIO
+
+from shardkit.errors import SourceError
+from shardkit.formats.foreign_blocks import (
+    PARQUET_MAGIC,
+    SparseFile,
+    chunk_span,
+    column_leaves,
+    filled_groups,
+    parquet_footer,
+)
+from shardkit_tools.adopting.encoded_blocks import MAX_COMMON_BYTES, TableFiles
+from shardkit_tools.adopting.files import (
+    BUILD_INSTEAD,
+    AdoptTask,
+    Report,
+    ScannedBlocks,
+    ScannedFile,
+    check_scanned,
+    read_some,
+    stat_source,
+)
+from shardkit_tools.importers.protocol import SourceFile
+from shardkit_tools.importers.source_files import open_file
+from shardkit_tools.importers.tables import ParquetImporter, read_groups
+
+_PIECE_BYTES = 1 << 20
+_TAIL_BYTES = 8  # size of the footer, and the magic
+
+
+@dataclass(frozen=True)
+class ParquetFiles(TableFiles):
+    """Parquet files."""
+
+    @classmethod
+    def of(cls, importer: ParquetImporter) -> ParquetFiles:
+        """Return the files of an importer."""
+        return cls(importer, importer.rows)
+
+    def scan(self, task: AdoptTask, axes: Sequence[str], block_bytes: int, report: Report) -> ScannedFile:
+        """Read a file from start to end; memory holds one row group, a batch of decoded rows and the index."""
+        assert not axes, "the rows of a Parquet file are one stratum"
+        file, before = task.file, stat_source(task.file)
+        with ScannedBlocks() as blocks, open_file(file) as stream:
+            common = _read_footer(stream, file)
+            footer = parquet_footer(common)
+            groups = filled_groups(footer)
+            columns = footer.schema.to_arrow_schema()
+            found = self.encoded_blocks(task, columns.names)
+            spans = [_leaf_spans(footer.row_group(group)) for group in groups]
+            borders = _borders(spans, file.size - len(common), file)
+            owners = column_leaves(columns)
+            stream.seek(0)
+            blocks.add_head(read_some(stream, borders[0], file.path))
+            report(0, borders[0])
+            for group, leaves, (start, stop) in zip(groups, spans, pairwise(borders), strict=True):
+                what, facts = f"row group {group}", footer.row_group(group)
+                found.check_size(what, max(stop - start, facts.total_byte_size))
+                data = read_some(stream, stop - start, file.path)
+                fields = [_field_span(name, owners, leaves, start) for name in self.schema]
+                blocks.add(data, facts.num_rows, fields)
+                view = SparseFile(file.size, {start: memoryview(data)})
+                names = [name for name in self.schema if name in columns.names]
+                found.add(
+                    what, facts.num_rows, read_groups(view, file, range(group, group + 1), names, footer)
+                )
+                report(facts.num_rows, len(data))
+            for size in _pieces(file.size - len(common) - borders[-1]):
+                blocks.add_tail(read_some(stream, size, file.path))
+                report(0, size)
+            end = read_some(stream, len(common) + 1, file.path)
+            blocks.add_tail(end)
+        if end != common:
+            raise SourceError(f"{file.path}: it was changed while it was read; adopt what nobody writes to")
+        check_scanned(file, before, file.size, blocks.sha256)
+        return found.scanned("parquet", blocks, common, file.size, before.etag)
+
+
+def _read_footer(stream: BinaryIO, file: SourceFile) -> bytes:
+    """Return the last bytes of a file: the footer, its size and the magic."""
+    stream.seek(max(0, file.size - _TAIL_BYTES))
+    end = read_some(stream, _TAIL_BYTES, file.path)
+    size = int.from_bytes(end[:4], "little") + _TAIL_BYTES
+    if end[4:] != PARQUET_MAGIC or not _TAIL_BYTES < size <= min(file.size, MAX_COMMON_BYTES):
+        raise SourceError(
+            f"{file.path}: {size} bytes of footer, expected a Parquet file with at most {MAX_COMMON_BYTES}; "
+            f"fetch it again, or {BUILD_INSTEAD}"
+        )
+    stream.seek(file.size - size)
+    return read_some(stream, size, file.path)
+
+
+def _leaf_spans(group: Any) -> list[tuple[int, int]]:
+    """Return the (start, stop) of each leaf column of a row group in the file."""
+    return [chunk_span(group.column(place)) for place in range(group.num_columns)]
+
+
+def _borders(spans: Sequence[Sequence[tuple[int, int]]], end: int, file: SourceFile) -> list[int]:
+    """Return where the blocks begin, and where the last ends; bytes between two row groups belong to the first."""
+    starts = [min(start for start, _ in leaves) for leaves in spans]
+    stops = [max(stop for _, stop in leaves) for leaves in spans]
+    borders = [*starts, stops[-1]]
+    is_inside = all(stop <= after for stop, after in zip(stops, borders[1:], strict=True))
+    if not is_inside or borders[0] < len(PARQUET_MAGIC) or borders[-1] > end:
+        raise SourceError(
+            f"{file.path}: its row groups do not follow one another in the file; {BUILD_INSTEAD}"
+        )
+    return borders
+
+
+def _field_span(
+    name: str, owners: Sequence[str], leaves: Sequence[tuple[int, int]], block: int
+) -> tuple[int, int]:
+    """Return the (start, stop) of a field in its block; (0, 0) if the file lacks it."""
+    own = [span for owner, span in zip(owners, leaves, strict=True) if owner == name]
+    if not own:
+        return 0, 0
+    return min(start for start, _ in own) - block, max(stop for _, stop in own) - block
+
+
+def _pieces(size: int) -> Iterator[int]:
+    for start in range(0, size, _PIECE_BYTES):
+        yield min(_PIECE_BYTES, size - start)

@@ -1,0 +1,239 @@
+"""Scan a tar in one pass: index, digest and runs of rows of one label (SPEC.md §2).
+
+A tar is read in order from its first byte to its last, by the strict reader of the importers; nothing is
+copied. Memory: one block, one sample, and the index.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+
+from shardkit.errors import SourceError
+from shardkit.formats import FieldType, Schema, ShardIndex
+from shardkit_tools.adopting.files import (
+    BUILD_INSTEAD,
+    MAX_UNEVEN,
+    LabelRuns,
+    Report,
+    ScannedBlocks,
+    ScannedFile,
+    TooUnevenError,
+    check_scanned,
+    key_columns,
+    label_text,
+    smaller,
+    stat_source,
+)
+from shardkit_tools.adopting.located_rows import LocatedRows, locate_decimal, refuse_array
+from shardkit_tools.importers.numpy_arrays import read_header
+from shardkit_tools.importers.protocol import SourceFile
+from shardkit_tools.importers.source_files import open_file
+from shardkit_tools.importers.tar_members import Member, TarSample, read_members, tar_samples
+from shardkit_tools.importers.webdataset import check_fields
+
+_MAX_GAP_BYTES = (5 << 30) + (
+    64 << 20
+)  # the largest member that is read, or the padding after the end of a tar
+
+
+class _TarRow(NamedTuple):
+    """A sample: start offset, (offset, size) of each field's payload or member in the tar, and labels."""
+
+    key: str
+    start: int
+    fields: dict[str, tuple[int, int]]
+    labels: tuple[str, ...]
+
+
+class _HeldStream:
+    """A file that keeps the bytes read since the last cut."""
+
+    def __init__(self, file: BinaryIO, where: str, report: Report) -> None:
+        self._file = file
+        self._where = where
+        self._report = report
+        self._gap = 0
+        self._held: deque[bytes] = deque()
+        self.position = 0
+
+    def read(self, size: int = -1, /) -> bytes:
+        try:
+            data = self._file.read(size)
+        except OSError as error:
+            raise SourceError(f"{self._where}: cannot be read ({error.strerror}); mend the disk") from error
+        self._held.append(data)
+        self.position += len(data)
+        self._gap += len(data)
+        if self._gap > _MAX_GAP_BYTES:
+            raise SourceError(f"{self._where}: no member in {self._gap} bytes; write the tar again")
+        if data:
+            self._report(0, len(data))
+        return data
+
+    def take(self, size: int) -> bytes:
+        """Return the next `size` bytes; members begin and end at borders of reads, so no read is split."""
+        parts = []
+        while size > 0:
+            parts.append(self._held.popleft())
+            size -= len(parts[-1])
+        if size:
+            raise SourceError(f"{self._where}: a member begins inside another; write the tar again")
+        return b"".join(parts)
+
+    def met_member(self) -> None:
+        self._gap = 0
+
+
+@dataclass
+class TarScan:
+    """One pass over an uncompressed tar."""
+
+    file: SourceFile
+    schema: Schema  # schema of every sample
+    axes: Sequence[str]  # fields to stratify by
+    block_bytes: int  # target size of a block
+    report: Report  # called with (rows, bytes) read
+    block_rows: int | None = None  # None: the number in the first `block_bytes`, once these are read
+
+    def __post_init__(self) -> None:
+        self.rows = self.position = 0
+        self._keys: list[str] = []
+        self._block: list[_TarRow] = []  # rows of the current block
+        self._runs = LabelRuns(self.axes)
+        self._block_start = 0
+        self._located = LocatedRows(self.schema, self.file.path)
+
+    def run(self) -> ScannedFile:
+        """Read the tar and describe it; if a block gets far too large, read again with smaller blocks."""
+        try:
+            return self._read()
+        except TooUnevenError:
+            self.report(-self.rows, -self.position)
+            return replace(self, block_rows=smaller(self.block_rows or 1)).run()
+
+    def _read(self) -> ScannedFile:
+        before = stat_source(self.file)
+        with ScannedBlocks() as self._blocks:
+            with open_file(self.file) as file:
+                self._stream = _HeldStream(file, self.file.path, self.report)
+                try:
+                    end = self._read_rows()
+                finally:
+                    self.position = self._stream.position
+            if not self.rows:
+                raise SourceError(f"{self.file.path}: the tar holds no samples; leave it out")
+            self._end_block(end)
+            self._blocks.add_tail(self._stream.take(self._stream.position - end))
+        check_scanned(self.file, before, self._stream.position, self._blocks.sha256)
+        runs = self._runs.checked(self.file.path)
+        return ScannedFile(f"sha256:{self._blocks.sha256}", self._index(), runs, before.etag)
+
+    # Rows
+
+    def _read_rows(self) -> int:
+        """Read to the end and return the end of the last sample."""
+        end = 0
+        for sample in tar_samples(self._members(), self.file.path):
+            members = [member for _, member in sample.members.values()]
+            row = self._row(sample, members[0].start)
+            end = members[-1].end
+            if self.block_rows is None and row.start >= self.block_bytes:
+                self.block_rows = max(1, self.rows)  # depends only on the tar
+            self._place(row)
+        return end
+
+    def _members(self) -> Iterator[Member]:
+        for member in read_members(self._stream, self.file.path, one_name=True):
+            self._stream.met_member()
+            yield member
+
+    def _row(self, sample: TarSample, start: int) -> _TarRow:
+        fields: dict[str, tuple[int, int]] = {}
+        labels = {}
+        for name, (extension, member) in sample.members.items():
+            where = f"{self.file.path} member {member.name!r}"
+            kind = self.schema.get(name)
+            if kind is None:
+                raise SourceError(
+                    f"{where}: has the field {name!r}, which the first samples do not have; every sample must have "
+                    f"the fields {', '.join(self.schema)}: remove it, or add it to all"
+                )
+            skipped, size, is_payload = _locate(kind, extension.rpartition(".")[2], member.data, where)
+            if self._located.is_payload.setdefault(name, is_payload) != is_payload:
+                raise SourceError(
+                    f"{where}: the field {name!r} is .npy in some samples only; {BUILD_INSTEAD}"
+                )
+            fields[name] = (member.offset + skipped, size)
+            if name in self.axes:
+                value = _axis_value(kind, member.data[skipped : skipped + size], is_payload=is_payload)
+                labels[name] = label_text(kind, value, where)
+        check_fields(fields, self.schema, f"{self.file.path} sample {sample.key!r}")
+        self._keys.append(sample.key)
+        return _TarRow(sample.key, start, fields, tuple(labels[axis] for axis in self.axes))
+
+    def _place(self, row: _TarRow) -> None:
+        if self._block and (len(self._block) == self.block_rows or not self._runs.continues(row.labels)):
+            self._end_block(row.start)
+        if len(self._block) > 1 and row.start - self._block_start > MAX_UNEVEN * self.block_bytes:
+            raise TooUnevenError
+        self._runs.add(row.labels)
+        self._block.append(row)
+        self.rows += 1
+        self.report(1, 0)
+
+    # Blocks
+
+    def _end_block(self, end: int) -> None:
+        """Close the block, which extends from the end of the last one to `end`."""
+        size = end - self._block_start
+        data = self._stream.take(size)
+        self._blocks.add(data, len(self._block))
+        fields = [
+            [(row.fields[name][0] - self._block_start, row.fields[name][1]) for name in self.schema]
+            for row in self._block
+        ]
+        self._located.add(data, fields, lambda row: f"sample {self._block[row].key!r}")
+        self._block_start = end
+        self._block = []
+
+    # Results
+
+    def _index(self) -> ShardIndex:
+        return ShardIndex(
+            format="tar",
+            compression="none",
+            schema=self.schema,
+            block_rows=self.block_rows or self.rows,
+            shard_size=self.position,
+            **self._blocks.columns(),
+            **key_columns(self._keys),
+            **self._located.columns(),
+        )
+
+
+def _locate(kind: FieldType, suffix: str, data: bytes, where: str) -> tuple[int, int, bool]:
+    """Return (bytes to skip, size, is_payload) of the value inside a member."""
+    if kind.is_packed:
+        raise SourceError(f"{where}: {kind} cannot be read where it lies; {BUILD_INSTEAD}")
+    if kind.is_opaque:
+        return 0, len(data), False
+    if suffix == "npy":
+        header = read_header(io.BytesIO(data), where, len(data), has_rows=False)
+        note = ", column by column (Fortran order)" * header.columns_first
+        refuse_array(kind, header.dtype, header.shape, note, where)
+        return header.offset, len(data) - header.offset, True
+    if kind.kind != "scalar" or kind.numpy_dtype.kind == "f":
+        raise SourceError(f"{where}: cannot be read as {kind} where it lies, only .npy can; {BUILD_INSTEAD}")
+    return (*locate_decimal(data, where), False)
+
+
+def _axis_value(kind: FieldType, data: bytes, *, is_payload: bool) -> int | str:
+    if is_payload:
+        return int(np.frombuffer(data, kind.numpy_dtype)[0])
+    return int(data) if kind.is_whole else data[:1000].decode(errors="replace")

@@ -1,0 +1,100 @@
+"""Metadata of files, as in the folders of Hugging Face: ``metadata.jsonl``, ``metadata.csv``, ``metadata.parquet``.
+
+A row is joined to the file that its ``file_name`` names, relative to the folder of the metadata.
+"""
+
+from __future__ import annotations
+
+import functools
+import posixpath
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from shardkit.errors import SourceError
+from shardkit_tools.importers.csv import open_csv
+from shardkit_tools.importers.json_lines import open_json_lines
+from shardkit_tools.importers.protocol import (
+    FileImporter,
+    ImportOptions,
+    Source,
+    SourceFailure,
+    SourceFile,
+    row_name,
+)
+from shardkit_tools.importers.source_files import file_suffix, is_metadata
+from shardkit_tools.importers.tables import open_parquet
+
+_NAME = "file_name"
+_OPENERS = {"jsonl": open_json_lines, "csv": open_csv, "parquet": open_parquet}
+
+
+@dataclass(frozen=True, eq=False)
+class FileMetadata:
+    """The metadata of a folder."""
+
+    importer: FileImporter  # reads the metadata files
+    skip: bool  # leave out rows that cannot be read
+
+    @property
+    def files(self) -> Sequence[SourceFile]:
+        return self.importer.files()
+
+    @property
+    def types(self) -> dict[str, str]:
+        """Field → type text."""
+        return {name: str(kind) for name, kind in self.importer.fields.items() if name != _NAME}
+
+    def rows(self) -> Mapping[str, Mapping[str, object]]:
+        """Return file name → its fields; read once per process.
+
+        Raises:
+            SourceError: A row cannot be read, names no file, or names the file of another row.
+        """
+        return _rows(self)
+
+
+def open_metadata(source: Source, options: ImportOptions, others: Sequence[str]) -> FileMetadata | None:
+    """Open the metadata files of a source, if it has any; `others` are its fields that are not metadata."""
+    files = tuple(file for file in source.files if is_metadata(file.name))
+    if not files:
+        return None
+    kinds = sorted({file_suffix(file.name) for file in files})
+    if len(kinds) > 1:
+        raise SourceError(
+            f"{source.given}: metadata files of several kinds ({', '.join(kinds)}); remove all but one kind"
+        )
+    types = {name: kind for name, kind in options.field_types.items() if name not in others}
+    inner = ImportOptions(field_types=types, skip_bad_rows=options.skip_bad_rows, encoding=options.encoding)
+    importer = _OPENERS[kinds[0]](replace(source, files=files), inner)
+    if _NAME not in importer.fields:
+        raise SourceError(
+            f"{files[0].path}: no field {_NAME!r}, which names the file that a row describes; its fields are "
+            f"{', '.join(importer.fields)}"
+        )
+    clash = next((name for name in importer.fields if name in others), None)
+    if clash is not None:
+        raise SourceError(
+            f"{files[0].path}: its field {clash!r} has the name of a field of the files; give it another name"
+        )
+    return FileMetadata(importer, options.skip_bad_rows)
+
+
+@functools.lru_cache(maxsize=1)
+def _rows(metadata: FileMetadata) -> Mapping[str, Mapping[str, object]]:
+    found: dict[str, Mapping[str, object]] = {}
+    paths = {file.name: file.path for file in metadata.files}
+    for task in metadata.importer.tasks():
+        for row in metadata.importer.read(task):
+            if isinstance(row, SourceFailure):
+                if not metadata.skip:
+                    raise row.error
+                continue
+            where = row_name(row, paths)
+            given = row.sample.get(_NAME)
+            if not isinstance(given, str) or not given:
+                raise SourceError(f"{where}: no {_NAME}; name the file that the row describes")
+            name = posixpath.normpath(posixpath.join(posixpath.dirname(row.source_name), given))
+            if name in found:
+                raise SourceError(f"{where}: {given!r} has a row before it; remove one of them")
+            found[name] = {field: value for field, value in row.sample.items() if field != _NAME}
+    return found

@@ -1,0 +1,151 @@
+"""NumPy archives: the arrays of a ``.npz`` file are fields, and the rows of several archives follow each other.
+
+Archives have a CRC of each array. It is checked before the first row is returned, so an array is decompressed twice.
+"""
+
+from __future__ import annotations
+
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import ClassVar
+
+from shardkit.errors import ShardkitError, SourceError
+from shardkit_tools.importers.numpy_arrays import (
+    PIECE_BYTES,
+    ArrayFile,
+    Rows,
+    RowsImporter,
+    check_rows,
+    read_header,
+)
+from shardkit_tools.importers.protocol import ImportOptions, Source, SourceFile, SourceTask
+from shardkit_tools.importers.source_files import check_suffixes, open_file
+
+_DAMAGED = (
+    zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError, OverflowError, RuntimeError, ValueError
+)  # fmt: skip
+"""Exceptions of `zipfile` for damage, invalid offsets, unknown compression and encryption."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArchiveImporter(RowsImporter):
+    """NumPy archives as a source, each one task: compressed data is read from its start."""
+
+    name: ClassVar[str] = "npz"
+    archives: tuple[tuple[ArrayFile, ...], ...]
+    """The imported arrays of each file."""
+
+    @contextmanager
+    def _open(self, task: SourceTask) -> Iterator[tuple[SourceFile, range, Mapping[str, Rows]]]:
+        (file,) = task.files
+        arrays = self.archives[self.source.files.index(file)]
+        with _open_archive(file) as members, ExitStack() as stack:
+            readers = {one.field: _rows_of(one, members, stack) for one in arrays}
+            yield file, range(arrays[0].header.shape[0]), readers
+
+
+def _rows_of(array: ArrayFile, members: zipfile.ZipFile, stack: ExitStack) -> Rows:
+    """Return a reader of a member's rows, open as long as the stack; its CRC is checked first."""
+    where, size = f"{array.file.path}: {array.member}", members.getinfo(array.member).file_size
+    with _naming(array.file, array.member), members.open(array.member) as whole:
+        while whole.read(PIECE_BYTES):
+            pass
+    stream = stack.enter_context(members.open(array.member))
+    if read_header(stream, where, size) != array.header:
+        raise SourceError(f"{where}: changed since it was listed; build again when nothing writes it")
+
+    def read(length: int) -> bytes:
+        with _naming(array.file, array.member):
+            return stream.read(length)
+
+    return Rows(array.header, where, read)
+
+
+def open_archives(source: Source, options: ImportOptions) -> ArchiveImporter:
+    """Read the headers of a source of ``.npz`` files."""
+    check_suffixes(source, ("npz",), "a NumPy archive")
+    archives = []
+    names: dict[str, str] = {}
+    for file in source.files:
+        arrays, fields = _read_archive(file, options)
+        names = names or fields
+        archives.append(arrays)
+        found, expected = ({one.field: one.header.row_type for one in some} for some in (arrays, archives[0]))
+        if found != expected:
+            raise SourceError(
+                f"{file.path}: its arrays are {_type_list(found)}, the arrays of {source.files[0].name} are "
+                f"{_type_list(expected)}; the archives of a source hold the same arrays; name one of them, or "
+                "choose arrays with --columns"
+            )
+    types = {one.field: one.header.row_type for one in archives[0]}
+    return ArchiveImporter(
+        source=source,
+        fields=options.schema(types, source.given, names=names),
+        options=options,
+        archives=tuple(archives),
+    )
+
+
+def _type_list(types: Mapping[str, str]) -> str:
+    return ", ".join(f"{field} {kind}" for field, kind in types.items())
+
+
+def _read_archive(file: SourceFile, options: ImportOptions) -> tuple[tuple[ArrayFile, ...], dict[str, str]]:
+    """Return the imported arrays of an archive, and field → member name of all its arrays."""
+    arrays = []
+    with _open_archive(file) as members:
+        fields = _fields(members, file)
+        for field, member in fields.items():
+            if options.keeps(field):
+                with _naming(file, member), members.open(member) as stream:
+                    size = members.getinfo(member).file_size
+                    header = read_header(stream, f"{file.path}: {member}", size)
+                arrays.append(ArrayFile(field, file, header, member))
+    if not arrays:
+        options.schema({}, file.path, names=fields)  # raises an error that lists the fields
+    check_rows(
+        {f"{file.path}: {one.member}": one.header.shape[0] for one in arrays}, "the arrays of an archive"
+    )
+    return tuple(arrays), fields
+
+
+def _fields(members: zipfile.ZipFile, file: SourceFile) -> dict[str, str]:
+    """Return field → member name."""
+    fields: dict[str, str] = {}
+    for member in members.namelist():
+        stem, dot, suffix = member.rpartition(".")
+        if not dot or suffix != "npy" or not stem:
+            raise SourceError(f"{file.path}: holds {member!r}, which is no array; write it with numpy.savez")
+        if stem in fields:
+            raise SourceError(f"{file.path}: holds {member!r} twice; write it again with numpy.savez")
+        fields[stem] = member
+    if not fields:
+        raise SourceError(f"{file.path}: holds no array; write some with numpy.savez")
+    return fields
+
+
+@contextmanager
+def _open_archive(file: SourceFile) -> Iterator[zipfile.ZipFile]:
+    with open_file(file) as stream:
+        with _naming(file):
+            members = zipfile.ZipFile(stream)
+        with members:
+            yield members
+
+
+@contextmanager
+def _naming(file: SourceFile, member: str = "") -> Iterator[None]:
+    """Raise exceptions of `zipfile` as an error that names the file."""
+    try:
+        yield
+    except ShardkitError:
+        raise
+    except _DAMAGED as error:
+        inside = f": {member}" if member else ""
+        raise SourceError(
+            f"{file.path}{inside}: not a readable .npz archive ({error}); write it again with numpy.savez"
+        ) from error

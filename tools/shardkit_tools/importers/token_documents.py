@@ -1,0 +1,167 @@
+"""Documents of token files with an index: Megatron's ``.bin`` and ``.idx``; a sample is a document, of any length.
+
+Two kinds of index are read: ``MMIDIDX`` of Megatron Core (`megatron/core/datasets/indexed_dataset.py`) and
+``TNTIDX`` of fairseq and older Megatron. Both have version 1.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardkit.errors import SourceError
+from shardkit_tools.importers.protocol import (
+    FileImporter,
+    FileObserver,
+    ImportOptions,
+    SampleStream,
+    Source,
+    SourceFile,
+    SourceSample,
+    SourceTask,
+)
+from shardkit_tools.importers.source_files import check_suffixes, file_stem, file_suffix, open_file, read_file
+
+FIELD = "tokens"
+_TASK_BYTES = 64 << 20
+_CODES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}  # 6 and 7 are floats
+_MEGATRON, _FAIRSEQ = b"MMIDIDX\0\0", b"TNTIDX\0\0"
+
+
+class _Index(NamedTuple):
+    dtype: str
+    start: NDArray[np.int64]  # (documents,) first byte of each document
+    length: NDArray[np.int64]  # (documents,) its number of tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenDocuments(FileImporter):
+    """Token files with an index."""
+
+    name: ClassVar[str] = "tokens"
+
+    def _rows(self, task: SourceTask, seen: FileObserver) -> SampleStream:
+        file, index = task.files[0], _read_index(*task.files)
+        dtype = np.dtype(index.dtype).newbyteorder("<")
+        with open_file(file) as stream:
+            for row in range(task.start, task.stop or 0):
+                stream.seek(int(index.start[row]))
+                data = stream.read(int(index.length[row]) * dtype.itemsize)
+                yield SourceSample({FIELD: np.frombuffer(data, dtype)}, None, file.name, row)
+
+
+def open_documents(source: Source, options: ImportOptions) -> TokenDocuments:
+    """Read the indexes of token files.
+
+    Raises:
+        SourceError: An index is invalid, or a file has none.
+    """
+    check_suffixes(source, ("bin", "idx"), "a file of tokens")
+    bins = {file_stem(file.name): file for file in source.files if file_suffix(file.name) == "bin"}
+    indexes = {file_stem(file.name): file for file in source.files if file_suffix(file.name) == "idx"}
+    if alone := sorted(bins.keys() ^ indexes.keys()):
+        missing = "idx" if alone[0] in bins else "bin"
+        raise SourceError(
+            f"{source.given}: {alone[0]}.{missing} is missing; files with an index come in pairs of .bin and .idx"
+        )
+    pairs = [(bins[stem], indexes[stem]) for stem in sorted(bins)]
+    tasks: list[SourceTask] = []
+    dtypes: dict[str, str] = {}
+    for file, index_file in pairs:
+        index = _read_index(file, index_file)
+        dtypes[index.dtype] = index_file.name
+        sizes = np.cumsum(index.length) * np.dtype(index.dtype).itemsize
+        borders = np.searchsorted(sizes, np.arange(_TASK_BYTES, file.size, _TASK_BYTES)).tolist()
+        starts = sorted({0, *borders})
+        for start, stop in zip(starts, [*starts[1:], len(sizes)], strict=True):
+            if stop > start:
+                size = int(sizes[stop - 1] - (sizes[start - 1] if start else 0))
+                tasks.append(SourceTask(f"{file.name}:{start}", (file, index_file), size, start, stop, start))
+    if len(dtypes) > 1:
+        shown = ", ".join(f"{dtype} ({name})" for dtype, name in dtypes.items())
+        raise SourceError(f"{source.given}: indexes of several token types: {shown}; build each by itself")
+    if not tasks:
+        raise SourceError(f"{source.given}: the indexes list no documents; give files with some")
+    types = {FIELD: f"{next(iter(dtypes))}[*]"}
+    return TokenDocuments(
+        source=source, fields=options.schema(types, source.given), options=options, cut=tuple(tasks)
+    )
+
+
+@functools.lru_cache(maxsize=4)
+def _read_index(file: SourceFile, index_file: SourceFile) -> _Index:
+    """Read an index, and check that its documents are in the file."""
+    data = read_file(index_file)
+    try:
+        index = _megatron(data) if data.startswith(_MEGATRON) else _fairseq(data)
+        ends = index.start + index.length * np.dtype(index.dtype).itemsize
+        if len(ends) and not 0 <= int(index.start.min()) <= int(ends.max()) <= file.size:
+            raise ValueError(f"it names bytes up to {ends.max()} of {file.size}")
+    except (ValueError, KeyError, struct.error, OverflowError) as error:
+        raise SourceError(
+            f"{index_file.path}: not a readable index of {file.name} ({error}); write both again"
+        ) from error
+    return index
+
+
+def _megatron(data: bytes) -> _Index:
+    version, code, sequences, documents = struct.unpack_from("<QBQQ", data, len(_MEGATRON))
+    if version != 1:
+        raise ValueError(f"version {version}, expected 1")
+    at = len(_MEGATRON) + struct.calcsize("<QBQQ")
+    length, at = _numbers(data, at, sequences, "<i4")
+    start, at = _numbers(data, at, sequences, "<i8")
+    borders, _ = _numbers(data, at, documents, "<i8")  # followed by modes, of multimodal data
+    return _documents(_dtype(code), start, length, borders)
+
+
+def _fairseq(data: bytes) -> _Index:
+    if not data.startswith(_FAIRSEQ):
+        raise ValueError("it begins with neither MMIDIDX nor TNTIDX")
+    version, code, item_bytes, sequences, sizes, documents = struct.unpack_from("<6Q", data, len(_FAIRSEQ))
+    dtype = _dtype(code)
+    if version != 1 or item_bytes != np.dtype(dtype).itemsize or sizes != sequences:
+        raise ValueError(f"version {version}, {item_bytes} bytes an item, {sizes} sizes of {sequences} rows")
+    at = len(_FAIRSEQ) + struct.calcsize("<6Q")
+    _, at = _numbers(data, at, sequences + 1, "<i8")
+    start, at = _numbers(data, at, sequences + 1, "<i8")
+    length, at = _numbers(data, at, sizes, "<i8")
+    borders, _ = _numbers(data, at, documents, "<i8")
+    return _documents(dtype, start[:-1] * item_bytes, length, borders)
+
+
+def _dtype(code: int) -> str:
+    if code not in _CODES:
+        raise ValueError(f"the code {code} of its type is none of integers")
+    return _CODES[code]
+
+
+def _numbers(data: bytes, at: int, count: int, dtype: str) -> tuple[NDArray[Any], int]:
+    stop = at + count * np.dtype(dtype).itemsize
+    if stop > len(data):
+        raise ValueError(f"{len(data)} bytes, where its header asks for {stop} or more")
+    return np.frombuffer(data, dtype, count, at).astype(np.int64), stop
+
+
+def _documents(
+    dtype: str, start: NDArray[np.int64], length: NDArray[np.int64], borders: NDArray[np.int64]
+) -> _Index:
+    """Join the sequences of each document, which follow each other in the file."""
+    if not len(borders) or borders[0] != 0 or borders[-1] != len(start) or (np.diff(borders) < 0).any():
+        raise ValueError("the borders of its documents do not rise from 0 to the number of sequences")
+    if (length < 0).any():
+        raise ValueError("a sequence has a negative length")
+    is_inner = np.ones(len(start), np.bool_)
+    is_inner[borders[borders < len(start)]] = False  # first sequences of documents
+    follows = start[:-1] + length[:-1] * np.dtype(dtype).itemsize == start[1:]
+    if (is_inner[1:] & ~follows).any():
+        raise ValueError("the sequences of a document do not follow each other")
+    total = np.concatenate([[0], np.cumsum(length)])
+    first = np.minimum(borders[:-1], max(0, len(start) - 1))
+    place = start[first] if len(start) else np.zeros(len(first), np.int64)
+    return _Index(dtype, place, total[borders[1:]] - total[borders[:-1]])
