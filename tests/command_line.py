@@ -1,13 +1,19 @@
-"""`shardkit` commands in a test's own process, as somebody types them."""
+"""`shardkit` commands in a test's own process, or in one that is forked from it, as somebody types them."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import multiprocessing
+import os
+import signal
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
 
 from shardkit_tools.main import run
 
-__all__ = ["call", "typed"]
+__all__ = ["ForkedCommand", "call", "typed"]
 
 
 def typed(*arguments: object) -> tuple[int, str, str]:
@@ -26,3 +32,42 @@ def call(*arguments: object) -> tuple[int, str]:
     code, out, err = typed(*arguments)
     assert "Traceback" not in out + err, out + err
     return code, out + err
+
+
+class ForkedCommand:
+    """A command in a forked process, which imports nothing again; `before` is called there first."""
+
+    def __init__(self, *arguments: object, before: Callable[[], object] = str) -> None:
+        self._output = tempfile.TemporaryDirectory()
+        given = (Path(self._output.name), before, [str(one) for one in arguments])
+        self._process = multiprocessing.get_context("fork").Process(target=_command, args=given)
+        self._process.start()
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """Its exit code; None while it runs."""
+        return self._process.exitcode
+
+    def ended(self) -> tuple[int | None, str, str]:
+        """Exit code, standard output and standard error, once it has ended."""
+        self._process.join(300)
+        out, err = (Path(self._output.name, name).read_text(encoding="utf-8") for name in ("1", "2"))
+        self._output.cleanup()
+        return self._process.exitcode, out, err
+
+
+def _command(output: Path, before: Callable[[], object], arguments: list[str]) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (1, 2):
+        os.dup2(os.open(output / str(number), os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    with (
+        open(1, "w", encoding="utf-8", closefd=False) as out,
+        open(2, "w", encoding="utf-8", closefd=False) as err,
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        before()
+        run(arguments)

@@ -12,8 +12,9 @@ import re
 import signal
 import sys
 import tomllib
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -27,7 +28,9 @@ settings.register_profile(
     "shardkit", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
 )
 settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile(os.environ.get("SHARDKIT_HYPOTHESIS", "shardkit"))
+settings.register_profile("quick", settings.get_profile("shardkit"))
+_PROFILE = os.environ.get("SHARDKIT_HYPOTHESIS", "shardkit")
+settings.load_profile(_PROFILE)
 
 # A shell without job control lets what it starts in the background ignore SIGINT, and so would every command here.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -46,9 +49,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         )
 
     items.sort(key=rank)
+    if _PROFILE == "quick":
+        _try_fewer_examples(
+            {getattr(test, "__func__", test) for test in (getattr(i, "obj", None) for i in items)}
+        )
     if os.environ.get("SHARDKIT_DRILLS") == "full":
         for item in items:
             item.add_marker(pytest.mark.timeout(0))
+
+
+def _try_fewer_examples(tests: Iterable[Any]) -> None:
+    """Let property tests try a third of their examples, at least 4: `make test` tries all."""
+    for test in tests:
+        own: settings | None = getattr(test, "_hypothesis_internal_use_settings", None)
+        if own is not None and own.max_examples > 4:
+            test._hypothesis_internal_use_settings = settings(own, max_examples=max(4, own.max_examples // 3))
 
 
 # ---- skips
@@ -94,6 +109,14 @@ def _refuse_unlisted(report: pytest.TestReport | pytest.CollectReport, name: str
 
 
 # ---- what tests share
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_sync() -> Iterator[None]:
+    """Wait for no disk: only a power cut would show it, and tests/faults/crash_states.py enumerates those."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _descriptor: None)
+        yield
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from shardkit.documents import xxh3
 from shardkit.errors import FormatError, IntegrityError
 from shardkit.formats.arrow_message import (
     END_OF_STREAM,
@@ -23,7 +24,7 @@ from shardkit.formats.arrow_message import (
 )
 from shardkit.formats.arrow_reading import BatchReader
 from shardkit.formats.arrow_writing import arrow_schema
-from shardkit.formats.canonical_json import xxh3
+from shardkit.formats.block import Row, RowBlock, payloads_of
 from shardkit.formats.columns import Texts
 from shardkit.formats.compression import MAX_RATIO, normalise_compression
 from shardkit.formats.index import MAX_BLOCK_BYTES, ShardIndex, block_starts
@@ -332,3 +333,21 @@ def iter_members(data: memoryview, start: int, end: int) -> Iterator[tuple[str, 
 
 _NAME = re.compile(rb"[A-Za-z0-9_-]{1,80}(?:\.[A-Za-z0-9_%-]+)+\Z")
 _SIZE = re.compile(rb"[0-7]{11}\x00\Z")
+
+
+def rows_of(block: RowBlock) -> list[Row]:
+    """The rows of a block one by one, as the caller may keep them."""
+    originals = dict(block.originals)
+    assert block.source_id is not None
+    assert block.source_row is not None
+    columns = [payloads_of(column) for column in block.columns]
+    return [
+        Row(
+            key,
+            tuple(bytes(column[place]) for column in columns),
+            originals.get(place),
+            (block.source_names[source], int(block.source_row[place])) if source >= 0 else None,
+            None if block.stratum is None else int(block.stratum[place]),
+        )
+        for place, (key, source) in enumerate(zip(block.keys, block.source_id.tolist(), strict=True))
+    ]

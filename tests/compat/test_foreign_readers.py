@@ -94,7 +94,7 @@ def expected_members(samples: list[dict[str, Any]]) -> dict[str, bytes]:
             f"key-{i}.image.png": sample["image"],
             f"key-{i}.text.txt": sample["text"].encode(),
             f"key-{i}.meta.json": json.dumps(
-                sample["meta"], ensure_ascii=False, separators=(",", ":"), sort_keys=True
+                sample["meta"], ensure_ascii=False, separators=(",", ":")
             ).encode(),
             f"key-{i}.label.cls": str(sample["label"]).encode(),
             f"key-{i}.flag.cls": str(int(sample["flag"])).encode(),

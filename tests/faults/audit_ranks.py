@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import shardkit
-from shardkit.formats.canonical_json import dumps, parse_digest, sha256_digest
+from shardkit.documents import encode, parse_digest, sha256_digest
 from shardkit.ledger import bind_checkpoint, ledger_head
 from shardkit.stores.local import open_store
 from shardkit.stores.store import object_name
@@ -26,7 +26,7 @@ def save_checkpoint(run: Path, step: int, manifest: str, plan: str, head: dict[s
     if head is not None:
         meta["ledger"] = head
     store, name = open_store(run), f"step-{step:012d}"
-    body = dumps(
+    body = encode(
         {
             "format": "shardkit-checkpoint",
             "version": 1,
@@ -40,7 +40,7 @@ def save_checkpoint(run: Path, step: int, manifest: str, plan: str, head: dict[s
     store.put_new(object_name(digest, "checkpoint"), body)
     bind_checkpoint(run, name=name, checkpoint=digest, step=step)
     ref = {"name": name, "checkpoint": digest, "size": len(body)}
-    store.put_new(f"checkpoints/{name}.json", dumps({**ref, "digest": sha256_digest(dumps(ref))}))
+    store.put_new(f"checkpoints/{name}.json", encode({**ref, "digest": sha256_digest(encode(ref))}))
     assert parse_digest(digest)
 
 

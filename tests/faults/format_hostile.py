@@ -188,12 +188,6 @@ def limit_memory(headroom: int = HEADROOM) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (used + headroom, used + headroom))
 
 
-def _peak_mib() -> int:
-    """Peak resident memory of this program; ru_maxrss would count the process that started it."""
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) >> 10 for line in file if line.startswith("VmHWM"))
-
-
 def main(arguments: list[str] | None = None, write: Callable[[str], object] = sys.stdout.write) -> None:
     """Attack one pair and print the counts."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -206,7 +200,7 @@ def main(arguments: list[str] | None = None, write: Callable[[str], object] = sy
     limit_memory()
     form, _, compression = chosen.pair.partition(":")
     outcomes = attack(form, compression, chosen.seed, chosen.count)
-    write(json.dumps({"outcomes": outcomes, "peak_mib": _peak_mib()}) + "\n")
+    write(json.dumps({"outcomes": outcomes}) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
+import tarfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import shardkit
@@ -99,3 +104,79 @@ def test_the_limit_is_one(tmp_path: Path) -> None:
     source = tokens(tmp_path / "tokens.npy", SOURCE_BYTES)
     done = built_within(source, tmp_path / "root", HEADROOM // 10, "arrow")
     assert done.returncode != 0
+
+
+GROWTH_BYTES = 450 << 20
+"""Memory that a job may take, whatever its source; what the imports take differs between machines."""
+
+GROWTH = """
+import re, sys
+from pathlib import Path
+import shardkit_tools
+def peak_bytes():  # not ru_maxrss, which begins with that of the starting process
+    return int(re.search("VmHWM: *\\\\s*(\\\\d+)", Path("/proc/self/status").read_text())[1]) << 10
+few, source, root = sys.argv[1:]
+shardkit_tools.build(few, root + "-few", jobs=1)  # imports what a build needs
+before = peak_bytes()
+result = shardkit_tools.build(source, root, jobs=1)
+print(result.rows, peak_bytes() - before)
+"""
+
+
+def long_lines(path: Path, rows: int, size: int) -> None:
+    """Lines of so many bytes, of 128 values."""
+    with path.open("w") as stream:
+        for number in range(rows):
+            values = ", ".join(f'"f{field}": "{"x" * (size // 128)}"' for field in range(128))
+            stream.write(f'{{"n": {number}, {values}}}\n')
+
+
+def long_cells(path: Path, rows: int, size: int) -> None:
+    with path.open("w") as stream:
+        stream.write("n,text\n")
+        for number in range(rows):
+            stream.write(f'{number},"{"x" * size}"\n')
+
+
+def one_row_group(path: Path, rows: int, size: int) -> None:
+    """One group, in pages of the default size."""
+    texts = (os.urandom(size // 2).hex() for _ in range(rows))
+    table = pa.table({"n": range(rows), "text": pa.array(texts, pa.large_string())})
+    pq.write_table(table, path, compression="none", use_dictionary=False, row_group_size=rows)
+
+
+def large_members(path: Path, rows: int, size: int) -> None:
+    with tarfile.open(path, "w") as tar:
+        for number in range(rows):
+            member = tarfile.TarInfo(f"{number}.bin")
+            member.size = size
+            tar.addfile(member, io.BytesIO(os.urandom(size)))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="the system does not say what a process held"
+)
+@pytest.mark.parametrize(
+    ("name", "write", "rows", "size"),
+    [
+        ("a.jsonl", long_lines, 8, 16 << 20),
+        ("a.csv", long_cells, 12, 8 << 20),
+        ("a.parquet", one_row_group, 12_000, 40_000),
+        ("a.tar", large_members, 5, 64 << 20),
+    ],
+)
+def test_a_job_grows_by_less_than_450_mib(
+    name: str, write: Callable[[Path, int, int], None], rows: int, size: int, tmp_path: Path
+) -> None:
+    """Whatever the line, the cell, the row group or the member."""
+    write(tmp_path / name, rows, size)
+    write(tmp_path / f"few-{name}", 2, 1024)
+    done = subprocess.run(
+        [sys.executable, "-c", GROWTH, str(tmp_path / f"few-{name}"), str(tmp_path / name), str(tmp_path / "root")],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found, grown = map(int, done.stdout.split())
+    assert found == rows
+    assert grown <= GROWTH_BYTES, f"{grown >> 20} MiB"

@@ -23,8 +23,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from shardkit.documents import xxh3
 from shardkit.errors import IntegrityError, NotFoundError, StoreError, UsageError
-from shardkit.formats.canonical_json import xxh3
 from shardkit.reading.attestations import ReadEvent
 from shardkit.reading.cache.block_cache import BlockCache, filesystem_of, is_network
 from shardkit.reading.cache.eviction import NEVER, Future, choose_victims
@@ -282,7 +282,7 @@ class TestFullAndFailingDisks:
 
 FILLER = """
 import sys, random, hashlib
-from shardkit.formats.canonical_json import xxh3
+from shardkit.documents import xxh3
 from shardkit.reading.cache.block_cache import BlockCache
 from shardkit.reading.objects import BlockRequest
 cache = BlockCache(sys.argv[1], limit=1 << 20)

@@ -236,7 +236,7 @@ def test_pruning_keeps_shared_objects_and_clears_what_dead_writers_left(tmp_path
     for step in (1, 2, 3, 4):
         save(tmp_path, step)
     garbage = LocalStore(tmp_path)
-    from shardkit.formats.canonical_json import sha256_digest
+    from shardkit.documents import sha256_digest
     from shardkit.stores.store import object_name
 
     orphan = object_name(sha256_digest(b"orphan"), "tensor")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import subprocess
-import sys
+import multiprocessing
 import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.queues import SimpleQueue
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
@@ -20,73 +20,57 @@ from shardkit.repository.repository import Repository
 from tests.drills import drill_count
 
 WRITERS = 16
+Answers = SimpleQueue[tuple[list[tuple[int, str]], int]]
 
-# Each writer counts up a ref of its own, blindly, and a shared one by compare-and-set until it wins.
-WRITER = """
-import sys
-from shardkit.errors import CommitConflict
-from shardkit.repository.repository import Repository
 
-root, name, turns = sys.argv[1], sys.argv[2], int(sys.argv[3])
-repository = Repository.open(root)
-conflicts = 0
-print("ready", flush=True)
-sys.stdin.readline()
-for turn in range(turns):
-    manifest = repository.put_object(f"{name} {turn}".encode(), "manifest").digest
-    if turn % 2:
-        entry = repository.commit({name: manifest}, message=str(turn), author=name)
-    else:
-        while True:
-            before = repository.refs.get("shared")
-            try:
-                entry = repository.commit(
-                    {"shared": manifest}, {f"{name}-{turn}": manifest},
-                    message=str(turn), author=name, expected={"shared": before},
-                )
-                break
-            except CommitConflict:
-                conflicts += 1
-    print(entry.n, entry.txn, flush=True)
-print("conflicts", conflicts)
-"""
+def write(root: Path, name: str, turns: int, begin: Barrier, answers: Answers) -> None:
+    """Count up a ref of its own, blindly, and a shared one by compare-and-set until it wins."""
+    repository = Repository.open(root)
+    acknowledged, conflicts = [], 0
+    begin.wait(300)
+    for turn in range(turns):
+        manifest = repository.put_object(f"{name} {turn}".encode(), "manifest").digest
+        if turn % 2:
+            entry = repository.commit({name: manifest}, message=str(turn), author=name)
+        else:
+            while True:
+                before = repository.refs.get("shared")
+                try:
+                    entry = repository.commit(
+                        {"shared": manifest}, {f"{name}-{turn}": manifest},
+                        message=str(turn), author=name, expected={"shared": before},
+                    )  # fmt: skip
+                    break
+                except CommitConflict:
+                    conflicts += 1
+        acknowledged.append((entry.n, entry.txn))
+    answers.put((acknowledged, conflicts))
 
 
 def race(root: Path, turns: int) -> tuple[list[tuple[int, str]], int, float]:
     """(number and transaction of each acknowledged commit, conflicts seen, seconds)."""
     Repository.create(root)
-    with contextlib.ExitStack() as children:
-        writers = [children.enter_context(_writer(root, number, turns)) for number in range(WRITERS)]
-        for writer in writers:
-            assert writer.stdout is not None
-            assert writer.stdout.readline() == "ready\n"
-        start = time.perf_counter()
-        for writer in writers:
-            assert writer.stdin is not None
-            writer.stdin.write("go\n")
-            writer.stdin.flush()
-        outputs = [writer.communicate(timeout=500)[0] for writer in writers]
-        seconds = time.perf_counter() - start
-        assert [writer.returncode for writer in writers] == [0] * WRITERS
+    context = multiprocessing.get_context("fork")
+    begin, answers = context.Barrier(WRITERS + 1), context.SimpleQueue()
+    writers = [
+        context.Process(target=write, args=(root, f"writer{number}", turns, begin, answers))
+        for number in range(WRITERS)
+    ]
+    for writer in writers:
+        writer.start()
+    begin.wait(300)
+    start = time.perf_counter()
     acknowledged: list[tuple[int, str]] = []
     conflicts = 0
-    for output in outputs:
-        for line in output.splitlines():
-            first, second = line.split()
-            if first == "conflicts":
-                conflicts += int(second)
-            else:
-                acknowledged.append((int(first), second))
+    for _ in writers:
+        own, seen = answers.get()
+        acknowledged += own
+        conflicts += seen
+    seconds = time.perf_counter() - start
+    for writer in writers:
+        writer.join(300)
+        assert writer.exitcode == 0
     return acknowledged, conflicts, seconds
-
-
-def _writer(root: Path, number: int, turns: int) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(root), f"writer{number}", str(turns)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
 
 
 @pytest.mark.drill

@@ -15,10 +15,10 @@ import pytest
 import shardkit
 from shardkit.audit.run_record import load_run, read_checkpoints
 from shardkit.dataset.rewriting import ErasurePlan
+from shardkit.documents import encode, sha256_digest
 from shardkit.errors import IntegrityError, ShardkitError
-from shardkit.formats.canonical_json import dumps, sha256_digest
 from shardkit.manifest import Manifest
-from shardkit.reading.adopted import location_name, read_tar_place
+from shardkit.reading.adopted_places import location_name, read_adopted_place
 from shardkit.reading.attestations import Attestation, read_attestations
 from shardkit.reading.inventory import parse_version_record
 from shardkit.reading.parity.sets import SetRecord
@@ -161,7 +161,7 @@ Parse = Callable[[bytes], object]
 
 def sealed(body: dict[str, object]) -> bytes:
     """Canonical bytes of a document with their digest."""
-    return dumps({**body, "digest": sha256_digest(dumps(body))})
+    return encode({**body, "digest": sha256_digest(encode(body))})
 
 
 def _in_memory(name: str, data: bytes) -> MemoryStore:
@@ -183,7 +183,7 @@ def _kinds(base: Path) -> dict[str, tuple[bytes, Parse]]:
     write_marks(store, {f"objects/sha256/ab/{'ab' * 32}.tar": 1})
     marks = store.get("gc/marked.json", max_bytes=10**6)
     part = PartLocation(digest, "web", "b7e2a8f0-0000-0000-0000-000000000000", ("a", "b"))
-    tar = dumps({"format": "shardkit-adopted/1", "digest": digest, "urls": ["/x.tar"]})
+    tar = encode({"format": "shardkit-adopted/1", "digest": digest, "urls": ["/x.tar"]})
     attested = Attestation(
         location="root", digest=digest, extension="tar", result="good", level="read", by="scrub"
     ).to_bytes()
@@ -206,7 +206,10 @@ def _kinds(base: Path) -> dict[str, tuple[bytes, Parse]]:
         ),
         "manifest": (_found(base, "root/objects/sha256/*/*.manifest"), Manifest.from_bytes),
         "part": (part.to_bytes(), lambda data: PartLocation.from_bytes(data, "here")),
-        "adopted tar": (tar, lambda data: read_tar_place(_in_memory(location_name(digest), data), digest)),
+        "adopted file": (
+            tar,
+            lambda data: read_adopted_place(_in_memory(location_name(digest), data), digest),
+        ),
         "attestation": (attested, lambda data: Attestation.from_bytes(data, "here")),
         "attestations": (
             attested,
@@ -263,7 +266,7 @@ def _forged(good: bytes) -> Iterator[bytes]:
     is_sealed = document.pop("digest", None) if "digest" in document and _reseals(good) else None
 
     def written(changed: dict[str, Any]) -> bytes:
-        return sealed(changed) if is_sealed else dumps(changed)
+        return sealed(changed) if is_sealed else encode(changed)
 
     for key in document:
         yield written({name: value for name, value in document.items() if name != key})
@@ -289,7 +292,7 @@ def _reseals(good: bytes) -> bool:
 
 KINDS = (
     *("identity", "log entry", "locations", "mark", "parity set", "parity version", "manifest", "part"),
-    *("adopted tar", "attestation", "attestations", "garbage", "marks", "erasure"),
+    *("adopted file", "attestation", "attestations", "garbage", "marks", "erasure"),
 )
 
 

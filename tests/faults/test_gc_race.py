@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
+import multiprocessing
 import random
-import subprocess
-import sys
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +15,7 @@ import pytest
 import shardkit
 from shardkit.copies import collecting
 from shardkit.copies.collecting import announce_deletion, collect, end_deletion
-from shardkit.copies.place import Change, place
+from shardkit.copies.place import PlacementChange, place
 from shardkit.copies.placement import find_needed
 from shardkit.errors import CommitConflict, UsageError
 from shardkit.reading.inventory import take_inventory
@@ -29,37 +27,31 @@ from tests.drills import DRILLS
 COMMITTERS = 8 if DRILLS else 4
 VERSIONS = 6
 
-# Versions are few, so that what one process drops another one builds again, out of objects that are being collected.
-COMMITTER = """
-import json, random, sys
-import shardkit
-from shardkit.errors import CommitConflict
-from shardkit.repository.repository import Repository
 
-root, name, seed = sys.argv[1], sys.argv[2], int(sys.argv[3])
-chance = random.Random(seed)
-print("ready", flush=True)
-for line in sys.stdin:
-    told = {"commits": 0, "dropped": 0, "conflicts": 0}
-    for _ in range(int(line)):
-        version = chance.randrange(6)
-        for _ in range(200):
-            try:
-                if chance.random() < 0.3:
-                    Repository.open(root).commit({name: None}, message="drop")
-                    told["dropped"] += 1
-                else:
-                    with shardkit.create(
-                        root, {"value": "int64"}, ref=name, shard_size="256B", block_size="64B"
-                    ) as writer:
-                        for number in range(40):
-                            writer.add({"value": version * 20 + number})
-                    told["commits"] += 1
-                break
-            except CommitConflict:
-                told["conflicts"] += 1
-    print(json.dumps(told), flush=True)
-"""
+# Versions are few, so that what one process drops another one builds again, out of objects that are being collected.
+def commit(root: Path, name: str, seed: int, rounds: Connection) -> None:
+    """As many builds or drops as each message asks for; answers with the counts of what happened."""
+    chance = random.Random(seed)
+    while turns := rounds.recv():
+        told = {"commits": 0, "dropped": 0, "conflicts": 0}
+        for _ in range(turns):
+            version = chance.randrange(VERSIONS)
+            for _ in range(200):
+                try:
+                    if chance.random() < 0.3:
+                        Repository.open(root).commit({name: None}, message="drop")
+                        told["dropped"] += 1
+                    else:
+                        with shardkit.create(
+                            root, {"value": "int64"}, ref=name, shard_size="256B", block_size="64B"
+                        ) as writer:
+                            for number in range(40):
+                                writer.add({"value": version * 20 + number})
+                        told["commits"] += 1
+                    break
+                except CommitConflict:
+                    told["conflicts"] += 1
+        rounds.send(told)
 
 
 def dangling(root: Path) -> list[str]:
@@ -79,40 +71,38 @@ def race(root: Path, rounds: int, copies: list[str]) -> dict[str, int]:
     repository = Repository.create(root)
     if copies:
         records = tuple(LocationRecord.parse(f"c{i}={copy}") for i, copy in enumerate(copies))
-        place(repository, Change(locations=records, policy=lambda old: old.changed(copies=2, mode="sync")))
+        place(
+            repository,
+            PlacementChange(locations=records, policy=lambda old: old.changed(copies=2, mode="sync")),
+        )
     total = {"commits": 0, "dropped": 0, "conflicts": 0, "deleted": 0}
     skew = random.Random(1)
-    with contextlib.ExitStack() as children:
-        committers = [
-            children.enter_context(
-                subprocess.Popen(
-                    [sys.executable, "-c", COMMITTER, str(root), f"w{i}", str(i)],
-                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                )
-            )
-            for i in range(COMMITTERS)
-        ]  # fmt: skip
+    context = multiprocessing.get_context("fork")
+    committers, processes = [], []
+    for number in range(COMMITTERS):
+        own, other = context.Pipe()
+        committers.append(own)
+        processes.append(context.Process(target=commit, args=(root, f"w{number}", number, other)))
+        processes[-1].start()
+    for _ in range(rounds):
         for one in committers:
-            assert one.stdout is not None
-            assert one.stdout.readline() == "ready\n"
-        for _ in range(rounds):
-            for one in committers:
-                assert one.stdin is not None
-                one.stdin.write("2\n")
-                one.stdin.flush()
-            for _ in range(4):  # by machines whose clocks are days apart
-                now = 1_800_000_000 + skew.choice((-30, 0, 30)) * 86_400
-                with mock.patch("time.time", return_value=now):
-                    done = collect(Repository.open(root), delete=True, grace_s=0, history_s=0)
-                total["deleted"] += done.deleted.get("root", 0)
-            for one in committers:
-                assert one.stdout is not None
-                answer: dict[str, Any] = json.loads(one.stdout.readline())
-                for key, value in answer.items():
-                    total[key] += value
-            assert dangling(root) == []
-        for one in committers:
-            one.communicate("", timeout=60)
+            one.send(2)
+        for _ in range(4):  # by machines whose clocks are days apart
+            now = 1_800_000_000 + skew.choice((-30, 0, 30)) * 86_400
+            with mock.patch("time.time", return_value=now):
+                done = collect(Repository.open(root), delete=True, grace_s=0, history_s=0)
+            total["deleted"] += done.deleted.get("root", 0)
+        for one, process in zip(committers, processes, strict=True):
+            while not one.poll(1):
+                assert process.is_alive(), process.exitcode
+            for key, value in one.recv().items():
+                total[key] += value
+        assert dangling(root) == []
+    for one, process in zip(committers, processes, strict=True):
+        one.send(0)
+        process.join(60)
+        one.close()
+        assert process.exitcode == 0
     return total
 
 
@@ -300,6 +290,7 @@ def test_a_collector_that_lives_stops_when_it_is_taken_over(
     names = _garbage(root)
     naps: list[float] = []
     monkeypatch.setattr(collecting, "_CHECK_EVERY_S", 0.0)
+    monkeypatch.setattr(collecting, "_PAUSE_S", 3600.0)  # no machine takes so long before it
     monkeypatch.setattr("time.sleep", naps.append)
 
     def taken_over(gone: int, _total: int) -> None:
@@ -310,6 +301,6 @@ def test_a_collector_that_lives_stops_when_it_is_taken_over(
 
     done = collect(Repository.open(root), delete=True, grace_s=0, history_s=0, report=taken_over)
     assert done.deleted == {"root": 2}
-    assert any(nap > 2 for nap in naps), "the other one gave it time to find out"
+    assert any(nap > 1800 for nap in naps), "the other one gave it time to find out"
     assert dangling(root) == []
     assert sorted(Repository.open(root).store.list_after("objects/")) == names

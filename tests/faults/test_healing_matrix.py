@@ -19,7 +19,7 @@ from tests.command_line import call as called
 COMMANDS = (("repair",), ("scrub", "--repair"), ("replicate",))
 
 KINDS = (
-    *("tar", "index", "page", "manifest", "selection", "sources", "about", "lookup", "cost", "parity"),
+    *("arrow", "index", "page", "manifest", "selection", "sources", "about", "lookup", "cost", "parity"),
     *(
         "first entry",
         "middle entry",

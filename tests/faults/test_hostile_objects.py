@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shardkit.documents import encode, sha256_digest
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError, StoreError
-from shardkit.formats.canonical_json import dumps, sha256_digest
 from shardkit.formats.columns import pack_columns, unpack_columns
 from shardkit.formats.schema import Schema
 from shardkit.manifest import Manifest, Selection, ShardRecord, ShardTable, compose, merge, pack_page
@@ -44,7 +44,7 @@ def with_page(page: bytes) -> bytes:
     document = json.loads(manifest.to_bytes())
     document["pages"][0].update(digest=sha256_digest(page), size=len(page))
     assert sha256_digest(original) != sha256_digest(page)
-    return dumps(document)
+    return encode(document)
 
 
 def changed(change: Callable[[Arrays], object], meta: dict[str, Any] | None = None) -> bytes:
@@ -95,7 +95,7 @@ def test_hostile_pages(tmp_path: Path, what: str) -> None:
         repository.put_object(page, "page")
         root = repository.put_object(with_page(page), "manifest")
     else:
-        root = repository.put_object(dumps({"format": "shardkit-manifest/1"}), "manifest")
+        root = repository.put_object(encode({"format": "shardkit-manifest/1"}), "manifest")
     tracemalloc.start()
     with pytest.raises(FormatError, match=r"page|manifest") as caught:
         load_manifest(repository, root.digest)
@@ -174,7 +174,7 @@ def test_merged_versions_load_from_where_their_parts_lie(tmp_path: Path) -> None
     # A part that is merged itself could go round in circles.
     document = json.loads(merged.to_bytes())
     document["parts"] = [["web", parts[0][1].id], ["code", merged.id]]
-    knot = here.put_object(dumps(document), "manifest")
+    knot = here.put_object(encode(document), "manifest")
     with pytest.raises(FormatError, match="merged itself"):
         load_manifest(here, knot.digest)
 
@@ -204,8 +204,8 @@ def test_forged_log_entries(tmp_path: Path, what: str) -> None:
     document = json.loads(path.read_bytes())
     ENTRIES[what](document)
     del document["digest"]
-    document["digest"] = sha256_digest(dumps(document))
-    path.write_bytes(dumps(document))
+    document["digest"] = sha256_digest(encode(document))
+    path.write_bytes(encode(document))
     with pytest.raises((IntegrityError, FormatError)):
         Repository.open(tmp_path).log()
 

@@ -49,7 +49,6 @@ def test_mutants_are_refused_or_read_as_others_read_them(pair: str) -> None:
     assert set(outcomes) <= {"refused", "read"}, outcomes
     assert outcomes["refused"] > count // 3
     assert outcomes.get("read", 0) + outcomes["refused"] >= count
-    assert report["peak_mib"] < 400
 
 
 def one_block(format: str, compression: str) -> tuple[bytes, ShardIndex]:

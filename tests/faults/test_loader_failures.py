@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import io
 import json
 import multiprocessing
 import os
 import re
-import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 import warnings
@@ -264,83 +261,6 @@ def test_a_stall_in_a_transform_is_a_warning_that_names_the_sample(images: shard
     expected = r"rank 0 of 1 has waited .* stage transform \(step 0, sample \d+\)"
     assert any(re.search(expected, str(one.message)) for one in told if one.category is RuntimeWarning)
     loader.close()
-
-
-# ---- nothing is left behind
-
-
-def _threads() -> set[threading.Thread]:
-    gc.collect()
-    return {t for t in threading.enumerate() if t.name.startswith("shardkit")}
-
-
-@pytest.mark.parametrize("prefetch", [0, 4])
-def test_dropping_an_iterator_and_a_loader_ends_their_threads(
-    images: shardkit.Dataset, prefetch: int
-) -> None:
-    before = _threads()
-    loader = images.loader(_plan(images), tensors=False, prefetch=prefetch)
-    next(iter(loader))
-    del loader
-    deadline = time.monotonic() + 10
-    while _threads() - before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not _threads() - before
-
-
-PROGRAM = """
-    import os, signal, sys, time
-    import shardkit
-    def work(sample, rng):
-        return sample
-    if __name__ == "__main__":
-        ds = shardkit.open(sys.argv[1])
-        plan = ds.plan(global_batch=12, lanes=4)
-        loader = ds.loader(plan, tensors=False, transform=work, workers=sys.argv[2], threads=1, run=sys.argv[3])
-        for batch in loader:
-            print(os.getpid(), flush=True)
-            time.sleep(30)
-"""
-
-
-@pytest.mark.parametrize(("number", "workers"), [(signal.SIGINT, "threads"), (signal.SIGTERM, "processes"),
-                                                 (signal.SIGKILL, "processes")])  # fmt: skip
-def test_a_signal_leaves_no_process_and_no_lock(
-    images: shardkit.Dataset, tmp_path: Path, number: signal.Signals, workers: str
-) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(textwrap.dedent(PROGRAM))
-    url = str(images.repository.store.url)
-    shared = set(os.listdir("/dev/shm")) if Path("/dev/shm").exists() else set()
-    child = subprocess.Popen(
-        [sys.executable, str(program), url, workers, str(tmp_path / "run")], stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
-    assert child.stdout is not None
-    assert int(child.stdout.readline()) == child.pid
-    family = {
-        int(p.name)
-        for p in Path("/proc").iterdir()
-        if p.name.isdigit() and _session(int(p.name)) == child.pid
-    }
-    child.send_signal(number)
-    child.wait(30)
-    child.stdout.close()
-    assert not _alive(family)
-    if shared:
-        assert not {n for n in set(os.listdir("/dev/shm")) - shared if "shardkit" in n}
-    assert {p.suffix for p in (tmp_path / "run").rglob("*") if p.is_file()} <= {
-        ".cells",
-        ".journal",
-        ".jsonl",
-    }
-
-
-def _session(pid: int) -> int:
-    try:
-        return os.getsid(pid)
-    except OSError:
-        return -1
 
 
 # ---- fork

@@ -178,7 +178,8 @@ PROGRAM = """
 
 @needs_proc
 @pytest.mark.parametrize(("number", "workers"), [(signal.SIGINT, "threads"), (signal.SIGTERM, "threads"),
-                                                 (signal.SIGINT, "processes"), (signal.SIGKILL, "processes")],
+                                                 (signal.SIGINT, "processes"), (signal.SIGTERM, "processes"),
+                                                 (signal.SIGKILL, "processes")],
                          ids=lambda one: getattr(one, "name", one))  # fmt: skip
 def test_a_signal_while_a_batch_is_awaited_leaves_no_process_and_no_file(
     ds: shardkit.Dataset, tmp_path: Path, number: signal.Signals, workers: str

@@ -176,3 +176,21 @@ def test_an_empty_root_next_to_its_copy_is_a_lost_root(made: Path, is_missing: b
         assert not list(root.glob("**/*.json")), command
     assert _repaired(root, mirror, versions) == []
     assert call("verify", root)[0] == 0
+
+
+def test_a_placement_tells_of_a_mirror_that_did_not_get_the_log(tmp_path: Path) -> None:
+    """The root lost its newest entry and the mirror has it, so the mirror's log is not continued."""
+    root, places = tmp_path / "root", [f"{name}={tmp_path / name}" for name in ("mirror", "second")]
+    for first in (0, 100):
+        source = _source(tmp_path / f"{first}.jsonl", first)
+        assert call("build", source, root, "--jobs", 1, "--ref", f"from-{first}")[0] == 0
+        if not first:
+            assert call("place", root, "--location", places[0], "--copies", 2)[0] == 0
+    assert call("replicate", root)[0] == 0
+    max((root / "log").iterdir()).unlink()
+    code, told = call("place", root, "--location", places[1])
+    assert code == 3, told
+    assert "log" in told
+    code, told = call("repair", root)
+    assert code == 0, told
+    assert call("place", root, "--location", places[1])[0] == 0

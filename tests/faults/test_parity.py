@@ -20,11 +20,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardkit
-from shardkit.copies.parity_encoding import encode_sets
+from shardkit.copies.parity_encoding import encode_parity
 from shardkit.copies.repair import repair
 from shardkit.dataset.removing import erase, resume_erasures
+from shardkit.documents import encode
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, UsageError
-from shardkit.formats.canonical_json import dumps
 from shardkit.reading.inventory import take_inventory
 from shardkit.reading.parity.galois import recover, sums
 from shardkit.reading.parity.rebuilding import encode_set, rebuild_range, restore
@@ -36,6 +36,7 @@ from shardkit.reading.parity.sets import (
     parity_names,
     parse_header,
 )
+from shardkit.repository.policy import Parity
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import load_manifest
 from shardkit.stores.local import LocalStore
@@ -159,7 +160,7 @@ def test_parity_is_what_the_specification_says() -> None:
     record = encode_set(store, one, [store])
     for row, expected in enumerate(slow_parity(contents)):
         members = [[f"sha256:{hashlib.sha256(data).hexdigest()}", "tar", len(data)] for data in contents]
-        document = dumps(
+        document = encode(
             {"format": "shardkit-parity/1", "code": "pq-11d", "members": members, "row": row, "size": 12}
         )
         header = b"SKPARITY" + struct.pack("<II", 1, len(document)) + document
@@ -272,7 +273,9 @@ class TestRanges:
 
 
 def make(root: Path, rows: int = 300) -> Repository:
-    with shardkit.create(str(root), {"x": "int64[64]"}, shard_size=9_000, block_size=1_200) as writer:
+    with shardkit.create(
+        str(root), {"x": "int64[64]"}, format="tar", shard_size=9_000, block_size=1_200
+    ) as writer:
         for number in range(rows):
             writer.add({"x": [number] * 64})
     return Repository.open(root)
@@ -286,16 +289,16 @@ def values(root: Path) -> list[int]:
 def test_a_version_is_encoded_once_and_an_append_adds_its_own(tmp_path: Path) -> None:
     repository = make(tmp_path)
     manifest = repository.resolve()
-    done = encode_sets(repository, manifest, k=4)
-    assert done.encoded == done.sets > 8
+    done = encode_parity(repository, Parity(4), [manifest])
+    assert len(done.encoded) == done.sets > 8
     assert not done.failed
-    again = encode_sets(repository, manifest, k=4)
-    assert (again.encoded, again.kept) == (0, done.sets)
+    again = encode_parity(repository, Parity(4), [manifest])
+    assert (again.encoded, again.sets) == ([], done.sets)
     with shardkit.create(str(tmp_path), {"x": "int64[64]"}, append=True) as writer:
         for number in range(100):
             writer.add({"x": [number] * 64})
-    more = encode_sets(repository, repository.resolve(), k=4)
-    assert more.kept >= 2 * (len(load_manifest(repository, manifest).table) // 4), (
+    more = encode_parity(repository, Parity(4), [repository.resolve()])
+    assert more.sets - len(more.encoded) >= 2 * (len(load_manifest(repository, manifest).table) // 4), (
         "full sets stay as they are"
     )
     names = parity_names(repository.store, take_inventory(repository.store, manifest))
@@ -307,12 +310,12 @@ def test_a_version_is_encoded_once_and_an_append_adds_its_own(tmp_path: Path) ->
         | parity_names(repository.store, take_inventory(repository.store, repository.resolve()))
         if name.endswith(".parity")
     }
-    assert len(list(find_records([repository.store]))) == done.sets + more.encoded
+    assert len(list(find_records([repository.store]))) == done.sets + len(more.encoded)
 
 
 def test_documents_are_made_again_from_headers(tmp_path: Path) -> None:
     repository = make(tmp_path)
-    encode_sets(repository, repository.resolve(), k=4)
+    encode_parity(repository, Parity(4), [repository.resolve()])
     before = {record.set.id: record for record in find_records([repository.store])}
     for name in list(repository.store.list_after("parity/")):
         repository.store.delete(name)
@@ -324,7 +327,7 @@ def test_documents_are_made_again_from_headers(tmp_path: Path) -> None:
 def test_a_dataset_with_parity_is_read_through_damage(tmp_path: Path, damage: str, kind: str) -> None:
     """A local root of its own: two objects of a set are bad, and every sample is right; it is counted."""
     repository = make(tmp_path)
-    encode_sets(repository, repository.resolve(), k=4)
+    encode_parity(repository, Parity(4), [repository.resolve()])
     shards = [name for name in repository.store.list_after("objects/") if name.endswith(kind)]
     table = load_manifest(repository, repository.resolve()).table
     wanted = [table.digest_text(i) if kind == "tar" else table.index_digest_text(i) for i in (0, 3)]
@@ -353,7 +356,7 @@ def test_a_dataset_with_parity_is_read_through_damage(tmp_path: Path, damage: st
 
 def test_an_erasure_leaves_the_parity_that_another_shard_lives_by(tmp_path: Path) -> None:
     repository = make(tmp_path)
-    encode_sets(repository, repository.resolve(), k=4)
+    encode_parity(repository, Parity(4), [repository.resolve()])
     table = load_manifest(repository, repository.resolve()).table
     shards = [table.digest_text(shard) for shard in range(len(table))]
     record = next(one for one in find_records([repository.store]) if one.set.members[0].digest in shards)
@@ -372,7 +375,7 @@ def test_an_erasure_leaves_the_parity_that_another_shard_lives_by(tmp_path: Path
 def test_opening_a_version_changes_nothing(tmp_path: Path) -> None:
     """A repository is what it was however often a version is loaded; each reader rebuilds what no location has."""
     repository = make(tmp_path / "root")
-    encode_sets(repository, repository.resolve(), k=4)
+    encode_parity(repository, Parity(4), [repository.resolve()])
     (tmp_path / "copy").mkdir()
     opened = Repository.open(tmp_path / "root", read_only=True, locations={"copy": str(tmp_path / "copy")})
     version = opened.resolve()
@@ -393,7 +396,7 @@ def test_it_survives_pickling_and_forks(tmp_path: Path) -> None:
     import pickle
 
     repository = make(tmp_path)
-    encode_sets(repository, repository.resolve(), k=4)
+    encode_parity(repository, Parity(4), [repository.resolve()])
     dataset = shardkit.open(str(tmp_path))
     for path in list((tmp_path / "objects").rglob("*.tar"))[:1]:
         path.unlink()
@@ -411,7 +414,7 @@ def member(i: int, size: int = 10, extension: str = "tar") -> list[Any]:
 def header(
     document: dict[str, Any], *, magic: bytes = b"SKPARITY", version: int = 1, length: int | None = None
 ) -> bytes:
-    text = dumps(document)
+    text = encode(document)
     data = magic + struct.pack("<II", version, len(text) if length is None else length) + text
     return data + bytes(-len(data) % 64)
 
@@ -461,7 +464,7 @@ def test_hostile_frames() -> None:
         with pytest.raises(FormatError):
             parse_header(bad, size, "x")
     with pytest.raises(FormatError):
-        SetRecord.from_bytes(dumps({"format": "shardkit-parity-set/1", "code": "pq-11d", "members": [member(1)],
+        SetRecord.from_bytes(encode({"format": "shardkit-parity-set/1", "code": "pq-11d", "members": [member(1)],
                                     "parity": ["sha256:" + "0" * 64]}), "x")  # fmt: skip
 
 
@@ -492,7 +495,7 @@ def test_hostile_objects_with_right_digests_cost_little_memory(tmp_path: Path) -
     repository = make(tmp_path / "root", rows=60)
     store = repository.store
     manifest = repository.resolve()
-    encode_sets(repository, manifest, k=4)
+    encode_parity(repository, Parity(4), [manifest])
     endless = b"SKPARITY" + struct.pack("<II", 1, 60_000) + b'{"members":' + b"[" * 200_000_000
     put(LocalStore(tmp_path / "root"), endless, "parity")
     del endless

@@ -18,19 +18,20 @@ from typing import Any
 import pytest
 
 import shardkit
-from shardkit.copies.parity_encoding import encode_sets
+from shardkit.copies.parity_encoding import encode_parity
 from shardkit.copies.repair import repair
-from shardkit.copies.repair_results import CheckSettings
 from shardkit.copies.scrub import scrub
 from shardkit.copies.verify import verify
+from shardkit.copies.walk import CheckSettings
 from shardkit.dataset.removing import erase
+from shardkit.documents import encode, utc_text
 from shardkit.errors import NotFoundError, StoreError, UsageError
-from shardkit.formats.canonical_json import dumps, utc_text
 from shardkit.reading.attestations import Attestation, Records, read_attestations
 from shardkit.reading.objects import check_object
 from shardkit.reading.parity.sets import find_records
 from shardkit.reading.read_path import ReadSettings
 from shardkit.repository.location_table import LocationRecord
+from shardkit.repository.policy import Parity
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import load_manifest
 from shardkit.stores.file_operations import substituted
@@ -53,7 +54,7 @@ def make(root: Path, *policy: str, parity: int = 0) -> Repository:
         assert call("place", root, *policy)[0] == 0
     repository = Repository.open(root)
     if parity:
-        encode_sets(repository, repository.resolve(), k=parity)
+        encode_parity(repository, Parity(parity), [repository.resolve()])
     return repository
 
 
@@ -134,7 +135,7 @@ class TestSources:
         code, told = call("repair", tmp_path)
         assert code == 4
         assert "Lost: 3 objects" in told
-        assert "put a copy back from a backup" in told
+        assert "put it back from a backup" in told
 
     def test_a_place_that_is_named_by_hand(self, tmp_path: Path) -> None:
         make(tmp_path / "root")
@@ -210,8 +211,8 @@ class TestSources:
         truth = whole(root)
         flip(shards(root)[0])
         repository = Repository.open(root)
-        done = encode_sets(repository, repository.resolve(), k=4)
-        assert (done.encoded, done.failed) == (done.sets, {})
+        done = encode_parity(repository, Parity(4), [repository.resolve()])
+        assert (len(done.encoded), done.failed) == (done.sets, {})
         shutil.rmtree(mirror)
         assert repair(str(root)).exit_code == 3, "healed by parity, and the mirror is gone"
         assert {name: data for name, data in whole(root).items() if name in truth} == truth
@@ -268,13 +269,13 @@ class TestAttested:
         documents = [
             b"{" * 1_000_000,
             b"x" * 2_000_000,
-            dumps(one | {"results": [["sha256:../../x", "tar", "wrong", when]]}),
-            dumps(one | {"results": [[digest, "so", "wrong", when]]}),
-            dumps(one | {"results": [[digest, "tar", "healed", "9999"]]}),
-            dumps(one | {"location": "../root", "results": []}),
-            dumps(one | {"results": [[digest, "tar", "wrong", when]] * 4_097}),
-            dumps(one | {"results": [[f"sha256:{9:064x}", "tar", "wrong", when]]}),
-            dumps(one | {"results": [[digest, "tar", "wrong", when]]}),
+            encode(one | {"results": [["sha256:../../x", "tar", "wrong", when]]}),
+            encode(one | {"results": [[digest, "so", "wrong", when]]}),
+            encode(one | {"results": [[digest, "tar", "healed", "9999"]]}),
+            encode(one | {"location": "../root", "results": []}),
+            encode(one | {"results": [[digest, "tar", "wrong", when]] * 4_097}),
+            encode(one | {"results": [[f"sha256:{9:064x}", "tar", "wrong", when]]}),
+            encode(one | {"results": [[digest, "tar", "wrong", when]]}),
         ]
         for number, document in enumerate(documents):
             store.put_new(f"attest/root/2026-11-20/{number}.json", document)
@@ -363,7 +364,7 @@ class TestScrub:
             [*one, "good", f"2026-01-{1 + (i * 7) % 28:02d}T00:00:00Z"] for i, one in enumerate(digests)
         ]
         document = {"format": "shardkit-attestations/1", "location": "root", "level": "read", "by": "scrub"}
-        repository.store.put_new("attest/root/2026-01-28/x.json", dumps(document | {"results": results}))
+        repository.store.put_new("attest/root/2026-01-28/x.json", encode(document | {"results": results}))
         order: list[str] = []
         original = LocalStore.head
 

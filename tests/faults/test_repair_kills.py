@@ -13,20 +13,22 @@ from pathlib import Path
 import pytest
 
 import shardkit
-from shardkit.copies.parity_encoding import encode_sets
+from shardkit.copies.parity_encoding import encode_parity
 from shardkit.copies.repair import repair
 from shardkit.copies.scrub import scrub
 from shardkit.errors import FormatError
 from shardkit.reading.attestations import read_attestations
 from shardkit.reading.parity.sets import find_records
+from shardkit.repository.policy import Parity
 from shardkit.repository.repository import Repository
 from shardkit.stores.store import parse_object_name
 from tests.drills import drill_count
 
 WORKER = """
 import sys
+from shardkit.repository.policy import Parity
 from shardkit.repository.repository import Repository
-from shardkit.copies.parity_encoding import encode_sets
+from shardkit.copies.parity_encoding import encode_parity
 from shardkit.copies.repair import repair
 from shardkit.copies.scrub import scrub
 
@@ -34,7 +36,7 @@ work, root = sys.argv[1:]
 print("begun", flush=True)
 if work == "encode":
     repository = Repository.open(root)
-    encode_sets(repository, repository.resolve(), k=4)
+    encode_parity(repository, Parity(4), [repository.resolve()])
 elif work == "scrub":
     scrub(root, heal=True)
 else:
@@ -93,8 +95,8 @@ def test_kills_while_encoding(tmp_path: Path, capsys: pytest.CaptureFixture[str]
             assert check_whole(root) == set()
         repository = Repository.open(root)
         assert not list((root / "tmp").iterdir()), "opening sweeps what dead writers left"
-        done = encode_sets(repository, repository.resolve(), k=4)
-        assert done.encoded + done.kept == done.sets
+        done = encode_parity(repository, Parity(4), [repository.resolve()])
+        assert not done.failed
         for name in sorted(truth)[:: max(1, len(truth) // 2)][:2]:
             (root / name).unlink()
         assert repair(str(root)).verdict == "repaired"
@@ -113,7 +115,7 @@ def test_kills_while_healing(work: str, tmp_path: Path, capsys: pytest.CaptureFi
         root = tmp_path / str(turn)
         truth = make(root)
         repository = Repository.open(root)
-        encode_sets(repository, repository.resolve(), k=4)
+        encode_parity(repository, Parity(4), [repository.resolve()])
         bad = set()
         for record in find_records([repository.store]):
             for member in source.sample(record.set.members, min(2, record.set.k)):

@@ -16,10 +16,10 @@ import pytest
 
 import shardkit
 from shardkit.copies.collecting import collect
-from shardkit.copies.place import Change, place
-from shardkit.copies.placement import find_needed, live_versions, look
-from shardkit.copies.repair_results import CheckSettings
+from shardkit.copies.place import PlacementChange, place
+from shardkit.copies.placement import find_needed, look
 from shardkit.copies.replicate import replicate
+from shardkit.copies.walk import CheckSettings
 from shardkit.errors import ShardkitError
 from shardkit.reading.inventory import take_inventory
 from shardkit.repository.location_table import LocationRecord, read_table
@@ -39,8 +39,8 @@ from shardkit.copies import collecting
 from shardkit.copies.collecting import collect
 from shardkit.stores.file_operations import substituted
 from shardkit.repository.location_table import LocationRecord
-from shardkit.copies.place import Change, place
-from shardkit.copies.repair_results import CheckSettings
+from shardkit.copies.place import PlacementChange, place
+from shardkit.copies.walk import CheckSettings
 from shardkit.copies.replicate import replicate
 from tests.faults.killed_operations import KilledOperations, run_in_child
 
@@ -53,7 +53,7 @@ def copy(root, folder):
     replicate(Repository.open(root), settings=CheckSettings(jobs=2))
 
 def move(root, folder):
-    change = Change(locations=(LocationRecord.parse(f"c={folder}/c"),), empty=("a",))
+    change = PlacementChange(locations=(LocationRecord.parse(f"c={folder}/c"),), empty=("a",))
     place(Repository.open(root), change, grace_s=0)
 
 collecting._PAUSE_S = 0
@@ -106,11 +106,16 @@ def make(folder: Path, scenario: str) -> Path:
     add_version(root, "main", 0)
     repository = Repository.open(root)
     locations = tuple(LocationRecord.parse(f"{name}={folder / name}") for name in ("a", "b"))
-    place(repository, Change(locations=locations, policy=lambda old: old.changed(copies=2, mode="sync")))
+    place(
+        repository,
+        PlacementChange(locations=locations, policy=lambda old: old.changed(copies=2, mode="sync")),
+    )
     if scenario == "replicate":
-        place(repository, Change(policy=lambda old: old.changed(mode="async")))
+        place(repository, PlacementChange(policy=lambda old: old.changed(mode="async")))
         add_version(root, "more", 300)
-        place(repository, Change(policy=lambda old: old.changed(mode="sync", copies=2)), grace_s=10**6)
+        place(
+            repository, PlacementChange(policy=lambda old: old.changed(mode="sync", copies=2)), grace_s=10**6
+        )
         for path in list((folder / "a").glob("objects/**/*.*"))[::2]:
             path.unlink()
     if scenario == "gc":
@@ -133,8 +138,8 @@ def missing_copies(root: Path) -> list[str]:
     repository = Repository.open(root, read_only=True)
     table = read_table(repository.store, repository.id)
     assert table is not None
-    needed = find_needed(repository, table, live_versions(repository))
-    return [f"{one.location}: {one.needed.name}" for one in look(repository, table, needed).missing]
+    needed = find_needed(repository, table, repository.versions)
+    return [f"{one.location}: {one.name}" for one in look(repository, table, needed).missing]
 
 
 def values(root: Path, ref: str) -> list[int]:
@@ -238,7 +243,7 @@ def _work(folder: Path, work: str) -> None:
         if done.exit_code:
             raise OSError(done.locations[-1].problem)
     else:
-        change = Change(locations=(LocationRecord.parse(f"c={folder / 'c'}"),), empty=("a",))
+        change = PlacementChange(locations=(LocationRecord.parse(f"c={folder / 'c'}"),), empty=("a",))
         placing = place(repository, change, grace_s=0)
         if any(one.state != "ok" for one in placing.copies.locations) or placing.drops.problems:
             raise OSError("a location failed")

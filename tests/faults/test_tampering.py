@@ -20,8 +20,8 @@ import xxhash
 
 import shardkit
 from shardkit.audit import audit_run, make_statement
+from shardkit.documents import decode_plain, encode, sha256_digest
 from shardkit.errors import NotFoundError
-from shardkit.formats.canonical_json import dumps, loads, sha256_digest
 from shardkit.ledger import Ledger
 from shardkit.ledger.events import BOUND, JOURNALED, MERGED, READS
 from shardkit.ledger.ledger import RECORD_BYTES, STEPS_MAGIC, encode_line, parse_lines
@@ -51,7 +51,7 @@ class Home:
         return (run or self.run) / object_name(ref["checkpoint"], "checkpoint")
 
     def manifest(self, name: str) -> Document:
-        found: Document = loads(self.manifest_path(name).read_bytes(), 1 << 24)
+        found: Document = decode_plain(self.manifest_path(name).read_bytes(), max_bytes=1 << 24)
         return found
 
     def tensors(self, name: str) -> list[Path]:
@@ -72,7 +72,7 @@ class Home:
 
     def put_ref(self, name: str, digest: str, size: int) -> None:
         ref: Document = {"checkpoint": digest, "name": name, "size": size}
-        self.ref(name).write_bytes(dumps({**ref, "digest": sha256_digest(dumps(ref))}))
+        self.ref(name).write_bytes(encode({**ref, "digest": sha256_digest(encode(ref))}))
 
     def reseal(self, name: str, change: Callable[[Document, Document], object], to: str | None = None) -> str:
         """Change (manifest, meta) of a checkpoint; all digests fit again. Its new digest."""
@@ -81,7 +81,7 @@ class Home:
         document["name"] = to or name
         change(document, meta)
         document["meta"] = encode_value(meta, "meta")
-        data = dumps(document)
+        data = encode(document)
         digest = sha256_digest(data)
         path = self.run / object_name(digest, "checkpoint")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -149,7 +149,7 @@ class Home:
                     )
                 events.append(changed)
             events += after(event)
-            tree = Tree(leaf_hash(dumps(one)) for one in events)
+            tree = Tree(leaf_hash(encode(one)) for one in events)
             sizes.append(len(events))
         state = Ledger(self.run).state
         heads = [one for one, _ in parse_lines((self.run / "ledger" / "heads").read_bytes(), "heads")]
@@ -391,10 +391,10 @@ def append_entry(home: Home, step: int, kind: int, body: Document) -> None:
     """Append an entry to the newest journal; its checksums are right."""
     path = journals(home)[-1]
     data = path.read_bytes()
-    head = struct.pack("<QII", step, kind, len(dumps(body)))
+    head = struct.pack("<QII", step, kind, len(encode(body)))
     head_check = xxhash.xxh3_64_intdigest(head, seed=struct.unpack("<Q", data[-8:])[0])
-    check = xxhash.xxh3_64_intdigest(dumps(body), seed=head_check)
-    path.write_bytes(data + head + struct.pack("<Q", head_check) + dumps(body) + struct.pack("<Q", check))
+    check = xxhash.xxh3_64_intdigest(encode(body), seed=head_check)
+    path.write_bytes(data + head + struct.pack("<Q", head_check) + encode(body) + struct.pack("<Q", check))
 
 
 def of_plan(home: Home, step: int) -> int:
@@ -407,6 +407,7 @@ ZEROS, ONES = "00" * 32, "11" * 32
 LATE = {"step": 2, "rank": 0, "start": 0}  # a step that a checkpoint follows
 REPLACED = {**LATE, "lane": 0, "slot": 0, "sample": 0, "by": 1, "field": "text", "reason": "does not decode"}
 READ = {**LATE, "location": "mirror", "count": 3, "what": "a shard"}
+SIGNED = {"author": "eve", "message": "", "time": 5}
 SAMPLES: dict[str, Document] = {
     "plan": {"step": 0, "number": 7, "manifest": f"sha256:{ONES}", "plan": ONES, "lanes": 4},
     "start": {"step": 9, "start": 0, "ranks": 2, "workers": 1, "reached": 10, "repeats": 1, "time": 5},
@@ -416,6 +417,10 @@ SAMPLES: dict[str, Document] = {
     "checkpoint": {"step": 9, "name": THIRD, "checkpoint": f"sha256:{ONES}", "merged": 9},
     "configuration": {"step": 2, "run": f"sha256:{ONES}", "settings": "{}", "changed": [], "allowed": []},
     "dealt": {"step": 2, "nodes": ["a"], "lanes": 4, "owners": [0, 0, 0, 0]},
+    "amendment": {"step": 2, "number": 0, "from_step": 8, "resume_from": 8, "parent": ZEROS, "plan": ONES,
+                  "manifest": f"sha256:{ONES}", "skip": 9, "weights": None, "excluded": None, **SIGNED},
+    "undo": {"step": 2, "number": 0, **SIGNED}, "switch": {"step": 2, "number": 0},
+    "losses": {"step": 2, "files": [["00000-00000.steps", 0, 2]], "digest": f"sha256:{ONES}"},
     "substituted": REPLACED,
     "masked": REPLACED,
     "rewind": {**LATE, "worker": 0, "number": 0, "reached": 5},
@@ -423,13 +428,17 @@ SAMPLES: dict[str, Document] = {
     "decoders": {**LATE, "made_by": {"image": "pillow 11"}},
     "rebalance": {**LATE, "number": 0, "from_step": 4, "owner": [0, 0, 0, 0], "moved": 1, "before_us": 9,
                   "expected_us": 8, "undoes": 0},
+    "decision": {**LATE, "plan": ONES, "stage": 2, "weights": [3, 1], "drawn": [6, 2], "sums": [9, 9],
+                 "counts": [6, 2]},
     **dict.fromkeys(READS, READ),
 }  # fmt: skip
 CONTRADICTING: dict[str, Document] = {
     "plan": {"number": 0}, "start": {"repeats": 7}, "assignment": {"lanes": [[5, 0, 4]]}, "fork": {"record": 900},
     "conflict": {"now": "00" * 16}, "checkpoint": {"replaces": f"sha256:{ZEROS}"}, "configuration": {"allowed": ["x"]},
+    "amendment": {"resume_from": 9}, "undo": {"number": 5}, "switch": {"number": 5},
+    "losses": {"files": [["00000-00000.steps", 7, 9]]},
     "dealt": {"owners": [3, 0, 0, 0]}, "substituted": {"by": 399}, "masked": {"sample": 399}, "rewind": {"reached": 1},
-    "stage": {"number": 3}, "decoders": {"rank": 9}, "rebalance": {"owner": [8, 0, 0, 0]},
+    "stage": {"number": 3}, "decoders": {"rank": 9}, "rebalance": {"owner": [8, 0, 0, 0]}, "decision": {"plan": ZEROS},
     **{kind: {"start": 4} for kind in READS},
 }  # fmt: skip
 

@@ -8,6 +8,7 @@ import pytest
 
 import shardkit
 from shardkit.errors import UsageError
+from shardkit.reading.cache.block_cache import BlockCache
 from shardkit.stores.vacancy import Kind, check_vacant
 from tests.command_line import call
 
@@ -44,6 +45,39 @@ def test_a_dataset_is_neither_a_cache_nor_a_run(root: Path, kind: Kind) -> None:
     run, cache = (root, None) if kind == "run" else (None, root)
     with pytest.raises(UsageError, match="is a dataset"):
         dataset.loader(plan, tensors=False, run=run, cache=cache)
+
+
+def test_an_export_is_not_put_into_a_dataset(tmp_path: Path, root: Path) -> None:
+    for kind in ("jsonl", "sha256sums"):
+        for place in (root / "new", root / "objects" / "new"):
+            code, told = call("export", root, "--as", kind, "--out", place)
+            assert code == 2, told
+            assert f"is inside the dataset {root}" in told
+            assert not place.exists()
+    assert call("export", root, "--as", "jsonl", "--out", tmp_path / "outside.jsonl")[0] == 0
+
+
+def test_a_cache_and_a_run_are_not_inside_each_other(tmp_path: Path, root: Path) -> None:
+    dataset = shardkit.open(root)
+    plan = dataset.plan(global_batch=2, lanes=2)
+    run, cache = tmp_path / "run", tmp_path / "cache"
+    with dataset.loader(plan, tensors=False, run=run) as loader:
+        next(iter(loader))
+    BlockCache(cache, limit=64 << 20).close()
+    with pytest.raises(UsageError, match=f"is inside the run {run} and cannot be a cache"):
+        dataset.loader(plan, tensors=False, cache=run / "cache")
+    with pytest.raises(UsageError, match=f"is inside the cache {cache} and cannot be a run"):
+        dataset.loader(plan, tensors=False, run=cache / "runs" / "a")
+    assert not (run / "cache").exists()
+    assert not (cache / "runs").exists()
+
+
+def test_a_run_is_not_its_own_cache(tmp_path: Path, root: Path) -> None:
+    dataset = shardkit.open(root)
+    plan = dataset.plan(global_batch=2, lanes=2)
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    with pytest.raises(UsageError, match="run= and cache= are both"):
+        dataset.loader(plan, tensors=False, run=tmp_path / "run", cache=tmp_path / "link")
 
 
 def test_commands_refuse_somebody_elses_folder(tmp_path: Path, root: Path) -> None:

@@ -131,8 +131,14 @@ Launch = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
-def launch_trainer() -> Launch:
-    """Run the trainer with so many ranks and settings as a child; its output and exit code come back."""
+def launch_trainer(tmp_path: Path) -> Launch:
+    """Run the trainer with so many ranks and settings as a child; its output and exit code come back.
+
+    Where a signal or a kill is to come, all are processes as users start them; else they are forked.
+    """
+    from tests.integration.forked import launch_forked
+
+    launches = count()
 
     def launch(
         nproc: int,
@@ -140,7 +146,6 @@ def launch_trainer() -> Launch:
         fault: str = "",
         until: str = "",
         restarts: int = 0,
-        timeout: float = 900,
         asked: signal.Signals | None = None,
     ) -> Any:
         """Wait for the end, or until ``until`` is in the output; then all is killed, or gets the signal ``asked``."""
@@ -150,9 +155,8 @@ def launch_trainer() -> Launch:
         command = [sys.executable, "-c", LAUNCH, str(nproc), str(restarts), *overrides]
         if until:
             return run_until(command, environment, until, asked)
-        return subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=timeout, check=False
-        )
+        output = tmp_path / f"agent-{next(launches)}"
+        return launch_forked(nproc, overrides, environment, output, restarts)
 
     return launch
 
@@ -187,7 +191,7 @@ def slowed_run(digits: dict[str, str], tmp_path_factory: pytest.TempPathFactory)
             "run.directory": folder / "run", "run.steps": 70, "data.dataset": digits["train"], "data.global_batch": 24,
             "data.lanes": 12, "model.kind": "trainer_histogram:straggler", "model.width": 8, "model.stages": 1,
             "parallel.exact": "int64", "parallel.rebalance": True, "parallel.rebalance_every": 8,
-            "checkpoint.every": 40, "log.telemetry_s": 0.2, "log.price_per_hour": 36.0,
+            "checkpoint.every": 40, "log.telemetry_s": 0.5, "log.price_per_hour": 36.0,
         }  # fmt: skip
         environment = {**os.environ, "SHARDKIT_TEST_FAULT": "slow:1:45"}
         done = launch_forked(2, arguments_of(settings), environment, folder / "launch")

@@ -22,7 +22,8 @@ from unittest.mock import patch
 sys.path.append(
     str(Path(__file__).parent)
 )  # settings name models of these modules, here and in forked processes
-PRELOADED = [__name__, "trainer_ranks", "trainer_histogram", "shardkit_trainer.training"]
+PRELOADED = [__name__, "trainer_ranks", "trainer_histogram", "shardkit_trainer.training", "torch._dynamo"]
+"""The last is what the first optimizer of a process imports: half of what a short run costs."""
 OUTPUT = "SHARDKIT_TEST_OUTPUT"
 """Environment variable: where a forked process writes what it prints, with .out and .err behind it."""
 
@@ -48,8 +49,10 @@ class Forked:
     def poll(self) -> int | None:
         return self.returncode
 
-    def wait(self) -> int | None:
-        self._process.join()
+    def wait(self, timeout: float | None = None) -> int | None:
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired(str(self._process.name), timeout or 0)
         return self.returncode
 
     def kill(self) -> None:
@@ -69,7 +72,8 @@ def _work(environment: dict[str, str], work: Callable[..., None], *arguments: An
             os.dup2(descriptor, number)
             os.close(descriptor)
     warnings.filterwarnings("error", category=UserWarning, module=r"shardkit\Z")
-    work(*arguments)
+    with patch.object(os, "fsync", lambda _descriptor: None):  # as tests/conftest.py has it
+        work(*arguments)
 
 
 def become_rank(arguments: Sequence[str]) -> None:
@@ -77,6 +81,26 @@ def become_rank(arguments: Sequence[str]) -> None:
     from shardkit_trainer.__main__ import main
 
     sys.exit(main(list(arguments)))
+
+
+def become_agent(overrides: Sequence[str], nproc: int, restarts: int) -> None:
+    """``shardkit train`` with several ranks, which its agent starts, watches and restarts: they are forked too."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    from shardkit_trainer import launch
+
+    def start(_handler: object, arguments: Sequence[str], environment: Mapping[str, str]) -> Forked:
+        return Forked(
+            _lead_session, arguments[3:], environment=environment
+        )  # after python -m shardkit_trainer
+
+    with patch.object(SubprocessHandler, "_popen", start):
+        sys.exit(launch(None, overrides, nproc=nproc, max_restarts=restarts))
+
+
+def _lead_session(arguments: Sequence[str]) -> None:
+    os.setsid()
+    become_rank(arguments)
 
 
 def train_alone(overrides: Sequence[str]) -> None:
@@ -102,11 +126,17 @@ def side_by_side(
 
 
 def launch_forked(
-    nproc: int, overrides: Sequence[str], environment: Mapping[str, str], output: Path
+    nproc: int,
+    overrides: Sequence[str],
+    environment: Mapping[str, str],
+    output: Path,
+    restarts: int | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """`shardkit_trainer.launch` with forked ranks; none is killed where another has died."""
+    """`shardkit_trainer.launch` with forked ranks; without `restarts` none is killed where another has died."""
     environment = {**environment, OUTPUT: str(output)}
-    if nproc == 1:
+    if restarts is not None:
+        code = Forked(become_agent, overrides, nproc, restarts, environment=environment).wait() or 0
+    elif nproc == 1:
         code = Forked(train_alone, overrides, environment=environment).wait() or 0
     else:
         code = max(code or 0 for code in side_by_side(nproc, become_rank, overrides, environment=environment))

@@ -1,4 +1,4 @@
-"""The mesh examples on every rank of one torchrun launch, each beside one process; run by test_mesh_examples.py."""
+"""The mesh examples on every rank of one launch, each beside one process; run by test_mesh_examples.py."""
 
 from __future__ import annotations
 
@@ -75,5 +75,7 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":
+def become_rank(arguments: list[str]) -> None:
+    """In a forked process."""
+    sys.argv[1:] = arguments
     main()

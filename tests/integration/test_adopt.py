@@ -33,6 +33,7 @@ from shardkit.repository.repository import Repository
 from shardkit_tools.adopting import adopt
 from shardkit_tools.adopting import adoption as adoption_module
 from shardkit_tools.building import engines
+from shardkit_tools.importers import ImportOptions
 from shardkit_tools.main import make_app
 from tests.drills import drill_count
 
@@ -251,7 +252,7 @@ def test_root_and_tars_may_move_together_and_tars_alone_are_adopted_again(tmp_pa
     (tmp_path / "a").rename(tmp_path / "b")
     assert shardkit.open(tmp_path / "b" / "root")[150]["text"] == "sample 30 ü"
     (tmp_path / "b" / "tars").rename(tmp_path / "elsewhere")
-    with pytest.raises(NotFoundError, match="shardkit adopt TARS"):
+    with pytest.raises(NotFoundError, match="shardkit adopt SOURCE"):
         shardkit.open(tmp_path / "b" / "root")[150]
     again = adopt([tmp_path / "elsewhere"], tmp_path / "b" / "root")
     assert again.manifest is not None
@@ -317,7 +318,7 @@ def test_killed_at_any_moment_and_resumed(tmp_path: Path) -> None:
             assert process.stdout is not None
             process.stdout.readline()  # it has begun
             wanted = moments.randrange(10)
-            while process.poll() is None and len(list(root.glob("tmp/*/tar-*.done"))) < wanted:
+            while process.poll() is None and len(list(root.glob("tmp/*/file-*.done"))) < wanted:
                 time.sleep(0.001)
             time.sleep(moments.random() * 0.02)
             with contextlib.suppress(ProcessLookupError):  # it was done already
@@ -415,7 +416,8 @@ REFUSED: dict[str, tuple[Callable[[Path], str], str]] = {
     ),
     "short npy": (lambda p: write_tar(p, {"a.npy": npy(np.ones((2, 3)))[:-8]}), "header .* asks for"),
     "objects": (lambda p: write_tar(p, {"a.npy": npy(np.array([1j]))}), "can be stored"),
-    "gzip": (lambda p: hostile(p, b"\x1f\x8b\x08" + bytes(1000)), "compressed with gzip.*shardkit build"),
+    "gzip": (lambda p: hostile(p, b"\x1f\x8b\x08" + bytes(1000)), "is compressed without an extension"),
+    "named": (lambda p: write_tar(p.with_suffix(".tar.gz"), GOOD), "compressed.*shardkit build"),
 }
 
 
@@ -435,7 +437,7 @@ def test_schema_of_later_tars_is_held_to_the_first(tmp_path: Path) -> None:
     two = write_tar(tmp_path / "2.tar", {"b.npy": npy(np.zeros(3, np.int32))})
     with pytest.raises(SourceError, match=r"2\.tar member 'b\.npy'.*shape \(3,\).*int32\[\*\]"):
         adopt([one, two], tmp_path / "root")
-    adopt([one, two], tmp_path / "root", field_types={"array": "int32[*]"})
+    adopt([one, two], tmp_path / "root", options=ImportOptions(field_types={"array": "int32[*]"}))
     assert shardkit.open(tmp_path / "root")[1000]["array"].tolist() == [0, 0, 0]
     (tmp_path / "copy.tar").write_bytes(Path(one).read_bytes())
     with pytest.raises(SourceError, match=r"copy\.tar: the same bytes as .*1\.tar"):

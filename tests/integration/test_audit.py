@@ -16,8 +16,9 @@ import pytest
 
 import shardkit
 from shardkit.audit import Audit, audit_run
-from shardkit.formats.canonical_json import dumps, sha256_digest
+from shardkit.documents import encode, sha256_digest
 from shardkit.ledger import Journal, Ledger, bind_checkpoint, ledger_head
+from shardkit.ledger.journal import HEADER
 from shardkit.ledger.ledger import RECORD_BYTES, STEPS_MAGIC, encode_record, step_digest
 from shardkit.stores.local import open_store
 from shardkit.stores.store import object_name
@@ -32,7 +33,7 @@ ROWS = 403
 def build(root: Path, *, changed: int | None = None, block_size: str = "1KiB") -> str:
     schema = {"value": "int64", "label": "int64"}
     with shardkit.create(
-        str(root), schema=schema, stratify="label", shard_size="64KiB", block_size=block_size
+        str(root), schema=schema, stratify="label", format="tar", shard_size="64KiB", block_size=block_size
     ) as writer:
         for number in range(ROWS):
             value = -1 if number == changed else number
@@ -66,11 +67,11 @@ def save(run: Path, step: int, root: str, *, head: dict[str, Any] | None = None,
         "ledger": ledger_head(run, step) if head is None else head,
     }
     store, name = open_store(run), f"step-{step:012d}"
-    body = dumps({"format": "shardkit-checkpoint", "version": 1, "name": name, "meta": spelled(meta)})
+    body = encode({"format": "shardkit-checkpoint", "version": 1, "name": name, "meta": spelled(meta)})
     store.put_new(object_name(sha256_digest(body), "checkpoint"), body)
     bind_checkpoint(run, name=name, checkpoint=sha256_digest(body), step=step)
     ref = {"name": name, "checkpoint": sha256_digest(body), "size": len(body)}
-    store.put_new(f"checkpoints/{name}.json", dumps({**ref, "digest": sha256_digest(dumps(ref))}))
+    store.put_new(f"checkpoints/{name}.json", encode({**ref, "digest": sha256_digest(encode(ref))}))
 
 
 def spelled(value: Any) -> Any:
@@ -835,3 +836,15 @@ def test_the_step_digest_is_what_the_specification_says(home: Path) -> None:
     with Ledger(home / "run") as ledger:
         assert ledger.digest_of(9) == hashlib.sha256(text).digest()
     assert step_digest(dataset.manifest.id, plan.digest, 9, cells) == hashlib.sha256(text).digest()
+
+
+def test_a_start_that_was_killed_before_its_first_entry_is_no_start(tmp_path: Path) -> None:
+    root, run = build(tmp_path / "data"), tmp_path / "run"
+    consume(root, run, 0, 3, 2)
+    consume(root, tmp_path / "killed", 3, 4, 1)
+    (journal,) = (tmp_path / "killed" / "journal").glob("*")
+    for number, length in ((7, HEADER.size), (8, HEADER.size + 20)):  # only a header; a part of an entry
+        (run / "journal" / f"00000-{number:05d}.cells").write_bytes(journal.read_bytes()[:length])
+    consume(root, run, 3, 6, 4)
+    audit = audit_run(run)
+    assert (audit.exit_code, [start["ranks"] for start in audit.starts]) == (0, [2, 4]), audit.findings

@@ -25,7 +25,7 @@ from shardkit.errors import (
 from shardkit.repository.repository import Repository
 from shardkit_tools.building import build_run, engines
 from shardkit_tools.building.outcome import Progress
-from shardkit_tools.importers import source_files
+from shardkit_tools.importers import ImportOptions, source_files
 
 SETTINGS: dict[str, Any] = {"stratify": "label", "shard_size": "64KiB", "block_size": "8KiB"}
 
@@ -190,8 +190,6 @@ def test_skipped_rows_are_listed_in_the_result_a_file_and_the_sources(tmp_path: 
 
 
 def _typed(**types: str) -> Any:
-    from shardkit_tools.importers import ImportOptions
-
     return ImportOptions(field_types=types, skip_bad_rows=True)
 
 
@@ -234,7 +232,9 @@ def test_duplicate_keys_name_both_rows(tmp_path: Path) -> None:
             info.size = 3
             tar.addfile(info, io.BytesIO(b"abc"))
     with pytest.raises(SampleError, match=r"cat17.*two\.tar row 0.*cat17.*one\.tar row 0"):
-        shardkit_tools.build(str(tmp_path / "source"), tmp_path / "root")
+        shardkit_tools.build(
+            str(tmp_path / "source"), tmp_path / "root", options=ImportOptions(keys="source")
+        )
 
 
 def test_a_file_that_changes_while_it_is_read_is_noticed(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +15,8 @@ import shardkit
 from shardkit.errors import CommitConflict, UsageError
 from shardkit.repository.repository import Repository
 from shardkit_tools import build
-
-SHARDKIT = [sys.executable, "-m", "shardkit_tools"]
-
-# A build whose source waits: it has seen where the ref stands, and goes on when the file `go` is there.
-WAITING = """
-import os, sys, time
 from shardkit_tools.building.build_run import BuildRun
-read = BuildRun._read
-def wait(self, *given, **settings):
-    open(sys.argv[1], "x").close()
-    while not os.path.exists(sys.argv[2]):
-        time.sleep(0.01)
-    return read(self, *given, **settings)
-BuildRun._read = wait
-from shardkit_tools.main import run
-run(sys.argv[3:])
-"""
+from tests.command_line import ForkedCommand, call
 
 
 def lines(path: Path, *values: object, field: str = "n") -> Path:
@@ -41,11 +25,9 @@ def lines(path: Path, *values: object, field: str = "n") -> Path:
 
 
 def command(*arguments: object, code: int = 0) -> str:
-    done = subprocess.run(
-        [*SHARDKIT, *map(str, arguments)], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    got, said = call(*arguments)
+    assert got == code, said
+    return said
 
 
 def told(*arguments: object) -> dict[str, Any]:
@@ -99,17 +81,24 @@ def test_another_schema_is_refused_unless_told(tmp_path: Path) -> None:
     assert shardkit.open(root)[0] == {"n": 3}
 
 
-def waiting(tmp_path: Path, name: str, *arguments: object) -> subprocess.Popen[str]:
-    program = [sys.executable, "-c", WAITING, str(tmp_path / f"begun-{name}"), str(tmp_path / "go")]
-    return subprocess.Popen(
-        [*program, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+def waiting(tmp_path: Path, name: str, *arguments: object) -> ForkedCommand:
+    """A build that has seen where the ref stands, and goes on when the file `go` is there."""
+    read = BuildRun._read
+
+    def wait(self: BuildRun, *given: Any, **settings: Any) -> Any:
+        (tmp_path / f"begun-{name}").touch()
+        while not (tmp_path / "go").exists():
+            time.sleep(0.01)
+        return read(self, *given, **settings)
+
+    return ForkedCommand(*arguments, before=lambda: setattr(BuildRun, "_read", wait))
 
 
-def begun(tmp_path: Path, count: int, *builds: subprocess.Popen[str]) -> None:
+def begun(tmp_path: Path, count: int, *builds: ForkedCommand) -> None:
     """Wait until all have seen where the ref stands, then let them go on."""
     while len(list(tmp_path.glob("begun-*"))) < count:
-        assert all(one.poll() is None for one in builds), [one.communicate() for one in builds]
+        assert all(one.poll() is None for one in builds), [one.ended() for one in builds]
+        time.sleep(0.01)
     (tmp_path / "go").touch()
 
 
@@ -123,10 +112,10 @@ def test_of_three_builds_at_once_one_wins_and_the_others_are_told(tmp_path: Path
     sources = [lines(tmp_path / f"{name}.jsonl", *range(name, 10)) for name in (1, 2, 3)]
     builds = [waiting(tmp_path, source.stem, "build", source, root, "--jobs", 1) for source in sources]
     begun(tmp_path, 3, *builds)
-    ended = [(one.communicate(timeout=300), one.returncode) for one in builds]
-    assert sorted(code for _, code in ended) == [0, 1, 1], ended
+    ended = [one.ended() for one in builds]
+    assert sorted(str(code) for code, *_ in ended) == ["0", "1", "1"], ended
     winner = refs(root)["main"]
-    for source, ((out, err), code) in zip(sources, ended, strict=True):
+    for source, (code, out, err) in zip(sources, ended, strict=True):
         if code == 0:
             assert winner in out
             continue
@@ -147,12 +136,12 @@ def test_the_loser_puts_its_version_in_place_when_it_is_told_to(tmp_path: Path) 
     root = tmp_path / "data"
     loser = waiting(tmp_path, "a", "build", lines(tmp_path / "a.jsonl", 1), root, "--jobs", 1)
     while not (tmp_path / "begun-a").exists():
-        assert loser.poll() is None, loser.communicate()
+        assert loser.poll() is None, loser.ended()
     command("build", lines(tmp_path / "b.jsonl", 2), root)
     came = refs(root)["main"]
     (tmp_path / "go").touch()
-    _, err = loser.communicate(timeout=300)
-    assert loser.returncode == 1
+    code, _, err = loser.ended()
+    assert code == 1
     assert came in err
     assert re.search(rf"moved main +from {came} to", command("build", tmp_path / "a.jsonl", root))
     assert shardkit.open(root)[0] == {"n": 1}
@@ -165,9 +154,9 @@ def test_two_builds_of_the_same_source_both_succeed(tmp_path: Path) -> None:
         for name in ("x", "y")
     ]
     begun(tmp_path, 2, *builds)
-    ended = [(one.communicate(timeout=300), one.returncode) for one in builds]
-    assert [code for _, code in ended] == [0, 0], ended
-    assert all(refs(root)["main"] in out for (out, _), _ in ended)
+    ended = [one.ended() for one in builds]
+    assert [code for code, *_ in ended] == [0, 0], ended
+    assert all(refs(root)["main"] in out for _, out, _ in ended)
 
 
 def folder(path: Path) -> Path:
@@ -203,6 +192,26 @@ def test_replacing_other_samples_is_announced_before_it_happens(tmp_path: Path) 
     assert warning in command("build", second, root)
 
 
+def test_other_settings_for_the_samples_of_a_ref_are_announced(tmp_path: Path) -> None:
+    root, source = tmp_path / "data", lines(tmp_path / "a.jsonl", *range(20))
+    command("build", source, root)
+    said = command("build", source, root, "--dry-run", "--format", "tar", "--block-size", "64KiB")
+    assert "main was built with other settings (format arrow, now tar; " in said
+    assert "block_size 256 KiB, now 64 KiB" in said
+    assert "other settings" not in command(
+        "build", source, root, "--dry-run", "--format", "tar", "--ref", "tars"
+    )
+
+
+def test_a_rebuild_warns_only_if_the_ref_names_another_version(tmp_path: Path) -> None:
+    root = tmp_path / "data"
+    command("build", lines(tmp_path / "a.jsonl", *range(20)), root, "--split", "val=0.5,train=0.5")
+    assert "which this" not in command("rebuild", root, "--format", "tar", "--dry-run")
+    said = command("rebuild", f"{root}@val", "--ref", "main", "--dry-run")
+    assert "main names 20 samples of another version" in said
+    assert "--append" not in said
+
+
 def test_appending_files_that_are_there_is_announced_before_it_happens(tmp_path: Path) -> None:
     root, source = tmp_path / "data", lines(tmp_path / "a.jsonl", 1, 2)
     command("build", source, root)
@@ -215,6 +224,6 @@ def test_a_dry_run_says_what_was_guessed(tmp_path: Path) -> None:
     source = lines(tmp_path / "a.jsonl", 1, 2)
     dry = command("build", source, tmp_path / "data", "--dry-run")
     assert re.search(r"fields +n int64 \(from jsonl\)", dry)
-    assert re.search(r"format +tar: \d+ times the size of the source; .*--format arrow", dry)
+    assert re.search(r"format +arrow, zstd:3; for numbers, text and small values", dry)
     found = told("build", source, tmp_path / "data", "--format", "arrow", "--dry-run")
     assert (found["fields"], found["importer"], found["format"]) == ({"n": "int64"}, "jsonl", "arrow")

@@ -58,7 +58,9 @@ def test_a_dry_run_tells_what_it_needs(tmp_path: Path, monkeypatch: pytest.Monke
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     room = shutil.disk_usage(tmp_path).free
-    result = shardkit_tools.build(given, tmp_path / "new" / "root", dry_run=True, scratch=scratch)
+    result = shardkit_tools.build(
+        given, tmp_path / "new" / "root", format="tar", dry_run=True, scratch=scratch
+    )
     assert [(need.what, need.folder) for need in result.space] == [
         ("scratch", str(scratch)),
         ("shards", str(tmp_path / "new" / "root")),
@@ -68,6 +70,8 @@ def test_a_dry_run_tells_what_it_needs(tmp_path: Path, monkeypatch: pytest.Monke
         assert abs(need.free_bytes - room) < 0.5 * room
     assert not (tmp_path / "new").exists()
     free(monkeypatch, 3 * 2**30)
-    told = CliRunner().invoke(make_app("build"), ["build", given, str(tmp_path / "new"), "--dry-run"])
+    told = CliRunner().invoke(
+        make_app("build"), ["build", given, str(tmp_path / "new"), "--format", "tar", "--dry-run"]
+    )
     assert told.exit_code == 0, told.output
     assert f"about 4.88 MiB in {tmp_path / 'new'}, 3 GiB free" in told.output

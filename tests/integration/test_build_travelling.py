@@ -24,11 +24,11 @@ import pytest
 import shardkit
 import shardkit_tools
 from shardkit.copies.collecting import objects_of_builds
+from shardkit.documents import encode
 from shardkit.errors import RunError, ShardkitError, StoreError
-from shardkit.formats import canonical_json
 from shardkit.repository.repository import Repository
 from shardkit.stores.local import open_store
-from shardkit_tools.adopting import adopt
+from shardkit_tools.adopting import adopt, adoption
 from shardkit_tools.building.engines import LocalEngine
 from shardkit_tools.building.job import abandoned_jobs
 from shardkit_tools.importers import ImportOptions, line_ranges, open_source
@@ -176,7 +176,7 @@ def test_another_machine_goes_on_with_a_build_that_was_killed(
     left = names(root, "scratch/")
     assert any(name.endswith("/begun") for name in left)
     assert any(name.endswith(".rows") for name in left)
-    written = {name for name in names(root, "objects/") if name.endswith(".tar")}
+    written = {name for name in names(root, "objects/") if name.endswith(".arrow")}
     kept = objects_of_builds(Repository.open(root))
     assert bool(written & kept) is is_written  # a shard without a record is written again
     assert abandoned_jobs(open_store(root), 3_600.0) == []
@@ -206,7 +206,7 @@ def test_a_build_that_nobody_goes_on_with_is_collected(
             run(["gc", root, *arguments])
         assert bool(names(root, "scratch/")) is left
     old = dt.datetime.now(dt.UTC) - dt.timedelta(days=60)
-    store.replace(begun, canonical_json.dumps({"begun": old.isoformat(timespec="seconds")}))
+    store.replace(begun, encode({"begun": old.isoformat(timespec="seconds")}))
     for arguments, left in (([], True), (["--delete"], False)):
         capsys.readouterr()
         with pytest.raises(SystemExit):
@@ -271,6 +271,7 @@ def test_documents_that_are_packed_travel_too(place: Path) -> None:
 
 
 def test_adopting_goes_on_elsewhere(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adoption, "_GROUP_FILES", 1)  # each file is a task
     tars = place / "tars"
     tars.mkdir()
     for number in range(6):
@@ -304,7 +305,7 @@ def test_an_error_without_finished_work_leaves_nothing(place: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not HAS_RAY, reason='ray is not installed: pip install "shardkit[ray]"')
+@pytest.mark.skipif(not HAS_RAY, reason="ray is not installed: pip install ray")
 def test_two_ray_nodes_build_into_a_bucket_and_a_worker_is_killed(place: Path) -> None:
     """Two nodes of a real cluster, one worker each, and a driver: three temporary directories."""
     from ray.cluster_utils import Cluster
@@ -336,7 +337,7 @@ def test_two_ray_nodes_build_into_a_bucket_and_a_worker_is_killed(place: Path) -
     assert "kill" not in notes, "nobody was killed"
     assert {str(machine).replace("/", "_") for machine in machines} <= notes, "one node did everything"
     assert names(root, "scratch/") == set()
-    assert {name for name in names(root, "objects/") if name.endswith(".tar")} == {
+    assert {name for name in names(root, "objects/") if name.endswith(".arrow")} == {
         f"objects/{path.relative_to(place / 'plain' / 'objects')}"
-        for path in (place / "plain" / "objects").rglob("*.tar")
+        for path in (place / "plain" / "objects").rglob("*.arrow")
     }

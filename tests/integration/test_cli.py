@@ -381,7 +381,7 @@ def test_verify_names_what_is_damaged(call: Call, dataset: Path, level: str) -> 
         "Damaged: 1 object",
         shard.name,
         "  blocks    1\n",
-        "do        run: shardkit repair",
+        f"do        run: shardkit repair {dataset}, which needs another copy or parity",
     ):
         assert expected in out
 
@@ -391,8 +391,49 @@ def test_a_build_heals_what_verify_finds(call: Call, dataset: Path, source: Path
     shard.chmod(0o644)
     shard.write_bytes(shard.read_bytes()[:-1])
     assert call("verify", dataset)[0] == 4
+    assert call("scrub", dataset)[0] == 4
+    assert call("verify", dataset, "--level", "attested")[0] == 4
+    build = ("build", source, dataset, "--stratify", "label", "--split", "train=0.75,val=0.25")
+    assert re.search(r"healed +1 damaged object replaced", call(*build)[1])
+    assert call("verify", dataset)[0] == 0
+    assert call("verify", dataset, "--level", "attested")[0] == 0
+    assert "healed" not in call(*build)[1]
+
+
+def test_lineage_shows_settings_as_text(call: Call, dataset: Path) -> None:
+    code, said, _ = call("show", dataset, "--lineage")
+    assert code == 0
+    assert "importer folder" in said
+    assert "{" not in said
+
+
+def test_advice_for_a_damaged_newest_log_entry_works_without_a_copy(
+    call: Call, dataset: Path, source: Path
+) -> None:
+    entry = max((dataset / "log").iterdir())
+    entry.chmod(0o644)
+    entry.write_bytes(entry.read_bytes()[:-2])
+    for command in (("verify", dataset), ("show", dataset), ("scrub", dataset)):
+        assert "run: shardkit repair " in " ".join("".join(map(str, call(*command))).split())
+    assert "delete this file and build the same source again" in call("repair", dataset)[1]
+    entry.unlink()
     assert call("build", source, dataset, "--stratify", "label", "--split", "train=0.75,val=0.25")[0] == 0
     assert call("verify", dataset)[0] == 0
+
+
+def test_a_damaged_older_log_entry_may_stay(call: Call, dataset: Path) -> None:
+    assert call("tag", dataset, "kept", "main")[0] == 0
+    entry = min((dataset / "log").iterdir())
+    entry.chmod(0o644)
+    entry.write_bytes(entry.read_bytes()[:-2])
+    said = " ".join(call("repair", dataset)[1].split())
+    assert (
+        f"leave it: every version can be opened, and copied to a new root with: shardkit rebuild {dataset}@"
+        in said
+    )
+    new = dataset.parent / "new"
+    assert call("rebuild", f"{dataset}@kept", "--to", new)[0] == 0
+    assert call("verify", new)[0] == 0
 
 
 @pytest.mark.parametrize("suffix", ["index", "page", "manifest", "selection", "sources", "tar"])

@@ -9,6 +9,7 @@ import re
 import shlex
 import struct
 import tarfile
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -112,7 +113,7 @@ def test_both_sides_run(
 
     rows = [{"image": data, "label": label} for data, label in samples]
     names: dict[str, Any] = {
-        "shardkit": shardkit, "train_step": train_step,
+        "shardkit": shardkit, "train_step": train_step, "islice": islice, "epoch": 0, "done": 0,
         "litdata": SimpleNamespace(StreamingDataset=lambda folder: rows if folder == "chunks" else []),
     }  # fmt: skip
     for line in re.findall(r"(?m)^\$ shardkit (.*)$", SECTIONS[name]):
@@ -121,8 +122,7 @@ def test_both_sides_run(
         program = compile(code, f"{name}, {title}", "exec")
         if title == "shardkit":
             trained.clear()
-            if "state" in code:
-                names["state"] = fresh_state()
+            names["state"] = fresh_state()
         elif title in RUNS_HERE:
             names |= {word: importlib.import_module(module) for word, module in RUNS_HERE[title].items()}
         elif title != "once":

@@ -222,7 +222,7 @@ def test_readers_need_no_right_to_write(tmp_path: Path, source: Path, shell: She
         "sync",
     )
     for victim in root.glob(
-        "objects/**/*.tar"
+        "objects/**/*.arrow"
     ):  # all: which of two places is asked first depends on how fast they are
         victim.chmod(0o644)
         victim.write_bytes(bytes(victim.stat().st_size))
@@ -253,7 +253,7 @@ def test_readers_need_no_right_to_write(tmp_path: Path, source: Path, shell: She
 def test_verify_looks_at_the_root_and_not_at_its_copies(tmp_path: Path, source: Path, shell: Shell) -> None:
     root = tmp_path / "root"
     shell("build", source, root, "--location", f"a={tmp_path / 'a'}", "--copies", "2", "--mode", "sync")
-    victims = [next(root.glob("objects/**/*.tar")), next(root.glob("objects/**/*.page"))]
+    victims = [next(root.glob("objects/**/*.arrow")), next(root.glob("objects/**/*.page"))]
     for victim in victims:
         victim.chmod(0o644)
         victim.write_bytes(bytes(victim.stat().st_size))

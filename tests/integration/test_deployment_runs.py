@@ -132,7 +132,7 @@ def test_slurm_trains_and_audits(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not HAS_RAY, reason='ray is not installed: pip install "shardkit[ray]"')
+@pytest.mark.skipif(not HAS_RAY, reason="ray is not installed: pip install ray")
 def test_slurm_builds_on_a_cluster_with_a_token_of_its_own(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:

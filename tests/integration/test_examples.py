@@ -1,14 +1,18 @@
-"""Each example is killed and resumed at another world size, and consumes exactly the plan."""
+"""Each example is killed on two ranks, continues on one and on four, and consumes the cells of an undisturbed run."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from importlib import import_module
 from pathlib import Path
 
@@ -22,6 +26,26 @@ pytest.importorskip("torch")
 pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = 40  # of 25 an epoch
+# Imports an example's framework once, for all ranks: those of each line are forked and told of, then waited for.
+LAUNCHER = """
+import importlib, json, os, runpy, sys
+sys.path.insert(0, os.path.dirname(sys.argv[1]))
+importlib.import_module(os.path.basename(sys.argv[1]).removesuffix(".py"))
+importlib.import_module("torch._dynamo")  # which the first optimizer of a process imports
+for line in sys.stdin:
+    ranks = []
+    for number, (arguments, environment, errors) in enumerate(json.loads(line)):
+        ranks.append(os.fork())
+        if not ranks[-1]:
+            os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            os.environ.update(environment)
+            sys.argv = [sys.argv[1], *arguments]
+            runpy.run_path(sys.argv[0], run_name="__main__")
+            sys.exit()
+    print(json.dumps(ranks), flush=True)
+    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]), flush=True)
+"""
 sys.path.append(str(EXAMPLES))
 
 
@@ -32,40 +56,75 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     return root
 
 
-def _start(example: str, data: str, run: Path, world: int) -> list[subprocess.Popen[bytes]]:
-    """The ranks as torchrun would start them, without its minutes of retry after a kill."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = []
-    for rank in range(world):
-        environment = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
-                       "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-                       "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true",
+@pytest.fixture(scope="module")
+def undisturbed(data: str, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], str]:
+    """(step, lane) → digest of a cell, as a loader without a framework consumes it."""
+    ds, run = shardkit.open(data), tmp_path_factory.mktemp("undisturbed")
+    with ds.loader(ds.plan(global_batch=32, lanes=8, seed=1), rank=0, world=1, run=run) as loader:
+        for _ in range(2):
+            for _ in loader:
+                pass
+    return {(record.step, record.lane): record.digest for record in _records(run) if record.step < STEPS}
+
+
+class _Launcher:
+    """Ranks of an example as torchrun would start them, without its minutes of retry after a kill."""
+
+    def __init__(self, example: str, folder: Path) -> None:
+        self._errors = folder
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true",
                        "HF_HUB_OFFLINE": "1"}  # fmt: skip
-        command = [sys.executable, str(EXAMPLES / f"{example}.py"), data, str(run), "--steps", str(STEPS)]
-        ranks.append(
-            subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-        )
-    return ranks
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", LAUNCHER, str(EXAMPLES / f"{example}.py")],
+            env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def start(self, data: str, run: Path, world: int) -> list[int]:
+        """Process ids of the ranks."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        ranks = []
+        for rank in map(str, range(world)):
+            environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
+                           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
+            arguments = [data, str(run), "--steps", str(STEPS)]
+            ranks.append((arguments, environment, str(self._errors / f"{run.name}-{rank}")))
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(ranks) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def wait(self) -> list[int]:
+        """Exit codes of the ranks that were started last."""
+        return self._answer()
+
+    def errors(self) -> str:
+        return "".join(path.read_text()[-2000:] for path in self._errors.iterdir())
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+        self._process.stdout.close()
+
+    def _answer(self) -> list[int]:
+        assert self._process.stdout is not None
+        answer: list[int] = json.loads(self._process.stdout.readline())
+        return answer
 
 
 def _records(run: Path) -> list[CellRecord]:
     return [record for path in sorted((run / "journal").glob("*")) for record in read_journal(path)]
 
 
-def _kill_at(ranks: list[subprocess.Popen[bytes]], run: Path, step: int) -> None:
+def _kill_at(ranks: list[int], run: Path, step: int) -> None:
     deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and all(rank.poll() is None for rank in ranks):
-        if any(record.step >= step for record in _records(run)):
-            break
-        time.sleep(0.01)
+    while time.monotonic() < deadline and not any(record.step >= step for record in _records(run)):
+        time.sleep(0.05)
     for rank in ranks:
-        rank.send_signal(signal.SIGKILL)
-    for rank in ranks:
-        assert rank.stderr is not None
-        rank.stderr.close()
-        rank.wait(30)
+        os.kill(rank, signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
@@ -78,25 +137,37 @@ def _kill_at(ranks: list[subprocess.Popen[bytes]], run: Path, step: int) -> None
         ("hf_trainer", "transformers"),
     ],
 )
-def test_killed_and_resumed_at_another_world_size(
-    example: str, package: str, data: str, tmp_path: Path
+def test_killed_on_two_ranks_and_continued_on_one_and_on_four(
+    example: str, package: str, data: str, undisturbed: dict[tuple[int, int], str], tmp_path: Path
 ) -> None:
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
-    plan = shardkit.open(data).plan(global_batch=32, lanes=8, seed=1)
-    run = tmp_path / "run"
-    _kill_at(_start(example, data, run, 2), run, 12)
-    paths = set((run / "journal").glob("*"))
-    killed_at = max(record.step for record in _records(run))
-    for rank in _start(example, data, run, 1):
-        _, errors = rank.communicate(timeout=300)
-        assert rank.returncode == 0, errors.decode()[-2000:]
-    records = _records(run)
-    resumed = [r for path in sorted(set((run / "journal").glob("*")) - paths) for r in read_journal(path)]
-    assert all(record.digest == plan.cell_digest(record.step, record.lane) for record in records)
-    cells = {(record.step, record.lane) for record in records}
-    assert {(step, lane) for step in range(STEPS) for lane in range(8)} <= cells
-    assert 0 < min(record.step for record in resumed) <= killed_at + 1  # it went on, and did not begin again
+    (tmp_path / "errors").mkdir()
+    with contextlib.closing(_Launcher(example, tmp_path / "errors")) as launcher:
+        _continue_on_one_and_on_four(launcher, data, undisturbed, tmp_path)
+
+
+def _continue_on_one_and_on_four(
+    launcher: _Launcher, data: str, undisturbed: dict[tuple[int, int], str], folder: Path
+) -> None:
+    killed = folder / "killed"
+    _kill_at(launcher.start(data, killed, 2), killed, 12)
+    assert launcher.wait() == [-signal.SIGKILL] * 2, launcher.errors()
+    paths = {path.name for path in (killed / "journal").glob("*")}
+    killed_at = max(record.step for record in _records(killed))
+    for world in (1, 4):
+        run = shutil.copytree(killed, folder / f"on-{world}")
+        launcher.start(data, run, world)
+        assert launcher.wait() == [0] * world, launcher.errors()
+        found: dict[tuple[int, int], set[str]] = defaultdict(set)
+        for record in _records(run):
+            found[record.step, record.lane].add(record.digest)
+        assert {cell: {digest} for cell, digest in undisturbed.items()} == {
+            cell: digests for cell, digests in found.items() if cell in undisturbed
+        }
+        new = [path for path in (run / "journal").glob("*") if path.name not in paths]
+        first = min(record.step for path in new for record in read_journal(path))
+        assert 0 < first <= killed_at + 1, "it continues, and does not begin again"
 
 
 def _run(example: str, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,8 @@ import pytest
 
 import shardkit
 from shardkit_tools.main import COMMANDS, run
+from tests.command_line import ForkedCommand
+from tests.integration.forked import launch_forked
 
 README = Path(__file__).parents[2] / "README.md"
 CLUSTER = Path(__file__).parents[2] / "examples" / "clusters" / "lab-8.toml"
@@ -64,6 +66,13 @@ CASES: dict[str, dict[str, str]] = {
         "unreachable": "{file}/x --rows {somebody} --ref few",
         "damaged": "{bad} --rows {somebody} --ref few",
     },
+    "extend": {
+        "success": "{copy} --from {scores}/scores.csv",
+        "usage": "{copy}",
+        "missing": "{none} --from {scores}/scores.csv",
+        "unreachable": "{file}/x --from {scores}/scores.csv",
+        "damaged": "{bad} --from {scores}/scores.csv",
+    },
     "merge": {"success": "a={data} b={data}@val {out}", "usage": "{data}", "missing": "a={data} b={none} {out}",
               "unreachable": "a={data} {file}/x", "damaged": "a={data} b={bad} {out}"},
     "rebuild": {"success": "{copy} --seed 3 --ref again", "usage": "{copy} --seed three"},
@@ -82,6 +91,8 @@ CASES: dict[str, dict[str, str]] = {
     "repair": {"usage": "{data} --level deep"},
     "gc": {"usage": "{data} --grace soon"},
     "verify": {"usage": "{data} --level deep"},
+    "amend": {"success": "{run} --list", "usage": "{run} --skip soon", "missing": "{none} --list",
+              "unreachable": "{file}/x --list", "damaged": "{bad_run} --skip 2:3"},
     "audit": {"success": "{run} --manifest-only", "usage": "{run} --level deep", "missing": "{none}",
               "unreachable": "{file}/x", "damaged": "{bad_run}"},
     "audit diff": {"success": "{run} {run}", "usage": "{run}", "missing": "{run} {none}", "no": "{run} {other_run}"},
@@ -143,6 +154,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path | str]:
             writer.add({"image": np.full((8, 8), number, np.uint8), "label": number % 2}, key=f"key-{number}")
     (home / "nobody").write_text("63\n")
     (home / "somebody").write_text("\n".join(map(str, range(60))) + "\n")
+    (home / "scores").mkdir()
+    scores = "".join(f"key-{number},{number}\n" for number in range(64))
+    (home / "scores" / "scores.csv").write_text(f"key,score\n{scores}")
     assert ended("select", str(digits), "--rows", str(home / "somebody"), "--ref", "val") == 0
     for name in ("cat", "dog"):
         (home / "photos" / name).mkdir(parents=True)
@@ -166,20 +180,16 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path | str]:
         'lanes = 4\n\n[model]\nkind = "classifier"\nwidth = 8\nstages = 1\n'
     )
     for name, seed, data in (("run", 0, "placed"), ("other_run", 1, "data")):
-        settings = [f"run.directory={home / name}", f"data.seed={seed}", f"data.dataset={home / data}"]
-        done = command("train", str(config), *settings)
+        settings = [
+            f"run.directory={home / name}", "run.steps=4", f"data.dataset={home / data}", f"data.seed={seed}",
+            "data.global_batch=8", "data.lanes=4", "model.kind=classifier", "model.width=8", "model.stages=1",
+        ]  # fmt: skip
+        done = launch_forked(1, settings, os.environ, tmp_path_factory.mktemp("trainer") / "said")
         assert done.returncode == 0, done.stderr
     shutil.copytree(home / "run", home / "bad_run")
     for journal in (home / "bad_run").rglob("steps*"):
         journal.chmod(0o644)
         journal.write_bytes(bytes(byte ^ 255 for byte in journal.read_bytes()))
-    for name, median in (("figures", 0.5), ("slower", 0.2)):
-        ratio = {
-            "contest": "read tokens", "of": "shardkit", "to": "the limit", "kind": "limit", "clock": "wall",
-            "median": median, "lowest": median, "highest": median, "rounds": 5, "conditions": {"rows": 9},
-        }  # fmt: skip
-        result = {"shardkit_bench": 1, "facts": {"cpus": 2}, "ratios": [ratio], "failures": {}, "rates": {}}
-        (home / name).write_text(json.dumps(result))
     (home / "file").write_text("a file\n")
     return {"home": home, "config": config, **{path.name: path for path in home.iterdir()}}
 
@@ -193,30 +203,24 @@ def ended(*arguments: str) -> int:
     return 0
 
 
-INTERRUPTED = """
-import os, signal, sys
-place, count = sys.argv[1], 0
+def interrupt_at(place: str) -> Callable[[], None]:
+    """Makes the process interrupt itself when it first touches that place."""
 
-def interrupt(event, arguments):
-    global count
-    if event in ("open", "os.listdir", "os.scandir", "os.mkdir", "tempfile.mkdtemp", "socket.bind"):
-        count += any(place in str(argument) for argument in arguments)
-        if count == 1:
-            count = 2
-            os.kill(os.getpid(), signal.SIGINT)
+    def install() -> None:
+        events, is_due = (
+            {"open", "os.listdir", "os.scandir", "os.mkdir", "tempfile.mkdtemp", "socket.bind"},
+            True,
+        )
 
-sys.addaudithook(interrupt)
-from shardkit_tools.main import run
-run(sys.argv[2:])
-"""
+        def interrupt(event: str, arguments: tuple[object, ...]) -> None:
+            nonlocal is_due
+            if is_due and event in events and any(place in str(argument) for argument in arguments):
+                is_due = False
+                os.kill(os.getpid(), signal.SIGINT)
 
+        sys.addaudithook(interrupt)
 
-def command(*arguments: str, interrupted_at: str | None = None) -> subprocess.CompletedProcess[str]:
-    """Run as a process; with `interrupted_at`, SIGINT comes when it first touches that place."""
-    program = ["-c", INTERRUPTED, interrupted_at] if interrupted_at else ["-m", "shardkit_tools"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, *program, *arguments], capture_output=True, text=True, timeout=300,
-                          check=False, env=environment)  # fmt: skip
+    return install
 
 
 def arguments_of(name: str, case: str, world: dict[str, Path | str], tmp_path: Path) -> list[str]:
@@ -260,11 +264,15 @@ def test_a_command_ends_with_the_code_of_the_table(
 ) -> None:
     arguments = arguments_of(name, case, world, tmp_path)
     expected = CODES.get(case, 1)
-    if case in ("missing", "unreachable") and (name in CHECKS or name == "bench"):
+    if case in ("missing", "unreachable") and name in CHECKS:
         expected = 3
     capsys.readouterr()
     if name == "train":
-        done = command(*arguments)
+        program = [sys.executable, "-m", "shardkit_tools", *arguments]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            program, env=environment, capture_output=True, text=True, timeout=300, check=False
+        )
         code, told = done.returncode, done.stdout + done.stderr
     else:
         code = ended(*arguments)
@@ -281,13 +289,12 @@ SERVING = ("dashboard",)
 def test_an_interrupted_command_ends_with_130_and_a_word(
     name: str, world: dict[str, Path | str], tmp_path: Path
 ) -> None:
-    arguments = ["demo"] if name == "demo" else arguments_of(name, "interrupted", world, tmp_path)
-    elsewhere = {"demo": "shardkit-demo-", "simulate": "lab-8", "bench": "shardkit-bench"}
-    place = elsewhere.get(name) or os.path.commonpath([world["home"], tmp_path])
-    done = command(*arguments, interrupted_at=place)
-    assert done.returncode == 130, (arguments, done.stdout, done.stderr)
-    assert "interrupted" in done.stderr + done.stdout
-    assert "Traceback" not in done.stderr
+    arguments = arguments_of(name, "interrupted", world, tmp_path)
+    place = "lab-8" if name == "simulate" else os.path.commonpath([world["home"], tmp_path])
+    code, out, err = ForkedCommand(*arguments, before=interrupt_at(place)).ended()
+    assert code == 130, (arguments, out, err)
+    assert "interrupted" in err + out
+    assert "Traceback" not in err
 
 
 @pytest.mark.parametrize("name", SERVING)

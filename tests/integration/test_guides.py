@@ -15,6 +15,7 @@ NAMES = sorted({path.stem for path in GUIDES.glob("*.py")} - {"guide_shell"})
 NEEDS = {
     "clips_of_videos": ("torchcodec",),
     "images_from_s3": ("moto", "PIL", "obstore"),
+    "ray_train": ("ray", "torch"),
     "training_on_images": ("PIL", "sklearn", "torch"),
     "tokens_for_language_models": ("tokenizers",),
 }
@@ -27,6 +28,7 @@ SAYS = {
     "costs_of_pictures": r"step 2: \d+ patches on rank 0 of 4",
     "migrating": r"data/from-mds: 300 samples",
     "elastic_training": r"read ahead by 3 and thrown away: the same 60 batches, the same weights",
+    "ray_train": r"runs/ray: clean: the run consumed exactly(?s:.*)workers of each start: 2 1 (?:2 )?3",
     "quorums_of_torchft": r"24 steps in 25 tries with 6 quorums: every step is the plan's",
     "auditing": r"runs/b: clean: the run consumed exactly what its plan says(?s:.*)runs/c: violated",
     "copies_and_parity": r"missing +parity(?s:.*)data/cats: clean",
@@ -41,11 +43,13 @@ def test_every_guide_is_listed_and_checked() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1000)  # longer than the limit of the program: Ray waits a minute for lost workers
 @pytest.mark.parametrize("name", NAMES)
 def test_a_guide_runs(name: str, tmp_path: Path) -> None:
     for package in NEEDS.get(name, ()):
         pytest.importorskip(package)
     private = {n: v for n, v in os.environ.items() if not n.startswith("AWS_") and n != "BUCKET"}
+    private["RAY_TMPDIR"] = "/tmp"  # paths of sockets are short
     done = subprocess.run(
         [sys.executable, "-W", "error", str(GUIDES / f"{name}.py")],
         env={**private, "TMPDIR": str(tmp_path), "COLUMNS": "200", "HF_HUB_OFFLINE": "1"},

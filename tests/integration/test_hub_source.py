@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -21,17 +22,20 @@ pytest.importorskip("huggingface_hub")
 TOKEN = "hf_" + "s3cr3ttoken" * 3
 
 
-def build(url: str, home: Path, *arguments: object) -> tuple[int, str]:
-    """A build in a process of its own, for the library reads its settings once; what it said."""
-    environment = {
+def hub_environment(url: str, home: Path) -> dict[str, str]:
+    return {
         **os.environ,
         "HF_ENDPOINT": url,
         "HF_TOKEN": TOKEN,
         "HF_HOME": str(home),
         "HF_HUB_DISABLE_XET": "1",
     }
+
+
+def build(url: str, home: Path, *arguments: object) -> tuple[int, str]:
+    """A build in a process of its own, for the library reads its settings once; what it said."""
     typed = [sys.executable, "-m", "shardkit_tools", "build", *map(str, arguments)]
-    done = subprocess.run(typed, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(typed, env=hub_environment(url, home), capture_output=True, text=True, timeout=120)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -73,6 +77,36 @@ def test_a_repository_of_the_hub_is_a_source(tmp_path: Path) -> None:
         assert TOKEN.encode() not in data
         assert b"hf://" not in data, f"{path} holds the URL"
         assert served.url.encode() not in data
+
+
+READ = """
+import json, sys, shardkit
+ds = shardkit.open(sys.argv[1])
+with ds.loader(ds.plan(global_batch=10, lanes=1), rank=0, world=1, tensors=False, fields=["text"]) as loader:
+    texts = [text for batch in loader for text in batch["text"]]
+print(json.dumps([[dict(ds[row]) for row in range(len(ds))], sorted(texts)]))
+"""
+
+
+def test_a_repository_of_the_hub_is_adopted_at_its_commit(tmp_path: Path) -> None:
+    folder = tmp_path / "hub"
+    (folder / "data").mkdir(parents=True)
+    texts = [f"t{n}" for n in range(30)]
+    rows = [{"text": text, "id": n} for n, text in enumerate(texts)]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "data" / "train.parquet", row_group_size=10)
+    with hub("me/cats", folder, TOKEN) as served:
+        environment = hub_environment(served.url, tmp_path)
+        root = str(tmp_path / "root")
+        adopting = ["-m", "shardkit_tools", "adopt", "hf://datasets/me/cats/data/*.parquet", root]
+        for arguments in (adopting, ["-c", READ, root]):
+            done = subprocess.run(
+                [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=120
+            )
+            assert done.returncode == 0, done.stdout + done.stderr
+        assert json.loads(done.stdout) == [rows, sorted(texts)]
+        (place,) = (tmp_path / "root" / "locations").iterdir()
+        url = json.loads(place.read_bytes())["urls"][0]
+        assert url == f"hf://datasets/me/cats@{'5' * 40}/data/train.parquet"
 
 
 def test_what_to_do_where_it_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import shardkit
+from tests.integration import forked
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,8 +52,12 @@ def torchrun(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_mesh_examples_equal_one_process(tmp_path: Path, data: str) -> None:
-    done = torchrun(Path(__file__).with_name("mesh_ranks.py"), str(tmp_path / "result.json"), data)
-    assert done.returncode == 0, done.stdout + done.stderr
+    become_rank = import_module("mesh_ranks").become_rank
+    environment = {**os.environ, forked.OUTPUT: str(tmp_path / "said")}
+    codes = forked.side_by_side(
+        4, become_rank, [str(tmp_path / "result.json"), data], environment=environment
+    )
+    assert codes == [0] * 4, (tmp_path / "said.err").read_text()
     found = json.loads((tmp_path / "result.json").read_text())
     assert set(found["errors"]) == {"tensor 2", "tensor 4", "pipeline 2", "hybrid 2"}
     assert max(found["errors"].values()) < 1e-6, found

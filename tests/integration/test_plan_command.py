@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +37,16 @@ def run(*arguments: str) -> str:
     )
     assert done.exit_code == 0, done.output
     return done.output
+
+
+def test_the_glossary_explains_each_line_of_the_page(root: str) -> None:
+    page = run(root, "-b", "64", "--lanes", "16")
+    facts, mixing = page.partition("\n\n")[0], page.partition("Mixing\n")[2].partition("\n\n")[0]
+    labels = [re.split(r"\s{2,}|, ", line)[0] for line in facts.splitlines()[3:] + mixing.splitlines()[1:-1]]
+    glossary = (Path(__file__).parents[2] / "docs" / "words.md").read_text(encoding="utf-8")
+    explained = re.findall(r"(?m)^\| (.+?) \|", glossary.partition("## The page of")[2])
+    assert len(labels) == 9, page
+    assert [label for label in labels if label not in explained] == []
 
 
 def test_report_and_cells_agree_with_the_plan(root: str) -> None:

@@ -44,7 +44,7 @@ def _source(folder: Path, length: int) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not HAS_RAY, reason='ray is not installed: pip install "shardkit[ray]"')
+@pytest.mark.skipif(not HAS_RAY, reason="ray is not installed: pip install ray")
 def test_a_worker_of_two_is_killed_in_the_middle(tmp_path: Path) -> None:
     source, flag = _source(tmp_path / "source", 300), tmp_path / "kill"
     (tmp_path / "functions_for_ray.py").write_text(FUNCTIONS)
@@ -77,9 +77,7 @@ def test_a_worker_of_two_is_killed_in_the_middle(tmp_path: Path) -> None:
 
 def test_without_ray_it_is_said_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)  # as if it was not installed
-    with pytest.raises(
-        MissingDependency, match=r'--engine ray needs Ray; run: pip install "shardkit\[ray\]"'
-    ):
+    with pytest.raises(MissingDependency, match="--engine ray needs Ray; run: pip install 'ray>="):
         shardkit_tools.build(tmp_path, tmp_path / "root", engine="ray")
 
 
@@ -134,7 +132,7 @@ def _call(*arguments: object, code: int = 0) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not HAS_RAY, reason='ray is not installed: pip install "shardkit[ray]"')
+@pytest.mark.skipif(not HAS_RAY, reason="ray is not installed: pip install ray")
 def test_adopt_replicate_scrub_and_repair_on_ray_do_what_they_do_here(tmp_path: Path) -> None:
     from ray.cluster_utils import Cluster
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import shardkit
-from shardkit.copies.place import Change, place
+from shardkit.copies.place import PlacementChange, place
 from shardkit.copies.verify import verify
 from shardkit.reading.read_path import ReadSettings
 from shardkit.repository.location_table import LocationRecord
@@ -123,7 +123,9 @@ def test_a_local_root_with_a_copy_is_not_read_ahead(tmp_path: Path) -> None:
     root = str(tmp_path / "root")
     make(root)
     record = LocationRecord.parse(f"copy={tmp_path / 'copy'}")
-    place(Repository.open(root), Change(locations=(record,), policy=lambda old: old.changed(copies=2)))
+    place(
+        Repository.open(root), PlacementChange(locations=(record,), policy=lambda old: old.changed(copies=2))
+    )
     with contextlib.closing(open_loader(root, cache=None, memory="64MiB")) as loader:
         next(iter(loader))
         deadline = time.monotonic() + 60

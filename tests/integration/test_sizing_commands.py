@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +17,18 @@ from shardkit.reading.read_path import ReadSettings
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import load_manifest
 from shardkit.stores.local import LocalStore
-from shardkit_tools.simulation.cluster import Cluster, changed
+from shardkit_tools.simulation.cluster import Cluster, with_changes
 from shardkit_tools.simulation.run import prepare, simulate_lanes
+from tests.command_line import typed
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "clusters"
 LITTLE = ["--rows", "100000", "--bytes", "10GB", "--strata", "4"]
 
 
 def run(*arguments: str, code: int = 0) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "shardkit_tools", *arguments], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == code, done.stderr
-    return done.stdout if not code else done.stderr
+    got, out, err = typed(*arguments)
+    assert got == code, err
+    return out if not code else err
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +66,7 @@ def test_simulate_sweeps_and_draws(tmp_path: Path, root: Path) -> None:
                "--plot", str(picture))  # fmt: skip
     assert picture.stat().st_size > 10_000
     assert said.count("full shuffle + LRU, last epoch") == 1
-    assert "2,048 samples" in said
+    assert "2,048" in said
 
 
 def test_simulate_explains_mistakes() -> None:
@@ -118,7 +115,7 @@ def test_egress_is_what_the_loader_reads(tmp_path: Path, root: Path, cache: str)
         for rank in range(2):
             far: Any = Remote(root)
             store = LocatedStore([Location(name="root", store=far)], settings=ReadSettings(hedge=False))
-            repository = Repository._opened(store, read_only=True)
+            repository = Repository._open_store(store, read_only=True)
             dataset = Dataset(load_manifest(repository, repository.resolve(None)))
             for shard in range(dataset.manifest.shards):
                 dataset.reader.index(shard)
@@ -131,7 +128,8 @@ def test_egress_is_what_the_loader_reads(tmp_path: Path, root: Path, cache: str)
             for _both in zip(*loaders, strict=True):
                 pass
         read = sum(int(loader.stats()["bytes_from_root"]) for loader in loaders) - sum(before)
-    cluster = changed(Cluster(), [f"data.root={root}", "ranks=2", f"cache={cache}", "memory=1MiB", "global_batch=32",
-                                  "lanes=8", "window_blocks=4", "model=none", "threads=4"])  # fmt: skip
+    cluster = with_changes(Cluster(), [f"data.root={root}", "ranks=2", f"cache={cache}", "memory=1MiB",
+                                       "global_batch=32", "lanes=8", "window_blocks=4", "model=none",
+                                       "threads=4"])  # fmt: skip
     said = sum(one["egress_bytes"] for one in simulate_lanes(cluster, prepare(cluster))["epochs"])
     assert said == pytest.approx(read, rel=0.15)

@@ -25,7 +25,7 @@ SETTINGS: dict[str, Any] = {"shard_size": "64KiB", "block_size": "16KiB"}
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small sources are cut into many tasks, which share their files."""
     monkeypatch.setattr(numpy_arrays, "_TASK_BYTES", 40_000)
-    monkeypatch.setattr(numpy_arrays, "_PIECE_BYTES", 9_000)
+    monkeypatch.setattr(numpy_arrays, "PIECE_BYTES", 9_000)
     monkeypatch.setattr(engines, "SMALL_BYTES", 0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from pathlib import Path
@@ -9,25 +10,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardkit
-from shardkit.audit import find_plans, find_spikes, load_run, losses_of_step
+from shardkit.audit import audit_run, find_plans, find_spikes, load_run, losses_of_step, rank_samples
 from shardkit.errors import FormatError, NotFoundError, PlanError, UsageError
-from shardkit.ledger.losses import LossWriter, read_losses
+from shardkit.ledger import ledger_head
+from shardkit.ledger.losses import HEADER, RECORD, Losses, LossWriter, read_losses
 from tests.command_line import call
+from tests.numbered_rows import write_rows
 
 BATCH, LANES, ROWS = 16, 4, 400
 
 
 @pytest.fixture(scope="module")
 def ds(tmp_path_factory: pytest.TempPathFactory) -> shardkit.Dataset:
-    root = tmp_path_factory.mktemp("data") / "rows"
-    with shardkit.create(str(root), schema={"x": "float32[4]", "source": "str"}, stratify="source") as writer:
-        for n in range(ROWS):
-            writer.add({"x": np.full(4, n, np.float32), "source": f"s{n % 4}"}, key=f"k{n:03d}")
-    return shardkit.open(str(root))
+    return write_rows(tmp_path_factory.mktemp("data"), ROWS)
 
 
 def loss_of(samples: Any, step: int) -> Any:
@@ -111,8 +111,13 @@ def test_tensors_and_mistakes(ds: shardkit.Dataset, tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="no losses of step 1"):
         losses.of_step(1)
     code, told = call("audit", "spikes", tmp_path / "nothing")
-    assert code == 3
-    assert "loader.note" in told
+    assert (code, "is no run directory" in told) == (3, True)
+    with ds.loader(plan, run=tmp_path / "quiet") as loader:
+        next(iter(loader))
+    code, told = call("audit", "spikes", tmp_path / "quiet")
+    assert (code, "loader.note" in told, "log.sample_losses" in told) == (3, True, True)
+    with pytest.raises(NotFoundError, match="has no losses"):
+        ds.losses(tmp_path / "quiet")
 
 
 @settings(max_examples=40, deadline=None)
@@ -260,3 +265,217 @@ def test_only_fewer_samples_of_the_same_shards_continue_a_plan(ds: shardkit.Data
             writer.add({"x": np.full(4, n, np.float32)})
     with pytest.raises(PlanError, match="has 50 samples that"):
         ds.amend(plan, to=shardkit.open(str(tmp_path / "other")), from_step=3)
+
+
+@pytest.mark.parametrize("by_cell", [False, True])
+def test_losses_as_a_table(ds: shardkit.Dataset, tmp_path: Path, by_cell: bool) -> None:
+    """Steps that a start repeats, a fork, and a version without some samples; numbers are those of the open one."""
+    run, listed, plan = (
+        tmp_path / "run",
+        tmp_path / "list.txt",
+        ds.plan(global_batch=BATCH, lanes=LANES, seed=2),
+    )
+    expected: dict[int, dict[int, float]] = {}
+
+    def note(first: int, last: int, world: int, more: float) -> None:
+        for rank in range(world):
+            with ds.loader(plan, rank=rank, world=world, run=run, tensors=False) as loader:
+                loader.seek(first)
+                for batch in loader:
+                    samples = batch["x"]
+                    shown = [int(ds.key(n)[1:]) for n in range(ROWS)]
+                    numbers = [shown.index(n) for n in samples.tolist()]
+                    losses = loss_of(samples, batch.step) + more
+                    if by_cell:
+                        losses = np.repeat(losses.reshape(LANES // world, -1).mean(1), BATCH // LANES)
+                    kept = expected.setdefault(batch.step, {}) if rank else {}
+                    expected[batch.step] = kept | dict(
+                        zip(numbers, losses.astype(np.float32).tolist(), strict=True)
+                    )
+                    loader.note(batch, losses[:: BATCH // LANES] if by_cell else losses)
+                    if batch.step == last - 1:
+                        break
+
+    note(0, 12, 2, 0.0)
+    note(6, 9, 1, 1.0)
+    listed.write_text("".join(f"k{n:03d}\n" for n in range(0, ROWS, 5)))
+    code, told = call("amend", run, "--exclude", listed, "--from-step", 9)
+    assert code == 0, told
+    note(9, 11, 2, 2.0)
+    table = ds.losses(run)
+    steps, samples, losses = (table[name].to_pylist() for name in ("step", "sample", "loss"))
+    assert steps == sorted(steps)
+    found: dict[int, dict[int, float]] = {}
+    for step, sample, loss in zip(steps, samples, losses, strict=True):
+        found.setdefault(step, {})[sample] = loss
+    assert found == {step: pytest.approx(expected[step]) for step in range(11)}
+    strata = table["stratum"].to_pylist()
+    assert strata == [ds[n]["source"] for n in samples]
+    clean = ds.at(load_run(run).plans[-1]["manifest"])
+    numbers = clean.losses(run)["sample"].to_pylist()
+    assert [None if n is None else clean.key(n) for n in numbers] == [
+        ds.key(n) if int(ds.key(n)[1:]) % 5 else None for n in samples
+    ]
+
+
+@pytest.mark.slow
+def test_poisoned_samples_are_found_among_ten_million(tmp_path: Path) -> None:
+    """1,000 of 10 million losses are five times as high; some of the others are as high by chance."""
+    from shardkit.ledger.losses import HEADER, MAGIC, RECORD, _check
+
+    batch, steps = 256, 39_063
+    draw = np.random.default_rng(5)
+    poisoned = np.sort(draw.choice(batch * steps, 1000, replace=False))
+    folder = tmp_path / "losses"
+    folder.mkdir()
+    header = np.array([(MAGIC, b"ab" * 32, 1, batch, 8)], HEADER)
+    lanes = np.arange(8, dtype="<u4").tobytes()
+    records, offset = np.zeros(steps, RECORD), 0
+    with (folder / "00000-00000.samples").open("wb") as file:
+        for step in range(steps):
+            level = 2 + 8 / (1 + step / 500)
+            losses = (level * draw.lognormal(0, 0.25, batch)).astype(np.float32)
+            low, high = np.searchsorted(poisoned, [step * batch, (step + 1) * batch])
+            losses[poisoned[low:high] - step * batch] *= 5
+            body = lanes + losses.astype("<f4").tobytes()
+            records[step] = (step, offset, losses.sum(dtype=np.float64), batch, 8, 0)
+            records[step]["check"] = _check(records[step], body)
+            offset += len(body)
+            file.write(body)
+    (folder / "00000-00000.steps").write_bytes(header.tobytes() + records.tobytes())
+    ranked = rank_samples(read_losses(tmp_path), top=1000)
+    found = {one.step * batch + one.place for one in ranked}
+    assert len(found & set(poisoned.tolist())) >= 950
+
+
+def test_a_page_shows_the_samples(tmp_path: Path) -> None:
+    """Texts are escaped, pictures are shown, other bytes are described; nothing on the page can run."""
+    pillow = pytest.importorskip("PIL.Image")
+    picture = io.BytesIO()
+    pillow.new("RGB", (8, 8), (255, 0, 0)).save(picture, "PNG")
+    root, run = tmp_path / "data", tmp_path / "run"
+    schema = {"text": "str", "image": "bytes", "raw": "bytes"}
+    with shardkit.create(str(root), schema=schema) as writer:
+        for n in range(8):
+            text = f"<script>alert({n})</script>" + "word " * 2000
+            writer.add({"text": text, "image": picture.getvalue(), "raw": b"\xff\x00"}, key=f"k{n}")
+    dataset = shardkit.open(str(root))
+    with dataset.loader(dataset.plan(global_batch=4), run=run) as loader:
+        for batch in loader:
+            loader.note(batch, np.arange(4.0))
+    code, told = call("audit", "spikes", run, "--step", 1, "--top", 2, "--open", "--json")
+    answer = json.loads(told)
+    assert code == 0
+    page = Path(answer["page"]).read_text()
+    shown = [one["key"] for one in answer["samples"]]
+    assert page.index(f"key {shown[0]}") < page.index(f"key {shown[1]}")
+    assert (page.count("<h3>"), page.count("data:image/png;base64,"), page.count("<script")) == (2, 2, 0)
+    assert page.count("&lt;script&gt;alert(") == 2
+    assert len(page) < 20_000
+    assert "bytes, 2 bytes" in page
+
+
+def test_the_ledger_covers_losses(ds: shardkit.Dataset, tmp_path: Path) -> None:
+    """Up to a checkpoint. A change with all checksums in order is a violation; files that are gone are a note."""
+    from shardkit.ledger.losses import HEADER, RECORD, _check
+
+    run = tmp_path / "run"
+    train(ds, run, 2, 0, 4)
+    assert ledger_head(run, 4)["steps"]["size"] == 4
+    train(ds, run, 2, 4, 9)
+    before = ledger_head(run, 8)
+    assert ledger_head(run, 8) == before, "nothing is new"
+    result = audit_run(run)
+    assert (result.exit_code, len(result.losses)) == (0, 64)
+    steps = run / "losses" / "00001-00000.steps"
+    samples = steps.with_suffix(".samples")
+    whole, values = steps.read_bytes(), samples.read_bytes()
+    record = np.frombuffer(whole, RECORD, 1, HEADER.itemsize).copy()
+    body = values[: int(record["offset"][0]) + 2 * 4 + 8 * 4]
+    forged = body[:-4] + np.array([0.5], "<f4").tobytes()
+    record["check"] = _check(record[0], forged)
+    steps.write_bytes(
+        whole[: HEADER.itemsize] + record.tobytes() + whole[HEADER.itemsize + RECORD.itemsize :]
+    )
+    samples.write_bytes(forged + values[len(forged) :])
+    assert read_losses(run).of_step(0)[1][-1] == 0.5
+    result = audit_run(run)
+    assert result.exit_code == 4
+    (wrong,) = [one for one in result.findings if one.severity == "violated"]
+    assert (wrong.kind, "00001-00000.steps differ from the ledger" in wrong.text) == ("losses", True)
+    steps.write_bytes(whole)
+    samples.write_bytes(values)
+    train(ds, run, 1, 9, 11)
+    newest = run / "losses" / "00000-00002.steps"
+    newest.write_bytes(newest.read_bytes()[: -RECORD.itemsize])
+    assert audit_run(run).exit_code == 0, "the ledger does not cover these"
+    steps.write_bytes(whole[: HEADER.itemsize])
+    assert "was cut" in next(one.text for one in audit_run(run).findings if one.severity == "violated")
+    steps.unlink()
+    result = audit_run(run)
+    assert (result.exit_code, [one.kind for one in result.findings if "removed" in one.text]) == (
+        0,
+        ["losses"],
+    )
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.data())
+def test_ranks_of_samples_do_not_depend_on_how_they_are_read(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Several steps are read at once where each was noted in the same way; repeated steps and cells are not."""
+    run, draw = tmp_path_factory.mktemp("run"), np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    first = 0
+    for world in data.draw(st.lists(st.sampled_from([1, 2, 4]), min_size=1, max_size=3), "starts"):
+        end = first + data.draw(st.integers(1, 40), "steps")
+        by_cell = data.draw(st.integers(0, 3), "kind") == 0
+        for rank in range(world):
+            lanes = np.arange(rank * LANES // world, (rank + 1) * LANES // world)
+            slots = (lanes[:, None] * (BATCH // LANES) + np.arange(BATCH // LANES)).ravel()
+            writer = LossWriter(
+                run, rank=rank, plan="0" * 64, batch=BATCH, lanes=LANES, cell_size=BATCH // LANES
+            )
+            for step in range(first, end):
+                losses = draw.normal(size=len(lanes) if by_cell else len(slots)).astype(np.float32)
+                losses[draw.random(len(losses)) < 0.02] = draw.choice([np.nan, np.inf, 50.0])
+                writer.write(step, slots, losses.round(1))
+            writer.close()
+        first = data.draw(st.integers(max(0, end - 5), end), "continues at")
+    window, top = data.draw(st.integers(1, 12), "window"), data.draw(st.integers(1, 30), "top")
+    fast = rank_samples(read_losses(run), top=top, window=window)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Losses, "read_unchecked", lambda *_: None)
+        slow = rank_samples(read_losses(run), top=top, window=window)
+    assert repr(fast) == repr(slow)
+    assert len(fast) <= top
+
+
+def test_a_ranked_loss_that_was_changed_is_refused(tmp_path: Path) -> None:
+    writer = LossWriter(tmp_path, rank=0, plan="0" * 64, batch=BATCH, lanes=LANES, cell_size=BATCH // LANES)
+    for step in range(200):
+        writer.write(step, np.arange(BATCH), np.linspace(1, 2, BATCH, dtype=np.float32))
+    writer.close()
+    path = tmp_path / "losses" / "00000-00000.samples"
+    body = np.fromfile(path, "<f4")
+    body[1000] = 9.0
+    body.tofile(path)
+    with pytest.raises(FormatError, match="were changed or cut"):
+        rank_samples(read_losses(tmp_path), top=3)
+
+
+def test_losses_that_do_not_divide_into_their_cells_are_refused(tmp_path: Path) -> None:
+    """A hostile record with a checksum that fits."""
+    writer = LossWriter(tmp_path, rank=0, plan="0" * 64, batch=BATCH, lanes=LANES, cell_size=BATCH // LANES)
+    writer.write(0, np.arange(BATCH), np.linspace(1, 2, BATCH, dtype=np.float32))
+    writer.close()
+    path = tmp_path / "losses" / "00000-00000.steps"
+    data = path.read_bytes()
+    record = np.frombuffer(data, RECORD, 1, HEADER.itemsize).copy()
+    record["count"], record["cells"] = LANES - 1, BATCH + 1  # as many bytes as before
+    head = record.tobytes()[: RECORD.itemsize - 8]
+    body = path.with_suffix(".samples").read_bytes()
+    record["check"] = xxhash.xxh3_64_intdigest(body, seed=xxhash.xxh3_64_intdigest(head))
+    path.write_bytes(data[: HEADER.itemsize] + record.tobytes())
+    with pytest.raises(FormatError, match="were changed or cut"):
+        read_losses(tmp_path).of_step(0)

@@ -12,12 +12,12 @@ import pytest
 
 import shardkit
 from shardkit.copies.repair import repair
-from shardkit.copies.repair_results import CheckSettings
 from shardkit.copies.replicate import replicate
 from shardkit.copies.scrub import scrub
+from shardkit.copies.walk import CheckSettings
 from shardkit.errors import ConfigurationError
 from shardkit.repository.repository import Repository
-from shardkit_tools.copies import copying, spread_checks, spread_copies
+from shardkit_tools.copies import copying, spread
 from shardkit_tools.main import run
 
 
@@ -47,7 +47,9 @@ class Elsewhere:
 def root(tmp_path: Path) -> Path:
     """Some 100 objects in the root and a mirror."""
     place = tmp_path / "cats"
-    with shardkit.create(place, {"x": "int64[64]"}, shard_size="16KiB", block_size="4KiB") as writer:
+    with shardkit.create(
+        place, {"x": "int64[64]"}, format="tar", shard_size="16KiB", block_size="4KiB"
+    ) as writer:
         for number in range(800):
             writer.add({"x": [number] * 64})
     (tmp_path / "rack").mkdir()
@@ -76,14 +78,14 @@ def damage(folder: Path, count: int) -> set[str]:
 def test_scrub_and_repair_find_what_threads_find(root: Path) -> None:
     wanted = damage(root.parent / "rack" / "cats", 3)
     with Elsewhere() as engine:
-        found = scrub(str(root), depth="read", settings=CheckSettings(check_all=spread_checks(engine)))
+        found = scrub(str(root), depth="read", settings=CheckSettings(check_all=spread(engine)))
         plain = scrub(str(root), depth="read")
         assert {n: sorted(one.bad.items()) for n, one in found.locations.items()} == {
             n: sorted(one.bad.items()) for n, one in plain.locations.items()
         }
         assert set(found.locations["mirror"].bad) == wanted
         assert found.locations["root"].checked == found.locations["mirror"].checked > 64  # more than one task
-        healed = repair(str(root), level="read", settings=CheckSettings(check_all=spread_checks(engine)))
+        healed = repair(str(root), level="read", settings=CheckSettings(check_all=spread(engine)))
     assert {one.name for one in healed.healed} == wanted
     assert scrub(str(root), depth="read").exit_code == 0
 
@@ -94,7 +96,7 @@ def test_replicate_copies_the_same(root: Path) -> None:
     for path in sorted((mirror / "objects").rglob("*.*"))[::2]:
         path.unlink()
     with Elsewhere() as engine:
-        done = replicate(Repository.open(root), copy_all=spread_copies(engine))
+        done = replicate(Repository.open(root), copy_all=spread(engine))
     assert done.exit_code == 0
     assert done.lag_before > 0
     assert done.lag_after == 0
@@ -116,16 +118,14 @@ def test_a_location_that_a_node_does_not_see_is_not_called_empty(root: Path) -> 
                 mirror.with_name("away").rename(mirror)
 
     with NotMounted() as engine:
-        found = scrub(
-            str(root), depth="read", settings=CheckSettings(jobs=64, check_all=spread_checks(engine))
-        )
+        found = scrub(str(root), depth="read", settings=CheckSettings(jobs=64, check_all=spread(engine)))
     assert found.exit_code == 3
     assert not found.locations["mirror"].bad
     assert {one.location for one in found.unchecked} == {"mirror"}
     assert "is not seen from node" in found.unchecked[0].why
     shutil.rmtree(mirror / "objects")
     with NotMounted() as engine:
-        done = replicate(Repository.open(root), copy_all=spread_copies(engine))
+        done = replicate(Repository.open(root), copy_all=spread(engine))
     assert not done.lost
     assert done.exit_code == 3
 

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import shardkit
-from shardkit.copies.place import Change, place
+from shardkit.copies.place import PlacementChange, place
 from shardkit.copies.replicate import ReplicationLag
 from shardkit.repository.location_table import LocationRecord
 from shardkit.repository.repository import Repository
@@ -16,7 +16,9 @@ from tests.unit.telemetry_series import made_series
 
 def test_the_lag_is_what_copies_lack(tmp_path: Path) -> None:
     root = str(tmp_path / "data")
-    with shardkit.create(root, {"x": "int64[64]"}, shard_size="64KiB", block_size="8KiB") as writer:
+    with shardkit.create(
+        root, {"x": "int64[64]"}, format="tar", shard_size="64KiB", block_size="8KiB"
+    ) as writer:
         for number in range(400):
             writer.add({"x": [number] * 64})
     dataset = shardkit.open(root)
@@ -28,7 +30,7 @@ def test_the_lag_is_what_copies_lack(tmp_path: Path) -> None:
     copies = LocationRecord.parse(f"mirror={mirror},domain=rack-2")
     place(
         Repository.open(root),
-        Change(locations=(copies,), policy=lambda policy: dataclasses.replace(policy, copies=2)),
+        PlacementChange(locations=(copies,), policy=lambda policy: dataclasses.replace(policy, copies=2)),
     )
     lag.look()
     assert lag.numbers() == {"policies": 1.0, "lag_bytes": 0.0}

@@ -16,7 +16,7 @@ import shardkit
 from shardkit.audit import audit_run
 from shardkit.errors import ConfigurationError, IntegrityError, StoreReadOnlyError
 from shardkit.ledger import bind_checkpoint, recorded_plan
-from shardkit.plan import plan as plans
+from shardkit.plan import making as plans
 from shardkit.torch import CheckpointWriter
 from shardkit_tools.main import run as shardkit_command
 from shardkit_trainer import load_configuration
@@ -344,7 +344,7 @@ def test_a_run_with_costs_is_resumed_and_audited_with_them(tmp_path: Path, texts
     assert (recorded["cost"], recorded["balance"]) == ("bytes(text)**2", "align")
     audit = audit_run(tmp_path / "run")
     assert (audit.exit_code, audit.verdict[:5]) == (0, "clean"), audit.findings
-    with pytest.raises(ConfigurationError, match=r"data\.cost: expected no data\.weights"):
+    with pytest.raises(ConfigurationError, match=r"other settings.*data\.weights"):
         start(6, data__weights="{all = 2}")
 
 

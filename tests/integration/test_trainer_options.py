@@ -14,7 +14,8 @@ import torch
 
 import shardkit
 from shardkit.audit import audit_run
-from shardkit.errors import ConfigurationError
+from shardkit.errors import ConfigurationError, NotFoundError
+from shardkit.ledger.losses import read_losses
 from shardkit.loader.device import DeviceFeed
 from shardkit.telemetry.records import read_documents
 from shardkit.torch import checkpoint_names
@@ -247,6 +248,24 @@ def test_cost_adds_up_over_restarts(tmp_path: Path, texts: str) -> None:
     assert sum(line["joules"] for line in lines) == pytest.approx(cost["joules"], rel=1e-4)
     assert cost["bytes_moved"] == lines[-1]["total"]["bytes_moved"] > 0
     assert lines[-1]["total"]["rank_seconds"] > lines[3]["total"]["rank_seconds"]
+
+
+def test_the_loss_of_every_sample_is_kept(tmp_path: Path, texts: str) -> None:
+    """With them the run is the same, and their mean is the loss of the step; a source is looked at by its samples."""
+    exact = {"parallel.exact": "int64"}
+    plain = run(tmp_path / "plain", texts, **exact)
+    kept = run(tmp_path / "kept", texts, **exact, **{"log.sample_losses": True})
+    assert kept.parameters_sha256 == plain.parameters_sha256
+    metrics = read_documents(tmp_path / "kept" / "metrics" / "train.jsonl")
+    losses = read_losses(tmp_path / "kept")
+    assert losses.steps.tolist() == list(range(6))
+    assert losses.means.tolist() == pytest.approx([one["loss"] for one in metrics], rel=1e-4)
+    places, values, _ = losses.of_step(4)
+    assert places.tolist() == list(range(24))
+    assert len(set(values.tolist())) > 12
+    assert audit_run(tmp_path / "kept").exit_code == 0
+    with pytest.raises(NotFoundError, match="has no losses"):
+        read_losses(tmp_path / "plain")
 
 
 def test_profile_and_share_of_the_peak(tmp_path: Path, texts: str) -> None:

@@ -63,7 +63,7 @@ def test_samples_are_those_of_the_exported_tars(ds: shardkit.Dataset, tmp_path: 
         for sample in tars
     }
     fields = {
-        "picture": "picture.jpg", "label": "label.cls", "caption": "caption.txt", "about": "about.json",
+        "picture": "picture.jpg", "label": "cls", "caption": "caption.txt", "about": "about.json",
         "box": "box.npy", "tokens": "tokens.npy", "note": "note.txt",
     }  # fmt: skip
     plan = ds.plan(global_batch=BATCH, lanes=4, seed=5)

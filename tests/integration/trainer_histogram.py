@@ -105,8 +105,9 @@ def straggler(config: ModelConfig, dataset: Any) -> Straggler:
 
 
 def tell_cost(seconds: float) -> None:
-    """Let rebalancing hear what a cell is meant to cost: a busy machine's own delays may not decide a test."""
+    """Tell rebalancing and telemetry what a cell is to cost: a busy machine's own delays may not decide a test."""
     from shardkit.loader import rebalancing
+    from shardkit_trainer.reporting import StageMeter
 
     owner: Any = rebalancing.Rebalancer
     handed_out, computed, cells = owner.handed_out, owner.computed, [0]
@@ -118,6 +119,13 @@ def tell_cost(seconds: float) -> None:
     def compute(self: Any, _seconds: float | None = None) -> None:
         computed(self, seconds * cells[0])
 
+    def add_up(self: Any, *, computed_s: float, cells: int, **rest: float) -> dict[str, float]:
+        self.seconds |= {"data": 0.0, "prepare": seconds * cells, "update": 0.0}
+        taken: dict[str, float] = step(self, computed_s=0.0, cells=cells, **rest)
+        return taken
+
+    meter: Any = StageMeter
+    step, meter.step = meter.step, add_up
     owner.handed_out, owner.computed = hand_out, compute
 
 

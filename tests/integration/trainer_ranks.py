@@ -110,7 +110,8 @@ def step(
     for index, one in enumerate(passes):
         torch.manual_seed(one.seed)
         with strategy.accumulate(last=index == len(passes) - 1):
-            value, _ = task.loss(strategy.forward, one.tensors)
+            losses, _ = task.loss(strategy.forward, one.tensors)
+            value = losses.sum()
             (value * (strategy.loss_scale / valid)).backward()
         total += float(value.detach())
         strategy.after_pass()
@@ -330,7 +331,7 @@ def reductions(world: World) -> list[dict[str, float]]:
             step(strategy, task, world, number % 4, lane_share(world, number), 1.0)
         moved = world.bytes_moved - before
         evaluation = [task.prepare(cell(number, lane), 0) for number in range(4) for lane in range(LANES)]
-        total = sum(float(task.loss(task.model, one.tensors)[0].detach()) for one in evaluation)
+        total = sum(float(task.loss(task.model, one.tensors)[0].detach().sum()) for one in evaluation)
         whole = strategy.parameters_sha256()
         same = len({row[0] for row in world.gather_integers([int(whole[:15], 16)])}) == 1
         found.append({"loss": total / sum(one.valid for one in evaluation), "bytes": moved, "same": same})
@@ -382,8 +383,8 @@ def own_seconds(world: World) -> dict[str, list[list[int]]]:
             for one in strategy.passes(inputs[:1], [1] * world.size, CELL):
                 time.sleep(0.5 * (world.rank == 1))
                 with strategy.accumulate(last=True):
-                    loss, _ = task.loss(strategy.forward, one.tensors)
-                    torch.autograd.backward(loss)
+                    losses, _ = task.loss(strategy.forward, one.tensors)
+                    torch.autograd.backward(losses.sum())
             ended = time.perf_counter()
             own.append(round(1e6 * (strategy.computed_at() - started)))
             whole.append(round(1e6 * (ended - started)))
@@ -403,8 +404,8 @@ def local_steps(world: World) -> dict[str, Any]:
         inputs = [task.prepare(cell(number, lane), 0) for lane in lane_share(world, number)]
         own = sum(i.valid for i in inputs)
         for one in strategy.passes(inputs, [], CELL):
-            loss, _ = task.loss(strategy.forward, one.tensors)
-            torch.autograd.backward(loss / max(1, strategy.divisor(own, 0)))
+            losses, _ = task.loss(strategy.forward, one.tensors)
+            torch.autograd.backward(losses.sum() / max(1, strategy.divisor(own, 0)))
         strategy.update(0.1)
         strategy.clear()
         rows = world.gather_integers([int(strategy.parameters_sha256()[:15], 16)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import tempfile
 from dataclasses import replace
@@ -15,10 +16,11 @@ from hypothesis import strategies as st
 
 import shardkit
 from shardkit.errors import FormatError
-from shardkit.formats import Row, Schema, ShardIndex, ShardWriter, read_block, reading, xxh3
+from shardkit.formats import NumberedKeys, Row, Schema, ShardIndex, ShardWriter, read_block, reading, xxh3
 from shardkit.loader import block_loading, gather, plain_rows
 from shardkit.loader.block_loading import BLOCK, FILE, HASH, JOB, OFFSET, Layouts, LocalShard
 from shardkit.loader.gather import GatherColumns, RowAddresses
+from shardkit_tools.adopting.files import ScannedBlocks
 from tests.property.facts_of_blocks import table
 
 FIELDS = {
@@ -37,6 +39,7 @@ SHORT_WAY = {  # the fields of which it knows all that it needs, by format
 }
 
 
+@functools.cache
 def _sample(number: int) -> dict[str, Any]:
     rng = np.random.default_rng(number)
     return {
@@ -118,13 +121,10 @@ def _stored(format: str, names: list[str], sizes: list[int], compression: str = 
     ]
 
 
-@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize(("format", "compression"), [("arrow", "none"), ("arrow", "zstd"), ("tar", "none")])
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_the_short_way_finds_the_same_rows(
-    format: str, compression: str, compiled: bool, data: st.DataObject
-) -> None:
+def test_the_short_way_finds_the_same_rows(format: str, compression: str, data: st.DataObject) -> None:
     names = data.draw(st.lists(st.sampled_from(sorted(FIELDS)), min_size=1, max_size=4, unique=True))
     sizes = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
     stored = _stored(format, names, sizes, compression)
@@ -141,20 +141,114 @@ def test_the_short_way_finds_the_same_rows(
     which = np.array(data.draw(st.lists(st.integers(0, len(sizes) - 1), max_size=20)), dtype=np.int64)
     row = np.array([data.draw(st.integers(0, sizes[block] - 1)) for block in which], dtype=np.int64)
     chosen = np.stack([mixed[n] if data.draw(st.booleans()) else long_way[n] for n in range(len(sizes))])
-    with pytest.MonkeyPatch.context() as patch:
-        if not compiled:
-            patch.setattr(gather, "block_rows", plain_rows)
-        schema = stored[0].shard.schema
-        expected, found = (_rows(schema, fields, facts, which, row) for facts in (long_way, chosen))
-    for name in fields:
-        if isinstance(expected[name], np.ndarray):
-            assert found[name].dtype == expected[name].dtype
-            np.testing.assert_array_equal(found[name], expected[name])
-        elif isinstance(expected[name], tuple):
-            for one, other in zip(found[name], expected[name], strict=True):
-                np.testing.assert_array_equal(one, other)
-        else:
-            assert found[name] == expected[name]
+    schema = stored[0].shard.schema
+    expected = _rows(schema, fields, long_way, which, row)
+    for module in (gather.block_rows, plain_rows):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gather, "block_rows", module)
+            found = _rows(schema, fields, chosen, which, row)
+        for name in fields:
+            if isinstance(expected[name], np.ndarray):
+                assert found[name].dtype == expected[name].dtype
+                np.testing.assert_array_equal(found[name], expected[name])
+            elif isinstance(expected[name], tuple):
+                for one, other in zip(found[name], expected[name], strict=True):
+                    np.testing.assert_array_equal(one, other)
+            else:
+                assert found[name] == expected[name]
+
+
+LOCATED = {"image": "bytes", "label": "int64", "tokens": "int32[70]", "score": "float64", "text": "str"}
+
+
+def _of_another_writer(names: list[str], sizes: list[int], *, located: bool) -> list[StoredBlock]:
+    """Blocks of the format `rows`: payloads end to end, in arrays of rows or where the index locates them."""
+    schema = Schema.parse({name: LOCATED[name] for name in names})
+    parts, places = [], []
+    for number, size in enumerate(sizes):
+        payloads = [
+            schema.encode({n: _sample(9 * number + row)[n] for n in names}, where="") for row in range(size)
+        ]
+        lengths = np.array([[len(one) for one in row] for row in payloads])
+        places += [
+            (end - length, length)
+            for end, length in zip(np.cumsum(lengths).tolist(), lengths.ravel().tolist(), strict=True)
+        ]
+        parts.append(b"".join(b"".join(row) for row in payloads))
+    with ScannedBlocks() as blocks:
+        for part, size in zip(parts, sizes, strict=True):
+            blocks.add(part, size)
+    table = np.array(places, np.uint64).reshape(sum(sizes), len(names), 2)
+    found: dict[str, Any] = {
+        "field_offset": table[:, :, 0].copy(),
+        "field_size": table[:, :, 1].copy(),
+        "field_is_payload": np.ones(len(names), np.uint8),
+    }
+    index = ShardIndex(
+        format="rows",
+        compression="none",
+        schema=schema,
+        block_rows=max(sizes),
+        shard_size=sum(map(len, parts)),
+        key_texts=NumberedKeys(5, sum(sizes)),
+        **blocks.columns(),
+        **(found if located else {}),
+    )
+    assert ShardIndex.from_bytes(index.to_bytes()).to_bytes() == index.to_bytes()
+    return [StoredBlock(memoryview(bytearray(part)), index, number) for number, part in enumerate(parts)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_rows_of_another_writer_are_found_both_ways(data: st.DataObject) -> None:
+    located = data.draw(st.booleans())
+    known = sorted(LOCATED if located else {"label", "tokens", "score"})
+    names = data.draw(st.lists(st.sampled_from(known), min_size=1, max_size=4, unique=True))
+    sizes = data.draw(st.lists(st.integers(4, 9), min_size=1, max_size=4))
+    stored = _of_another_writer(names, sizes, located=located)
+    fields = data.draw(st.permutations(names))
+    kept = [GatherColumns(read_block(one.view, one.shard, one.block), fields) for one in stored]
+    long_way = table(kept)
+    which = np.array(data.draw(st.lists(st.integers(0, len(sizes) - 1), max_size=20)), dtype=np.int64)
+    row = np.array([data.draw(st.integers(0, sizes[block] - 1)) for block in which], dtype=np.int64)
+    placed = [one.placed(fields) for one in stored]
+    assert [one is not None for one in placed] == [len(one.view) > 240 for one in stored]
+    short_way = np.stack(
+        [long if one is None else one[0] for one, long in zip(placed, long_way, strict=True)]
+    )
+    schema = stored[0].shard.schema
+    for facts in (long_way, short_way):
+        found = _rows(schema, fields, facts, which, row)
+        for name in fields:
+            expected = [
+                _sample(9 * int(block) + int(one))[name] for block, one in zip(which, row, strict=True)
+            ]
+            assert len(found[name]) == len(expected)
+            assert all(np.array_equal(one, other) for one, other in zip(found[name], expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("is_located", "change"),
+    [
+        (False, {"block_start": np.array([0, 5, 9])}),
+        (True, {"field_offset": np.full((9, 2), 2**40, np.uint64)}),
+        (False, {"schema": Schema.parse({"label": "int64?", "tokens": "int32[70]"})}),
+        (False, {"schema": Schema.parse({"label": "int64", "tokens": "int32[*]"})}),
+        (True, {"field_is_payload": None}),
+        (True, {"field_is_payload": np.full(2, 2, np.uint8)}),
+        (True, {"field_size": None}),
+        (False, {"format": "arrow"}),
+        (False, {"key_texts": NumberedKeys(5, 8)}),
+        (False, {"key_texts": NumberedKeys(2**62, 9)}),
+        (False, {"compression": "zstd:3"}),
+    ],
+)
+def test_an_index_of_rows_that_contradicts_itself_is_refused(
+    is_located: bool, change: dict[str, Any]
+) -> None:
+    index = _of_another_writer(["label", "tokens"], [4, 5], located=is_located)[0].shard
+    with pytest.raises(FormatError, match="index:"):
+        replace(index, **change)
 
 
 @pytest.mark.slow

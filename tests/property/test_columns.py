@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from shardkit.documents import decode_plain, encode
 from shardkit.errors import FormatError, UsageError
-from shardkit.formats import canonical_json, pack_columns, unpack_columns
+from shardkit.formats import pack_columns, unpack_columns
 
 DTYPES = st.sampled_from(["u1", "<u2", "<u4", "<u8", "i1", "<i2", "<i4", "<i8"]).map(np.dtype)
 ARRAYS = hnp.arrays(DTYPES, hnp.array_shapes(min_dims=1, max_dims=3, min_side=0, max_side=40))
@@ -87,7 +88,7 @@ def rebuilt(change: dict[str, Any], raw: bytes = b"") -> bytes:
         "shape": [len(raw)],
         "size": len(raw),
     }
-    header = canonical_json.dumps({"columns": [entry | change], "kind": "index", "meta": {}, "version": 1})
+    header = encode({"columns": [entry | change], "kind": "index", "meta": {}, "version": 1})
     prefix = b"SHRDCOL1" + len(header).to_bytes(8, "little") + header
     return prefix + bytes(-len(prefix) % 64) + raw
 
@@ -163,9 +164,9 @@ def test_caps_hold_and_the_writer_stays_inside_them() -> None:
     )
 )
 def test_canonical_json_has_one_form(value: Any) -> None:
-    text = canonical_json.dumps(value)
-    assert canonical_json.loads(text, 1 << 20) == value
-    assert canonical_json.dumps(canonical_json.loads(text, 1 << 20)) == text
+    text = encode(value)
+    assert decode_plain(text, max_bytes=1 << 20) == value
+    assert encode(decode_plain(text, max_bytes=1 << 20)) == text
 
 
 @pytest.mark.parametrize(
@@ -192,17 +193,17 @@ def test_canonical_json_has_one_form(value: Any) -> None:
 )
 def test_other_forms_are_refused(text: bytes) -> None:
     with pytest.raises(FormatError):
-        canonical_json.loads(text, 1 << 20)
+        decode_plain(text, max_bytes=1 << 20)
     with pytest.raises(FormatError, match="at most 3"):
-        canonical_json.loads(b'"long"', 3)
+        decode_plain(b'"long"', max_bytes=3)
 
 
 @pytest.mark.parametrize("value", [1.5, {1: 2}, 2**63, "\ud800", b"x", {"a": object()}])
 def test_values_without_a_form_are_refused(value: object) -> None:
     with pytest.raises(UsageError):
-        canonical_json.dumps(value)
+        encode(value)
     deep: object = 1
     for _ in range(100):
         deep = [deep]
     with pytest.raises(UsageError, match="deeper"):
-        canonical_json.dumps(deep)
+        encode(deep)

@@ -13,13 +13,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardkit.dataset.arrow_columns import payload_column, sample_batch, spool_array, stored_columns
+from shardkit.dataset.arrow_columns import sample_batch, spool_array
 from shardkit.dataset.encoding import CLASS_AXIS, EncodedRow, RowEncoder, RowOrigin, ordinal_identity
 from shardkit.dataset.scratch import RowSpool
 from shardkit.dataset.scratch_reading import ScratchReader
 from shardkit.errors import IntegrityError
-from shardkit.formats import Row, RowBlock, Schema
+from shardkit.formats import Row, Schema
+from shardkit.formats.arrow_payloads import payload_column, stored_columns
 from shardkit.formats.block import payloads_of
+from tests.whole_shard import rows_of
 
 ROWS = st.builds(
     EncodedRow,
@@ -149,23 +151,6 @@ def test_rows_that_cannot_be_stored_are_named() -> None:
     assert errors.keys() == {1, 2}
     assert "row 1: label 1 has no class name" in str(errors[1])
     assert "row 2: field 'name' has 0 characters" in str(errors[2])
-
-
-def rows_of(block: RowBlock) -> list[Row]:
-    originals = dict(block.originals)
-    assert block.source_id is not None
-    assert block.source_row is not None
-    columns = [payloads_of(column) for column in block.columns]
-    return [
-        Row(
-            key,
-            tuple(bytes(column[place]) for column in columns),
-            originals.get(place),
-            (block.source_names[source], int(block.source_row[place])) if source >= 0 else None,
-            None if block.stratum is None else int(block.stratum[place]),
-        )
-        for place, (key, source) in enumerate(zip(block.keys, block.source_id.tolist(), strict=True))
-    ]
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -251,7 +251,7 @@ def test_blocks_that_no_page_holds_are_read_like_others(tmp_path: Path) -> None:
     spans = [(len(BYTES) * n, len(BYTES)) for n in range(64)]
     hashes = [xxhash.xxh3_64_intdigest(BYTES.data)] * 64
     with path.open("rb") as file:
-        os.fsync(file.fileno())
+        os.fdatasync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         states, found = _load(path, spans, hashes, size=64 * len(BYTES))
         assert all(states)

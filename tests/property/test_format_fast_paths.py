@@ -20,11 +20,11 @@ from shardkit.formats import (
     read_block,
 )
 from shardkit.formats.arrow_message import BatchHeader, NumberPlaces
-from shardkit.formats.arrow_reading import BatchReader, _decompressed
+from shardkit.formats.arrow_reading import BatchReader, _decompress
 from shardkit.formats.block import check_text
 from shardkit.formats.compression import compress_frame
+from shardkit.formats.fields import DTYPES
 from shardkit.formats.reading import tar_column
-from shardkit.formats.schema import DTYPES
 from tests.format_conformance import stored_block, write_shard
 
 INTEGERS = [name for name in DTYPES if not name.startswith("float")]
@@ -251,10 +251,10 @@ def test_a_buffer_that_was_stored_as_it_is_is_found_behind_its_prefix() -> None:
     places = NumberPlaces(None, None, slice(0), slice(0))
     header = BatchHeader(1, (1,), 0, buffers, "zstd", 16, 16 + len(body), places)
     message = memoryview(bytes(16) + body)
-    assert _decompressed(message, header, 0).tobytes() == _decompressed(message, header, 1).tobytes() == data
-    assert not len(_decompressed(message, header, 2))
+    assert _decompress(message, header, 0).tobytes() == _decompress(message, header, 1).tobytes() == data
+    assert not len(_decompress(message, header, 2))
     with pytest.raises(FormatError, match="buffer 1: zstd frame declares 100 bytes, expected 101"):
-        _decompressed(memoryview(bytes(message).replace(b"\x64" + bytes(7), b"\x65" + bytes(7))), header, 1)
+        _decompress(memoryview(bytes(message).replace(b"\x64" + bytes(7), b"\x65" + bytes(7))), header, 1)
 
 
 def _metadata(rows: int, compression: str) -> bytes:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import shardkit
 import shardkit.torch
 from shardkit.errors import ConfigurationError
+from shardkit.loader.global_generators import GeneratorWatch, TrainerWaits
 
 ROWS, BATCH, LANES = 96, 16, 4
 
@@ -197,3 +199,17 @@ def test_torchvision(dataset: shardkit.Dataset, plan: Any) -> None:
         return found
 
     assert run(1) == run(2) == run(4)
+
+
+def test_a_generator_that_is_first_used_late_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    """After the calls that refuse; a warning, because another thread of the program may draw at the same time."""
+    waits, calls = TrainerWaits(), itertools.count()
+    watch = GeneratorWatch(waits, "the transform draws from {}")
+
+    def work() -> float:
+        return random.random() if next(calls) >= 100 else 0.0
+
+    with waits:
+        for _ in range(1000):
+            watch.observe(work)
+    assert caplog.messages == ["the transform draws from Python's random"]

@@ -14,13 +14,14 @@ import pytest
 import shardkit
 from shardkit.audit.events import contradictions
 from shardkit.dataset.lookups import list_samples
+from shardkit.documents import encode, sha256_digest
 from shardkit.errors import FormatError, IntegrityError, ShardkitError, SourceError, UsageError
-from shardkit.formats.canonical_json import dumps, sha256_digest
 from shardkit.ledger import Ledger
 from shardkit.ledger.events import JOURNALED, check_event, journaled_event
 from shardkit.ledger.ledger import LedgerState
 from shardkit_tools.row_lists import read_values
 from tests.drills import drill_count
+from tests.faults.test_healing_matrix import call
 from tests.faults.test_tampering import SAMPLES
 
 KEYS = [f"{(7 * number) % 40:010d}" for number in range(40)] + [
@@ -132,6 +133,30 @@ def test_a_file_is_read_as_it_is_or_refused(tmp_path: Path) -> None:
             assert found == values
 
 
+@pytest.mark.parametrize(
+    ("text", "field", "code", "excluded"),
+    [
+        ("cat\n", None, 0, "cat"),
+        ("0000000007\n", None, 0, "0000000007"),
+        ("17\n", None, 2, None),
+        ("17\n", "key", 0, "17"),
+        ("3\n", None, 2, None),
+        ("cat\nnope\n", None, 5, None),
+        ("٣\n", None, 5, None),
+    ],
+)
+def test_select_excludes_what_other_commands_would_trace(
+    dataset: shardkit.Dataset, tmp_path: Path, text: str, field: str | None, code: int, excluded: str | None
+) -> None:
+    (tmp_path / "list").write_text(text)
+    root, more = dataset.repository.url, [] if field is None else ["--field", field]
+    found, told = call("select", root, "--exclude", tmp_path / "list", *more, "--ref", "rest")
+    assert found == code, told
+    if excluded is not None:
+        rest = shardkit.open(f"{root}@rest")
+        assert {rest.key(i) for i in range(len(rest))} == set(KEYS) - {excluded}
+
+
 VALUES: list[Any] = [0, 1, -1, 9, 10**12, 1 << 62, (1 << 63) - 1, "", "x", "00" * 32, "sha256:" + "11" * 32, None, True,
                      [], [[0, 0, 4]], [["a"]], {}, {"first": 0}]  # fmt: skip
 
@@ -183,8 +208,8 @@ def test_states_are_refused_in_words_or_understood(tmp_path: Path) -> None:
         changed = copy.deepcopy(state)
         for _ in range(rng.randint(1, 3)):
             changed[rng.choice([*state, "more"])] = copy.deepcopy(rng.choice(VALUES))
-        data = dumps(
-            {"format": "shardkit-ledger/1", "state": changed, "digest": sha256_digest(dumps(changed))}
+        data = encode(
+            {"format": "shardkit-ledger/1", "state": changed, "digest": sha256_digest(encode(changed))}
         )
         (tmp_path / "ledger" / "state.json").write_bytes(data)
         with suppress(IntegrityError):

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.errors import SourceError
+from shardkit.formats import Schema
 from shardkit_tools.importers import open_source
 from tests.importer_conformance import check_importer
 
@@ -100,3 +101,34 @@ def test_a_row_of_another_shape_makes_fields_optional_and_one_of_another_kind_is
         assert [dict(row.sample) for row in check_importer(importer)] == all_rows
     added = {name + "_more": "int64?"} if change == "add" else {name: types[name] + "?"}
     assert {field: str(kind) for field, kind in importer.schema.items()} == types | added
+
+
+@settings(max_examples=30, deadline=None)
+@given(tables(), st.integers(0, 3), st.sampled_from([5, 0.5, "late", None, {"b": 1, "a": 2}]))
+def test_a_late_surprise_changes_the_types(
+    drawn: tuple[dict[str, str], list[dict[str, object]]], repeats: int, late: object
+) -> None:
+    """A field that begins in the last row has a type and is null before it, in every file of the source."""
+    _, rows = drawn
+    rows = [row for _ in range(repeats + 1) for row in rows]
+    with TemporaryDirectory() as folder:
+        lines = [json.dumps(row) for row in rows] + [json.dumps({**rows[0], "late": late})]
+        Path(folder, "a.jsonl").write_text("\n".join(lines[:2]) + "\n")
+        Path(folder, "b.jsonl").write_text("\n".join(lines[2:]) + "\n")
+        found = check_importer(open_source(folder))
+        assert [row.sample.get("late") for row in found] == [None] * len(rows) + [late]
+
+
+@given(
+    st.recursive(
+        st.one_of(st.none(), st.booleans(), st.integers(-9, 9), st.text("ab")),
+        lambda inner: st.one_of(
+            st.lists(inner, max_size=3), st.dictionaries(st.text("cba"), inner, max_size=4)
+        ),
+        max_leaves=12,
+    )
+)
+def test_the_order_of_keys_is_kept(value: object) -> None:
+    schema = Schema.parse({"meta": "json"})
+    found = schema.decode(schema.encode({"meta": value}, where=""))["meta"]
+    assert json.dumps(found) == json.dumps(value)

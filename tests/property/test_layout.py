@@ -129,6 +129,21 @@ def test_without_shuffle_a_stratum_keeps_its_order(drawn, shard_size):  # type: 
         assert mine == sorted(mine)
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=40), st.integers(1, 200))
+def test_without_shuffle_and_strata_the_order_is_kept_around_large_rows(
+    sizes: list[int], shard_size: int
+) -> None:
+    count = len(sizes)
+    identity = np.arange(2 * count, dtype=np.uint64).reshape(count, 2)
+    table = RowTable(identity, np.zeros(count, np.int32), np.array(sizes, np.int64))
+    layout = lay_out(table, 1, LayoutSettings(shuffle=False, shard_size=shard_size))
+    assert layout.rows.tolist() == list(range(count))
+    for shard in range(layout.shards):
+        rows = rows_of(layout, shard)
+        assert len(rows) == 1 or max(sizes[row] for row in rows) <= shard_size
+
+
 @settings(max_examples=60, deadline=None)
 @given(tables(), st.integers(1, 6000), st.integers(0, 5))
 def test_the_order_of_adding_does_not_matter(drawn, shard_size, seed):  # type: ignore[no-untyped-def]

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardkit.errors import IntegrityError
-from shardkit.ledger import Journal, Ledger, ledger_head, merge_journals
+from shardkit.ledger import Journal, Ledger, ledger_head, merge_journals, step_digest
 from shardkit.ledger import bindings as heads_module
 from shardkit.ledger import journal as journal_module
 from shardkit.ledger.merkle import Tree, leaf_hash
@@ -109,6 +109,48 @@ def test_the_tree_is_the_same_on_any_topology_through_kills(
     assert ledger_head(run)["steps"] == head["steps"]
     with Ledger(run) as again:
         assert again.head() == ledger_head(run)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_ranks_that_go_back_in_one_start_leave_what_they_recorded_before(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each leg has other cells, as the decisions of a mixer may be; ranks write at their own pace."""
+    monkeypatch.setattr(journal_module, "ROTATE_BYTES", data.draw(st.sampled_from([400, 1500, 1 << 20])))
+    run, world, merges = (
+        tmp_path_factory.mktemp("run"),
+        data.draw(st.integers(1, 3)),
+        data.draw(st.booleans()),
+    )
+    start, legs, reached = Start(run, world), [], 0
+    for leg in range(data.draw(st.integers(2, 4))):
+        begin = data.draw(st.integers(0, max(0, reached - 1)))
+        reached = begin + data.draw(st.integers(1, 8))
+        legs += [(step, leg) for step in range(begin, reached)]
+    left = [list(legs) for _ in range(world)]
+    while any(left):
+        rank = data.draw(st.sampled_from([rank for rank in range(world) if left[rank]]))
+        step, leg = left[rank].pop(0)
+        cells = [(lane, cell(step, lane, leg)) for lane in start.lanes[rank]]
+        record_cells(start.journals[rank], step, cells)
+        if merges and data.draw(st.integers(0, 5)) == 0:
+            ledger_head(run, data.draw(st.sampled_from([None, step + 1])))
+    start.kill()
+    ledger, merge = merge_journals(run)
+    assert not merge.pending_steps()
+    assert ledger.next_step == reached
+    last = dict(legs)  # the newest leg of each step
+    wanted = [
+        step_digest(MANIFEST, PLAN, step, b"".join(_digest(step, lane, last[step]) for lane in range(LANES)))
+        for step in range(reached)
+    ]
+    assert [bytes(one) for one in ledger.branch_records()["digest"]] == wanted
+    assert not [event for event in ledger.event_documents() if event["kind"] == "conflict"]
+
+
+def _digest(step: int, lane: int, salt: int) -> bytes:
+    return hashlib.sha256(cell(step, lane, salt).astype("<i8").tobytes()).digest()[:16]
 
 
 def test_starts_repeats_and_assignments_are_events(tmp_path: Path) -> None:

@@ -83,24 +83,24 @@ def test_what_is_handed_out_was_verified_when_it_was_loaded(
         assert len(set(verified)) > 30
 
 
-def test_files_that_change_after_they_were_read_change_nothing(root: Path) -> None:
-    with _loader(root) as loader:
+def test_files_that_change_after_they_were_read_change_nothing(own_root: Path) -> None:
+    with _loader(own_root) as loader:
         expected = [_rows(loader) for _ in range(3)]
-    with _loader(root) as loader:
+    with _loader(own_root) as loader:
         found = [_rows(loader)]
         loader.resources.memory = 64 << 20
         found += [_rows(loader)]
-        _flip_everywhere(root)
+        _flip_everywhere(own_root)
         found += [_rows(loader)]  # all of it is in memory by now
     assert found == expected
 
 
-def test_what_is_damaged_before_it_is_read_is_found(root: Path) -> None:
-    with _loader(root) as loader:
+def test_what_is_damaged_before_it_is_read_is_found(own_root: Path) -> None:
+    with _loader(own_root) as loader:
         _rows(loader)
         loader.resources.window.budget = 0  # all of it is dropped
         loader.resources.window.budget = 1 << 30
-        _flip_everywhere(root)
+        _flip_everywhere(own_root)
         with pytest.raises(IntegrityError, match="mismatch"):
             _rows(loader)
 

@@ -176,7 +176,6 @@ def test_what_cost_does_not_go_with_is_refused_by_name() -> None:
     two = population([64, 64], strata=2)
     for rows, more, named in (
         (people, {"shuffle": "full"}, "shuffle='full'"),
-        (people, {"weights": {"all": 2}}, "weights"),
         (people, {"group_by": {"all": 8}}, "group_by"),
         (people, {"sequence": 8, "row_tokens": 4}, "sequence"),
         (people, {"balance": "even"}, "one of spread, align"),

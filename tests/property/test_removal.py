@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import shardkit
 import shardkit_tools.building.rebuilding as rebuilding
-from shardkit.copies.place import Change, place
+from shardkit.copies.place import PlacementChange, place
 from shardkit.copies.verify import verify
 from shardkit.dataset.deriving import merge_datasets
 from shardkit.dataset.lookups import find_samples, hash_values
@@ -240,7 +240,7 @@ def test_erasing_beside_a_damaged_version_takes_nothing_from_it(
     make(root, range(40, 60), append=True)
     if has_copy:
         copy = LocationRecord("copy", str(tmp_path / "copy"), "copy")
-        place(repository, Change(locations=(copy,), policy=lambda _: Policy(copies=2)))
+        place(repository, PlacementChange(locations=(copy,), policy=lambda _: Policy(copies=2)))
     main = shardkit.open(root).manifest
     bad = (
         object_name(main.id, "manifest")

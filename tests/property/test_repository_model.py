@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from shardkit.documents import sha256_digest
 from shardkit.errors import CommitConflict, NotFoundError, ShardkitError, StoreError, StoreReadOnlyError
-from shardkit.formats.canonical_json import sha256_digest
 from shardkit.repository.repository import Repository
 from shardkit.stores.file_operations import substituted
 from tests.faults.faulty_operations import FaultyOperations

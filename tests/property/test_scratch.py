@@ -16,8 +16,8 @@ from shardkit.dataset.encoding import EncodedRow, RowEncoder, ordinal_identity
 from shardkit.dataset.scratch import Rows, RowSpool
 from shardkit.dataset.scratch_reading import PartFiles, Parts, ScratchReader
 from shardkit.errors import FormatError, IntegrityError, SampleError
-from shardkit.formats import Row, RowBlock, Schema
-from shardkit.formats.block import payloads_of
+from shardkit.formats import Row, Schema
+from tests.whole_shard import rows_of
 
 SCHEMA = Schema.parse({"one": "bytes", "two": "bytes"})
 KEYS = st.from_regex(r"[A-Za-z0-9_-]{1,80}", fullmatch=True)
@@ -52,24 +52,6 @@ def read(columns: Rows, parts: Parts, order: np.ndarray[tuple[int], np.dtype[np.
         return []
     held = ScratchReader(parts, SCHEMA).read(columns.records[order], order)
     return rows_of(held.block(0, len(order)))
-
-
-def rows_of(block: RowBlock) -> list[Row]:
-    """The rows of a block one by one, as the caller may keep them."""
-    originals = dict(block.originals)
-    assert block.source_id is not None
-    assert block.source_row is not None
-    columns = [payloads_of(column) for column in block.columns]
-    return [
-        Row(
-            key,
-            tuple(bytes(column[place]) for column in columns),
-            originals.get(place),
-            (block.source_names[source], int(block.source_row[place])) if source >= 0 else None,
-            None if block.stratum is None else int(block.stratum[place]),
-        )
-        for place, (key, source) in enumerate(zip(block.keys, block.source_id.tolist(), strict=True))
-    ]
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardkit.documents import sha256_digest
 from shardkit.errors import FormatError, UsageError
-from shardkit.formats.canonical_json import sha256_digest
 from shardkit.formats.schema import Schema
 from shardkit.manifest import (
     SHARDS_PER_PAGE,

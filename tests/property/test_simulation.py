@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardkit.errors import ConfigurationError
 from shardkit.plan import make_plan
-from shardkit_tools.simulation.cluster import Cluster, changed
+from shardkit_tools.simulation.cluster import Cluster, with_changes
 from shardkit_tools.simulation.reading import BlockMap, Needs, open_population, through_memory
 from shardkit_tools.simulation.run import prepare, simulate_lanes, simulate_shuffle
 from shardkit_tools.simulation.timing import BlockFetching, RankLoads
@@ -35,7 +35,7 @@ shapes = st.tuples(st.sampled_from([1, 2, 3]), st.sampled_from([1, 2]))
 
 
 def cluster(nodes: int, ranks: int, *changes: str) -> Cluster:
-    return changed(Cluster(), [*SMALL, f"nodes={nodes}", f"ranks={ranks}", *changes])
+    return with_changes(Cluster(), [*SMALL, f"nodes={nodes}", f"ranks={ranks}", *changes])
 
 
 def needed_bytes(described: Cluster) -> int:
@@ -57,7 +57,7 @@ def test_more_cache_never_reads_more_and_all_that_is_needed_is_read(
     prepared, least = prepare(plain), needed_bytes(plain)
     egress = []
     for size in sorted(sizes):
-        result = simulate_lanes(changed(plain, [f"cache={size}MB"]), prepared)
+        result = simulate_lanes(with_changes(plain, [f"cache={size}MB"]), prepared)
         read = [one["egress_bytes"] for one in result["epochs"]]
         assert read[0] >= least
         egress.append(sum(read))
@@ -152,7 +152,7 @@ def test_faster_stores_are_never_later(sizes: list[int], servers: int, ahead: in
     loads = RankLoads(0, step, np.maximum(0, step - 2), np.array(sizes, dtype=np.int64), ones, ones)
 
     def ends(latency: str) -> float:
-        described = changed(
+        described = with_changes(
             Cluster(),
             [
                 "ranks=1",

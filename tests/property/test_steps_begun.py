@@ -14,7 +14,7 @@ import shardkit
 from shardkit.errors import RunError
 from shardkit.loader.row_work import RowWork
 
-BATCH, LONG_S = 30, 60.0
+BATCH, LAST, LONG_S = 30, 15, 60.0
 
 
 def _loader(root: Path, *, batch: int = BATCH, lanes: int = 3, **settings: Any) -> Any:
@@ -43,6 +43,7 @@ def test_batches_are_those_of_steps_worked_on_one_by_one(
 ) -> None:
     def run(**settings: Any) -> list[Any]:
         with _loader(root, batch=batch, lanes=lanes, by_cell=by_cell, transform=_noisy, **settings) as loader:
+            loader.seek(1200 // batch - LAST)
             return [
                 [(b.step, b.lane, b.samples.tolist(), b["row"].tolist(), b["noise"].tolist(), b["blob"])
                  for b in (one if by_cell else [one])]
@@ -50,7 +51,7 @@ def test_batches_are_those_of_steps_worked_on_one_by_one(
             ]  # fmt: skip
 
     alone = run(threads=1, prefetch=0)
-    assert len(alone) == 1200 // batch
+    assert len(alone) == LAST
     for threads in (1, 3, 8):
         assert run(threads=threads) == alone
 
@@ -177,9 +178,10 @@ def test_a_rank_without_rows_of_a_short_step_goes_on(root: Path) -> None:
         with ds.loader(
             plan, rank=rank, world=world, uneven=True, tensors=False, transform=_noisy, threads=2
         ) as loader:
+            loader.seek(plan.loop_steps - 3)
             batches = list(loader)
-        assert len(batches) == plan.loop_steps
+        assert len(batches) == 3
         without += not len(batches[-1].samples)
         rows += [row for batch in batches if len(batch.samples) for row in batch["row"].tolist()]
     assert without == world - 1
-    assert sorted(rows) == list(range(1200))
+    assert len(rows) == len(set(rows)) == 2 * world + 1

@@ -21,8 +21,8 @@ from shardkit.documents import (
     configure,
     decode,
     decode_plain,
-    decode_toml,
     encode,
+    parse_toml,
     seal,
     sha256_digest,
     unseal,
@@ -210,5 +210,5 @@ def test_any_configuration_is_read_or_refused_in_words(values: dict[str, Any]) -
 )
 def test_a_person_is_told_what_to_write(text: str, said: str) -> None:
     with pytest.raises(ConfigurationError, match=r"^settings\.toml") as caught:
-        decode_toml(Settings, text, "settings.toml")
+        configure(Settings, parse_toml(text, "settings.toml"), "settings.toml")
     assert said in str(caught.value)

@@ -15,6 +15,7 @@ from typing import Any
 __all__ = ["Hub", "hub"]
 
 _SHA = "5" * 40
+"""The commit that main names."""
 
 
 class Hub:
@@ -48,9 +49,9 @@ class Hub:
         api = f"/api/datasets/{self.name}"
         head, _, inside = path.removeprefix(f"{api}/").partition("/")
         revision, _, folder = inside.partition("/")
-        if path == api or (head == "revision" and inside == "main"):
+        if path == api or (head == "revision" and inside in ("main", _SHA)):
             return {"id": self.name, "sha": _SHA, "private": True, "tags": [], "siblings": []}
-        if not path.startswith(f"{api}/") or revision != "main":
+        if not path.startswith(f"{api}/") or revision not in ("main", _SHA):
             return None
         if head == "tree":
             here = self.folder / folder
@@ -76,7 +77,8 @@ class _Handler(BaseHTTPRequestHandler):
         path = urllib.parse.unquote(self.path.partition("?")[0])
         form = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
         hub.calls.append((self.command, path))
-        files = f"/datasets/{hub.name}/resolve/main/"
+        revision = path.removeprefix(f"/datasets/{hub.name}/resolve/").partition("/")[0]
+        files = f"/datasets/{hub.name}/resolve/{_SHA if revision == _SHA else 'main'}/"
         is_private = path.startswith((f"/api/datasets/{hub.name}", files))
         found: object = None
         if is_private and self.headers.get("Authorization") != f"Bearer {hub.token}":

@@ -14,7 +14,7 @@ import numpy as np
 
 import shardkit
 from shardkit.copies.collecting import collect
-from shardkit.copies.place import Change, place
+from shardkit.copies.place import PlacementChange, place
 from shardkit.copies.repair import repair
 from shardkit.copies.replicate import replicate
 from shardkit.copies.scrub import scrub
@@ -134,10 +134,10 @@ def move(world: World) -> None:
     world.was_moved = True
     name = world.scheduler.random.choice(["east", "west"])
     weight = world.scheduler.random.choice([50, 100, 200])
-    change = Change(locations=(LocationRecord(name, world.urls[name], name, weight=weight),))
+    change = PlacementChange(locations=(LocationRecord(name, world.urls[name], name, weight=weight),))
     place(Repository.open(world.root), change, grace_s=DAY, clock=world.scheduler.time)
     world.scheduler.sleep(2 * DAY)
-    place(Repository.open(world.root), Change(), grace_s=DAY, clock=world.scheduler.time)
+    place(Repository.open(world.root), PlacementChange(), grace_s=DAY, clock=world.scheduler.time)
 
 
 def read(world: World) -> None:
@@ -370,10 +370,10 @@ def settle(world: World) -> None:
         raise Violated(f"{begun[0]}: an erasure was begun, and nobody finished it")
     copied = replicate(Repository.open(world.root))
     if copied.exit_code:
-        raise Violated(f"replicate did not reach the policy: {copied.to_json()}")
+        raise Violated(f"replicate did not reach the policy: {copied}")
     _collect(world)
     if world.was_moved:
-        place(Repository.open(world.root), Change(), grace_s=0, clock=lambda: clock.now)
+        place(Repository.open(world.root), PlacementChange(), grace_s=0, clock=lambda: clock.now)
     check_policy(world)
     if left := world.rows_left(world.erased):
         raise Violated(f"{left[0]} still has rows that were erased")

@@ -6,8 +6,10 @@ import hashlib
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from shardkit.arrays import Buffer
 from shardkit.stores.remote.addresses import Address
-from shardkit.stores.remote.clients import Buffer, Failure, Found, Kind
+from shardkit.stores.remote.clients import Found
+from shardkit.stores.remote.failures import Failure, Kind
 from tests.simulation.scheduler import Scheduler
 
 __all__ = ["Bucket", "BucketClient", "Faults", "Stored"]

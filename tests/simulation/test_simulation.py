@@ -14,7 +14,7 @@ from tests.drills import DRILLS
 
 _ROOT: Final = Path(__file__).parents[2]
 _PART: Final = 250
-_SEEDS: Final = 100_000 if DRILLS else 2_000
+_SEEDS: Final = 100_000 if DRILLS else 500
 _SEED: Final = os.environ.get("SEED")
 
 pytestmark = pytest.mark.filterwarnings("default")

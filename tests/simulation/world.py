@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
 import shardkit
-from shardkit.copies.place import Change, place
+from shardkit.copies.place import PlacementChange, place
 from shardkit.errors import ShardkitError
 from shardkit.reading.inventory import walk_versions
 from shardkit.reading.parity.sets import SetRecord
@@ -392,6 +392,6 @@ def make_template(*, parity: bool, on_disk: bool) -> Snapshot:
         world.promised[one.manifest.id] = frozenset(rows)
         locations = tuple(LocationRecord(name, world.urls[name], name) for name in ("east", "west"))
         policy = Policy(copies=2, parity=Parity(2) if parity else None, mode="async")
-        place(repository, Change(locations=locations, policy=lambda _: policy))
+        place(repository, PlacementChange(locations=locations, policy=lambda _: policy))
     objects = {name: bucket.objects for name, bucket in world.buckets.items()}
     return Snapshot(on_disk, objects, world.archive, world.promised, world.next_row)

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 import shardkit
 from shardkit.audit import load_run, sample_lineage, version_lineage
-from shardkit.audit.plans import made_again, open_recorded
+from shardkit.audit.plans import open_recorded
 from shardkit.audit.replay import cell_digests
 from shardkit.audit.signing import verify_envelope
-from shardkit.dataset.dataset import population_of
+from shardkit.dataset.recorded_plans import made_again
+from shardkit.dataset.samples import population_of
 from shardkit.errors import FormatError, MissingDependency, NotFoundError, PlanError
 from shardkit.ledger.ledger import (
     STEPS_MAGIC,
@@ -34,7 +35,7 @@ from shardkit.plan import cell_digest
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> shardkit.Dataset:
     root = str(tmp_path_factory.mktemp("data") / "d")
     with shardkit.create(
-        root, schema={"x": "int64", "kind": "str"}, stratify="kind", message="first"
+        root, schema={"x": "int64", "kind": "str"}, stratify="kind", format="tar", message="first"
     ) as writer:
         for number in range(100):
             writer.add(
@@ -158,7 +159,7 @@ def test_signing_without_its_package_says_what_to_install(
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(MissingDependency, match=r"shardkit\[audit\]"):
+    with pytest.raises(MissingDependency, match=r"pip install .*cryptography"):
         verify_envelope(b"{}", tmp_path / "key.pub")
 
 

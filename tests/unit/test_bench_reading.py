@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import numpy as np
 import pytest
 
+import shardkit
 from bench.reading.figures import shares
 from bench.reading.goals import Goal, goals
 from bench.reading.page_cache import drop, warm
@@ -17,7 +22,9 @@ from bench.reading.processes import Job, Reader, build_data
 from bench.reading.readers import limit, memmap, private_blocks
 from bench.reading.report import report
 from bench.reading.samples import MODES
+from bench.reading.slow_bucket import slow_bucket
 from bench.reading.workloads import WORKLOADS
+from tests.servers.object_stores import s3_environment
 
 ROOT = Path(__file__).parents[2]
 SCALE = 0.0  # the fewest rows that there are
@@ -176,3 +183,48 @@ def test_the_environment_of_the_peers_needs_nothing_of_ours() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT
     )
     assert done.stdout == "(2048,)\n", done.stderr
+
+
+@pytest.fixture
+def bucket(tmp_path: Path) -> Iterator[tuple[Path, str]]:
+    """A folder that is served as the bucket "bench", and the endpoint."""
+    folder = tmp_path / "bench"
+    (folder / "data").mkdir(parents=True)
+    (folder / "data" / "digits").write_bytes(b"0123456789")
+    with slow_bucket(folder, 0.01) as endpoint:
+        yield folder, endpoint
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "body"),
+    [({}, 200, b"0123456789"), ({"Range": "bytes=2-4"}, 206, b"234"), ({"Range": "bytes=7-"}, 206, b"789"),
+     ({"Range": "bytes=-2"}, 206, b"89"), ({"Range": "bytes=8-99"}, 206, b"89")],
+)  # fmt: skip
+def test_the_slow_bucket_answers_ranges(
+    bucket: tuple[Path, str], headers: dict[str, str], status: int, body: bytes
+) -> None:
+    started = time.perf_counter()
+    with urlopen(Request(f"{bucket[1]}/bench/data/digits", headers=headers)) as answer:
+        assert (answer.status, answer.read()) == (status, body)
+    assert time.perf_counter() - started > 0.01
+
+
+@pytest.mark.parametrize("path", ["bench/none", "other/data/digits", "bench/%2e%2e/secret"])
+def test_the_slow_bucket_has_nothing_else(bucket: tuple[Path, str], path: str) -> None:
+    (bucket[0].parent / "secret").write_text("secret")
+    with pytest.raises(HTTPError, match="404"):
+        urlopen(f"{bucket[1]}/{path}")
+
+
+def test_shardkit_reads_a_dataset_from_the_slow_bucket(
+    bucket: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, endpoint = bucket
+    with shardkit.create(folder / "numbers", {"number": "int64"}) as writer:
+        for number in range(100):
+            writer.add({"number": number})
+    for name, value in s3_environment(endpoint).items():
+        monkeypatch.setenv(name, value)
+    ds = shardkit.open("s3://bench/numbers")
+    with ds.loader(ds.plan(global_batch=10)) as loader:
+        assert sorted(int(number) for batch in loader for number in batch["number"]) == [*range(100)]

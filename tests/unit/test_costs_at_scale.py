@@ -1,4 +1,4 @@
-"""Seeking into a plan with costs of a billion rows: few pieces, little memory, no second of a processor."""
+"""Seeking into a plan with costs of a billion rows reads few pieces and holds little memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 _PROGRAM = """
-import hashlib, sys, time
+import hashlib
 import numpy as np
 from shardkit.dataset.costs import PIECE_ROWS, CostCodes
 from shardkit.manifest import ShardTable
@@ -38,11 +38,10 @@ def load(piece):  # what a read of a piece does: so many bytes, hashed
 first = np.append(np.arange(0, SHARDS, PER_PIECE) * ROWS, SHARDS * ROWS)
 costs = Costs("drawn", CostCodes(rows, starts, first, load))
 people = Population.of("sha256:many", ["all"], [(i, 0, ROWS) for i in range(SHARDS)], 100)
-began = time.process_time()
+before = peak_kib()  # the imports and the tables of the dataset
 plan = make_plan(people, global_batch=512, lanes=64, cost=costs)
 plan.steps(1_234_567, 1_234_568, range(8, 16))
-took = time.process_time() - began
-print(took, peak_kib() // 1024, len(set(loaded)), len(first) - 1)
+print((peak_kib() - before) // 1024, len(set(loaded)), len(first) - 1)
 """
 
 
@@ -50,7 +49,6 @@ def test_a_seek_reads_the_pieces_of_its_windows() -> None:
     told = subprocess.run(
         [sys.executable, "-c", _PROGRAM], capture_output=True, text=True, check=True, timeout=60
     ).stdout
-    took, mebibytes, read, pieces = map(float, told.split())
-    assert took < 1.0, told
-    assert mebibytes < 200, told
-    assert read < pieces / 8, told
+    grown, read, pieces = map(int, told.split())
+    assert grown < 128, told  # MiB; all codes are 954
+    assert read < pieces // 8, told

@@ -221,7 +221,7 @@ def test_a_missing_field_and_a_wrong_key_are_named(tmp_path: Path) -> None:
         ({"stratify": ["label", "label"]}, ConfigurationError, "label"),
         ({"stratify": "__class__"}, ConfigurationError, "class names"),
         ({"format": "zip"}, SchemaError, "zip"),
-        ({"compression": "zstd"}, SchemaError, "tar shards are not compressed"),
+        ({"format": "tar", "compression": "zstd"}, SchemaError, "tar shards are not compressed"),
         ({"shard_size": "a lot"}, ConfigurationError, "a lot"),
         ({"shard_size": "6GiB"}, ConfigurationError, "shard_size"),
         ({"split": {"train": 0.9, "val": 0.2}}, ConfigurationError, "1.1"),

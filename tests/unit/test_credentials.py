@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Callable
+from urllib.parse import quote
 
 import pytest
 from hypothesis import given, settings
@@ -122,17 +123,63 @@ REFUSED = [
     f"sftp://user:{CANARY}@host/x",
     f"https://user%3A{CANARY}%40host/x",
     f"simplecache::s3://user:{CANARY}@bucket/x",
+    f"github://user:ghp_{'a1' * 18}@main",
+    f"github://user:{CANARY}@github.com:443",
     f"zip://inner.zip::simplecache::https://{CANARY}@host/x",
     f"https://host/x?X-Amz-Signature={CANARY}",
     f"https://host/x?a=1&sig={CANARY}",
     f"https://host/x#access_token={CANARY}",
     f"HTTPS://host/x?a=1;TOKEN={CANARY}",
     f"see https://host/?key={CANARY} for more",
+    f"https://user::{CANARY}@host",
+    f"s3://key::{CANARY}@bucket",
+    f"https:///u:{CANARY}@host",
+    f"https://h/x?subscription-key={CANARY}",
+    f"https://h/x?Ocp-Apim-Subscription-Key={CANARY}",
+    f"https://h/x?x-functions-key={CANARY}",
+    f"https://h/?sharedkey={CANARY}",
+    f"https://h/?hmac={CANARY}",
+    f"https://h/?pat={CANARY}",
+    f"https://h/?sid={CANARY}",
+    f"https://h/?token[]={CANARY}",
+    f"https://h/?api.key={CANARY}",
+    f"https://h/?session={CANARY}",
+    f"https://h/x;token={CANARY}",
+    f"https://h/x;jsessionid={CANARY}",
+    f"https://h/x%3Fsig={CANARY}",
+    f"https://h/x%253Fsig={CANARY}",
+    f"https://user%253A{CANARY}%2540host/x",
+    f"https://h/?next=https://u:{CANARY}@host",
+    f"https://h/?next=https%3A%2F%2Fu:{CANARY}@host",
+    f"https://a b{CANARY}@host",
+    f"https://a b:{CANARY}@host",
+    f"https:/u:{CANARY}@host",
+    f"https:u:{CANARY}@host",
+    f"S3:{CANARY}@bucket",
+    f"https:\\\\u:{CANARY}@host",
+    f"//u:{CANARY}@host",
+    f"https://u：{CANARY}@host",
+    f"https://u:{CANARY}＠host",
+    f"http://u:{CANARY}/w@host",
+    f'https://u:"{CANARY}"@host',
+    f"memory:///u:{CANARY}@x",
+    f"https://h/?a=token={CANARY}",
+    f"webhdfs://h/x?delegation={CANARY}",
+    f"https://h/x?bearer={CANARY}",
+    f"https://h/x?pw={CANARY}",
+    f"https://h/?next=//u:{CANARY}@host",
+    f"simplecache::https://u::{CANARY}@host",
+    f"zip://a::b.zip::https://u::{CANARY}@host",
+    f"mirror=https://u:{CANARY}@host",
+    f"https://u:%0A{CANARY}@host",
+    f"https://x=https://u:{CANARY}@h",
     f"hf_{'a1' * 16}",
     f"ghp_{'a1' * 18}",
 ]
 ACCEPTED = [
     "s3://bucket/cats@main",
+    "github://org:repo@main",
+    "github://my-org:my.repo@v1.2/data",
     "s3://bucket@v1",
     "sftp://user@host/x",
     "memory://x/y@main",
@@ -144,6 +191,22 @@ ACCEPTED = [
     "data/cats@sha256:" + "ab" * 32,
     "simplecache::s3://bucket/x",
     "sk-learn-digits",
+    "http://host:8450: no answer",
+    "abfss://container@account.dfs.core.windows.net/x",
+    "s3://bucket/key=1/code=US/session=3/part.parquet@main",
+    "memory:///x@main",
+    "file:///data/x@main",
+    "C:/data/x@main",
+    "https://example.org, write to me@example.org",
+    "(https://host:80).",
+    "[::1]:8450",
+    "std::vector",
+    "mailto:me@example.org",
+    "license:cats@v1",
+    "data//cats@main",
+    "https://host/x?tokenizer=bpe&max_tokens=5&page=3",
+    "server:/export/x",
+    "zip://inner.zip::simplecache::https://host/x",
 ]
 
 
@@ -162,26 +225,33 @@ def test_addresses_without_credentials_are_accepted(text: str) -> None:
     assert hide_credentials(text) == text
 
 
-LINKS = st.sampled_from(["", "simplecache::", "zip://a.zip::", "blockcache::filecache::"])
+LINKS = st.sampled_from(["", "simplecache::", "zip://a.zip::", "blockcache::filecache::", "mirror=", "x::y "])
 SCHEMES = st.sampled_from(["s3", "gs", "az", "memory", "https", "HTTP", "sftp", "file", "hf", "x+y"])
-WORDS = st.text(string.ascii_letters + string.digits + "._-%", max_size=12)
+SLASHES = st.sampled_from(["://", "://", "://", ":///", ":\\\\"])
+WORDS = st.text(string.ascii_letters + string.digits + "._-%:=;", max_size=12)
+NAMES = st.sampled_from(
+    ["X-Amz-Signature", "sig", "token", "X-Goog-Credential", "access_token", "Password", "subscription-key", "api.key",
+     "token[]", "sharedkey", "hmac", "jsessionid", "%73ig", "%2573ig"]
+)  # fmt: skip
+PARAMETERS = st.sampled_from(["?", "#", ";", "?a=1&", "?versionId=7;"])
 
 
 @st.composite
 def urls(draw: st.DrawFn) -> str:
-    """A URL that holds the canary as a password, a user, a signature or in a fragment."""
-    scheme, host, path = draw(SCHEMES), draw(WORDS), draw(WORDS)
-    query = draw(st.sampled_from(["", "a=1&", "versionId=7;"]))
-    name = draw(
-        st.sampled_from(["X-Amz-Signature", "sig", "token", "X-Goog-Credential", "access_token", "Password"])
-    )
-    form = draw(st.sampled_from(["password", "query", "fragment"]))
-    rest = {
-        "password": f"{draw(WORDS)}:{CANARY}@{host}/{path}",
-        "query": f"{host}/{path}?{query}{name}={CANARY}",
-        "fragment": f"{host}/{path}#{query}{name}={CANARY}",
-    }[form]
-    return f"{draw(LINKS)}{scheme}://{rest}"
+    """A URL that holds the canary as a password, a user, or the value of a parameter, spelled in many ways."""
+    name, host, path = draw(NAMES), draw(WORDS), draw(WORDS)
+    start = f"{draw(SCHEMES)}{draw(SLASHES)}"
+    url = {
+        "password": f"{start}{draw(WORDS)}:{CANARY}@{host}/{path}",
+        "user": f"{draw(st.sampled_from(['s3', 'https', 'ftp']))}://{CANARY}@{host}/{path}",
+        "parameter": f"{start}host/{path}{draw(PARAMETERS)}{name}={CANARY}",
+        "nested": f"{start}host/?next=https://user:{CANARY}@host",
+    }[draw(st.sampled_from(["password", "user", "parameter", "nested"]))]
+    for _ in range(draw(st.integers(0, 3))):
+        sign = draw(st.sampled_from(["@", ":", "/", "?", "=", "%", "&", ";"]))
+        head, _, rest = url.partition("//")
+        url = f"{head}//{rest.replace(sign, quote(sign, safe=''))}"
+    return f"{draw(LINKS)}{url}"
 
 
 @pytest.mark.drill
@@ -205,6 +275,30 @@ def test_no_form_of_url_gets_a_credential_through(url: str, before: str, after: 
             take(url)
         assert CANARY not in str(caught.value)
     assert CANARY not in hide_credentials(f"{before} {url}: {after}")
+
+
+LONG = [
+    "a://?" + "secret" * 20_000,
+    "a::" * 40_000,
+    "a://" * 30_000,
+    "%25" * 40_000,
+    "a." * 60_000,
+    "eyJaaaaaaaa-" * 10_000,
+    "token='\"" * 20_000,
+    "a// " * 30_000,
+    "bearer" + " " * 120_000,
+    "a://" + "?;" * 60_000,
+    "x@" * 60_000,
+    "s3:" * 40_000,
+]
+
+
+@pytest.mark.parametrize("text", LONG, ids=lambda text: text[:8])
+def test_long_texts_are_examined_in_one_pass(text: str) -> None:
+    """A pattern that tries again from each of 120,000 letters would take hours."""
+    find_credential(text)
+    hide_credentials(text)
+    redact(text, {text: "long enough"})
 
 
 @pytest.mark.parametrize("command", [name for _, names in COMMANDS for name in names])

@@ -1,4 +1,4 @@
-"""The examples in the docstrings of public names run as printed, on a small dataset of digits."""
+"""The examples in docstrings of public names and in pages of concepts run as printed, on a small dataset of digits."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import pytest
 import shardkit
 
 MODULES = {
-    "shardkit.dataset.creating": 2, "shardkit.dataset.dataset": 5, "shardkit.dataset.samples": 3,
-    "shardkit.plan.plan": 5, "shardkit.loader.loader": 4, "shardkit.loader.batch": 1,
+    "shardkit.dataset.creating": 2, "shardkit.dataset.dataset": 5, "shardkit.dataset.opening": 1,
+    "shardkit.dataset.samples": 3,
+    "shardkit.plan.plan": 6, "shardkit.loader.loader": 4, "shardkit.loader.batch": 1,
 }  # fmt: skip
 """Modules, and how many of their docstrings have examples."""
 
@@ -44,3 +45,14 @@ def test_examples_run(name: str, names: dict[str, Any]) -> None:
         report: list[str] = []
         failed = doctest.DocTestRunner(verbose=False).run(one, out=report.append, clear_globs=False).failed
         assert not failed, "".join(report)
+
+
+@pytest.mark.filterwarnings("ignore:.*")
+@pytest.mark.parametrize("name", ["grid", "lanes"])
+def test_examples_of_concepts_run(name: str, names: dict[str, Any]) -> None:
+    page = Path(__file__).parents[2] / "docs" / "concepts" / f"{name}.md"
+    test = doctest.DocTestParser().get_doctest(page.read_text(encoding="utf-8"), names, name, str(page), 0)
+    report: list[str] = []
+    failed = doctest.DocTestRunner(verbose=False).run(test, out=report.append, clear_globs=False).failed
+    assert test.examples
+    assert not failed, "".join(report)

@@ -134,7 +134,7 @@ def test_names_are_those_of_the_source_everywhere(
 
 def test_tars_hold_names_that_any_reader_takes(tmp_path: Path, table: pa.Table) -> None:
     pq.write_table(table, tmp_path / "rows.parquet")
-    build(str(tmp_path / "rows.parquet"), tmp_path / "root")
+    build(str(tmp_path / "rows.parquet"), tmp_path / "root", format="tar")
     (shard,) = (tmp_path / "root").glob("objects/*/*/*.tar")
     with tarfile.open(shard) as tar:
         names = tar.getnames()

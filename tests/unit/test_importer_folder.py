@@ -1,14 +1,22 @@
 from __future__ import annotations
 
+import csv
+import json
 import os
+import tempfile
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from shardkit.errors import NotFoundError, ShardkitError, SourceError
-from shardkit_tools.importers import ImportOptions, detect, open_source
+from shardkit_tools.importers import ImportOptions, SourceFailure, detect, open_source
 from shardkit_tools.importers.source_files import list_source
 from tests.importer_conformance import check_importer, read_all
+from tests.pictures import encoded, photograph
 
 PNG = b"\x89PNG\r\n\x1a\n" + b"pixels"
 JPEG = b"\xff\xd8\xff\xe0" + b"pixels"
@@ -71,7 +79,14 @@ def test_classes_can_be_switched_off(tmp_path: Path) -> None:
     [
         ({"a.png": PNG, "b.wav": b"RIFF"}, r"mixed: audio \(b\.wav\), image \(a\.png\)"),
         ({"a.png": PNG, "a.jpg": JPEG}, r"a\.png: has the same stem as a\.jpg"),
-        ({"a.png": PNG, "b.png": PNG, "b.txt": b"t"}, r"a\.png: has no \.txt sidecar"),
+        ({"a.png": PNG, "metadata.csv": b"file_name,t\n,x"}, r"metadata\.csv line 2: no file_name"),
+        ({"a.png": PNG, "metadata.csv": b"name,t\na.png,x"}, r"metadata\.csv: no field 'file_name'"),
+        ({"a.png": PNG, "metadata.csv": b"file_name,image\na.png,x"}, r"field 'image' has the name"),
+        (
+            {"x/a.png": PNG, "metadata.csv": b"file_name\nx/a.png", "x/metadata.csv": b"file_name\na.png"},
+            r"x/metadata\.csv line 2: 'a\.png' has a row before it",
+        ),
+        ({"a.png": PNG, "metadata.csv": b"file_name\na.png", "x/metadata.jsonl": b"{}"}, r"several kinds"),
         ({"a.png": PNG, "a.txt": b"t", "c.txt": b"t"}, r"c\.txt: a sidecar without its sample"),
         ({"a.png": PNG, "b.png": b""}, r"b\.png: an empty file"),
         ({"a.png": PNG, "b.png": b"<html>404</html>"}, r"b\.png: not an image \(it starts with 3c 68"),
@@ -82,7 +97,7 @@ def test_classes_can_be_switched_off(tmp_path: Path) -> None:
         ),
         ({"a.png": PNG, "a.json": b'{"x": NaN}'}, r"a\.json: not valid JSON \(NaN"),
         ({"a.png": PNG, "a.json": b"[1]"}, r"a\.json: holds a list"),
-        ({"a.png": PNG, "a.txt": b"\xff"}, r"a\.txt: not UTF-8 \(byte 0\)"),
+        ({"a.png": PNG, "a.txt": b"\xff"}, r"a\.txt: not UTF-8 \(byte 0 is 0xff\)"),
         ({"a.json": b"{}", "b.txt": b""}, r"only sidecars"),
     ],
 )
@@ -110,9 +125,9 @@ def test_a_dataset_is_no_source(tmp_path: Path) -> None:
     source = tree(tmp_path, {"photos/a.png": PNG})
     assert len(read_all(open_source(source))) == 1
     tree(tmp_path, {"built/shardkit.json": b"{}", "built/log/1.json": b"{}"})
-    for given in (source, f"{source}/built"):
+    for place in (source, f"{source}/built"):
         with pytest.raises(SourceError, match=r"built/?: a dataset, whose shards are no samples"):
-            open_source(given)
+            open_source(place)
 
 
 def test_links_out_of_the_source_and_special_files_are_refused(tmp_path: Path) -> None:
@@ -129,6 +144,59 @@ def test_links_out_of_the_source_and_special_files_are_refused(tmp_path: Path) -
     os.mkfifo(tmp_path / "s" / "d.png")
     with pytest.raises(SourceError, match=r"d\.png: neither a file nor a folder"):
         open_source(source)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abc"), st.sampled_from(["file", "link", "linked folder"])), max_size=8
+    ),
+    st.booleans(),
+)
+@settings(max_examples=25, deadline=None)
+def test_links_are_followed_on_request_or_where_all_files_are_links(
+    entries: list[tuple[str, str]], follow: bool
+) -> None:
+    """The same samples as from a copy without links, or an error that names a link."""
+    with tempfile.TemporaryDirectory() as text:
+        source, pool = Path(text, "source"), Path(text, "pool")
+        wanted = {}
+        for number, (folder, how) in enumerate(entries):
+            place = source / folder / (f"f{number}" if how == "linked folder" else f"{number}.png")
+            place.parent.mkdir(parents=True, exist_ok=True)
+            data = PNG + bytes([number])
+            if how == "file":
+                place.write_bytes(data)
+            elif how == "link":
+                pool.mkdir(exist_ok=True)
+                (pool / f"{number}.png").write_bytes(data)
+                place.symlink_to(pool / f"{number}.png")
+            else:
+                (pool / f"f{number}").mkdir(parents=True)
+                (pool / f"f{number}" / "x.png").write_bytes(data)
+                place.symlink_to(pool / f"f{number}")
+            wanted[f"{folder}/f{number}/x" if how == "linked folder" else f"{folder}/{number}"] = data
+        if not wanted:
+            return
+        kinds = {how for _, how in entries}
+        options = ImportOptions(follow_links=follow)
+        if "file" in kinds and len(kinds) > 1 and not follow:
+            with pytest.raises(SourceError, match=r"symbolic link out of the source .*--follow-links"):
+                open_source(str(source), options=options)
+            return
+        rows = read_all(open_source(str(source), options=options))
+        assert {row.key: row.sample["image"] for row in rows} == wanted
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_loops_of_links_are_named(tmp_path: Path, steps: int) -> None:
+    """A folder that leads to itself through links, whether inside the source or through other folders."""
+    tree(tmp_path, {"source/a.png": PNG})
+    names = ["source", *(f"other{n}" for n in range(steps - 1))]
+    for name, following in zip(names, [*names[1:], "source"], strict=True):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "next").symlink_to(tmp_path / following)
+    with pytest.raises(SourceError, match=r"next: a loop of symbolic links"):
+        open_source(str(tmp_path / "source"), options=ImportOptions(follow_links=True))
 
 
 def test_links_to_folders_and_dangling_links_are_refused(tmp_path: Path) -> None:
@@ -181,3 +249,66 @@ def test_records_beside_other_files_are_not_taken_for_samples(tmp_path: Path) ->
         open_source(source)
     with pytest.raises(ShardkitError, match="no such importer; expected one of"):
         open_source(source, "excel")
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["", "x/", "x/y/"]), st.booleans(), st.booleans()), min_size=1, max_size=6
+    ),
+    st.sampled_from(["jsonl", "csv", "parquet"]),
+    st.booleans(),
+)
+@settings(max_examples=30, deadline=None)
+def test_captions_are_joined_by_name_and_missing_ones_are_null(
+    pictures: list[tuple[str, bool, bool]], suffix: str, nested: bool
+) -> None:
+    """Sidecars and rows of metadata, each missing for some files; metadata of a folder names its own files."""
+    with tempfile.TemporaryDirectory() as text:
+        root, rows, wanted = Path(text), [], {}
+        for number, (folder, has_sidecar, has_row) in enumerate(pictures):
+            tree(root, {f"{folder}{number}.png": PNG})
+            row = {"file_name": f"{folder}{number}.png", "caption": f"caption {number}", "label": number}
+            if has_sidecar:
+                tree(root, {f"{folder}{number}.txt": b"text %d" % number})
+            if has_row:
+                rows.append(row)
+            wanted[f"{folder}{number}"] = (
+                f"text {number}" if has_sidecar else None,
+                *((row["caption"], row["label"]) if has_row else (None, None)),
+            )
+        inside = [row for row in rows if nested and str(row["file_name"]).startswith("x/")]
+        above = [row for row in rows if row not in inside]
+        if above:
+            write_metadata(root / f"metadata.{suffix}", above)
+        if inside:
+            named = [row | {"file_name": str(row["file_name"])[2:]} for row in inside]
+            write_metadata(root / "x" / f"metadata.{suffix}", named)
+        samples = check_importer(open_source(text, options=ImportOptions(classes=False)))
+        found = {
+            row.key: tuple(row.sample.get(name) for name in ("text", "caption", "label")) for row in samples
+        }
+        assert found == wanted
+
+
+def write_metadata(path: Path, rows: list[dict[str, object]]) -> None:
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif path.suffix == ".csv":
+        with path.open("w", newline="") as out:
+            table = csv.DictWriter(out, rows[0])
+            table.writeheader()
+            table.writerows(rows)
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "GIF", "BMP"])
+def test_pictures_cut_short_are_found_where_they_are_decoded(tmp_path: Path, form: str) -> None:
+    whole = encoded(photograph(0, 64, 48), form)
+    cuts = [len(whole) * part // 8 for part in range(2, 7)]
+    files = {f"{cut:06}.jpg": whole[:cut] for cut in cuts}
+    source = tree(tmp_path, {**files, "whole.jpg": whole})
+    importer = open_source(source, options=ImportOptions(check="decode"))
+    rows = [row for task in importer.tasks() for row in importer.read(task)]
+    assert [isinstance(row, SourceFailure) for row in rows] == [True] * len(cuts) + [False]
+    assert len(read_all(open_source(source))) == len(files) + 1

@@ -83,6 +83,7 @@ def test_rows_after_the_scan_are_checked(
     tmp_path: Path, second: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shardkit_tools.importers.json_lines.SCAN_ROWS", 1)
+    monkeypatch.setattr("shardkit_tools.importers.line_ranges.INFERRED_BYTES", 0)
     path = tmp_path / "rows.jsonl"
     path.write_text('{"a": 1}\n' + second + '\n{"a": 3}\n')
     importer = open_source(str(path))
@@ -97,6 +98,7 @@ def test_what_is_suggested_for_a_late_null_works(
     tmp_path: Path, second: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shardkit_tools.importers.json_lines.SCAN_ROWS", 1)
+    monkeypatch.setattr("shardkit_tools.importers.line_ranges.INFERRED_BYTES", 0)
     (tmp_path / "rows.jsonl").write_text('{"a": 1}\n' + second + "\n")
     with pytest.raises(SourceError, match=r"--schema a=int64\?"):
         read_all(open_source(str(tmp_path / "rows.jsonl")))
@@ -181,6 +183,7 @@ def test_a_field_that_begins_late_is_kept_or_left_out_as_the_message_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shardkit_tools.importers.json_lines.SCAN_ROWS", 2)
+    monkeypatch.setattr("shardkit_tools.importers.line_ranges.INFERRED_BYTES", 0)
     path = tmp_path / "a.jsonl"
     path.write_text('{"id": 1}\n{"id": 2}\n{"id": 3, "y": "late"}\n')
     (task,) = open_source(str(path)).tasks()

@@ -10,9 +10,10 @@ import pytest
 import shardkit
 import shardkit_tools
 import shardkit_tools.importers.numpy_arrays as numpy_arrays
-from shardkit.errors import SchemaError, SourceError
+from shardkit.errors import SchemaError, SourceError, UsageError
 from shardkit_tools.importers import open_source
 from shardkit_tools.importers.protocol import ImportOptions
+from shardkit_tools.importers.source_files import find_source
 from tests.importer_conformance import check_importer, read_all
 
 
@@ -22,7 +23,7 @@ def test_rows_of_the_first_axis(
     tmp_path: Path, dtype: str, order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(numpy_arrays, "_TASK_BYTES", 40)
-    monkeypatch.setattr(numpy_arrays, "_PIECE_BYTES", 15)
+    monkeypatch.setattr(numpy_arrays, "PIECE_BYTES", 15)
     values = np.asarray(np.arange(60).reshape(10, 2, 3) % 7, dtype=dtype, order=order)  # type: ignore[call-overload]
     np.save(tmp_path / "a.npy", values)
     importer = open_source(str(tmp_path / "a.npy"))
@@ -42,6 +43,71 @@ def test_several_files_are_fields(tmp_path: Path) -> None:
     np.save(tmp_path / "z.npy", np.zeros(4))
     with pytest.raises(SourceError, match=r"z\.npy: 4 rows, but x\.npy has 3"):
         open_source(str(tmp_path))
+
+
+def saved(folder: Path, shapes: list[tuple[int, ...]], name: str = "part-{}") -> list[Any]:
+    arrays = [np.full(shape, number, np.int16) for number, shape in enumerate(shapes)]
+    for number, array in enumerate(arrays):
+        np.save(folder / f"{name.format(number)}.npy", array)
+    return arrays
+
+
+def opened(folder: Path, **options: Any) -> tuple[Any, list[str]]:
+    importer, notes = find_source(str(folder), None, ImportOptions(**options))
+    return importer, [note for note in notes if "--arrays" in note]
+
+
+def test_numbered_files_are_parts_of_one_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numpy_arrays, "_TASK_BYTES", 20)
+    arrays = saved(tmp_path, [(3, 2), (5, 2), (1, 2)])
+    importer, notes = opened(tmp_path)
+    assert notes == [
+        "3 arrays are read as parts of one array of 9 rows; --arrays rows, files or fields decides otherwise"
+    ]
+    rows = check_importer(importer)
+    assert np.array_equal(np.stack([np.asarray(row.sample["value"]) for row in rows]), np.concatenate(arrays))
+    assert [(row.source_name, row.source_row) for row in rows][2:4] == [("part-0.npy", 2), ("part-1.npy", 0)]
+    with pytest.raises(SourceError, match=r"5 rows, but part-0\.npy has 3"):
+        opened(tmp_path, arrays="fields")
+
+
+@pytest.mark.parametrize(
+    ("shapes", "kind"), [([(2, 3), (4, 3)], "int16[*,3]"), ([(2,), (2,)], "int16[2]"), ([(), ()], "int16")]
+)
+def test_files_are_samples(tmp_path: Path, shapes: list[tuple[int, ...]], kind: str) -> None:
+    arrays = saved(tmp_path, shapes)
+    importer, notes = opened(tmp_path, arrays="files")
+    assert (str(importer.schema["value"]), notes) == (kind, [])
+    rows = check_importer(importer)
+    assert [row.key for row in rows] == ["part-0", "part-1"]
+    assert all(
+        np.array_equal(np.asarray(row.sample["value"]), array)
+        for row, array in zip(rows, arrays, strict=True)
+    )
+
+
+def test_the_reading_follows_names_and_shapes(tmp_path: Path) -> None:
+    cases: list[tuple[list[tuple[int, ...]], str, str]] = [
+        ([(3, 2), (3, 2)], "x{}-of-2", "parts of one array of 6 rows"),
+        ([(3, 2), (3, 4)], "{:04}", "2 samples"),
+        ([(2,)] * 65, "{}", "65 samples"),
+    ]
+    for number, (shapes, name, told) in enumerate(cases):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        saved(folder, shapes, name)
+        assert told in opened(folder)[1][0]
+    saved(tmp_path / "0", [(3,)], "labels{}")
+    assert "3 fields of a sample" in opened(tmp_path / "0")[1][0]
+
+
+def test_arrays_that_do_not_fit_their_reading_are_named(tmp_path: Path) -> None:
+    saved(tmp_path, [(3, 2), (3, 4)])
+    with pytest.raises(SourceError, match=r"part-1\.npy: rows of int16\[4\], but part-0\.npy has int16\[2\]"):
+        opened(tmp_path, arrays="rows")
+    saved(tmp_path, [(3, 2), (3,)])
+    with pytest.raises(SourceError, match=r"part-1\.npy: an array of int16\[3\], but those before"):
+        opened(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +172,7 @@ class TestArchives:
         self, tmp_path: Path, save: Any, order: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Of several archives the rows follow each other, in the order of their names."""
-        monkeypatch.setattr(numpy_arrays, "_PIECE_BYTES", 50)
+        monkeypatch.setattr(numpy_arrays, "PIECE_BYTES", 50)
         images = np.asarray(np.arange(60).reshape(10, 2, 3), dtype=">i4", order=order)  # type: ignore[call-overload]
         labels = np.arange(10) % 3
         save(tmp_path / "0.npz", image=images[:7], label=labels[:7])
@@ -186,7 +252,9 @@ class TestArchives:
     def test_archives_with_other_arrays(self, tmp_path: Path) -> None:
         np.savez(tmp_path / "0.npz", a=np.arange(3))
         np.savez(tmp_path / "1.npz", a=np.arange(3, dtype="int32"))
-        with pytest.raises(SourceError, match=r"1\.npz: its arrays are a int32, those of 0\.npz are a int64"):
+        with pytest.raises(
+            SourceError, match=r"1\.npz: its arrays are a int32, the arrays of 0\.npz are a int64"
+        ):
             open_source(str(tmp_path))
 
 
@@ -214,3 +282,22 @@ def test_bools_of_any_byte_are_normalised(tmp_path: Path, format: str) -> None:
         assert sample["varying"].ravel().tolist() == expected
         assert sample["one"] is True
         assert sample["maybe"] is None or sample["maybe"].tolist() == expected
+
+
+def test_files_of_tokens_are_rows_of_the_stated_size(tmp_path: Path) -> None:
+    values = np.arange(70, dtype=np.uint16)
+    values.tofile(tmp_path / "train.bin")
+    values[:33].tofile(tmp_path / "val.bin")
+    options = ImportOptions(dtype="uint16", row=8, rename={"tokens": "ids"})
+    importer = open_source(str(tmp_path), options=options)
+    samples = check_importer(importer)
+    assert importer.schema.to_json() == [["ids", "uint16[8]"]]
+    expected = [*values[:64].reshape(8, 8).tolist(), *values[:32].reshape(4, 8).tolist()]
+    assert [np.asarray(row.sample["ids"]).tolist() for row in samples] == expected
+    assert [(row.source_name, row.source_row) for row in samples[-4:]] == [("val.bin", n) for n in range(4)]
+    _, notes = find_source(str(tmp_path / "val.bin"), None, options)
+    assert notes == ("val.bin: its last 2 bytes do not fill a row and are left out",)
+    with pytest.raises(UsageError, match="--dtype float32 --row 8: expected one of uint8"):
+        open_source(str(tmp_path), options=ImportOptions(dtype="float32", row=8))
+    with pytest.raises(SourceError, match=r"val\.bin: 66 bytes, less than a row of 40"):
+        open_source(str(tmp_path), options=ImportOptions(dtype="uint16", row=40))

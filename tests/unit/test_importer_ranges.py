@@ -142,13 +142,14 @@ def test_tables_where_rows_are_not_lines_stay_whole(
 def test_errors_in_a_range_name_the_row_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(line_ranges, "_RANGE_BYTES", 1000)
     monkeypatch.setattr("shardkit_tools.importers.csv._SCAN_ROWS", 100)
+    monkeypatch.setattr("shardkit_tools.importers.line_ranges.INFERRED_BYTES", 0)
     (tmp_path / "a.csv").write_text("a,b,c\n" + lines(900) + "x,1.0,w\n" + lines(100))
     source = open_source(str(tmp_path / "a.csv"))
     (failure,) = [
         row for task in source.tasks() for row in source.read(task) if isinstance(row, SourceFailure)
     ]
     assert failure.source_row == 900
-    assert "row 901: field 'a' is 'x'" in str(failure.error)
+    assert "line 902: field 'a' is 'x'" in str(failure.error)
     (tmp_path / "a.csv").write_bytes(b"a,b,c\n" + lines(900).encode() + b"1,1.0,\xff\n" + lines(10).encode())
     source = open_source(str(tmp_path / "a.csv"))
     with pytest.raises(SourceError, match=r"near line .*not UTF-8"):

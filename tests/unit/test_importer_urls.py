@@ -13,7 +13,7 @@ import pytest
 import shardkit
 from shardkit.errors import NotFoundError, ShardkitError, SourceError, UsageError
 from shardkit_tools.building.build_run import build
-from shardkit_tools.importers import open_source
+from shardkit_tools.importers import open_source, remote_files
 from tests.importer_conformance import check_importer, read_all
 
 
@@ -90,3 +90,16 @@ def test_credentials_in_a_url_are_refused_and_not_repeated(url: str) -> None:
 def test_unknown_protocols() -> None:
     with pytest.raises(ShardkitError, match="gopher"):
         open_source("gopher://host/x.csv")
+
+
+@pytest.mark.parametrize("key", ["a//b", "/a", "a/../b", "./a", "a\n"])
+def test_keys_that_no_client_reads_are_named_or_left_out(key: str) -> None:
+    left_out: dict[str, str] = {}
+    assert [remote_files._is_readable("s3://b", one, left_out) for one in (key, "a/b", "ü ?#%/c")] == [
+        False,
+        True,
+        True,
+    ]
+    assert list(left_out) == [key]
+    with pytest.raises(SourceError, match=r"s3://b: key .*--on-error skip"):
+        remote_files._is_readable("s3://b", key, None)

@@ -5,12 +5,15 @@ import gzip
 import io
 import pickle
 import tarfile
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
 import webdataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from shardkit.errors import SourceError
 from shardkit_tools.importers import ImportOptions, SourceFailure, SourceSample, open_source
@@ -297,3 +300,23 @@ def test_names_whose_dots_become_fields_are_noted(tmp_path: Path) -> None:
     _, notes = find_source(path, None, ImportOptions())
     assert "what follows the first dot of its name ('0 (live)'" in notes[0]
     assert not find_source(write_tar(tmp_path / "b.tar", {"a.left.png": b"A"}), None, ImportOptions())[1]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.lists(st.sampled_from("abcd"), min_size=1, unique=True), min_size=1, max_size=4))
+def test_equal_keys_in_several_tars(tars: list[list[str]]) -> None:
+    """Every sample arrives; keys are unique for every setting that promises it."""
+    with tempfile.TemporaryDirectory() as text:
+        for number, keys in enumerate(tars):
+            write_tar(Path(text, f"{number}.tar"), {f"{key}.txt": f"{number}{key}".encode() for key in keys})
+        places = [(number, key) for number, keys in enumerate(tars) for key in keys]
+        settings_of: dict[str, list[str | None]] = {
+            "source": [key for _, key in places],
+            "prefixed": [f"{number}/{key}" for number, key in places],
+            "none": [None] * len(places),
+        }
+        repeats = len({keys[0] for keys in tars}) < len(tars)
+        for how, expected in {**settings_of, "": settings_of["prefixed" if repeats else "source"]}.items():
+            rows = read_all(open_source(text, options=ImportOptions(keys=how)))
+            assert [row.sample["text"] for row in rows] == [f"{number}{key}" for number, key in places]
+            assert [row.key for row in rows] == expected

@@ -65,8 +65,12 @@ def test_a_skip_that_is_not_listed_fails_on_ci_and_is_named(tmp_path: Path, work
     assert "1 passed, 2 skipped, 1 xfailed, 1 error" in told
 
 
-def test_what_is_listed_is_skipped(tmp_path: Path) -> None:
-    code, told = run(tmp_path, [DEVICE, MARKED], "true")
+@pytest.mark.slow
+@pytest.mark.parametrize(("ci", "listed"), [("true", [DEVICE, MARKED]), ("false", [])])
+def test_what_is_listed_is_skipped_and_elsewhere_every_test(
+    tmp_path: Path, ci: str, listed: list[dict[str, str]]
+) -> None:
+    code, told = run(tmp_path, listed, ci)
     assert code == 0, told
     assert "1 passed, 3 skipped, 1 xfailed" in told
 
@@ -76,14 +80,6 @@ def test_a_listed_test_must_skip_for_the_listed_reason(tmp_path: Path) -> None:
     assert code == 1
     assert "test_device[1] was skipped: no such device: /dev/x" in told
     assert "test_device[2] was skipped" in told
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ci", ["", "false"])
-def test_elsewhere_every_test_may_be_skipped(tmp_path: Path, ci: str) -> None:
-    code, told = run(tmp_path, [], ci)
-    assert code == 0, told
-    assert "1 passed, 3 skipped, 1 xfailed" in told
 
 
 @pytest.mark.slow

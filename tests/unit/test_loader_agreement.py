@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
 import time
 from collections.abc import Callable
@@ -70,3 +71,32 @@ def test_other_loaders_are_asked_for_where_ranks_differ(tmp_path: Path) -> None:
     Exchange(store, 1, 2).put("1", b'{"lanes":[1],"plan":"b"}')
     with pytest.raises(StateError, match="Was a loader made on some ranks only"):
         agree(Exchange(store, 0, 2), {"lanes": [0], "plan": "a"}, lanes=2, shared=False)
+
+
+def _hold_store(pipe: Any) -> None:
+    store = _tcp(Path())
+    pipe.send(store.port)
+    pipe.recv()
+
+
+def _use(exchange: Exchange, *, is_reading: bool) -> None:
+    """Read a message, or write until the connection is known to be lost."""
+    if is_reading:
+        exchange.get("0", 0)
+    for _ in range(100):
+        exchange.put("1", b"{}")
+
+
+@pytest.mark.parametrize("is_reading", [True, False])
+def test_a_store_whose_process_has_ended_is_named(is_reading: bool) -> None:
+    context = multiprocessing.get_context("fork")
+    pipe, end = context.Pipe()
+    holder = context.Process(target=_hold_store, args=(end,))
+    holder.start()
+    store = distributed.TCPStore("127.0.0.1", pipe.recv(), is_master=False)
+    exchange = Exchange(store, 1, 2, patience_s=600)
+    exchange.put("1", b"{}")
+    holder.kill()
+    holder.join()
+    with pytest.raises(RunError, match="lost the connection to the store of the process group"):
+        _use(exchange, is_reading=is_reading)

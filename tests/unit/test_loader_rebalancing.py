@@ -9,6 +9,7 @@ import pytest
 
 from shardkit.errors import ConfigurationError, RunError
 from shardkit.loader import LoaderConfig
+from shardkit.loader.agreement import Exchange
 from shardkit.loader.ranks import Dealt
 from shardkit.loader.rebalancing import Rebalancer, Rebalancing, make_rebalancer
 from shardkit.plan import assign
@@ -26,14 +27,20 @@ class Group:
         self.records: list[dict[str, Any]] = []
         self.seeks = 0
         store = dist.HashStore()
-        settings = Rebalancing(every=4, rules=rules, store=store, timeout_s=0.05)
+        settings = Rebalancing(every=4, rules=rules)
 
         def record(step: int, **details: Any) -> None:
             assert not store.check([f"{self.seeks}/decision/{step}"]), "journaled before it is published"
             self.records.append({"step": step, **details})
 
         self.ranks = [
-            Rebalancer(settings, rank=r, dealt=Dealt(assign(lanes, ranks)), leads=r == 0, record=record)
+            Rebalancer(
+                settings,
+                Exchange(store, r, ranks, patience_s=0.05),
+                rank=r,
+                dealt=Dealt(assign(lanes, ranks)),
+                record=record,
+            )
             for r in range(ranks)
         ]
 
@@ -107,7 +114,7 @@ def test_a_rank_that_runs_ahead_of_the_leader_is_stopped_not_guessing() -> None:
     ahead = group.ranks[1]
     for number in range(RULES.lead):
         ahead.lanes_at(number)
-    with pytest.raises(RunError, match="the leader of the rebalancing has not come to step 0"):
+    with pytest.raises(RunError, match="rank 0 of 2 has not come to step 0"):
         ahead.lanes_at(RULES.lead)
 
 

@@ -203,7 +203,7 @@ def test_a_condition_compares_with_texts(tmp_path: Path, where: str, rows: int) 
 
 def test_a_condition_means_the_same_in_every_block(tmp_path: Path) -> None:
     schema = {"price": "decimal[9,2]", "day": "date"}
-    with shardkit.create(tmp_path / "root", schema=schema, block_size="4KiB") as writer:
+    with shardkit.create(tmp_path / "root", schema=schema, format="tar", block_size="4KiB") as writer:
         for number in range(400):
             writer.add({"price": Decimal(number) / 4, "day": dt.date(1970, 1, 1) + dt.timedelta(days=number)})
     ds = shardkit.open(tmp_path / "root")

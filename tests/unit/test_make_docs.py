@@ -86,3 +86,18 @@ def test_a_guide_that_lacks_a_package_is_shown_without_its_output(
     assert "no_such_package_anywhere" in making.printed_by(missing)
     with pytest.raises(SystemExit, match="no_such_module"):
         making.printed_by(broken)
+
+
+def test_every_table_has_a_rule_of_its_width(making: Any) -> None:
+    """A table whose rule has another width than its head is shown as text, here and on GitHub."""
+    assert [problem for page in making.markdown_files() for problem in making.broken_tables(page)] == []
+
+
+def test_a_broken_table_is_found(making: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(making, "ROOT", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text(
+        "| a | b |\n|---|---|\n| 1 | 2 |\n\n| a \\| b | c |\n|:---|---:|\n\n```\n| a | b |\n|---|\n```\n\n"
+        "|  | b | c |\n|---|---|\n"
+    )
+    assert list(making.broken_tables(page)) == ["page.md:13: 3 columns, but 2 in the rule below"]

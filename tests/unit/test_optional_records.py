@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from shardkit.documents import encode
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError, UsageError
-from shardkit.formats import canonical_json
 from shardkit.manifest import Lookup, LookupPiece, Manifest, compose
-from shardkit.reading.adopted import location_name
+from shardkit.reading.adopted_places import location_name
 from shardkit.repository.log import LogEntry, check_succession
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import PartLocation, find_part, put_location
@@ -72,7 +72,7 @@ def test_lookups_that_do_not_fit_are_refused(lookups: list[Lookup]) -> None:
 def test_other_spellings_are_refused(change: dict[str, Any]) -> None:
     document = {**json.loads(manifest().to_bytes()), **change}
     with pytest.raises(FormatError):
-        Manifest.from_bytes(canonical_json.dumps(document))
+        Manifest.from_bytes(encode(document))
 
 
 def entry(n: int, previous: LogEntry | None, **names: dict[str, str]) -> LogEntry:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardkit
-from shardkit.errors import UsageError
+from shardkit.errors import SampleError, UsageError
 from shardkit.loader.packed_rows import find_documents
 from shardkit_trainer.configuration import ModelConfig
 from shardkit_trainer.tasks import IGNORED, LanguageTask
@@ -53,6 +53,22 @@ def dataset(tmp_path: Path) -> shardkit.Dataset:
             tokens = (np.arange(12, dtype=np.int32) * 7 + number) % 50
             writer.add({"tokens": tokens, "boundaries": np.array([0, 5, 9], np.int32)})
     return shardkit.open(tmp_path / "packed")
+
+
+@pytest.mark.parametrize("outside", [-1, 13])
+def test_a_boundary_outside_of_its_row_is_refused(tmp_path: Path, outside: int) -> None:
+    schema = {"tokens": "int32[12]", "boundaries": "int32[*]"}
+    with shardkit.create(tmp_path / "packed", schema, format="arrow", shuffle=False) as writer:
+        for number in range(8):
+            found = [0, 12] if number != 5 else [outside] if outside < 0 else [0, outside]
+            writer.add({"tokens": np.zeros(12, np.int32), "boundaries": np.array(found, np.int32)})
+    dataset = shardkit.open(tmp_path / "packed")
+    with dataset.loader(dataset.plan(global_batch=8, lanes=1), tensors=False) as loader:
+        batch = next(iter(loader))
+    with pytest.raises(
+        SampleError, match=rf"sample 5: boundaries holds {outside}, and its row has 12 tokens"
+    ):
+        batch.documents("tokens")
 
 
 @pytest.mark.parametrize("tensors", [False, True])

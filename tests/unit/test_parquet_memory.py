@@ -28,6 +28,7 @@ print(rows, peak() - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+@pytest.mark.slow
 def test_a_row_group_is_not_held_as_a_whole(tmp_path: Path) -> None:
     texts = [os.urandom(50_000).hex() for _ in range(4_000)]  # 400 MB, which no encoding makes smaller
     source = tmp_path / "one_group.parquet"

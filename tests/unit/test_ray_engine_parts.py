@@ -37,16 +37,16 @@ def test_tasks_are_as_many_as_the_cluster_has_processors_now(monkeypatch: pytest
 def test_a_node_with_other_versions_is_refused() -> None:
     found = ray_engine._own_versions()
     assert {"shardkit", "zstandard", "pyarrow"} <= set(found)
-    given = ray_engine._Given("driver", {**found, "zstandard": "0.1"})
+    given = ray_engine._Driver("driver", {**found, "zstandard": "0.1"})
     with pytest.raises(RunError, match=rf"zstandard {found['zstandard']}, not 0\.1.*same versions"):
         ray_engine._worker("a list of tasks", [], given)
 
 
 def test_errors_of_files_say_what_every_node_must_see() -> None:
     error = StoreError("read /data/x: No such file or directory")
-    assert ray_engine._told(error, platform.node()) is error
-    elsewhere = ray_engine._told(error, "another node")
+    assert ray_engine._with_reason(error, platform.node()) is error
+    elsewhere = ray_engine._with_reason(error, "another node")
     assert isinstance(elsewhere, StoreError)
     assert "every node of the cluster must see" in str(elsewhere)
     sample = SampleError("row 3: no number")
-    assert ray_engine._told(sample, "another node") is sample
+    assert ray_engine._with_reason(sample, "another node") is sample

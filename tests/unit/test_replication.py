@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 import shardkit
-from shardkit.copies.place import Change, place, promote, undo
-from shardkit.copies.placement import find_needed, live_versions, look
-from shardkit.copies.replicate import replicate
+from shardkit.copies.place import PlacementChange, place, promote, undo
+from shardkit.copies.placement import find_needed, look
+from shardkit.copies.repair import repair
+from shardkit.copies.replicate import find_lag, replicate
 from shardkit.errors import ConfigurationError, IntegrityError, StoreError, UsageError
 from shardkit.reading.objects import Location, copy_object
 from shardkit.repository.location_table import LocationRecord, read_table
@@ -155,17 +156,18 @@ def test_what_was_read_as_wrong_is_replaced_whatever_checksum_the_store_keeps(tm
 
 def _make(root: Path, ref: str = "main", first: int = 0) -> None:
     with shardkit.create(
-        root, {"value": "int64", "kind": "str"}, stratify="kind", ref=ref, shard_size="8KiB", block_size="1KiB"
+        root, {"value": "int64", "kind": "str"}, stratify="kind", format="tar", ref=ref, shard_size="8KiB",
+        block_size="1KiB",
     ) as writer:  # fmt: skip
-        for number in range(first, first + 300):
+        for number in range(first, first + 100):
             writer.add({"value": number, "kind": "gold" if number < first + 20 else "tin"})
 
 
-def _change(tmp_path: Path, *names: str, **policy: object) -> Change:
+def _change(tmp_path: Path, *names: str, **policy: object) -> PlacementChange:
     def changed(before: Policy) -> Policy:
         return before.changed(**policy)  # type: ignore[arg-type]
 
-    return Change(
+    return PlacementChange(
         locations=tuple(LocationRecord.parse(f"{name}={tmp_path / name}") for name in names), policy=changed
     )
 
@@ -174,7 +176,7 @@ def _missing(root: Path) -> int:
     repository = Repository.open(root, read_only=True)
     table = read_table(repository.store, repository.id)
     assert table is not None
-    return len(look(repository, table, find_needed(repository, table, live_versions(repository))).missing)
+    return len(look(repository, table, find_needed(repository, table, repository.versions)).missing)
 
 
 def _shards(path: Path) -> int:
@@ -190,7 +192,7 @@ def test_what_a_commit_waits_for(tmp_path: Path) -> None:
     before = _shards(tmp_path / "a") + _shards(tmp_path / "b")
     _make(root, "later", 1_000)
     assert _shards(tmp_path / "a") + _shards(tmp_path / "b") == before
-    lag = replicate(Repository.open(root), dry_run=True)
+    lag = find_lag(Repository.open(root))
     assert (lag.exit_code, lag.lag_before > 0) == (5, True)
     done = replicate(Repository.open(root))
     assert (done.exit_code, done.lag_before, done.lag_after) == (0, lag.lag_before, 0)
@@ -205,8 +207,8 @@ def test_hybrid_waits_for_metadata_and_for_critical_strata(tmp_path: Path) -> No
     repository = Repository.open(root, read_only=True)
     table = read_table(repository.store, repository.id)
     assert table is not None
-    needed = find_needed(repository, table, live_versions(repository))
-    missing = {one.needed.name for one in look(repository, table, needed).missing}
+    needed = find_needed(repository, table, repository.versions)
+    missing = {one.name for one in look(repository, table, needed).missing}
     critical = {name for name, one in needed.items() if one.is_critical}
     assert missing == needed.keys() - critical - {name for name, one in needed.items() if len(one.where) == 1}
     assert any(name.endswith(".tar") for name in critical)
@@ -234,12 +236,12 @@ def test_a_lost_location_is_forgotten_and_its_copies_are_made_elsewhere(tmp_path
     _make(root)
     shutil.rmtree(tmp_path / "a")
     assert replicate(Repository.open(root)).exit_code == 3
-    placing = place(Repository.open(root), Change(forget=("a",)))
+    placing = place(Repository.open(root), PlacementChange(forget=("a",)))
     assert placing.committed
     assert _missing(root) == 0
     assert _shards(tmp_path / "b") == _shards(root)
     with pytest.raises(UsageError, match="no location 'a'"):
-        place(Repository.open(root), Change(forget=("a",)))
+        place(Repository.open(root), PlacementChange(forget=("a",)))
 
 
 def test_a_new_disk_is_filled_again(tmp_path: Path) -> None:
@@ -249,7 +251,7 @@ def test_a_new_disk_is_filled_again(tmp_path: Path) -> None:
     place(Repository.create(root), _change(tmp_path, "a", copies=2, mode="sync"))
     _make(root)
     shutil.rmtree(tmp_path / "a")
-    placing = place(Repository.open(root), Change(refill=("a",)))
+    placing = place(Repository.open(root), PlacementChange(refill=("a",)))
     assert not placing.committed
     assert placing.copies.lag_after == 0
     assert _missing(root) == 0
@@ -260,14 +262,16 @@ def test_moves_wait_for_the_grace_and_can_be_undone(tmp_path: Path) -> None:
     place(Repository.create(root), _change(tmp_path, "a", copies=2, mode="sync"))
     _make(root)
     shards = _shards(root)
-    placing = place(Repository.open(root), Change(locations=_change(tmp_path, "b").locations, empty=("a",)))
+    placing = place(
+        Repository.open(root), PlacementChange(locations=_change(tmp_path, "b").locations, empty=("a",))
+    )
     assert (placing.drops.objects, placing.surplus > 0) == (0, True)
     assert (_shards(tmp_path / "a"), _shards(tmp_path / "b")) == (shards, shards)
     back = undo(Repository.open(root))
     assert back.copies.objects == 0  # nothing had been deleted: nothing to copy
     assert [one.name for one in back.table.locations if one.weight] == ["root", "a"]  # type: ignore[union-attr]
     undo(Repository.open(root))
-    place(Repository.open(root), Change(), grace_s=0)
+    place(Repository.open(root), PlacementChange(), grace_s=0)
     assert (_shards(tmp_path / "a"), _shards(tmp_path / "b")) == (0, shards)
     assert _missing(root) == 0
 
@@ -291,11 +295,11 @@ def test_nothing_is_dropped_without_proof_of_good_copies(
     root = tmp_path / "root"
     place(Repository.create(root), _change(tmp_path, "a", copies=2, mode="sync"))
     _make(root)
-    place(Repository.open(root), Change(locations=_change(tmp_path, "b").locations, empty=("a",)))
+    place(Repository.open(root), PlacementChange(locations=_change(tmp_path, "b").locations, empty=("a",)))
     victim = min((tmp_path / "b").glob("objects/**/*.tar"))
     damage(victim)
     name = str(victim.relative_to(tmp_path / "b"))
-    placing = place(Repository.open(root), Change(), grace_s=0)
+    placing = place(Repository.open(root), PlacementChange(), grace_s=0)
     assert placing.drops.kept == [("a", name)]
     assert (tmp_path / "a" / name).exists()
     assert _shards(tmp_path / "a") == 1
@@ -344,8 +348,26 @@ def test_a_copy_takes_the_place_of_a_lost_root(tmp_path: Path) -> None:
     assert (done.exit_code, done.lost) == (0, [])
     assert _shards(tmp_path / "a") == _shards(tmp_path / "b")
     ds = shardkit.open(tmp_path / "a")
-    assert sorted(int(ds[i]["value"]) for i in range(len(ds))) == list(range(300))
+    assert sorted(int(ds[i]["value"]) for i in range(len(ds))) == list(range(100))
     _make(tmp_path / "a", "next", 1_000)
     assert _missing(tmp_path / "a") == 0
     with pytest.raises(UsageError, match="is no copy"):
         promote(tmp_path / "a")
+
+
+def test_a_root_that_returns_after_a_promotion_adds_nothing_to_the_log_of_the_new_root(
+    tmp_path: Path,
+) -> None:
+    """Otherwise the new root gets commits that it was promoted without, or its log is forked."""
+    root, new = tmp_path / "root", tmp_path / "a"
+    place(Repository.create(root), _change(tmp_path, "a", copies=2, mode="async"))
+    _make(root)
+    replicate(Repository.open(root))
+    _make(root, "next", 1_000)  # not copied yet
+    root.rename(tmp_path / "away")
+    promote(new, copies=1)
+    (tmp_path / "away").rename(root)
+    entries = sorted(path.name for path in (new / "log").iterdir())
+    repair(str(root))
+    replicate(Repository.open(root))
+    assert sorted(path.name for path in (new / "log").iterdir()) == entries

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from shardkit.documents import encode, sha256_digest
 from shardkit.errors import CommitConflict, FormatError, IntegrityError, NotFoundError, StoreError, UsageError
-from shardkit.formats.canonical_json import dumps, sha256_digest
 from shardkit.repository.log import Identity, parse_dataset_url
 from shardkit.repository.repository import Repository
 from shardkit.stores.file_operations import store_error
@@ -89,7 +89,7 @@ def test_a_newer_repository_is_refused_by_name(tmp_path: Path) -> None:
         ({**said, "features": ["erasure-sets"]}, "erasure-sets.*newer shardkit"),
         ({**said, "format": "shardkit-repository/2"}, "shardkit-repository/2"),
     ):
-        (tmp_path / "shardkit.json").write_bytes(dumps({**wrong, "digest": sha256_digest(dumps(wrong))}))
+        (tmp_path / "shardkit.json").write_bytes(encode({**wrong, "digest": sha256_digest(encode(wrong))}))
         with pytest.raises(FormatError, match=message):
             Repository.open(tmp_path)
     (tmp_path / "shardkit.json").write_text("{}")

@@ -21,6 +21,10 @@ STARTS = (
         "shardkit.integrations.transformers",
         "shardkit.integrations.lightning",
         "shardkit.integrations.webdataset",
+        "shardkit.integrations.torchtitan",
+        "shardkit.integrations.trackers",
+        "shardkit.integrations.opentelemetry",
+        "shardkit.formats.canonical_json",
     ),
 )
 

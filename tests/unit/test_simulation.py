@@ -14,10 +14,10 @@ from shardkit.ranges import parse_duration
 from shardkit_tools.simulation.cluster import (
     Cluster,
     Data,
-    changed,
     load_cluster,
     parse_count,
     parse_rate,
+    with_changes,
 )
 from shardkit_tools.simulation.faults import Draws, Moves, arrivals, recovery, restart
 from shardkit_tools.simulation.reading import (
@@ -45,7 +45,7 @@ FAST = ["verify=unlimited", "nic=unlimited", "disk_read=unlimited", "stream=unli
 
 
 def small(*changes: str) -> Cluster:
-    return changed(Cluster(), [*FAST, "ranks=1", *changes])
+    return with_changes(Cluster(), [*FAST, "ranks=1", *changes])
 
 
 # Quantities and descriptions
@@ -82,9 +82,9 @@ def test_a_description_is_checked_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="did you mean nodes"):
         load_cluster(path)
     with pytest.raises(ConfigurationError, match="did you mean cache"):
-        changed(cluster, ["cachesize=5GB"])
+        with_changes(cluster, ["cachesize=5GB"])
     with pytest.raises(ConfigurationError, match="share"):
-        changed(cluster, ["overlap=2"])
+        with_changes(cluster, ["overlap=2"])
     with pytest.raises(NotFoundError, match="examples/clusters"):
         load_cluster(tmp_path / "none.toml")
 
@@ -108,7 +108,7 @@ def test_reduction_closed_forms() -> None:
     assert hierarchical_seconds(2, 4, 8e9, inner=8e9, outer=4e9, latency=0.0) == pytest.approx(1.5 + 2.0)
     assert exposed_seconds(2.0, 0.5, 10.0) == 1.0
     assert exposed_seconds(2.0, 1.0, 0.5) == 1.5, "no more hides than the computation lasts"
-    slow = changed(
+    slow = with_changes(
         Cluster(), ["nodes=2", "ranks=1", "model=ring", "gradient=1GB", "nic=1GB/s", "oversubscription=2"]
     )
     assert reduce_seconds(slow) == pytest.approx(2.0, rel=1e-3)
@@ -224,7 +224,7 @@ def test_one_rank_that_is_bound_by_latency() -> None:
 
 
 def test_one_rank_that_is_bound_by_its_network() -> None:
-    cluster = changed(small("latency=1s", "cell=1s", "memory=1GiB"), ["nic=10B/s"])
+    cluster = with_changes(small("latency=1s", "cell=1s", "memory=1GiB"), ["nic=10B/s"])
     assert by_hand(cluster, [[100], [100]]).tolist() == [12.0, 22.0]
 
 
@@ -248,7 +248,7 @@ def test_gaps_have_their_mean_and_are_always_the_same() -> None:
 
 
 def test_recovery_adds_up() -> None:
-    cluster = changed(
+    cluster = with_changes(
         Cluster(),
         [
             "nodes=4",
@@ -267,23 +267,23 @@ def test_recovery_adds_up() -> None:
     assert (lost["restore_s"], lost["redo_s"]) == (4.0, 25.0)
     assert lost["seconds"] == 59.0
     assert lost["refill_s"] == pytest.approx(2.0), "a quarter of the store"
-    twice = recovery(changed(cluster, ["copies=2"]), 0.5, 1e9)
+    twice = recovery(with_changes(cluster, ["copies=2"]), 0.5, 1e9)
     assert twice["restore_s"] == 2.0
 
 
 @pytest.mark.slow
 def test_a_restart_on_other_hosts_fetches_what_the_lost_one_had() -> None:
-    pod = changed(Cluster(), ["nodes=1024", "ranks=8"])
+    pod = with_changes(Cluster(), ["nodes=1024", "ranks=8"])
     again = restart(pod, 32_768, 1e9)
     assert again["refetched_bytes"] == pytest.approx(1e9), "of 1,024 caches one"
     assert again["fixed_bytes"] >= 0.95 * 1024e9
-    alone = restart(changed(Cluster(), ["nodes=1", "ranks=8"]), 64, 1e9)
+    alone = restart(with_changes(Cluster(), ["nodes=1", "ranks=8"]), 64, 1e9)
     assert alone == {"refetched_bytes": 1e9, "fixed_bytes": 1e9}
 
 
 def test_a_rank_at_half_speed_gives_lanes_away() -> None:
-    """DESIGN §3.3: one of eight ranks at half speed, 64 lanes: 9 cells on the slowest instead of 16."""
-    cluster = changed(Cluster(), ["ranks=8", "cell=1s"])
+    """One of eight ranks at half speed, 64 lanes: 9 cells on the slowest instead of 16."""
+    cluster = with_changes(Cluster(), ["ranks=8", "cell=1s"])
     moves = Moves(cluster, 64, {3: 2.0})
     moves.at(0, 0.0)
     assert moves.compute_s.max() == 16.0
@@ -292,13 +292,13 @@ def test_a_rank_at_half_speed_gives_lanes_away() -> None:
     assert moves.lanes_of.sum() == 64
     assert moves.compute_s.max() <= 10.0
     assert moves.lanes_of.max() == 9
-    still = Moves(changed(cluster, ["rebalance=false"]), 64, {3: 2.0})
+    still = Moves(with_changes(cluster, ["rebalance=false"]), 64, {3: 2.0})
     assert [still.at(step, step * 16.0) for step in range(64)] == [True] + [False] * 63
 
 
 def test_shares_are_those_of_the_real_assignment() -> None:
     for lanes, nodes, ranks in ((64, 8, 1), (10, 2, 2), (48, 5, 1), (600, 7, 8)):
-        cluster = changed(Cluster(), [f"nodes={nodes}", f"ranks={ranks}"])
+        cluster = with_changes(Cluster(), [f"nodes={nodes}", f"ranks={ranks}"])
         fixed = assign(lanes, nodes * ranks).shares()
         looked = choose_sample(cluster, lanes, lanes, 1 << 40)
         assert [list(looked.lanes[n, r]) for n in range(nodes) for r in range(ranks)] == fixed
@@ -306,7 +306,7 @@ def test_shares_are_those_of_the_real_assignment() -> None:
 
 
 def test_costs_by_hand() -> None:
-    cluster = changed(
+    cluster = with_changes(
         Cluster(),
         [
             "nodes=2",
@@ -330,7 +330,7 @@ def test_costs_by_hand() -> None:
 
 def test_a_cluster_worked_out_by_hand() -> None:
     """One node, one rank, no shuffle: 4 steps of 2 samples, a block of 2 samples each; nothing stays in memory."""
-    cluster = changed(
+    cluster = with_changes(
         small("latency=1s", "cell=10s", "epochs=1", "global_batch=2", "lanes=1", "memory=1MiB"),
         ["rows=8", "shards=1", "bytes=8000000", "block=2000000"],
     )
@@ -344,9 +344,9 @@ def test_a_cluster_worked_out_by_hand() -> None:
 
 def test_too_few_lanes_are_told() -> None:
     with pytest.raises(ConfigurationError, match="set lanes"):
-        prepare(changed(Cluster(), ["nodes=32", "global_batch=512", "lanes=64"]))
+        prepare(with_changes(Cluster(), ["nodes=32", "global_batch=512", "lanes=64"]))
     with pytest.raises(ConfigurationError, match="larger global_batch"):
-        prepare(changed(Cluster(), ["nodes=100", "global_batch=512"]))
+        prepare(with_changes(Cluster(), ["nodes=100", "global_batch=512"]))
 
 
 def test_group_sizes_are_the_loaders() -> None:
@@ -354,7 +354,7 @@ def test_group_sizes_are_the_loaders() -> None:
 
 
 def test_a_rank_of_which_a_share_is_sampled_takes_as_long_as_all_of_it() -> None:
-    cluster = changed(
+    cluster = with_changes(
         small("latency=4s", "cell=1s", "concurrency=8", "threads=4", "memory=1GiB"), ["nic=100B/s"]
     )
 

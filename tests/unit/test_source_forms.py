@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import zstandard
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardkit.errors import SourceError, UsageError
 from shardkit_tools.importers import Importer, ImportOptions, open_source
-from shardkit_tools.importers.json_lines import read_array
+from shardkit_tools.importers.json_arrays import read_array
 from shardkit_tools.importers.protocol import SourceFile
 from shardkit_tools.importers.source_files import open_plain
 from tests.importer_conformance import check_importer
@@ -144,6 +144,7 @@ JSON = st.recursive(
 
 
 @given(st.lists(JSON, max_size=6), st.sampled_from([None, 0, 3]), st.integers(1, 40))
+@example(items=[0.0, 1e-300], indent=None, piece=1)
 def test_items_are_those_that_were_written_wherever_pieces_end(
     tmp_path_factory: pytest.TempPathFactory, items: list[Any], indent: int | None, piece: int
 ) -> None:
@@ -151,7 +152,7 @@ def test_items_are_those_that_were_written_wherever_pieces_end(
     path.write_text(json.dumps(items, indent=indent), encoding="utf-8")
     file = SourceFile("items.json", str(path), path.stat().st_size, "")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardkit_tools.importers.json_lines._PIECE", piece)
+        patch.setattr("shardkit_tools.importers.json_arrays._PIECE", piece)
         assert list(read_array(file)) == items
 
 
@@ -160,9 +161,9 @@ def test_items_are_those_that_were_written_wherever_pieces_end(
     [
         ('[{"a": 1}, {"a": 2}', "item 2.*ends there"),
         ('[{"a": 1}, {"a": ', "item 2: not valid JSON"),
-        ('[{"a": 1} {"a": 2}]', "item 1: something other than a comma"),
+        ('[{"a": 1} {"a": 2}]', "item 1: expected a comma"),
         ('[{"a": 1},]', "item 2: not valid JSON"),
-        ('[{"a": 1}] []', "behind the end of the array"),
+        ('[{"a": 1}] []', "after the end of the array"),
         ('[{"a": 1, "a": 2}]', "key 'a' is given twice"),
         ('[{"a": NaN}]', "NaN is not a JSON number"),
         ("[1, 2]", "item 1: holds a int, not an object"),

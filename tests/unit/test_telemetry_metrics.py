@@ -200,5 +200,5 @@ def test_the_scrape_configuration_is_yaml() -> None:
 
 def test_what_is_not_installed_is_answered_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(MissingDependency, match=r"pip install 'shardkit\[metrics\]'"):
+    with pytest.raises(MissingDependency, match="pip install 'prometheus-client>="):
         exposition([], {})

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from shardkit.telemetry import RunTelemetry, summarise
 from shardkit_tools.commands.top import terminal_page
+from shardkit_tools.observing.run_view import grouped_events
 from tests.unit.telemetry_series import made_series
 
 GROWTH = {
@@ -60,3 +61,28 @@ def test_wider_terminals_show_more() -> None:
     assert [len(few) <= len(more) for few, more in pairwise(heads)] == [True] * 3
     assert "host" not in heads[0]
     assert "host" in heads[-1]
+
+
+def test_events_are_not_repeated_and_digests_are_short() -> None:
+    digest = "3f9a" * 16
+    raw = [
+        {
+            "time": 10.0 + rank,
+            "event": "failover",
+            "rank": rank,
+            "name": f"objects/sha256/3f/{digest}.tar",
+            "location": "b",
+        }
+        for rank in range(3)
+    ]
+    raw += [{"time": 20.0, "event": "checkpoint", "rank": 0, "digest": f"sha256:{digest}"}]
+    raw += [{"time": 30.0, "event": "failover", "rank": 1, "name": "short"}]
+    found = grouped_events(raw)
+    assert [(one["event"], one["count"], one["rank"], one["time"]) for one in found] == [
+        ("failover", 3, None, 12.0),
+        ("checkpoint", 1, 0, 20.0),
+        ("failover", 1, 1, 30.0),
+    ]
+    assert found[0]["text"] == "name=objects/sha256/3f/3f9a3f9a3f9a….tar  location=b"
+    assert found[1]["text"] == "digest=sha256:3f9a3f9a3f9a…"
+    assert digest not in str(found)

@@ -88,7 +88,10 @@ def test_loss_is_a_sum_over_valid_targets() -> None:
     both, _ = task.loss(task.model, inputs.tensors)
     one, _ = task.loss(task.model, task.prepare(Cell({"text": ["abcde"]}), 0).tensors)
     two, _ = task.loss(task.model, task.prepare(Cell({"text": ["ab"]}), 0).tensors)
-    assert float(both) == pytest.approx(float(one) + float(two), rel=1e-6)
+    assert both.tolist() == pytest.approx([float(one), float(two)], rel=1e-6)
+    assert inputs.mean_losses(both).tolist() == pytest.approx([float(one) / 4, float(two)], rel=1e-6)
+    with pytest.raises(ConfigurationError, match=r"log.sample_losses.*shape \(\), expected \(2,\)"):
+        inputs.mean_losses(both.sum())
 
 
 def test_tokens_outside_the_vocabulary_are_named() -> None:
@@ -115,7 +118,7 @@ def test_images_are_standardised_one_by_one() -> None:
     with torch.no_grad():
         loss, right = task.loss(task.model, inputs.tensors)
         assert float(task.loss(task.model, task.empty().tensors)[0]) == 0.0
-    assert loss.shape == ()
+    assert loss.shape == (2,)
     assert 0 <= int(right) <= 2
     with pytest.raises(ConfigurationError, match=r"model.classes = 3.*label 7"):
         task.prepare(Cell({"image": images, "label": torch.tensor([7, 0])}), 0)
@@ -210,7 +213,7 @@ def test_convolutions_get_plain_strides(shape: tuple[int, ...], monkeypatch: pyt
         with monkeypatch.context() as patched:
             patched.setattr(F, "conv2d", checked)
             loss, _ = task.loss(task.model, inputs.tensors)
-        torch.autograd.backward(loss)
+        torch.autograd.backward(loss.sum())
     assert seen > 0
 
 
@@ -228,9 +231,9 @@ for width in (1, 2, 4, 8):
         images = np.zeros((6, *map(int, shape.split(","))), np.uint8)
         for _ in range(3):
             inputs = task.prepare(Cell({"image": images, "label": np.zeros(6, np.int64)}), 0)
-            torch.autograd.backward(task.loss(task.model, inputs.tensors)[0])
+            torch.autograd.backward(task.loss(task.model, inputs.tensors)[0].sum())
 task = LanguageTask(ModelConfig(kind="gpt", context=5, layers=1, width=8, heads=2), Schema.parse({"text": "str"}))
-torch.autograd.backward(task.loss(task.model, task.prepare(Cell({"text": ["abcdef", "a"]}), 0).tensors)[0])
+torch.autograd.backward(task.loss(task.model, task.prepare(Cell({"text": ["abcdef", "a"]}), 0).tensors)[0].sum())
 print("whole")
 """
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardkit.errors import ConfigurationError
-from shardkit_tools.commands.tune import merged, write_settings
+from shardkit_tools.commands.tune import merge, write_settings
 from shardkit_tools.tuning.proposing import (
     MIB,
     Machine,
@@ -130,7 +130,7 @@ width = 3
 
 
 def test_comments_and_order_stay() -> None:
-    changed, said = merged(TEXT, PROPOSED, "x.toml")
+    changed, said = merge(TEXT, PROPOSED, "x.toml")
     assert said == ["data.window_blocks = 8", "parallel.sync_every = 4"]
     assert changed.startswith("# my run\n[data]  # what\ndataset")
     assert "window_blocks = 8   # as before" in changed
@@ -139,11 +139,11 @@ def test_comments_and_order_stay() -> None:
     assert document["parallel"] == {"sync_every": 4}
     assert document["model"] == {"width": 3}
     assert "#   shardkit build … --block-size 1048576" in changed
-    assert merged(changed, PROPOSED, "x.toml")[0] == changed
+    assert merge(changed, PROPOSED, "x.toml")[0] == changed
 
 
 def test_a_key_is_put_into_its_section() -> None:
-    changed, _ = merged(
+    changed, _ = merge(
         "[data]\ndataset = 'x'\n\n# next\n[model]\nwidth = 1\n", {"window_blocks": Proposal(8, "")}, "x"
     )
     assert changed.startswith("[data]\nwindow_blocks = 8\ndataset = 'x'\n\n# next\n[model]\n")
@@ -158,9 +158,9 @@ def test_what_was_valid_stays_valid_and_the_rest_is_untouched(lines: list[str]) 
         before = tomllib.loads(text)
     except tomllib.TOMLDecodeError:
         with pytest.raises(ConfigurationError, match="nothing was written"):
-            merged(text, PROPOSED, "f")
+            merge(text, PROPOSED, "f")
         return
-    after = tomllib.loads(merged(text, PROPOSED, "f")[0])
+    after = tomllib.loads(merge(text, PROPOSED, "f")[0])
     assert after.setdefault("data", {}).pop("window_blocks") == 8
     assert after.setdefault("parallel", {}).pop("sync_every") == 4
     for name in ("data", "parallel"):

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import shardkit
-from shardkit.dataset import committing
-from shardkit.dataset.committing import WriteBehind
+from shardkit.dataset import shard_writing
+from shardkit.dataset.shard_writing import WriteBehind
 from shardkit.errors import StoreError, StoreFullError
 from shardkit.repository.repository import Repository
 from shardkit.stores.file_operations import substituted
@@ -62,8 +62,8 @@ def test_what_is_done_beside_is_waited_for_and_fails_where_it_is_asked_for(is_sm
 
 
 def test_the_disk_is_asked_to_sync_while_there_is_more_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(committing, "_SYNC_BYTES", 100)
-    monkeypatch.setattr(committing, "_WRITTEN_TOGETHER", 1)
+    monkeypatch.setattr(shard_writing, "_SYNC_BYTES", 100)
+    monkeypatch.setattr(shard_writing, "_WRITTEN_TOGETHER", 1)
     syncs: list[int] = []
     with WriteBehind(Sink(), lambda: syncs.append(1), is_small=False) as behind:
         for _ in range(50):
@@ -75,8 +75,8 @@ def test_the_disk_is_asked_to_sync_while_there_is_more_to_come(monkeypatch: pyte
 
 @pytest.mark.parametrize("what", ["write", "sync"])
 def test_no_error_is_lost(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    monkeypatch.setattr(committing, "_SYNC_BYTES", 100)
-    monkeypatch.setattr(committing, "_WRITTEN_TOGETHER", 1)
+    monkeypatch.setattr(shard_writing, "_SYNC_BYTES", 100)
+    monkeypatch.setattr(shard_writing, "_WRITTEN_TOGETHER", 1)
     failed: list[int] = []
 
     def sync() -> None:
@@ -98,9 +98,11 @@ def test_no_error_is_lost(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
 def test_a_shard_of_a_failing_disk_is_not_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    monkeypatch.setattr(committing, "_SMALL_BYTES", 0)
-    monkeypatch.setattr(committing, "_SYNC_BYTES", 10_000)
-    monkeypatch.setattr(committing, "_WRITTEN_TOGETHER", 1)  # so that the second call is one of the shard's
+    monkeypatch.setattr(shard_writing, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(shard_writing, "_SYNC_BYTES", 10_000)
+    monkeypatch.setattr(
+        shard_writing, "_WRITTEN_TOGETHER", 1
+    )  # so that the second call is one of the shard's
     Repository.create(tmp_path)
     operations = FaultyOperations(28, 2, calls=[call])
 

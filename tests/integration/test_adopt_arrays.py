@@ -1,0 +1,405 @@
+"""Arrays and files of tokens, adopted: equal to NumPy's reading and to a build, and named when they change."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import struct
+import threading
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import boto3
+import numpy as np
+import pytest
+
+import shardkit
+import shardkit_tools
+from shardkit.copies.verify import verify
+from shardkit.errors import IntegrityError, NotFoundError, SchemaError, ShardkitError, SourceError, UsageError
+from shardkit.reading.read_path import ReadSettings
+from shardkit_tools.adopting import adopt
+from shardkit_tools.adopting import adoption as adoption_module
+from shardkit_tools.building.build_run import build
+from shardkit_tools.importers import ImportOptions
+from tests.command_line import typed
+from tests.servers.fault_proxy import FaultProxy
+
+BUCKETS = ("their-arrays",)
+SETTINGS = ReadSettings(deadline_s=30, attempt_s=5, cool_down_s=0.2)
+ROW = 64  # tokens
+TOKENS: dict[str, Any] = {"options": ImportOptions(dtype="uint16", row=ROW)}
+BLOCK_BYTES = 16 * 2 * ROW  # 16 rows
+INDEX = "4b3fd28ad8092b8ddef38f64197f9ac2ddf02c65eb5065fbc2dd4acfe51253b8"
+VERSION = "sha256:bf1880a6da818d2acbc74b6eb5f35f083acebb8241cc8294d215fe33c3be5fad"
+
+
+def write_tokens(folder: Path, rows: tuple[int, ...] = (500, 333), rest: int = 5) -> tuple[list[str], Any]:
+    """Write files of tokens, each with `rest` tokens more than full rows; return paths and all rows."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng, paths, expected = np.random.default_rng(7), [], []
+    for number, count in enumerate(rows):
+        values = rng.integers(0, 50257, count * ROW + rest).astype("<u2")
+        paths.append(str(folder / f"part{number}.bin"))
+        values.tofile(paths[-1])
+        expected.append(values[: count * ROW].reshape(count, ROW))
+    return paths, np.concatenate(expected)
+
+
+def write_arrays(folder: Path, dtype: str = "float32") -> tuple[list[str], Any]:
+    folder.mkdir(parents=True, exist_ok=True)
+    values = np.random.default_rng(7).normal(0, 50, (800, 4, 9)).astype(dtype)
+    paths = [str(folder / f"part{number}.npy") for number in range(2)]
+    for path, part in zip(paths, np.split(values, [450]), strict=True):
+        np.save(path, part)
+    return paths, values
+
+
+def rows_of(root: object, field: str) -> Any:
+    ds = shardkit.open(str(root), settings=SETTINGS)
+    return np.stack([np.asarray(ds[row][field]) for row in range(len(ds))])
+
+
+def batches(root: object, field: str, **settings: Any) -> list[tuple[list[int], Any]]:
+    ds = shardkit.open(str(root), settings=SETTINGS)
+    plan = ds.plan(global_batch=24, lanes=4, seed=5, **settings)
+    with ds.loader(plan, rank=0, world=1, tensors=False) as loader:
+        return [(batch.samples.tolist(), np.array(batch[field])) for batch in loader]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "uint8", "int64", "float16", "bool"])
+def test_arrays_are_what_numpy_reads(tmp_path: Path, dtype: str) -> None:
+    paths, values = write_arrays(tmp_path / "arrays", dtype)
+    before = [Path(path).read_bytes() for path in paths]
+    result = adopt([tmp_path / "arrays"], tmp_path / "root", block_size="4KiB")
+    assert result.rows == 800
+    ds = shardkit.open(tmp_path / "root")
+    assert {name: str(kind) for name, kind in ds.schema.items()} == {"value": f"{dtype}[4,9]"}
+    np.testing.assert_array_equal(rows_of(tmp_path / "root", "value"), values)
+    for samples, found in batches(tmp_path / "root", "value"):
+        np.testing.assert_array_equal(found, values[samples])
+    assert [bytes(digest).hex() for digest in ds.table.digest] == [
+        hashlib.sha256(data).hexdigest() for data in before
+    ]
+    assert not list((tmp_path / "root").rglob("*.rows")), "nothing was copied"
+    assert [Path(path).read_bytes() for path in paths] == before
+    assert not verify(str(tmp_path / "root"), level="decode").exit_code
+    assert ds.reader.index(1).key(3) == "0000000453", "as a build of both would name it"
+    keys = [ds.key(row) for row in (0, 449, 450, 799)]
+    assert keys == ["0000000000", "0000000449", "0000000450", "0000000799"]
+
+
+def test_scalars_of_an_array_are_samples(tmp_path: Path) -> None:
+    values = np.arange(5000, dtype=np.int32)[::-1].copy()
+    np.save(tmp_path / "x.npy", values)
+    shardkit_tools.adopt(tmp_path / "x.npy", tmp_path / "root", block_size="1KiB")
+    assert rows_of(tmp_path / "root", "value").tolist() == values.tolist()
+
+
+def test_the_bytes_of_an_index_and_the_id_of_a_version_are_fixed(tmp_path: Path) -> None:
+    """A change of them is a change of the format."""
+    np.arange(4096, dtype="<u2").tofile(tmp_path / "t.bin")
+    result = adopt([tmp_path / "t.bin"], tmp_path / "root", block_size="1KiB", **TOKENS)
+    assert result.manifest is not None
+    (index,) = shardkit.open(tmp_path / "root").table.index_digest
+    assert bytes(index).hex() == INDEX
+    assert result.manifest.id == VERSION
+
+
+def test_an_index_takes_no_memory_per_row(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.zeros((100_000, 2), np.uint8))
+    adopt([tmp_path / "x.npy"], tmp_path / "root")
+    ds = shardkit.open(tmp_path / "root")
+    assert ds.table.index_size.tolist()[0] < 4_000
+    assert len(ds.reader.index(0).keys()) == len(ds) == 100_000
+
+
+@pytest.mark.parametrize("remote", [False, True])
+@pytest.mark.parametrize("files", [1, 2])
+def test_built_and_adopted_tokens_give_equal_batches(
+    tmp_path: Path, files: int, remote: bool, proxy: FaultProxy
+) -> None:
+    paths, values = write_tokens(tmp_path / "tokens", (500, 333)[:files])
+    source, root = str(tmp_path / "tokens"), str(tmp_path / "adopted")
+    build(
+        source,
+        tmp_path / "built",
+        options=ImportOptions(dtype="uint16", row=ROW),
+        format="arrow",
+        block_size="4KiB",
+        shuffle=False,
+    )
+    if remote:
+        source = root = f"s3://{BUCKETS[0]}/{uuid.uuid4().hex}"
+        source += "/theirs"
+        upload(proxy, source, paths)
+    built = shardkit.open(tmp_path / "built")
+    block_rows = int(built.table.block_rows[0])
+    result = adopt([source], root, block_size=block_rows * 2 * ROW, **TOKENS)
+    assert len(result.notes) == files
+    assert all("last 10 bytes do not fill a row" in note for note in result.notes)
+    adopted = shardkit.open(root, settings=SETTINGS)
+    assert adopted.schema == built.schema
+    assert [adopted.key(row) for row in (0, 7, len(values) - 1)] == [
+        built.key(row) for row in (0, 7, len(values) - 1)
+    ]
+    np.testing.assert_array_equal(rows_of(root, "tokens"), values)
+    ours = batches(root, "tokens")
+    for samples, found in ours:
+        np.testing.assert_array_equal(found, values[samples])
+    if files == 1:  # both have one shard, so blocks agree
+        theirs = batches(tmp_path / "built", "tokens")
+        assert [samples for samples, _ in ours] == [samples for samples, _ in theirs]
+        for (_, mine), (_, other) in zip(ours, theirs, strict=True):
+            np.testing.assert_array_equal(mine, other)
+    assert not verify(root, level="decode").exit_code
+
+
+def upload(proxy: FaultProxy, url: str, paths: list[str]) -> None:
+    bucket, _, key = url.removeprefix("s3://").partition("/")
+    s3 = boto3.client("s3", endpoint_url=proxy.endpoint, region_name="us-east-1")
+    for path in paths:
+        s3.put_object(Bucket=bucket, Key=f"{key}/{Path(path).name}", Body=Path(path).read_bytes())
+    s3.close()
+
+
+def test_every_flipped_bit_is_found_in_its_block(tmp_path: Path) -> None:
+    paths, _ = write_arrays(tmp_path / "arrays")
+    adopt([tmp_path / "arrays"], tmp_path / "root", block_size="4KiB")
+    root, path = str(tmp_path / "root"), Path(paths[1])
+    data, index = path.read_bytes(), shardkit.open(root).reader.index(1)
+    assert index.blocks == 13
+    chance = random.Random(4)
+    for block, span in enumerate(index.spans):
+        at = span.offset + chance.randrange(span.size)
+        path.write_bytes(data[:at] + bytes([data[at] ^ 1 << chance.randrange(8)]) + data[at + 1 :])
+        (damage,) = verify(root).damaged
+        assert (damage.name, damage.blocks) == (str(path), (block,))
+        assert "shardkit adopt" in damage.action
+        ds = shardkit.open(root)
+        with pytest.raises(IntegrityError, match=rf"block {block} in .*part1\.npy"):
+            ds[450 + span.first_row]
+        assert ds[450 + index.rows - 1 if block == 0 else 450]["value"].shape == (4, 9), (
+            "other blocks are read"
+        )
+    for at in (3, len(data) - 1):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        assert verify(root).exit_code == 4
+    path.unlink()
+    with pytest.raises(NotFoundError, match="shardkit adopt SOURCE"):
+        shardkit.open(root)[600]
+
+
+def test_no_change_of_a_file_under_a_running_loader_reaches_a_batch(tmp_path: Path) -> None:
+    paths, values = write_tokens(tmp_path / "tokens", (4000,))
+    adopt(paths, tmp_path / "root", block_size=BLOCK_BYTES, **TOKENS)
+    path, chance = Path(paths[0]), random.Random(11)
+    whole = path.read_bytes()
+    ds = shardkit.open(tmp_path / "root")
+    plan, stop = ds.plan(global_batch=16, lanes=2, window_blocks=2, seed=3), threading.Event()
+
+    def change() -> None:
+        while not stop.wait(0.0005):
+            at = chance.randrange(len(whole))
+            with path.open("r+b") as file:
+                file.seek(at)
+                file.write(bytes([whole[at] ^ 1 << chance.randrange(8)]))
+                file.seek(at)
+                file.write(whole[at : at + 1])
+
+    seen, errors = 0, []
+    writer = threading.Thread(target=change)
+    writer.start()
+    try:
+        while seen < 1000:
+            try:
+                with ds.loader(plan, rank=0, world=1, tensors=False, threads=2) as loader:
+                    for batch in loader:
+                        seen += 1
+                        assert np.array_equal(batch["tokens"], values[batch.samples]), batch.step
+            except IntegrityError as error:
+                errors.append(str(error))
+    finally:
+        stop.set()
+        writer.join()
+    assert all(path.name in error for error in errors)
+    with path.open("r+b") as file:  # from here on it is wrong for good
+        file.write(bytes(len(whole)))
+    with pytest.raises(IntegrityError, match=r"part0\.bin"), ds.loader(plan, rank=0, world=1) as loader:
+        list(loader)
+
+
+def test_found_selected_planned_trained_and_audited(tmp_path: Path) -> None:
+    paths, values = write_tokens(tmp_path / "tokens")
+    root = str(tmp_path / "root")
+    code, out, err = typed("adopt", *paths, root, "--dtype", "uint16", "--row", ROW, "--json")
+    assert code == 0, err
+    assert json.loads(out)["samples"] == len(values)
+    code, out, err = typed("find", root, "--field", "key=0000000501", "--json")
+    assert code == 0, err
+    assert json.loads(out)["found"][0]["sample"] == 501
+    (tmp_path / "few").write_text("3\n501\n832\n")
+    code, out, err = typed("select", root, "--rows", tmp_path / "few", "--ref", "few")
+    assert code == 0, err
+    np.testing.assert_array_equal(rows_of(f"{root}@few", "tokens"), values[[3, 501, 832]])
+    assert typed("plan", root, "--global-batch", 24)[0] == 0
+    assert typed("cat", root, 501)[0] == typed("ls", root)[0] == typed("show", root)[0] == 0
+    ds, run = shardkit.open(root), tmp_path / "run"
+    with ds.loader(ds.plan(global_batch=24, lanes=4), rank=0, world=1, run=run) as loader:
+        assert sum(len(batch.samples) for batch in loader) == len(values) // 24 * 24
+    code, out, err = typed("audit", run)
+    assert code == 0, out + err
+    code, out, err = typed("rebuild", root, "--ref", "rebuilt")
+    assert code == 0, err
+    assert shardkit.open(f"{root}@rebuilt").manifest.format == "arrow"
+    np.testing.assert_array_equal(
+        np.sort(rows_of(f"{root}@rebuilt", "tokens"), axis=0), np.sort(values, axis=0)
+    )
+    with pytest.raises(UsageError, match=r"cannot append"):
+        shardkit.create(root, {"tokens": f"uint16[{ROW}]"}, format="arrow", append=True)
+    for kind in ("webdataset", "parquet", "jsonl", "croissant", "sha256sums", "urls"):
+        code, out, err = typed("export", root, "--as", kind, "--out", tmp_path / kind)
+        assert (code, err) == (0, ""), kind
+    croissant = json.loads((tmp_path / "croissant").read_text())
+    assert [one["sha256"] for one in croissant["distribution"]] == [
+        hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in paths
+    ]
+    assert (tmp_path / "urls").read_text().split() == paths
+
+
+def test_parity_and_copies_restore_what_their_owner_changed(tmp_path: Path) -> None:
+    paths, values = write_arrays(tmp_path / "arrays")
+    root, mirror = str(tmp_path / "root"), tmp_path / "mirror"
+    adopt([tmp_path / "arrays"], root)
+    code, _, err = typed("place", root, "--location", f"mirror={mirror}", "--copies", 2, "--parity", "2+2")
+    assert code == 0, err
+    assert typed("replicate", root)[0] == 0
+    copies = {path.read_bytes() for path in mirror.rglob("*.rows")}
+    assert copies == {Path(path).read_bytes() for path in paths}
+    Path(paths[0]).write_bytes(bytes(Path(paths[0]).stat().st_size))
+    np.testing.assert_array_equal(rows_of(root, "value"), values)
+    assert typed("repair", root)[0] == 0
+    assert verify(root).exit_code == 0
+    assert [path.read_bytes() in copies for path in Path(root).rglob("*.rows")] == [True]
+
+
+def test_a_file_after_one_that_grew_gets_other_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finished work of an interrupted adoption is kept only if rows still have the same numbers."""
+    paths, _ = write_tokens(tmp_path / "tokens", (100, 100), rest=0)
+
+    def stopped(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(adoption_module, "put_manifest", stopped)
+        with pytest.raises(KeyboardInterrupt, match="run the same command again"):
+            adopt(paths, tmp_path / "root", **TOKENS)
+    Path(paths[1]).write_bytes(Path(paths[1]).read_bytes() + bytes(2 * ROW))
+    assert adopt(paths, tmp_path / "root", **TOKENS).reused == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(adoption_module, "put_manifest", stopped)
+        with pytest.raises(KeyboardInterrupt, match="run the same command again"):
+            adopt(paths, tmp_path / "other", **TOKENS)
+    Path(paths[0]).write_bytes(bytes(2 * ROW) + Path(paths[0]).read_bytes())
+    assert adopt(paths, tmp_path / "other", **TOKENS).reused == 0
+    ds = shardkit.open(tmp_path / "other")
+    assert [ds.key(row) for row in (100, 101, 201)] == ["0000000100", "0000000101", "0000000201"]
+
+
+def npy(folder: Path, values: Any, name: str = "a.npy") -> list[str]:
+    np.save(folder / name, values)
+    return [str(folder / name)]
+
+
+def short(folder: Path) -> list[str]:
+    path = Path(npy(folder, np.zeros((9, 4)))[0])
+    path.write_bytes(path.read_bytes()[:-3])
+    return [str(path)]
+
+
+def tokens(folder: Path, size: int = 1000) -> list[str]:
+    (folder / "t.bin").write_bytes(bytes(size))
+    return [str(folder / "t.bin")]
+
+
+def documents(folder: Path) -> list[str]:
+    """Write an index of one document next to a file of tokens, as Megatron does."""
+    head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 1, 2)  # uint16, one sequence, two borders
+    (folder / "t.idx").write_bytes(head + struct.pack("<iqqq", 500, 0, 0, 1))
+    return [*tokens(folder), str(folder / "t.idx")]
+
+
+REFUSED: dict[str, tuple[Callable[[Path], list[str]], dict[str, Any], type[ShardkitError], str]] = {
+    "fortran": (
+        lambda p: npy(p, np.zeros((4, 5), order="F")),
+        {},
+        SourceError,
+        r"a\.npy.*Fortran.*shardkit build",
+    ),
+    "big-endian": (
+        lambda p: npy(p, np.zeros((4, 5), ">i4")),
+        {},
+        SourceError,
+        r"a\.npy.*big-endian.*shardkit build",
+    ),
+    "bools": (
+        lambda p: npy(p, np.array([0, 1, 2], np.uint8).view(bool)),
+        {},
+        SourceError,
+        r"a\.npy: a bool is neither 0 nor 1.*shardkit build",
+    ),
+    "types": (
+        lambda p: npy(p, np.zeros((4, 5))) + npy(p, np.zeros((4, 6)), "b.npy"),
+        {},
+        SourceError,
+        r"b\.npy: rows of float64\[6\], but .*a\.npy has float64\[5\]",
+    ),
+    "no rows": (lambda p: npy(p, np.zeros((0, 5))), {}, SourceError, r"a\.npy: the array has no rows"),
+    "empty rows": (lambda p: npy(p, np.zeros((5, 0))), {}, SchemaError, r"a\.npy: .*at least 1"),
+    "objects": (lambda p: npy(p, np.array([{}], object)), {}, SourceError, "pickled"),
+    "cut": (short, {}, SourceError, r"a\.npy: .*cut short"),
+    "no type": (tokens, {}, UsageError, r"t\.bin: nothing says.*--dtype uint16 --row 2048"),
+    "no row": (tokens, {"options": ImportOptions(dtype="uint16")}, UsageError, r"--row 2048"),
+    "other type": (
+        tokens,
+        {"options": ImportOptions(dtype="object", row=4)},
+        UsageError,
+        "expected one of uint8",
+    ),
+    "less than a row": (
+        tokens,
+        {"options": ImportOptions(dtype="uint16", row=501)},
+        SourceError,
+        r"t\.bin: 1000 bytes, less than a row",
+    ),
+    "documents": (
+        documents,
+        {**TOKENS, "from_": "tokens"},
+        UsageError,
+        r"documents of tokens are not adopted.*shardkit build",
+    ),
+    "stratify": (tokens, {**TOKENS, "stratify": "tokens"}, UsageError, "are one stratum"),
+    "schema": (
+        tokens,
+        {"options": ImportOptions(dtype="uint16", row=ROW, field_types={"tokens": "bytes"})},
+        UsageError,
+        r"keep their type, uint16\[64\]",
+    ),
+    "dtype of npy": (
+        lambda p: npy(p, np.zeros(4)),
+        {"from_": "npy", "options": ImportOptions(dtype="int8")},
+        UsageError,
+        "leave them out",
+    ),
+    "unknown": (tokens, {"from_": "npz"}, UsageError, "npz is not adopted"),
+}
+
+
+@pytest.mark.parametrize("case", sorted(REFUSED))
+def test_what_cannot_be_adopted_is_named_with_the_way_on(tmp_path: Path, case: str) -> None:
+    write, settings, error, message = REFUSED[case]
+    with pytest.raises(error, match=message):
+        adopt(write(tmp_path), tmp_path / "root", **settings)

@@ -1,0 +1,383 @@
+"""Folders of files, adopted: equal to their files and to a build, in a folder and a bucket; changes are named."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import random
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import boto3
+import numpy as np
+import pytest
+from PIL import Image
+
+import shardkit
+from shardkit.copies.verify import verify
+from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, SourceError, UsageError
+from shardkit.reading.file_groups import FileGroup
+from shardkit.reading.read_path import ReadSettings
+from shardkit_tools.adopting import adopt
+from shardkit_tools.adopting import adoption as adoption_module
+from shardkit_tools.building.build_run import build
+from shardkit_tools.importers import ImportOptions
+from tests.command_line import typed
+from tests.servers.fault_proxy import FaultProxy
+
+BUCKETS = ("their-files",)
+SETTINGS = ReadSettings(deadline_s=30, attempt_s=5, cool_down_s=0.2)
+CLASSES = ("cats", "dogs", "Äpfel + x")
+EACH = 14  # files of a class
+
+
+def write_pictures(folder: Path, captions: int = 3) -> dict[str, bytes]:
+    """Write pictures with captions beside two of three; return name → bytes."""
+    rng, files = np.random.default_rng(3), {}
+    for name in CLASSES:
+        (folder / name).mkdir(parents=True)
+        for n in range(EACH):
+            picture = Image.fromarray(rng.integers(0, 255, (8 + n, 20, 3), np.uint8))
+            picture.save(folder / name / f"{n:03d}.png")
+            files[f"{name}/{n:03d}.png"] = (folder / name / f"{n:03d}.png").read_bytes()
+            if captions and n % captions:
+                (folder / name / f"{n:03d}.txt").write_text(f"käption {n}\n")
+    return files
+
+
+def upload(proxy: FaultProxy, folder: Path) -> str:
+    """Copy a folder to the bucket, and return its URL."""
+    prefix = uuid.uuid4().hex
+    s3 = boto3.client("s3", endpoint_url=proxy.endpoint, region_name="us-east-1")
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            key = f"{prefix}/{path.relative_to(folder).as_posix()}"
+            s3.put_object(Bucket=BUCKETS[0], Key=key, Body=path.read_bytes())
+    s3.close()
+    return f"s3://{BUCKETS[0]}/{prefix}"
+
+
+def samples_of(root: object) -> list[dict[str, Any]]:
+    ds = shardkit.open(str(root), settings=SETTINGS)
+    return [dict(ds[row]) for row in range(len(ds))]
+
+
+def batches(root: object) -> list[tuple[Any, ...]]:
+    ds = shardkit.open(str(root), settings=SETTINGS)
+    plan = ds.plan(global_batch=12, lanes=4, seed=5)
+    with ds.loader(plan, rank=0, world=1, tensors=False) as loader:
+        return [
+            (batch.samples.tolist(), [bytes(one) for one in batch["image"]], batch["label"].tolist())
+            for batch in loader
+        ]
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_samples_are_the_files_with_labels_and_captions(
+    tmp_path: Path, remote: bool, proxy: FaultProxy
+) -> None:
+    files = write_pictures(tmp_path / "pictures")
+    source = upload(proxy, tmp_path / "pictures") if remote else str(tmp_path / "pictures")
+    root = str(tmp_path / "root")
+    result = adopt([source], root, block_size="8KiB")
+    assert (result.rows, result.classes) == (len(files), tuple(sorted(CLASSES)))
+    found, names = samples_of(root), sorted(files)
+    for sample, name in zip(found, names, strict=True):
+        assert sample["image"] == files[name]
+        assert np.array_equal(
+            np.asarray(Image.open(io.BytesIO(sample["image"]))),
+            np.asarray(Image.open(tmp_path / "pictures" / name)),
+        )
+        assert result.classes[sample["label"]] == name.partition("/")[0]
+        caption = tmp_path / "pictures" / name.replace(".png", ".txt")
+        assert sample["text"] == (caption.read_text() if caption.exists() else None)
+    assert not list((tmp_path / "root").rglob("*.rows")), "nothing was copied"
+    assert not verify(root, level="decode").exit_code
+    build(source, tmp_path / "built", shuffle=False)
+    built = shardkit.open(tmp_path / "built")
+    adopted = shardkit.open(root, settings=SETTINGS)
+    assert adopted.schema == built.schema
+    assert adopted.manifest.classes == built.manifest.classes
+    assert found == samples_of(tmp_path / "built")
+    assert [adopted.key(n) for n in range(len(files))] == [built.key(n) for n in range(len(files))]
+
+
+@pytest.mark.parametrize("form", ["jsonl", "csv"])
+def test_metadata_is_joined_as_in_a_build(tmp_path: Path, form: str) -> None:
+    folder = tmp_path / "pictures"
+    write_pictures(folder, captions=0)
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.png"))
+    rows = [{"file_name": name, "score": n / 4, "who": f"Zoë {n}"} for n, name in enumerate(names[:-1])]
+    with (folder / f"metadata.{form}").open("w", newline="") as out:
+        if form == "jsonl":
+            out.writelines(json.dumps(row) + "\n" for row in rows)
+        else:
+            writer = csv.DictWriter(out, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    adopt([folder], tmp_path / "root", block_size="4KiB")
+    found = samples_of(tmp_path / "root")
+    expected = [{"score": row["score"], "who": row["who"]} for row in rows] + [{"score": None, "who": None}]
+    assert [{name: sample[name] for name in ("score", "who")} for sample in found] == expected
+    build(str(folder), tmp_path / "built", shuffle=False)
+    assert found == samples_of(tmp_path / "built")
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_built_and_adopted_files_give_equal_batches(tmp_path: Path, remote: bool, proxy: FaultProxy) -> None:
+    folder = tmp_path / "pictures"
+    for name in CLASSES[:2]:
+        (folder / name).mkdir(parents=True)
+        for n in range(24):
+            (folder / name / f"{n}.jpg").write_bytes(b"\xff\xd8\xff" + random.Random(n).randbytes(1000))
+    source = upload(proxy, folder) if remote else str(folder)
+    build(source, tmp_path / "built", shuffle=False, block_size="4KiB")
+    built = shardkit.open(tmp_path / "built")
+    block_rows = int(built.table.block_rows[0])
+    adopt([source], tmp_path / "root", block_size=block_rows * 1003)
+    assert int(shardkit.open(tmp_path / "root").table.block_rows[0]) == block_rows
+    ours = batches(tmp_path / "root")
+    assert ours == batches(tmp_path / "built")
+    assert sorted(row for rows, *_ in ours for row in rows) == list(range(48))
+
+
+def test_every_flipped_bit_is_found_in_its_file(tmp_path: Path) -> None:
+    folder, root = tmp_path / "pictures", str(tmp_path / "root")
+    files = write_pictures(folder, captions=0)
+    adopt([folder], root, block_size="4KiB")
+    chance = random.Random(4)
+    for row, name in enumerate(sorted(files)):
+        path, data = folder / name, bytearray(files[name])
+        bit = chance.randrange(8 * len(data))
+        data[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(data)
+        with pytest.raises(IntegrityError, match=r"XXH3 mismatch") as raised:
+            shardkit.open(root)[row]
+        assert str(path) in str(raised.value)
+        found = verify(root, level="read")
+        assert [(one.name, one.rows) for one in found.damaged] == [(str(path), 1)]
+        path.write_bytes(files[name])
+    assert not verify(root, level="read").exit_code
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda path: path.unlink(), NotFoundError),
+        (lambda path: path.write_bytes(path.read_bytes() + b"x"), IntegrityError),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), IntegrityError),
+        (lambda path: path.rename(path.with_name("moved.png")), NotFoundError),
+    ],
+)
+def test_a_changed_file_is_named_by_reads_and_verify(
+    tmp_path: Path, change: Callable[[Path], object], error: type[ShardkitError]
+) -> None:
+    folder, root = tmp_path / "pictures", str(tmp_path / "root")
+    write_pictures(folder)
+    adopt([folder], root, block_size="4KiB")
+    path = folder / "dogs" / "003.png"
+    change(path)
+    ds = shardkit.open(root)
+    with pytest.raises(error) as raised:
+        [ds[row] for row in range(len(ds))]
+    assert str(path) in str(raised.value)
+    for level in ("list", "read"):
+        found = verify(root, level=level)
+        assert [one.name for one in found.damaged] == [str(path)], level
+
+
+def test_a_changed_object_of_a_bucket_is_named(tmp_path: Path, proxy: FaultProxy) -> None:
+    write_pictures(tmp_path / "pictures")
+    source, root = upload(proxy, tmp_path / "pictures"), str(tmp_path / "root")
+    adopt([source], root, block_size="4KiB")
+    s3 = boto3.client("s3", endpoint_url=proxy.endpoint, region_name="us-east-1")
+    key = f"{source.rpartition('/')[2]}/cats/001.png"
+    data = bytearray((tmp_path / "pictures/cats/001.png").read_bytes())
+    data[40] ^= 4
+    s3.put_object(Bucket=BUCKETS[0], Key=key, Body=bytes(data))
+    with pytest.raises(ShardkitError) as raised:
+        shardkit.open(root, settings=SETTINGS)[1]
+    assert "cats/001.png" in str(raised.value)
+    assert [one.name for one in verify(root, level="read").damaged] == [f"{source}/cats/001.png"]
+    s3.delete_object(Bucket=BUCKETS[0], Key=key)
+    assert [one.name for one in verify(root, level="list").damaged] == [f"{source}/cats/001.png"]
+    s3.close()
+
+
+def test_a_copy_of_the_bytes_heals_a_group(tmp_path: Path) -> None:
+    folder, root = tmp_path / "pictures", str(tmp_path / "root")
+    files = write_pictures(folder)
+    adopt([folder], root, block_size="4KiB")
+    typed("place", root, "--location", f"b={tmp_path / 'b'},domain=b", "--copies", "2")
+    typed("replicate", root)
+    (folder / "cats" / "005.png").unlink()
+    assert typed("repair", root)[0] == 0
+    assert [sample["image"] for sample in samples_of(root)] == [files[name] for name in sorted(files)]
+
+
+def test_bad_files_are_listed_at_once_or_left_out_and_counted(tmp_path: Path) -> None:
+    folder, root = tmp_path / "pictures", str(tmp_path / "root")
+    files = write_pictures(folder, captions=0)
+    cut = folder / "cats" / "002.png"
+    cut.write_bytes(cut.read_bytes()[:90])
+    (folder / "dogs" / "000.png").write_bytes(b"")
+    (folder / "dogs" / "009.png").write_bytes(b"<html>not found</html>")
+    options = ImportOptions(check="decode")
+    with pytest.raises(SourceError, match="3 samples cannot be read") as raised:
+        adopt([folder], root, options=options)
+    assert all(name in str(raised.value) for name in ("cats/002.png", "dogs/000.png", "dogs/009.png"))
+    result = adopt([folder], root, options=ImportOptions(check="decode", skip_bad_rows=True))
+    assert (len(result.skipped), result.rows) == (3, len(files) - 3)
+    assert sum(rows for rows in result.strata.values()) == result.rows
+    kept = [name for name in sorted(files) if name not in ("cats/002.png", "dogs/000.png", "dogs/009.png")]
+    assert [sample["image"] for sample in samples_of(root)] == [files[name] for name in kept]
+    code, shown, _ = typed("adopt", folder, tmp_path / "other", "--check", "decode", "--on-error", "skip")
+    assert code == 0
+    assert "3 samples that cannot be read" in shown
+
+
+def test_strata_are_labels(tmp_path: Path) -> None:
+    write_pictures(tmp_path / "pictures", captions=0)
+    result = adopt([tmp_path / "pictures"], tmp_path / "root", stratify="label", block_size="2KiB")
+    assert result.strata == {"0": EACH, "1": EACH, "2": EACH}
+    build(str(tmp_path / "pictures"), tmp_path / "built", stratify="label", shuffle=False)
+    assert {one.name for one in shardkit.open(tmp_path / "built").manifest.strata} == set(result.strata)
+    found = samples_of(tmp_path / "root")
+    assert [sample["label"] for sample in found] == [n for n in range(3) for _ in range(EACH)]
+
+
+def adopt_killed(
+    source: Path, root: Path, monkeypatch: pytest.MonkeyPatch, *, tasks: int, **settings: Any
+) -> None:
+    """Adopt some tasks of a source, and be interrupted."""
+    adopt_file = adoption_module.AdoptWorker.adopt_file
+    done: list[Any] = []
+
+    def killed(self: Any, task: Any, *more: Any) -> Any:
+        if len(done) == tasks:
+            raise KeyboardInterrupt
+        done.append(task)
+        return adopt_file(self, task, *more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(adoption_module.AdoptWorker, "adopt_file", killed)
+        with pytest.raises(KeyboardInterrupt):
+            adopt([source], root, **settings)
+
+
+def test_a_continued_adoption_numbers_the_labels_of_today(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The finished group of dogs has the same files, but another class comes before it."""
+    monkeypatch.setattr("shardkit_tools.importers.source_files._TASK_FILES", 4)
+    folder, root = tmp_path / "pictures", tmp_path / "root"
+    for name in (f"{kind}/{n}.png" for kind in ("cats", "dogs", "eels") for n in range(4)):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(b"\x89PNG\r\n\x1a\n" + name.encode())
+    adopt_killed(folder, root, monkeypatch, tasks=2)
+    (folder / "cows").mkdir()
+    (folder / "cats" / "3.png").rename(folder / "cows" / "3.png")
+    adopt([folder], root)
+    assert [sample["label"] for sample in samples_of(root)] == [0, 0, 0, 1, *[2] * 4, *[3] * 4]
+
+
+def test_a_killed_adoption_reads_only_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardkit_tools.importers.source_files._TASK_FILES", 10)
+    folder, root = tmp_path / "pictures", tmp_path / "root"
+    files = write_pictures(folder, captions=0)
+    adopt_killed(folder, root, monkeypatch, tasks=2)
+    (folder / "cats" / "001.png").touch()  # in the first of the finished groups
+    result = adopt([folder], root)
+    assert result.reused == 1
+    assert [sample["image"] for sample in samples_of(root)] == [files[name] for name in sorted(files)]
+    (tmp_path / "moved").mkdir()
+    folder.rename(tmp_path / "moved" / "pictures")
+    with pytest.raises(NotFoundError):
+        samples_of(root)
+    moved = adopt([tmp_path / "moved" / "pictures"], root)
+    assert moved.commit is None, "the same version"
+    assert len(samples_of(root)) == len(files)
+
+
+def test_links_are_followed_on_request_and_loops_are_named(tmp_path: Path) -> None:
+    folder = tmp_path / "pictures"
+    files = write_pictures(folder, captions=0)
+    (tmp_path / "elsewhere.png").write_bytes(files["cats/000.png"])
+    os.symlink(tmp_path / "elsewhere.png", folder / "cats" / "zzz.png")
+    with pytest.raises(SourceError, match="--follow-links"):
+        adopt([folder], tmp_path / "root")
+    result = adopt([folder], tmp_path / "root", options=ImportOptions(follow_links=True))
+    assert result.rows == len(files) + 1
+    assert len(samples_of(tmp_path / "root")) == result.rows
+    os.symlink(folder, folder / "dogs" / "loop")
+    with pytest.raises(SourceError, match="loop"):
+        adopt([folder], tmp_path / "other", options=ImportOptions(follow_links=True))
+
+
+def test_texts_and_names_of_every_kind(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    names = ["a b.txt", "nested/deep/c.txt", "nested/n\u0303.txt", "nested/\u00f1.txt", "%41#?.txt"]
+    for n, name in enumerate(names):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes("\ufeffzeile\r\n".encode() * n)
+    (folder / ".hidden.txt").write_text("no")
+    adopt([folder], tmp_path / "root", options=ImportOptions(classes=False))
+    build(str(folder), tmp_path / "built", options=ImportOptions(classes=False), shuffle=False)
+    found = samples_of(tmp_path / "root")
+    assert [sample["text"].encode() for sample in found] == [
+        (folder / name).read_bytes() for name in sorted(names)
+    ]
+    assert found == samples_of(tmp_path / "built")
+
+
+def test_a_sample_is_one_whole_file(tmp_path: Path) -> None:
+    write_pictures(tmp_path / "pictures", captions=0)
+    with pytest.raises(UsageError, match="'image' is needed"):
+        adopt(
+            [tmp_path / "pictures"], tmp_path / "root", options=ImportOptions(field_types={"image": "bytes?"})
+        )
+    (tmp_path / "a.txt").write_text("two\nlines\n")
+    with pytest.raises(UsageError, match="whole files"):
+        adopt([tmp_path / "a.txt"], tmp_path / "root", options=ImportOptions(per="line"))
+
+
+def test_splits_and_two_folders_are_refused_with_the_way_on(tmp_path: Path) -> None:
+    write_pictures(tmp_path / "data" / "train")
+    write_pictures(tmp_path / "data" / "val")
+    with pytest.raises(UsageError, match="--ref train"):
+        adopt([tmp_path / "data"], tmp_path / "root")
+    with pytest.raises(SourceError, match="one folder at a time"):
+        adopt([tmp_path / "data" / "train", tmp_path / "data" / "val"], tmp_path / "root")
+
+
+def test_the_names_of_a_group_cannot_lead_out_of_its_folder(tmp_path: Path) -> None:
+    write_pictures(tmp_path / "pictures")
+    adopt([tmp_path / "pictures"], tmp_path / "root")
+    (document,) = (tmp_path / "root" / "locations").glob("*.files")
+    group = FileGroup.from_bytes(document.read_bytes(), "it")
+    first = group.names[0]
+    evil = ("../" * len(first))[: len(first.encode())]
+    data = bytearray(group.names.data.tobytes())
+    data[: len(evil)] = evil.encode()
+    names = type(group.names)(np.frombuffer(bytes(data), np.uint8), group.names.offsets)
+    forged = FileGroup(
+        digest=group.digest,
+        names=names,
+        xxh3=group.xxh3,
+        piece_size=group.piece_size,
+        piece_is_file=group.piece_is_file,
+        values=group.values,
+    )
+    document.chmod(0o644)
+    document.write_bytes(forged.to_bytes())
+    with pytest.raises(ShardkitError, match="not the name of a file"):
+        samples_of(tmp_path / "root")
+    document.write_bytes(b"x" + document.read_bytes()[1:])
+    with pytest.raises(ShardkitError):
+        samples_of(tmp_path / "root")

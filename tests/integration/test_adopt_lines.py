@@ -1,0 +1,285 @@
+"""JSON lines and CSV, adopted: equal to json, to csv and to a build, in a folder and a bucket; changes are found."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+import uuid
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shardkit
+from shardkit.copies.verify import verify
+from shardkit.errors import IntegrityError, SourceError, UsageError
+from shardkit.formats import Schema, line_blocks
+from shardkit.formats.strict_json import parse_json
+from shardkit.reading.read_path import ReadSettings
+from shardkit_tools.adopting import adopt
+from shardkit_tools.building.build_run import build
+from shardkit_tools.importers import ImportOptions, json_lines
+from tests.integration.test_adopt_folders import adopt_killed
+from tests.servers.fault_proxy import FaultProxy
+
+BUCKETS = ("their-lines",)
+SETTINGS = ReadSettings(deadline_s=30, attempt_s=5, cool_down_s=0.2)
+
+
+def rows_of(root: object) -> list[dict[str, Any]]:
+    ds = shardkit.open(str(root), settings=SETTINGS)
+    return [dict(ds[row]) for row in range(len(ds))]
+
+
+def json_row(n: int) -> dict[str, Any]:
+    row = {
+        "id": n,
+        "text": f"Zeile {n} \u2028 é\n",
+        "x": n / 3,
+        "tags": [n, "a", None],
+        "of": {"z": 1, "a": None},
+        "ok": n % 2 == 0,
+        "big": 2**63 + n,
+        "none": None,
+    }
+    return row if n % 5 else row | {"late": -n}
+
+
+def write_json(folder: Path) -> list[dict[str, Any]]:
+    """Write JSON lines with a byte-order mark, both line ends and empty lines; return the rows."""
+    folder.mkdir()
+    rows = [json_row(n) for n in range(240)]
+    for file in range(3):
+        with (folder / f"{file}.jsonl").open("w", newline="", encoding="utf-8") as out:
+            out.write("\ufeff" * (file == 1))
+            for n in range(80 * file, 80 * file + 80):
+                out.write(json.dumps(rows[n], ensure_ascii=bool(n % 2)) + ("\r\n" if n % 7 == 0 else "\n"))
+                out.write("  \n" * (n % 11 == 0))
+    (folder / "empty.jsonl").write_bytes(b"")
+    return rows
+
+
+def write_csv(folder: Path) -> list[dict[str, str]]:
+    """Write CSV with quotes, line ends inside cells and an unnamed first column; return the cells."""
+    folder.mkdir()
+    names = ["", "name", "v", "flag", "code"]
+    rows = [
+        [str(n), f'a "q", {n}\r\nzweite\rdritte', "" if n % 3 == 0 else str(n / 7), "true", f"{n:05d}"]
+        for n in range(200)
+    ]
+    for file in range(2):
+        with (folder / f"{file}.csv").open("w", newline="", encoding="utf-8-sig" if file else "utf-8") as out:
+            writer = csv.writer(out)
+            writer.writerow(names)
+            writer.writerows(rows[100 * file : 100 * file + 100])
+    return [dict(zip(["index", *names[1:]], row, strict=True)) for row in rows]
+
+
+def upload(proxy: FaultProxy, folder: Path) -> str:
+    prefix = uuid.uuid4().hex
+    s3 = boto3.client("s3", endpoint_url=proxy.endpoint, region_name="us-east-1")
+    for path in folder.iterdir():
+        s3.put_object(Bucket=BUCKETS[0], Key=f"{prefix}/{path.name}", Body=path.read_bytes())
+    s3.close()
+    return f"s3://{BUCKETS[0]}/{prefix}"
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_rows_are_what_json_reads(tmp_path: Path, remote: bool, proxy: FaultProxy) -> None:
+    rows = write_json(tmp_path / "lines")
+    source = upload(proxy, tmp_path / "lines") if remote else str(tmp_path / "lines")
+    result = adopt([source], tmp_path / "root", block_size="2KiB")
+    assert result.notes == ("empty.jsonl: it has no rows and is left out",)
+    assert rows_of(tmp_path / "root") == [{"late": None} | row for row in rows]
+    assert shardkit.open(tmp_path / "root").reader.index(0).blocks > 3
+    build(source, tmp_path / "built", shuffle=False)
+    ours, built = shardkit.open(tmp_path / "root", settings=SETTINGS), shardkit.open(tmp_path / "built")
+    assert ours.schema == built.schema
+    assert rows_of(tmp_path / "root") == rows_of(tmp_path / "built")
+    assert [ours.key(n) for n in (0, 79, 80, 239)] == [built.key(n) for n in (0, 79, 80, 239)]
+    assert not verify(str(tmp_path / "root"), level="decode").exit_code
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_cells_are_what_csv_reads(tmp_path: Path, remote: bool, proxy: FaultProxy) -> None:
+    cells = write_csv(tmp_path / "tables")
+    source = upload(proxy, tmp_path / "tables") if remote else str(tmp_path / "tables")
+    adopt([source], tmp_path / "root", block_size="1KiB")
+    found = rows_of(tmp_path / "root")
+    for row, expected in zip(found, cells, strict=True):
+        assert (row["index"], row["name"], row["code"]) == (
+            int(expected["index"]),
+            expected["name"],
+            expected["code"],
+        )
+        assert row["v"] == (float(expected["v"]) if expected["v"] else None)
+    build(source, tmp_path / "built", shuffle=False)
+    assert found == rows_of(tmp_path / "built")
+    assert not verify(str(tmp_path / "root"), level="decode").exit_code
+
+
+def test_built_and_adopted_lines_give_equal_batches_of_some_fields(tmp_path: Path) -> None:
+    (tmp_path / "lines").mkdir()
+    with (tmp_path / "lines" / "a.jsonl").open("w") as out:
+        out.writelines(json.dumps({"n": n, "text": f"{n:09d}", "x": n / 2}) + "\n" for n in range(1000, 1300))
+    build(str(tmp_path / "lines"), tmp_path / "built", shuffle=False, format="arrow", block_size="1KiB")
+    block_rows = int(shardkit.open(tmp_path / "built").table.block_rows[0])
+    line_bytes = len((tmp_path / "lines" / "a.jsonl").read_bytes().split(b"\n")[0]) + 1
+    adopt([tmp_path / "lines"], tmp_path / "root", block_size=block_rows * line_bytes)
+    assert int(shardkit.open(tmp_path / "root").table.block_rows[0]) == block_rows
+
+    def batches(root: Path) -> list[tuple[Any, ...]]:
+        ds = shardkit.open(root)
+        plan = ds.plan(global_batch=20, lanes=4, seed=5)
+        with ds.loader(plan, rank=0, world=1, tensors=False, fields=["n", "text"]) as loader:
+            return [(one.samples.tolist(), one["n"].tolist(), list(one["text"])) for one in loader]
+
+    assert batches(tmp_path / "root") == batches(tmp_path / "built")
+
+
+@pytest.mark.parametrize("write", [write_json, write_csv])
+def test_every_flipped_bit_is_found_in_its_block(tmp_path: Path, write: Any) -> None:
+    write(tmp_path / "source")
+    root = str(tmp_path / "root")
+    adopt([tmp_path / "source"], root, block_size="2KiB")
+    path = min(tmp_path.glob("source/1.*"))
+    data, index, chance = path.read_bytes(), shardkit.open(root).reader.index(1), random.Random(3)
+    for block in range(index.blocks):
+        at = index.spans[block].offset + chance.randrange(index.spans[block].size)
+        path.write_bytes(data[:at] + bytes([data[at] ^ 1 << chance.randrange(8)]) + data[at + 1 :])
+        (found,) = verify(root, level="read").damaged
+        assert (found.name, found.blocks) == (str(path), (block,))
+        first = len(shardkit.open(root)) // 2 if path.suffix == ".csv" else 80
+        with pytest.raises(IntegrityError, match=path.name):
+            shardkit.open(root)[first + index.spans[block].first_row]
+    path.write_bytes(data)
+    assert not verify(root, level="decode").exit_code
+
+
+def test_bad_lines_are_listed_or_left_out_and_counted(tmp_path: Path) -> None:
+    rows = write_json(tmp_path / "lines")
+    path = tmp_path / "lines" / "0.jsonl"
+    lines = path.read_bytes().split(b"\n")
+    full = [place for place, line in enumerate(lines) if line.strip()]
+    bad = {0: b'{"id": oops}', 30: b"[1]", 31: b'{"id": "x"}', 79: b'{"id": 1, "id": 2}'}
+    for row, text in bad.items():
+        lines[full[row]] = text
+    path.write_bytes(b"\n".join(lines))
+    with pytest.raises(SourceError, match="line 1: not valid JSON"):
+        adopt([tmp_path / "lines"], tmp_path / "root")
+    options = ImportOptions(skip_bad_rows=True)
+    result = adopt([tmp_path / "lines"], tmp_path / "root", options=options, block_size="2KiB")
+    assert (result.rows, len(result.skipped)) == (236, 4)
+    expected = [{"late": None} | row for n, row in enumerate(rows) if n not in bad]
+    assert rows_of(tmp_path / "root") == expected
+    assert not verify(str(tmp_path / "root"), level="decode").exit_code
+
+
+def test_what_cannot_be_adopted_is_named_with_the_way_on(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('[{"a": 1}]')
+    with pytest.raises(SourceError, match=r"one JSON array.*shardkit build"):
+        adopt([tmp_path / "a.json"], tmp_path / "root")
+    (tmp_path / "w.csv").write_bytes("a,b\n1,2\n".encode("utf-16"))
+    with pytest.raises(SourceError, match=r"utf-16.*shardkit build"):
+        adopt([tmp_path / "w.csv"], tmp_path / "root")
+    (tmp_path / "q.tsv").write_text('a\tb\n"x\t1\n')
+    with pytest.raises(SourceError, match="--quote none"):
+        adopt([tmp_path / "q.tsv"], tmp_path / "root")
+    adopt([tmp_path / "q.tsv"], tmp_path / "root", options=ImportOptions(quote="none"))
+    assert rows_of(tmp_path / "root") == [{"a": '"x', "b": 1}]
+
+
+@pytest.mark.parametrize("options", [ImportOptions(flatten=True), ImportOptions(rename={"n": "m"})])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_other_fields_than_the_stored_ones_are_refused(
+    tmp_path: Path, name: str, options: ImportOptions
+) -> None:
+    """Readers of adopted files know neither, and members of objects would be null in every row."""
+    rows = [{"a": {"b": n}, "n": n} for n in range(2)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"n": 3}]))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    with pytest.raises(UsageError, match=r"(flatten|rename): .*shardkit build"):
+        adopt([tmp_path / name], tmp_path / "root", options=options)
+
+
+def test_a_continued_adoption_reads_cells_as_it_is_told_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "cells"
+    folder.mkdir()
+    for name in ("a.csv", "b.csv", "c.csv"):
+        (folder / name).write_text(f'a,b\n"x",1\n{name},2\n')
+    adopt_killed(folder, tmp_path / "root", monkeypatch, tasks=2)
+    adopt([folder], tmp_path / "root", options=ImportOptions(quote="none"))
+    assert [row["a"] for row in rows_of(tmp_path / "root")][::2] == ['"x"'] * 3
+
+
+def test_uneven_lines_make_smaller_blocks(tmp_path: Path) -> None:
+    with (tmp_path / "a.jsonl").open("w") as out:
+        out.writelines(json.dumps({"t": "x" * (5 if n < 500 else 20_000)}) + "\n" for n in range(600))
+    adopt([tmp_path / "a.jsonl"], tmp_path / "root", block_size="1KiB")
+    index = shardkit.open(tmp_path / "root").reader.index(0)
+    assert int(index.block_size.max()) <= 64 << 10
+    assert [len(row["t"]) for row in rows_of(tmp_path / "root")] == [5] * 500 + [20_000] * 100
+
+
+def test_a_row_is_parsed_and_encoded_once_by_the_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Types are inferred from one more pass; nothing else parses rows."""
+    (tmp_path / "lines").mkdir()
+    for name in "ab":
+        rows = [json.dumps({"n": n, "text": name}) for n in range(50)]
+        (tmp_path / "lines" / f"{name}.jsonl").write_text("\n".join(rows))
+    counts: Counter[str] = Counter()
+    parse, encode = parse_json, Schema.encode
+
+    def counted_parse(data: bytes, where: str) -> object:
+        counts["parsed"] += 1
+        return parse(data, where)
+
+    def counted_encode(self: Schema, sample: Any, *, where: str) -> tuple[bytes, ...]:
+        counts["encoded"] += 1
+        return encode(self, sample, where=where)
+
+    for module in (json_lines, line_blocks):
+        monkeypatch.setattr(module, "parse_json", counted_parse)
+    monkeypatch.setattr(Schema, "encode", counted_encode)
+    adopt([tmp_path / "lines"], tmp_path / "root", block_size="256B")
+    assert counts == {"parsed": 200, "encoded": 100}
+    monkeypatch.undo()
+    assert not verify(str(tmp_path / "root"), level="decode").exit_code, "the code that reads agrees"
+
+
+_TEXT = st.text(max_size=12).map(lambda text: text.encode("utf-8", "replace").decode())
+_JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | _TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_TEXT, inner, max_size=3),
+    max_leaves=6,
+)
+_ENDS = st.sampled_from(["\n", "\r\n", "\n\n", "\n \t\r\n"])
+
+
+@settings(max_examples=25)
+@given(st.lists(st.tuples(_TEXT, _JSON, _ENDS), min_size=1, max_size=30), st.booleans())
+def test_any_json_comes_back(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[tuple[str, Any, str]], is_ascii: bool
+) -> None:
+    folder = tmp_path_factory.mktemp("any")
+    with (folder / "a.jsonl").open("w", newline="", encoding="utf-8") as out:
+        for text, value, end in lines:
+            out.write(json.dumps({"t": text, "v": value}, ensure_ascii=is_ascii) + end)
+    options = ImportOptions(field_types={"v": "json"})
+    adopt([folder / "a.jsonl"], folder / "root", block_size=100, options=options)
+    assert rows_of(folder / "root") == [{"t": text, "v": value} for text, value, _ in lines]

@@ -1,0 +1,276 @@
+"""MDS folders, adopted: equal to Streaming's own reading and to a build, verified, and named when they change."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import shutil
+import struct
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import boto3
+import numpy as np
+import pytest
+
+import shardkit
+from shardkit.copies.verify import verify
+from shardkit.errors import IntegrityError, ShardkitError, SourceError, UsageError
+from shardkit.reading.read_path import ReadSettings
+from shardkit_tools.adopting import adopt
+from shardkit_tools.building.build_run import build
+from shardkit_tools.importers import ImportOptions
+from tests.servers.fault_proxy import FaultProxy
+
+BUCKETS = ("their-mds",)
+SETTINGS = ReadSettings(deadline_s=30, attempt_s=5, cool_down_s=0.2)
+GOLDEN = Path(__file__).parents[1] / "compat" / "golden" / "mds"
+AS_STORED = {"raw": "bytes", "ratio": "str"}  # a PIL picture and a decimal fraction
+COLUMNS = {"image": ("bytes", None), "label": ("int", 8), "score": ("float32", 4), "text": ("str", None)}
+COLUMNS |= {"ids": ("ndarray:uint16", None), "box": ("ndarray:int32:2,2", 16)}
+VALUES = [
+    {
+        "image": image,
+        "label": row - 9,
+        "score": np.float32(row / 7),
+        "text": "é" * (row % 6),
+        "ids": np.arange(row % 9 + 1, dtype=np.uint16) * row,
+        "box": np.arange(4, dtype=np.int32).reshape(2, 2) - row,
+    }
+    for row, image in enumerate(random.Random(3).randbytes(20 * (row % 50)) for row in range(500))
+]
+
+
+def encoded(row: dict[str, Any]) -> bytes:
+    text, ids = row["text"].encode(), row["ids"]
+    sized = struct.pack("<BB", 1 << 2, len(ids)) + ids.tobytes()  # one axis, of one byte
+    sizes = struct.pack("<3I", len(row["image"]), len(text), len(sized))
+    fixed = struct.pack("<q", row["label"]) + row["score"].tobytes()
+    return bytes(sizes + row["image"] + fixed + text + sized + row["box"].tobytes())
+
+
+def write_mds(folder: Path, borders: tuple[int, ...] = (0, 320, 500)) -> list[Path]:
+    """Write shards as Streaming's MDSWriter lays them out."""
+    folder.mkdir()
+    about = {
+        "column_names": list(COLUMNS), "column_encodings": [one for one, _ in COLUMNS.values()],
+        "column_sizes": [size for _, size in COLUMNS.values()], "format": "mds", "version": 2,
+    }  # fmt: skip
+    config, entries, paths = json.dumps(about).encode(), [], []
+    for number, (first, last) in enumerate(itertools.pairwise(borders)):
+        rows = [encoded(row) for row in VALUES[first:last]]
+        offsets = np.cumsum([4 + 4 * (len(rows) + 1) + len(config), *map(len, rows)]).astype("<u4")
+        body = struct.pack("<I", len(rows)) + offsets.tobytes() + config + b"".join(rows)
+        paths.append(folder / f"shard.{number:05d}.mds")
+        paths[-1].write_bytes(body)
+        raw = {"basename": paths[-1].name, "bytes": len(body), "hashes": {}}
+        shard: dict[str, Any] = {
+            "compression": None,
+            "hashes": [],
+            "zip_data": None,
+            "samples": len(rows),
+            "raw_data": raw,
+        }
+        entries.append(about | shard)
+    (folder / "index.json").write_text(json.dumps({"version": 2, "shards": entries}))
+    return paths
+
+
+def check_rows(root: object) -> None:
+    ds = shardkit.open(str(root), settings=SETTINGS)
+    assert len(ds) == len(VALUES)
+    for row, expected in enumerate(VALUES):
+        found = ds[row]
+        assert set(found) == set(expected)
+        for name, value in expected.items():
+            assert np.array_equal(found[name], value), (row, name)  # type: ignore[arg-type]
+
+
+def batches(root: object) -> list[dict[str, Any]]:
+    ds = shardkit.open(str(root), settings=SETTINGS)
+    plan = ds.plan(global_batch=24, lanes=4, seed=5)
+    with ds.loader(plan, rank=0, world=1, tensors=False) as loader:
+        return [dict(batch) | {"samples": batch.samples.tolist()} for batch in loader]
+
+
+def is_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, tuple):
+        return all(map(np.array_equal, one, other))
+    return np.array_equal(one, other) if isinstance(one, np.ndarray) else bool(one == other)
+
+
+def test_every_encoding_is_read_as_streaming_reads_it(tmp_path: Path) -> None:
+    expected = json.loads((GOLDEN / "expected.json").read_text())
+    result = adopt(
+        [GOLDEN / "plain"], tmp_path / "root", options=ImportOptions(field_types=AS_STORED), block_size="1KiB"
+    )
+    assert (result.rows, result.files) == (15, 2)
+    ds = shardkit.open(tmp_path / "root")
+    for row, theirs in enumerate(expected):
+        ours: dict[str, Any] = dict(ds[row])
+        assert len(ours.pop("raw")) > 12, "the bytes of a picture"
+        assert float(ours.pop("ratio")) == theirs.pop("ratio")
+        theirs.pop("raw")
+        for name, value in theirs.items():
+            found = ours.pop(name)
+            if isinstance(found, bytes):
+                # Streaming decodes pictures, which are opaque to shardkit
+                assert name == "photo" or found.hex() == value, (row, name)
+            else:
+                assert (np.asarray(found).tolist() if name != "meta" else found) == value, (row, name)
+        assert not ours
+    assert not verify(str(tmp_path / "root"), level="decode").exit_code
+
+
+@pytest.mark.parametrize("make", [build, adopt])
+@pytest.mark.parametrize("column", ["label", "score", "ids", "box"])
+def test_binary_columns_are_not_read_as_text(
+    tmp_path: Path, column: str, make: Callable[..., object]
+) -> None:
+    write_mds(tmp_path / "mds")
+    options = ImportOptions(field_types={column: "str"})
+    with pytest.raises(UsageError, match=f"--schema {column}=str: the column is written as .*not text"):
+        make(tmp_path / "mds", tmp_path / "root", options=options)
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_built_and_adopted_shards_give_equal_batches(tmp_path: Path, remote: bool, proxy: FaultProxy) -> None:
+    paths = write_mds(tmp_path / "mds")
+    source, root = str(tmp_path / "mds"), str(tmp_path / "adopted")
+    if remote:
+        root = f"s3://{BUCKETS[0]}/{uuid.uuid4().hex}"
+        source = f"{root}/their mds"
+        s3 = boto3.client("s3", endpoint_url=proxy.endpoint, region_name="us-east-1")
+        for path in [*paths, tmp_path / "mds" / "index.json"]:
+            key = f"{source.partition(BUCKETS[0] + '/')[2]}/{path.name}"
+            s3.put_object(Bucket=BUCKETS[0], Key=key, Body=path.read_bytes())
+        s3.close()
+    adopt([source], root, block_size="8KiB")
+    check_rows(root)
+    adopted = shardkit.open(root, settings=SETTINGS)
+    assert [adopted.key(row) for row in (0, 320, 499)] == ["0000000000", "0000000320", "0000000499"]
+    assert adopted.reader.index(0).blocks > 5
+    for batch in batches(root):
+        for name in VALUES[0]:
+            rows = [VALUES[sample][name] for sample in batch["samples"]]
+            if name == "ids":
+                assert batch[name][0].tolist() == np.concatenate(rows).tolist()
+            else:
+                assert all(map(np.array_equal, batch[name], rows)), name
+    assert not verify(root, level="decode").exit_code
+
+
+def test_a_plan_over_one_shard_gives_the_batches_of_a_build(tmp_path: Path) -> None:
+    write_mds(tmp_path / "mds", (0, 500))
+    adopt([tmp_path / "mds"], tmp_path / "adopted", block_size="8KiB")
+    rows = int(shardkit.open(tmp_path / "adopted").table.block_rows[0])
+    for block_size in range(6_000, 24_000, 100):  # until the rows per block agree
+        build(
+            tmp_path / "mds",
+            tmp_path / "built",
+            format="arrow",
+            shuffle=False,
+            block_size=block_size,
+            replace=True,
+        )
+        if int(shardkit.open(tmp_path / "built").table.block_rows[0]) == rows:
+            break
+    ours, theirs = batches(tmp_path / "adopted"), batches(tmp_path / "built")
+    assert len(ours) == len(theirs) == 500 // 24
+    for one, other in zip(ours, theirs, strict=True):
+        assert all(is_equal(one[name], other[name]) for name in (*VALUES[0], "samples"))
+
+
+def test_every_flipped_bit_is_found_in_its_block(tmp_path: Path) -> None:
+    path = write_mds(tmp_path / "mds")[1]
+    adopt([tmp_path / "mds"], tmp_path / "root", block_size="8KiB")
+    root, data, chance = str(tmp_path / "root"), path.read_bytes(), random.Random(4)
+    for block, span in enumerate(shardkit.open(root).reader.index(1).spans):
+        at = span.offset + chance.randrange(span.size)
+        path.write_bytes(data[:at] + bytes([data[at] ^ 1 << chance.randrange(8)]) + data[at + 1 :])
+        (damage,) = verify(root).damaged
+        assert (damage.name, damage.blocks) == (str(path), (block,))
+        with pytest.raises(IntegrityError, match=rf"block {block} in .*shard\.00001\.mds"):
+            shardkit.open(root)[320 + span.first_row]
+    path.write_bytes(data[:5] + bytes([data[5] ^ 1]) + data[6:])  # its offsets, which reads do not use
+    assert verify(root).exit_code == 4
+    check_rows(root)
+
+
+def cut(folder: Path) -> None:
+    path = folder / "shard.00001.mds"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def hashed(folder: Path) -> None:
+    index = json.loads((folder / "index.json").read_text())
+    index["shards"][1]["raw_data"]["hashes"] = {"xxh64": "0" * 16}
+    (folder / "index.json").write_text(json.dumps(index))
+
+
+def text(folder: Path) -> None:
+    path = folder / "shard.00001.mds"
+    path.write_bytes(path.read_bytes().replace("éé".encode(), b"\xff\xff\xff\xff"))
+
+
+def offsets(folder: Path) -> None:
+    path = folder / "shard.00001.mds"
+    data = bytearray(path.read_bytes())
+    data[8:12] = struct.pack("<I", 2**31)
+    path.write_bytes(data)
+
+
+def sizes(folder: Path) -> None:
+    path = folder / "shard.00001.mds"
+    data = bytearray(path.read_bytes())
+    (first,) = struct.unpack("<I", data[4:8])
+    data[first : first + 4] = struct.pack("<I", 2**31)
+    path.write_bytes(data)
+
+
+DAMAGED: dict[str, tuple[Callable[[Path], None], str]] = {
+    "cut": (cut, r"shard\.00001\.mds: .* the index says"),
+    "hash": (hashed, r"shard\.00001\.mds: xxh64 is .*, the index says 0000"),
+    "text": (text, r"shard\.00001\.mds row 0: field 'text'"),
+    "offsets": (offsets, r"shard\.00001\.mds: its row offsets do not follow"),
+    "sizes": (sizes, r"shard\.00001\.mds row 0: .* its fields ask for"),
+}
+
+
+@pytest.mark.parametrize("case", sorted(DAMAGED))
+def test_damaged_shards_are_named(tmp_path: Path, case: str) -> None:
+    damage, message = DAMAGED[case]
+    write_mds(tmp_path / "mds")
+    damage(tmp_path / "mds")
+    with pytest.raises(SourceError, match=message):
+        adopt([tmp_path / "mds"], tmp_path / "root", block_size="8KiB")
+
+
+REFUSED: dict[str, tuple[list[str], dict[str, Any], type[ShardkitError], str]] = {
+    "compressed": (["zstd"], {}, SourceError, r"compressed as a whole with zstd:7.*shardkit build"),
+    "two folders": (["plain", "shapes"], {}, SourceError, "one folder at a time.*shardkit merge"),
+    "free shapes": (["shapes"], {}, SourceError, r"cannot be read where it is; .*shardkit build"),
+    "pictures": (
+        ["plain"],
+        {"options": ImportOptions(field_types={"ratio": "str"})},
+        SourceError,
+        "pil cannot be read as uint8",
+    ),
+    "stratify": (
+        ["plain"],
+        {"options": ImportOptions(field_types=AS_STORED), "stratify": "small"},
+        UsageError,
+        "are one stratum",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", sorted(REFUSED))
+def test_what_cannot_be_adopted_is_named_with_the_way_on(tmp_path: Path, case: str) -> None:
+    folders, settings, error, message = REFUSED[case]
+    given = [shutil.copytree(GOLDEN / folder, tmp_path / folder) for folder in folders]
+    with pytest.raises(error, match=message):
+        adopt(given, tmp_path / "root", **settings)

@@ -1,0 +1,281 @@
+"""Parquet files, adopted: equal to pyarrow's reading and to a build, read by column, and named when they change."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import threading
+import uuid
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import boto3
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import shardkit
+from shardkit.copies.verify import verify
+from shardkit.errors import IntegrityError, SourceError, UsageError
+from shardkit.formats import ShardIndex
+from shardkit.reading.read_path import ReadSettings
+from shardkit_tools.adopting import adopt, encoded_blocks
+from shardkit_tools.adopting.encoded_blocks import EncodedBlocks
+from shardkit_tools.building.build_run import build
+from shardkit_tools.importers import ImportOptions
+from tests.servers.object_stores import ACCESS_KEY, SECRET_KEY, s3_environment
+
+BUCKETS = ("their-tables",)
+SETTINGS = ReadSettings(deadline_s=30, attempt_s=5, cool_down_s=0.2)
+
+
+def table(first: int, rows: int) -> Any:
+    numbers = range(first, first + rows)
+    chance = np.random.default_rng(first)
+    return pa.table(
+        {
+            "id": pa.array(numbers, pa.int64()),
+            "text": [f"row {n} ä" * (n % 7) for n in numbers],
+            "image": [{"bytes": chance.bytes(n % 400), "path": None} for n in numbers],
+            "vector": pa.array(chance.normal(size=(rows, 4)).tolist(), pa.list_(pa.float32(), 4)),
+            "tokens": pa.array([list(range(n % 9)) for n in numbers], pa.list_(pa.int32())),
+            "score": pa.array([None if n % 3 == 0 else n / 2 for n in numbers], pa.float64()),
+            "flag": pa.array([n % 2 == 0 for n in numbers]),
+            "turns": [[{"role": "user", "content": str(n)}] for n in numbers],
+            "word": pa.array([["x", "yy"][n % 2] for n in numbers]).dictionary_encode(),
+            "when": pa.array([n * 1000 for n in numbers], pa.timestamp("us")),
+        }
+    )
+
+
+def write_tables(folder: Path) -> tuple[list[Path], list[dict[str, Any]]]:
+    """Write two files, one of which has row groups of different sizes; return paths and rows as pyarrow reads them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / "a.parquet", folder / "b.parquet"]
+    pq.write_table(table(0, 500), paths[0], row_group_size=64)
+    with pq.ParquetWriter(paths[1], table(0, 1).schema, compression="zstd") as writer:
+        first = 500
+        for rows in (50, 80, 80, 7, 80, 3):
+            writer.write_table(table(first, rows))
+            first += rows
+    return paths, [row for path in paths for row in pq.read_table(path).to_pylist()]
+
+
+def expected(row: dict[str, Any]) -> dict[str, Any]:
+    return {**row, "image": row["image"]["bytes"]}
+
+
+def plain(sample: Any) -> dict[str, Any]:
+    return {
+        name: value.tolist() if isinstance(value, np.ndarray) else value
+        for name, value in dict(sample).items()
+        if name != "__key__"
+    }
+
+
+def samples(root: object) -> list[dict[str, Any]]:
+    ds = shardkit.open(str(root), settings=SETTINGS)
+    return [plain(ds[row]) for row in range(len(ds))]
+
+
+def batches(
+    root: object, fields: Sequence[str] | None = None, **settings: Any
+) -> list[tuple[list[int], Any]]:
+    ds = shardkit.open(str(root), settings=SETTINGS)
+    plan = ds.plan(global_batch=24, lanes=4, seed=5, **settings)
+    with ds.loader(plan, rank=0, world=1, tensors=False, fields=fields) as loader:
+        return [(b.samples.tolist(), {name: _rows(b[name]) for name in fields or ds.schema}) for b in loader]
+
+
+def _rows(value: Any) -> list[Any]:
+    if isinstance(value, tuple):
+        values, borders = value
+        return [values[a:b].tolist() for a, b in pairwise(borders)]
+    return list(value.tolist()) if isinstance(value, np.ndarray) else list(value)
+
+
+def indexes(root: Path) -> list[ShardIndex]:
+    ds = shardkit.open(root)
+    return [ds.reader.index(shard) for shard in range(len(ds.table))]
+
+
+@pytest.fixture
+def bucket(server: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[Path]], str]:
+    """Return a function that uploads files and returns their URL."""
+    for name, value in s3_environment(server).items():
+        monkeypatch.setenv(name, value)
+
+    def upload(paths: Sequence[Path]) -> str:
+        prefix = uuid.uuid4().hex
+        with contextlib.closing(
+            boto3.client("s3", endpoint_url=server, region_name="us-east-1", aws_access_key_id=ACCESS_KEY,
+                         aws_secret_access_key=SECRET_KEY)
+        ) as s3:  # fmt: skip
+            for path in paths:
+                s3.upload_file(str(path), BUCKETS[0], f"{prefix}/{path.name}")
+        return f"s3://{BUCKETS[0]}/{prefix}"
+
+    return upload
+
+
+def test_rows_are_what_pyarrow_reads(tmp_path: Path) -> None:
+    paths, rows = write_tables(tmp_path / "tables")
+    before = [path.read_bytes() for path in paths]
+    result = adopt([tmp_path / "tables"], tmp_path / "root")
+    assert result.rows == 800
+    assert samples(tmp_path / "root") == list(map(expected, rows))
+    assert [path.read_bytes() for path in paths] == before
+    assert not verify(tmp_path / "root").damaged
+    ds = shardkit.open(tmp_path / "root")
+    assert ds.table.segment_rows.tolist() == [500, 50, 167, 83]
+    assert ds.key(799) == "0000000799"
+
+
+def test_rows_in_a_bucket_are_what_pyarrow_reads(
+    tmp_path: Path, bucket: Callable[[Sequence[Path]], str]
+) -> None:
+    paths, rows = write_tables(tmp_path / "tables")
+    adopt([bucket(paths)], tmp_path / "root")
+    assert samples(tmp_path / "root") == list(map(expected, rows))
+    for numbers, found in batches(tmp_path / "root", ["id", "text"]):
+        assert found["id"] == numbers
+        assert found["text"] == [rows[number]["text"] for number in numbers]
+
+
+def test_built_and_adopted_rows_give_equal_batches(tmp_path: Path) -> None:
+    (tmp_path / "tables").mkdir()
+    pq.write_table(table(0, 600), tmp_path / "tables" / "a.parquet", row_group_size=50)
+    build(
+        str(tmp_path / "tables"), tmp_path / "built", format="arrow", block_size="16KiB", shuffle=False,
+        shard_size="1GiB",
+    )  # fmt: skip
+    block_rows = int(shardkit.open(tmp_path / "built").table.block_rows[0])
+    pq.write_table(table(0, 600), tmp_path / "tables" / "a.parquet", row_group_size=block_rows)
+    adopt([tmp_path / "tables"], tmp_path / "adopted")
+    assert shardkit.open(tmp_path / "adopted").schema == shardkit.open(tmp_path / "built").schema
+    ours = batches(tmp_path / "adopted", window_blocks=4)
+    assert ours == batches(tmp_path / "built", window_blocks=4)
+    assert len(ours) == 25
+
+
+@pytest.mark.parametrize("field", ["id", "image", "tokens", "turns"])
+def test_a_flip_in_any_range_is_found_by_the_loader_of_this_field_only(tmp_path: Path, field: str) -> None:
+    (path, _), rows = write_tables(tmp_path / "tables")
+    adopt([path], tmp_path / "root")
+    index, data = indexes(tmp_path / "root")[0], path.read_bytes()
+    chance = random.Random(field)
+    for block in range(index.blocks):
+        found = index.field_range(block, field)
+        at = chance.randrange(found.offset, found.offset + found.size)
+        path.write_bytes(data[:at] + bytes([data[at] ^ 1 << chance.randrange(8)]) + data[at + 1 :])
+        assert len(verify(tmp_path / "root").damaged) == 1
+        with pytest.raises(IntegrityError, match=rf"block {block} in .*a\.parquet"):
+            batches(tmp_path / "root", [field])
+        with pytest.raises(IntegrityError, match=rf"block {block} in .*a\.parquet"):
+            batches(tmp_path / "root")
+        for numbers, other in batches(tmp_path / "root", ["score", "when"]):
+            assert other["when"] == [number * 1000 for number in numbers]
+    path.write_bytes(data)
+    assert samples(tmp_path / "root") == list(map(expected, rows[:500]))
+
+
+def test_a_flip_between_the_blocks_and_in_the_footer_is_found_by_verify(tmp_path: Path) -> None:
+    (path, _), _ = write_tables(tmp_path / "tables")
+    adopt([path], tmp_path / "root")
+    data = path.read_bytes()
+    for at in (0, 3, len(data) - 1, len(data) - 6, len(data) - 300):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
+        assert len(verify(tmp_path / "root").damaged) == 1, at
+
+
+@pytest.mark.parametrize("fields", [None, ["id", "text"]])
+def test_a_file_that_is_rewritten_under_a_loader_reaches_no_batch(
+    tmp_path: Path, fields: list[str] | None
+) -> None:
+    """1,000 batches while a thread flips and restores bits."""
+    (path, _), rows = write_tables(tmp_path / "tables")
+    adopt([path], tmp_path / "root")
+    whole, chance, stop = path.read_bytes(), random.Random(9), threading.Event()
+    ds = shardkit.open(tmp_path / "root")
+    plan = ds.plan(global_batch=10, lanes=2, window_blocks=2, seed=3)
+
+    def change() -> None:
+        while not stop.wait(0.002):
+            at = chance.randrange(len(whole))
+            with path.open("r+b") as file:
+                file.seek(at)
+                file.write(bytes([whole[at] ^ 1 << chance.randrange(8)]))
+                file.seek(at)
+                file.write(whole[at : at + 1])
+
+    seen, errors = 0, []
+    writer = threading.Thread(target=change)
+    writer.start()
+    try:
+        while seen < 1000:
+            try:
+                with ds.loader(plan, rank=0, world=1, tensors=False, threads=2, fields=fields) as loader:
+                    for batch in loader:
+                        seen += 1
+                        numbers = batch.samples.tolist()
+                        assert batch["id"].tolist() == numbers
+                        assert batch["text"] == [rows[number]["text"] for number in numbers]
+            except IntegrityError as error:
+                errors.append(str(error))
+    finally:
+        stop.set()
+        writer.join()
+    assert all(path.name in error for error in errors)
+    path.write_bytes(bytes(len(whole)))  # from here on it is wrong for good
+    with (
+        pytest.raises(IntegrityError, match=r"a\.parquet"),
+        ds.loader(plan, rank=0, world=1, fields=fields) as loader,
+    ):
+        list(loader)
+
+
+def test_files_that_differ_are_read_as_in_a_build(tmp_path: Path) -> None:
+    source = tmp_path / "tables"
+    for name, columns in {
+        "lang=de/a": {"n": pa.array([1, 2], pa.int32()), "x": pa.array([1.5, 2.5], pa.float32())},
+        "lang=en/b": {"n": pa.array([2**40], pa.int64()), "y": ["only here"]},
+    }.items():
+        (source / name).parent.mkdir(parents=True)
+        pq.write_table(pa.table(columns), source / f"{name}.parquet")
+    adopt([source], tmp_path / "adopted")
+    build(str(source), tmp_path / "built", shuffle=False)
+    found = samples(tmp_path / "adopted")
+    assert found == samples(tmp_path / "built")
+    assert found[2] == {"n": 2**40, "x": None, "lang": "en", "y": "only here"}
+    ds = shardkit.open(tmp_path / "adopted")
+    block = ds.reader.read(1, 0, fields=["y", "lang"])
+    assert [block.column(name).payload(0) for name in ("y", "lang")] == [b"only here", b"en"]
+    assert ds.reader.read(0, 0, fields=["y"]).present("y").tolist() == [False, False]
+
+
+def test_what_cannot_be_adopted_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (path, _), _ = write_tables(tmp_path / "tables")
+    monkeypatch.setattr(
+        encoded_blocks,
+        "EncodedBlocks",
+        lambda task, schema, values, _: EncodedBlocks(task, schema, values, 10_000),
+    )
+    with pytest.raises(SourceError, match=r"a\.parquet: row group 0 has \d+ bytes.*shardkit build"):
+        adopt([path], tmp_path / "root")
+    monkeypatch.undo()
+    pq.write_table(table(0, 0), tmp_path / "none.parquet")
+    with pytest.raises(SourceError, match="the files have no rows"):
+        adopt([tmp_path / "none.parquet"], tmp_path / "root")
+    result = adopt([path, tmp_path / "none.parquet"], tmp_path / "root", dry_run=True)
+    assert result.notes == ("none.parquet: it has no rows and is left out",)
+    with pytest.raises(SourceError, match=r"--schema score=float64\?"):
+        adopt([path], tmp_path / "root", options=ImportOptions(field_types={"score": "float64"}))
+    path.write_bytes(path.read_bytes()[:-20] + os.urandom(20))
+    with pytest.raises(SourceError, match=r"a\.parquet: not a readable Parquet file"):
+        adopt([path], tmp_path / "root")
+    with pytest.raises(UsageError, match="one stratum"):
+        adopt([tmp_path / "tables" / "b.parquet"], tmp_path / "root", stratify="flag")

@@ -1,0 +1,144 @@
+"""The interruption benchmark finds known faults of a broken loader, and none of shardkit."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.interruptions import page
+from bench.interruptions.adapters.broken import Loader
+from bench.interruptions.chart import answers
+from bench.interruptions.counting import Run, compare, judge
+from bench.interruptions.ranks import Report, import_ahead
+from bench.interruptions.scenarios import QUESTIONS
+
+ROOT = Path(__file__).parents[2]
+
+
+def measured(adapter: str, folder: Path, *scenarios: str) -> dict[str, Any]:
+    """Return the runs of an adapter with one seed, by scenario."""
+    out = folder / "result.json"
+    program = ROOT / "tools" / "bench" / "interruptions" / "measure.py"
+    command = [
+        sys.executable,
+        str(program),
+        adapter,
+        "--data",
+        str(folder),
+        "--out",
+        str(out),
+        "--seeds",
+        "1",
+    ]
+    done = subprocess.run([*command, "--scenarios", *scenarios], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return {key: runs["0"] for key, runs in json.loads(out.read_text())["runs"].items()}
+
+
+def test_known_faults_are_counted(tmp_path: Path) -> None:
+    """Three resumes lose 3 samples, repeat 2 and exchange two steps of 24 samples each."""
+    runs = measured("broken", tmp_path, "same", "ranks", "killed", "epoch_end")
+    faults = {
+        "answer": "wrong",
+        "lost": 9,
+        "repeated": 6,
+        "fewer": 0,
+        "tail": 0,
+        "moved": 144,
+        "equal_steps": 159,
+        "steps": 168,
+    }
+    assert runs["same"] == runs["ranks"] == runs["killed"] == faults
+    # Two resumes; the one at the end of the epoch has no step left in which its faults could be.
+    assert runs["epoch_end"] == faults | {"lost": 3, "repeated": 2, "moved": 48, "equal_steps": 165}
+
+
+@pytest.mark.slow
+def test_shardkit_is_exact(tmp_path: Path) -> None:
+    runs = measured("shardkit_loader", tmp_path, "ranks", "killed")
+    assert {run["answer"] for run in runs.values()} == {"exact"}
+    assert {run["equal_steps"] for run in runs.values()} == {168}
+
+
+def test_ranks_are_forked_with_the_modules_that_other_ranks_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package in ("quiet", "threaded"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("from . import inside")
+        (tmp_path / package / "inside.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(Loader, "imported_by_ranks", ("threaded",))
+    import_ahead(
+        "broken", [Report(modules=["quiet.inside"]), Report(modules=["threaded.inside", "none", "quiet"])]
+    )
+    assert {"quiet", "quiet.inside"} <= sys.modules.keys()
+    assert not {"threaded", "threaded.inside"} & sys.modules.keys()
+    monkeypatch.setattr(Loader, "forks", False)
+    monkeypatch.setattr(Loader, "imported_by_ranks", ())
+    import_ahead("broken", [Report(modules=["threaded.inside"])])
+    assert "threaded" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("epoch", "answer"),
+    [
+        ([[1, 2], [3, 4]], "exact"),
+        ([[2, 1], [4, 3]], "exact"),
+        ([[3, 4], [1, 2]], "reordered"),
+        ([[1, 2], [3, 5]], "reordered"),  # sample 5 is the remainder that the undisturbed epoch drops
+        ([[1, 2], [3, 3]], "wrong"),
+        ([[1, 2]], "wrong"),
+        ([[1, 2], [3, 4], []], "reordered"),
+    ],
+)
+def test_answers(epoch: list[list[int]], answer: str) -> None:
+    assert judge(Run([[[1, 2], [3, 4]]]), Run([epoch]), None)["answer"] == answer
+
+
+def test_another_filler_is_no_loss() -> None:
+    undisturbed, other = Run([[[1, 2], [3, 3]]]), Run([[[1, 2], [3, 1]]])
+    assert judge(undisturbed, other, None)["answer"] == "reordered"
+    assert judge(undisturbed, Run([[[1, 1], [3, 3]]]), None)["answer"] == "wrong"
+
+
+def test_a_repeated_sample_is_not_a_moved_one() -> None:
+    counts = compare([[[1, 2], [3, 4]]], [[[1, 2], [3, 1]]])
+    assert (counts.lost, counts.repeated, counts.moved, counts.equal_steps) == (1, 1, 0, 1)
+
+
+def test_an_incomplete_validation_pass_is_wrong() -> None:
+    whole = Run([[[1]]])
+    assert judge(whole, Run([[[1]]], passes=[[[7], [8]]]), range(7, 9))["answer"] == "exact"
+    assert judge(whole, Run([[[1]]], passes=[[[7], [7]]]), range(7, 9))["answer"] == "wrong"
+
+
+def test_every_table_of_the_page_has_the_columns_of_its_head() -> None:
+    lines = page.PAGE.read_text(encoding="utf-8").splitlines()
+    for head, line in pairwise(lines):
+        if line.startswith("|---"):
+            assert line.count("|") == head.count("|"), head
+
+
+def test_the_page_and_the_charts_are_what_the_results_say() -> None:
+    for path, text in page.files().items():
+        assert path.read_text(encoding="utf-8") == text
+
+
+def test_readme_names_the_loaders_that_are_exact_in_every_question() -> None:
+    exact = {
+        result["label"].split(",")[0]
+        for result in page.read_results()
+        if all(list(answers(result, key)) == ["exact"] for key in QUESTIONS)
+    }
+    described = re.search(r'<img alt="([^"]*)"', (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert described is not None
+    named = {result["label"].split(",")[0] for result in page.read_results()}
+    assert {name for name in named if name in described[1]} == exact

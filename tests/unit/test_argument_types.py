@@ -1,0 +1,145 @@
+"""Values of another kind where the public functions expect paths, names, numbers, mappings or batches."""
+
+from __future__ import annotations
+
+import fractions
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+import torch
+
+import shardkit
+import shardkit.torch
+from shardkit.errors import ShardkitError
+from shardkit.plan import Plan
+
+VALUES: Final[list[Any]] = [
+    True, -1, 2**70, 1.5, float("nan"), "x", "", "a\0b", "\udc80", b"x", [], [1], {}, (1, 2), {1}, object(), np.int8(3),
+    np.array(3), np.arange(3), torch.tensor(3), torch.arange(3), fractions.Fraction(1, 3), int, Path("/x"), 1j,
+    range(3),
+]  # fmt: skip
+
+Calls = dict[str, Callable[[Any], object]]
+
+
+def _by_name(function: Callable[..., object], name: str, **others: Any) -> Callable[[Any], object]:
+    return lambda value: function(**{**others, name: value})
+
+
+@pytest.fixture(scope="module")
+def ds(tmp_path_factory: pytest.TempPathFactory) -> shardkit.Dataset:
+    root = str(tmp_path_factory.mktemp("kinds") / "data")
+    with shardkit.create(root, {"x": "float32[4]", "i": "int64", "s": "str"}) as writer:
+        for number in range(40):
+            writer.add({"x": np.zeros(4, np.float32), "i": number, "s": "a"})
+    return shardkit.open(root)
+
+
+def _of_plans(ds: shardkit.Dataset, plan: Plan) -> Calls:
+    settings: dict[str, Any] = {"global_batch": 8}
+    names = (
+        "lanes",
+        "weights",
+        "stages",
+        "group_by",
+        "remainder",
+        "shuffle",
+        "cost",
+        "sequence",
+        "epoch_steps",
+    )
+    changes = ("from_step", "manifest", "weights", "skip", "lanes")
+    return {
+        **{name: _by_name(ds.plan, name, **settings) for name in names},
+        **{f"amend {name}": _by_name(plan.amend, name, from_step=2) for name in changes},
+        "step": plan.step,
+        "cell step": lambda value: plan.cell(value, 0),
+        "cell lane": lambda value: plan.cell(0, value),
+        "cell_digest": lambda value: plan.cell_digest(value, 0),
+        "steps": lambda value: plan.steps(value, 3),
+        "locate sample": plan.locate,
+        "locate epoch": lambda value: plan.locate(1, value),
+    }  # fmt: skip
+
+
+def _of_datasets(ds: shardkit.Dataset, folder: Path) -> Calls:
+    def created(**settings: Any) -> None:
+        options = {"schema": {"i": "int64"}, **settings}
+        with shardkit.create(folder / "new", replace=True, **options) as writer:
+            writer.add({"i": 1})
+
+    def added(sample: Any) -> None:
+        with shardkit.create(folder / "added", {"i": "int64"}) as writer:
+            writer.add(sample)
+
+    names = ("format", "compression", "shard_size", "ref", "stratify", "lookup", "cost", "message")
+    return {
+        **{f"create {name}": _by_name(created, name) for name in names},
+        "add": added,
+        "open": shardkit.open,
+        "item": lambda value: ds[value],
+        "select where": lambda value: ds.select(where=value),
+        "select rows": lambda value: ds.select(rows=value),
+        "to_arrow": ds.to_arrow,
+    }
+
+
+def _of_loaders(ds: shardkit.Dataset, plan: Plan) -> Calls:
+    names = ("run", "cache", "fields", "lanes", "decode", "fill", "share", "device", "workers", "on_error", "stall_s",
+             "stride", "offset", "assignment", "threads", "memory", "prefetch", "transform", "tensors")  # fmt: skip
+
+    def loaded(**settings: Any) -> None:
+        with ds.loader(plan, rank=0, world=1, **settings) as loader:
+            loader.state_dict()
+
+    loader = ds.loader(plan, rank=0, world=1)
+    data = shardkit.torch.dataset(ds, plan, rank=0, world=1)
+    unusable: Any = shardkit.torch.dataset
+    return {
+        **{name: _by_name(loaded, name) for name in names},
+        "plan": lambda value: ds.loader(value, rank=0, world=1),
+        "after": lambda value: loader.state_dict(after=value),
+        "watch": loader.watch,
+        "seek": loader.seek,
+        "load_state_dict": loader.load_state_dict,
+        "dataset": lambda value: unusable(value, plan),
+        "dataset after": lambda value: data.state_dict(after=value),
+        "dataset load_state_dict": data.load_state_dict,
+    }
+
+
+@pytest.mark.parametrize("face", ["plans", "datasets", "loaders"])
+def test_values_of_another_kind_are_taken_or_refused_in_words(
+    ds: shardkit.Dataset, tmp_path: Path, face: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan = ds.plan(global_batch=8, lanes=4, seed=0)
+    calls = {"plans": lambda: _of_plans(ds, plan), "datasets": lambda: _of_datasets(ds, tmp_path),
+             "loaders": lambda: _of_loaders(ds, plan)}[face]()  # fmt: skip
+    wrong = []
+    for name, call in calls.items():
+        for value in VALUES:
+            if name in ("run", "cache") and isinstance(value, str | Path) and "\0" not in str(value):
+                continue  # a path
+            try:
+                call(value)
+            except ShardkitError:
+                continue
+            except Exception as error:
+                wrong.append(f"{name} of {value!r}: {type(error).__name__}: {error}")
+    assert not wrong
+
+
+def test_results_of_transforms_that_are_no_mappings_are_named(ds: shardkit.Dataset) -> None:
+    plan = ds.plan(global_batch=8, lanes=4, seed=0)
+    unusable: dict[str, Any] = {"transform": lambda *_: 1}
+    for name, function in (*unusable.items(), ("batch_transform", unusable["transform"])):
+        message = f"{name} returned 1: a mapping of field to value"
+        with (
+            ds.loader(plan, rank=0, world=1, **{name: function}) as loader,
+            pytest.raises(ShardkitError, match=message),
+        ):
+            next(iter(loader))
