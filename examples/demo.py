@@ -130,7 +130,7 @@ def _digits(story: Narration) -> None:
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise MissingDependency("the demo needs scikit-learn; run: pip install 'shardkit[demo]'") from None
+        raise MissingDependency("the demo needs scikit-learn; run: pip install scikit-learn") from None
     story.quote(
         'schema = {"image": "uint8[8,8]", "label": "int64"}\n'
         'with shardkit.create("data/digits", schema, stratify="label", split={"train": 0.8, "val": 0.2}) as writer:\n'

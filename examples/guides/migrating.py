@@ -91,7 +91,7 @@ def main() -> None:
         # Built: spread by class over new shards; --dry-run first reports what a build would write.
         shardkit("build", "tars", "data/built", "--stratify", "label", "--jobs", 1, "--dry-run")
         shardkit("build", "tars", "data/built", "--stratify", "label", "--jobs", 1)
-        shardkit("build", "mds", "data/from-mds", "--stratify", "label", "--jobs", 1)
+        shardkit("build", "mds", "data/from-mds", "--stratify", "label", "--format", "tar", "--jobs", 1)
 
         expected = sorted(data for _, data, _ in samples())
         for root in ("data/adopted", "data/built", "data/from-mds"):
