@@ -29,10 +29,16 @@ _SHOWN = 5
 
 
 def has_decisions(record: RunRecord, number: int, plan: Plan) -> bool:
-    """Apply the recorded decisions to a plan with a mixer; return False if recorded steps lack theirs."""
-    if plan.decided is None:
+    """Apply the recorded decisions to a plan with a mixer.
+
+    Returns:
+        False if no such mixer exists, the decisions do not fit, or recorded steps lack theirs.
+    """
+    text, every = plan.settings.mixer, plan.settings.mix_every
+    if plan.decided is None or text is None or every is None:
         return True
     try:
+        find_mixer(text, every)
         apply_decisions(plan, decisions_in_force(record.events, plan.digest))
     except (IntegrityError, PlanError) as error:
         record.add("violated", DECISION, f"plan {plan.digest[:12]}…", str(error))
@@ -77,7 +83,7 @@ def abandoned_plan(record: RunRecord, plan: Plan, fork: int) -> Plan:
     if plan.decided is None:
         return plan
     start = record.events[fork]["start"]
-    back = max(place for place in _returns(record) if place < fork and record.events[place]["start"] == start)
+    back = max(place for place in record.returns if place < fork and record.events[place]["start"] == start)
     return _plan_before(record, plan, back)
 
 
@@ -90,7 +96,7 @@ def former_plans(record: RunRecord, plan: Plan, step: int) -> Iterator[Plan]:
     if plan.decided is None:
         yield plan
         return
-    for one in (plan, *(_plan_before(record, plan, back) for back in reversed(_returns(record)))):
+    for one in (plan, *(_plan_before(record, plan, back) for back in reversed(record.returns))):
         if step < (one.decided or 0):
             yield one
 
@@ -99,27 +105,20 @@ def is_superseded(record: RunRecord, plans: Iterable[Plan], conflict: Mapping[st
     """Return True if a cell was recorded twice because the run went back and its mixer decided otherwise."""
     step, lane = conflict["step"], conflict["lane"]
     return any(
-        lane < plan.lanes and former.cell_digest(step, lane) == conflict["before"]
+        former.cell_digest(step, lane) == conflict["before"]
         for plan in plans
-        if plan.decided is not None
+        if plan.decided is not None and lane < plan.lanes
         for former in former_plans(record, plan, step)
     )
 
 
-def _returns(record: RunRecord) -> list[int]:
-    """Return the places in the events at which rank 0, which decides, started or went back."""
-    return [
-        place
-        for place, one in enumerate(record.events)
-        if one["kind"] in ("start", "rewind") and one.get("rank", 0) == 0
-    ]
-
-
 def _plan_before(record: RunRecord, plan: Plan, back: int) -> Plan:
-    """Return a plan with the decisions that were recorded before a place in the events."""
-    fresh = plan_of(plan.settings, plan.population)
-    apply_decisions(fresh, decisions_in_force(record.events[:back], plan.digest))
-    return fresh
+    """Return a plan with the decisions that were recorded before a place in the events; it is made once."""
+    found = record.former_plans.get((plan.digest, back))
+    if found is None:
+        found = record.former_plans[plan.digest, back] = plan_of(plan.settings, plan.population)
+        apply_decisions(found, decisions_in_force(record.events[:back], plan.digest))
+    return found
 
 
 def check_decisions(
@@ -160,7 +159,9 @@ def check_decisions(
             continue
         try:
             wrong = _wrong_decisions(plan, mixer, decisions)
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a function may call sys.exit()
             if function is None:
                 raise
             record.add(

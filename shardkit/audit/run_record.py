@@ -6,6 +6,7 @@ import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -78,6 +79,8 @@ class RunRecord:
         replaced: substitutions confirmed by digests. True: on the branch; False: in abandoned or incomplete steps. Set
             by `find_plans`.
         stage_plans: the plans of each configuration under the amendments in force at a time. Set by `find_plans`.
+        former_plans: (digest, place in the events) → the plan with the decisions of its mixer recorded before. Filled
+            while the run is audited.
     """
 
     path: Path
@@ -94,6 +97,7 @@ class RunRecord:
     roots: Roots | None = None
     replaced: dict[bool, Replacements] = field(default_factory=lambda: {True: {}, False: {}})
     stage_plans: list[list[Plan]] = field(default_factory=list)
+    former_plans: dict[tuple[str, int], Plan] = field(default_factory=dict)
 
     def add(self, severity: Severity, kind: str, subject: str, text: str) -> None:
         self.findings.append(Finding(severity, kind, subject, text))
@@ -107,6 +111,15 @@ class RunRecord:
     def configuration_events(self) -> list[dict[str, Any]]:
         """The events of the run's settings, oldest first. Empty if the trainer records none."""
         return [event for event in self.events if event["kind"] == CONFIGURATION]
+
+    @cached_property
+    def returns(self) -> list[int]:
+        """Places in the events at which rank 0, which decides for a mixer, started or went back."""
+        return [
+            place
+            for place, one in enumerate(self.events)
+            if one["kind"] in ("start", "rewind") and one.get("rank", 0) == 0
+        ]
 
     def amendments(self) -> list[list[Amendment]]:
         """Return the amendments in force after each amendment and undo, oldest state first."""

@@ -67,10 +67,12 @@ def encode_parity(
     done = Encoding(repository.url)
     if parity is None:
         return done
+    reading = Repository.open(repository.url, read_only=True).store
+    copies = [one.store for one in reading.locations[1:]] if isinstance(reading, LocatedStore) else []
     for inventory in walk_versions(repository.store, versions, optional=True):
         if not inventory.manifest.parts:
             try:
-                _encode(repository, inventory, parity, pace or RateLimiter(), done)
+                _encode(repository.store, copies, inventory, parity, pace or RateLimiter(), done)
             except (NotFoundError, IntegrityError) as error:
                 # the sets depend on the sizes of all objects
                 done.failed[inventory.manifest.id] = str(error)
@@ -78,13 +80,10 @@ def encode_parity(
 
 
 def _encode(
-    repository: Repository, inventory: Inventory, parity: Parity, pace: RateLimiter, done: Encoding
+    root: Store, copies: list[Store], inventory: Inventory, parity: Parity, pace: RateLimiter, done: Encoding
 ) -> None:
-    root, version = repository.store, inventory.manifest.id
-    adopting = with_adopted_files(root, inventory.manifest)  # adopted files are members too
-    reading = Repository.open(repository.url, read_only=True).store
-    copies = reading.locations[1:] if isinstance(reading, LocatedStore) else []
-    sources = [adopting, *(one.store for one in copies)]
+    version = inventory.manifest.id
+    sources = [with_adopted_files(root, inventory.manifest), *copies]  # adopted files are members too
     put_over(root, version_record_name(version), version_record(version, parity.members))
     for one in sets_of(inventory, parity.members, inventory.small(root)):
         done.sets += 1

@@ -24,6 +24,7 @@ from shardkit.formats.columns import pack_columns, unpack_columns
 KIND: Final = "files"
 MAX_GROUP_BYTES: Final = 256 << 20
 """Maximum size of the document of a group."""
+_MAX_SHARD_BYTES: Final = 1 << 62
 
 
 class _Facts(Record, frozen=True, kw_only=True):
@@ -73,6 +74,8 @@ class FileGroup:
             raise FormatError(f"files of {self.digest}: {self.piece_size.shape} sizes of pieces")
         if self.piece_size.size and not 0 <= int(self.piece_size.min()) <= int(self.piece_size.max()) < 2**40:
             raise FormatError(f"files of {self.digest}: a piece has no size, or 1 TiB and more")
+        if float(self.piece_size.sum(dtype=np.float64)) >= _MAX_SHARD_BYTES:  # the exact sum may wrap
+            raise FormatError(f"files of {self.digest}: all pieces have {_MAX_SHARD_BYTES} bytes and more")
         stored = int(self.piece_size[self.piece_is_file == 0].sum())
         if self.values.dtype != np.uint8 or self.values.shape != (stored,):
             raise FormatError(f"files of {self.digest}: {self.values.shape} values, expected {stored} bytes")

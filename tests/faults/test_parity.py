@@ -286,7 +286,9 @@ def values(root: Path) -> list[int]:
     return [int(dataset[i]["x"][0]) for i in range(len(dataset))]
 
 
-def test_a_version_is_encoded_once_and_an_append_adds_its_own(tmp_path: Path) -> None:
+def test_a_version_is_encoded_once_and_an_append_adds_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     repository = make(tmp_path)
     manifest = repository.resolve()
     done = encode_parity(repository, Parity(4), [manifest])
@@ -297,7 +299,11 @@ def test_a_version_is_encoded_once_and_an_append_adds_its_own(tmp_path: Path) ->
     with shardkit.create(str(tmp_path), {"x": "int64[64]"}, append=True) as writer:
         for number in range(100):
             writer.add({"x": [number] * 64})
-    more = encode_parity(repository, Parity(4), [repository.resolve()])
+    opened: list[str] = []
+    of = Repository.open
+    monkeypatch.setattr(Repository, "open", lambda *args, **more: opened.append("") or of(*args, **more))
+    more = encode_parity(repository, Parity(4), [manifest, repository.resolve()])
+    assert len(opened) == 1  # not once for each version
     assert more.sets - len(more.encoded) >= 2 * (len(load_manifest(repository, manifest).table) // 4), (
         "full sets stay as they are"
     )

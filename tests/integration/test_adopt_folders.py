@@ -19,7 +19,8 @@ from PIL import Image
 
 import shardkit
 from shardkit.copies.verify import verify
-from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, SourceError, UsageError
+from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError, SourceError, UsageError
+from shardkit.formats import Texts
 from shardkit.reading.file_groups import FileGroup
 from shardkit.reading.read_path import ReadSettings
 from shardkit_tools.adopting import adopt
@@ -354,6 +355,21 @@ def test_splits_and_two_folders_are_refused_with_the_way_on(tmp_path: Path) -> N
         adopt([tmp_path / "data"], tmp_path / "root")
     with pytest.raises(SourceError, match="one folder at a time"):
         adopt([tmp_path / "data" / "train", tmp_path / "data" / "val"], tmp_path / "root")
+
+
+def test_sizes_of_a_group_that_add_up_to_more_than_int64_are_refused() -> None:
+    """They would wrap, and a negative size would be taken for one of a small file."""
+    piece = (1 << 40) - 1
+    pieces = (1 << 22) + 10
+    with pytest.raises(FormatError, match="all pieces have 4611686018427387904 bytes and more"):
+        FileGroup(
+            digest="sha256:" + "0" * 64,
+            names=Texts(np.empty(0, np.uint8), np.zeros(pieces + 1, np.int64)),
+            xxh3=np.zeros(pieces, np.uint64),
+            piece_size=np.full(pieces, piece),
+            piece_is_file=np.ones(pieces, np.uint8),
+            values=np.empty(0, np.uint8),
+        )
 
 
 def test_the_names_of_a_group_cannot_lead_out_of_its_folder(tmp_path: Path) -> None:

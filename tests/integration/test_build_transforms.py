@@ -186,7 +186,7 @@ def test_functions_that_cannot_be_applied_are_refused(tmp_path: Path, module: Mo
     lines = source(tmp_path / "a.jsonl")
     name = module("x").partition(":")[0]
     for given, said in (
-        ("no_such_module_here:f", "cannot be imported: .*'no_such_module_here'; give a module"),
+        ("no_such_module_here:f", "cannot be imported: .*'no_such_module_here'; expected"),
         (f"{name}:none", "has no 'none'"),
         (f"{name}:constant", "a int"),
         ("just_a_name", "package.module:function"),

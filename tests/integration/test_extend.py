@@ -18,11 +18,20 @@ import shardkit
 from shardkit.audit.auditing import audit_run
 from shardkit.copies.verify import verify
 from shardkit.dataset import Dataset
-from shardkit.errors import FormatError, IntegrityError, SampleError, SchemaError, SourceError, UsageError
+from shardkit.errors import (
+    FormatError,
+    IntegrityError,
+    SampleError,
+    SchemaError,
+    SourceError,
+    StoreError,
+    UsageError,
+)
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import load_manifest, put_manifest
 from shardkit.stores.store import object_name
 from shardkit_tools.adopting import adopt
+from shardkit_tools.building import extending
 from shardkit_tools.building.extending import extend
 from shardkit_tools.importers import ImportOptions
 from shardkit_tools.main import run
@@ -186,6 +195,31 @@ def test_missing_rows_are_missing_values_if_the_type_says_so(root: str, tmp_path
         assert dataset[place]["score"] == (None if number % 2 else number / 2)
 
 
+def test_a_column_that_cannot_be_stored_is_left_out_as_the_message_says(
+    root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = {"step": list(range(ROWS))}
+    shown("extend", root, "--from", table(tmp_path, **wrong), code=1)
+    assert "leave it out: --drop step" in " ".join(capsys.readouterr().err.split())
+    shown("extend", root, "--from", table(tmp_path, **wrong), "--drop", "step")
+    assert list(shardkit.open(root).schema) == ["text", "label", "score", "vector"]
+
+
+def test_an_error_of_a_source_is_not_one_of_the_scratch_folder(
+    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(*given: Any) -> None:
+        raise OSError(5, "Input/output error", "scores.parquet")
+
+    monkeypatch.setattr(extending, "digest_file", lost)
+    with pytest.raises(OSError, match="Input/output error"):
+        extend(root, from_=table(tmp_path))
+    monkeypatch.undo()
+    monkeypatch.setattr(extending.pa.ipc, "new_file", lost)
+    with pytest.raises(StoreError, match=r"write the table to .*table\.arrow"):
+        extend(root, from_=table(tmp_path))
+
+
 def test_rows_are_joined_by_a_field(root: str, tmp_path: Path) -> None:
     pq.write_table(
         pa.table({"of": pa.array([2, 0, 1], pa.int8()), "name": ["b", "z", "a"]}), tmp_path / "n.parquet"
@@ -337,10 +371,20 @@ def test_an_added_version_of_other_rows_is_refused(root: str, tmp_path: Path) ->
         (["--apply", "json:dumps", "--on", "label"], "--on: expected only with --from"),
         (
             ["--apply", "json:dumps", "--schema", "a=int32"],
-            "--schema, --columns or --rename: expected only with",
+            "--schema, --columns, --drop or --rename: expected only with",
         ),
-        (["--apply", "json:dumps", "--columns", "a"], "--schema, --columns or --rename: expected only with"),
-        (["--apply", "json:dumps", "--rename", "a=b"], "--schema, --columns or --rename: expected only with"),
+        (
+            ["--apply", "json:dumps", "--columns", "a"],
+            "--schema, --columns, --drop or --rename: expected only with",
+        ),
+        (
+            ["--apply", "json:dumps", "--rename", "a=b"],
+            "--schema, --columns, --drop or --rename: expected only with",
+        ),
+        (
+            ["--apply", "json:dumps", "--drop", "a"],
+            "--schema, --columns, --drop or --rename: expected only with",
+        ),
         (["--apply", "json:dumps", "--scratch", "/"], "--scratch: expected only with --from"),
         (["--output-schema", "a=int32"], "--output-schema: expected only with --apply"),
         (["--scratch", "no/such/folder"], "--scratch no/such/folder: no such folder; make it"),

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import shardkit
-from shardkit.audit import audit_run, find_plans, load_run, uses_of
+from shardkit.audit import audit_run, find_plans, load_run, mixtures, uses_of
 from shardkit.documents import encode
 from shardkit.errors import ConfigurationError, PlanError, RunError, ShardkitError, StateError, UsageError
 from shardkit.ledger import Ledger, ledger_head
@@ -301,14 +301,20 @@ def test_ranks_that_go_back_in_one_process_decide_again(
 
 
 def test_a_cell_of_an_abandoned_start_is_superseded_and_a_forged_one_is_not(
-    root: str, tmp_path: Path
+    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One rank alone has recorded the last steps, which come again under other decisions."""
     run = tmp_path / "run"
     train(root, run, world=2, stop=59, stops={1: 57})
     train(root, run, world=2, start=20, turned=True)
+    made: list[str] = []
+    of = mixtures.plan_of
+    monkeypatch.setattr(mixtures, "plan_of", lambda *args: made.append("") or of(*args))
     code, found = audited(run)
     assert code == 0, found
+    assert (
+        len(made) <= 4
+    )  # of two starts, and two to compute the decisions again; not for each of four conflicts
     assert sum("under other decisions of the mixer" in text for text in found) == 4  # two lanes of two steps
     forge(run, lambda one: one | {"before": "ab" * 16} if one["kind"] == "conflict" else one)
     code, found = audited(run)
@@ -428,6 +434,23 @@ def test_a_tampered_decision_is_found(root: str, tmp_path: Path, change: Change,
     assert any(one.startswith("violated") and text in one for one in found), found
 
 
+class Forged:
+    """A mixer whose text names a shipped one with arguments that it does not take."""
+
+    every, needs_losses, text = EVERY, False, 'temperature {"no_such": 1}'
+
+    def __call__(self, losses: Any, weights: Any, step: int) -> list[float]:
+        return [1.0, 1.0, 2.0]
+
+
+def test_a_plan_of_a_mixer_that_cannot_exist_is_a_violation(root: str, tmp_path: Path) -> None:
+    train(root, tmp_path / "run", mixer=Forged())
+    for more in ({}, {"mixer": favour}):
+        code, found = audited(tmp_path / "run", **more)
+        assert code == 4
+        assert any(one.startswith("violated decision") and "no_such" in one for one in found), found
+
+
 def test_a_temperature_needs_no_losses(root: str, tmp_path: Path) -> None:
     mixer = Temperature(every=EVERY, start=5, end=1, steps=40)
     one = train(root, tmp_path / "one", mixer=mixer, noted=lambda step: False)
@@ -465,6 +488,15 @@ def test_a_function_of_the_user(root: str, tmp_path: Path, monkeypatch: pytest.M
     other.__qualname__ = failing.__qualname__ = "favour"
     monkeypatch.setitem(globals(), "favour", other)
     assert audited(tmp_path / "run", mixer=other)[0] == 4
+
+    def leaving(losses: Any, weights: Any, step: int) -> list[float]:
+        raise SystemExit(7)
+
+    leaving.__qualname__ = "favour"
+    monkeypatch.setitem(globals(), "favour", leaving)
+    code, found = audited(tmp_path / "run", mixer=leaving)
+    assert code == 3
+    assert any("the function failed (SystemExit: 7)" in one for one in found)
     monkeypatch.setitem(globals(), "favour", failing)
     code, found = audited(tmp_path / "run", mixer=failing)
     assert code == 3

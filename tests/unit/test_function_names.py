@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import pkgutil
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from shardkit.errors import ConfigurationError
-from shardkit.function_names import importable_name
+from shardkit.function_names import importable_name, load_named
 from shardkit.plan import FunctionMixer
 
 PROGRAM = """
@@ -60,7 +60,45 @@ class Favour:
 
 @pytest.mark.parametrize("function", [top_level, Favour.static, pytest.approx])
 def test_a_name_imports_its_function(function: Callable[..., Any]) -> None:
-    assert pkgutil.resolve_name(importable_name("apply", function)) is function
+    assert load_named("apply", importable_name("apply", function), "function") is function
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("raise SystemExit(3)", "cannot be imported: SystemExit: 3 (broken.py line 1); expected"),
+        ("import sys; sys.exit()", "cannot be imported: SystemExit (broken.py line 1)"),
+        ("class Stop(BaseException): ...\nraise Stop('now')", "Stop: now (broken.py line 2)"),
+        ("def f(:", "SyntaxError"),
+        ("import no_such_module_here", "ModuleNotFoundError: No module named 'no_such_module_here'"),
+        ("g = 3", "broken has no 'f'"),
+        (None, "cannot be imported: ModuleNotFoundError: No module named 'broken'"),
+    ],
+)
+def test_a_module_that_fails_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str | None, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [one for one in sys.path if one])
+    monkeypatch.delitem(sys.modules, "broken", raising=False)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    if code is not None:
+        (tmp_path / "broken.py").write_text(code)
+    with pytest.raises(ConfigurationError, match=rf"^--mixer broken:f: .*{re.escape(said)}"):
+        load_named("--mixer", "broken:f", "function")
+
+
+def test_an_interrupt_of_a_module_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "slow_module.py").write_text("raise KeyboardInterrupt")
+    with pytest.raises(KeyboardInterrupt):
+        load_named("--mixer", "slow_module:f", "function")
+
+
+@pytest.mark.parametrize("name", ["just_a_name", ":f", "module:", "a.b.c", ""])
+def test_a_name_of_another_form_is_refused(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"expected package\.module:factory"):
+        load_named("model.kind", name, "factory")
 
 
 def test_functions_without_a_name_are_refused() -> None:

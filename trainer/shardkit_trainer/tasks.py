@@ -12,9 +12,6 @@ from __future__ import annotations
 
 import io
 import math
-import os
-import pkgutil
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,8 +21,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - as all of torch's own documentation has it
 from torch import Tensor, nn
 
-from shardkit.errors import ConfigurationError, MissingDependency
+from shardkit.errors import MissingDependency
 from shardkit.extras import install_command
+from shardkit.function_names import load_named
 from shardkit.loader.packed_rows import BOUNDARIES, documents_of
 from shardkit.plan.permutation import derive
 
@@ -120,19 +118,8 @@ def make_task(config: ModelConfig, dataset: Any, seed: int) -> Task:
         return LanguageTask(config, dataset.schema)
     if config.kind == "classifier":
         return ClassifierTask(config, dataset)
-    task: Task = load_named("model.kind", config.kind)(config, dataset)
+    task: Task = load_named("model.kind", config.kind, "factory")(config, dataset)
     return task
-
-
-def load_named(key: str, name: str) -> Any:
-    """Return the object ``package.module:name`` of the user, which the setting ``key`` names."""
-    # as with `python -m`: your own module is in the working directory
-    sys.path += [os.getcwd()] if os.getcwd() not in sys.path else []
-    try:
-        return pkgutil.resolve_name(name)
-    except Exception as error:
-        why = f"{type(error).__name__}: {error}"
-        raise ConfigurationError(f"{key} = {name!r}: {why}; expected package.module:factory") from error
 
 
 def mix(*values: int) -> int:

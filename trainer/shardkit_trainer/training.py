@@ -24,6 +24,7 @@ from torch.distributed import distributed_c10d as c10d
 import shardkit
 from shardkit.dataset.amendments import Versions
 from shardkit.errors import ConfigurationError, RunError
+from shardkit.function_names import load_named
 from shardkit.ledger import ledger_head, recorded_plan, setting_differences
 from shardkit.ledger.amendments import Amendment, abandoned_checkpoints, active_amendments, read_events
 from shardkit.ledger.bindings import configured_plans
@@ -42,7 +43,7 @@ from .signals import StopRequest, on_stop_signals
 from .steps import Stepper, StepResult, evaluate
 from .strategies import make_strategy
 from .strategy import Strategy
-from .tasks import Task, load_named, make_task
+from .tasks import Task, make_task
 
 
 @dataclass
@@ -334,7 +335,9 @@ def _find_mixer(data: DataConfig) -> Mixer | None:
     text = mixer_text(data.mixer, data.mixer_every, data.mixer_arguments)
     found = find_mixer(text, data.mixer_every)
     if found is None:
-        found = FunctionMixer(function=load_named("data.mixer", data.mixer), every=data.mixer_every)
+        found = FunctionMixer(
+            function=load_named("data.mixer", data.mixer, "function"), every=data.mixer_every
+        )
         if found.text != data.mixer:
             raise ConfigurationError(
                 f"data.mixer = {data.mixer!r} is defined elsewhere: name it as {found.text!r}, a function of a module"

@@ -104,13 +104,14 @@ class TaskGroup:
 def grouped(tasks: Sequence[AdoptTask]) -> Iterator[TaskGroup]:
     """Yield the tasks in groups of limited number and size, in order."""
     group: list[AdoptTask] = []
+    size = 0  # bytes of the group
     for task in tasks:
-        if group and (
-            len(group) == _GROUP_FILES or sum(one.size for one in group) + task.size > _GROUP_BYTES
-        ):
+        more = task.size
+        if group and (len(group) == _GROUP_FILES or size + more > _GROUP_BYTES):
             yield TaskGroup(tuple(group))
-            group = []
+            group, size = [], 0
         group.append(task)
+        size += more
     if group:
         yield TaskGroup(tuple(group))
 

@@ -97,7 +97,7 @@ def extend(
     if (from_ is None) == (apply is None):
         raise UsageError("extend takes either a table (--from) or a function (--apply)")
     _check_options(
-        {"--on": on != KEY, "--schema, --columns or --rename": options not in (None, ImportOptions()),
+        {"--on": on != KEY, "--schema, --columns, --drop or --rename": options not in (None, ImportOptions()),
          "--scratch": scratch is not None}
         if apply is not None else {"--output-schema": bool(output_schema)},
         other="--from" if apply is not None else "--apply",
@@ -127,10 +127,9 @@ def extend(
         importer, _ = find_source(os.fspath(from_), None, options or ImportOptions())
         if scratch is not None and not os.path.isdir(scratch):
             raise UsageError(f"--scratch {os.fspath(scratch)}: no such folder; make it, or name another")
-        with (
-            explained("write the table to a scratch folder", writing=True),
-            tempfile.TemporaryDirectory(prefix="shardkit-extend-", dir=scratch) as folder,
-        ):
+        with explained("make a scratch folder for the table", writing=True):
+            made = tempfile.TemporaryDirectory(prefix="shardkit-extend-", dir=scratch)
+        with made as folder:
             joined = JoinedTable(dataset, importer, on, Path(folder), os.fspath(from_))
             listed = SourcesObject(tuple(digest_file(file) for file in importer.files()), ())
             for file in importer.files():
@@ -233,14 +232,23 @@ class JoinedTable:
         """Write the new columns to a scratch file, and return the hashes of the column that joins."""
         kinds = arrow_schema(self.schema, keys=False)
         hashes, counts = [np.empty((0, 2), np.uint64)], []
-        with pa.OSFile(os.fspath(file), "wb") as sink, pa.ipc.new_file(sink, kinds) as writer:
+        writing = f"write the table to {file}"
+        with explained(writing, writing=True):
+            sink = pa.OSFile(os.fspath(file), "wb")
+        with sink:
+            with explained(writing, writing=True):
+                writer = pa.ipc.new_file(sink, kinds)
             for found in _rows(importer):
                 hashes.append(self._hashes_of(found))
                 counts.append(len(found.batch))
-                writer.write_batch(found.batch.select(list(self.schema)).cast(kinds))
+                batch = found.batch.select(list(self.schema)).cast(kinds)
+                with explained(writing, writing=True):
+                    writer.write_batch(batch)
             absent = [(pa.nulls(1, field.type)) for field in kinds]
-            if all(kind.optional for kind in self.schema.values()):
-                writer.write_batch(pa.RecordBatch.from_arrays(absent, schema=kinds))
+            with explained(writing, writing=True):
+                if all(kind.optional for kind in self.schema.values()):
+                    writer.write_batch(pa.RecordBatch.from_arrays(absent, schema=kinds))
+                writer.close()
         numbers = np.repeat(np.arange(len(counts), dtype=np.uint32), counts)
         rows = np.concatenate(
             [np.empty(0, np.uint32), *(np.arange(count, dtype=np.uint32) for count in counts)]

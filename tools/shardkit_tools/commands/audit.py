@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import pkgutil
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,6 +36,7 @@ from shardkit.copies.shard_checks import Level
 from shardkit.dataset.lookups import list_samples
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, UsageError
 from shardkit.exit_codes import ExitCode
+from shardkit.function_names import load_named
 from shardkit.ledger.losses import read_losses
 from shardkit.stores.file_operations import explained
 from shardkit_tools import console, options
@@ -138,7 +137,7 @@ def check_command(
             sample=parse_share(sample),
             jobs=jobs or os.cpu_count() or 1,
             statement=claim,
-            mixer=None if mixer is None else _function(mixer),
+            mixer=None if mixer is None else load_named("--mixer", mixer, "function"),
             report=lambda what, done, of: status.show(f"{what}: {done:,} of {of:,}"),
         )
     if html is not None:
@@ -149,16 +148,6 @@ def check_command(
     console.present(
         as_json, lambda: _document(result), lambda: _print_audit(result, written), result.exit_code
     )
-
-
-def _function(name: str) -> Any:
-    """Return a function of the user; as with ``python -m``, modules may be in the working directory."""
-    sys.path += [os.getcwd()] if os.getcwd() not in sys.path else []
-    try:
-        return pkgutil.resolve_name(name)
-    except Exception as error:
-        why = f"{type(error).__name__}: {error}"
-        raise UsageError(f"--mixer {name}: {why}; expected package.module:function") from error
 
 
 def _claim(signed: Path, key: Path) -> dict[str, Any]:

@@ -38,6 +38,9 @@ def extend(
     columns: Annotated[
         str, option("--columns FIELD,…", "Take these columns of the table and no others.")
     ] = "",
+    drop: Annotated[
+        list[str] | None, option("--drop FIELD", "Leave a column of the table out; may be repeated.")
+    ] = None,
     rename: Annotated[
         list[str] | None, option("--rename OLD=NEW", "Give a column another name; may be repeated.")
     ] = None,
@@ -67,6 +70,7 @@ def extend(
         options=ImportOptions(
             field_types=parse_field_types(schema or ()),
             columns=tuple(filter(None, split_names(columns))) if columns else (),
+            drop=tuple(drop or ()),
             rename=parse_pairs(rename or (), "--rename", "OLD=NEW"),
         ),
         output_schema=parse_field_types(output_schema or (), "--output-schema"),

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib
 import inspect
 import json
 import os
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,13 +33,10 @@ from shardkit.errors import (
 )
 from shardkit.extras import install_command
 from shardkit.formats import Schema
-from shardkit.function_names import importable_name
+from shardkit.function_names import error_text, importable_name, load_named
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-
-_MAX_MESSAGE = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +75,10 @@ class AppliedFunction:
             samples = [result] if isinstance(result, Mapping) else list(_several(result))
         except ShardkitError as error:
             raise SampleError(f"{where}: {self.name} failed: {error}") from None
-        except Exception as error:  # noqa: BLE001 (theirs may be anything)
-            raise SampleError(f"{where}: {self.name} failed: {_error_text(error)}; {_ADVICE}") from None
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001 (theirs may be anything, SystemExit too)
+            raise SampleError(f"{where}: {self.name} failed: {error_text(error)}; {_ADVICE}") from None
         for one in samples:
             if not isinstance(one, Mapping) or not all(isinstance(key, str) for key in one):
                 raise SampleError(
@@ -104,16 +101,6 @@ def _of(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
-def _error_text(error: Exception) -> str:
-    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    frames = traceback.extract_tb(error.__traceback__)
-    last = frames[-1] if len(frames) > 1 else None
-    if last is not None and last.filename.startswith("<"):  # inside Python, of no use to the user
-        last = None
-    place = f" ({os.path.basename(last.filename)} line {last.lineno})" if last else ""
-    return text[:_MAX_MESSAGE] + place
-
-
 @functools.lru_cache(maxsize=8)
 def _load_function(name: str, digest: str) -> Callable[..., Any]:
     function, source = _load(name)
@@ -126,39 +113,13 @@ def _load_function(name: str, digest: str) -> Callable[..., Any]:
 
 def _load(name: str) -> tuple[Callable[..., Any], bytes]:
     """Return the function, and the bytes of the file that defines it."""
-    module_name, colon, path = name.partition(":")
-    if not colon or not module_name or not path:
-        raise ConfigurationError(
-            f"--apply {name!r}: expected package.module:function, such as cleaning.text:normalise"
-        )
-    module = _import(module_name, name)
-    found: Any = module
-    for part in path.split("."):
-        found = getattr(found, part, None)
-        if found is None:
-            raise ConfigurationError(
-                f"--apply {name}: {module_name} has no {part!r}; name a function of {module.__file__}"
-            )
+    found = load_named("--apply", name, "function")
     if not callable(found):
         raise ConfigurationError(
             f"--apply {name}: that is {_of(found)}; name a function that takes a sample and returns a sample, "
             "a list of samples, or None"
         )
-    return found, _source(found, module, name)
-
-
-def _import(module_name: str, name: str) -> ModuleType:
-    here = os.getcwd()
-    if here not in sys.path and "" not in sys.path:
-        # A command's path does not include the working directory, where the user's modules are.
-        sys.path.insert(0, here)
-    try:
-        return importlib.import_module(module_name)
-    except Exception as error:  # noqa: BLE001 (a module may fail in any way)
-        raise ConfigurationError(
-            f"--apply {name}: {module_name} cannot be imported: {_error_text(error)}; give a module that "
-            "`python -c 'import …'` imports in this directory"
-        ) from None
+    return found, _source(found, sys.modules[name.partition(":")[0]], name)
 
 
 def _source(function: Any, module: ModuleType, name: str) -> bytes:
