@@ -301,7 +301,12 @@ def test_a_version_is_encoded_once_and_an_append_adds_its_own(
             writer.add({"x": [number] * 64})
     opened: list[str] = []
     of = Repository.open
-    monkeypatch.setattr(Repository, "open", lambda *args, **more: opened.append("") or of(*args, **more))
+
+    def counted(url: str, **more: Any) -> Repository:
+        opened.append(url)
+        return of(url, **more)
+
+    monkeypatch.setattr(Repository, "open", counted)
     more = encode_parity(repository, Parity(4), [manifest, repository.resolve()])
     assert len(opened) == 1  # not once for each version
     assert more.sets - len(more.encoded) >= 2 * (len(load_manifest(repository, manifest).table) // 4), (

@@ -215,7 +215,7 @@ def test_an_error_of_a_source_is_not_one_of_the_scratch_folder(
     with pytest.raises(OSError, match="Input/output error"):
         extend(root, from_=table(tmp_path))
     monkeypatch.undo()
-    monkeypatch.setattr(extending.pa.ipc, "new_file", lost)
+    monkeypatch.setattr(pa.ipc, "new_file", lost)
     with pytest.raises(StoreError, match=r"write the table to .*table\.arrow"):
         extend(root, from_=table(tmp_path))
 

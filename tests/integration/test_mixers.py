@@ -23,6 +23,7 @@ from shardkit.ledger import Ledger, ledger_head
 from shardkit.ledger.ledger import encode_line, parse_lines
 from shardkit.ledger.merkle import Tree, leaf_hash
 from shardkit.plan import ADO, FunctionMixer, Mixer, Temperature
+from shardkit.plan.plan import plan_of
 
 STEPS, EVERY = 70, 8
 MIXER = ADO(every=EVERY, warmup=1, pace=0.7)
@@ -308,8 +309,13 @@ def test_a_cell_of_an_abandoned_start_is_superseded_and_a_forged_one_is_not(
     train(root, run, world=2, stop=59, stops={1: 57})
     train(root, run, world=2, start=20, turned=True)
     made: list[str] = []
-    of = mixtures.plan_of
-    monkeypatch.setattr(mixtures, "plan_of", lambda *args: made.append("") or of(*args))
+    of = plan_of
+
+    def counted(*arguments: Any) -> Any:
+        made.append("a plan")
+        return of(*arguments)
+
+    monkeypatch.setattr(mixtures, "plan_of", counted)
     code, found = audited(run)
     assert code == 0, found
     assert (
