@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import csv
 import json
+import struct
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -137,6 +138,27 @@ def _tokens(folder: Path) -> Rows:
     return [{"tokens": row} for row in np.fromfile(folder / "train.bin", np.uint16).reshape(-1, 8)]
 
 
+def _documents(writer: str) -> Callable[[Path], Rows]:
+    """Tokens with an index, as the writers of Megatron Core and of fairseq lay it out."""
+
+    def write(folder: Path) -> Rows:
+        parts = np.split(np.arange(COUNT * 8, dtype=np.uint16), np.arange(1, COUNT) ** 2 // 6)
+        np.concatenate(parts).tofile(folder / "text.bin")
+        sizes, borders = np.array([len(part) for part in parts]), np.arange(COUNT + 1)
+        starts = np.cumsum([0, *sizes])
+        if writer == "megatron":
+            head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, COUNT, COUNT + 1)
+            body = sizes.astype("<i4").tobytes() + (2 * starts[:-1]).astype("<i8").tobytes()
+        else:
+            head = b"TNTIDX\0\0" + struct.pack("<6Q", 1, 8, 2, COUNT, COUNT, COUNT + 1)
+            body = b"".join(one.astype("<i8").tobytes() for one in (borders, starts, sizes))
+        (folder / "text.idx").write_bytes(head + body + borders.astype("<i8").tobytes())
+        tokens = np.memmap(folder / "text.bin", np.uint16)
+        return [{"tokens": tokens[start : start + size]} for start, size in zip(starts, sizes, strict=False)]
+
+    return write
+
+
 def _json_lines(folder: Path) -> Rows:
     rows = TABLE.select(["id", "text", "vector", "maybe"]).to_pylist()
     for number in range(2):
@@ -200,6 +222,8 @@ SOURCES = {
     "npy": Source(_npy, "/part-*.npy"),
     "npz": Source(_npz, "/all.npz", ways=("build",)),
     "tokens": Source(_tokens, "/train.bin", settings=(("dtype", "uint16"), ("row", 8))),
+    "megatron": Source(_documents("megatron"), "/text.*", from_="tokens"),
+    "fairseq": Source(_documents("fairseq"), from_="tokens"),
     "jsonl": Source(_json_lines, "/*.jsonl"),
     "csv": Source(_csv("csv", ","), "/all.csv"),
     "tsv": Source(_csv("tsv", "\t"), "/all.tsv"),

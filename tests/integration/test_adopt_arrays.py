@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import random
 import struct
@@ -27,6 +28,7 @@ from shardkit_tools.building.build_run import build
 from shardkit_tools.importers import ImportOptions
 from tests.command_line import typed
 from tests.servers.fault_proxy import FaultProxy
+from tests.unit.test_importer_tokens import WRITERS, write
 
 BUCKETS = ("their-arrays",)
 SETTINGS = ReadSettings(deadline_s=30, attempt_s=5, cool_down_s=0.2)
@@ -56,6 +58,21 @@ def write_arrays(folder: Path, dtype: str = "float32") -> tuple[list[str], Any]:
     for path, part in zip(paths, np.split(values, [450]), strict=True):
         np.save(path, part)
     return paths, values
+
+
+def write_documents(folder: Path, writer: str = "megatron") -> tuple[list[str], Any]:
+    """Write two files of documents of any length, some empty; return the paths of the files and all documents."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng, values = np.random.default_rng(7), []
+    for number, rows in enumerate((450, 350)):
+        sizes = rng.integers(-9, 90, (rows, 2)).clip(0)  # of the sequences of each document
+        sizes[[0, 7, -1]] = 0
+        documents = [[rng.integers(0, 50257, size).tolist() for size in row] for row in sizes.tolist()]
+        write(
+            folder, [one[: row % 3] for row, one in enumerate(documents)], "uint16", writer, f"part{number}"
+        )
+        values += [list(itertools.chain(*one[: row % 3])) for row, one in enumerate(documents)]
+    return [str(folder / f"part{number}.bin") for number in range(2)], values
 
 
 def rows_of(root: object, field: str) -> Any:
@@ -107,6 +124,35 @@ def test_the_bytes_of_an_index_and_the_id_of_a_version_are_fixed(tmp_path: Path)
     (index,) = shardkit.open(tmp_path / "root").table.index_digest
     assert bytes(index).hex() == INDEX
     assert result.manifest.id == VERSION
+
+
+@pytest.mark.parametrize("writer", sorted(WRITERS))
+def test_documents_are_what_their_index_says(tmp_path: Path, writer: str) -> None:
+    paths, values = write_documents(tmp_path / "documents", writer)
+    with Path(paths[0]).open("ab") as file:
+        file.write(b"after the last document")
+    root = tmp_path / "root"
+    adopt(tmp_path / "documents", root, from_="tokens", block_size="1KiB")
+    build(tmp_path / "documents", tmp_path / "built", from_="tokens", shuffle=False)
+    adopted, built = shardkit.open(root), shardkit.open(tmp_path / "built")
+    assert adopted.schema == built.schema
+    assert {name: str(kind) for name, kind in adopted.schema.items()} == {"tokens": "uint16[*]"}
+    assert len(adopted) == len(values)
+    assert [np.asarray(adopted[row]["tokens"]).tolist() for row in range(800)] == values
+    assert [np.asarray(built[row]["tokens"]).tolist() for row in range(800)] == values
+    assert adopted.key(451) == built.key(451) == "0000000451"
+    plan = adopted.plan(global_batch=24, lanes=4, seed=5)
+    with adopted.loader(plan, rank=0, world=1, tensors=False) as loader:
+        for batch in loader:
+            tokens, borders = batch["tokens"]
+            found = [part.tolist() for part in np.split(tokens, borders[1:-1])]
+            assert found == [values[sample] for sample in batch.samples]
+    assert [bytes(one).hex() for one in adopted.table.digest] == [
+        hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in paths
+    ]
+    for path in paths:
+        Path(path).with_suffix(".idx").unlink()
+    assert not verify(str(root), level="decode").exit_code, "the index of the shard locates the documents"
 
 
 def test_an_index_takes_no_memory_per_row(tmp_path: Path) -> None:
@@ -166,12 +212,20 @@ def upload(proxy: FaultProxy, url: str, paths: list[str]) -> None:
     s3.close()
 
 
-def test_every_flipped_bit_is_found_in_its_block(tmp_path: Path) -> None:
-    paths, _ = write_arrays(tmp_path / "arrays")
-    adopt([tmp_path / "arrays"], tmp_path / "root", block_size="4KiB")
+@pytest.mark.parametrize(("write_files", "field"), [(write_arrays, "value"), (write_documents, "tokens")])
+def test_every_flipped_bit_is_found_in_its_block(
+    tmp_path: Path, write_files: Callable[[Path], tuple[list[str], Any]], field: str
+) -> None:
+    paths, values = write_files(tmp_path / "files")
+    adopt(
+        tmp_path / "files",
+        tmp_path / "root",
+        from_="tokens" if field == "tokens" else "npy",
+        block_size="4KiB",
+    )
     root, path = str(tmp_path / "root"), Path(paths[1])
     data, index = path.read_bytes(), shardkit.open(root).reader.index(1)
-    assert index.blocks == 13
+    assert index.blocks == (13 if field == "value" else 7)
     chance = random.Random(4)
     for block, span in enumerate(index.spans):
         at = span.offset + chance.randrange(span.size)
@@ -180,12 +234,11 @@ def test_every_flipped_bit_is_found_in_its_block(tmp_path: Path) -> None:
         assert (damage.name, damage.blocks) == (str(path), (block,))
         assert "shardkit adopt" in damage.action
         ds = shardkit.open(root)
-        with pytest.raises(IntegrityError, match=rf"block {block} in .*part1\.npy"):
+        with pytest.raises(IntegrityError, match=rf"block {block} in .*part1\."):
             ds[450 + span.first_row]
-        assert ds[450 + index.rows - 1 if block == 0 else 450]["value"].shape == (4, 9), (
-            "other blocks are read"
-        )
-    for at in (3, len(data) - 1):
+        other = 450 + index.rows - 1 if block == 0 else 450
+        assert np.array_equal(ds[other][field], values[other]), "other blocks are read"
+    for at in (3, len(data) - 1):  # in an array, the first is a byte of the header
         path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
         assert verify(root).exit_code == 4
     path.unlink()
@@ -309,6 +362,25 @@ def test_a_file_after_one_that_grew_gets_other_keys(tmp_path: Path, monkeypatch:
     assert [ds.key(row) for row in (100, 101, 201)] == ["0000000100", "0000000101", "0000000201"]
 
 
+def test_documents_are_read_again_if_only_their_index_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "documents"
+    folder.mkdir()
+    write(folder, [[[1, 2, 3]], [[4]]], "uint16", "megatron")
+
+    def stopped(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(adoption_module, "put_manifest", stopped)
+        with pytest.raises(KeyboardInterrupt, match="run the same command again"):
+            adopt(folder, tmp_path / "root", from_="tokens")
+    write(folder, [[[1]], [[2, 3, 4]]], "uint16", "megatron")
+    adopt(folder, tmp_path / "root", from_="tokens")
+    assert [row["tokens"].tolist() for row in shardkit.open(tmp_path / "root")] == [[1], [2, 3, 4]]
+
+
 def npy(folder: Path, values: Any, name: str = "a.npy") -> list[str]:
     np.save(folder / name, values)
     return [str(folder / name)]
@@ -325,10 +397,10 @@ def tokens(folder: Path, size: int = 1000) -> list[str]:
     return [str(folder / "t.bin")]
 
 
-def documents(folder: Path) -> list[str]:
+def documents(folder: Path, start: int = 0, length: int = 500) -> list[str]:
     """Write an index of one document next to a file of tokens, as Megatron does."""
     head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 1, 2)  # uint16, one sequence, two borders
-    (folder / "t.idx").write_bytes(head + struct.pack("<iqqq", 500, 0, 0, 1))
+    (folder / "t.idx").write_bytes(head + struct.pack("<iqqq", length, start, 0, 1))
     return [*tokens(folder), str(folder / "t.idx")]
 
 
@@ -375,11 +447,24 @@ REFUSED: dict[str, tuple[Callable[[Path], list[str]], dict[str, Any], type[Shard
         SourceError,
         r"t\.bin: 1000 bytes, less than a row",
     ),
-    "documents": (
+    "documents in rows": (documents, {**TOKENS, "from_": "tokens"}, UsageError, "name only the .bin files"),
+    "documents apart": (
+        lambda p: documents(p, 2, 499),
+        {"from_": "tokens"},
+        SourceError,
+        r"t\.bin: its documents do not follow one another.*shardkit build",
+    ),
+    "empty documents": (
+        lambda p: documents(p, 0, 0),
+        {"from_": "tokens"},
+        SourceError,
+        r"t\.bin row 0: a block of empty documents; .*shardkit build",
+    ),
+    "type of documents": (
         documents,
-        {**TOKENS, "from_": "tokens"},
+        {"from_": "tokens", "options": ImportOptions(field_types={"tokens": "int32[*]"})},
         UsageError,
-        r"documents of tokens are not adopted.*shardkit build",
+        r"documents keep their type, uint16\[\*\]",
     ),
     "stratify": (tokens, {**TOKENS, "stratify": "tokens"}, UsageError, "are one stratum"),
     "schema": (

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.errors import SourceError
-from shardkit_tools.importers import open_source
+from shardkit.errors import SourceError, UsageError
+from shardkit_tools.importers import ImportOptions, open_source
 from tests.importer_conformance import check_importer, read_all
 
 CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
@@ -42,11 +42,11 @@ def fairseq(dtype: str, sequences: list[list[int]], borders: list[int]) -> bytes
 WRITERS = {"megatron": megatron, "fairseq": fairseq}
 
 
-def write(folder: Path, documents: list[list[list[int]]], dtype: str, writer: str) -> None:
+def write(folder: Path, documents: list[list[list[int]]], dtype: str, writer: str, name: str = "a") -> None:
     sequences = [one for document in documents for one in document]
     borders = np.cumsum([0, *map(len, documents)]).tolist()
-    np.array([token for one in sequences for token in one], dtype).tofile(folder / "a.bin")
-    (folder / "a.idx").write_bytes(WRITERS[writer](dtype, sequences, borders))
+    np.array([token for one in sequences for token in one], dtype).tofile(folder / f"{name}.bin")
+    (folder / f"{name}.idx").write_bytes(WRITERS[writer](dtype, sequences, borders))
 
 
 @settings(max_examples=60, deadline=None)
@@ -88,3 +88,13 @@ def test_files_without_their_index(tmp_path: Path) -> None:
         open_source(str(tmp_path))
     with pytest.raises(SourceError, match=r"b\.idx is missing"):
         open_source(str(tmp_path), "tokens")
+    (tmp_path / "b.idx").write_bytes(megatron("uint16", [[1]], [0, 1]))
+    with pytest.raises(UsageError, match=r"--dtype and --row are for files of tokens without an index"):
+        open_source(str(tmp_path), "tokens", ImportOptions(dtype="uint16", row=1))
+
+
+def test_documents_follow_in_the_order_of_the_files(tmp_path: Path) -> None:
+    for number, name in enumerate(("a-b", "a")):  # by name, ``-`` precedes ``.``
+        write(tmp_path, [[[number]]], "uint16", "megatron", name)
+    rows = read_all(open_source(str(tmp_path), "tokens"))
+    assert [row.source_name for row in rows] == ["a-b.bin", "a.bin"]

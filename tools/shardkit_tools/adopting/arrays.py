@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardkit.errors import SourceError, UsageError
-from shardkit.formats import NumberedKeys, ShardIndex
 from shardkit_tools.adopting.files import (
     BUILD_INSTEAD,
     AdoptTask,
@@ -17,7 +16,6 @@ from shardkit_tools.adopting.files import (
     Report,
     ScannedBlocks,
     ScannedFile,
-    check_scanned,
     read_some,
     stat_source,
 )
@@ -69,20 +67,8 @@ class Arrays(FilledFiles):
                     raise SourceError(f"{task.file.path}: a bool is neither 0 nor 1; {BUILD_INSTEAD}")
                 blocks.add(data, count)
                 report(count, len(data))
-            tail = read_some(stream, row_bytes, task.file.path)
-            blocks.add_tail(tail)
-        read_bytes = array.header.offset + rows * row_bytes + len(tail)
-        check_scanned(task.file, before, read_bytes, blocks.sha256)
-        index = ShardIndex(
-            format=self.shard_format,
-            compression="none",
-            schema=self.schema,
-            block_rows=block_rows,
-            shard_size=read_bytes,
-            key_texts=NumberedKeys(task.first_ordinal, rows),
-            **blocks.columns(),
-        )
-        return ScannedFile(f"sha256:{blocks.sha256}", index, (((), rows),), before.etag)
+            blocks.add_tail(read_some(stream, row_bytes, task.file.path))
+        return blocks.numbered(task, self.schema, block_rows, before)
 
     @staticmethod
     def _head(array: ArrayFile, data: bytes) -> bytes:

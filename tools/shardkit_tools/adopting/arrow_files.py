@@ -25,7 +25,6 @@ from shardkit_tools.adopting.files import (
     Report,
     ScannedBlocks,
     ScannedFile,
-    check_scanned,
     read_some,
     stat_source,
 )
@@ -90,8 +89,7 @@ class ArrowFiles(TableFiles):
             while tail := read_some(stream, _PIECE_BYTES, file.path):
                 blocks.add_tail(tail)
                 report(0, len(tail))
-        check_scanned(file, before, file.size, blocks.sha256)
-        return found.scanned("arrow", blocks, common, file.size, before.etag)
+        return found.scanned("arrow", blocks, common, before)
 
     def _decode(
         self, found: EncodedBlocks, what: str, common: bytes, schema: pa.Schema, data: memoryview, rows: int

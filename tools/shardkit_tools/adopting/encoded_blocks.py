@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from shardkit.errors import SourceError
-from shardkit.formats import NumberedKeys, Schema, ShardIndex
+from shardkit.formats import Schema
 from shardkit.formats.foreign_blocks import foreign_columns, memory_of
+from shardkit.stores.store import ObjectStat
 from shardkit_tools.adopting.files import (
     BUILD_INSTEAD,
     AdoptTask,
@@ -91,24 +92,20 @@ class EncodedBlocks:
         self._memory.append(max(1, memory))
         self._rows.append(rows)
 
-    def scanned(
-        self, encoding: str, blocks: ScannedBlocks, common: bytes, size: int, etag: str
-    ) -> ScannedFile:
-        """Return the result of the pass over a file of `size` bytes."""
+    def scanned(self, encoding: str, blocks: ScannedBlocks, common: bytes, before: ObjectStat) -> ScannedFile:
+        """Return the result of the pass over a file; `before` is its state before the pass."""
         block_rows = max(self._rows)
-        index = ShardIndex(
-            format="rows",
-            compression="none",
-            schema=self.schema,
-            block_rows=block_rows,
-            shard_size=size,
-            key_texts=NumberedKeys(self.task.first_ordinal, sum(self._rows)),
+        return blocks.numbered(
+            self.task,
+            self.schema,
+            block_rows,
+            before,
+            _runs(self._rows, block_rows),
             encoding=encoding,
             constants=dict(self.constants) or None,
             common=np.frombuffer(common, np.uint8),
-            **(blocks.columns() | {"block_raw_size": np.array(self._memory, np.uint64)}),
+            block_raw_size=np.array(self._memory, np.uint64),
         )
-        return ScannedFile(f"sha256:{blocks.sha256}", index, _runs(self._rows, block_rows), etag)
 
 
 def _runs(rows: Sequence[int], block_rows: int) -> Runs:

@@ -14,11 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.errors import IntegrityError, NotFoundError, SourceError, UsageError
-from shardkit.formats import FieldType, Schema, ShardIndex, Texts, fit_key, xxh3
+from shardkit.formats import FieldType, NumberedKeys, Schema, ShardIndex, Texts, fit_key, xxh3
 from shardkit.reading.file_groups import FileGroup
 from shardkit.stores.remote.addresses import split_url
 from shardkit.stores.store import ObjectStat
 from shardkit_tools.building.source_digests import check_unchanged
+from shardkit_tools.console import count_text
 from shardkit_tools.importers.protocol import FileImporter, ImportOptions, Source, SourceFile
 from shardkit_tools.importers.remote_files import pinned_url, stat_file
 from shardkit_tools.importers.source_files import is_url, list_source
@@ -64,7 +65,7 @@ class AdoptTask:
     first_ordinal: int = 0  # number in the dataset of its first row; 0 if keys come from the file
 
     def __str__(self) -> str:
-        more = f" and {len(self.files) - 1} more files" if len(self.files) > 1 else ""
+        more = f" and {count_text(len(self.files) - 1, 'more file')}" if len(self.files) > 1 else ""
         return f"{self.file.path}{more}"
 
     @property
@@ -87,6 +88,7 @@ class AdoptTask:
         if len(self.files) == 1:
             return f"{self.file.size} {self.file.stamp} {self.first_ordinal}"
         listed = "".join(f"{file.name}\0{file.size} {file.stamp}\0" for file in self.files)
+        listed += str(self.first_ordinal)
         return hashlib.sha256(listed.encode("utf-8", "surrogatepass")).hexdigest()
 
     def check_unchanged(self) -> None:
@@ -119,12 +121,12 @@ class NumberedRows:
     key_note: ClassVar[str] = NUMBERED_KEYS
 
 
-def numbered_tasks(files: Iterable[SourceFile], rows: Iterable[int]) -> list[AdoptTask]:
-    """Return a task for each file that has rows; the rows of all files follow one another."""
+def numbered_tasks(parts: Iterable[tuple[SourceFile, ...]], rows: Iterable[int]) -> list[AdoptTask]:
+    """Return a task for each part that has rows; the rows of all parts follow one another."""
     counts = list(rows)
-    counted = zip(files, counts, accumulate(counts, initial=0), strict=False)
-    filled = [(file, first) for file, count, first in counted if count]
-    return [AdoptTask(number, (file,), first) for number, (file, first) in enumerate(filled)]
+    counted = zip(parts, counts, accumulate(counts, initial=0), strict=False)
+    filled = [(files, first) for files, count, first in counted if count]
+    return [AdoptTask(number, files, first) for number, (files, first) in enumerate(filled)]
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,7 @@ class FilledFiles(NumberedRows):
     """
 
     importer: FileImporter
-    rows: tuple[int, ...]  # rows of each file
+    rows: tuple[int, ...]  # rows of each part
 
     def __post_init__(self) -> None:
         if not any(self.rows):
@@ -147,13 +149,18 @@ class FilledFiles(NumberedRows):
         return self.importer.schema
 
     @property
+    def parts(self) -> tuple[tuple[SourceFile, ...], ...]:
+        """Files that become one shard each: the shard, and files that are read with it at adoption."""
+        return tuple((file,) for file in self.importer.source.files)
+
+    @property
     def notes(self) -> tuple[str, ...]:
-        files = zip(self.importer.source.files, self.rows, strict=True)
-        empty = [f"{file.name}: it has no rows and is left out" for file, rows in files if not rows]
+        parts = zip(self.parts, self.rows, strict=True)
+        empty = [f"{files[0].name}: it has no rows and is left out" for files, rows in parts if not rows]
         return (*self.importer.source.notes, *empty)
 
     def tasks(self) -> list[AdoptTask]:
-        return numbered_tasks(self.importer.source.files, self.rows)
+        return numbered_tasks(self.parts, self.rows)
 
 
 def find_files(given: Sequence[str | os.PathLike[str]], options: ImportOptions) -> Source:
@@ -342,6 +349,7 @@ class ScannedBlocks:
     caller decodes it. The next part is added once they are done, so that no more than two parts are kept in memory.
     """
 
+    size: int = 0  # bytes that were added
     head_size: int = 0
     _head: Any = field(default_factory=hashlib.sha256)
     _whole: Any = field(default_factory=hashlib.sha256)
@@ -362,6 +370,7 @@ class ScannedBlocks:
         self._threads.shutdown()
 
     def _add_part(self, data: bytes) -> None:
+        self.size += len(data)
         self._wait()
         self._start(len(data), self._whole.update, data)
 
@@ -404,6 +413,32 @@ class ScannedBlocks:
         self._wait()
         digest: str = self._whole.hexdigest()
         return digest
+
+    def numbered(
+        self,
+        task: AdoptTask,
+        schema: Schema,
+        block_rows: int,
+        before: ObjectStat,
+        runs: Runs = (),
+        **columns: Any,
+    ) -> ScannedFile:
+        """Return the result of the pass over a file whose rows have numbers as keys, after `check_scanned`.
+
+        Args:
+            task: the file.
+            schema: fields of the rows.
+            block_rows: rows of a full block.
+            before: state of the file before the pass.
+            runs: runs of rows; if there are none, all rows are one run.
+            columns: other values of `ShardIndex`.
+        """
+        check_scanned(task.file, before, self.size, self.sha256)
+        rows = self._starts[-1]
+        facts: dict[str, Any] = {"format": "rows", "compression": "none", "schema": schema} | self.columns()
+        facts |= {"block_rows": block_rows, "shard_size": self.size} | columns
+        index = ShardIndex(**facts, key_texts=NumberedKeys(task.first_ordinal, rows))
+        return ScannedFile(f"sha256:{self.sha256}", index, runs or (((), rows),), before.etag)
 
     def columns(self) -> dict[str, Any]:
         """Return the values of `ShardIndex` that describe blocks, their ranges, head and tail."""

@@ -10,6 +10,7 @@ from shardkit.errors import UsageError
 from shardkit.formats import Schema
 from shardkit_tools.adopting.arrays import Arrays
 from shardkit_tools.adopting.arrow_files import ArrowFiles
+from shardkit_tools.adopting.documents import Documents
 from shardkit_tools.adopting.files import (
     BUILD_INSTEAD,
     AdoptTask,
@@ -31,6 +32,7 @@ from shardkit_tools.importers.numpy_arrays import NumpyImporter
 from shardkit_tools.importers.protocol import FileImporter, ImportOptions, Source, SourceFile
 from shardkit_tools.importers.source_files import detect, file_suffix, open_listed
 from shardkit_tools.importers.tables import ArrowImporter, ParquetImporter, SavedDataset
+from shardkit_tools.importers.token_documents import TokenDocuments
 from shardkit_tools.importers.tokens import TokensImporter
 from shardkit_tools.importers.webdataset import WebDatasetImporter
 
@@ -109,6 +111,7 @@ _ADOPTED: dict[type[FileImporter], Callable[[Any], AdoptableFiles]] = {
     WebDatasetImporter: Tars.of,
     NumpyImporter: Arrays.of,
     TokensImporter: Arrays.of,
+    TokenDocuments: Documents.of,
     MdsImporter: MdsFolder.of,
     SavedDataset: ArrowFiles.of,
     FolderImporter: FolderFiles.of,
@@ -119,7 +122,7 @@ _ADOPTED: dict[type[FileImporter], Callable[[Any], AdoptableFiles]] = {
     CsvImporter: LineFiles.of,
 }
 
-ADOPTABLE = tuple(str(importer.name) for importer in _ADOPTED)
+ADOPTABLE = tuple(dict.fromkeys(str(importer.name) for importer in _ADOPTED))
 """Values of ``--from``."""
 
 _OF_ONE_FOLDER = ("mds", "huggingface", "folder", "text")  # files of several folders may have equal names
@@ -146,6 +149,4 @@ def open_files(source: Source, kind: str | None, options: ImportOptions) -> Adop
         refuse_packed(file)
     # arrays are parts of one, and the first keys of many tars need not be compared
     importer = open_listed(source, kind, replace(options, arrays="rows", keys="source"))
-    if type(importer) not in _ADOPTED:
-        raise UsageError(f"{source.given}: documents of tokens are not adopted; {BUILD_INSTEAD}")
     return _ADOPTED[type(importer)](importer)

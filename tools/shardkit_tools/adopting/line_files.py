@@ -113,7 +113,6 @@ class _LineScan:
     _payloads: list[tuple[bytes, ...]] = field(default_factory=list)  # of each good row of the current block
     _size: int = 0  # bytes of the current block
     _blocks: int = 0
-    _cut_bytes: int = 0  # bytes of all blocks before the current one
     _skipped: list[tuple[int, int]] = field(default_factory=list)  # of all blocks, see `LineSettings`
     _failures: list[str] = field(default_factory=list)
 
@@ -148,13 +147,11 @@ class _LineScan:
                 self._end_block(found, blocks)
             tail = b"".join([*pending, held.take(), stream.read()])
             blocks.add_tail(tail)
-            digest = blocks.sha256
-            size = blocks.head_size + self._cut_bytes + len(tail)
-        check_scanned(file, before, size, digest)
         if not self.rows:
+            check_scanned(file, before, blocks.size, blocks.sha256)
             return ScannedFile("", None, (), failures=tuple(self._failures))
         settings = msgspec.structs.replace(self._settings, skipped=tuple(self._skipped))
-        scanned = found.scanned(self._encoding, blocks, settings.to_bytes(), size, before.etag)
+        scanned = found.scanned(self._encoding, blocks, settings.to_bytes(), before)
         return replace(scanned, failures=tuple(self._failures))
 
     @property
@@ -207,7 +204,6 @@ class _LineScan:
         blocks.add(data, len(self._payloads))
         self._block, self._in_block, self._payloads, self._size = [], 0, [], 0
         self._blocks += 1
-        self._cut_bytes += len(data)
 
 
 def _count(importer: JsonLinesImporter | CsvImporter, file: SourceFile) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,10 +14,19 @@ from shardkit.errors import FormatError, SourceError
 from shardkit.formats import FieldType, Schema
 from shardkit.formats.fields import decode_json
 from shardkit.formats.reading import tar_column
-from shardkit_tools.adopting.files import BUILD_INSTEAD
+from shardkit_tools.adopting.files import (
+    BUILD_INSTEAD,
+    Report,
+    ScannedBlocks,
+    even_block_rows,
+    read_some,
+)
 
 Span = tuple[int, int]
 """(offset, bytes) of a value."""
+
+SpanTable = NDArray[np.int64] | Sequence[Sequence[Span]]
+"""Spans of the fields of each row of a block, in schema order."""
 
 _DIGITS = re.compile(rb"[ \t\r\n]*(?:\+?0*(0|[1-9][0-9]*)|(-[1-9][0-9]*))[ \t\r\n]*\Z")
 
@@ -31,11 +40,40 @@ class LocatedRows:
     is_payload: dict[str, bool] = field(
         default_factory=dict
     )  # field → whether its spans locate the payload, without header
-    _spans: list[list[Span]] = field(
+    _tables: list[NDArray[np.int64]] = field(
         default_factory=list
-    )  # per row, in schema order, from the start of its block
+    )  # of each block: (rows, fields, offset from its start and size)
 
-    def add(self, data: bytes, rows: Sequence[Sequence[Span]], name_of: Callable[[int], str]) -> None:
+    def scan(
+        self,
+        stream: BinaryIO,
+        blocks: ScannedBlocks,
+        borders: NDArray[np.int64],
+        block_bytes: int,
+        spans_of: Callable[[bytes, int, NDArray[np.int64]], SpanTable],
+        report: Report,
+    ) -> int:
+        """Read the rows of a file, and return the number of rows of a block; memory holds one block.
+
+        Args:
+            stream: the file, at its first row.
+            blocks: gets the blocks.
+            borders: (rows + 1,) offset in the file of each row, then the end of the last.
+            block_bytes: target size of a block.
+            spans_of: returns the spans of the fields of each row of a block, in schema order. Its arguments are the
+                bytes of the block, the number of its first row, and the borders of its rows in it.
+            report: called with (rows, bytes) read.
+        """
+        block_rows = even_block_rows(borders, block_bytes)
+        for first in range(0, len(borders) - 1, block_rows):
+            own = borders[first : first + block_rows + 1] - borders[first]
+            data = read_some(stream, int(own[-1]), self.path)
+            blocks.add(data, len(own) - 1)
+            self.add(data, spans_of(data, first, own), lambda row, first=first: f"row {first + row}")  # type: ignore[misc]
+            report(len(own) - 1, len(data))
+        return block_rows
+
+    def add(self, data: bytes, rows: SpanTable, name_of: Callable[[int], str]) -> None:
         """Check the values of a block with the code that will read them, and keep their spans.
 
         Args:
@@ -61,7 +99,7 @@ class LocatedRows:
                     raise SourceError(
                         f"{self.path} {name_of(row)}: {error}; fix it, or keep its bytes with --schema {name}=bytes"
                     ) from None
-        self._spans += [list(row) for row in rows]
+        self._tables.append(table)
 
     def _check_column(
         self, raw: NDArray[np.uint8], table: NDArray[np.int64], kind: FieldType, name: str
@@ -74,7 +112,7 @@ class LocatedRows:
 
     def columns(self) -> dict[str, Any]:
         """Return the values of `ShardIndex` that locate the fields."""
-        table = np.array(self._spans, np.uint64).reshape(len(self._spans), len(self.schema), 2)
+        table = np.concatenate(self._tables).astype(np.uint64)
         return {
             "field_offset": table[:, :, 0].copy(),
             "field_size": table[:, :, 1].copy(),

@@ -8,9 +8,10 @@ from itertools import pairwise
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardkit.errors import SourceError
-from shardkit.formats import FieldType, NumberedKeys, Schema, ShardIndex
+from shardkit.formats import FieldType, Schema
 from shardkit_tools.adopting.files import (
     BUILD_INSTEAD,
     AdoptTask,
@@ -18,8 +19,6 @@ from shardkit_tools.adopting.files import (
     Report,
     ScannedBlocks,
     ScannedFile,
-    check_scanned,
-    even_block_rows,
     numbered_tasks,
     read_some,
     stat_source,
@@ -63,7 +62,7 @@ class MdsFolder(NumberedRows):
         return cls(importer.schema, importer.shards, importer.encodings)
 
     def tasks(self) -> list[AdoptTask]:
-        return numbered_tasks((shard.file for shard in self.shards), (shard.rows for shard in self.shards))
+        return numbered_tasks(((shard.file,) for shard in self.shards), (shard.rows for shard in self.shards))
 
     def scan(self, task: AdoptTask, axes: Sequence[str], block_bytes: int, report: Report) -> ScannedFile:
         """Read a shard from start to end; memory holds one block, the row offsets and the index."""
@@ -78,35 +77,25 @@ class MdsFolder(NumberedRows):
             blocks.add_head(head)
             hashes.update(head)
             report(0, len(head))
-            block_rows = even_block_rows(np.array(borders, np.int64), block_bytes)
-            for first in range(0, shard.rows, block_rows):
-                rows = borders[first : first + block_rows + 1]
-                data = read_some(stream, rows[-1] - rows[0], path)
-                hashes.update(data)
-                blocks.add(data, len(rows) - 1)
-                self._add_rows(located, data, rows, first)
-                report(len(rows) - 1, len(data))
-            rest = read_some(stream, 1, path)
-        check_scanned(task.file, before, borders[-1] + len(rest), blocks.sha256)
-        hashes.check()
-        index = ShardIndex(
-            format=self.shard_format,
-            compression="none",
-            schema=self.schema,
-            block_rows=block_rows,
-            shard_size=borders[-1],
-            key_texts=NumberedKeys(task.first_ordinal, shard.rows),
-            **blocks.columns(),
-            **located.columns(),
-        )
-        return ScannedFile(f"sha256:{blocks.sha256}", index, (((), shard.rows),), before.etag)
 
-    def _add_rows(self, located: LocatedRows, data: bytes, borders: Sequence[int], first: int) -> None:
-        """Locate the fields of the rows of a block; `borders` are offsets in the file."""
+            def spans_of(data: bytes, first: int, rows: NDArray[np.int64]) -> list[list[Span]]:
+                hashes.update(data)
+                return self._spans_of(located, data, rows.tolist(), first)
+
+            block_rows = located.scan(stream, blocks, np.array(borders), block_bytes, spans_of, report)
+            blocks.add_tail(read_some(stream, 1, path))
+        scanned = blocks.numbered(task, self.schema, block_rows, before, **located.columns())
+        hashes.check()
+        return scanned
+
+    def _spans_of(
+        self, located: LocatedRows, data: bytes, borders: Sequence[int], first: int
+    ) -> list[list[Span]]:
+        """Locate the fields of the rows of a block."""
         rows: list[list[Span]] = []
         for row, (start, stop) in enumerate(pairwise(borders)):
-            where, base = f"{located.path} row {first + row}", start - borders[0]
-            own = data[base : stop - borders[0]]
+            where = f"{located.path} row {first + row}"
+            own = data[start:stop]
             spans = dict(zip(self.encodings, field_spans(own, self.encodings, where), strict=True))
             found: dict[str, Span] = {}
             for (name, encoding, _), (at, length) in spans.items():
@@ -116,9 +105,9 @@ class MdsFolder(NumberedRows):
                     self.schema[name], encoding, own[at : at + length], f"{where}, column {name!r}"
                 )
                 located.is_payload[name] = is_payload
-                found[name] = (base + at + skipped, size)
+                found[name] = (start + at + skipped, size)
             rows.append([found[name] for name in self.schema])
-        located.add(data, rows, lambda row: f"row {first + row}")
+        return rows
 
 
 def _locate(kind: FieldType, encoding: str, data: bytes, where: str) -> tuple[int, int, bool]:

@@ -23,7 +23,6 @@ from shardkit_tools.adopting.files import (
     Report,
     ScannedBlocks,
     ScannedFile,
-    check_scanned,
     read_some,
     stat_source,
 )
@@ -79,8 +78,7 @@ class ParquetFiles(TableFiles):
             blocks.add_tail(end)
         if end != common:
             raise SourceError(f"{file.path}: it was changed while it was read; adopt what nobody writes to")
-        check_scanned(file, before, file.size, blocks.sha256)
-        return found.scanned("parquet", blocks, common, file.size, before.etag)
+        return found.scanned("parquet", blocks, common, before)
 
 
 def _read_footer(stream: BinaryIO, file: SourceFile) -> bytes:

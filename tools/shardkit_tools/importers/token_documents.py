@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shardkit.errors import SourceError
+from shardkit.errors import SourceError, UsageError
 from shardkit_tools.importers.protocol import (
     FileImporter,
     FileObserver,
@@ -33,10 +33,17 @@ _CODES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"
 _MEGATRON, _FAIRSEQ = b"MMIDIDX\0\0", b"TNTIDX\0\0"
 
 
-class _Index(NamedTuple):
+class DocumentIndex(NamedTuple):
+    """Where the documents of a file are."""
+
     dtype: str
     start: NDArray[np.int64]  # (documents,) first byte of each document
     length: NDArray[np.int64]  # (documents,) its number of tokens
+
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        """(documents,) bytes of each document."""
+        return self.length * np.dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +51,11 @@ class TokenDocuments(FileImporter):
     """Token files with an index."""
 
     name: ClassVar[str] = "tokens"
+    pairs: tuple[tuple[SourceFile, SourceFile], ...]  # each file and its index
+    rows: tuple[int, ...]  # documents of each file
 
     def _rows(self, task: SourceTask, seen: FileObserver) -> SampleStream:
-        file, index = task.files[0], _read_index(*task.files)
+        file, index = task.files[0], read_index(*task.files)
         dtype = np.dtype(index.dtype).newbyteorder("<")
         with open_file(file) as stream:
             for row in range(task.start, task.stop or 0):
@@ -62,20 +71,28 @@ def open_documents(source: Source, options: ImportOptions) -> TokenDocuments:
         SourceError: An index is invalid, or a file has none.
     """
     check_suffixes(source, ("bin", "idx"), "a file of tokens")
-    bins = {file_stem(file.name): file for file in source.files if file_suffix(file.name) == "bin"}
-    indexes = {file_stem(file.name): file for file in source.files if file_suffix(file.name) == "idx"}
+    if options.dtype or options.row:
+        raise UsageError(
+            f"{source.given}: --dtype and --row are for files of tokens without an index, and the .idx files state the "
+            "type and the documents; leave the options out, or name only the .bin files"
+        )
+    # by path: files of several folders may have equal names
+    bins = {file_stem(file.path): file for file in source.files if file_suffix(file.name) == "bin"}
+    indexes = {file_stem(file.path): file for file in source.files if file_suffix(file.name) == "idx"}
     if alone := sorted(bins.keys() ^ indexes.keys()):
         missing = "idx" if alone[0] in bins else "bin"
         raise SourceError(
             f"{source.given}: {alone[0]}.{missing} is missing; files with an index come in pairs of .bin and .idx"
         )
-    pairs = [(bins[stem], indexes[stem]) for stem in sorted(bins)]
+    pairs = tuple((file, indexes[stem]) for stem, file in bins.items())
     tasks: list[SourceTask] = []
     dtypes: dict[str, str] = {}
+    rows: list[int] = []
     for file, index_file in pairs:
-        index = _read_index(file, index_file)
+        index = read_index(file, index_file)
         dtypes[index.dtype] = index_file.name
-        sizes = np.cumsum(index.length) * np.dtype(index.dtype).itemsize
+        rows.append(len(index.length))
+        sizes = np.cumsum(index.sizes)
         borders = np.searchsorted(sizes, np.arange(_TASK_BYTES, file.size, _TASK_BYTES)).tolist()
         starts = sorted({0, *borders})
         for start, stop in zip(starts, [*starts[1:], len(sizes)], strict=True):
@@ -88,20 +105,25 @@ def open_documents(source: Source, options: ImportOptions) -> TokenDocuments:
     if not tasks:
         raise SourceError(f"{source.given}: the indexes list no documents; give files with some")
     types = {FIELD: f"{next(iter(dtypes))}[*]"}
+    fields = options.schema(types, source.given)
     return TokenDocuments(
-        source=source, fields=options.schema(types, source.given), options=options, cut=tuple(tasks)
+        source=source, fields=fields, options=options, cut=tuple(tasks), pairs=pairs, rows=tuple(rows)
     )
 
 
 @functools.lru_cache(maxsize=4)
-def _read_index(file: SourceFile, index_file: SourceFile) -> _Index:
-    """Read an index, and check that its documents are in the file."""
+def read_index(file: SourceFile, index_file: SourceFile) -> DocumentIndex:
+    """Read an index, and check that its documents are in the file.
+
+    Raises:
+        SourceError: The index is invalid.
+    """
     data = read_file(index_file)
     try:
         index = _megatron(data) if data.startswith(_MEGATRON) else _fairseq(data)
-        ends = index.start + index.length * np.dtype(index.dtype).itemsize
-        if len(ends) and not 0 <= int(index.start.min()) <= int(ends.max()) <= file.size:
-            raise ValueError(f"it names bytes up to {ends.max()} of {file.size}")
+        ends = index.start + index.sizes
+        if bool(((index.start < 0) | (ends < index.start) | (ends > file.size)).any()):
+            raise ValueError(f"a document is outside of its {file.size} bytes")
     except (ValueError, KeyError, struct.error, OverflowError) as error:
         raise SourceError(
             f"{index_file.path}: not a readable index of {file.name} ({error}); write both again"
@@ -109,7 +131,7 @@ def _read_index(file: SourceFile, index_file: SourceFile) -> _Index:
     return index
 
 
-def _megatron(data: bytes) -> _Index:
+def _megatron(data: bytes) -> DocumentIndex:
     version, code, sequences, documents = struct.unpack_from("<QBQQ", data, len(_MEGATRON))
     if version != 1:
         raise ValueError(f"version {version}, expected 1")
@@ -120,7 +142,7 @@ def _megatron(data: bytes) -> _Index:
     return _documents(_dtype(code), start, length, borders)
 
 
-def _fairseq(data: bytes) -> _Index:
+def _fairseq(data: bytes) -> DocumentIndex:
     if not data.startswith(_FAIRSEQ):
         raise ValueError("it begins with neither MMIDIDX nor TNTIDX")
     version, code, item_bytes, sequences, sizes, documents = struct.unpack_from("<6Q", data, len(_FAIRSEQ))
@@ -150,7 +172,7 @@ def _numbers(data: bytes, at: int, count: int, dtype: str) -> tuple[NDArray[Any]
 
 def _documents(
     dtype: str, start: NDArray[np.int64], length: NDArray[np.int64], borders: NDArray[np.int64]
-) -> _Index:
+) -> DocumentIndex:
     """Join the sequences of each document, which follow each other in the file."""
     if not len(borders) or borders[0] != 0 or borders[-1] != len(start) or (np.diff(borders) < 0).any():
         raise ValueError("the borders of its documents do not rise from 0 to the number of sequences")
@@ -158,10 +180,9 @@ def _documents(
         raise ValueError("a sequence has a negative length")
     is_inner = np.ones(len(start), np.bool_)
     is_inner[borders[borders < len(start)]] = False  # first sequences of documents
-    follows = start[:-1] + length[:-1] * np.dtype(dtype).itemsize == start[1:]
-    if (is_inner[1:] & ~follows).any():
+    ends = start + length * np.dtype(dtype).itemsize
+    if (is_inner[1:] & (ends[:-1] != start[1:])).any():
         raise ValueError("the sequences of a document do not follow each other")
     total = np.concatenate([[0], np.cumsum(length)])
-    first = np.minimum(borders[:-1], max(0, len(start) - 1))
-    place = start[first] if len(start) else np.zeros(len(first), np.int64)
-    return _Index(dtype, place, total[borders[1:]] - total[borders[:-1]])
+    place = np.append(start, ends[-1:] if len(ends) else 0)  # empty documents at the end have no sequence
+    return DocumentIndex(dtype, place[borders[:-1]], total[borders[1:]] - total[borders[:-1]])
