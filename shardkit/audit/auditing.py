@@ -155,7 +155,7 @@ def check_steps(
     for records, fork, is_branch in ranges(record):
         plan = plans.get(int(records[0]["plan"]))
         if plan is not None and fork is not None:
-            plan = replace(plan, plan=abandoned_plan(record, plan.plan, fork))
+            plan = replace(plan, plan=abandoned_plan(record, plan.plan, fork, records))
         if plan is not None:
             wrong += _compare(record, plan, records, is_branch, audit, jobs, report)
     for step, text in wrong[:_SHOWN]:

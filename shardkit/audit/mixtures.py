@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 
@@ -14,13 +15,13 @@ from shardkit.errors import FormatError, IntegrityError, NotFoundError, PlanErro
 from shardkit.ledger.decisions import (
     DECISION,
     Decision,
+    DecisionLines,
     MixHistory,
     apply_decisions,
-    decisions_in_force,
     recorded_sums,
 )
 from shardkit.ledger.ledger import StepRecords
-from shardkit.ledger.losses import Losses, read_losses
+from shardkit.ledger.losses import Losses, former_losses, read_losses
 from shardkit.plan import Mixer, Plan
 from shardkit.plan.mixers import MixFunction, find_mixer
 from shardkit.plan.plan import plan_of
@@ -39,18 +40,24 @@ def has_decisions(record: RunRecord, number: int, plan: Plan) -> bool:
         return True
     try:
         find_mixer(text, every)
-        apply_decisions(plan, decisions_in_force(record.events, plan.digest))
+        _check_steps(record, plan)
+        apply_decisions(plan, _lines(record, plan).at(_branch_end(record)))
     except (IntegrityError, PlanError) as error:
         record.add("violated", DECISION, f"plan {plan.digest[:12]}…", str(error))
         return False
-    steps = record.records["step"][record.records["plan"] == number]
-    if len(steps) and int(steps.max()) >= plan.decided:
-        record.add(
-            "violated", DECISION, f"step {plan.decided}",
-            f"the run went on to step {int(steps.max())}, and no decision of the mixer about steps from "
-            f"{plan.decided} on is recorded: it was removed",
-        )  # fmt: skip
-        return False
+    for records, fork, _ in ranges(record):
+        if int(records[0]["plan"]) == number:
+            last, known = (
+                int(records[-1]["step"]),
+                (plan if fork is None else abandoned_plan(record, plan, fork, records)).decided or 0,
+            )
+            if last >= known:
+                record.add(
+                    "violated", DECISION, f"step {known}",
+                    f"the run went on to step {last}, and no decision of the mixer about steps from {known} on is "
+                    "recorded: it was removed",
+                )  # fmt: skip
+                return False
     return True
 
 
@@ -72,19 +79,20 @@ def ranges(record: RunRecord) -> Iterator[tuple[StepRecords, int | None, bool]]:
             yield one, place if place >= 0 else None, False
 
 
-def abandoned_plan(record: RunRecord, plan: Plan, fork: int) -> Plan:
+def abandoned_plan(record: RunRecord, plan: Plan, fork: int, records: StepRecords) -> Plan:
     """Return the plan that abandoned records followed: with the decisions made before the run went back.
 
     Args:
         record: of the run.
         plan: plan of the records.
         fork: place in the events of the fork that abandoned them.
+        records: consecutive ones.
     """
     if plan.decided is None:
         return plan
     start = record.events[fork]["start"]
     back = max(place for place in record.returns if place < fork and record.events[place]["start"] == start)
-    return _plan_before(record, plan, back)
+    return _plan_before(record, plan, back, int(records[-1]["step"]) + 1)
 
 
 def former_plans(record: RunRecord, plan: Plan, step: int) -> Iterator[Plan]:
@@ -96,7 +104,9 @@ def former_plans(record: RunRecord, plan: Plan, step: int) -> Iterator[Plan]:
     if plan.decided is None:
         yield plan
         return
-    for one in (plan, *(_plan_before(record, plan, back) for back in reversed(record.returns))):
+    for one in (
+        plan, *(_plan_before(record, plan, back, step + 1) for back in (len(record.events), *reversed(record.returns)))
+    ):  # fmt: skip
         if step < (one.decided or 0):
             yield one
 
@@ -112,12 +122,31 @@ def is_superseded(record: RunRecord, plans: Iterable[Plan], conflict: Mapping[st
     )
 
 
-def _plan_before(record: RunRecord, plan: Plan, back: int) -> Plan:
-    """Return a plan with the decisions that were recorded before a place in the events; it is made once."""
-    found = record.former_plans.get((plan.digest, back))
+def _branch_end(record: RunRecord) -> int:
+    return int(record.branch["step"].max()) + 1 if len(record.branch) else 0
+
+
+def _lines(record: RunRecord, plan: Plan, back: int | None = None) -> DecisionLines:
+    """Return the decisions about a plan that were recorded before a place in the events."""
+    back = len(record.events) if back is None else back
+    found = record.lines.get((plan.digest, back))
     if found is None:
-        found = record.former_plans[plan.digest, back] = plan_of(plan.settings, plan.population)
-        apply_decisions(found, decisions_in_force(record.events[:back], plan.digest))
+        reached = [] if record.ledger is None else record.ledger.state.start.reached
+        here = record.events[back] if back < len(record.events) else {}
+        now = here["reached"] if here.get("kind") == "rewind" else None
+        found = record.lines[plan.digest, back] = DecisionLines(
+            record.events[:back], plan.digest, reached, now
+        )
+    return found
+
+
+def _plan_before(record: RunRecord, plan: Plan, back: int, step: int) -> Plan:
+    """Return a plan with the decisions on the way to a step, recorded before a place in the events; made once."""
+    decisions = _lines(record, plan, back).at(step)
+    found = record.former_plans.get(id(decisions))  # `record.lines` holds the list
+    if found is None:
+        found = record.former_plans[id(decisions)] = plan_of(plan.settings, plan.population)
+        apply_decisions(found, decisions)
     return found
 
 
@@ -138,14 +167,12 @@ def check_decisions(
         raise UsageError(
             f"{record.path}: no function of yours decided weights in this run; leave --mixer out"
         )
-    end = int(record.branch["step"].max()) + 1 if len(record.branch) else 0
     for plan in plans.values():
         text, every = plan.settings.mixer, plan.settings.mix_every
         if text is None or every is None:
             continue
-        _check_steps(record, plan)
-        # later decisions are of an abandoned branch whose losses have been noted again
-        decisions = decisions_in_force(record.events, plan.digest, before=end)
+        # others are of abandoned steps whose losses have been noted again
+        decisions = _lines(record, plan).at(_branch_end(record))
         mixer = find_mixer(text, every, function)
         name, _, without_losses = text.partition(" ")
         needs_losses = not without_losses if mixer is None else mixer.needs_losses
@@ -241,7 +268,7 @@ def _short(values: tuple[int, ...]) -> str:
 
 def _check_sums(record: RunRecord, plan: Plan, decisions: list[Decision]) -> None:
     """Check the sums of losses in decisions against the losses that ranks noted."""
-    every, wrong, missing = plan.mixture.every, [], 0
+    every, wrong, missing = plan.mixture.every, list[int](), 0
     try:
         losses: Losses | None = read_losses(record.path, record.loss_legs()) if decisions else None
     except (NotFoundError, FormatError):  # `check_losses` reports files that are damaged
@@ -254,9 +281,7 @@ def _check_sums(record: RunRecord, plan: Plan, decisions: list[Decision]) -> Non
             found, count = None, 0
         if found is None or count < every * plan.global_batch:
             missing += 1
-        elif not (
-            np.array_equal(found.sums, one.losses.sums) and np.array_equal(found.counts, one.losses.counts)
-        ):
+        elif not one.losses.equals(found) and (len(wrong) >= _SHOWN or not _were_read(record, plan, one)):
             wrong.append(one.stage)
     for stage in wrong[:_SHOWN]:
         record.add(
@@ -269,3 +294,17 @@ def _check_sums(record: RunRecord, plan: Plan, decisions: list[Decision]) -> Non
             "note", DECISION, f"{missing} of {len(decisions)} decisions",
             "the losses that they were made from are not all there",
         )  # fmt: skip
+
+
+def _were_read(record: RunRecord, plan: Plan, decision: Decision) -> bool:
+    """Return True if the start that made a decision read these losses; a later one may have noted others."""
+    times = {one["start"]: one["time"] for one in record.events if one["kind"] == "start"}
+    since = times.get(decision.start, 0)
+    before = min((time for start, time in times.items() if start > decision.start), default=1 << 63)
+    first = (decision.stage - 2) * plan.mixture.every
+    end = first + plan.mixture.every
+    for losses in former_losses(record.path, record.loss_legs(), first, end, since=since, before=before):
+        with suppress(FormatError):
+            if recorded_sums(losses, plan, first, end)[0].equals(decision.losses):
+                return True
+    return False

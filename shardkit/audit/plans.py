@@ -265,7 +265,7 @@ def confirm_events(record: RunRecord, plans: dict[int, RunPlan]) -> None:
     for records, fork, is_branch in ranges(record):
         plan = plans.get(int(records[0]["plan"]))
         if plan is not None and fork is not None:
-            plan = replace(plan, plan=abandoned_plan(record, plan.plan, fork))
+            plan = replace(plan, plan=abandoned_plan(record, plan.plan, fork, records))
         for stored in records[np.isin(records["step"], list(by_step))]:
             step = int(stored["step"])
             if plan is None:  # reported by `find_plans`

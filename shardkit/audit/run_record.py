@@ -19,6 +19,7 @@ from shardkit.errors import FormatError, NotFoundError, ShardkitError
 from shardkit.ledger import Ledger, Merge, journal_paths, merge_journals
 from shardkit.ledger.amendments import Amendment, amendment_states
 from shardkit.ledger.bindings import CONFIGURATION
+from shardkit.ledger.decisions import DecisionLines
 from shardkit.ledger.events import Head, convert
 from shardkit.ledger.files import read_file
 from shardkit.ledger.journal import JournalFile, check_order
@@ -79,8 +80,8 @@ class RunRecord:
         replaced: substitutions confirmed by digests. True: on the branch; False: in abandoned or incomplete steps. Set
             by `find_plans`.
         stage_plans: the plans of each configuration under the amendments in force at a time. Set by `find_plans`.
-        former_plans: (digest, place in the events) → the plan with the decisions of its mixer recorded before. Filled
-            while the run is audited.
+        lines: (digest of a plan, place in the events) → the decisions of its mixer before. Filled by `mixtures`.
+        former_plans: id of a list of decisions in `lines` → the plan with them. Filled by `mixtures`.
     """
 
     path: Path
@@ -97,7 +98,8 @@ class RunRecord:
     roots: Roots | None = None
     replaced: dict[bool, Replacements] = field(default_factory=lambda: {True: {}, False: {}})
     stage_plans: list[list[Plan]] = field(default_factory=list)
-    former_plans: dict[tuple[str, int], Plan] = field(default_factory=dict)
+    lines: dict[tuple[str, int], DecisionLines] = field(default_factory=dict)
+    former_plans: dict[int, Plan] = field(default_factory=dict)
 
     def add(self, severity: Severity, kind: str, subject: str, text: str) -> None:
         self.findings.append(Finding(severity, kind, subject, text))

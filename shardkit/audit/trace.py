@@ -220,7 +220,7 @@ def _legs(record: RunRecord, plans: dict[int, RunPlan]) -> Iterator[tuple[RunPla
                 f"the plan of steps {first} to {end - 1} cannot be made again; run: shardkit audit {record.path}"
             )
         if fork is not None:
-            plan = replace(plan, plan=abandoned_plan(record, plan.plan, fork))
+            plan = replace(plan, plan=abandoned_plan(record, plan.plan, fork, one))
         yield plan, first, end, is_branch
 
 

@@ -16,7 +16,7 @@ from shardkit.dataset.recorded_plans import recorded_plan_of
 from shardkit.dataset.samples import numbers_in
 from shardkit.errors import FormatError, IntegrityError, NotFoundError
 from shardkit.ledger import merge_journals
-from shardkit.ledger.decisions import apply_decisions, decisions_in_force
+from shardkit.ledger.decisions import DecisionLines, apply_decisions
 from shardkit.ledger.losses import Leg, Losses, read_losses
 from shardkit.plan import Plan
 
@@ -48,7 +48,8 @@ def losses_table(dataset: Any, run: str | os.PathLike[str]) -> pa.Table:
                 f"{run}: the recorded settings do not make the plan {leg.plan[:12]}…; run: shardkit audit {run}"
             )
         if plan.decided is not None:
-            apply_decisions(plan, decisions_in_force(documents, leg.plan))
+            lines = DecisionLines(documents, leg.plan, ledger.state.start.reached)
+            apply_decisions(plan, lines.at(leg.end))
         for first, end in itertools.pairwise(_borders(plan, leg)):
             batches += [
                 _batch(versions, plan, losses, at, min(end, at + _STEPS)) for at in range(first, end, _STEPS)

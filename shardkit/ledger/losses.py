@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -25,7 +25,7 @@ from shardkit.ledger.files import RankFile, append, new_rank_file, rank_files, r
 from shardkit.ledger.ledger import Ledger
 from shardkit.stores.file_operations import explained
 
-__all__ = ["Leg", "LossRows", "LossWriter", "Losses", "read_losses"]
+__all__ = ["Leg", "LossRows", "LossWriter", "Losses", "former_losses", "read_losses"]
 
 MAGIC: Final = b"shardkit losses 1\n"
 HEADER: Final = np.dtype(
@@ -45,6 +45,7 @@ RECORD: Final = np.dtype(
 """Step; offset of its values; their sum and number; lanes that precede them, or 0 if places do; XXH3-64 of both."""
 _SUFFIX: Final = "steps"
 _MOST: Final = 1 << 34  # bytes of a file
+_MOST_PASSES: Final = 1000  # passes over steps within a start
 
 
 class LossWriter:
@@ -301,8 +302,53 @@ def read_losses(run: Path, legs: Sequence[Leg] | None = None) -> Losses:
         NotFoundError: the run has none.
         FormatError: a file is not one of losses.
     """
+    files, parts = _read_files(run, legs)
+    if not files:
+        raise NotFoundError(
+            f"{run} has no losses: call loader.note(batch, losses) after each step of a loader with run=…, or set "
+            "log.sample_losses = true in the trainer's run file"
+        )
+    return _joined(files, parts)
+
+
+def former_losses(
+    run: Path, legs: Sequence[Leg], first: int, end: int, *, since: int, before: int
+) -> Iterator[Losses]:
+    """Yield the losses of steps [first, end) as a start read them, the newest first.
+
+    Losses that ranks noted before they went back to an earlier step come after those that they noted then.
+
+    Args:
+        run: the run directory.
+        legs: as for `read_losses`.
+        first: first step.
+        end: end of the steps.
+        since: time of the start in nanoseconds since 1970.
+        before: time of the next start; its losses and later ones are left out.
+    """
+    files, parts = _read_files(run, legs)
+    parts = [
+        part[(part["step"] >= first) & (part["step"] < end) & (file.started < before)]
+        for file, part in zip(files, parts, strict=True)
+    ]
+    passes = [
+        np.cumsum(np.diff(part["step"], prepend=-1) <= 0) * (file.started >= since)
+        for file, part in zip(files, parts, strict=True)
+    ]
+    last = max((int(one.max(initial=0)) for one in passes), default=-1)
+    for number in range(last, max(-1, last - _MOST_PASSES), -1):
+        yield _joined(files, [part[of <= number] for part, of in zip(parts, passes, strict=True)])
+
+
+def _joined(files: list[_File], parts: list[NDArray[Any]]) -> Losses:
+    of_file = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+    return Losses(files, np.concatenate([np.empty(0, RECORD), *parts]), of_file)
+
+
+def _read_files(run: Path, legs: Sequence[Leg] | None) -> tuple[list[_File], list[NDArray[Any]]]:
+    """Return the files of losses and the records of each, in the order in which they were written."""
     files: list[_File] = []
-    parts, numbers = [np.empty(0, RECORD)], [np.empty(0, dtype=np.int64)]
+    parts: list[NDArray[Any]] = []
     for _, _, path in rank_files(run / "losses", _SUFFIX):
         header, records = _records(path)
         if header is None:
@@ -313,13 +359,7 @@ def read_losses(run: Path, legs: Sequence[Leg] | None = None) -> Losses:
         if legs is not None:
             records = records[_in_legs(records["step"], files[-1].plan, legs)]
         parts.append(records)
-        numbers.append(np.full(len(records), len(files) - 1, dtype=np.int64))
-    if not files:
-        raise NotFoundError(
-            f"{run} has no losses: call loader.note(batch, losses) after each step of a loader with run=…, or set "
-            "log.sample_losses = true in the trainer's run file"
-        )
-    return Losses(files, np.concatenate(parts), np.concatenate(numbers))
+    return files, parts
 
 
 def _records(path: Path, first: int = 0, end: int | None = None) -> tuple[Any, NDArray[Any]]:

@@ -21,10 +21,11 @@ from shardkit.errors import ConfigurationError, NotFoundError, StateError, Usage
 from shardkit.ledger import merge_journals
 from shardkit.ledger.decisions import (
     DECISION,
+    Decision,
+    DecisionLines,
     LossSums,
     MixHistory,
     apply_decisions,
-    decisions_in_force,
     recorded_sums,
 )
 from shardkit.ledger.losses import Leg, read_losses
@@ -58,6 +59,7 @@ class Mixing:
         self._every, self._strata = mixer.every, len(plan.population.strata)
         self._changed = threading.Condition()
         self._seeks = 0  # part of the keys
+        self._reached: int | None = None  # step after the last one delivered
         self._begin(0, [])
 
     def _begin(self, step: int, losses: list[LossSums]) -> None:
@@ -75,8 +77,7 @@ class Mixing:
             StateError: the run directory does not hold them.
         """
         self._seeks += 1
-        events = merge_journals(self._run)[0].event_documents() if step else []
-        decisions = decisions_in_force(events, self._plan.digest, before=step)
+        decisions = self._recorded_decisions(step) if step else []
         needed = self._made_before(step)
         if len(decisions) < needed:
             raise StateError(
@@ -90,6 +91,18 @@ class Mixing:
             if step and self._leads and self._mixer.needs_losses:
                 self._read_recorded(step, needed)
             self._changed.notify_all()
+
+    def _recorded_decisions(self, step: int) -> list[Decision]:
+        """Return the decisions that the run directory holds of the newest way to a step."""
+        ledger, merge = merge_journals(self._run)
+        end = max([ledger.next_step, *(one + 1 for one in merge.pending_steps()[-1:])])
+        if step > end:
+            raise StateError(
+                f"{self._run} has come to step {end}, and step {step} is behind it or belongs to a branch that the run "
+                "left: resume at a step that it has reached, or in another directory"
+            )
+        events = ledger.event_documents()
+        return DecisionLines(events, self._plan.digest, ledger.state.start.reached, self._reached).at(step)
 
     def _made_before(self, step: int) -> int:
         """Return the number of decisions that are made before a step is delivered."""
@@ -133,6 +146,7 @@ class Mixing:
             UsageError: losses of the stage before have not been noted.
             RunError: another rank has not come to this step in time.
         """
+        self._reached = step + 1
         stage, inside = divmod(step, self._every)
         if inside != self._every // 2 or not stage or self._plan.mixture.decided != stage + 1:
             return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -231,6 +232,9 @@ def test_an_audit_computes_the_decisions_again(root: str, tmp_path: Path) -> Non
         ([(37, 60, True), (43, STEPS, False)], 2, 8),
         ([(37, 49, True)], 1, 5),  # later decisions of the first start are of the abandoned branch
         ([(37, 65, True), (20, STEPS, True)], 2, 8),  # what the second start abandons is of two starts
+        ([(20, 40, True)], 0, 8),  # killed before its other decisions applied
+        ([(8, 17, True), (24, 40, False)], 0, 8),  # forward again, onto steps of the first start
+        ([(36, 39, True), (44, 60, False)], 1, 6),
     ],
 )
 def test_another_training_after_a_kill_is_a_fork_that_an_audit_accounts_for(
@@ -248,19 +252,49 @@ def test_another_training_after_a_kill_is_a_fork_that_an_audit_accounts_for(
     assert any(f"{decisions} decisions, each computed again" in text for text in found)
 
 
-def test_a_loader_that_goes_back_decides_again(root: str, tmp_path: Path) -> None:
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.integers(0, STEPS - 1), st.integers(1, 40)), min_size=1, max_size=4), st.data())
+def test_an_honest_run_that_goes_back_and_forward_is_never_called_violated(
+    root: str, tmp_path_factory: Any, jumps: list[tuple[int, int]], data: Any
+) -> None:
+    """Each start notes other losses. A seek onto steps of a branch that the run left is refused."""
+    run = tmp_path_factory.mktemp("jumps") / "run"
+    train(root, run)
+    for start, count in jumps:
+        with contextlib.suppress(StateError):
+            train(root, run, start=start, stop=min(start + count, STEPS), turned=data.draw(st.booleans()))
+    code, found = audited(run)
+    assert code == 0, found
+
+
+def test_a_seek_onto_an_abandoned_branch_is_refused(root: str, tmp_path: Path) -> None:
+    train(root, tmp_path / "run")
+    train(root, tmp_path / "run", start=20, stop=50, turned=True)
+    with pytest.raises(StateError, match=r"has come to step 50, and step 60 .*: resume at a step"):
+        train(root, tmp_path / "run", start=60)
+
+
+@pytest.mark.parametrize(
+    ("legs", "forks"),
+    [
+        (((0, 60, False), (37, 52, True), (20, STEPS, True)), 2),
+        (((0, STEPS, False), (36, 39, True), (44, 60, False)), 1),
+        (((0, STEPS, False), (20, STEPS, True)), 1),
+    ],
+)
+def test_a_loader_that_goes_back_decides_again(root: str, tmp_path: Path, legs: Any, forks: int) -> None:
     run = tmp_path / "run"
     ds = shardkit.open(root)
     plan = ds.plan(global_batch=16, lanes=4, seed=3, weights={"*": 1})
     with ds.loader(plan, run=run, mixer=MIXER, tensors=False, telemetry=None) as loader:
-        for start, stop, turned in ((0, 60, False), (37, 52, True), (20, STEPS, True)):
+        for start, stop, turned in legs:
             loader.seek(start)
             for batch in batches(loader, stop):
                 strata = loader.plan.grid.order.strata_of(batch.samples)
                 loader.note(batch, losses_of(batch.step, batch.samples, 2 - strata if turned else strata))
     code, found = audited(run)
     assert code == 0, found
-    assert sum(text.startswith("note fork") for text in found) == 2
+    assert sum(text.startswith("note fork") for text in found) == forks
 
 
 @pytest.mark.parametrize("merged_at", [(), (50,), (40, 45, 30)])
@@ -569,6 +603,6 @@ def test_what_is_refused(root: str, tmp_path: Path) -> None:
     plan = ds.plan(global_batch=16, lanes=4, weights={"*": 1}, seed=3)
     with (
         ds.loader(plan, run=tmp_path / "run", mixer=MIXER) as loader,
-        pytest.raises(StateError, match="has 3 decisions of the mixer before step 60, expected 6"),
+        pytest.raises(StateError, match="has come to step 30, and step 60"),
     ):
         loader.seek(60)

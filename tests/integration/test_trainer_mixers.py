@@ -17,7 +17,7 @@ import pytest
 import shardkit
 from shardkit.audit import audit_run, load_run
 from shardkit.errors import ConfigurationError
-from shardkit.ledger.decisions import decisions_in_force
+from shardkit.ledger.decisions import DecisionLines
 from shardkit.telemetry.records import read_documents
 from shardkit_trainer import load_configuration
 from shardkit_trainer.training import Summary, train
@@ -70,7 +70,7 @@ def test_a_run_with_a_mixer_resumes_goes_back_and_is_audited(tmp_path: Path, tex
     start(tmp_path / "parts", texts, **exact)
     whole, parts = (load_run(tmp_path / name / "run") for name in ("whole", "parts"))
     assert whole.branch["digest"].tobytes() == parts.branch["digest"].tobytes()
-    decisions = decisions_in_force(whole.events, whole.plans[0]["plan"])
+    decisions = DecisionLines(whole.events, whole.plans[0]["plan"], []).at(len(whole.branch))
     assert len(decisions) == 9
     assert len({one.weights for one in decisions}) > 2
     code, told = call("audit", run, "--json")
