@@ -118,7 +118,7 @@ def make_task(config: ModelConfig, dataset: Any, seed: int) -> Task:
         return LanguageTask(config, dataset.schema)
     if config.kind == "classifier":
         return ClassifierTask(config, dataset)
-    task: Task = load_named("model.kind", config.kind, "factory")(config, dataset)
+    task: Task = load_named("model.kind =", config.kind, "factory")(config, dataset)
     return task
 
 

@@ -336,7 +336,7 @@ def _find_mixer(data: DataConfig) -> Mixer | None:
     found = find_mixer(text, data.mixer_every)
     if found is None:
         found = FunctionMixer(
-            function=load_named("data.mixer", data.mixer, "function"), every=data.mixer_every
+            function=load_named("data.mixer =", data.mixer, "function"), every=data.mixer_every
         )
         if found.text != data.mixer:
             raise ConfigurationError(
