@@ -34,7 +34,7 @@ from shardkit.repository.location_table import (
 )
 from shardkit.repository.policy import Policy
 from shardkit.repository.repository import Repository
-from shardkit.stores.store import Store, parse_object_name, root_store
+from shardkit.stores.store import parse_object_name, root_store
 
 LARGE: Final = ("tar", "arrow", "rows", "parity")
 """Extensions of objects other than metadata. Metadata is small, and needed to read any shard."""
@@ -87,18 +87,11 @@ def placed(needed: Mapping[str, Needed]) -> Iterator[Copy]:
             yield Copy(location, one.name, one.size)
 
 
-def find_needed(
-    repository: Repository,
-    table: LocationTable,
-    versions: Iterable[str],
-    *,
-    stores: Sequence[Store] | None = None,
-) -> dict[str, Needed]:
+def find_needed(repository: Repository, table: LocationTable, versions: Iterable[str]) -> dict[str, Needed]:
     """Return the objects that versions need, by name, with their parts in this root and their parity."""
     found: dict[str, Needed] = {}
     for inventory in walk_versions(repository.store, versions):
-        parity = parity_names(repository.store, inventory, stores=stores)
-        add_needed(found, needed_of(table, inventory, parity))
+        add_needed(found, needed_of(table, inventory, parity_names(repository.store, inventory)))
     return found
 
 

@@ -28,7 +28,6 @@ from shardkit.formats.block import PayloadColumn, sizes_of
 from shardkit.stores.file_operations import Directories, Handle, active, explained, read_exactly, write_all
 
 _CHECK_BYTES = 8  # size of the XXH3-64 in front of a record of finished work
-_MAX_GAP = 128 * 2**10
 _MAX_OPEN = 128
 
 

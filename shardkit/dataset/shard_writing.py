@@ -28,7 +28,7 @@ _MIN_GATHER_BYTES = 6 * 2**20
 # Raw bytes; for blocks of a few rows, numpy calls per block would take longer than copying their bytes.
 _TOGETHER_BYTES = 2**20
 
-GATHER_BYTES = 64 * 2**20
+_GATHER_BYTES = 64 * 2**20
 """Most bytes of rows in memory at a time; a larger block is held whole."""
 
 
@@ -38,17 +38,15 @@ def write_shard(
     rows: ShardRows,
     version: NewVersion,
     *,
-    gather_bytes: int = GATHER_BYTES,
     on_block: Callable[[int, int], None] | None = None,
 ) -> ShardRecord:
     """Write and publish one shard and its index; objects that exist already are kept.
 
-    At most `gather_bytes` of scratch are in memory at a time.
     `on_block` is called with (rows, payload bytes) after every few blocks.
     """
 
     def blocks() -> Iterator[RowBlock]:
-        for block, size in _blocks(reader, rows, gather_bytes):
+        for block, size in _blocks(reader, rows):
             yield block
             if on_block is not None:
                 on_block(len(block), size)
@@ -114,10 +112,10 @@ def publish_shard(
     )
 
 
-def _blocks(reader: ScratchReader, rows: ShardRows, gather_bytes: int) -> Iterator[tuple[RowBlock, int]]:
+def _blocks(reader: ScratchReader, rows: ShardRows) -> Iterator[tuple[RowBlock, int]]:
     """Yield a few encoded blocks at a time and their payload bytes; blocks restart at segment borders."""
     borders = block_starts(rows.segment_rows.tolist(), rows.block_rows)
-    gather_bytes = min(gather_bytes, max(_MIN_GATHER_BYTES, _num_runs(rows) * _RANGE_BYTES))
+    gather_bytes = min(_GATHER_BYTES, max(_MIN_GATHER_BYTES, _num_runs(rows) * _RANGE_BYTES))
     size_before = np.concatenate([[0], np.cumsum(rows.row_bytes)])[borders]
     most = max(1, _TOGETHER_BYTES * (len(borders) - 1) // max(1, rows.raw_bytes))
     first = 0

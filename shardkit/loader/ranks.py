@@ -23,7 +23,6 @@ __all__ = [
     "check_shares",
     "find_topology",
     "fixed_shares",
-    "ranks_beside",
 ]
 
 # Launchers that start several processes but may leave RANK unset. With a default of rank 0 of 1 every process would
@@ -173,12 +172,6 @@ def fixed_shares(plan: Plan, world: int, given: object = None) -> Dealt:
 def _has_short_step(plan: Plan) -> bool:
     length = plan.steps_per_pass
     return bool(length and (plan.step(length - 1) < 0).any())
-
-
-def ranks_beside(environ: Mapping[str, str] | None = None) -> int:
-    """Return the number of ranks on this machine, this one included, from torchrun's LOCAL_WORLD_SIZE; 1 if unset."""
-    told = (os.environ if environ is None else environ).get("LOCAL_WORLD_SIZE", "")
-    return max(1, int(told)) if told.isdecimal() else 1
 
 
 def _from_arguments(rank: int | None, world: int | None) -> Topology | None:

@@ -46,11 +46,9 @@ class Plan(Shown):
         self._change = None if parent is None else dict(change or {})
         self._digest = self._compute_digest(None if parent is None else parent.digest, self._change)
 
-    def _compute_digest(
-        self, parent: str | None, change: Mapping[str, object] | None, settings: Settings | None = None
-    ) -> str:
+    def _compute_digest(self, parent: str | None, change: Mapping[str, object] | None) -> str:
         identity: dict[str, object] = {"plan": PLAN_VERSION, "manifest": self.population.identity}
-        identity["settings"] = (settings or self.settings).canonical()
+        identity["settings"] = self.settings.canonical()
         if parent is not None:
             identity["parent"], identity["change"] = parent, change
         return hashlib.sha256(encode(identity)).hexdigest()

@@ -243,13 +243,13 @@ class ReadEvent(NamedTuple):
 class ReadEvents:
     """Counters and events of one process; safe from many threads.
 
-    Args:
+    Attributes:
         sink: Called with each event except routine ones, outside all locks. Its exceptions are dropped: a full disk
             under a log must not stop a read.
     """
 
-    def __init__(self, sink: Callable[[ReadEvent], None] | None = None) -> None:
-        self.sink = sink
+    def __init__(self) -> None:
+        self.sink: Callable[[ReadEvent], None] | None = None
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()

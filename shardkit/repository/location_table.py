@@ -229,9 +229,9 @@ def commit_table(
     return table
 
 
-def first_root(store: Store, *, domain: str = ROOT_NAME) -> LocationRecord:
+def first_root(store: Store) -> LocationRecord:
     """Return the record of a root that has no table yet."""
-    return LocationRecord(name=ROOT_NAME, url=absolute_url(store.url), domain=domain, rank=0)
+    return LocationRecord(name=ROOT_NAME, url=absolute_url(store.url), domain=ROOT_NAME, rank=0)
 
 
 def draft_table(

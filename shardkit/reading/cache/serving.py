@@ -16,6 +16,8 @@ from shardkit.stores.file_operations import Directories, active, read_exactly
 from shardkit.telemetry.pages import NOT_FOUND, Answer, PageServer
 
 _PATH: Final = re.compile(r"/blocks/([0-9a-f]{2})/(\1[0-9a-f]{62})")
+_MOST_REQUESTS: Final = 64
+"""Maximum number of concurrent requests; more are refused with 503."""
 
 
 class CacheServer(PageServer):
@@ -24,23 +26,20 @@ class CacheServer(PageServer):
     Args:
         path: Directory of the cache.
         bind: Host and port to listen on; port 0 selects a free one.
-        most_connections: Maximum number of concurrent requests; more are refused with 503.
 
     Raises:
         NotFoundError: There is no cache at `path`.
         StoreError: The server cannot listen on the address.
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str], bind: tuple[str, int], *, most_connections: int = 64
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str], bind: tuple[str, int]) -> None:
         self.path = os.path.abspath(os.fspath(path))
         if not os.path.isfile(os.path.join(self.path, MARKER)):
             raise NotFoundError(
                 f"no cache at {self.path}: expected {MARKER} in it; a loader with cache= makes one"
             )
         self._directories = Directories(self.path)
-        super().__init__(*bind, self._block, most_requests=most_connections)
+        super().__init__(*bind, self._block, most_requests=_MOST_REQUESTS)
 
     def _block(self, path: str) -> Answer:
         match = _PATH.fullmatch(path)

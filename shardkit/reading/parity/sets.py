@@ -224,10 +224,8 @@ def read_record(store: Store, wanted: ParitySet) -> SetRecord | None:
     return read_matching(store, wanted.record_name, SetRecord.from_bytes, lambda found: found.set == wanted)
 
 
-def parity_names(store: Store, inventory: Inventory, *, stores: Sequence[Store] | None = None) -> set[str]:
+def parity_names(store: Store, inventory: Inventory) -> set[str]:
     """Return the names of all parity objects and documents of a version, for garbage collection to keep.
-
-    If objects or documents are damaged, records are looked for in `stores`; without `stores`, the error is raised.
 
     Empty for a version without parity. A set that is being encoded is included once its document is written.
     """
@@ -235,16 +233,8 @@ def parity_names(store: Store, inventory: Inventory, *, stores: Sequence[Store] 
     if k is None:
         return set()
     found = {version_record_name(inventory.manifest.id)}
-    sets = (
-        known_sets(store, inventory, k, stores) if stores else sets_of(inventory, k, inventory.small(store))
-    )
-    for one in sets:
-        try:
-            record = read_record(store, one)
-        except (FormatError, IntegrityError):
-            if stores is None:
-                raise
-            record = None
+    for one in sets_of(inventory, k, inventory.small(store)):
+        record = read_record(store, one)
         if record is not None:
             found.add(one.record_name)
             found.update(object_name(digest, "parity") for digest in record.parity)

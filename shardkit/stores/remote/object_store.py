@@ -102,22 +102,15 @@ class ObjectStore(DirectStore):
         address: Address of the root.
         read_only: Refuse every change.
         retry: Time limits of each operation. With ``deadline_s=0`` requests are repeated only with new credentials.
-        conditional: Whether the store supports put-if-absent. Otherwise, and for fsspec, a put checks for the name
-            first, which is safe only for one writer at a time, whose threads may share the store.
     """
 
     _PICKLED: Final = ("_address", "_read_only", "_retry", "_conditional")
 
     def __init__(
-        self,
-        address: Address,
-        *,
-        read_only: bool = False,
-        retry: RetryPolicy | None = None,
-        conditional: bool = True,
+        self, address: Address, *, read_only: bool = False, retry: RetryPolicy | None = None
     ) -> None:
         self._address, self._read_only, self._retry = address, read_only, retry or RetryPolicy()
-        self._conditional = conditional and address.scheme in OBJECT_SCHEMES.values()
+        self._conditional = address.scheme in OBJECT_SCHEMES.values()
         self._open()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -139,7 +132,7 @@ class ObjectStore(DirectStore):
 
     @property
     def is_conditional(self) -> bool:
-        """True if puts use put-if-absent."""
+        """True if puts use put-if-absent; fsspec has none."""
         return self._conditional
 
     def local_path(self, name: str) -> Path | None:
@@ -151,7 +144,10 @@ class ObjectStore(DirectStore):
         return self._replace("_retry", retry)
 
     def for_one_writer(self) -> Self:
-        """Return the same root without put-if-absent, for one writer at a time."""
+        """Return the same root without put-if-absent, for one writer at a time, whose threads may share the store.
+
+        A put checks for the name first.
+        """
         return self._replace("_conditional", False)
 
     def _replace(self, name: str, value: object) -> Self:
