@@ -8,7 +8,6 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Final
@@ -17,8 +16,8 @@ import numpy as np
 
 from shardkit.audit.amendments import check_amendments
 from shardkit.audit.events import short
-from shardkit.audit.mixtures import abandoned_plan, check_decisions, is_superseded, ranges
-from shardkit.audit.plans import RunPlan, check_pending, find_plans
+from shardkit.audit.mixtures import check_decisions, is_superseded
+from shardkit.audit.plans import RunPlan, check_pending, find_plans, planned_ranges
 from shardkit.audit.replay import replay
 from shardkit.audit.result import Audit, AuditProgress, Severity
 from shardkit.audit.run_record import (
@@ -152,10 +151,7 @@ def check_steps(
     """Check every record, including abandoned branches, against its plan, and compute coverage of the branch."""
     started = time.perf_counter()
     wrong: list[tuple[int, str]] = []
-    for records, fork, is_branch in ranges(record):
-        plan = plans.get(int(records[0]["plan"]))
-        if plan is not None and fork is not None:
-            plan = replace(plan, plan=abandoned_plan(record, plan.plan, fork, records))
+    for records, plan, is_branch in planned_ranges(record, plans):
         if plan is not None:
             wrong += _compare(record, plan, records, is_branch, audit, jobs, report)
     for step, text in wrong[:_SHOWN]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from shardkit.errors import (
 )
 from shardkit.ledger import MASKED, SUBSTITUTED, step_digest
 from shardkit.ledger.bindings import configured_plans
+from shardkit.ledger.ledger import StepRecords
 from shardkit.plan import Plan, cell_digest
 from shardkit.repository.log import parse_dataset_url
 
@@ -239,6 +240,31 @@ def _check_settings(record: RunRecord) -> None:
             )  # fmt: skip
 
 
+# ---- ranges and cells with their plans
+
+
+def planned_ranges(
+    record: RunRecord, plans: dict[int, RunPlan]
+) -> Iterator[tuple[StepRecords, RunPlan | None, bool]]:
+    """Yield (records, plan, True if on the branch) of each range of steps under one plan.
+
+    The plan has the decisions that the records followed. It is None if it cannot be rebuilt.
+    """
+    for records, fork, is_branch in ranges(record):
+        plan = plans.get(int(records[0]["plan"]))
+        if plan is not None and fork is not None:
+            plan = replace(plan, plan=abandoned_plan(record, plan.plan, fork, records))
+        yield records, plan, is_branch
+
+
+def pending_cells(record: RunRecord, plans: dict[int, RunPlan]) -> Iterator[tuple[RunPlan, int, int, str]]:
+    """Yield (plan, step, lane, digest) of the recorded cells of rebuilt plans that no ledger record covers."""
+    by_digest = {one.plan.digest: one for one in plans.values()}
+    for digest, step, lane, found in () if record.merge is None else record.merge.pending_cells():
+        if digest in by_digest:
+            yield by_digest[digest], step, lane, found
+
+
 # ---- events that the digests must confirm
 
 
@@ -262,10 +288,7 @@ def confirm_events(record: RunRecord, plans: dict[int, RunPlan]) -> None:
     if not by_step:
         return
     confirmed: list[dict[str, Any]] = []
-    for records, fork, is_branch in ranges(record):
-        plan = plans.get(int(records[0]["plan"]))
-        if plan is not None and fork is not None:
-            plan = replace(plan, plan=abandoned_plan(record, plan.plan, fork, records))
+    for records, plan, is_branch in planned_ranges(record, plans):
         for stored in records[np.isin(records["step"], list(by_step))]:
             step = int(stored["step"])
             if plan is None:  # reported by `find_plans`
@@ -273,9 +296,9 @@ def confirm_events(record: RunRecord, plans: dict[int, RunPlan]) -> None:
             else:
                 is_recorded = _recorded_step(plan, step, bytes(stored["digest"]))
                 confirmed += _confirm_events(record, plan.plan, step, by_step[step], is_recorded, is_branch)
-    for found, step, lane, digest in _pending(record, plans, by_step):
-        own = [event for event in by_step[step] if event["lane"] == lane]
-        for former in former_plans(record, found.plan, step):
+    for found, step, lane, digest in pending_cells(record, plans):
+        own = [event for event in by_step.get(step, ()) if event["lane"] == lane < found.plan.lanes]
+        for former in former_plans(record, found.plan, step) if own else ():
             confirmed += _confirm_events(record, former, step, own, _recorded_cell(lane, digest), False)
     known = {id(event) for event in confirmed}
     for event in (one for events in by_step.values() for one in events if id(one) not in known):
@@ -301,16 +324,6 @@ def _recorded_cell(lane: int, digest: str) -> Recorded:
 def _has_stage(plan: Plan, event: dict[str, Any]) -> bool:
     stages = plan.settings.stages
     return 0 < event["number"] < len(stages) and bool(stages[event["number"]][0] == event["step"])
-
-
-def _pending(
-    record: RunRecord, plans: dict[int, RunPlan], steps: Container[int]
-) -> Iterator[tuple[RunPlan, int, int, str]]:
-    """Yield (plan, step, lane, digest) of recorded cells of the given steps that no ledger record covers."""
-    by_digest = {one.plan.digest: one for one in plans.values()}
-    for digest, step, lane, found in () if record.merge is None else record.merge.pending_cells():
-        if step in steps and digest in by_digest and lane < by_digest[digest].plan.lanes:
-            yield by_digest[digest], step, lane, found
 
 
 def _confirm_events(
@@ -370,10 +383,8 @@ def check_pending(record: RunRecord, plans: dict[int, RunPlan]) -> None:
     merge, ledger = record.merge, record.ledger
     if merge is None or ledger is None or not merge.pending:
         return
-    by_digest = {one.plan.digest: one for one in plans.values()}
-    for digest, step, lane, found in merge.pending_cells():
-        plan = by_digest.get(digest)
-        if plan is not None and not _is_planned(record, plan, step, lane, found):
+    for plan, step, lane, found in pending_cells(record, plans):
+        if not _is_planned(record, plan, step, lane, found):
             record.add("violated", "step", f"step {step} lane {lane}", "a recorded cell is not the plan's")
     open_steps = [step for step in merge.pending_steps() if step >= ledger.next_step]
     if merge.complete_behind_gap():

@@ -481,6 +481,8 @@ def _claim(store: Store, name: str) -> CheckpointRecord:
     document = read_manifest_of(store, ref)
     meta = decode_value(document["meta"])
     head, loader = meta.get("ledger"), meta.get("loader")
+    if isinstance(head, dict):
+        convert(head, Head, "its head of the ledger")
     match = STEP_NAME.fullmatch(name)
     return CheckpointRecord(
         name=name,
@@ -488,15 +490,9 @@ def _claim(store: Store, name: str) -> CheckpointRecord:
         says_step="step" in meta,
         manifest=str(meta.get("manifest", "")),
         plan=str(meta.get("plan", "")),
-        head=_checked_head(head) if isinstance(head, dict) else None,
+        head=head if isinstance(head, dict) else None,
         digest=str(ref["checkpoint"]),
         inner_names=(str(ref.get("name")), str(document.get("name"))),
         loader=loader if isinstance(loader, dict) else {},
         objects=tensor_objects(document),
     )
-
-
-def _checked_head(head: dict[str, Any]) -> dict[str, Any]:
-    """Validate and return a head."""
-    convert(head, Head, "its head of the ledger")
-    return head

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardkit.audit.mixtures import abandoned_plan, ranges
-from shardkit.audit.plans import RunPlan
+from shardkit.audit.plans import RunPlan, pending_cells, planned_ranges
 from shardkit.audit.replay import stretches
 from shardkit.audit.run_record import GridPlace, RunRecord
 from shardkit.dataset import Dataset
@@ -162,10 +161,8 @@ def _incomplete(
     record: RunRecord, plans: dict[int, RunPlan], numbers: dict[int, NDArray[np.int64]]
 ) -> Iterator[Use]:
     """Yield the uses in recorded cells of steps that are not in the ledger."""
-    by_digest = {one.plan.digest: one for one in plans.values()}
-    for digest, step, lane, _ in () if record.merge is None else record.merge.pending_cells():
-        plan = by_digest.get(digest)
-        if plan is None or lane >= plan.plan.lanes:
+    for plan, step, lane, _ in pending_cells(record, plans):
+        if lane >= plan.plan.lanes:
             continue
         (cells,) = plan.consumed(record, step, step + 1, branch=False)
         for slot in np.flatnonzero(np.isin(cells[lane], numbers[plan.number])).tolist():
@@ -213,14 +210,12 @@ def _describe_step(record: RunRecord, plan: RunPlan, step: int) -> Iterator[Step
 
 def _legs(record: RunRecord, plans: dict[int, RunPlan]) -> Iterator[tuple[RunPlan, int, int, bool]]:
     """Yield (plan, first step, end, True if on the branch) of each range of steps under one plan."""
-    for one, fork, is_branch in ranges(record):
-        first, end, plan = int(one[0]["step"]), int(one[-1]["step"]) + 1, plans.get(int(one[0]["plan"]))
+    for one, plan, is_branch in planned_ranges(record, plans):
+        first, end = int(one[0]["step"]), int(one[-1]["step"]) + 1
         if plan is None:
             raise NotFoundError(
                 f"the plan of steps {first} to {end - 1} cannot be made again; run: shardkit audit {record.path}"
             )
-        if fork is not None:
-            plan = replace(plan, plan=abandoned_plan(record, plan.plan, fork, one))
         yield plan, first, end, is_branch
 
 
