@@ -68,7 +68,10 @@ def plan_erasure(
     _refuse_added_fields(repository)
     shards, notes = find_equal_rows(repository, version, rows)
     notes += [*_scratch(repository), *_ELSEWHERE]
-    return ErasurePlan(request, reason, author, shards, tuple(notes), samples)
+    return ErasurePlan(
+        request=request, reason=reason, author=author, notes=tuple(notes), samples=samples,
+        shards=tuple((*pair, rows) for pair, rows in sorted(shards.items())),
+    )  # fmt: skip
 
 
 def _refuse_added_fields(repository: Repository) -> None:

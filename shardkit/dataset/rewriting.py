@@ -8,13 +8,12 @@ result; the first two are then deleted). They hold only numbers and digests, no 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import islice, pairwise
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 import numpy as np
@@ -24,8 +23,8 @@ from shardkit.dataset.costs import covers, read_piece, write_piece
 from shardkit.dataset.lookups import Entries
 from shardkit.dataset.shard_writing import publish_shard
 from shardkit.dataset.store_survey import StoreSurvey, shard_pair, version_reader
-from shardkit.documents import decode_plain, encode
-from shardkit.errors import FormatError, NotFoundError
+from shardkit.documents import Document, decode, encode
+from shardkit.errors import NotFoundError
 from shardkit.formats import Row, block_starts, sha256_digest
 from shardkit.manifest import (
     CostPiece,
@@ -44,50 +43,31 @@ from shardkit.manifest import (
 from shardkit.reading.blocks import BlockReader
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import load_selection, put_manifest, put_selection
-from shardkit.stores.store import put_over
+from shardkit.stores.store import Store, put_over
 
 _PREFIX: Final = "erasures/"
 _MAX_BYTES: Final = 2**30
-_FORMAT: Final = "shardkit-erasure/1"
 
 
-@dataclass(frozen=True, slots=True)
-class ErasurePlan:
+class ErasurePlan(Document, frozen=True, kw_only=True, tag="shardkit-erasure/1"):
     """The rows to erase."""
 
     request: str  # digest of the request, to recognise a repeated call
     reason: str  # for the log, like the author
     author: str
-    # (hex of the shard, hex of its index) → rows, ascending
-    shards: Mapping[tuple[str, str], tuple[int, ...]]
+    shards: tuple[
+        tuple[str, str, tuple[int, ...]], ...
+    ]  # (hex of the shard, hex of its index, rows), ascending
     notes: tuple[str, ...]  # findings that cannot be erased from here
     samples: int  # number of samples asked for
 
     @property
     def id(self) -> str:
         """32 hex digits, the same for the same plan."""
-        return sha256_digest(self.to_bytes()).removeprefix("sha256:")[:32]
-
-    def to_bytes(self) -> bytes:
-        """Return canonical JSON."""
-        facts = {one.name: getattr(self, one.name) for one in fields(self)}
-        shards = [[*pair, list(rows)] for pair, rows in sorted(self.shards.items())]
-        return encode({**facts, "format": _FORMAT, "notes": list(self.notes), "shards": shards})
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> ErasurePlan:
-        """Read a plan."""
-        value = _loads(data)
-        try:
-            shards = {(str(a), str(b)): tuple(int(row) for row in rows) for a, b, rows in value["shards"]}
-            facts = {one.name: value[one.name] for one in fields(cls)}
-            return cls(**{**facts, "shards": shards, "notes": tuple(value["notes"])})
-        except (KeyError, TypeError, ValueError) as error:
-            raise FormatError(f"erasure plan: {error!r}; a newer shardkit may read it") from None
+        return sha256_digest(encode(self)).removeprefix("sha256:")[:32]
 
 
-@dataclass(frozen=True, slots=True)
-class NewShard:
+class NewShard(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Replacement of a shard with erased rows; `digest` is "" if no row was left."""
 
     digest: str
@@ -98,8 +78,7 @@ class NewShard:
     raw_bytes: int
 
 
-@dataclass(slots=True)
-class ErasureReport:
+class ErasureReport(msgspec.Struct, forbid_unknown_fields=True):
     """Result of an erasure."""
 
     id: str = ""  # id of the erasure
@@ -107,19 +86,34 @@ class ErasureReport:
     samples: int = 0  # number of samples asked for
     rows: int = 0  # rows erased from shards, including equal rows in other shards
     # old manifest id → new one, "" if no row was left
-    versions: dict[str, str] = field(default_factory=dict)
-    refs: dict[str, str] = field(default_factory=dict)  # ref → new manifest id, "" if it was dropped
-    tags: dict[str, str] = field(default_factory=dict)  # withdrawn tag → the manifest id that it named
-    commits: list[int] = field(default_factory=list)  # numbers of the log entries
+    versions: dict[str, str] = msgspec.field(default_factory=dict)
+    refs: dict[str, str] = msgspec.field(default_factory=dict)  # ref → new manifest id, "" if it was dropped
+    tags: dict[str, str] = msgspec.field(
+        default_factory=dict
+    )  # withdrawn tag → the manifest id that it named
+    commits: list[int] = msgspec.field(default_factory=list)  # numbers of the log entries
     rewritten: int = 0  # number of shards replaced
     dropped: int = 0  # number of shards without a remaining row
-    objects: list[str] = field(default_factory=list)  # names of deleted objects
+    objects: list[str] = msgspec.field(default_factory=list)  # names of deleted objects
     bytes: int = 0  # size of the deleted objects
     # data that cannot be erased from here, and what to do about it
-    not_reached: list[str] = field(default_factory=list)
+    not_reached: list[str] = msgspec.field(default_factory=list)
 
-    def to_json(self) -> dict[str, Any]:
-        return {item.name: getattr(self, item.name) for item in fields(self)}
+
+class _Objects(Document, frozen=True, kw_only=True, tag="shardkit-erasure/1"):
+    shards: dict[str, NewShard]
+    report: ErasureReport
+
+
+class _Result(Document, frozen=True, kw_only=True, tag="shardkit-erasure/1"):
+    report: ErasureReport
+
+
+T = TypeVar("T", ErasurePlan, _Objects, _Result)
+
+
+def _read(store: Store, name: str, kind: type[T]) -> T:
+    return decode(kind, store.get(name, max_bytes=_MAX_BYTES), name, max_bytes=_MAX_BYTES)
 
 
 class ErasureJournal:
@@ -132,51 +126,33 @@ class ErasureJournal:
 
     def begin(self) -> None:
         """Make the plan durable; from then on the erasure will be finished."""
-        self._store.put_new(f"{self._folder}plan.json", self.plan.to_bytes())
+        self._store.put_new(f"{self._folder}plan.json", encode(self.plan))
 
-    def write(self, shards: Mapping[str, NewShard], report: ErasureReport) -> None:
+    def write(self, shards: dict[str, NewShard], report: ErasureReport) -> None:
         """Record replacements and objects to delete, before anything that they depend on is deleted."""
-        document = {
-            "format": _FORMAT,
-            "shards": {
-                key: [getattr(new, item.name) for item in fields(NewShard)] for key, new in shards.items()
-            },
-            "report": report.to_json(),
-        }
+        document = _Objects(shards=shards, report=report)
         put_over(self._store, f"{self._folder}objects.json", encode(document))
 
     def read(self) -> tuple[dict[str, NewShard], ErasureReport]:
         """Return what `write` recorded, or no shards and a new report if it was not called."""
         try:
-            data = self._store.get(f"{self._folder}objects.json", max_bytes=_MAX_BYTES)
+            found = _read(self._store, f"{self._folder}objects.json", _Objects)
         except NotFoundError:
             plan = self.plan
-            return {}, ErasureReport(
-                plan.id,
-                plan.reason,
-                plan.samples,
-                sum(map(len, plan.shards.values())),
-                not_reached=list(plan.notes),
-            )
-        value = _loads(data)
-        try:
-            shards = {key: NewShard(*columns) for key, columns in value["shards"].items()}
-            return shards, ErasureReport(**value["report"])
-        except (KeyError, TypeError) as error:
-            raise FormatError(f"erasure journal: {error!r}; a newer shardkit may read it") from None
+            rows = sum(len(rows) for *_, rows in plan.shards)
+            return {}, ErasureReport(plan.id, plan.reason, plan.samples, rows, not_reached=list(plan.notes))
+        return found.shards, found.report
 
     def report(self) -> ErasureReport | None:
         """Return the report of an erasure that was killed while finishing, or None."""
         try:
-            value = _loads(self._store.get(f"{self._folder}report.json", max_bytes=_MAX_BYTES))
-            return ErasureReport(**value["report"])
+            return _read(self._store, f"{self._folder}report.json", _Result).report
         except NotFoundError:
             return None
 
     def finish(self, report: ErasureReport) -> None:
         """Write the report and delete the other documents."""
-        document = {"format": _FORMAT, "report": report.to_json()}
-        put_over(self._store, f"{self._folder}report.json", encode(document))
+        put_over(self._store, f"{self._folder}report.json", encode(_Result(report=report)))
         for name in ("objects.json", "plan.json"):
             self._store.delete(self._folder + name)
 
@@ -184,17 +160,10 @@ class ErasureJournal:
 def unfinished(repository: Repository) -> list[ErasurePlan]:
     """Return the plans of unfinished erasures, sorted by id."""
     return [
-        ErasurePlan.from_bytes(repository.store.get(name, max_bytes=_MAX_BYTES))
+        _read(repository.store, name, ErasurePlan)
         for name in repository.store.list_after(_PREFIX)
         if name.endswith("/plan.json")
     ]
-
-
-def _loads(data: bytes) -> dict[str, Any]:
-    value = decode_plain(data, max_bytes=_MAX_BYTES)
-    if not isinstance(value, dict) or value.get("format") != _FORMAT:
-        raise FormatError(f"erasure: expected {_FORMAT}; a newer shardkit may read it")
-    return value
 
 
 P = TypeVar("P", LookupPiece, CostPiece)
@@ -222,9 +191,12 @@ class Rewriter:
     ]  # replacements from an earlier attempt, whose originals may be deleted, and new ones
     empty_strata: set[str] = field(default_factory=set)
 
+    def __post_init__(self) -> None:
+        self._lost = {(shard, index): rows for shard, index, rows in self.plan.shards}
+
     def lost_rows(self, table: ShardTable, shard: int) -> tuple[int, ...]:
         """Return the rows of a shard to erase, ascending."""
-        return self.plan.shards.get(shard_pair(table, shard), ())
+        return self._lost.get(shard_pair(table, shard), ())
 
     def touches(self, table: ShardTable) -> NDArray[np.bool_]:
         """Return (shards,) bool, True for shards of a table that lose rows."""
@@ -314,7 +286,7 @@ class Rewriter:
         new_selected = np.add.reduceat((keep & mask).astype(np.int64), starts)
         left = Selection.from_mask(mask[keep])
         return ShardRecord(
-            **dataclasses.asdict(new),
+            **msgspec.structs.asdict(new),
             block_rows=int(page.block_rows[shard]),
             segment_stratum=page.segment_stratum[segments][new_rows > 0],
             segment_rows=new_rows[new_rows > 0],
@@ -353,7 +325,7 @@ class Rewriter:
                 segments=((), ()),  # each manifest has its own segments
                 is_small=True,
             )
-            self.shards[key] = NewShard(*(getattr(made, one.name) for one in dataclasses.fields(NewShard)))
+            self.shards[key] = NewShard(*(getattr(made, name) for name in NewShard.__struct_fields__))
         return self.shards[key]
 
     def _pieces(

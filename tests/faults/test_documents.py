@@ -15,7 +15,7 @@ import pytest
 import shardkit
 from shardkit.audit.run_record import load_run, read_checkpoints
 from shardkit.dataset.rewriting import ErasurePlan
-from shardkit.documents import encode, sha256_digest
+from shardkit.documents import decode, encode, sha256_digest
 from shardkit.errors import IntegrityError, ShardkitError
 from shardkit.manifest import Manifest
 from shardkit.reading.adopted_places import location_name, read_adopted_place
@@ -187,7 +187,11 @@ def _kinds(base: Path) -> dict[str, tuple[bytes, Parse]]:
     attested = Attestation(
         location="root", digest=digest, extension="tar", result="good", level="read", by="scrub"
     ).to_bytes()
-    plan = ErasurePlan("r", "why", "who", {("ab", "cd"): (1, 2)}, (), 1).to_bytes()
+    plan = encode(
+        ErasurePlan(
+            request="r", reason="why", author="who", shards=(("ab", "cd", (1, 2)),), notes=(), samples=1
+        )
+    )
     return {
         "identity": (_found(base, "root/shardkit.json"), lambda data: Identity.from_bytes(data, "here")),
         "log entry": (_found(base, "root/log/*2.json"), lambda data: LogEntry.from_bytes(data, "here")),
@@ -217,7 +221,7 @@ def _kinds(base: Path) -> dict[str, tuple[bytes, Parse]]:
         ),
         "garbage": (garbage, lambda data: read_list(_renamed_list(data), Deletion(1, _digest(data)))),
         "marks": (marks, lambda data: read_marks(_in_memory("gc/marked.json", data))),
-        "erasure": (plan, ErasurePlan.from_bytes),
+        "erasure": (plan, lambda data: decode(ErasurePlan, data, "here", max_bytes=10**6)),
     }
 
 

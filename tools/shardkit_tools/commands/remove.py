@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+from msgspec import to_builtins
+
 from shardkit.dataset.lookups import is_number
 from shardkit.dataset.removing import Removal, erase, resume_erasures
 from shardkit.dataset.removing import remove as remove_samples
@@ -49,7 +51,7 @@ def remove(
         if rows or keys or listed:
             raise UsageError("--resume finishes what was begun; it takes no samples")
         reports = resume_erasures(parse_url(root)[0])
-        console.present(as_json, lambda: [one.to_json() for one in reports], lambda: _print_reports(reports))
+        console.present(as_json, lambda: to_builtins(reports), lambda: _print_reports(reports))
         return
     if sum(option is not None for option in (rows, keys, listed)) != 1:
         raise UsageError("remove takes one of --rows, --keys and --list")
@@ -58,7 +60,7 @@ def remove(
     given = _selection(rows, keys, listed) | {"allow_absent": allow_absent}
     if erase_bytes:
         report = erase(root, reason=reason, author=author, **given)
-        console.present(as_json, report.to_json, lambda: _print_reports([report]))
+        console.present(as_json, lambda: to_builtins(report), lambda: _print_reports([report]))
     else:
         removal = remove_samples(root, reason=reason, author=author, **given)
         console.present(
