@@ -4,34 +4,53 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import multiprocessing
 import os
 import signal
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from shardkit_tools.main import run
+from tests.servers.object_stores import ACCESS_KEY, SECRET_KEY
 
-__all__ = ["ForkedCommand", "call", "typed"]
+__all__ = ["ForkedCommand", "call", "document_of", "output_of", "typed"]
 
 
 def typed(*arguments: object) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error of a command."""
+    """Exit code, standard output and standard error of a command: no traceback, and no canary."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             run([str(one) for one in arguments])
         except SystemExit as ended:
             code = int(ended.code or 0)
+    told = out.getvalue() + err.getvalue()
+    for word in ("Traceback", ACCESS_KEY, SECRET_KEY):
+        assert word not in told, told
     return code, out.getvalue(), err.getvalue()
 
 
 def call(*arguments: object) -> tuple[int, str]:
-    """Exit code of a command, and all that it said: no traceback."""
+    """Exit code of a command, and all that it said."""
     code, out, err = typed(*arguments)
-    assert "Traceback" not in out + err, out + err
     return code, out + err
+
+
+def output_of(*arguments: object, code: int = 0) -> str:
+    """All that a command says that ends with this code."""
+    found, text = call(*arguments)
+    assert found == code, text
+    return text
+
+
+def document_of(*arguments: object, code: int = 0) -> Any:
+    """What a command prints with --json that ends with this code."""
+    found, out, err = typed(*arguments, "--json")
+    assert found == code, out + err
+    return json.loads(out)
 
 
 class ForkedCommand:

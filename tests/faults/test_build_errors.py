@@ -16,18 +16,10 @@ import pytest
 from shardkit.copies.verify import verify
 from shardkit.repository.repository import Repository
 from shardkit.stores.file_operations import substituted
-from shardkit_tools.main import run
+from tests.command_line import output_of, typed
 from tests.faults.faulty_operations import FaultyOperations
 
 PNG = b"\x89PNG\r\n\x1a\n" + b"pixels"
-
-
-def command(*arguments: object) -> int:
-    try:
-        run([str(argument) for argument in arguments])
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
 
 
 def state(root: Path) -> tuple[dict[str, str], int]:
@@ -43,7 +35,7 @@ def state(root: Path) -> tuple[dict[str, str], int]:
 def root(tmp_path: Path) -> Path:
     """A dataset that holds a version already."""
     (tmp_path / "first.jsonl").write_text('{"a": 1}\n{"a": 2}\n')
-    assert command("build", tmp_path / "first.jsonl", tmp_path / "root") == 0
+    output_of("build", tmp_path / "first.jsonl", tmp_path / "root")
     return tmp_path / "root"
 
 
@@ -106,28 +98,22 @@ SOURCES: list[tuple[Callable[[Path], None], str]] = [
 
 
 @pytest.mark.parametrize(("make", "message"), SOURCES, ids=[make.__name__ for make, _ in SOURCES])
-def test_a_bad_source(
-    tmp_path: Path, root: Path, make: Callable[[Path], None], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_source(tmp_path: Path, root: Path, make: Callable[[Path], None], message: str) -> None:
     (tmp_path / "source").mkdir()
     make(tmp_path / "source")
     before = state(root)
-    capsys.readouterr()
-    assert command("build", tmp_path / "source", root, "--ref", "other") == 1
-    captured = capsys.readouterr()
-    assert message in captured.err
-    assert len(captured.err.splitlines()) == 1
-    assert captured.out == ""
+    code, out, err = typed("build", tmp_path / "source", root, "--ref", "other")
+    assert (code, out) == (1, "")
+    assert message in err
+    assert len(err.splitlines()) == 1
     assert state(root) == before
 
 
-@pytest.mark.parametrize(("make", "message"), SOURCES[:4], ids=[make.__name__ for make, _ in SOURCES[:4]])
-def test_a_bad_source_makes_no_new_root_look_built(
-    tmp_path: Path, make: Callable[[Path], None], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("make", [make for make, _ in SOURCES[:4]])
+def test_a_bad_source_makes_no_new_root_look_built(tmp_path: Path, make: Callable[[Path], None]) -> None:
     (tmp_path / "source").mkdir()
     make(tmp_path / "source")
-    assert command("build", tmp_path / "source", tmp_path / "new") == 1
+    output_of("build", tmp_path / "source", tmp_path / "new", code=1)
     assert not list(tmp_path.glob("new/log/*"))
     assert not list(tmp_path.glob("new/objects/sha256/*/*"))
 
@@ -136,53 +122,44 @@ def test_a_bad_source_makes_no_new_root_look_built(
     ("error", "word"),
     [(errno.ENOSPC, "no room is left"), (errno.EROFS, "read-only"), (errno.EACCES, "permi"), (errno.EIO, "")],
 )
-def test_a_disk_that_fails_at_any_moment(
-    tmp_path: Path, root: Path, error: int, word: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_disk_that_fails_at_any_moment(tmp_path: Path, root: Path, error: int, word: str) -> None:
     (tmp_path / "second.jsonl").write_text('{"a": 3}\n' * 50)
     before = state(root)
     calls = FaultyOperations(error)
     with substituted(calls):
-        assert command("build", tmp_path / "second.jsonl", root, "--dry-run") == 0
+        output_of("build", tmp_path / "second.jsonl", root, "--dry-run")
     counted = FaultyOperations(error)
     scratch = tmp_path / "counting"
     with substituted(counted):
-        assert command("build", tmp_path / "second.jsonl", scratch) == 0
+        output_of("build", tmp_path / "second.jsonl", scratch)
     steps = range(0, counted.num_calls, max(1, counted.num_calls // 12))
     for at in steps:
-        capsys.readouterr()
         with substituted(FaultyOperations(error, at, forever=True)):
-            code = command("build", tmp_path / "second.jsonl", root)
-        err = capsys.readouterr().err
+            code, _, err = typed("build", tmp_path / "second.jsonl", root)
         refs, commits = state(root)
         if code == 0:  # what failed was housekeeping after the commit
             assert commits == before[1] + 1
             break
         assert code == 1, err
         assert word in err.lower(), err
-        assert "Traceback" not in err
         assert (refs, commits) == before
-    assert command("build", tmp_path / "second.jsonl", root) == 0
+    output_of("build", tmp_path / "second.jsonl", root)
     assert state(root)[1] == before[1] + 1
 
 
 @pytest.mark.parametrize("place", ["file/root", "file"])
-def test_a_target_that_cannot_be_a_root(
-    tmp_path: Path, place: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_target_that_cannot_be_a_root(tmp_path: Path, place: str) -> None:
     (tmp_path / "a.jsonl").write_text('{"a": 1}\n')
     (tmp_path / "file").write_text("here")
-    assert command("build", tmp_path / "a.jsonl", tmp_path / place) == 1
-    err = capsys.readouterr().err
+    code, _, err = typed("build", tmp_path / "a.jsonl", tmp_path / place)
+    assert code == 1
     assert str(tmp_path / "file") in err
-    assert "Traceback" not in err
 
 
-def test_skipping_builds_the_rest(tmp_path: Path, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_skipping_builds_the_rest(tmp_path: Path, root: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"a": "x"}\n{"a": 1}\nnot json\n{"a": "y"}\n{"b": 1}\n')
-    assert command("build", path, root, "--on-error", "skip", "--ref", "some") == 0
-    out = capsys.readouterr().out
+    out = output_of("build", path, root, "--on-error", "skip", "--ref", "some")
     assert "Skipped 2 rows" in out
     for line in (2, 3):
         assert f"rows.jsonl line {line}" in out

@@ -8,13 +8,7 @@ import pytest
 
 import shardkit
 from shardkit.stores.local import LocalStore
-from shardkit_tools.main import run
-
-
-def _shardkit(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        run(list(arguments))
-    return int(ended.value.code or 0)
+from tests.command_line import output_of
 
 
 def test_repair_replaces_wrong_bytes_under_a_good_checksum(
@@ -25,7 +19,7 @@ def test_repair_replaces_wrong_bytes_under_a_good_checksum(
     with shardkit.create(root, {"value": "int64"}, shard_size="8KiB", block_size="1KiB") as writer:
         for number in range(300):
             writer.add({"value": number})
-    assert _shardkit("place", str(root), "--location", f"b={tmp_path / 'b'},domain=b", "--copies", "2") == 0
+    output_of("place", str(root), "--location", f"b={tmp_path / 'b'},domain=b", "--copies", "2")
     shard = next(path for path in sorted((root / "objects").rglob("*")) if path.suffix in (".tar", ".arrow"))
     good = shard.read_bytes()
     shard.chmod(0o644)
@@ -38,5 +32,5 @@ def test_repair_replaces_wrong_bytes_under_a_good_checksum(
         return type(found)(found.size, Path(name).name.partition(".")[0]) if found and is_object else found
 
     monkeypatch.setattr(LocalStore, "head", as_it_was_put)
-    assert _shardkit("repair", str(root), "--level", "read") == 0
+    output_of("repair", str(root), "--level", "read")
     assert shard.read_bytes() == good

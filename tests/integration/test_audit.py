@@ -22,7 +22,7 @@ from shardkit.ledger.journal import HEADER
 from shardkit.ledger.ledger import RECORD_BYTES, STEPS_MAGIC, encode_record, step_digest
 from shardkit.stores.local import open_store
 from shardkit.stores.store import object_name
-from shardkit_tools.main import run as shardkit_command
+from tests.command_line import document_of, output_of, typed
 from tests.journal_cells import record_cells
 
 BATCH, LANES, STEPS = 20, 4, 60
@@ -427,19 +427,18 @@ def test_what_a_loader_substitutes_or_masks_is_explained(tmp_path: Path, on_erro
 # ---- the command
 
 
-def command(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    with pytest.raises(SystemExit) as ended:
-        shardkit_command(["audit", *arguments])
-    return int(ended.value.code or 0), capsys.readouterr().out
+def command(*arguments: object) -> tuple[int, str]:
+    code, out, _ = typed("audit", *arguments)
+    return code, out
 
 
-def test_the_command_prints_a_page_json_and_html(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_a_page_json_and_html(home: Path) -> None:
     run, page = str(home / "run"), home / "audit.html"
-    code, out = command(run, "--html", str(page), "--jobs", "1", capsys=capsys)
+    code, out = command(run, "--html", str(page), "--jobs", "1")
     assert code == 0
     assert "clean" in out
     assert "2 of 2 hold a head of this ledger" in out
-    code, out = command(run, "--json", "--level", "list", capsys=capsys)
+    code, out = command(run, "--json", "--level", "list")
     document = json.loads(out)
     assert (code, document["exit_code"], document["steps"]) == (0, 0, STEPS)
     assert document["coverage"][0]["exact"] is True
@@ -460,35 +459,29 @@ def test_what_the_html_page_shows_is_escaped(home: Path) -> None:
     assert "<img" not in text
 
 
-def test_a_violated_run_ends_with_4_and_a_missing_one_with_3(
-    home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_violated_run_ends_with_4_and_a_missing_one_with_3(home: Path) -> None:
     rewrite(home / "run", drop, checksums=True)
-    code, out = command(str(home / "run"), "--manifest-only", capsys=capsys)
+    code, out = command(str(home / "run"), "--manifest-only")
     assert code == 4
     assert "step 7 missing" in out
-    assert command(str(home / "nothing"), capsys=capsys)[0] == 3
+    assert command(str(home / "nothing"))[0] == 3
 
 
 # ---- diff
 
 
-def test_diff_of_equal_runs_on_other_ranks(
-    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_diff_of_equal_runs_on_other_ranks(home: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     consume(str(home / "data"), other, 0, 25, world=4)
-    code, out = command("diff", str(home / "run"), str(other), capsys=capsys)
+    code, out = command("diff", str(home / "run"), str(other))
     assert code == 0
     assert "the same samples at all 25 steps" in out
 
 
-def test_diff_names_the_setting_and_the_first_step(
-    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_diff_names_the_setting_and_the_first_step(home: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     consume(str(home / "data"), other, 0, 25, seed=6)
-    code, out = command("diff", str(home / "run"), str(other), "--json", capsys=capsys)
+    code, out = command("diff", str(home / "run"), str(other), "--json")
     document = json.loads(out)
     assert code == 5
     assert document["diverges"] == 0
@@ -496,12 +489,10 @@ def test_diff_names_the_setting_and_the_first_step(
     assert document["cells"]
 
 
-def test_diff_names_the_shards_of_another_manifest(
-    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_diff_names_the_shards_of_another_manifest(home: Path, tmp_path: Path) -> None:
     root, other = build(tmp_path / "changed", changed=17), tmp_path / "other"
     consume(root, other, 0, 25)
-    code, out = command("diff", str(home / "run"), str(other), "--json", capsys=capsys)
+    code, out = command("diff", str(home / "run"), str(other), "--json")
     document = json.loads(out)
     assert code in (0, 5)
     assert document["manifests"]["only_a"] == document["manifests"]["only_b"] >= 1
@@ -509,9 +500,7 @@ def test_diff_names_the_shards_of_another_manifest(
     assert document["manifests"]["examples_a"]
 
 
-def test_diff_knows_rebuilt_data_with_equal_content(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_diff_knows_rebuilt_data_with_equal_content(tmp_path: Path) -> None:
     schema = {"value": "int64", "label": "int64"}
     for compression in ("none", "zstd"):
         root = str(tmp_path / f"data-{compression}")
@@ -520,7 +509,7 @@ def test_diff_knows_rebuilt_data_with_equal_content(
             for number in range(ROWS):
                 writer.add({"value": number, "label": number % 3}, key=f"n{number}")
         consume(root, tmp_path / compression, 0, 25)
-    _, out = command("diff", str(tmp_path / "none"), str(tmp_path / "zstd"), "--json", capsys=capsys)
+    _, out = command("diff", str(tmp_path / "none"), str(tmp_path / "zstd"), "--json")
     document = json.loads(out)
     assert document["content"] == [BATCH, BATCH]
     assert document["diverges"] is None
@@ -530,14 +519,12 @@ def test_diff_knows_rebuilt_data_with_equal_content(
 # ---- trace
 
 
-def test_trace_of_a_sample_names_epoch_step_lane_rank_and_checkpoint(
-    home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_trace_of_a_sample_names_epoch_step_lane_rank_and_checkpoint(home: Path) -> None:
     dataset = shardkit.open(str(home / "data"))
     plan = dataset.plan(**SETTINGS)
     sample = int(plan.step(25)[3, 2])
     for asked in (str(sample), dataset.key(sample)):
-        code, out = command("trace", str(home / "run"), "--sample", asked, "--json", capsys=capsys)
+        code, out = command("trace", str(home / "run"), "--sample", asked, "--json")
         uses = json.loads(out)["uses"]
         places = [(one["step"], one["lane"], one["slot"]) for one in uses]
         expected = [
@@ -554,19 +541,17 @@ def test_trace_of_a_sample_names_epoch_step_lane_rank_and_checkpoint(
         assert by_step[25]["checkpoint"] == "step-000000000050"
 
 
-def test_trace_of_a_step_says_where_its_bytes_came_from(
-    home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_trace_of_a_step_says_where_its_bytes_came_from(home: Path) -> None:
     dataset = shardkit.open(str(home / "data"))
     plan = dataset.plan(**SETTINGS)
-    _, out = command("trace", str(home / "run"), "--step", "7", "--json", capsys=capsys)
+    _, out = command("trace", str(home / "run"), "--step", "7", "--json")
     samples = json.loads(out)["samples"]
     assert [one["sample"] for one in samples] == plan.step(7).ravel().tolist()
     for one in samples[:5]:
         assert one["key"] == dataset.key(one["sample"]) == f"n{one['source'][1]}"
         assert one["source"][0] == "numbers.csv"
         assert (home / "data" / object_name(one["shard"], "tar")).exists()
-    code, _ = command("trace", str(home / "run"), "--step", str(STEPS), "--json", capsys=capsys)
+    code, _ = command("trace", str(home / "run"), "--step", str(STEPS), "--json")
     assert code == 3
 
 
@@ -574,7 +559,6 @@ def test_trace_of_a_step_says_where_its_bytes_came_from(
 def test_trace_of_a_list_proves_that_none_was_used(
     home: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     many: bool,
 ) -> None:
@@ -590,26 +574,22 @@ def test_trace_of_a_list_proves_that_none_was_used(
     listed = tmp_path / "list"
     listed.write_text("".join(f"{dataset.key(sample)}\n" for sample in unused) + "elsewhere\n")
     for more, expected in (([], 5), (["--allow-absent"], 0)):
-        code, out = command("trace", str(run), "--exclude", str(listed), *more, "--json", capsys=capsys)
+        code, out = command("trace", str(run), "--exclude", str(listed), *more, "--json")
         document = json.loads(out)
         assert (code, document["uses"], document["absent"]) == (expected, [], ["elsewhere"])
         assert document["in_dataset"] == unused
     listed.write_text(f"{unused[0]}\n{plan.cell(4, 1)[2]}\n")
-    code, out = command(
-        "trace", str(run), "--exclude", str(listed), "--field", "number", "--json", capsys=capsys
-    )
+    code, out = command("trace", str(run), "--exclude", str(listed), "--field", "number", "--json")
     document = json.loads(out)
     assert code == 5
     assert [(one["step"], one["lane"], one["slot"]) for one in document["uses"]] == [(4, 1, 2)]
 
 
-def test_trace_of_a_list_of_numbers_takes_them_for_sample_numbers(
-    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_trace_of_a_list_of_numbers_takes_them_for_sample_numbers(home: Path, tmp_path: Path) -> None:
     listed, run = tmp_path / "list", str(home / "run")
     used = shardkit.open(str(home / "data")).plan(**SETTINGS).cell(4, 1).tolist()
     listed.write_text("".join(f"{sample}\n" for sample in used))
-    code, out = command("trace", run, "--exclude", str(listed), "--json", capsys=capsys)
+    code, out = command("trace", run, "--exclude", str(listed), "--json")
     document = json.loads(out)
     assert (code, document["field"], document["used"]) == (5, "number", sorted(used))
     assert document["answer"] == "these were used"
@@ -624,20 +604,18 @@ def test_trace_of_a_list_of_numbers_takes_them_for_sample_numbers(
     ],
 )
 def test_a_list_of_which_nothing_is_there_proves_nothing(
-    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], lines: str, field: str | None, taken: str
+    home: Path, tmp_path: Path, lines: str, field: str | None, taken: str
 ) -> None:
     listed = tmp_path / "list"
     listed.write_text(lines)
     more = ["--field", field] if field else []
-    code, out = command("trace", str(home / "run"), "--exclude", str(listed), *more, capsys=capsys)
+    code, out = command("trace", str(home / "run"), "--exclude", str(listed), *more)
     assert code == 5
     assert f"nothing of the list is in the dataset, taken as {taken}: this proves nothing" in out
     assert "ever used" not in out
 
 
-def test_a_list_that_may_be_of_keys_or_of_numbers_is_asked_about(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_list_that_may_be_of_keys_or_of_numbers_is_asked_about(tmp_path: Path) -> None:
     root, run, listed = tmp_path / "data", tmp_path / "run", tmp_path / "list"
     with shardkit.create(root, {"value": "int64"}) as writer:
         for number in range(60):
@@ -646,27 +624,23 @@ def test_a_list_that_may_be_of_keys_or_of_numbers_is_asked_about(
     with dataset.loader(dataset.plan(**SETTINGS), rank=0, world=1, run=run, tensors=False) as loader:
         next(iter(loader))
     listed.write_text("3\n4\n")
-    code, _ = command("trace", str(run), "--exclude", str(listed), capsys=capsys)
+    code, _ = command("trace", str(run), "--exclude", str(listed))
     assert code == 2
     for field in ("key", "number"):
-        code, out = command(
-            "trace", str(run), "--exclude", str(listed), "--field", field, "--json", capsys=capsys
-        )
+        code, out = command("trace", str(run), "--exclude", str(listed), "--field", field, "--json")
         assert len(json.loads(out)["in_dataset"]) == 2
         assert code in (0, 5)
     listed.write_text("3\nfour\n")
-    code, _ = command("trace", str(run), "--exclude", str(listed), "--field", "number", capsys=capsys)
+    code, _ = command("trace", str(run), "--exclude", str(listed), "--field", "number")
     assert code == 2
 
 
-def test_nothing_is_proven_from_a_record_that_is_not_sound(
-    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_is_proven_from_a_record_that_is_not_sound(home: Path, tmp_path: Path) -> None:
     listed = tmp_path / "list"
     listed.write_text(f"{shardkit.open(str(home / 'data')).key(0)}\n")
     path = home / "run" / "ledger" / "heads"
     path.write_bytes(path.read_bytes()[:-30] + b"?" * 29 + b"\n")
-    code, _ = command("trace", str(home / "run"), "--exclude", str(listed), capsys=capsys)
+    code, _ = command("trace", str(home / "run"), "--exclude", str(listed))
     assert code == 4
 
 
@@ -698,9 +672,7 @@ def test_a_run_that_goes_on_with_an_amended_plan_is_checked_through(home: Path, 
 
 def test_a_run_that_goes_on_over_another_version_is_checked_through(home: Path, tmp_path: Path) -> None:
     root, run = str(home / "data"), tmp_path / "run"
-    with pytest.raises(SystemExit) as ended:
-        shardkit_command(["select", root, "--where", "label < 2", "--ref", "few"])
-    assert not ended.value.code
+    output_of("select", root, "--where", "label < 2", "--ref", "few")
     whole, few = shardkit.open(root), shardkit.open(f"{root}@few")
     first = whole.plan(**SETTINGS)
     second = first.amend(from_step=26, manifest=few.plan(**SETTINGS).population)
@@ -780,21 +752,14 @@ def test_stages_and_failovers_are_events_of_the_ledger(tmp_path: Path) -> None:
 # ---- lineage
 
 
-def test_show_lineage_leads_from_a_sample_to_its_source(
-    home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_show_lineage_leads_from_a_sample_to_its_source(home: Path) -> None:
     root = str(home / "data")
     number = int(shardkit.open(root)[11]["value"])
     for asked in ("11", f"n{number}"):
-        with pytest.raises(SystemExit):
-            shardkit_command(["show", root, "--lineage", "--sample", asked, "--json"])
-        document = json.loads(capsys.readouterr().out)
+        document = document_of("show", root, "--lineage", "--sample", asked)
         assert (document["sample"], document["source"]["name"]) == (11, "numbers.csv")
         assert document["source"]["row"] == number
-    with pytest.raises(SystemExit) as ended:
-        shardkit_command(["show", root, "--sample", "11"])
-    assert not ended.value.code
-    text = capsys.readouterr().out
+    text = output_of("show", root, "--sample", "11")
     assert f"numbers.csv, row {number}" in text
     assert "made with" in text
 

@@ -16,26 +16,12 @@ from shardkit.errors import CommitConflict, UsageError
 from shardkit.repository.repository import Repository
 from shardkit_tools import build
 from shardkit_tools.building.build_run import BuildRun
-from tests.command_line import ForkedCommand, call
+from tests.command_line import ForkedCommand, document_of, output_of
 
 
 def lines(path: Path, *values: object, field: str = "n") -> Path:
     path.write_text("".join(json.dumps({field: value}) + "\n" for value in values))
     return path
-
-
-def command(*arguments: object, code: int = 0) -> str:
-    got, said = call(*arguments)
-    assert got == code, said
-    return said
-
-
-def told(*arguments: object) -> dict[str, Any]:
-    found, _ = json.JSONDecoder().raw_decode(
-        command(*arguments, "--json")
-    )  # warnings follow, of standard error
-    assert isinstance(found, dict)
-    return found
 
 
 def refs(root: Path) -> dict[str, str]:
@@ -44,37 +30,37 @@ def refs(root: Path) -> dict[str, str]:
 
 def test_the_report_says_what_moved(tmp_path: Path) -> None:
     root = tmp_path / "data"
-    first = command("build", lines(tmp_path / "a.jsonl", 1, 2), root)
+    first = output_of("build", lines(tmp_path / "a.jsonl", 1, 2), root)
     before = refs(root)["main"]
     assert "moved" not in first
-    again = command("build", tmp_path / "a.jsonl", root)
+    again = output_of("build", tmp_path / "a.jsonl", root)
     assert "moved" not in again
     assert "the same version was there already" in again
-    second = command("build", lines(tmp_path / "b.jsonl", 3), root)
+    second = output_of("build", lines(tmp_path / "b.jsonl", 3), root)
     assert re.search(rf"moved main +from {before} to {refs(root)['main']}", second)
-    third = told("build", lines(tmp_path / "c.jsonl", *range(40)), root, "--split", "val=0.5")
+    third = document_of("build", lines(tmp_path / "c.jsonl", *range(40)), root, "--split", "val=0.5")
     assert third["moved"]["main"]["to"] == third["id"] == refs(root)["main"]
     assert third["moved"]["val"] == {"from": None, "to": refs(root)["val"]}
     (tmp_path / "rows").write_text("0\n")
-    chosen = told("select", root, "--rows", tmp_path / "rows", "--ref", "val")
+    chosen = document_of("select", root, "--rows", tmp_path / "rows", "--ref", "val")
     assert chosen["moved"]["val"] == {"from": third["splits"]["val"]["id"], "to": refs(root)["val"]}
-    merged = command("merge", f"a={root}@val", f"b={root}@main", root)
+    merged = output_of("merge", f"a={root}@val", f"b={root}@main", root)
     assert re.search(rf"^main +{third['id']} +{refs(root)['main']}$", merged, re.MULTILINE)
 
 
 def test_another_schema_is_refused_unless_told(tmp_path: Path) -> None:
     root, other = tmp_path / "data", lines(tmp_path / "b.jsonl", "x", field="text")
-    command("build", lines(tmp_path / "a.jsonl", 1, 2), root)
+    output_of("build", lines(tmp_path / "a.jsonl", 1, 2), root)
     before = refs(root)
     for dry in ([], ["--dry-run"]):
-        said = command("build", other, root, *dry, code=2)
+        said = output_of("build", other, root, *dry, code=2)
         assert all(word in said for word in ("'main'", before["main"], "text", "--ref", "--replace"))
-    said = command("build", other, root, "--ref", "texts", "--split", "main=0.5", code=2)
+    said = output_of("build", other, root, "--ref", "texts", "--split", "main=0.5", code=2)
     assert "'main'" in said, "a split is a ref too"
     assert refs(root) == before
     with pytest.raises(UsageError, match="replace=True"):
         shardkit.create(root, {"text": "str"})
-    command("build", other, root, "--replace")
+    output_of("build", other, root, "--replace")
     assert shardkit.open(root)[0] == {"text": "x"}
     with shardkit.create(root, {"n": "int64"}, replace=True) as writer:
         writer.add({"n": 3})
@@ -107,7 +93,7 @@ def test_of_three_builds_at_once_one_wins_and_the_others_are_told(tmp_path: Path
     root = tmp_path / "data"
     before = None
     if is_there:
-        command("build", lines(tmp_path / "old.jsonl", 0), root)
+        output_of("build", lines(tmp_path / "old.jsonl", 0), root)
         before = refs(root)["main"]
     sources = [lines(tmp_path / f"{name}.jsonl", *range(name, 10)) for name in (1, 2, 3)]
     builds = [waiting(tmp_path, source.stem, "build", source, root, "--jobs", 1) for source in sources]
@@ -125,7 +111,7 @@ def test_of_three_builds_at_once_one_wins_and_the_others_are_told(tmp_path: Path
         (own,) = set(re.findall("sha256:[0-9a-f]{64}", err)) - {winner, before}
         hint = re.search(r"shardkit (tag \S+ NAME sha256:\w+)", err)
         assert hint is not None
-        command(*hint[1].replace("NAME", source.stem).split())
+        output_of(*hint[1].replace("NAME", source.stem).split())
         assert refs(root)["main"] == winner
         assert len(shardkit.open(f"{root}@{own}")) == len(source.read_text().splitlines())
         assert len(shardkit.open(f"{root}@{source.stem}")) == len(source.read_text().splitlines())
@@ -137,13 +123,13 @@ def test_the_loser_puts_its_version_in_place_when_it_is_told_to(tmp_path: Path) 
     loser = waiting(tmp_path, "a", "build", lines(tmp_path / "a.jsonl", 1), root, "--jobs", 1)
     while not (tmp_path / "begun-a").exists():
         assert loser.poll() is None, loser.ended()
-    command("build", lines(tmp_path / "b.jsonl", 2), root)
+    output_of("build", lines(tmp_path / "b.jsonl", 2), root)
     came = refs(root)["main"]
     (tmp_path / "go").touch()
     code, _, err = loser.ended()
     assert code == 1
     assert came in err
-    assert re.search(rf"moved main +from {came} to", command("build", tmp_path / "a.jsonl", root))
+    assert re.search(rf"moved main +from {came} to", output_of("build", tmp_path / "a.jsonl", root))
     assert shardkit.open(root)[0] == {"n": 1}
 
 
@@ -182,48 +168,48 @@ def test_replacing_other_samples_is_announced_before_it_happens(tmp_path: Path) 
     root = tmp_path / "data"
     first, second = lines(tmp_path / "a.jsonl", *range(20)), lines(tmp_path / "b.jsonl", 30)
     warning = "main names 20 samples from other files, which this build replaces there"
-    assert warning not in command("build", first, root)
-    assert warning not in command("build", first, root), "the same source again"
-    dry = command("build", second, root, "--dry-run")
+    assert warning not in output_of("build", first, root)
+    assert warning not in output_of("build", first, root), "the same source again"
+    dry = output_of("build", second, root, "--dry-run")
     assert warning in dry
     assert "--append" in dry
-    assert warning not in command("build", second, root, "--dry-run", "--append")
-    assert warning not in command("build", second, root, "--dry-run", "--replace")
-    assert warning in command("build", second, root)
+    assert warning not in output_of("build", second, root, "--dry-run", "--append")
+    assert warning not in output_of("build", second, root, "--dry-run", "--replace")
+    assert warning in output_of("build", second, root)
 
 
 def test_other_settings_for_the_samples_of_a_ref_are_announced(tmp_path: Path) -> None:
     root, source = tmp_path / "data", lines(tmp_path / "a.jsonl", *range(20))
-    command("build", source, root)
-    said = command("build", source, root, "--dry-run", "--format", "tar", "--block-size", "64KiB")
+    output_of("build", source, root)
+    said = output_of("build", source, root, "--dry-run", "--format", "tar", "--block-size", "64KiB")
     assert "main was built with other settings (format arrow, now tar; " in said
     assert "block_size 256 KiB, now 64 KiB" in said
-    assert "other settings" not in command(
+    assert "other settings" not in output_of(
         "build", source, root, "--dry-run", "--format", "tar", "--ref", "tars"
     )
 
 
 def test_a_rebuild_warns_only_if_the_ref_names_another_version(tmp_path: Path) -> None:
     root = tmp_path / "data"
-    command("build", lines(tmp_path / "a.jsonl", *range(20)), root, "--split", "val=0.5,train=0.5")
-    assert "which this" not in command("rebuild", root, "--format", "tar", "--dry-run")
-    said = command("rebuild", f"{root}@val", "--ref", "main", "--dry-run")
+    output_of("build", lines(tmp_path / "a.jsonl", *range(20)), root, "--split", "val=0.5,train=0.5")
+    assert "which this" not in output_of("rebuild", root, "--format", "tar", "--dry-run")
+    said = output_of("rebuild", f"{root}@val", "--ref", "main", "--dry-run")
     assert "main names 20 samples of another version" in said
     assert "--append" not in said
 
 
 def test_appending_files_that_are_there_is_announced_before_it_happens(tmp_path: Path) -> None:
     root, source = tmp_path / "data", lines(tmp_path / "a.jsonl", 1, 2)
-    command("build", source, root)
-    dry = command("build", source, root, "--append", "--dry-run")
+    output_of("build", source, root)
+    dry = output_of("build", source, root, "--append", "--dry-run")
     assert "main was built from a.jsonl already" in dry
     assert len(shardkit.open(root)) == 2
 
 
 def test_a_dry_run_says_what_was_guessed(tmp_path: Path) -> None:
     source = lines(tmp_path / "a.jsonl", 1, 2)
-    dry = command("build", source, tmp_path / "data", "--dry-run")
+    dry = output_of("build", source, tmp_path / "data", "--dry-run")
     assert re.search(r"fields +n int64 \(from jsonl\)", dry)
     assert re.search(r"format +arrow, zstd:3; for numbers, text and small values", dry)
-    found = told("build", source, tmp_path / "data", "--format", "arrow", "--dry-run")
+    found = document_of("build", source, tmp_path / "data", "--format", "arrow", "--dry-run")
     assert (found["fields"], found["importer"], found["format"]) == ({"n": "int64"}, "jsonl", "arrow")

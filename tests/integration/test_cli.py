@@ -22,7 +22,8 @@ import typer
 import shardkit
 import shardkit_tools.commands.ls as ls_command
 from shardkit.repository.repository import Repository
-from shardkit_tools.main import COMMANDS, make_app, run
+from shardkit_tools.main import COMMANDS, make_app
+from tests.command_line import output_of
 
 Call = Callable[..., tuple[int, str, str]]
 PROGRAM = [sys.executable, "-c", "from shardkit_tools.main import run; run()"]
@@ -43,25 +44,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def built(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A dataset with refs main, train and val, and the tag v1."""
     root = tmp_path_factory.mktemp("data") / "photos"
-    for arguments in (
-        [
-            "build",
-            source,
-            root,
-            "--stratify",
-            "label",
-            "--split",
-            "train=0.75,val=0.25",
-            "-m",
-            "first",
-            "--jobs",
-            1,
-        ],
-        ["tag", root, "v1", "--author", "me"],
-    ):
-        with pytest.raises(SystemExit) as end:
-            run([str(argument) for argument in arguments])
-        assert not end.value.code
+    split = ["--split", "train=0.75,val=0.25"]
+    output_of("build", source, root, "--stratify", "label", *split, "-m", "first", "--jobs", 1)
+    output_of("tag", root, "v1", "--author", "me")
     return root
 
 

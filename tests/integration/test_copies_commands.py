@@ -6,15 +6,14 @@ import json
 import shutil
 import uuid
 from pathlib import Path
-from typing import Any
 
 import boto3
 import pytest
 
 import shardkit
 from shardkit.stores.local import open_store
-from shardkit_tools.main import run
-from tests.servers.object_stores import ACCESS_KEY, SECRET_KEY, s3_environment
+from tests.command_line import document_of, output_of
+from tests.servers.object_stores import s3_environment
 
 BUCKET = "copies"
 BUCKETS = (BUCKET,)
@@ -25,37 +24,6 @@ def bucket(server: str, monkeypatch: pytest.MonkeyPatch) -> str:
     for name, value in s3_environment(server).items():
         monkeypatch.setenv(name, value)
     return f"s3://{BUCKET}/{uuid.uuid4().hex}"
-
-
-class Shell:
-    """Runs commands; no output ever holds a credential."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self._capsys = capsys
-
-    def __call__(self, *arguments: object, code: int = 0) -> str:
-        return "".join(self._run(arguments, code))
-
-    def _run(self, arguments: tuple[object, ...], code: int) -> tuple[str, str]:
-        found = 0
-        try:
-            run([str(one) for one in arguments])
-        except SystemExit as ended:
-            found = int(ended.code or 0)
-        output = self._capsys.readouterr()
-        text = output.out + output.err
-        assert found == code, text
-        assert SECRET_KEY not in text
-        assert ACCESS_KEY not in text
-        return output.out, output.err
-
-    def json(self, *arguments: object, code: int = 0) -> Any:
-        return json.loads(self._run((*arguments, "--json"), code)[0])
-
-
-@pytest.fixture
-def shell(capsys: pytest.CaptureFixture[str]) -> Shell:
-    return Shell(capsys)
 
 
 @pytest.fixture
@@ -73,11 +41,9 @@ def _texts(url: str) -> list[str]:
 ALL = [f"row {n:04d}" for n in range(300)]
 
 
-def test_from_build_to_erasure_over_a_disk_and_a_bucket(
-    tmp_path: Path, source: Path, bucket: str, shell: Shell
-) -> None:
+def test_from_build_to_erasure_over_a_disk_and_a_bucket(tmp_path: Path, source: Path, bucket: str) -> None:
     root, disk = tmp_path / "root", tmp_path / "disk"
-    built = shell.json(
+    built = document_of(
         "build", source, root, "--stratify", "label", "--shard-size", "4KiB", "--block-size", "1KiB",
         "--location", f"disk={disk},domain=rack", "--location", f"cloud={bucket},domain=aws",
         "--copies", "3", "--mode", "sync",
@@ -100,66 +66,64 @@ def test_from_build_to_erasure_over_a_disk_and_a_bucket(
         else:
             assert _texts(str(root)) == ALL
         (tmp_path / "hidden").rename(target)
-    assert "is the copy 'cloud'" in shell("tag", bucket, "v1", code=1)
+    assert "is the copy 'cloud'" in output_of("tag", bucket, "v1", code=1)
 
     # A version that is not copied yet, then is; then nobody names it any more.
-    shell("place", root, "--mode", "async")
-    shell("build", source, root, "--shard-size", "8KiB", "--ref", "other", "--seed", "3")
-    told = shell.json("replicate", root, "--dry-run", code=5)
+    output_of("place", root, "--mode", "async")
+    output_of("build", source, root, "--shard-size", "8KiB", "--ref", "other", "--seed", "3")
+    told = document_of("replicate", root, "--dry-run", code=5)
     assert told["lag_before"] > 0
-    assert shell.json("replicate", root, "--bandwidth", "1GB/s")["lag_after"] == 0
+    assert document_of("replicate", root, "--bandwidth", "1GB/s")["lag_after"] == 0
     assert len(set(cloud.list_after("objects/"))) > len(objects)
 
     from shardkit.repository.repository import Repository
 
     Repository.open(root).commit({"other": None}, message="drop")
-    assert shell.json("gc", root, "--history", "0s")["garbage"] > 0
-    shell("gc", root, "--delete", "--history", "0s", "--grace", "0s")
-    deleted = shell.json("gc", root, "--delete", "--history", "0s", "--grace", "0s")["deleted"]
+    assert document_of("gc", root, "--history", "0s")["garbage"] > 0
+    output_of("gc", root, "--delete", "--history", "0s", "--grace", "0s")
+    deleted = document_of("gc", root, "--delete", "--history", "0s", "--grace", "0s")["deleted"]
     assert deleted.keys() == {"root", "disk", "cloud"}
     for store in (open_store(root), open_store(disk), cloud):
         assert set(store.list_after("objects/")) == objects
 
     # Erased rows are nowhere.
-    report = shell.json("remove", root, "--rows", "7,8", "--reason", "asked", "--erase")
+    report = document_of("remove", root, "--rows", "7,8", "--reason", "asked", "--erase")
     gone = set(report["objects"])
     assert gone
     for store in (open_store(root), open_store(disk), cloud):
         assert not gone & set(store.list_after("objects/"))
     assert len(_texts(str(root))) == 298
-    shell("replicate", root)
+    output_of("replicate", root)
     assert _texts(bucket) == _texts(str(root))
-    assert "clean" in shell("verify", root)
+    assert "clean" in output_of("verify", root)
 
 
-def test_a_root_in_a_bucket_with_a_copy_on_a_disk(
-    tmp_path: Path, source: Path, bucket: str, shell: Shell
-) -> None:
-    shell("build", source, bucket, "--stratify", "label", "--shard-size", "16KiB")
-    placed = shell.json(
+def test_a_root_in_a_bucket_with_a_copy_on_a_disk(tmp_path: Path, source: Path, bucket: str) -> None:
+    output_of("build", source, bucket, "--stratify", "label", "--shard-size", "16KiB")
+    placed = document_of(
         "place", bucket, "--location", f"disk={tmp_path / 'disk'}", "--copies", "2", "--parity", "4+2"
     )
     assert placed["copies"]["lag_after"] == 0
     assert placed["committed"]
     assert _texts(str(tmp_path / "disk")) == ALL
-    assert shell.json("place", bucket)["table"] == 1
-    shell("gc", bucket, "--delete", "--grace", "0s")
-    assert shell.json("gc", bucket)["garbage"] == 0
-    assert shell.json("replicate", bucket)["lag_before"] == 0
-    undone = shell.json("place", bucket, "--parity", "none")
+    assert document_of("place", bucket)["table"] == 1
+    output_of("gc", bucket, "--delete", "--grace", "0s")
+    assert document_of("gc", bucket)["garbage"] == 0
+    assert document_of("replicate", bucket)["lag_before"] == 0
+    undone = document_of("place", bucket, "--parity", "none")
     assert undone["policy"]["parity"] == "none"
 
 
 @pytest.mark.parametrize("lost", ["log", "newest entry", "root"])
 def test_what_a_bucket_lost_is_restored_from_a_copy(
-    bucket: str, tmp_path: Path, source: Path, shell: Shell, server: str, lost: str
+    bucket: str, tmp_path: Path, source: Path, server: str, lost: str
 ) -> None:
     """The message says what to do, doing it works, and nothing is built or deleted before."""
     root, copy = f"{bucket}/data", str(tmp_path / "mirror")
-    shell("build", source, root)
-    shell("place", root, "--location", f"mirror={copy},domain=disk", "--copies", 2)
-    shell("tag", root, "v1")
-    shell("replicate", root)
+    output_of("build", source, root)
+    output_of("place", root, "--location", f"mirror={copy},domain=disk", "--copies", 2)
+    output_of("tag", root, "v1")
+    output_of("replicate", root)
     client = boto3.client("s3", endpoint_url=server)
     prefix = root.removeprefix(f"s3://{BUCKET}/")
     keys = sorted(one["Key"] for one in client.list_objects_v2(Bucket=BUCKET, Prefix=prefix)["Contents"])
@@ -167,21 +131,21 @@ def test_what_a_bucket_lost_is_restored_from_a_copy(
     for key in {"log": log, "newest entry": log[-1:], "root": keys}[lost]:
         client.delete_object(Bucket=BUCKET, Key=key)
     if lost == "root":
-        told = shell("show", root, code=1)
+        told = output_of("show", root, code=1)
         assert f"shardkit repair {root} --location NAME=COPY" in told
-        shell("repair", root, "--location", f"mirror={copy}")
+        output_of("repair", root, "--location", f"mirror={copy}")
     else:
         for command in (["verify", root], ["gc", root, "--delete", "--grace", "0s"]):
-            assert f"shardkit repair {root}" in shell(*command, code=4)
+            assert f"shardkit repair {root}" in output_of(*command, code=4)
         assert len(sorted((tmp_path / "mirror" / "log").iterdir())) == len(log)
-        shell("repair", root)
-    shell("verify", root)
+        output_of("repair", root)
+    output_of("verify", root)
     assert [shardkit.open(f"{root}@v1")[i] for i in range(3)] == [shardkit.open(copy)[i] for i in range(3)]
 
 
-def test_an_erasure_waits_for_a_location_that_is_away(tmp_path: Path, source: Path, shell: Shell) -> None:
+def test_an_erasure_waits_for_a_location_that_is_away(tmp_path: Path, source: Path) -> None:
     root, disk = tmp_path / "root", tmp_path / "disk"
-    shell(
+    output_of(
         "build",
         source,
         root,
@@ -194,21 +158,21 @@ def test_an_erasure_waits_for_a_location_that_is_away(tmp_path: Path, source: Pa
         "--mode",
         "sync",
     )
-    shell("place", root, "--mode", "async")
+    output_of("place", root, "--mode", "async")
     disk.rename(tmp_path / "away")
-    told = shell("remove", root, "--rows", "7", "--reason", "asked", "--erase", code=1)
+    told = output_of("remove", root, "--rows", "7", "--reason", "asked", "--erase", code=1)
     assert "but for 1 locations (disk:" in told
     assert "--resume" in told
-    assert "an erasure was begun" in shell("gc", root, code=2)
+    assert "an erasure was begun" in output_of("gc", root, code=2)
     (tmp_path / "away").rename(disk)
-    (report,) = shell.json("remove", root, "--resume")
+    (report,) = document_of("remove", root, "--resume")
     assert not set(report["objects"]) & set(open_store(disk).list_after("objects/"))
     assert "row 0007" not in _texts(str(root)) or len(_texts(str(root))) == 299
 
 
-def test_readers_need_no_right_to_write(tmp_path: Path, source: Path, shell: Shell) -> None:
+def test_readers_need_no_right_to_write(tmp_path: Path, source: Path) -> None:
     root, disk, runs = tmp_path / "root", tmp_path / "disk", tmp_path / "run"
-    shell(
+    output_of(
         "build",
         source,
         root,
@@ -237,8 +201,8 @@ def test_readers_need_no_right_to_write(tmp_path: Path, source: Path, shell: She
         loader.close()
         assert sorted(seen) == list(range(300))
         for command in ("ls", "show", "log"):
-            shell(command, root)
-        shell("plan", root, "--global-batch", "10")
+            output_of(command, root)
+        output_of("plan", root, "--global-batch", "10")
     finally:
         for path in folders:
             path.chmod(0o755 if path.is_dir() else 0o644)
@@ -250,14 +214,14 @@ def test_readers_need_no_right_to_write(tmp_path: Path, source: Path, shell: She
     }  # for repair --from-run
 
 
-def test_verify_looks_at_the_root_and_not_at_its_copies(tmp_path: Path, source: Path, shell: Shell) -> None:
+def test_verify_looks_at_the_root_and_not_at_its_copies(tmp_path: Path, source: Path) -> None:
     root = tmp_path / "root"
-    shell("build", source, root, "--location", f"a={tmp_path / 'a'}", "--copies", "2", "--mode", "sync")
+    output_of("build", source, root, "--location", f"a={tmp_path / 'a'}", "--copies", "2", "--mode", "sync")
     victims = [next(root.glob("objects/**/*.arrow")), next(root.glob("objects/**/*.page"))]
     for victim in victims:
         victim.chmod(0o644)
         victim.write_bytes(bytes(victim.stat().st_size))
-        told = shell("verify", root, code=4)
+        told = output_of("verify", root, code=4)
         assert victim.name in told
     assert _texts(str(root)) == ALL
 
@@ -276,13 +240,11 @@ def test_verify_looks_at_the_root_and_not_at_its_copies(tmp_path: Path, source: 
         (["gc", "--grace", "soon"], "such as 30d"),
     ],
 )
-def test_mistakes_are_told_in_one_line(
-    tmp_path: Path, source: Path, shell: Shell, arguments: list[str], says: str
-) -> None:
+def test_mistakes_are_told_in_one_line(tmp_path: Path, source: Path, arguments: list[str], says: str) -> None:
     root = tmp_path / "root"
-    shell("build", source, root)
+    output_of("build", source, root)
     code = 1 if arguments == ["replicate"] else 2
-    told = shell(arguments[0], root, *arguments[1:], code=code)
+    told = output_of(arguments[0], root, *arguments[1:], code=code)
     assert says in told
     assert "CANARY" not in told
     assert "Traceback" not in told
@@ -290,20 +252,18 @@ def test_mistakes_are_told_in_one_line(
 
 
 @pytest.mark.usefixtures("ordinary_rights")
-def test_a_full_location_is_told_and_the_others_are_filled(
-    tmp_path: Path, source: Path, shell: Shell
-) -> None:
+def test_a_full_location_is_told_and_the_others_are_filled(tmp_path: Path, source: Path) -> None:
     root = tmp_path / "root"
-    shell("build", source, root, "--location", f"a={tmp_path / 'a'}", "--location", f"b={tmp_path / 'b'}")
-    shell("place", root, "--copies", "3", "--mode", "async")
+    output_of("build", source, root, "--location", f"a={tmp_path / 'a'}", "--location", f"b={tmp_path / 'b'}")
+    output_of("place", root, "--copies", "3", "--mode", "async")
     shutil.rmtree(tmp_path / "a" / "objects")
     (tmp_path / "a").chmod(0o555)
-    told = shell.json("replicate", root, code=3)
+    told = document_of("replicate", root, code=3)
     (tmp_path / "a").chmod(0o755)
     assert {one["name"]: one["state"] for one in told["locations"]}["b"] == "ok"
 
 
-def test_sets_that_are_left_without_parity_are_told(tmp_path: Path, shell: Shell) -> None:
+def test_sets_that_are_left_without_parity_are_told(tmp_path: Path) -> None:
     root = tmp_path / "root"
     with shardkit.create(
         root, {"x": "int64[512]"}, format="arrow", shard_size="64KiB", block_size="16KiB"
@@ -311,24 +271,24 @@ def test_sets_that_are_left_without_parity_are_told(tmp_path: Path, shell: Shell
         for number in range(96):
             w.add({"x": [number] * 512})
     next((root / "objects").rglob("*.arrow")).unlink()
-    told = shell("place", root, "--parity", "4+2", code=1)
+    told = output_of("place", root, "--parity", "4+2", code=1)
     assert "parity set" in told
     assert "shardkit repair" in told
 
 
 def test_a_critical_stratum_that_there_is_not_is_named_with_those_that_there_are(
-    tmp_path: Path, source: Path, shell: Shell
+    tmp_path: Path, source: Path
 ) -> None:
     root = tmp_path / "root"
     copies = ["--location", f"a={tmp_path / 'a'}", "--location", f"b={tmp_path / 'b'}", "--copies", "2"]
-    told = shell(
+    told = output_of(
         "build", source, root, "--stratify", "label", *copies, "--critical", "gold=3", "--mode", "sync"
     )
     assert "critical stratum 'gold' is in no version; there are '0', '1'" in " ".join(told.split())
-    told = shell("place", root, "--critical", "gold=2", "--critical", "2=3", code=2)
+    told = output_of("place", root, "--critical", "gold=2", "--critical", "2=3", code=2)
     assert "critical stratum '2': no version of" in told
     assert "there are '0', '1'" in told
-    shell("place", root, "--critical", "1=3")
-    told = shell("build", source, root, "--stratify", "label", "--ref", "again")
+    output_of("place", root, "--critical", "1=3")
+    told = output_of("build", source, root, "--stratify", "label", "--ref", "again")
     assert "is in no version" not in told
-    shell("place", root, "--undo")
+    output_of("place", root, "--undo")

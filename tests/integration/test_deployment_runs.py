@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import shardkit
-from shardkit_tools.main import run
+from tests.command_line import output_of
 
 DEPLOYMENT = Path(__file__).parents[2] / "examples" / "deployment"
 HAS_RAY = importlib.util.find_spec("ray") is not None
@@ -85,15 +85,6 @@ def execute(command: list[str], environment: dict[str, str]) -> str:
     return done.stdout + done.stderr
 
 
-def audited(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        run(["audit", str(folder / "run"), "--json"])
-    assert not ended.value.code
-    found: dict[str, object] = json.loads(capsys.readouterr().out)
-    return found
-
-
 def worlds(folder: Path) -> list[int]:
     """Ranks of each start."""
     events = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
@@ -102,7 +93,7 @@ def worlds(folder: Path) -> list[int]:
 
 @pytest.mark.slow
 def test_ssh_trains_on_two_nodes_and_goes_on_with_one(
-    digits: dict[str, str], tmp_path: Path, environment: dict[str, str], capsys: pytest.CaptureFixture[str]
+    digits: dict[str, str], tmp_path: Path, environment: dict[str, str]
 ) -> None:
     script = str(DEPLOYMENT / "ssh" / "train.sh")
     config = configuration(tmp_path, digits["train"], 1)
@@ -110,13 +101,11 @@ def test_ssh_trains_on_two_nodes_and_goes_on_with_one(
     configuration(tmp_path, digits["train"], 2)
     execute(["bash", script, str(config), "localhost", "--", "log.every=5"], environment)
     assert worlds(tmp_path) == [2, 1]
-    audited(tmp_path, capsys)
+    output_of("audit", tmp_path / "run")
 
 
 @pytest.mark.slow
-def test_slurm_trains_and_audits(
-    digits: dict[str, str], tmp_path: Path, environment: dict[str, str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_slurm_trains_and_audits(digits: dict[str, str], tmp_path: Path, environment: dict[str, str]) -> None:
     """With fewer ranks, another run directory and another port than the placeholders."""
     text = (DEPLOYMENT / "slurm" / "train.sbatch").read_text()
     for placeholder, here in (("--nproc=8", "--nproc=1"), ("/runs/cats", str(tmp_path / "run")),

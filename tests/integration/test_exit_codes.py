@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import shardkit
-from shardkit_tools.main import COMMANDS, run
-from tests.command_line import ForkedCommand
+from shardkit_tools.main import COMMANDS
+from tests.command_line import ForkedCommand, call, output_of
 from tests.integration.forked import launch_forked
 
 README = Path(__file__).parents[2] / "README.md"
@@ -157,17 +157,17 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path | str]:
     (home / "scores").mkdir()
     scores = "".join(f"key-{number},{number}\n" for number in range(64))
     (home / "scores" / "scores.csv").write_text(f"key,score\n{scores}")
-    assert ended("select", str(digits), "--rows", str(home / "somebody"), "--ref", "val") == 0
+    output_of("select", str(digits), "--rows", str(home / "somebody"), "--ref", "val")
     for name in ("cat", "dog"):
         (home / "photos" / name).mkdir(parents=True)
         (home / "photos" / name / "1.png").write_bytes(b"\x89PNG\r\n\x1a\n" + name.encode())
-    assert ended("build", str(home / "photos"), str(home / "tarred")) == 0
+    output_of("build", str(home / "photos"), str(home / "tarred"))
     tars.mkdir()
     shutil.copy(next((home / "tarred" / "objects").rglob("*.tar")), tars / "a.tar")
     for name in ("placed", "lagging", "lost"):
         shutil.copytree(digits, home / name)
         placing = ["--location", f"mirror={home / name}-mirror", "--copies", "2"]
-        assert ended("place", str(home / name), *placing) == 0
+        output_of("place", str(home / name), *placing)
     next((home / "lagging-mirror" / "objects").rglob("*.tar")).unlink()
     shutil.copytree(digits, home / "bad")
     for name in ("bad", "lost", "lost-mirror"):
@@ -192,15 +192,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path | str]:
         journal.write_bytes(bytes(byte ^ 255 for byte in journal.read_bytes()))
     (home / "file").write_text("a file\n")
     return {"home": home, "config": config, **{path.name: path for path in home.iterdir()}}
-
-
-def ended(*arguments: str) -> int:
-    """Run in this process; its exit code."""
-    try:
-        run(list(arguments))
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
 
 
 def interrupt_at(place: str) -> Callable[[], None]:
@@ -260,13 +251,12 @@ def test_the_table_has_every_command() -> None:
 
 @pytest.mark.parametrize(("name", "case"), cases())
 def test_a_command_ends_with_the_code_of_the_table(
-    name: str, case: str, world: dict[str, Path | str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, case: str, world: dict[str, Path | str], tmp_path: Path
 ) -> None:
     arguments = arguments_of(name, case, world, tmp_path)
     expected = CODES.get(case, 1)
     if case in ("missing", "unreachable") and name in CHECKS:
         expected = 3
-    capsys.readouterr()
     if name == "train":
         program = [sys.executable, "-m", "shardkit_tools", *arguments]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -275,8 +265,7 @@ def test_a_command_ends_with_the_code_of_the_table(
         )
         code, told = done.returncode, done.stdout + done.stderr
     else:
-        code = ended(*arguments)
-        told = "".join(capsys.readouterr())
+        code, told = call(*arguments)
     assert code == expected, (arguments, told)
     assert "Traceback" not in told
     assert told or code == 0, "what is no success says why"

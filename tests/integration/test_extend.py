@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -34,16 +33,10 @@ from shardkit_tools.adopting import adopt
 from shardkit_tools.building import extending
 from shardkit_tools.building.extending import extend
 from shardkit_tools.importers import ImportOptions
-from shardkit_tools.main import run
+from tests.command_line import document_of, output_of
 
 ROWS = 120
 FORMATS = pytest.mark.parametrize("root", ["tar", "arrow"], indirect=True)
-
-
-def shown(*arguments: object, code: int = 0) -> None:
-    with pytest.raises(SystemExit) as ended:
-        run([str(one) for one in arguments])
-    assert ended.value.code in ((None, 0) if code == 0 else (code,))
 
 
 @pytest.fixture
@@ -151,33 +144,33 @@ def test_verify_repair_and_gc_cover_both(root: str, tmp_path: Path) -> None:
     extend(root, from_=table(tmp_path))
     dataset = shardkit.open(root)
     assert verify(root, level="decode").shards == 2 * len(dataset.table)
-    shown("place", root, "--location", f"mirror={tmp_path / 'mirror'}", "--copies", "2")
-    shown("replicate", root)
+    output_of("place", root, "--location", f"mirror={tmp_path / 'mirror'}", "--copies", "2")
+    output_of("replicate", root)
     added = dataset.version.added[0]
     offset = int(dataset.version.added[0].table.size[0]) // 2
     flip(root, added.table.digest_text(0), "arrow", offset)
     assert [one.name for one in verify(root).damaged] == [object_name(added.table.digest_text(0), "arrow")]
     with pytest.raises(IntegrityError):
         list(dataset)
-    shown("repair", root)
+    output_of("repair", root)
     Path(root, object_name(added.table.digest_text(0), "arrow")).unlink()
-    shown("repair", root)
-    shown("gc", root, "--delete", "--grace", "0s")
+    output_of("repair", root)
+    output_of("gc", root, "--delete", "--grace", "0s")
     assert not verify(root, level="decode").damaged
     check(shardkit.open(root))
 
 
 def test_selections_and_removals_keep_the_new_fields(root: str, tmp_path: Path) -> None:
     extend(root, from_=table(tmp_path))
-    shown("select", root, "--where", "score >= 10", "--ref", "good")
-    shown("remove", f"{root}@good", "--rows", "0", "--reason", "asked")
+    output_of("select", root, "--where", "score >= 10", "--ref", "good")
+    output_of("remove", f"{root}@good", "--rows", "0", "--reason", "asked")
     found = shardkit.open(f"{root}@good")
     assert len(found) == ROWS - 21
     check(found)
 
 
 def test_a_selection_is_extended_for_its_samples_alone(root: str, tmp_path: Path) -> None:
-    shown("select", root, "--where", "label == 1", "--ref", "ones")
+    output_of("select", root, "--where", "label == 1", "--ref", "ones")
     with pytest.raises(SourceError, match=r"80 of 120 samples have no row"):
         extend(root, from_=table(tmp_path, numbers=range(1, ROWS, 3)))
     extend(f"{root}@ones", from_=table(tmp_path, numbers=range(1, ROWS, 3)))
@@ -278,7 +271,7 @@ def test_costs_of_added_fields_without_values_are_counted_as_0(root: str, tmp_pa
     even = {"key": [f"k-{n}" for n in range(0, ROWS, 2)], "tokens": list(range(0, ROWS, 2))}
     pq.write_table(pa.table(even), tmp_path / "tokens.parquet")
     extend(root, from_=tmp_path / "tokens.parquet", options=options)
-    shown("rebuild", root, "--cost", "tokens + 1")
+    output_of("rebuild", root, "--cost", "tokens + 1")
     dataset = shardkit.open(root)
     plan = dataset.plan(global_batch=24, seed=1, cost="tokens + 1")
     with dataset.loader(plan, fields=["tokens"], rank=0, world=1, tensors=False) as loader:
@@ -311,7 +304,7 @@ def test_a_version_is_extended_twice_and_rebuilt_into_one(root: str, tmp_path: P
     dataset = shardkit.open(root)
     assert len(dataset.manifest.added) == 2
     assert all(sample["score"] == sample["second"] for sample in dataset)
-    shown("rebuild", root, "--to", tmp_path / "one")
+    output_of("rebuild", root, "--to", tmp_path / "one")
     whole = shardkit.open(tmp_path / "one")
     assert not whole.manifest.added
     assert sorted(map(repr, whole)) == sorted(map(repr, dataset))
@@ -326,27 +319,21 @@ def test_what_needs_whole_shards_refuses_and_says_what_to_do(root: str, tmp_path
         shardkit.create(root, schema=shardkit.open(root).schema, append=True) as writer,
     ):
         writer.add({"text": "", "label": 0, "score": 0.0, "vector": [1, 2]})
-    shown("remove", root, "--rows", "0", "--reason", "asked", "--erase", code=2)
+    output_of("remove", root, "--rows", "0", "--reason", "asked", "--erase", code=2)
     with pytest.raises(SchemaError, match=r"nothing to add"):
         extend(root, from_=table(tmp_path), options=ImportOptions(columns=("key",)))
 
 
-def test_sums_urls_diff_and_show_name_both(
-    root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sums_urls_diff_and_show_name_both(root: str, tmp_path: Path) -> None:
     before = shardkit.open(root).manifest.id
-    shown("extend", root, "--from", table(tmp_path), "--json")
-    document = json.loads(capsys.readouterr().out)
+    document = document_of("extend", root, "--from", table(tmp_path))
     assert document["added"] == {"score": "float64", "vector": "int64[*]"}
     dataset = shardkit.open(root)
     digest = dataset.version.added[0].table.digest_text(0)
     for form in ("sha256sums", "urls", "croissant"):
-        shown("export", root, "--as", form)
-        assert object_name(digest, "arrow") in capsys.readouterr().out
-    shown("show", root, "--json")
-    assert json.loads(capsys.readouterr().out)["added"][0]["fields"] == ["score", "vector"]
-    shown("diff", f"{root}@{before}", f"{root}@main", "--json")
-    shards = json.loads(capsys.readouterr().out)["shards"]
+        assert object_name(digest, "arrow") in output_of("export", root, "--as", form)
+    assert document_of("show", root)["added"][0]["fields"] == ["score", "vector"]
+    shards = document_of("diff", f"{root}@{before}", f"{root}@main")["shards"]
     assert shards["shared"]["count"] == shards["added"]["count"] == len(dataset.table)
 
 
@@ -391,12 +378,10 @@ def test_an_added_version_of_other_rows_is_refused(root: str, tmp_path: Path) ->
     ],
 )
 def test_options_that_would_do_nothing_are_refused(
-    root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+    root: str, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
-    shown(
-        "extend", root, *([] if "--apply" in arguments else ["--from", table(tmp_path)]), *arguments, code=2
-    )
-    assert message in capsys.readouterr().err
+    source = [] if "--apply" in arguments else ["--from", table(tmp_path)]
+    assert message in output_of("extend", root, *source, *arguments, code=2)
 
 
 def test_added_fields_of_added_fields_are_refused_before_they_are_loaded(root: str, tmp_path: Path) -> None:

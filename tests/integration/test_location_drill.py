@@ -19,7 +19,7 @@ import shardkit
 from shardkit.reading.attestations import read_attestations
 from shardkit.reading.read_path import ReadSettings
 from shardkit.stores.local import open_store
-from shardkit_tools.main import run
+from tests.command_line import document_of, output_of
 from tests.drills import DRILLS
 from tests.servers.fault_proxy import Fault, FaultProxy, Request
 from tests.servers.object_stores import ACCESS_KEY, SECRET_KEY, Unavailable, localstack
@@ -40,19 +40,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         pytest.skip(str(reason))
 
 
-def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
-    code = 0
-    try:
-        run(list(arguments))
-    except SystemExit as ended:
-        code = int(ended.code or 0)
-    output = capsys.readouterr()
-    for canary in (SECRET_KEY, ACCESS_KEY):
-        assert canary not in output.out + output.err
-    return code, output.out if "--json" in arguments else output.out + output.err
-
-
-def make(prefix: str, capsys: pytest.CaptureFixture[str], rows: int, *policy: str) -> str:
+def make(prefix: str, rows: int, *policy: str) -> str:
     root = f"s3://{NEAR}/{prefix}"
     with shardkit.create(
         root, {"x": "float32[128]", "y": "float32"}, shard_size=64_000, block_size=8_192
@@ -62,8 +50,7 @@ def make(prefix: str, capsys: pytest.CaptureFixture[str], rows: int, *policy: st
             x = rng.normal(size=128).astype(np.float32)
             writer.add({"x": x, "y": float(x[:5].sum())})
     if policy:
-        code, told = call(capsys, "place", root, *policy)
-        assert code == 0, told
+        output_of("place", root, *policy)
     return root
 
 
@@ -118,7 +105,7 @@ def test_the_nearer_location_rots_stalls_refuses_and_vanishes(
     server: str, proxy: FaultProxy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prefix = uuid.uuid4().hex
-    root = make(prefix, capsys, ROWS, "--location", f"mirror=s3://{FAR}/{prefix},domain=far", "--copies", "2")
+    root = make(prefix, ROWS, "--location", f"mirror=s3://{FAR}/{prefix},domain=far", "--copies", "2")
     truth = Training(root, None)
     truth.run()
     flipped, removed = rot(root, server, 24)  # how many are read before it vanishes depends on how fast it is
@@ -154,20 +141,16 @@ def test_the_nearer_location_rots_stalls_refuses_and_vanishes(
     attested = {name for name, look in looks.items() if look.is_bad}
     met = attested & {*flipped, removed}
     assert met, "some of what is bad at rest was read before the location vanished"
-    code, told = call(capsys, "repair", root, "--from-run", str(tmp_path / "run"), "--json")
-    done = json.loads(told)
-    assert code == 0, told
+    done = document_of("repair", root, "--from-run", tmp_path / "run")
     assert {one["name"] for one in done["healed"]} == met, (
         "what is bad at rest is healed, what only came badly is left"
     )
     assert {one["source"] for one in done["healed"]} == {"mirror"}
-    code, told = call(capsys, "scrub", root, "--repair", "--json")
-    scrubbed = json.loads(told)
-    assert code == 0, told
+    scrubbed = document_of("scrub", root, "--repair")
     assert scrubbed["locations"]["root"]["read_bytes"] == 0, "S3 is audited by its own checksums"
     assert set(scrubbed["locations"]["root"]["bad"]) == {*flipped, removed} - met
-    assert call(capsys, "verify", root, "--level", "read")[0] == 0
-    assert call(capsys, "repair", root)[0] == 0
+    output_of("verify", root, "--level", "read")
+    output_of("repair", root)
     for file in (tmp_path / "run").rglob("*"):
         if file.is_file():
             text = file.read_bytes()
@@ -193,10 +176,10 @@ def test_the_nearer_location_rots_stalls_refuses_and_vanishes(
 
 @pytest.mark.slow
 def test_with_parity_alone_the_epoch_completes_as_well(
-    server: str, proxy: FaultProxy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    server: str, proxy: FaultProxy, tmp_path: Path
 ) -> None:
     """One location, 8+2: two bad shards, one of them gone; blocks are rebuilt from ranges, then the shards are."""
-    root = make(uuid.uuid4().hex, capsys, 900, "--parity", "8+2")
+    root = make(uuid.uuid4().hex, 900, "--parity", "8+2")
     truth = Training(root, None)
     truth.run()
     flipped, removed = rot(root, server, 1)
@@ -204,9 +187,7 @@ def test_with_parity_alone_the_epoch_completes_as_well(
     training.run()
     assert training.batches == truth.batches
     assert training.stats["remote_rebuilt"] > 0
-    code, told = call(capsys, "repair", root, "--from-run", str(tmp_path / "run"), "--json")
-    assert code == 0, told
-    healed = json.loads(told)["healed"]
+    healed = document_of("repair", root, "--from-run", tmp_path / "run")["healed"]
     assert {one["name"] for one in healed} == {*flipped, removed}
     assert {one["source"] for one in healed} == {"parity"}
-    assert call(capsys, "verify", root, "--level", "stored")[0] == 0
+    output_of("verify", root, "--level", "stored")

@@ -15,57 +15,35 @@ import pytest
 
 import shardkit
 from shardkit.stores.waiting import FIRST_CONTACT
-from shardkit_tools.main import run
-from tests.servers.object_stores import SECRET_KEY, s3_environment
+from tests.command_line import call, output_of
+from tests.servers.object_stores import s3_environment
 
 BUCKET = "shards"
 BUCKETS = (BUCKET,)
 
 
-def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
-    code = 0
-    try:
-        run(list(arguments))
-    except SystemExit as ended:
-        code = int(ended.code or 0)
-    output = capsys.readouterr()
-    assert SECRET_KEY not in output.out + output.err
-    return code, output.out + output.err
-
-
-def test_a_root_in_a_bucket(
-    server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_root_in_a_bucket(server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, value in s3_environment(server).items():
         monkeypatch.setenv(name, value)
     source = tmp_path / "rows.jsonl"
     source.write_text("".join(json.dumps({"text": f"row {n}", "label": n % 2}) + "\n" for n in range(50)))
     root = f"s3://{BUCKET}/{uuid.uuid4().hex}/cats"
-    code, told = call(capsys, "build", str(source), root, "--stratify", "label")
-    assert code == 0, told
-    code, _ = call(capsys, "build", str(source), str(tmp_path / "local"), "--stratify", "label")
-    assert code == 0
+    output_of("build", source, root, "--stratify", "label")
+    output_of("build", source, tmp_path / "local", "--stratify", "label")
     assert shardkit.open(root).manifest.id == shardkit.open(tmp_path / "local").manifest.id
     for arguments in (["ls", root], ["show", root], ["log", root], ["cat", root, "3"], ["tag", root, "v1"],
                       ["show", f"{root}@v1"], ["verify", root]):  # fmt: skip
-        code, told = call(capsys, *arguments)
-        assert code == 0, (arguments, told)
-    code, told = call(capsys, "show", f"s3://{BUCKET}/nothing/here")
-    assert code == 1
+        output_of(*arguments)
+    told = output_of("show", f"s3://{BUCKET}/nothing/here", code=1)
     assert "no dataset at s3://shards/nothing/here" in told
 
 
-def test_single_writer(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_single_writer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     source = tmp_path / "rows.jsonl"
     source.write_text('{"text": "a"}\n')
     root = f"memory://{uuid.uuid4().hex}"
-    code, told = call(capsys, "build", str(source), root)
-    assert code == 1
-    assert "put-if-absent does not hold" in told
-    code, told = call(capsys, "build", str(source), root, "--single-writer")
-    assert code == 0, told
+    assert "put-if-absent does not hold" in output_of("build", source, root, code=1)
+    output_of("build", source, root, "--single-writer")
     assert shardkit.open(root)[0] == {"text": "a"}
 
 
@@ -73,7 +51,6 @@ def test_single_writer(
 @pytest.mark.parametrize("command", ["show", "verify", "ls", "build"])
 def test_a_wrong_endpoint_is_named_soon(
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     endpoint: str,
     command: str,
@@ -94,7 +71,7 @@ def test_a_wrong_endpoint_is_named_soon(
         url = "http://endpoint.invalid" if endpoint == "unknown" else f"http://127.0.0.1:{port}"
         monkeypatch.setenv("AWS_ENDPOINT_URL", url)
         started = time.monotonic()
-        code, told = call(capsys, command, *source, f"s3://{uuid.uuid4().hex}/d", "--timeout", "1")
+        code, told = call(command, *source, f"s3://{uuid.uuid4().hex}/d", "--timeout", "1")
     assert time.monotonic() - started < 60
     assert code == (3 if command == "verify" else 1)
     assert f"{url} (AWS_ENDPOINT_URL)" in told
@@ -113,24 +90,20 @@ class NothingThere(http.server.BaseHTTPRequestHandler):
         """Print nothing."""
 
 
-def test_an_endpoint_without_anything_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_endpoint_without_anything_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"):
         monkeypatch.setenv(name, "a-1")
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), NothingThere) as server:
         threading.Thread(target=server.serve_forever).start()
         url = f"http://127.0.0.1:{server.server_port}"
         monkeypatch.setenv("AWS_ENDPOINT_URL", url)
-        code, told = call(capsys, "show", f"s3://{uuid.uuid4().hex}/d")
+        code, told = call("show", f"s3://{uuid.uuid4().hex}/d")
         server.shutdown()
     assert code == 1
     assert "no dataset at s3://" in told
     assert f"{url} (AWS_ENDPOINT_URL)" in told
 
 
-def test_the_timeout_is_a_number_of_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_timeout_is_a_number_of_seconds() -> None:
     for text in ("soon", "-1", "0", "nan", "inf", ""):
-        code, told = call(capsys, "ls", "data", "--timeout", text)
-        assert code == 2
-        assert "--timeout" in told
+        assert "--timeout" in output_of("ls", "data", "--timeout", text, code=2)

@@ -20,9 +20,8 @@ from shardkit.copies.collecting import collect
 from shardkit.reading.read_path import ReadSettings
 from shardkit.repository.repository import Repository
 from shardkit.stores.local import open_store
-from shardkit_tools.main import run
+from tests.command_line import call
 from tests.servers.fault_proxy import Fault, FaultProxy, Request
-from tests.servers.object_stores import ACCESS_KEY, SECRET_KEY
 
 ROOT, COPY = "the-root", "the-copy"
 BUCKETS = (
@@ -68,8 +67,8 @@ class Rights:
 class Scene:
     """A root in one bucket with a copy in another, made with all rights; then commands with some."""
 
-    def __init__(self, proxy: FaultProxy, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        self.proxy, self.folder, self._capsys = proxy, folder, capsys
+    def __init__(self, proxy: FaultProxy, folder: Path) -> None:
+        self.proxy, self.folder = proxy, folder
         prefix = uuid.uuid4().hex
         self.root, self.copy = f"s3://{ROOT}/{prefix}", f"s3://{COPY}/{prefix}"
 
@@ -89,19 +88,10 @@ class Scene:
     def call(self, arguments: list[str], rights: Rights | None = None) -> tuple[int, str]:
         if rights is not None:
             self.proxy.faults = rights.decide
-        self._capsys.readouterr()
-        code = 0
         try:
-            run(["--timeout=120", *map(str, arguments)])
-        except SystemExit as ended:
-            code = int(ended.code or 0)
+            return call("--timeout=120", *arguments)
         finally:
             self.proxy.faults = lambda _request: None
-        output = self._capsys.readouterr()
-        told = output.out + output.err
-        assert SECRET_KEY not in told
-        assert ACCESS_KEY not in told
-        return code, told
 
     def source(self) -> str:
         path = self.folder / "rows.jsonl"
@@ -144,8 +134,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def scene(proxy: FaultProxy, folder: Path, capsys: pytest.CaptureFixture[str]) -> Scene:
-    return Scene(proxy, folder, capsys)
+def scene(proxy: FaultProxy, folder: Path) -> Scene:
+    return Scene(proxy, folder)
 
 
 def prepare(scene: Scene, command: str) -> list[str]:

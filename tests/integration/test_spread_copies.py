@@ -18,7 +18,7 @@ from shardkit.copies.walk import CheckSettings
 from shardkit.errors import ConfigurationError
 from shardkit.repository.repository import Repository
 from shardkit_tools.copies import copying, spread
-from shardkit_tools.main import run
+from tests.command_line import output_of
 
 
 class Elsewhere:
@@ -53,14 +53,8 @@ def root(tmp_path: Path) -> Path:
         for number in range(800):
             writer.add({"x": [number] * 64})
     (tmp_path / "rack").mkdir()
-    call("place", place, "--location", f"mirror={tmp_path / 'rack' / 'cats'},domain=rack", "--copies", 2)
+    output_of("place", place, "--location", f"mirror={tmp_path / 'rack' / 'cats'},domain=rack", "--copies", 2)
     return place
-
-
-def call(*arguments: object, code: int = 0) -> None:
-    with pytest.raises(SystemExit) as end:
-        run([str(argument) for argument in arguments])
-    assert int(end.value.code or 0) == code
 
 
 def damage(folder: Path, count: int) -> set[str]:

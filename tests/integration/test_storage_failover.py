@@ -6,7 +6,6 @@ Through the loader, and through the bundled trainer.
 from __future__ import annotations
 
 import contextlib
-import io
 import itertools
 import shutil
 from collections.abc import Callable, Iterator
@@ -20,9 +19,9 @@ import shardkit
 from shardkit.errors import IntegrityError, NotFoundError, ShardkitError
 from shardkit.ledger import Ledger
 from shardkit.telemetry.records import read_documents
-from shardkit_tools.main import run as command
 from shardkit_trainer import load_configuration
 from shardkit_trainer.training import train
+from tests.command_line import output_of
 
 ROWS, STEPS = 120, 8
 FORMATS = {
@@ -76,8 +75,7 @@ def roots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
                 text = "wörter und mehr " * (number % 5 + 1)
                 note = {"n": number, "of": ["a", "ü"]}
                 writer.add({"value": number, "kind": "aab"[number % 3], "text": text, "note": note})
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
-            command(["place", str(base / "root"), "--location", f"far={base / 'far'}", "--copies", "2"])
+        output_of("place", base / "root", "--location", f"far={base / 'far'}", "--copies", "2")
         assert shards(base / "far")
         found[name] = base
     return found

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,36 +17,10 @@ import shardkit
 from shardkit.telemetry import TelemetrySettings, find_anomalies, read_events, read_run
 from shardkit.telemetry.serving import run_metrics
 from shardkit.telemetry.summary import lane_moves
-from shardkit_tools.main import run
 from shardkit_tools.observing.run_view import view_run
+from tests.command_line import document_of, output_of
 
 CANARY = "Zq7canary9Xw2LongEnough"
-
-
-class Done(NamedTuple):
-    """A command that has ended."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-Shardkit = Callable[..., Done]
-
-
-@pytest.fixture
-def shardkit_command(capsys: pytest.CaptureFixture[str]) -> Shardkit:
-    """Run `shardkit` with these arguments."""
-
-    def execute(*arguments: object) -> Done:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            run([str(one) for one in arguments])
-        said = capsys.readouterr()
-        code = ended.value.code
-        return Done(code if isinstance(code, int) else int(bool(code)), said.out, said.err)
-
-    return execute
 
 
 # ---- the story
@@ -93,16 +66,13 @@ def moved_owners(events: list[dict[str, Any]]) -> list[int]:
     return list(decisions[-1]["owner"])
 
 
-def test_top_names_the_rank_and_the_bottleneck(shardkit_command: Shardkit, slowed_run: Path) -> None:
-    done = shardkit_command("top", slowed_run, "--once")
-    assert done.returncode == 0, done.stderr
-    said = re.search(r"^(\w+-bound, \d+ %) \(rank ([01])\) ", done.stdout, re.MULTILINE)
+def test_top_names_the_rank_and_the_bottleneck(slowed_run: Path) -> None:
+    page = output_of("top", slowed_run, "--once")
+    said = re.search(r"^(\w+-bound, \d+ %) \(rank ([01])\) ", page, re.MULTILINE)
     assert said is not None
-    assert re.search(
-        r"^▲ straggler: rank 1 takes [\d.]+ ms per cell, .*→ rebalance", done.stdout, re.MULTILINE
-    )
-    assert re.search(r"^[\d:]{8} .* rebalance ", done.stdout, re.MULTILINE)
-    document = json.loads(shardkit_command("top", slowed_run, "--json").stdout)
+    assert re.search(r"^▲ straggler: rank 1 takes [\d.]+ ms per cell, .*→ rebalance", page, re.MULTILINE)
+    assert re.search(r"^[\d:]{8} .* rebalance ", page, re.MULTILINE)
+    document = document_of("top", slowed_run)
     assert (document["bottleneck"]["text"], str(document["bottleneck"]["rank"])) == said.groups()
     assert document["bottleneck"]["kind"] not in ("store", "disk"), "the machine is what is slow"
     assert [one["kind"] for one in document["anomalies"]] == ["straggler"]
@@ -112,15 +82,12 @@ def test_top_names_the_rank_and_the_bottleneck(shardkit_command: Shardkit, slowe
     assert sum(document["bottleneck"]["shares"].values()) == pytest.approx(1.0)
 
 
-def test_top_on_a_terminal(
-    shardkit_command: Shardkit, slowed_run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_top_on_a_terminal(slowed_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     monkeypatch.setenv("COLUMNS", "180")
-    done = shardkit_command("top", slowed_run, "--once")
-    assert done.returncode == 0
-    assert "straggler" in done.stdout
-    assert "▲" in done.stdout
+    page = output_of("top", slowed_run, "--once")
+    assert "straggler" in page
+    assert "▲" in page
 
 
 def test_the_metrics_tell_it_too(slowed_run: Path) -> None:
@@ -141,12 +108,9 @@ def test_the_metrics_tell_it_too(slowed_run: Path) -> None:
     assert values['shardkit_trainer_steps_total{rank="0",worker="0"}'] == 70
 
 
-def test_what_is_no_run_is_said_without_a_traceback(shardkit_command: Shardkit, tmp_path: Path) -> None:
-    for command in (["top"], ["dashboard"]):
-        done = shardkit_command(command[0], tmp_path, *command[1:])
-        assert done.returncode == 1
-        assert "is no run directory" in done.stderr
-        assert "Traceback" not in done.stderr
+def test_what_is_no_run_is_said_without_a_traceback(tmp_path: Path) -> None:
+    for command in ("top", "dashboard"):
+        assert "is no run directory" in output_of(command, tmp_path, code=1)
 
 
 # ---- the price

@@ -18,11 +18,11 @@ from shardkit.errors import ConfigurationError, IntegrityError, StoreReadOnlyErr
 from shardkit.ledger import bind_checkpoint, recorded_plan
 from shardkit.plan import making as plans
 from shardkit.torch import CheckpointWriter
-from shardkit_tools.main import run as shardkit_command
 from shardkit_trainer import load_configuration
 from shardkit_trainer.__main__ import main as rank_main
 from shardkit_trainer.run_directory import RunDirectory, check_changes
 from shardkit_trainer.training import train
+from tests.command_line import output_of
 
 FREE = {
     "run.directory",
@@ -231,21 +231,16 @@ def test_run_json_is_not_changed_on_the_way(run: Path, texts: str) -> None:
     assert train(config).finished
 
 
-def test_the_commands_take_the_keys(run: Path, texts: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_take_the_keys(run: Path, texts: str) -> None:
     path = run.parent / "run.toml"
     path.write_text("")
     overrides = settings(run, texts, optimizer__lr=0.5)
-    with pytest.raises(SystemExit) as ended:
-        shardkit_command(["train", str(path), *overrides])
-    assert ended.value.code == 2
-    assert "optimizer.lr 0.01 → 0.5" in capsys.readouterr().err
+    assert "optimizer.lr 0.01 → 0.5" in output_of("train", path, *overrides, code=2)
     assert rank_main([str(path), *overrides]) == 2
     assert rank_main([str(path), *overrides, "--allow-changes=optimizer.lr"]) == 0
     overrides = settings(run, texts, optimizer__lr=0.25)
-    with pytest.raises(SystemExit) as ended:
-        shardkit_command(["train", str(path), *overrides, "--allow-changes", "optimizer.lr"])
-    assert not ended.value.code
-    assert "optimizer.lr 0.5 → 0.25" in capsys.readouterr().out
+    said = output_of("train", path, *overrides, "--allow-changes", "optimizer.lr")
+    assert "optimizer.lr 0.5 → 0.25" in said
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")

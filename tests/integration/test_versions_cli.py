@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import shardkit
 from shardkit.repository.repository import Repository
 from shardkit_tools.building import engines
 from shardkit_tools.building.rebuilding import label_again, rebuild
-from shardkit_tools.main import run
+from tests.command_line import output_of
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -33,21 +34,13 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
         'name = "web"\nlicence = "CC-BY-4.0"\n[stratum.fr]\nlicence = "MIT"\ncontact = "fr@example.org"\n'
     )
     source = lines(folder / "one.jsonl", range(90))
-    with pytest.raises(SystemExit) as end:
-        run(
-            [
-                *("build", str(source), str(folder / "d"), "--stratify", "lang", "--shard-size", "32KiB"),
-                *("--lookup", "key,url", "--about", str(about), "--split", "train=0.7,val=0.3"),
-            ]
-        )
-    assert not end.value.code
+    options = ["--lookup", "key,url", "--about", about, "--split", "train=0.7,val=0.3"]
+    output_of("build", source, folder / "d", "--stratify", "lang", "--shard-size", "32KiB", *options)
     return folder / "d"
 
 
 @pytest.fixture
 def root(original: Path, tmp_path: Path) -> Path:
-    import shutil
-
     return Path(shutil.copytree(original, tmp_path / "d"))
 
 

@@ -24,7 +24,7 @@ from shardkit_tools.building import packing as packing_module
 from shardkit_tools.building.job import LocalFolder
 from shardkit_tools.building.packing import pack
 from shardkit_tools.importers import ImportOptions, line_ranges
-from shardkit_tools.main import run
+from tests.command_line import document_of, output_of
 from tests.faults.killed_operations import run_in_child
 
 OPTIONS = ImportOptions(field_types={"tokens": "int32[*]"})
@@ -221,27 +221,12 @@ def test_what_cannot_be_packed_is_refused(tmp_path: Path) -> None:
         shardkit_tools.build(tmp_path / "a.jsonl", tmp_path / "root", options=OPTIONS, pack={"tokens": 8})
 
 
-def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line(tmp_path: Path) -> None:
     made = documents(tmp_path / "a.jsonl", LENGTHS[:50])
-    common = [
-        "build",
-        str(tmp_path / "a.jsonl"),
-        str(tmp_path / "root"),
-        "--schema",
-        "tokens=int32[*]",
-        "-j1",
-    ]
-    with pytest.raises(SystemExit) as ended:
-        run([*common, "--pack", "tokens=64", "--unique", "tokens", "--json"])
-    assert ended.value.code == 0
-    said = json.loads(capsys.readouterr().out)
+    common = ["build", tmp_path / "a.jsonl", tmp_path / "root", "--schema", "tokens=int32[*]", "-j1"]
+    said = document_of(*common, "--pack", "tokens=64", "--unique", "tokens")
     assert said["packed"]["tokens"] == sum(map(len, made))
     assert said["duplicates"] == sum(not one for one in made) - 1
     check(tmp_path / "root", made, 64)
-    with pytest.raises(SystemExit) as ended:
-        run([*common, "--pack", "tokens=64"])
-    assert "padding" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as ended:
-        run([*common, "--pack", "tokens"])
-    assert ended.value.code == 2
-    assert "tokens=2048" in capsys.readouterr().err
+    assert "padding" in output_of(*common, "--pack", "tokens=64")
+    assert "tokens=2048" in output_of(*common, "--pack", "tokens", code=2)

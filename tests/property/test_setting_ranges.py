@@ -25,13 +25,13 @@ from shardkit.reading.read_path import ReadSettings
 from shardkit.repository.policy import Policy
 from shardkit.telemetry import TelemetrySettings
 from shardkit.telemetry.control import Knob, parse_control
-from shardkit_tools.main import run as shardkit_command
 from shardkit_tools.simulation.cluster import (
     parse_count,
     parse_number,
     parse_rate,
 )
 from shardkit_trainer.configuration import Configuration, StageConfig, load_configuration
+from tests.command_line import output_of
 
 NEEDED = ["run.directory=runs/a", "data.dataset=data/a", "run.steps=100"]
 RANGE = re.compile(r"expected (0, or )?a (whole )?number (from|above) \S+ (to|and) ")
@@ -125,23 +125,15 @@ def test_sections_made_by_hand_are_checked_too() -> None:
         StageConfig(global_batch=4)
 
 
-def test_the_command_ends_with_2_and_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_ends_with_2_and_one_line(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text('[run]\ndirectory = "runs/a"\n[data]\ndataset = "data/a"\n[optimizer]\nclip = -1\n')
-    with pytest.raises(SystemExit) as ended:
-        shardkit_command(["train", str(path)])
-    assert ended.value.code == 2
-    assert (
-        capsys.readouterr().err
-        == "shardkit: optimizer.clip = -1: expected a number from 0 to 1,000,000,000\n"
-    )
+    said = output_of("train", path, code=2)
+    assert said == "shardkit: optimizer.clip = -1: expected a number from 0 to 1,000,000,000\n"
 
 
-def test_the_command_lists_every_setting_with_its_range(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        shardkit_command(["train", "--settings"])
-    assert not ended.value.code
-    lines = capsys.readouterr().out.splitlines()
+def test_the_command_lists_every_setting_with_its_range() -> None:
+    lines = output_of("train", "--settings").splitlines()
     for key in KEYS:
         (line,) = (line for line in lines if line.split()[:1] == [key])
         assert RANGE.search(re.sub("^.*?(0, or )?(?=a (whole )?number)", "expected ", line) + " "), line
