@@ -12,7 +12,7 @@ pages: dict[type, Callable[[Any], str]] = {}
 """Class → function that returns its HTML page. Packages register it, so that classes do not import reports."""
 
 
-class Shown:
+class NotebookPage:
     """Base of classes that a notebook shows as their page in `pages`."""
 
     def _repr_html_(self) -> str:

@@ -133,7 +133,7 @@ def collect(
     reading = Repository.open(repository.url, read_only=True)
     now = time.time()
     live = mark_live(reading, repository.newest_commits(), now - history_s)
-    listed = work.listed()
+    listed = work.list_objects()
     garbage = {name for name in listed if _is_ours(name)} - live
     done.live, done.garbage = len(listed) - len(garbage), len(garbage)
     # A mark in the future, from a clock that was ahead, would keep garbage for ever, so it is replaced.
@@ -217,7 +217,7 @@ class _Collector:
             if conflict:
                 raise IntegrityError(f"nothing was deleted: {conflict}")
 
-    def listed(self) -> set[str]:
+    def list_objects(self) -> set[str]:
         """Return the objects that the locations list."""
         self._found.fill()
         self._is_listed = True

@@ -53,7 +53,7 @@ _RESTORE_NEWEST: Final = (
 )
 
 
-class Healed(NamedTuple):
+class HealedCopy(NamedTuple):
     """A repaired copy. `source` is the name of the location that had a good copy, or "parity"."""
 
     location: str
@@ -63,7 +63,7 @@ class Healed(NamedTuple):
     num_bytes: int
 
 
-class Lost(NamedTuple):
+class LostObject(NamedTuple):
     """An object without a good copy. `rows` is the number of lost samples: 0 for objects other than shards."""
 
     name: str
@@ -72,7 +72,7 @@ class Lost(NamedTuple):
     action: str = "put it back from a backup, or build the same source again with the same options"
 
 
-class Unchecked(NamedTuple):
+class UncheckedCopy(NamedTuple):
     """A copy that could not be checked or written."""
 
     location: str
@@ -94,14 +94,14 @@ class _PlaceDocuments:
     """Documents of one row in one location.
 
     Attributes:
-        listed: numbers of all documents.
+        numbers: numbers of all documents.
         good: number → valid document of this repository.
     """
 
     location: str
     store: Store
     row: _Row
-    listed: set[int]
+    numbers: set[int]
     good: dict[int, _Document]
 
 
@@ -150,23 +150,25 @@ class Documents:
     locations: dict[str, Location] = field(default_factory=dict)
     copies: dict[str, Store] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
-    lost: list[Lost] = field(default_factory=list)
-    unchecked: list[Unchecked] = field(default_factory=list)
+    lost: list[LostObject] = field(default_factory=list)
+    unchecked: list[UncheckedCopy] = field(default_factory=list)
     puts: list[_Put] = field(default_factory=list)
     forks: list[Fork] = field(default_factory=list)
 
-    def heal_root(self) -> list[Healed]:
+    def heal_root(self) -> list[HealedCopy]:
         """Repair the root's documents."""
         return [healed for one in self._take_puts(is_root=True) for healed in _put(one)]
 
-    def heal_copies(self) -> list[Healed]:
+    def heal_copies(self) -> list[HealedCopy]:
         """Repair the documents of copies. A failed write is noted in `unchecked`."""
-        done: list[Healed] = []
+        done: list[HealedCopy] = []
         for one in self._take_puts(is_root=False):
             try:
                 done += _put(one)
             except ShardkitError as error:
-                self.unchecked.append(Unchecked(one.location, one.name, f"it could not be healed: {error}"))
+                self.unchecked.append(
+                    UncheckedCopy(one.location, one.name, f"it could not be healed: {error}")
+                )
         return done
 
     def add_commit(self, entry: LogEntry) -> None:
@@ -186,17 +188,17 @@ class Documents:
         return taken
 
 
-def _put(one: _Put) -> Iterator[Healed]:
+def _put(one: _Put) -> Iterator[HealedCopy]:
     if one.data is None:
         one.store.delete(one.name)
-        yield Healed(one.location, one.name, one.was, one.source, 0)
+        yield HealedCopy(one.location, one.name, one.was, one.source, 0)
         return
     if one.was != "missing" or not one.store.put_new(one.name, one.data):
         with contextlib.suppress(ShardkitError):
             if one.store.get(one.name, max_bytes=MAX_ENTRY_BYTES) == one.data:
                 return  # another process put it meanwhile
         one.store.replace(one.name, one.data)
-    yield Healed(one.location, one.name, one.was, one.source, len(one.data))
+    yield HealedCopy(one.location, one.name, one.was, one.source, len(one.data))
 
 
 def check_documents(root: Store, more: Sequence[LocationRecord]) -> Documents:
@@ -239,7 +241,7 @@ def check_documents(root: Store, more: Sequence[LocationRecord]) -> Documents:
             tables.append(_read_place(name, store, TABLES, repository))
             logs.append(_read_place(name, store, LOG, repository))
         except ShardkitError as error:
-            found.unchecked.append(Unchecked(name, LOG.prefix, str(error)))
+            found.unchecked.append(UncheckedCopy(name, LOG.prefix, str(error)))
     _compare(tables, _choose(tables), found)
     log = _choose(logs, may_grow=True)
     _compare(logs, log, found)
@@ -283,8 +285,8 @@ def _choose(places: Sequence[_PlaceDocuments], *, may_grow: bool = False) -> dic
     root only.
     """
     root, copies = places[0], sorted(places[1:], key=lambda place: -len(place.good))
-    own = max((n for place in places if place.location == root.location for n in place.listed), default=0)
-    last = max((n for place in places for n in place.listed), default=0) if may_grow else own
+    own = max((n for place in places if place.location == root.location for n in place.numbers), default=0)
+    last = max((n for place in places for n in place.numbers), default=0) if may_grow else own
     found: dict[int, _Document] = {}
     for number in range(1, last + 1):
         before, after = found.get(number - 1), root.good.get(number + 1)
@@ -303,16 +305,16 @@ def _choose(places: Sequence[_PlaceDocuments], *, may_grow: bool = False) -> dic
 def _compare(places: Sequence[_PlaceDocuments], chosen: dict[int, _Document], found: Documents) -> None:
     """Add puts for the documents of a row that differ from the chosen ones, or are missing before its last one."""
     root = places[0]
-    for number in range(1, max((n for place in places for n in place.listed), default=0) + 1):
+    for number in range(1, max((n for place in places for n in place.numbers), default=0) + 1):
         if number not in chosen and not any(number in place.good for place in places):
             action = _RESTORE
             if root.row is LOG:
-                is_newest = number == max(root.listed, default=0)
+                is_newest = number == max(root.numbers, default=0)
                 older = f"{_RESTORE_OLDER}{root.store.url}@REF --to NEW_ROOT"
                 action = _RESTORE_NEWEST if is_newest else older
-            found.lost.append(Lost(root.row.name(number), 0, "no location has a good one", action))
+            found.lost.append(LostObject(root.row.name(number), 0, "no location has a good one", action))
     for place in places:
-        last = max(place.listed, default=0)
+        last = max(place.numbers, default=0)
         is_fork = place.location != root.location and _note_fork(place, chosen, found)
         for number, good in chosen.items():
             if number in place.good and place.good[number].data == good.data:
@@ -320,9 +322,9 @@ def _compare(places: Sequence[_PlaceDocuments], chosen: dict[int, _Document], fo
             if number > last and place.location != root.location:
                 continue  # not damaged: `mirror_log` copies new entries
             name = place.row.name(number)
-            was = "wrong" if number in place.listed else "missing"
+            was = "wrong" if number in place.numbers else "missing"
             found.puts.append(_Put(place.location, place.store, name, good.data, was, good.source))
-        for number in sorted(place.listed - chosen.keys()) if is_fork else ():
+        for number in sorted(place.numbers - chosen.keys()) if is_fork else ():
             name = place.row.name(number)
             found.puts.append(_Put(place.location, place.store, name, None, "wrong", ROOT_NAME))
 
@@ -429,7 +431,9 @@ def _identities(
     good = proven or (known[source] if source is not None else None)
     if good is None:
         found.lost.append(
-            Lost(IDENTITY_NAME, 0, "no location has a good one, nor the first entry of the log", _RESTORE)
+            LostObject(
+                IDENTITY_NAME, 0, "no location has a good one, nor the first entry of the log", _RESTORE
+            )
         )
         return
     for name, store in places.items():

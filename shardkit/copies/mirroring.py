@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from shardkit.copies.documents import Healed, repository_id
+from shardkit.copies.documents import HealedCopy, repository_id
 from shardkit.documents import decode_plain
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
 from shardkit.reading.adopted_places import group_name, location_name
@@ -157,14 +157,14 @@ def check_document(name: str, data: bytes) -> None:
         raise FormatError(f"{name} is the document of {said}")
 
 
-def restore_lost_root(root: Store, more: Sequence[LocationRecord]) -> list[Healed]:
+def restore_lost_root(root: Store, more: Sequence[LocationRecord]) -> list[HealedCopy]:
     """Copy the documents of a copy to a root that has neither identity nor log nor tables, the tables last.
 
     The usual repair then restores the rest. If `more` is empty, copies are looked for in folders next to the root.
     """
     if repository_id(root):
         return []
-    done: list[Healed] = []
+    done: list[HealedCopy] = []
     for record in more or find_sibling_copies(root):
         with contextlib.suppress(NotFoundError, IntegrityError, FormatError):
             copy = location_of(record).store
@@ -177,6 +177,6 @@ def restore_lost_root(root: Store, more: Sequence[LocationRecord]) -> list[Heale
                 for name in sorted(copy.list_after(folder), reverse=True):
                     data = _sound_bytes(copy, name)
                     if data is not None and root.put_new(name, data):
-                        done.append(Healed(ROOT_NAME, name, "missing", record.name, len(data)))
+                        done.append(HealedCopy(ROOT_NAME, name, "missing", record.name, len(data)))
             break
     return done

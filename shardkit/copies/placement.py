@@ -44,7 +44,7 @@ _SCALE_BITS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Needed:
+class NeededObject:
     """An object that a version needs.
 
     Attributes:
@@ -80,29 +80,31 @@ class Copy(NamedTuple):
         return self.state in ("wrong", "missing")
 
 
-def placed(needed: Mapping[str, Needed]) -> Iterator[Copy]:
+def copies_of(needed: Mapping[str, NeededObject]) -> Iterator[Copy]:
     """Yield every copy that the policy asks for."""
     for one in needed.values():
         for location in one.where:
             yield Copy(location, one.name, one.size)
 
 
-def find_needed(repository: Repository, table: LocationTable, versions: Iterable[str]) -> dict[str, Needed]:
+def find_needed(
+    repository: Repository, table: LocationTable, versions: Iterable[str]
+) -> dict[str, NeededObject]:
     """Return the objects that versions need, by name, with their parts in this root and their parity."""
-    found: dict[str, Needed] = {}
+    found: dict[str, NeededObject] = {}
     for inventory in walk_versions(repository.store, versions):
         add_needed(found, needed_of(table, inventory, parity_names(repository.store, inventory)))
     return found
 
 
-def add_needed(found: dict[str, Needed], more: Iterable[Needed]) -> None:
+def add_needed(found: dict[str, NeededObject], more: Iterable[NeededObject]) -> None:
     """Add objects to `found`. A shard may be critical in one version only; the entry with more locations is kept."""
     for one in more:
         if one.name not in found or len(found[one.name].where) < len(one.where):
             found[one.name] = one
 
 
-def needed_of(table: LocationTable, inventory: Inventory, parity: Collection[str]) -> Iterator[Needed]:
+def needed_of(table: LocationTable, inventory: Inventory, parity: Collection[str]) -> Iterator[NeededObject]:
     """Yield the objects that one version needs, including the parity objects named in `parity`."""
     strata = _strata_of_shards(inventory) if table.policy.critical else {}
     sizes = dict(inventory.names())
@@ -112,7 +114,7 @@ def needed_of(table: LocationTable, inventory: Inventory, parity: Collection[str
             digest, extension = parse_object_name(name)
             held = strata.get(digest, frozenset())
             where = placement(table.policy, table.locations, digest, extension, held)
-            yield Needed(name, size, where, extension not in LARGE or table.policy.is_critical(held))
+            yield NeededObject(name, size, where, extension not in LARGE or table.policy.is_critical(held))
 
 
 def unknown_strata(repository: Repository, names: Iterable[str]) -> dict[str, str]:
@@ -299,7 +301,7 @@ class Holdings:
         self.all = {one.name: Holding(one.name, one.url, one.domain) for one in records}
         self.stores: dict[str, Location] = {}
         self.held: dict[str, set[str]] = {name: set() for name in self.all}
-        self.needed: Mapping[str, Needed] = {}
+        self.needed: Mapping[str, NeededObject] = {}
         self.missing: list[Copy] = []
         for record in records:
             self._open(repository, record)
@@ -382,7 +384,7 @@ class Holdings:
 
 
 def look(
-    repository: Repository, table: LocationTable, needed: Mapping[str, Needed], *, listing: bool = True
+    repository: Repository, table: LocationTable, needed: Mapping[str, NeededObject], *, listing: bool = True
 ) -> Holdings:
     """List all locations and find the copies that are missing.
 
@@ -398,7 +400,7 @@ def look(
     found.needed = needed
     found.fill(None if listing else list(needed))
     adopting = AdoptedStore(found.root)  # adopted files count as copies in the root
-    for one in placed(needed):
+    for one in copies_of(needed):
         if one.name in found.held[one.location]:
             continue
         if one.location == ROOT_NAME and adopting.head(one.name) is not None:

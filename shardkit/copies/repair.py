@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 
-from shardkit.copies.documents import Healed, Lost, Unchecked
+from shardkit.copies.documents import HealedCopy, LostObject, UncheckedCopy
 from shardkit.copies.mirroring import mirror_documents, mirror_log
 from shardkit.copies.placement import Copy
 from shardkit.copies.walk import CheckSettings, CopyWalk, Repair
@@ -47,7 +47,7 @@ def repair(
         bad = list(walk.check_attested(looks))
         if level != "attested":
             known = {(one.location, one.name) for one in bad}
-            copies = [one for one in walk.placed() if (one.location, one.name) not in known]
+            copies = [one for one in walk.copies() if (one.location, one.name) not in known]
             bad += walk.find_bad(copies, lambda _: level)  # type: ignore[arg-type, return-value]
         replace_copies(walk, bad)
         finish(walk)
@@ -85,7 +85,7 @@ def replace_copies(walk: CopyWalk, bad: Iterable[Copy]) -> None:
     left = sorted({(one.location, one.name): one for one in bad}.items())
     num_bad, num_healed = len(left), 0
 
-    def try_each(copies: Iterable[Copy], attempt: Callable[[Copy], Healed]) -> dict[Copy, _Failed]:
+    def try_each(copies: Iterable[Copy], attempt: Callable[[Copy], HealedCopy]) -> dict[Copy, _Failed]:
         """Try to repair each copy, and return the copies that stay bad with the reasons."""
         nonlocal num_healed
         failures: dict[Copy, _Failed] = {}
@@ -112,12 +112,12 @@ def replace_copies(walk: CopyWalk, bad: Iterable[Copy]) -> None:
         why = f"{copies[one]}, and {failed}"
         if not (copies[one].is_sure and failed.is_sure):
             why = f"it could not be healed: {why}"
-            done.unchecked.append(Unchecked(one.location, one.name, why))
+            done.unchecked.append(UncheckedCopy(one.location, one.name, why))
         elif all(lost.name != one.name for lost in done.lost):
-            done.lost.append(Lost(one.name, walk.rows.get(one.name, 0), why))
+            done.lost.append(LostObject(one.name, walk.rows.get(one.name, 0), why))
 
 
-def _from_copies(walk: CopyWalk, bad: Copy) -> Healed:
+def _from_copies(walk: CopyWalk, bad: Copy) -> HealedCopy:
     told: list[str] = []
     absent = [f"{name} does not answer" for name in walk.absent]
     try:
@@ -136,12 +136,12 @@ def _from_copies(walk: CopyWalk, bad: Copy) -> Healed:
     except ShardkitError as error:
         silent = [str(error), *absent]
     else:
-        return Healed(bad.location, bad.name, bad.state, source, size)
+        return HealedCopy(bad.location, bad.name, bad.state, source, size)
     why = "; ".join([*told, *silent]) or "there is no other location"
     raise _Failed(f"no other copy is good ({why})", is_sure=not silent)
 
 
-def _from_parity(walk: CopyWalk, bad: Copy, left: Iterable[Copy]) -> Healed:
+def _from_parity(walk: CopyWalk, bad: Copy, left: Iterable[Copy]) -> HealedCopy:
     """Rebuild a copy from the other objects of its parity set, without those known to be bad."""
     record = walk.record(parse_object_name(bad.name)[0])
     if record is None:
@@ -154,7 +154,7 @@ def _from_parity(walk: CopyWalk, bad: Copy, left: Iterable[Copy]) -> Healed:
         size = walk.rebuild(record, bad.name, locations[bad.location].store, known)
     except ShardkitError as error:
         raise _Failed(str(error), is_sure=isinstance(error, IntegrityError)) from None
-    return Healed(bad.location, bad.name, bad.state, "parity", size)
+    return HealedCopy(bad.location, bad.name, bad.state, "parity", size)
 
 
 def finish(walk: CopyWalk, *, with_logs: bool = True) -> None:
@@ -172,10 +172,10 @@ def finish(walk: CopyWalk, *, with_logs: bool = True) -> None:
                 if with_logs and name in documents.copies:
                     mirror_log(root, location.store)
             except ShardkitError as error:
-                done.unchecked.append(Unchecked(name, "", str(error)))
+                done.unchecked.append(UncheckedCopy(name, "", str(error)))
             else:
                 done.healed += [
-                    Healed(name, one, was, ROOT_NAME, 0) for one, was in mirrored if was == "wrong"
+                    HealedCopy(name, one, was, ROOT_NAME, 0) for one, was in mirrored if was == "wrong"
                 ]
     done.lost += documents.lost
     done.unchecked += documents.unchecked
@@ -197,7 +197,7 @@ def _repair_parity(walk: CopyWalk) -> None:
         if record is not None and record.set == one:
             data = record.to_bytes()
             root.replace(one.record_name, data)
-            done.healed.append(Healed(ROOT_NAME, one.record_name, was, "parity", len(data)))
+            done.healed.append(HealedCopy(ROOT_NAME, one.record_name, was, "parity", len(data)))
             continue
         if was == "wrong":
             root.delete(one.record_name)  # damaged, and no good copy exists
@@ -206,7 +206,7 @@ def _repair_parity(walk: CopyWalk) -> None:
                 encoded.append(encode_set(root, one, walk.stores, pace=walk.pace.take))
             except ShardkitError as error:
                 why = f"it has no parity: {error}"
-                done.unchecked.append(Unchecked(ROOT_NAME, one.record_name, why))
+                done.unchecked.append(UncheckedCopy(ROOT_NAME, one.record_name, why))
     done.encoded += len(encoded)
     for new in encoded:
         replace_copies(walk, walk.find_bad(walk.need_parity(new), lambda _: "read"))

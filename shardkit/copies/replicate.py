@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from shardkit.copies.documents import Healed, Unchecked
+from shardkit.copies.documents import HealedCopy, UncheckedCopy
 from shardkit.copies.mirroring import log_conflicts, mirror_documents, mirror_log
 from shardkit.copies.parity_encoding import encode_parity
 from shardkit.copies.placement import (
@@ -102,8 +102,8 @@ class Replication:
     locations: list[Holding] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     dry_run: bool = False
-    healed: list[Healed] = field(default_factory=list)
-    unchecked: list[Unchecked] = field(default_factory=list)
+    healed: list[HealedCopy] = field(default_factory=list)
+    unchecked: list[UncheckedCopy] = field(default_factory=list)
 
     @classmethod
     def of(cls, found: Holdings, *, dry_run: bool = False) -> Replication:
@@ -156,7 +156,7 @@ def replicate(
     settings = settings or CheckSettings()
     with CopyWalk(repository.url, None, level, settings) as walk:
         table = _table_of(repository)
-        bad = walk.find_bad(list(walk.placed()), lambda one: level if one.name.endswith(LARGE) else "read")
+        bad = walk.find_bad(list(walk.copies()), lambda one: level if one.name.endswith(LARGE) else "read")
         replace_copies(walk, [one for one in bad if one.location == ROOT_NAME or one.state == "wrong"])
         finish(walk, with_logs=False)
         fixed = walk.done
@@ -177,7 +177,7 @@ def replicate(
     done.lag_before += sum(one.num_bytes for one in fixed.healed if one.was == "missing")
     done.lost = sorted({*done.lost, *(one.name for one in fixed.lost)})
     if problem:
-        done.unchecked.append(Unchecked(ROOT_NAME, "", problem))
+        done.unchecked.append(UncheckedCopy(ROOT_NAME, "", problem))
     mirror(found)
     return done
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from shardkit.copies.documents import Unchecked
+from shardkit.copies.documents import UncheckedCopy
 from shardkit.copies.placement import Copy
 from shardkit.copies.repair import finish, replace_copies
 from shardkit.copies.walk import CheckSettings, CopyWalk, Repair
@@ -72,7 +72,7 @@ class Scrub:
     url: str
     locations: dict[str, ScrubbedLocation] = field(default_factory=dict)
     remaining: int = 0
-    unchecked: list[Unchecked] = field(default_factory=list)
+    unchecked: list[UncheckedCopy] = field(default_factory=list)
     repair: Repair | None = None
     lost: dict[str, str] = field(default_factory=dict)
 
@@ -171,7 +171,7 @@ def _due(
     """Return (time of the last check, copy) of the due copies, oldest first; the time is "" for never."""
     border = "9" if older_than_s is None else utc_text(time.time() - older_than_s)
     due: list[tuple[str, Copy]] = []
-    for one in walk.placed():
+    for one in walk.copies():
         if only and one.location not in only:
             continue
         there = done.locations.setdefault(one.location, ScrubbedLocation())

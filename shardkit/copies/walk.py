@@ -1,6 +1,6 @@
 """Walk over the copies of a root: every object that its versions need, in each location that it belongs in.
 
-`repair`, `replicate` and `scrub` take the copies from `CopyWalk.placed`, check them in an order and at a depth of their
+`repair`, `replicate` and `scrub` take the copies from `CopyWalk.copies`, check them in an order and at a depth of their
 own with `CopyWalk.check`, and pass bad copies to `shardkit.copies.repair`.
 """
 
@@ -15,9 +15,16 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from shardkit.copies.documents import Fork, Healed, Lost, Unchecked, check_documents, merged_names
+from shardkit.copies.documents import (
+    Fork,
+    HealedCopy,
+    LostObject,
+    UncheckedCopy,
+    check_documents,
+    merged_names,
+)
 from shardkit.copies.mirroring import restore_lost_root
-from shardkit.copies.placement import Copy, Needed, add_needed, needed_of, placed, placement
+from shardkit.copies.placement import Copy, NeededObject, add_needed, copies_of, needed_of, placement
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
 from shardkit.exit_codes import ExitCode
 from shardkit.reading.adopted import AdoptedStore
@@ -100,9 +107,9 @@ class Repair:
     versions: list[str] = field(default_factory=list)
     copies: int = 0
     read_bytes: int = 0
-    healed: list[Healed] = field(default_factory=list)
-    lost: list[Lost] = field(default_factory=list)
-    unchecked: list[Unchecked] = field(default_factory=list)
+    healed: list[HealedCopy] = field(default_factory=list)
+    lost: list[LostObject] = field(default_factory=list)
+    unchecked: list[UncheckedCopy] = field(default_factory=list)
     encoded: int = 0
 
     @property
@@ -167,7 +174,7 @@ class CopyWalk:
         self.repository = Repository.open(url)
         self.absent = self.documents.absent
         self.done = Repair(self.repository.url, self._level, healed=healed)
-        self.done.unchecked = [Unchecked(name, "", why) for name, why in self.absent.items()]
+        self.done.unchecked = [UncheckedCopy(name, "", why) for name, why in self.absent.items()]
         plain = root_store(self.repository.store)
         table = read_table(plain, self.repository.id)
         self.table = table or draft_table(self.repository.id, None, Policy(), (first_root(plain),))
@@ -177,7 +184,7 @@ class CopyWalk:
         self.locations = {ROOT_NAME: own, **self.documents.locations}
         self._reader = LocatedStore(list(self.locations.values()))
         self._scanned: dict[str, SetRecord] | None = None
-        self.needed: dict[str, Needed] = {}
+        self.needed: dict[str, NeededObject] = {}
         self.sets: dict[str, ParitySet] = {}
         self.rows: dict[str, int] = {}
         if heal:
@@ -201,7 +208,7 @@ class CopyWalk:
             if entry is not None:
                 self.documents.add_commit(entry)
                 name, data = LOG.name(entry.n), entry.to_bytes()
-                self.done.healed.append(Healed(ROOT_NAME, name, "missing", fork.location, len(data)))
+                self.done.healed.append(HealedCopy(ROOT_NAME, name, "missing", fork.location, len(data)))
 
     def _has_manifest(self, version: str) -> bool:
         name = object_name(version, "manifest")
@@ -229,9 +236,9 @@ class CopyWalk:
 
     # Copies and their states
 
-    def placed(self) -> Iterator[Copy]:
+    def copies(self) -> Iterator[Copy]:
         """Yield every copy that belongs in a usable location."""
-        return (one for one in placed(self.needed) if one.location in self.locations)
+        return (one for one in copies_of(self.needed) if one.location in self.locations)
 
     def check(
         self, copies: Sequence[Copy], depth: Callable[[Copy], Depth], total: int | None = None
@@ -279,7 +286,7 @@ class CopyWalk:
                 if location not in self.locations:
                     why = f"attested {look.result} by {look.by} at {look.time}, in a location that is not known here"
                     why += f"; name it: --location {location}=URL"
-                    self.done.unchecked.append(Unchecked(location, name, why))
+                    self.done.unchecked.append(UncheckedCopy(location, name, why))
                     continue
                 if look.result == "missing" and location not in needed.where and self.table.others:
                     continue  # the policy wants no copy there
@@ -296,7 +303,7 @@ class CopyWalk:
         self.done.copies += 1
         self.done.read_bytes += result.num_bytes
         if result.result == "unreadable":
-            self.done.unchecked.append(Unchecked(one.location, one.name, result.got))
+            self.done.unchecked.append(UncheckedCopy(one.location, one.name, result.got))
         else:
             self.records.add(one.location, one.name, result.result, result.level)
         return one._replace(state=result.result)
@@ -313,11 +320,11 @@ class CopyWalk:
                 wanted = self._first_damaged(version)
                 if not self._heal or wanted is None or not self._restore_damaged(wanted):
                     name = wanted or object_name(version, "manifest")
-                    self.done.lost.append(Lost(name, 0, str(error)))
+                    self.done.lost.append(LostObject(name, 0, str(error)))
                     return
             except ShardkitError as error:
                 name = object_name(version, "manifest")
-                self.done.unchecked.append(Unchecked(ROOT_NAME, name, str(error)))
+                self.done.unchecked.append(UncheckedCopy(ROOT_NAME, name, str(error)))
                 return
 
     def _add_inventory(self, inventory: Inventory) -> None:
@@ -355,7 +362,7 @@ class CopyWalk:
             self.rebuild(record, name, self.root)
         except IntegrityError:
             return False
-        self.done.healed.append(Healed(ROOT_NAME, name, "missing", "parity", 0))
+        self.done.healed.append(HealedCopy(ROOT_NAME, name, "missing", "parity", 0))
         return True
 
     # Parity
@@ -420,9 +427,9 @@ class CopyWalk:
 
     def need_parity(self, record: SetRecord) -> list[Copy]:
         """Add the parity objects of a set that was encoded in this call to `needed`. Return their copies."""
-        new: dict[str, Needed] = {}
+        new: dict[str, NeededObject] = {}
         for parity in (record.object_at(record.set.k), record.object_at(record.set.k + 1)):
             where = placement(self.table.policy, self.table.locations, parity.digest, "parity")
-            add_needed(new, [Needed(parity.name, parity.size, where, is_critical=False)])
+            add_needed(new, [NeededObject(parity.name, parity.size, where, is_critical=False)])
         add_needed(self.needed, new.values())
-        return [one for one in placed(new) if one.location in self.locations]
+        return [one for one in copies_of(new) if one.location in self.locations]

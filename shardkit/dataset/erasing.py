@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from shardkit.copies.placement import Holdings
 from shardkit.copies.replicate import commit
-from shardkit.dataset.rewriting import ErasureJournal, ErasurePlan, ErasureReport, Rewriter, unfinished
+from shardkit.dataset.rewriting import ErasureJournal, ErasurePlan, ErasureReport, Rewriter, unfinished_plans
 from shardkit.dataset.store_survey import ROW_KINDS, StoreSurvey, find_equal_rows
 from shardkit.errors import (
     CommitConflict,
@@ -119,7 +119,7 @@ def erase_rows(repository: Repository, plan: ErasurePlan) -> ErasureReport:
 
 def finish_erasures(repository: Repository) -> dict[str, ErasureReport]:
     """Finish all erasures that were begun and return their reports by request."""
-    return {plan.request: erase_rows(repository, plan) for plan in unfinished(repository)}
+    return {plan.request: erase_rows(repository, plan) for plan in unfinished_plans(repository)}
 
 
 def _rewrite_all(

@@ -157,7 +157,7 @@ class ErasureJournal:
             self._store.delete(self._folder + name)
 
 
-def unfinished(repository: Repository) -> list[ErasurePlan]:
+def unfinished_plans(repository: Repository) -> list[ErasurePlan]:
     """Return the plans of unfinished erasures, sorted by id."""
     return [
         _read(repository.store, name, ErasurePlan)

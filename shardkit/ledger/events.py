@@ -126,7 +126,7 @@ class _Losses(_Event):
     digest: Digest
 
 
-class _Dealt(_Event):
+class _Deal(_Event):
     nodes: list[Text]
     lanes: Lane
     owners: list[Rank]
@@ -161,12 +161,12 @@ class _Switch(_Event):
 # ---- written by ranks, through their journals
 
 
-class _Journaled(_Event):
+class _JournalEvent(_Event):
     rank: Rank
     start: Count
 
 
-class _Replaced(_Journaled):
+class _Replacement(_JournalEvent):
     lane: Lane
     slot: Count
     sample: Count
@@ -175,21 +175,21 @@ class _Replaced(_Journaled):
     reason: Text
 
 
-class _Rewind(_Journaled):
+class _Rewind(_JournalEvent):
     worker: Rank
     number: Count
     reached: Count
 
 
-class _Stage(_Journaled):
+class _Stage(_JournalEvent):
     number: Count
 
 
-class _Decoders(_Journaled):
+class _Decoders(_JournalEvent):
     made_by: dict[Text, Text]
 
 
-class _Rebalance(_Journaled):
+class _Rebalance(_JournalEvent):
     number: Count
     from_step: Count
     owner: list[Rank]
@@ -199,7 +199,7 @@ class _Rebalance(_Journaled):
     undoes: Count
 
 
-class _Decision(_Journaled):
+class _Decision(_JournalEvent):
     plan: Hex
     stage: Count
     weights: list[Count]
@@ -208,7 +208,7 @@ class _Decision(_Journaled):
     counts: list[Count]
 
 
-class _Read(_Journaled):
+class _ReadEvent(_JournalEvent):
     location: Text
     count: Annotated[int, Meta(gt=0, lt=1 << 62)]
     what: Text
@@ -224,8 +224,8 @@ READS: Final = (
 """Kinds of read events: a count of incidents at one location, with the first object affected."""
 
 JOURNALED: Final[Mapping[str, type[_Event]]] = {
-    SUBSTITUTED: _Replaced, MASKED: _Replaced, "rewind": _Rewind, "stage": _Stage, "decoders": _Decoders,
-    "rebalance": _Rebalance, "decision": _Decision, **dict.fromkeys(READS, _Read),
+    SUBSTITUTED: _Replacement, MASKED: _Replacement, "rewind": _Rewind, "stage": _Stage, "decoders": _Decoders,
+    "rebalance": _Rebalance, "decision": _Decision, **dict.fromkeys(READS, _ReadEvent),
 }  # fmt: skip
 """Kinds that ranks write. A journal may hold no other kinds."""
 MERGED: Final[Mapping[str, type[_Event]]] = {
@@ -233,7 +233,7 @@ MERGED: Final[Mapping[str, type[_Event]]] = {
 }  # fmt: skip
 """Kinds that the merge of the journals writes."""
 BOUND: Final[Mapping[str, type[_Event]]] = {
-    "checkpoint": _Checkpoint, "configuration": _Configuration, "dealt": _Dealt, "amendment": _Amendment, "undo": _Undo,
+    "checkpoint": _Checkpoint, "configuration": _Configuration, "dealt": _Deal, "amendment": _Amendment, "undo": _Undo,
     "switch": _Switch,
     "losses": _Losses,
 }  # fmt: skip

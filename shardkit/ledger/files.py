@@ -82,7 +82,7 @@ def read_file(path: Path, most: int, *, size: int | None = None, offset: int = 0
 
 
 @contextmanager
-def opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
+def open_file(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
     """Open a file and yield its descriptor."""
     descriptor = os.open(path, flags | os.O_CLOEXEC, 0o644)
     try:
@@ -93,7 +93,7 @@ def opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
 
 def write(path: Path, data: bytes, flag: int) -> None:
     """Write data to a file and sync it. `flag` is O_APPEND or O_TRUNC."""
-    with opened(path, os.O_WRONLY | os.O_CREAT | flag) as descriptor:
+    with open_file(path, os.O_WRONLY | os.O_CREAT | flag) as descriptor:
         append(descriptor, data)
         os.fsync(descriptor)
 
@@ -110,5 +110,5 @@ def replace(path: Path, data: bytes) -> None:
     temporary = path.with_name(path.name + ".new")
     write(temporary, data, os.O_TRUNC)
     os.replace(temporary, path)
-    with opened(path.parent) as folder:
+    with open_file(path.parent) as folder:
         os.fsync(folder)

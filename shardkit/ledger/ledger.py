@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from shardkit.documents import decode_plain, encode, sha256_digest
 from shardkit.errors import FormatError, IntegrityError
 from shardkit.ledger.events import check_event, convert
-from shardkit.ledger.files import opened, read_file, replace, write
+from shardkit.ledger.files import open_file, read_file, replace, write
 from shardkit.ledger.merkle import Frontier, Tree, leaf_hash
 from shardkit.stores.file_operations import explained
 
@@ -220,7 +220,7 @@ class Ledger:
         at = (index - self._committed_records) * RECORD_BYTES + 16
         if at >= 0:
             return bytes(self._new_steps[at : at + 32])
-        with explained(f"read {self.directory}"), opened(self.directory / "steps") as descriptor:
+        with explained(f"read {self.directory}"), open_file(self.directory / "steps") as descriptor:
             return os.pread(descriptor, 32, len(STEPS_MAGIC) + index * RECORD_BYTES + 16)
 
 

@@ -72,7 +72,7 @@ class _MissingBlocks(NamedTuple):
     last: Int64s
 
 
-class Admitted(NamedTuple):
+class Admission(NamedTuple):
     """A group whose blocks are loaded or queued."""
 
     loop: int  # number of the loop
@@ -177,7 +177,7 @@ class BlockWindow:
         group: StepGroup,
         sizes: Int64s,
         own: Int64s,
-    ) -> Admitted:
+    ) -> Admission:
         """Queue the missing blocks of a group in order of first use; each is loaded as soon as its slot is free.
 
         `sizes` and `own` are the values that method `sizes` returned for the blocks of the group.
@@ -205,7 +205,7 @@ class BlockWindow:
             base = self._add(wanted, places)
             steps = np.arange(origin, self._planned)
             needs = (base + np.searchsorted(wanted.first, steps, side="right")).tolist()
-            return Admitted(self.loop, found, needs, origin)
+            return Admission(self.loop, found, needs, origin)
 
     def _assign(self, wanted: _MissingBlocks) -> Int64s:
         """Assign a slot to each block.

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from shardkit.documents import decode_plain, encode
 from shardkit.ledger import bind_assignment, bound_assignment
 from shardkit.loader.agreement import Exchange, agree
-from shardkit.loader.ranks import Dealt, Holders, Topology
+from shardkit.loader.ranks import Holders, LaneShares, Topology
 from shardkit.loader.settings import LoaderConfig, LoaderSetup, Sources
 from shardkit.loader.sharing import ServedCache, find_address, holders_of
 from shardkit.plan import Assignment, Plan, assign
@@ -32,8 +32,8 @@ _SLAB = 1 << 18  # blocks looked up at once
 
 
 def compare_and_deal(
-    setup: LoaderSetup, fixed: Dealt | None, own: Sequence[int]
-) -> tuple[Dealt | None, ServedCache | None]:
+    setup: LoaderSetup, fixed: LaneShares | None, own: Sequence[int]
+) -> tuple[LaneShares | None, ServedCache | None]:
     """Check that all ranks read the same data, distribute the lanes, and serve this node's cache.
 
     Args:
@@ -70,7 +70,7 @@ def deal(
     topology: Topology,
     exchange: Exchange,
     address: str = "",
-) -> Dealt:
+) -> LaneShares:
     """Distribute the lanes; called on every rank, it returns the same assignment on each.
 
     The leader takes the assignment that the run's ledger recorded for the same ranks on the same nodes. Without one it
@@ -98,7 +98,7 @@ def deal(
         return replace(dealt, holders=_others(said, node))
     heard = decode_plain(exchange.get("dealt", 0), max_bytes=_MAX_BYTES)
     assignment = Assignment(tuple(heard["owner"]), _node_numbers(heard["nodes"]))
-    return Dealt(assignment, heard["nodes"], holders=_others(heard, node))
+    return LaneShares(assignment, heard["nodes"], holders=_others(heard, node))
 
 
 def _others(heard: Mapping[str, Any], node: str) -> Holders | None:
@@ -115,7 +115,7 @@ def _others(heard: Mapping[str, Any], node: str) -> Holders | None:
     )
 
 
-def _decide(plan: Plan, world: int, told: Sequence[Mapping[str, Any]], config: LoaderConfig) -> Dealt:
+def _decide(plan: Plan, world: int, told: Sequence[Mapping[str, Any]], config: LoaderConfig) -> LaneShares:
     """Assign lanes on the leader; ranks of one data-parallel coordinate count as one, on all of their nodes."""
     at: list[set[str]] = [set() for _ in range(world)]
     has: dict[str, NDArray[np.int64]] = {}
@@ -130,7 +130,7 @@ def _decide(plan: Plan, world: int, told: Sequence[Mapping[str, Any]], config: L
     number = _node_numbers(nodes)
     fixed = config.assignment == "fixed"
     if fixed:
-        return Dealt(Assignment(assign(plan.lanes, world).owner, number), nodes, nearby)
+        return LaneShares(Assignment(assign(plan.lanes, world).owner, number), nodes, nearby)
     owner = None if config.run is None else bound_assignment(config.run, lanes=plan.lanes, nodes=nodes)
     if owner is None:
         table = np.stack([nearby[node] for node in dict.fromkeys(nodes)], axis=1)
@@ -138,7 +138,7 @@ def _decide(plan: Plan, world: int, told: Sequence[Mapping[str, Any]], config: L
         owner = dealt.owner
     if config.run is not None:
         bind_assignment(config.run, owners=owner, nodes=nodes)
-    return Dealt(Assignment(owner, number), nodes, nearby)
+    return LaneShares(Assignment(owner, number), nodes, nearby)
 
 
 def _node_numbers(nodes: Sequence[str]) -> tuple[int, ...]:

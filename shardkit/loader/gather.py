@@ -142,7 +142,7 @@ class RowAddresses:
     ) -> None:
         self._allocate, self._which, self._row = allocate, which, row
         self._names = list(fields)
-        gathered = [_Gathered.of(n, name, schema[name]) for n, name in enumerate(fields)]
+        gathered = [_GatheredField.of(n, name, schema[name]) for n, name in enumerate(fields)]
         self._fixed = [one for one in gathered if one.is_fixed]
         self._others = [one for one in gathered if not one.is_fixed]
         self._columns = tuple(one.column for one in self._fixed)
@@ -177,7 +177,7 @@ class RowAddresses:
         return found
 
     def _parse(
-        self, facts: Int64s, one: _Gathered, targets: list[NDArray[Any]], borders: Sequence[int]
+        self, facts: Int64s, one: _GatheredField, targets: list[NDArray[Any]], borders: Sequence[int]
     ) -> None:
         """Copy rows of a field that some blocks store as decimal texts."""
         row = self._row[borders[0] : borders[-1]]
@@ -189,7 +189,7 @@ class RowAddresses:
         for target, (a, b) in zip(targets, pairwise(borders), strict=True):
             block_rows.copy_rows(target, addresses[a - borders[0] : b - borders[0]], one.type.item_bytes)
 
-    def _variable(self, facts: Int64s, one: _Gathered, borders: Sequence[int]) -> list[Any]:
+    def _variable(self, facts: Int64s, one: _GatheredField, borders: Sequence[int]) -> list[Any]:
         places = [slice(a - borders[0], b - borders[0]) for a, b in pairwise(borders)]
         row = self._row[borders[0] : borders[-1]]
         if one.type.kind not in ("ragged", "varying"):
@@ -204,7 +204,7 @@ class RowAddresses:
             return [_gather_ragged(one, addresses[place], sizes[place], self._allocate) for place in places]
         return [_varying(one, addresses[place], sizes[place], self._allocate) for place in places]
 
-    def _facts_of(self, table: Int64s, one: _Gathered, first: int, end: int) -> Int64s:
+    def _facts_of(self, table: Int64s, one: _GatheredField, first: int, end: int) -> Int64s:
         """Return (4, n) facts of a field for the block of each row; see `GatherColumns`."""
         which = self._which[first:end]
         _check_rows(table, which, self._row[first:end])
@@ -216,7 +216,7 @@ def _check_rows(table: Int64s, which: Int64s, row: Int64s) -> None:
         raise FormatError("a block holds fewer rows than the manifest says; verify the dataset")
 
 
-class _Gathered(NamedTuple):
+class _GatheredField(NamedTuple):
     """One gathered field."""
 
     column: int  # index among the gathered fields
@@ -226,7 +226,7 @@ class _Gathered(NamedTuple):
     is_fixed: bool  # all rows have the same size
 
     @classmethod
-    def of(cls, column: int, name: str, field: FieldType) -> _Gathered:
+    def of(cls, column: int, name: str, field: FieldType) -> _GatheredField:
         return cls(column, name, field, field.numpy_dtype, field.item_bytes is not None)
 
 
@@ -237,7 +237,7 @@ def _int64s(addresses: Int64s) -> Int64s:
     return found
 
 
-def _parse_decimals(one: _Gathered, starts_at: Int64s, ends_at: Int64s, data: Int64s) -> NDArray[Any]:
+def _parse_decimals(one: _GatheredField, starts_at: Int64s, ends_at: Int64s, data: Int64s) -> NDArray[Any]:
     """Parse decimal texts, given the addresses of their starts, of their ends and of the data."""
     starts = _int64s(starts_at)
     addresses, sizes, dtype = data + starts, _int64s(ends_at) - starts, one.dtype
@@ -252,7 +252,7 @@ def _parse_decimals(one: _Gathered, starts_at: Int64s, ends_at: Int64s, data: In
     return parse_decimals(texts, np.cumsum(sizes) - sizes, sizes, dtype, one.name, first=0)
 
 
-def _objects(one: _Gathered, facts: Int64s, which: Int64s, row: Int64s) -> list[Any]:
+def _objects(one: _GatheredField, facts: Int64s, which: Int64s, row: Int64s) -> list[Any]:
     """Return the bytes, str, list or parsed JSON of each row."""
     field = one.type
     try:
@@ -272,7 +272,7 @@ def _objects(one: _Gathered, facts: Int64s, which: Int64s, row: Int64s) -> list[
 
 
 def _gather_ragged(
-    one: _Gathered, addresses: Int64s, sizes: Int64s, allocate: Allocate
+    one: _GatheredField, addresses: Int64s, sizes: Int64s, allocate: Allocate
 ) -> tuple[NDArray[Any], Int64s]:
     """Return the values of all rows, end to end, and their (n + 1,) offsets."""
     borders = np.zeros(len(sizes) + 1, dtype=np.int64)
@@ -283,7 +283,7 @@ def _gather_ragged(
 
 
 def _varying(
-    one: _Gathered, addresses: Int64s, sizes: Int64s, allocate: Allocate
+    one: _GatheredField, addresses: Int64s, sizes: Int64s, allocate: Allocate
 ) -> tuple[NDArray[Any], Int64s, Int64s]:
     """Return the values of all rows, end to end, their (n + 1,) offsets and (n, dimensions) shapes.
 

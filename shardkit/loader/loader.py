@@ -28,7 +28,7 @@ from shardkit.loader.live import (
     step_after,
 )
 from shardkit.loader.pipeline import Pipeline
-from shardkit.loader.ranks import Dealt, check_chosen
+from shardkit.loader.ranks import LaneShares, check_lanes
 from shardkit.loader.rebalancing import Rebalancer, make_rebalancer
 from shardkit.loader.resources import LoaderResources
 from shardkit.loader.settings import LoaderConfig, Sources, first_lanes, make_setup, resized_lanes
@@ -66,7 +66,7 @@ class Loader:
         if dealt is not None and dealt.holders is not None:
             self._setup = dataclasses.replace(self._setup, holders=dealt.holders)
         self.assignment = None if dealt is None else dealt.assignment
-        chosen = check_chosen(plan.lanes, () if config.lanes is None else config.lanes)
+        chosen = check_lanes(plan.lanes, () if config.lanes is None else config.lanes)
         lanes = chosen if dealt is None else list(dealt.assignment.lanes_of(topology.rank))
         self._memory = self._setup.memory_bound(len(lanes))  # bytes that blocks may take at the start
         self._loop: Callable[[], Loop | None] = lambda: None  # weak reference to the last loop
@@ -87,7 +87,7 @@ class Loader:
         """Numbers and tables of this loader that are polled while a run is monitored."""
         return self.live.make_telemetry(self.plan, self.topology, self._setup.config.offset)
 
-    def _deal(self) -> Dealt | None:
+    def _deal(self) -> LaneShares | None:
         """Compare what all ranks read and distribute the lanes; None if the lanes of this rank were chosen."""
         dealt, own = first_lanes(self.plan, self.topology, self._setup.config)
         if self._setup.config.store is None and not self.topology.is_shared:

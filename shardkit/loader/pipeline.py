@@ -25,7 +25,7 @@ from shardkit.arrays import Int64s
 from shardkit.errors import UsageError
 from shardkit.loader.background import Background
 from shardkit.loader.batch import Batch, LoaderCounts, StepBatches, may_pin, to_tensors
-from shardkit.loader.block_window import CLOSED, Admitted, BlockWindow
+from shardkit.loader.block_window import CLOSED, Admission, BlockWindow
 from shardkit.loader.gather import Allocate, RowAddresses, is_only_copied
 from shardkit.loader.resources import LoaderResources, Watchdog
 from shardkit.loader.row_work import BegunRows, RowWork
@@ -57,7 +57,7 @@ class GroupBlocks:
         self,
         window: BlockWindow,
         group: StepGroup,
-        admitted: Admitted,
+        admitted: Admission,
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         """Make the blocks of an admitted group.
@@ -280,7 +280,7 @@ class Pipeline:
 
     def _report(self, waited: float, stage: str) -> None:
         self._counts.stalls += 1
-        self._watchdog.stalled(waited, stage, self._current)
+        self._watchdog.report_stall(waited, stage, self._current)
 
     def _report_load(self, waited: float) -> None:
         self._report(waited, "load")
@@ -307,7 +307,7 @@ class Pipeline:
                     started = time.perf_counter()
                     admitted, planned = self._admit(planned)
                     self._counts.plan_s += time.perf_counter() - started
-                    self._watchdog.admitted()
+                    self._watchdog.note_admission()
                     yield admitted
             if self._stopping.is_set():
                 return
@@ -445,7 +445,7 @@ class Pipeline:
             fields, samples = work.finish(part)
             self._counts.transform_s += time.perf_counter() - started
             batches.append(self._batch(begun.step, weight, lane, fields, part.valid, samples, part.slots))
-        return _together(begun.step, batches, begun.lane_counts, work.take_replaced())
+        return _together(begun.step, batches, begun.lane_counts, work.take_replacements())
 
     def _weight(self, step: int, rows: int) -> float:
         plan, world = self._setup.plan, self._setup.topology.world

@@ -16,10 +16,10 @@ from shardkit.plan import Assignment, Plan, assign
 from shardkit.ranges import Range, shown
 
 __all__ = [
-    "Dealt",
     "Holders",
+    "LaneShares",
     "Topology",
-    "check_chosen",
+    "check_lanes",
     "check_shares",
     "find_topology",
     "fixed_shares",
@@ -92,7 +92,7 @@ def find_topology(
     return first
 
 
-def check_chosen(lanes: int, chosen: Sequence[int]) -> list[int]:
+def check_lanes(lanes: int, chosen: Sequence[int]) -> list[int]:
     """Return the lanes chosen by the caller, ascending.
 
     Raises:
@@ -141,7 +141,7 @@ class Holders(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Dealt:
+class LaneShares:
     """The distribution of lanes to ranks at the start.
 
     Attributes:
@@ -157,16 +157,16 @@ class Dealt:
     holders: Holders | None = None
 
 
-def fixed_shares(plan: Plan, world: int, given: object = None) -> Dealt:
+def fixed_shares(plan: Plan, world: int, given: object = None) -> LaneShares:
     """Return the given Assignment, or fixed shares without one; no communication is needed."""
     if not isinstance(given, Assignment):
-        return Dealt(assign(plan.lanes, world))
+        return LaneShares(assign(plan.lanes, world))
     if (len(given.owner), given.ranks) != (plan.lanes, world):
         raise ConfigurationError(
             f"assignment= deals {len(given.owner)} lanes to {given.ranks} ranks; the plan has {plan.lanes} lanes, and "
             f"{world} ranks share them"
         )
-    return Dealt(given)
+    return LaneShares(given)
 
 
 def _has_short_step(plan: Plan) -> bool:

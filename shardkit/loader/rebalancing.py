@@ -19,7 +19,7 @@ import numpy as np
 
 from shardkit.errors import ConfigurationError
 from shardkit.loader.agreement import Exchange
-from shardkit.loader.ranks import Dealt
+from shardkit.loader.ranks import LaneShares
 from shardkit.plan import Assignment
 from shardkit.plan.assignment import Decision, RankTelemetry, Rules, in_force, rebalance
 from shardkit.ranges import Range
@@ -71,7 +71,7 @@ class Rebalancer:
         exchange: Exchange,
         *,
         rank: int,
-        dealt: Dealt,
+        dealt: LaneShares,
         record: Record,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -241,7 +241,7 @@ class Rebalancer:
 
 
 def make_rebalancer(
-    settings: Rebalancing | None, *, rank: int, dealt: Dealt, record: Record
+    settings: Rebalancing | None, *, rank: int, dealt: LaneShares, record: Record
 ) -> Rebalancer | None:
     """Return a rebalancer on the given store or on the process group's; None without settings or other ranks.
 

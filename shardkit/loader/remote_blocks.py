@@ -160,7 +160,7 @@ class RemoteBlocks:
     def location(self, name: str) -> tuple[int, bool]:
         """Return (rank of a location, True if it is switched off)."""
         return next(
-            store.path.tuned(name)
+            store.path.tuning_of(name)
             for store in self._stores
             if any(location.name == name for location in store.locations)
         )

@@ -261,7 +261,7 @@ class Watchdog:
     ) -> None:
         self._setup, self._resources, self._lanes, self._work = setup, resources, lanes, work
 
-    def stalled(self, waited: float, stage: str, group: StepGroup | None) -> None:
+    def report_stall(self, waited: float, stage: str, group: StepGroup | None) -> None:
         """Report a wait of `waited` seconds in `stage` of `group`."""
         (rank, world, _), sources = self._setup.topology, self._setup.sources
         facts: dict[str, Any] = {"rank": rank, "world": world, "waited_s": round(waited, 1), "stage": stage}
@@ -294,7 +294,7 @@ class Watchdog:
             stacklevel=2,
         )
 
-    def admitted(self) -> None:
+    def note_admission(self) -> None:
         """Check whether most loads of the epoch are of blocks that were evicted before.
 
         If so, memory grows unless the user has bounded it; otherwise a warning is given once.

@@ -145,7 +145,7 @@ class RowWork:
         self.at = None
         return fields, samples
 
-    def take_replaced(self) -> list[dict[str, Any]]:
+    def take_replacements(self) -> list[dict[str, Any]]:
         """Return the rows replaced or masked since the last call; they are journaled when the step is handed out."""
         replaced, self._replaced = self._replaced, []
         return replaced

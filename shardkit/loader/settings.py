@@ -16,10 +16,10 @@ from shardkit.extras import install_command
 from shardkit.formats import Schema, presence_of
 from shardkit.loader.batch import MissingValues
 from shardkit.loader.ranks import (
-    Dealt,
     Holders,
+    LaneShares,
     Topology,
-    check_chosen,
+    check_lanes,
     check_shares,
     find_topology,
     fixed_shares,
@@ -220,10 +220,10 @@ def gathered_fields(schema: Schema, config: LoaderConfig) -> list[str]:
     return list(gathered)
 
 
-def first_lanes(plan: Plan, topology: Topology, config: LoaderConfig) -> tuple[Dealt | None, list[int]]:
+def first_lanes(plan: Plan, topology: Topology, config: LoaderConfig) -> tuple[LaneShares | None, list[int]]:
     """Return the fixed shares (None if lanes were chosen) and this rank's lanes, without communication."""
     if config.lanes is not None:
-        return None, check_chosen(plan.lanes, config.lanes)
+        return None, check_lanes(plan.lanes, config.lanes)
     check_shares(plan, topology.world, uneven=config.uneven)
     dealt = fixed_shares(plan, topology.world, config.assignment)
     return dealt, list(dealt.assignment.lanes_of(topology.rank))

@@ -17,7 +17,7 @@ from .deck import Recent
 from .population import Population
 from .settings import MAX_WEIGHT, Settings
 from .stage import RoundRobin, Stage, plan_groups, whole_turn
-from .weighted import HAND, Dealt, Leg, WeightedGrid, Weights, pool_trees
+from .weighted import HAND, Leg, StageDeal, WeightedGrid, Weights, pool_trees
 
 _LEGS = 64  # stages kept ready
 
@@ -98,7 +98,7 @@ class MixedGrid(WeightedGrid):
     def _begin(self, stages: Sequence[Weights]) -> None:
         self._masses: list[tuple[int, ...]] = []
         self._totals: list[Int64s] = [np.zeros(len(self.rows), dtype=np.int64)]  # draws before each stage
-        self._deals: Recent[tuple[int, ...], tuple[Dealt, Int64s]] = Recent(_LEGS)
+        self._deals: Recent[tuple[int, ...], tuple[StageDeal, Int64s]] = Recent(_LEGS)
         self._ready: Recent[int, Leg] = Recent(_LEGS)
         for _ in range(2):  # the first decision needs the losses of a stage, and is made during the next one
             self.decide(stages[0].masses)
@@ -132,11 +132,11 @@ class MixedGrid(WeightedGrid):
     def _shared_strata(self, stages: Sequence[Weights]) -> Bools:
         return np.asarray(self.rows < HAND * self.lanes)
 
-    def _deal(self, weights: Weights, shared: Bools, stages: int, planned: int | None = None) -> Dealt:
+    def _deal(self, weights: Weights, shared: Bools, stages: int, planned: int | None = None) -> StageDeal:
         groups = plan_groups(weights.masses, self.population.strata, shared, self.global_batch)
         return groups, whole_turn(groups, self.global_batch, 0, fixed=self.every // self.lanes)
 
-    def _stage_deal(self, masses: tuple[int, ...]) -> tuple[Dealt, Int64s]:
+    def _stage_deal(self, masses: tuple[int, ...]) -> tuple[StageDeal, Int64s]:
         """Return the deal of a stage with these weights, and its draws of each stratum over all lanes."""
         weights = Weights(0, masses)
         border = np.zeros((2, len(masses)), dtype=np.int64)

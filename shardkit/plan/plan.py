@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from shardkit.documents import encode
 from shardkit.errors import PlanError
-from shardkit.notebook import Shown
+from shardkit.notebook import NotebookPage
 from shardkit.ranges import Range
 
 from .amendment import AnyGrid, Leg, RestGrid, amend_leg, make_change
@@ -30,7 +30,7 @@ _STEPS = Range(0, 2**62)
 _EPOCHS = Range(0, 2**31 - 1)
 
 
-class Plan(Shown):
+class Plan(NotebookPage):
     """Grid of cells: for each step and lane, ``cell_size`` sample numbers.
 
     Steps count over the whole run; `epoch_of` gives the epoch of a step. Sample numbers count the manifest's selected

@@ -21,7 +21,7 @@ from .settings import Settings
 from .stage import RoundRobin, Stage, StageGroup, Tree, first_step, plan_groups, whole_turn
 from .tapes import ByCost, Heads, Tapes
 
-Dealt = tuple[list[StageGroup], tuple[int, list[int]]]
+StageDeal = tuple[list[StageGroup], tuple[int, list[int]]]
 
 _CELLS, _CLASSES = 2, 5  # purposes of keys derived from the seed
 _WINDOW = 1 << 14  # fewest rows of a window of a shared stratum that is arranged by cost
@@ -133,7 +133,7 @@ class WeightedGrid:
 
     def _deal(
         self, weights: Weights, shared: NDArray[np.bool_], stages: int, planned: int | None = None
-    ) -> Dealt:
+    ) -> StageDeal:
         """Return groups, and the steps and samples of a phase; ``planned`` is the batch that sets the phase's length.
 
         By default that is the batch of ``weights``.
@@ -160,7 +160,7 @@ class WeightedGrid:
         self._append(weights, self._level(weights, dealt, handed, stages), (handed, shared))
         return self
 
-    def _level(self, weights: Weights, dealt: Dealt, handed: Int64s, stages: int) -> Dealt:
+    def _level(self, weights: Weights, dealt: StageDeal, handed: Int64s, stages: int) -> StageDeal:
         """Return the deal with strata drawn over all lanes if lanes would come too far apart."""
         over_all = self.shared.copy()
         while (apart := self._apart(weights, dealt, handed) & ~over_all).any():
@@ -168,7 +168,7 @@ class WeightedGrid:
             dealt = self._deal(weights, over_all, stages)
         return dealt
 
-    def _apart(self, weights: Weights, dealt: Dealt, handed: Int64s) -> NDArray[np.bool_]:
+    def _apart(self, weights: Weights, dealt: StageDeal, handed: Int64s) -> NDArray[np.bool_]:
         """Return the handed strata whose lanes could come more than half a hand apart in a turn of this deal."""
         groups, (steps, counts) = dealt
         apart = np.zeros(len(self.rows), dtype=np.bool_)
@@ -217,7 +217,9 @@ class WeightedGrid:
         first = step - step % self.loop_steps
         return first, first + self.loop_steps
 
-    def _append(self, weights: Weights, dealt: Dealt, standing: tuple[Int64s, Int64s] | None = None) -> None:
+    def _append(
+        self, weights: Weights, dealt: StageDeal, standing: tuple[Int64s, Int64s] | None = None
+    ) -> None:
         batch = weights.global_batch or self.global_batch
         stage = Stage(weights.from_step, *dealt, batch, self.lanes)
         if standing is not None:

@@ -27,7 +27,7 @@ from shardkit.stores.store import (
     Parse,
     Store,
     StoreAround,
-    advised,
+    add_advice,
     check_name,
     parse_object_name,
 )
@@ -213,7 +213,7 @@ class LocatedStore(StoreAround):
             if not refused:
                 raise
             told = f"{refused[0]} (asked again, and everywhere: {error})"
-            raise advised(type(refused[0])(told), self.path.root.store) from None
+            raise add_advice(type(refused[0])(told), self.path.root.store) from None
         if elsewhere:
             self.read_events.note("stale_log", elsewhere[-1], what=name)
         return parse(data, where)

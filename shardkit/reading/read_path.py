@@ -292,7 +292,7 @@ class ReadPath:
                 if off is not None:
                     known.off = off
 
-    def tuned(self, name: str) -> tuple[int, bool]:
+    def tuning_of(self, name: str) -> tuple[int, bool]:
         """Return (rank of a location, True if it is switched off)."""
         return next((known.location.rank, known.off) for known in self._known if known.location.name == name)
 

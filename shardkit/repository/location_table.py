@@ -35,7 +35,7 @@ from shardkit.reading.objects import LOCATION_NAME, ROOT_NAME, Location, check_l
 from shardkit.repository.log import (
     IDENTITY_NAME,
     MAX_IDENTITY_BYTES,
-    Numbered,
+    NumberedDocument,
     Row,
 )
 from shardkit.repository.policy import Policy
@@ -113,7 +113,7 @@ class LocationRecord:
         )
 
 
-class LocationTable(Numbered, frozen=True, kw_only=True, tag="shardkit-location-table/1"):
+class LocationTable(NumberedDocument, frozen=True, kw_only=True, tag="shardkit-location-table/1"):
     """Locations and policy of a root. The `previous` of the first table is empty.
 
     Attributes:

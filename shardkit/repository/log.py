@@ -56,7 +56,7 @@ _PUT_ATTEMPTS: Final = 3
 _MAX_UNLISTED: Final = 1_000
 
 
-class Numbered(Document, frozen=True, kw_only=True):
+class NumberedDocument(Document, frozen=True, kw_only=True):
     """Fields of all numbered documents."""
 
     n: Positive
@@ -77,7 +77,7 @@ class Numbered(Document, frozen=True, kw_only=True):
         return seal(self)
 
 
-Document_co = TypeVar("Document_co", bound=Numbered, covariant=True)
+Document_co = TypeVar("Document_co", bound=NumberedDocument, covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class Row(Generic[Document_co]):
 
         return read_checked(store, self.name(number), parse, max_bytes=self.max_bytes)
 
-    def put(self, store: Store, document: Numbered, *, what: str, then: str) -> bool:
+    def put(self, store: Store, document: NumberedDocument, *, what: str, then: str) -> bool:
         """Put the next document durably. Return False if another document has its number.
 
         After an error, the document is read back and compared. If it is ours, it is put again: the answer "exists"
@@ -177,7 +177,7 @@ class Deletion(Record, frozen=True):
     is_ended: bool = msgspec.field(name="ended", default=False)
 
 
-class LogEntry(Numbered, frozen=True, kw_only=True, tag="shardkit-log/1"):
+class LogEntry(NumberedDocument, frozen=True, kw_only=True, tag="shardkit-log/1"):
     """One commit."""
 
     previous: Digest

@@ -410,7 +410,7 @@ def asked_twice(ask: Callable[[], _Result]) -> _Result:
         return ask()
 
 
-def advised(error: ShardkitError, root: Store) -> ShardkitError:
+def add_advice(error: ShardkitError, root: Store) -> ShardkitError:
     """Return the error of a damaged document with the command that repairs it."""
     told = str(error)
     return error if "run: " in told else type(error)(f"{told}; run: shardkit repair {root.url}")
@@ -436,7 +436,7 @@ def read_checked(
     try:
         return asked_twice(lambda: parse(store.get(name, max_bytes=max_bytes), f"{name} in {store.url}"))
     except IntegrityError as error:
-        raise advised(error, store) from None
+        raise add_advice(error, store) from None
 
 
 def find_checked(store: Store, name: str, parse: Parse[_Result], *, max_bytes: int) -> _Result | None:

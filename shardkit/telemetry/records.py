@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from shardkit.errors import NotFoundError
-from shardkit.notebook import Shown
+from shardkit.notebook import NotebookPage
 
 RECORD_VERSION: Final = 1
 MAX_LINE_BYTES: Final = 64 << 10
@@ -236,7 +236,7 @@ def check_run(run: Path) -> Path:
 
 
 @dataclass(frozen=True)
-class RunTelemetry(Shown):
+class RunTelemetry(NotebookPage):
     """Records of all ranks of a run."""
 
     series: Mapping[tuple[int, int], Sequence[Record]] = field(default_factory=dict)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from shardkit.arrays import Buffer
 from shardkit.stores.remote.addresses import Address
-from shardkit.stores.remote.clients import Found
+from shardkit.stores.remote.clients import ObjectProperties
 from shardkit.stores.remote.failures import Failure, Kind
 from tests.simulation.scheduler import Scheduler
 
@@ -128,14 +128,14 @@ class BucketClient:
         if write_id is not None and self._scheduler.happens(self._faults.duplicate):
             self._late.append(carry_out)
 
-    def stat(self, name: str) -> Found:
+    def stat(self, name: str) -> ObjectProperties:
         """See `Client.stat`."""
         self._begin(f"head {self._bucket.name}/{name}")
         found = self._find(name)
         sha256 = found.sha256 if self._bucket.keeps_checksums else None
-        return Found(name, len(found.data), found.write_id, found.sha256, sha256)
+        return ObjectProperties(name, len(found.data), found.write_id, found.sha256, sha256)
 
-    def list(self, prefix: str, after: str) -> Iterator[Found]:
+    def list(self, prefix: str, after: str) -> Iterator[ObjectProperties]:
         """See `Client.list`."""
         self._begin(f"list {self._bucket.name}/{prefix}")
         stale = self._scheduler.happens(self._faults.stale_list)
@@ -149,7 +149,7 @@ class BucketClient:
             if place % 100 == 99:
                 self._begin(f"list {self._bucket.name}/{prefix} on")
             if (one := self._bucket.objects.get(name)) is not None:
-                yield Found(name, len(one.data), etag=one.sha256)
+                yield ObjectProperties(name, len(one.data), etag=one.sha256)
 
     def delete(self, name: str) -> None:
         """See `Client.delete`."""

@@ -219,9 +219,9 @@ def _needs(kind: str) -> Patch:
 
 def _placed(kind: str) -> Patch:
     """Repair does not look at a kind of objects."""
-    real = walk.CopyWalk.placed
+    real = walk.CopyWalk.copies
     return _replaced(
-        walk.CopyWalk, "placed", lambda self: (one for one in real(self) if not one.name.endswith(kind))
+        walk.CopyWalk, "copies", lambda self: (one for one in real(self) if not one.name.endswith(kind))
     )
 
 

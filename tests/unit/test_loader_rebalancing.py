@@ -10,7 +10,7 @@ import pytest
 from shardkit.errors import ConfigurationError, RunError
 from shardkit.loader import LoaderConfig
 from shardkit.loader.agreement import Exchange
-from shardkit.loader.ranks import Dealt
+from shardkit.loader.ranks import LaneShares
 from shardkit.loader.rebalancing import Rebalancer, Rebalancing, make_rebalancer
 from shardkit.plan import assign
 from shardkit.plan.assignment import Rules
@@ -38,7 +38,7 @@ class Group:
                 settings,
                 Exchange(store, r, ranks, patience_s=0.05),
                 rank=r,
-                dealt=Dealt(assign(lanes, ranks)),
+                dealt=LaneShares(assign(lanes, ranks)),
                 record=record,
             )
             for r in range(ranks)
@@ -137,9 +137,9 @@ def test_impossible_settings() -> None:
     with pytest.raises(ConfigurationError, match="every = 0: expected a whole number from 1"):
         Rebalancing(every=0)
     with pytest.raises(ConfigurationError, match=r"needs torch\.distributed to be initialised"):
-        make_rebalancer(Rebalancing(), rank=0, dealt=Dealt(assign(4, 2)), record=lambda *_a, **_k: None)
+        make_rebalancer(Rebalancing(), rank=0, dealt=LaneShares(assign(4, 2)), record=lambda *_a, **_k: None)
     assert (
-        make_rebalancer(Rebalancing(), rank=0, dealt=Dealt(assign(4, 1)), record=lambda *_a, **_k: None)
+        make_rebalancer(Rebalancing(), rank=0, dealt=LaneShares(assign(4, 1)), record=lambda *_a, **_k: None)
         is None
     )
 

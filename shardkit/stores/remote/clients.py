@@ -32,7 +32,7 @@ WRITE_ID: Final = "shardkitwrite"
 and _, and some proxies drop headers with _."""
 
 
-class Found(NamedTuple):
+class ObjectProperties(NamedTuple):
     """Properties of an object, from a listing or a request."""
 
     name: str
@@ -56,10 +56,10 @@ class Client(Protocol):
     def put(self, name: str, data: Buffer, *, write_id: str | None) -> None:
         """Write an object: overwrite it, or, if `write_id` is given, fail if it exists."""
 
-    def stat(self, name: str) -> Found:
+    def stat(self, name: str) -> ObjectProperties:
         """Return the properties of an object without reading it."""
 
-    def list(self, prefix: str, after: str) -> Iterator[Found]:
+    def list(self, prefix: str, after: str) -> Iterator[ObjectProperties]:
         """Yield objects below the folder `prefix` after the name `after`, in byte order of names."""
 
     def delete(self, name: str) -> None:
@@ -169,17 +169,17 @@ class ObstoreClient:
         self._api.put(self._store, name, data, **settings)
 
     @classified()
-    def stat(self, name: str) -> Found:
+    def stat(self, name: str) -> ObjectProperties:
         found = self._api.get(self._store, name, options={"head": True})
         write_id = dict(found.attributes).get(WRITE_ID)
-        return Found(name, int(found.meta["size"]), write_id, found.meta["e_tag"] or "")
+        return ObjectProperties(name, int(found.meta["size"]), write_id, found.meta["e_tag"] or "")
 
-    def list(self, prefix: str, after: str) -> Iterator[Found]:
+    def list(self, prefix: str, after: str) -> Iterator[ObjectProperties]:
         with classified():
             chunks = self._api.list(self._store, prefix or None, offset=after or None, chunk_size=1000)
             for chunk in chunks:
                 for meta in chunk:
-                    yield Found(meta["path"], int(meta["size"]), etag=meta["e_tag"] or "")
+                    yield ObjectProperties(meta["path"], int(meta["size"]), etag=meta["e_tag"] or "")
 
     def delete(self, name: str) -> None:
         try:
@@ -310,11 +310,11 @@ class Boto3Client:
         self._s3.put_object(**self._key(name), **settings)
 
     @classified()
-    def stat(self, name: str) -> Found:
+    def stat(self, name: str) -> ObjectProperties:
         found = self._s3.head_object(**self._key(name), ChecksumMode="ENABLED")
         text = str(found.get("ChecksumSHA256") or "")
         whole = found.get("ChecksumType", "FULL_OBJECT") == "FULL_OBJECT" and len(text) == 44
-        return Found(
+        return ObjectProperties(
             name,
             int(found["ContentLength"]),
             found["Metadata"].get(WRITE_ID),
@@ -322,7 +322,7 @@ class Boto3Client:
             base64.b64decode(text).hex() if whole else None,
         )
 
-    def list(self, prefix: str, after: str) -> Iterator[Found]:
+    def list(self, prefix: str, after: str) -> Iterator[ObjectProperties]:
         with classified():
             pages = self._s3.get_paginator("list_objects_v2").paginate(
                 Bucket=self._bucket,
@@ -332,7 +332,7 @@ class Boto3Client:
             for page in pages:
                 for found in page.get("Contents", ()):
                     name = found["Key"].removeprefix(self._prefix)
-                    yield Found(name, int(found["Size"]), etag=found.get("ETag", ""))
+                    yield ObjectProperties(name, int(found["Size"]), etag=found.get("ETag", ""))
 
     @classified()
     def delete(self, name: str) -> None:
@@ -392,16 +392,16 @@ class FsspecClient:
                     self._system.rm_file(temporary)
                 raise
 
-    def stat(self, name: str) -> Found:
+    def stat(self, name: str) -> ObjectProperties:
         with _as_failure():
             info = self._system.info(self._path(name))
         if info.get("type") != "file" or info.get("size") is None:
             raise Failure("absent", "no file")
-        return Found(
+        return ObjectProperties(
             name, int(info["size"]), etag=next((str(info[key]) for key in _ETAGS if info.get(key)), "")
         )
 
-    def list(self, prefix: str, after: str) -> Iterator[Found]:
+    def list(self, prefix: str, after: str) -> Iterator[ObjectProperties]:
         with _as_failure():
             self._system.invalidate_cache()
             try:
@@ -409,7 +409,7 @@ class FsspecClient:
             except FileNotFoundError:
                 return
             sizes = {self._name(path): int(info.get("size") or 0) for path, info in found.items()}
-        yield from (Found(name, sizes[name]) for name in sorted(sizes) if name > after)
+        yield from (ObjectProperties(name, sizes[name]) for name in sorted(sizes) if name > after)
 
     def delete(self, name: str) -> None:
         with _as_failure(writing=name), contextlib.suppress(FileNotFoundError):

@@ -24,7 +24,7 @@ from shardkit.arrays import Buffer
 from shardkit.errors import IntegrityError, NotFoundError, StoreError, StoreReadOnlyError
 from shardkit.stores.file_operations import explained
 from shardkit.stores.remote.addresses import OBJECT_SCHEMES, Address, check_key
-from shardkit.stores.remote.clients import Client, Found, endpoint_of, open_client
+from shardkit.stores.remote.clients import Client, ObjectProperties, endpoint_of, open_client
 from shardkit.stores.remote.failures import Failure
 from shardkit.stores.store import (
     DirectStore,
@@ -185,7 +185,7 @@ class ObjectStore(DirectStore):
         """Return size and ETag, and the SHA-256 that S3 computed when the object was written."""
         self._check_name(name)
 
-        def look(client: Client) -> Found | None:
+        def look(client: Client) -> ObjectProperties | None:
             try:
                 return client.stat(name)
             except Failure as failure:
@@ -200,7 +200,7 @@ class ObjectStore(DirectStore):
         check_prefix(prefix)
         return (one.name for one in self._list(prefix, after, "data") if is_name(one.name))
 
-    def _list(self, prefix: str, after: str, role: str) -> Iterator[Found]:
+    def _list(self, prefix: str, after: str, role: str) -> Iterator[ObjectProperties]:
         """Yield the objects below a folder, each once, even if the listing must be restarted."""
         last, what, since = after, prefix or "objects", WAITS.now()
         problem = Failure("no-answer", "")
@@ -282,7 +282,7 @@ class ObjectStore(DirectStore):
         return self._try(name, "write", put)
 
     def _is_mine(self, name: str, write_id: str) -> bool:
-        found: Found = self._try(name, "look at", lambda client: client.stat(name))
+        found: ObjectProperties = self._try(name, "look at", lambda client: client.stat(name))
         return found.write_id == write_id
 
     # Requests

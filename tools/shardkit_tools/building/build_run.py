@@ -90,7 +90,7 @@ _LIGHT_ROW_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Laid:
+class _Draft:
     """A version ready to be written, and the parts that hold its rows."""
 
     plan: VersionPlan
@@ -260,7 +260,7 @@ class BuildRun:
 
     def _lay_out(
         self, found: Sequence[TaskFacts], columns: list[Rows], base: Base | None, job: Job | None
-    ) -> _Laid:
+    ) -> _Draft:
         rows = join_parts(columns)
         columns.clear()  # frees the copied columns: memory may not hold two row tables of 10⁸ rows
         if not len(rows):
@@ -281,7 +281,7 @@ class BuildRun:
         with contextlib.closing(files):
             reader = ScratchReader(files, self._version.schema) if job is not None else None
             plan = plan_version(self._version, rows, base, reader)
-        return _Laid(plan, parts, duplicates, packed)
+        return _Draft(plan, parts, duplicates, packed)
 
     def _pack(
         self, packing: PackSettings, documents: Rows, found: Sequence[TaskFacts], job: Job | None
@@ -320,7 +320,7 @@ class BuildRun:
         report = PackReport(len(documents), tokens, len(packed), len(packed) * packing.length - tokens)
         return packed, [made[number].facts for number in range(len(made))], report
 
-    def _write(self, repository: Repository, job: Job, laid: _Laid) -> tuple[list[ShardRecord], int]:
+    def _write(self, repository: Repository, job: Job, laid: _Draft) -> tuple[list[ShardRecord], int]:
         """Pass 2: write every shard; return them in order, and how many an earlier run had written."""
         total = int(laid.plan.rows.raw_bytes.sum())
         self._meter.begin("write", total_bytes=total)
@@ -421,7 +421,7 @@ class BuildRun:
     def _result(
         self,
         found: Sequence[TaskFacts],
-        laid: _Laid,
+        laid: _Draft,
         made: MadeVersion | None = None,
         moved: Moved = NOT_MOVED,
         *,

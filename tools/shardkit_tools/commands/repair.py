@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from shardkit.copies.documents import Lost, Unchecked
+from shardkit.copies.documents import LostObject, UncheckedCopy
 from shardkit.copies.repair import repair as repair_root
 from shardkit.copies.scrub import Scrub
 from shardkit.copies.walk import Repair
@@ -82,7 +82,7 @@ def print_repair(done: Repair) -> None:
     print_unchecked(done.unchecked)
 
 
-def print_unchecked(unchecked: list[Unchecked]) -> None:
+def print_unchecked(unchecked: list[UncheckedCopy]) -> None:
     """Print the copies that could not be checked, with each reason once."""
     found = [
         (
@@ -94,7 +94,7 @@ def print_unchecked(unchecked: list[Unchecked]) -> None:
     console.print_findings("Could not check or heal", found, "yellow", are_grouped=True)
 
 
-def _loss_facts(lost: Lost) -> tuple[str, console.Facts]:
+def _loss_facts(lost: LostObject) -> tuple[str, console.Facts]:
     return lost.name, [
         ("because", short_ids(lost.why)),
         ("lost", count_text(lost.rows, "sample") if lost.rows else None),

@@ -13,7 +13,7 @@ from shardkit_tools import console, options
 from shardkit_tools.console import bytes_text, count_text, duration_text
 from shardkit_tools.options import argument, option
 from shardkit_tools.simulation.cluster import Cluster, load_cluster, with_changes
-from shardkit_tools.simulation.reading import Prepared
+from shardkit_tools.simulation.reading import PlannedDataset
 from shardkit_tools.simulation.run import DEFAULT_BUDGET, Unit, prepare, simulate_lanes, simulate_shuffle
 
 _OURS, _USUAL = "lanes + plan-aware cache", "full shuffle + LRU"
@@ -91,7 +91,7 @@ def _scenarios(described: Cluster, wanted: list[str], sweep: str) -> list[tuple[
 
 
 def _run(scenarios: list[tuple[str, Cluster]], budget: int, unit: Unit | None) -> list[dict[str, Any]]:
-    made: dict[tuple[Any, ...], Prepared] = {}
+    made: dict[tuple[Any, ...], PlannedDataset] = {}
     results = []
     with console.long_work() as status:
         for label, cluster in scenarios:

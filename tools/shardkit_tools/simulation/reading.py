@@ -143,7 +143,7 @@ class BlockMap:
 
 
 @dataclass(frozen=True, eq=False)
-class Prepared:
+class PlannedDataset:
     """A dataset and its plan, which can be reused for many descriptions of a cluster."""
 
     population: Population
@@ -335,7 +335,7 @@ class Reads:
     loads: list[RankLoads]  # loads of the sampled ranks
 
 
-def read_lanes(cluster: Cluster, prepared: Prepared, sample: Sample, tell: Tell) -> Reads:
+def read_lanes(cluster: Cluster, prepared: PlannedDataset, sample: Sample, tell: Tell) -> Reads:
     """Simulate the reads of the sampled nodes and scale them to the cluster."""
     loads: list[RankLoads] = []
     columns, kept = [], []
@@ -358,7 +358,7 @@ def read_lanes(cluster: Cluster, prepared: Prepared, sample: Sample, tell: Tell)
 
 
 def _read_node(
-    cluster: Cluster, prepared: Prepared, sample: Sample, node: int
+    cluster: Cluster, prepared: PlannedDataset, sample: Sample, node: int
 ) -> tuple[list[RankLoads], int, int]:
     """Return (loads of each sampled rank of a node, distinct bytes loaded, bytes in the node's cache at the end)."""
     plan, blocks, share = prepared.plan, prepared.blocks, sample.rank_share

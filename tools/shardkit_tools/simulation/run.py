@@ -17,7 +17,7 @@ from shardkit_tools.simulation.cluster import Cluster, with_changes
 from shardkit_tools.simulation.faults import Moves, Stops, recovery, restart
 from shardkit_tools.simulation.reading import (
     BlockMap,
-    Prepared,
+    PlannedDataset,
     Reads,
     Tell,
     choose_sample,
@@ -37,7 +37,7 @@ _SHUFFLE_SHARE = 12  # a full shuffle follows the budget divided by this number 
 _MONTH_S = 30 * 86400.0
 
 
-def prepare(cluster: Cluster) -> Prepared:
+def prepare(cluster: Cluster) -> PlannedDataset:
     """Make the population and the plan of a cluster's job.
 
     Raises:
@@ -53,7 +53,7 @@ def prepare(cluster: Cluster) -> Prepared:
     plan = make_plan(population, global_batch=work.global_batch, seed=work.seed, lanes=work.lanes or None,
                      window_blocks=work.window_blocks)  # fmt: skip
     check_world(plan, cluster)
-    return Prepared(population, BlockMap.of(population), plan)
+    return PlannedDataset(population, BlockMap.of(population), plan)
 
 
 def check_world(plan: Plan, cluster: Cluster) -> None:
@@ -67,7 +67,7 @@ def check_world(plan: Plan, cluster: Cluster) -> None:
 
 def simulate_lanes(
     cluster: Cluster,
-    prepared: Prepared,
+    prepared: PlannedDataset,
     *,
     budget: int = DEFAULT_BUDGET,
     slow: Mapping[int, float] | None = None,
@@ -105,7 +105,7 @@ def simulate_lanes(
 
 def simulate_shuffle(
     cluster: Cluster,
-    prepared: Prepared,
+    prepared: PlannedDataset,
     *,
     unit: Unit = "sample",
     budget: int = DEFAULT_BUDGET,
@@ -121,7 +121,7 @@ def simulate_shuffle(
 
 
 def _time_epochs(
-    cluster: Cluster, prepared: Prepared, reads: Reads, steps: int, moves: Moves
+    cluster: Cluster, prepared: PlannedDataset, reads: Reads, steps: int, moves: Moves
 ) -> dict[str, Any]:
     """Return the results of all epochs of `steps` steps each, including faults."""
     total = steps * cluster.work.epochs
@@ -186,7 +186,7 @@ _ITEMS, _EPOCH = 21, 22  # keys derived from the seed, one per purpose
 _LOADS = 8  # largest number of timed loads per rank and step; they represent all loads
 
 
-def shuffled_reads(cluster: Cluster, prepared: Prepared, *, unit: Unit, budget: int) -> Reads:
+def shuffled_reads(cluster: Cluster, prepared: PlannedDataset, *, unit: Unit, budget: int) -> Reads:
     """Simulate the reads of a full shuffle by following a sample of items through the caches of all nodes.
 
     The error is two standard errors of the number of misses, with independent reads.
