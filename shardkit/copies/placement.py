@@ -80,7 +80,7 @@ class Copy(NamedTuple):
         return self.state in ("wrong", "missing")
 
 
-def copies_of(needed: Mapping[str, NeededObject]) -> Iterator[Copy]:
+def list_copies(needed: Mapping[str, NeededObject]) -> Iterator[Copy]:
     """Yield every copy that the policy asks for."""
     for one in needed.values():
         for location in one.where:
@@ -400,7 +400,7 @@ def look(
     found.needed = needed
     found.fill(None if listing else list(needed))
     adopting = AdoptedStore(found.root)  # adopted files count as copies in the root
-    for one in copies_of(needed):
+    for one in list_copies(needed):
         if one.name in found.held[one.location]:
             continue
         if one.location == ROOT_NAME and adopting.head(one.name) is not None:

@@ -24,7 +24,7 @@ from shardkit.copies.documents import (
     merged_names,
 )
 from shardkit.copies.mirroring import restore_lost_root
-from shardkit.copies.placement import Copy, NeededObject, add_needed, copies_of, needed_of, placement
+from shardkit.copies.placement import Copy, NeededObject, add_needed, list_copies, needed_of, placement
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
 from shardkit.exit_codes import ExitCode
 from shardkit.reading.adopted import AdoptedStore
@@ -238,7 +238,7 @@ class CopyWalk:
 
     def copies(self) -> Iterator[Copy]:
         """Yield every copy that belongs in a usable location."""
-        return (one for one in copies_of(self.needed) if one.location in self.locations)
+        return (one for one in list_copies(self.needed) if one.location in self.locations)
 
     def check(
         self, copies: Sequence[Copy], depth: Callable[[Copy], Depth], total: int | None = None
@@ -432,4 +432,4 @@ class CopyWalk:
             where = placement(self.table.policy, self.table.locations, parity.digest, "parity")
             add_needed(new, [NeededObject(parity.name, parity.size, where, is_critical=False)])
         add_needed(self.needed, new.values())
-        return [one for one in copies_of(new) if one.location in self.locations]
+        return [one for one in list_copies(new) if one.location in self.locations]
