@@ -120,10 +120,11 @@ def sign_statement(statement: dict[str, Any], key: Path) -> bytes:
     private: Ed25519PrivateKey = _key(key, private=True)
     payload = encode(statement)
     signature = private.sign(_encode(PAYLOAD_TYPE, payload))
+    key_id = hashlib.sha256(private.public_key().public_bytes_raw()).hexdigest()
     envelope = {
         "payload": base64.b64encode(payload).decode(),
         "payloadType": PAYLOAD_TYPE,
-        "signatures": [{"keyid": _key_id(private.public_key()), "sig": base64.b64encode(signature).decode()}],
+        "signatures": [{"keyid": key_id, "sig": base64.b64encode(signature).decode()}],
     }
     return json.dumps(envelope, indent=1).encode() + b"\n"
 
@@ -189,10 +190,6 @@ def _is_signed(public: Ed25519PublicKey, signature: bytes, data: bytes) -> bool:
     except InvalidSignature:
         return False
     return True
-
-
-def _key_id(public: Ed25519PublicKey) -> str:
-    return hashlib.sha256(public.public_bytes_raw()).hexdigest()
 
 
 def _key(path: Path, *, private: bool) -> Any:

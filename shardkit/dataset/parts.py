@@ -95,7 +95,8 @@ def commit_parts(
     settings |= {"split": dict(split["shares"]), "split_by": split["by"]} if split else {}
     # A repeated append must be recognised. Elsewhere equal rows make equal versions, however they were
     # divided into parts.
-    recipe = {"parts": _digest_of(written)} if append else {}
+    digests = "".join(f"{part.name} {part.digest}\n" for part in written)
+    recipe = {"parts": hashlib.sha256(digests.encode()).hexdigest()} if append else {}
     version = VersionSettings(**settings, about=about, lookup=lookup, cost=cost).version(
         Schema.from_json(schema), classes, ref=ref, recipe=recipe
     )
@@ -114,10 +115,6 @@ def commit_parts(
         folder.drop(part)
     folder.sweep()
     return manifest
-
-
-def _digest_of(parts: Sequence[WrittenPart]) -> str:
-    return hashlib.sha256("".join(f"{part.name} {part.digest}\n" for part in parts).encode()).hexdigest()
 
 
 def _find_append(repository: Repository, version: NewVersion, ref: str) -> Manifest | None:

@@ -9,6 +9,7 @@ thread competes with the trainer for the interpreter.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import time
@@ -221,7 +222,10 @@ class Pipeline:
             except BaseException as error:
                 if self._stopping.is_set() and isinstance(error, Exception):
                     return None  # another thread has closed the pipeline during the wait
-                self._error = error if isinstance(error, Exception) else _interrupt_error(error)
+                if not isinstance(error, Exception):
+                    text = f"this loop was interrupted by {type(error).__name__}"
+                    error = UsageError(f"{text}; iterate again, or load a state")
+                self._error = error
                 self.close()
                 raise
             self._waited_s = time.perf_counter() - started
@@ -281,9 +285,6 @@ class Pipeline:
     def _report(self, waited: float, stage: str) -> None:
         self._counts.stalls += 1
         self._watchdog.report_stall(waited, stage, self._current)
-
-    def _report_load(self, waited: float) -> None:
-        self._report(waited, "load")
 
     # ---- plan and load
 
@@ -404,7 +405,7 @@ class Pipeline:
             offset = 0
             while offset < len(group.numbers):
                 started = time.perf_counter()
-                steps = needed.wait(offset, self._together, stall_s, self._report_load)
+                steps = needed.wait(offset, self._together, stall_s, functools.partial(self._report, stage="load"))
                 self._counts.load_wait_s += time.perf_counter() - started
                 yield self._gather(needed, rows, steps)
                 offset = steps.stop
@@ -469,10 +470,6 @@ def _and_after(numbers: range, plan: Plan) -> Iterator[range]:
     while numbers:
         yield numbers
         numbers = range(numbers.stop, plan.epoch_bounds(numbers.stop)[1])
-
-
-def _interrupt_error(error: BaseException) -> UsageError:
-    return UsageError(f"this loop was interrupted by {type(error).__name__}; iterate again, or load a state")
 
 
 def _together(
