@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -172,6 +173,14 @@ def _change(tmp_path: Path, *names: str, **policy: object) -> PlacementChange:
     )
 
 
+def _dataset(tmp_path: Path, *names: str, mode: str = "sync") -> Path:
+    """A dataset with two copies of each shard."""
+    root = tmp_path / "root"
+    place(Repository.create(root), _change(tmp_path, *names, copies=2, mode=mode))
+    _make(root)
+    return root
+
+
 def _missing(root: Path) -> int:
     repository = Repository.open(root, read_only=True)
     table = read_table(repository.store, repository.id)
@@ -184,9 +193,7 @@ def _shards(path: Path) -> int:
 
 
 def test_what_a_commit_waits_for(tmp_path: Path) -> None:
-    root = tmp_path / "root"
-    place(Repository.create(root), _change(tmp_path, "a", "b", copies=2, mode="sync"))
-    _make(root)
+    root = _dataset(tmp_path, "a", "b")
     assert _missing(root) == 0
     place(Repository.open(root), _change(tmp_path, mode="async"))
     before = _shards(tmp_path / "a") + _shards(tmp_path / "b")
@@ -229,11 +236,7 @@ def test_sync_commits_nothing_when_a_location_is_away(tmp_path: Path) -> None:
 
 
 def test_a_lost_location_is_forgotten_and_its_copies_are_made_elsewhere(tmp_path: Path) -> None:
-    import shutil
-
-    root = tmp_path / "root"
-    place(Repository.create(root), _change(tmp_path, "a", "b", copies=2, mode="sync"))
-    _make(root)
+    root = _dataset(tmp_path, "a", "b")
     shutil.rmtree(tmp_path / "a")
     assert replicate(Repository.open(root)).exit_code == 3
     placing = place(Repository.open(root), PlacementChange(forget=("a",)))
@@ -245,11 +248,7 @@ def test_a_lost_location_is_forgotten_and_its_copies_are_made_elsewhere(tmp_path
 
 
 def test_a_new_disk_is_filled_again(tmp_path: Path) -> None:
-    import shutil
-
-    root = tmp_path / "root"
-    place(Repository.create(root), _change(tmp_path, "a", copies=2, mode="sync"))
-    _make(root)
+    root = _dataset(tmp_path, "a")
     shutil.rmtree(tmp_path / "a")
     placing = place(Repository.open(root), PlacementChange(refill=("a",)))
     assert not placing.committed
@@ -258,9 +257,7 @@ def test_a_new_disk_is_filled_again(tmp_path: Path) -> None:
 
 
 def test_moves_wait_for_the_grace_and_can_be_undone(tmp_path: Path) -> None:
-    root = tmp_path / "root"
-    place(Repository.create(root), _change(tmp_path, "a", copies=2, mode="sync"))
-    _make(root)
+    root = _dataset(tmp_path, "a")
     shards = _shards(root)
     placing = place(
         Repository.open(root), PlacementChange(locations=_change(tmp_path, "b").locations, empty=("a",))
@@ -292,9 +289,7 @@ def _truncate(path: Path) -> None:
 def test_nothing_is_dropped_without_proof_of_good_copies(
     tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
-    root = tmp_path / "root"
-    place(Repository.create(root), _change(tmp_path, "a", copies=2, mode="sync"))
-    _make(root)
+    root = _dataset(tmp_path, "a")
     place(Repository.open(root), PlacementChange(locations=_change(tmp_path, "b").locations, empty=("a",)))
     victim = min((tmp_path / "b").glob("objects/**/*.tar"))
     damage(victim)
@@ -306,9 +301,7 @@ def test_nothing_is_dropped_without_proof_of_good_copies(
 
 
 def test_what_the_root_has_lost_comes_back_from_a_copy(tmp_path: Path) -> None:
-    root = tmp_path / "root"
-    place(Repository.create(root), _change(tmp_path, "a", copies=2, mode="sync"))
-    _make(root)
+    root = _dataset(tmp_path, "a")
     lost = [*sorted(root.glob("objects/**/*.tar"))[:3], *root.glob("objects/**/*.page")]
     kept = {path: path.read_bytes() for path in lost}
     for path in lost:
@@ -319,9 +312,7 @@ def test_what_the_root_has_lost_comes_back_from_a_copy(tmp_path: Path) -> None:
 
 
 def test_an_object_that_is_good_nowhere_is_named(tmp_path: Path) -> None:
-    root = tmp_path / "root"
-    place(Repository.create(root), _change(tmp_path, "a", copies=2, mode="async"))
-    _make(root)
+    root = _dataset(tmp_path, "a", mode="async")
     victim = min(root.glob("objects/**/*.tar"))
     _corrupt(victim)
     done = replicate(Repository.open(root))
@@ -331,11 +322,7 @@ def test_an_object_that_is_good_nowhere_is_named(tmp_path: Path) -> None:
 
 
 def test_a_copy_takes_the_place_of_a_lost_root(tmp_path: Path) -> None:
-    import shutil
-
-    root = tmp_path / "root"
-    place(Repository.create(root), _change(tmp_path, "a", "b", copies=2, mode="sync"))
-    _make(root)
+    root = _dataset(tmp_path, "a", "b")
     with pytest.raises(UsageError, match="answers: it must be gone"):
         promote(tmp_path / "a")
     with pytest.raises(UsageError, match="is no copy"):
