@@ -338,7 +338,9 @@ class RowSpool:
             self._part.close()
             self._part = None
         if self.folder:
-            remove_scratch(self.folder, self.name)
+            # if it cannot be removed, it is left to the sweep
+            with contextlib.suppress(OSError), Directories(self.folder).opened(()) as opened:
+                active().unlink(opened, self.name)
 
     def _make_room(self, size: int) -> None:
         """Write the run if ``size`` more bytes would not fit into it."""
@@ -456,12 +458,6 @@ class ScratchFile:
 
     def close(self) -> None:
         active().close(self._file)
-
-
-def remove_scratch(folder: str, name: str) -> None:
-    """Remove a scratch file if it exists; if that fails, it is left to the sweep."""
-    with contextlib.suppress(OSError), Directories(folder).opened(()) as opened:
-        active().unlink(opened, name)
 
 
 def scratch_folder(repository: Repository, scratch: str | os.PathLike[str] | None) -> str:

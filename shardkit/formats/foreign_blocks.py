@@ -228,13 +228,8 @@ class _ParquetDecoder(_TableDecoder):
             return _no_columns(rows)
         with parquet_file(SparseFile(self._size, parts), footer=self._footer) as parquet:
             table = parquet.read_row_group(self._groups[block], found, use_threads=False)
-        return one_batch(table)
-
-
-def one_batch(table: Any) -> Any:
-    """Return the rows of a table as one record batch."""
-    batches = table.combine_chunks().to_batches()
-    return batches[0] if len(batches) == 1 else pa.concat_batches(batches)
+        batches = table.combine_chunks().to_batches()
+        return batches[0] if len(batches) == 1 else pa.concat_batches(batches)
 
 
 def _no_columns(rows: int) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.errors import ConfigurationError
-from shardkit.images.decoding import MAX_PIXELS, PictureReader, check_pixels, find_decoder, versions_of
+from shardkit.images.decoding import MAX_PIXELS, PictureReader, find_decoder, versions_of
 from shardkit.images.framing import CenterCrop, Framing, RandomCrop, View, WholePicture, pair_of
 from shardkit.plan import Place
 
@@ -190,7 +190,8 @@ def _decoder(
 ) -> PictureDecoder:
     if layout not in ("CHW", "HWC"):
         raise ConfigurationError(f"layout={layout!r}: 'CHW' or 'HWC' is expected")
-    check_pixels(max_pixels)
+    if max_pixels < 1:
+        raise ConfigurationError(f"max_pixels={max_pixels}: 1 or more is expected")
     chosen = _check_normalise(normalise)
     decoder, resizer = find_decoder(), _find_resizer()
     made_by = versions_of(decoder, "pillow", resizer)

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from shardkit.errors import ConfigurationError, FormatError, MissingDependency
+from shardkit.errors import FormatError, MissingDependency
 from shardkit.extras import install_command
 
 Mode = Literal["RGB", "L"]
@@ -164,12 +164,6 @@ def find_decoder() -> str:
 def versions_of(*packages: str) -> str:
     """Return the versions of the packages that pixels depend on, such as "pillow 13.0.0, torch 2.13.0"."""
     return ", ".join(f"{name} {version(name)}" for name in dict.fromkeys(packages))
-
-
-def check_pixels(max_pixels: int) -> None:
-    """Raise ConfigurationError if `max_pixels` is below 1."""
-    if max_pixels < 1:
-        raise ConfigurationError(f"max_pixels={max_pixels}: 1 or more is expected")
 
 
 def _jpeg_size(payload: bytes) -> tuple[int, int] | None:

@@ -49,12 +49,19 @@ class RandomCrop:
     flip: float
 
     def __post_init__(self) -> None:
-        check_ratio(self.scale, self.ratio)
-        check_share("flip", self.flip)
+        scale, ratio = self.scale, self.ratio
+        if not 0 < scale[0] <= scale[1] <= 1:
+            raise ConfigurationError(
+                f"scale={scale}: shares of the area, 0 < least <= most <= 1, are expected"
+            )
+        if not 0 < ratio[0] <= ratio[1]:
+            raise ConfigurationError(f"ratio={ratio}: width / height, 0 < least <= most, is expected")
+        if not 0 <= self.flip <= 1:
+            raise ConfigurationError(f"flip={self.flip}: a probability from 0 to 1 is expected")
 
     def __call__(self, height: int, width: int, place: Place) -> View:
         flip = draw(draws(place, _CROP, 1)[0], ONE) < round(self.flip * ONE)
-        box = random_box(height, width, self.scale, self.ratio, place, _CROP)
+        box = self._box(height, width, place)
         if box is not None:
             left, top, wide, high = box
             shrink = _shrink(high, wide, self.size)
@@ -68,39 +75,17 @@ class RandomCrop:
             wide = max(1, high * tall // ONE)
         return View((width - wide) // 2, (height - high) // 2, wide, high, self.size, flip=flip)
 
-
-def random_box(
-    height: int,
-    width: int,
-    scale: tuple[float, float],
-    ratio: tuple[float, float],
-    place: Place,
-    name: str,
-) -> tuple[int, int, int, int] | None:
-    """Return (left, top, width, height) of a random box from draws 1 to 40 of `name`; None if no try fits."""
-    least, most = (round(share * ONE) for share in scale)
-    for attempt in range(_TRIES):
-        a, b, c, d = draws(place, name, 4, first=1 + 4 * attempt)
-        area = height * width * (least + draw(a, most - least + 1))  # fixed point
-        drawn = _ratios(ratio)[draw(b, _RATIOS)]
-        wide, high = _rounded_root(area * drawn, ONE * ONE), _rounded_root(area, drawn)
-        if 0 < wide <= width and 0 < high <= height:
-            return draw(c, width - wide + 1), draw(d, height - high + 1), wide, high
-    return None
-
-
-def check_ratio(scale: tuple[float, float], ratio: tuple[float, float]) -> None:
-    """Raise ConfigurationError for invalid bounds of area or aspect ratio."""
-    if not 0 < scale[0] <= scale[1] <= 1:
-        raise ConfigurationError(f"scale={scale}: shares of the area, 0 < least <= most <= 1, are expected")
-    if not 0 < ratio[0] <= ratio[1]:
-        raise ConfigurationError(f"ratio={ratio}: width / height, 0 < least <= most, is expected")
-
-
-def check_share(name: str, value: float) -> None:
-    """Raise ConfigurationError unless `value` is a probability."""
-    if not 0 <= value <= 1:
-        raise ConfigurationError(f"{name}={value}: a probability from 0 to 1 is expected")
+    def _box(self, height: int, width: int, place: Place) -> tuple[int, int, int, int] | None:
+        """Return (left, top, width, height) of a random box from draws 1 to 40; None if no try fits."""
+        least, most = (round(share * ONE) for share in self.scale)
+        for attempt in range(_TRIES):
+            a, b, c, d = draws(place, _CROP, 4, first=1 + 4 * attempt)
+            area = height * width * (least + draw(a, most - least + 1))  # fixed point
+            drawn = _ratios(self.ratio)[draw(b, _RATIOS)]
+            wide, high = _rounded_root(area * drawn, ONE * ONE), _rounded_root(area, drawn)
+            if 0 < wide <= width and 0 < high <= height:
+                return draw(c, width - wide + 1), draw(d, height - high + 1), wide, high
+        return None
 
 
 @dataclass(frozen=True)

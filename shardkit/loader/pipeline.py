@@ -9,7 +9,6 @@ thread competes with the trainer for the interpreter.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import threading
 import time
@@ -282,7 +281,7 @@ class Pipeline:
         self._stopping.set()
         self._resources.window.wake(self._loop)
 
-    def _report(self, waited: float, stage: str) -> None:
+    def _report(self, waited: float, stage: str = "load") -> None:
         self._counts.stalls += 1
         self._watchdog.report_stall(waited, stage, self._current)
 
@@ -405,7 +404,7 @@ class Pipeline:
             offset = 0
             while offset < len(group.numbers):
                 started = time.perf_counter()
-                steps = needed.wait(offset, self._together, stall_s, functools.partial(self._report, stage="load"))
+                steps = needed.wait(offset, self._together, stall_s, self._report)
                 self._counts.load_wait_s += time.perf_counter() - started
                 yield self._gather(needed, rows, steps)
                 offset = steps.stop

@@ -45,11 +45,6 @@ def encode_costs(costs: NDArray[np.int64]) -> NDArray[np.uint8]:
     return (8 * octave + ((costs << 3) >> octave) % 8).astype(np.uint8)
 
 
-def decode_costs(codes: NDArray[np.uint8]) -> NDArray[np.float64]:
-    """Return approximate costs: the middle of each code's level."""
-    return _VALUES[codes] / 16
-
-
 class Codes(Protocol):
     """Encoded costs of all samples, looked up by sample number; an array satisfies this protocol."""
 
@@ -78,7 +73,7 @@ class Costs:
         """Return the costs of cells (steps, lanes, m) as (steps, lanes) float64; empty slots cost nothing."""
         there = cells >= 0
         found = np.zeros(cells.shape)
-        found[there] = decode_costs(self.codes[cells[there]])
+        found[there] = _VALUES[self.codes[cells[there]]] / 16  # the middle of each code's level
         sums: NDArray[np.float64] = found.sum(axis=2)
         return sums
 

@@ -200,7 +200,9 @@ class Repository(CommitLog):
                 from shardkit.stores.remote.probing import check_writers
 
                 check_writers(store)
-            check_may_begin(store)
+            if store.head(IDENTITY_NAME) is None and store.head(LOG.name(1)) is None:
+                check_root_is_not_lost(store)
+                check_vacant(store.url, "dataset")
             features = (SINGLE_WRITER,) if single_writer else ()
             created = store.put_new(IDENTITY_NAME, first_identity(store, features).to_bytes())
         if not created and not exist_ok:
@@ -459,13 +461,6 @@ def _refuse_copy(store: Store, identity: Identity) -> None:
         raise StoreReadOnlyError(
             f"{store.url} is the copy {mark.location!r} of {table.root.url if table else 'another root'}; write there"
         )
-
-
-def check_may_begin(store: Store) -> None:
-    """Raise an error if a new root is a folder with other files, or the place of a lost root."""
-    if store.head(IDENTITY_NAME) is None and store.head(LOG.name(1)) is None:
-        check_root_is_not_lost(store)
-        check_vacant(store.url, "dataset")
 
 
 def _there_is(name: str, names: Mapping[str, str]) -> str:
