@@ -10,7 +10,7 @@ import pytest
 import shardkit
 from shardkit.errors import StoreError
 from shardkit.stores.store import Store, read_object
-from tests.command_line import call
+from tests.command_line import call, output_of
 
 
 def test_a_version_that_cannot_be_read_now_is_unchecked(
@@ -26,6 +26,5 @@ def test_a_version_that_cannot_be_read_now_is_unchecked(
 
     assert call("scrub", tmp_path / "data")[0] == 0
     monkeypatch.setattr("shardkit.reading.inventory.read_object", silent)
-    code, said = call("scrub", tmp_path / "data")
-    assert code == 3, said
+    said = output_of("scrub", tmp_path / "data", code=3)
     assert "the store does not answer" in said

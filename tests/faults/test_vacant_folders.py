@@ -10,7 +10,7 @@ import shardkit
 from shardkit.errors import UsageError
 from shardkit.reading.cache.block_cache import BlockCache
 from shardkit.stores.vacancy import Kind, check_vacant
-from tests.command_line import call
+from tests.command_line import call, output_of
 
 KINDS: tuple[Kind, ...] = ("dataset", "copy", "cache", "run")
 
@@ -50,8 +50,7 @@ def test_a_dataset_is_neither_a_cache_nor_a_run(root: Path, kind: Kind) -> None:
 def test_an_export_is_not_put_into_a_dataset(tmp_path: Path, root: Path) -> None:
     for kind in ("jsonl", "sha256sums"):
         for place in (root / "new", root / "objects" / "new"):
-            code, told = call("export", root, "--as", kind, "--out", place)
-            assert code == 2, told
+            told = output_of("export", root, "--as", kind, "--out", place, code=2)
             assert f"is inside the dataset {root}" in told
             assert not place.exists()
     assert call("export", root, "--as", "jsonl", "--out", tmp_path / "outside.jsonl")[0] == 0
@@ -87,8 +86,7 @@ def test_commands_refuse_somebody_elses_folder(tmp_path: Path, root: Path) -> No
     source = tmp_path / "source.jsonl"
     source.write_text('{"x": 1}\n')
     for words in (["build", source, theirs], ["place", root, "--location", f"m={theirs}", "--copies", 2]):
-        code, told = call(*words)
-        assert code == 2, told
+        told = output_of(*words, code=2)
         assert "thesis.tex" in told
     assert [path.name for path in theirs.iterdir()] == ["thesis.tex"]
 

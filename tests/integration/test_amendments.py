@@ -15,7 +15,7 @@ from shardkit.errors import IntegrityError, StateError
 from shardkit.ledger import Ledger
 from shardkit.ledger.amendments import active_amendments, read_events
 from shardkit.plan import Temperature
-from tests.command_line import call
+from tests.command_line import call, output_of
 from tests.numbered_rows import write_rows
 
 BATCH, LANES, ROWS = 16, 4, 400
@@ -48,8 +48,7 @@ def consume(
 
 
 def amend(run: Path, *arguments: object) -> dict[str, Any]:
-    code, told = call("amend", run, *arguments, "--json")
-    assert code == 0, told
+    told = output_of("amend", run, *arguments, "--json")
     document: dict[str, Any] = json.loads(told)
     return document
 
@@ -98,8 +97,7 @@ def test_listed_samples_and_weights(ds: shardkit.Dataset, tmp_path: Path) -> Non
     assert result.exit_code == 0, result.findings
     assert [one.severity for one in result.findings if one.kind == "amendment"] == ["explained"] * 2
     assert [one["change"].split()[0] for one in amend(run, "--list")["amendments"]] == ["exclude", "weight"]
-    code, told = call("audit", "trace", run, "--exclude", listed)
-    assert code == 5, told  # steps before used some
+    output_of("audit", "trace", run, "--exclude", listed, code=5)  # steps before used some
 
 
 def test_an_amendment_is_undone_before_a_start_has_applied_it(ds: shardkit.Dataset, tmp_path: Path) -> None:
@@ -117,8 +115,7 @@ def test_an_amendment_is_undone_before_a_start_has_applied_it(ds: shardkit.Datas
     result = audit_run(run)
     assert result.exit_code == 0, result.findings
     assert any(one.kind == "undo" and one.text.endswith(": a mistake") for one in result.findings)
-    code, told = call("amend", run, "--undo")
-    assert code == 1
+    told = output_of("amend", run, "--undo", code=1)
     assert "no amendment is in force" in told
 
 
@@ -170,8 +167,7 @@ def test_a_changed_amendment_is_a_violation(ds: shardkit.Dataset, tmp_path: Path
             "author": "eve", "message": "", "time": 0,
         })  # fmt: skip
         ledger.commit()
-    code, told = call("audit", run)
-    assert code == 4
+    told = output_of("audit", run, code=4)
     assert "amendment 1 (skip 8:20 from step 8) makes the plan" in told
     with pytest.raises(IntegrityError, match="it was changed"):
         consume(ds, run, 8, state=state)
@@ -218,8 +214,7 @@ def test_a_refused_exclusion_commits_no_version(tmp_path: Path, kind: dict[str, 
         next(iter(loader))
     listed.write_text("k001\n")
     before = ds.repository.log()
-    code, told = call("amend", run, "--exclude", listed)
-    assert code == 1
+    told = output_of("amend", run, "--exclude", listed, code=1)
     assert "plan: a plan with" in told
     assert shardkit.open(ds.repository.url).repository.log() == before
     assert active_amendments(read_events(run)) == []

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import shardkit
-from tests.command_line import call
+from tests.command_line import output_of
 
 ROWS: list[dict[str, Any]] = [
     {"id": number}
@@ -29,27 +29,21 @@ def test_versions_with_missing_values(tmp_path: Path, format: str) -> None:
     lines, root = tmp_path / "a.jsonl", str(tmp_path / "root")
     lines.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
 
-    def done(*arguments: object) -> str:
-        code, said = call(*arguments)
-        assert code == 0, said
-        return said
-
-    done("build", lines, root, "--format", format, "--lookup", "age")
-    assert "age" in done("show", root)
-    assert "int64?" in done("show", root)
+    output_of("build", lines, root, "--format", format, "--lookup", "age")
+    assert "age" in output_of("show", root)
+    assert "int64?" in output_of("show", root)
     assert table(root) == ROWS
-    done("verify", root)
+    output_of("verify", root)
     recipe = shardkit.open(root).manifest.build
     assert recipe["source"]["importer"] == "jsonl"
-    done("rebuild", root, "--ref", "other", "--format", "arrow" if format == "tar" else "tar")
-    done("verify", f"{root}@other")
+    output_of("rebuild", root, "--ref", "other", "--format", "arrow" if format == "tar" else "tar")
+    output_of("verify", f"{root}@other")
     assert table(f"{root}@other") == ROWS
-    done("build", lines, str(tmp_path / "two"), "--format", format)
-    done("merge", f"a={root}", f"b={tmp_path / 'two'}", str(tmp_path / "both"))
+    output_of("build", lines, str(tmp_path / "two"), "--format", format)
+    output_of("merge", f"a={root}", f"b={tmp_path / 'two'}", str(tmp_path / "both"))
     assert table(str(tmp_path / "both")) == sorted(ROWS * 2, key=lambda row: int(row["id"]))
-    done("select", root, "--where", "age > 3", "--ref", "old")
+    output_of("select", root, "--where", "age > 3", "--ref", "old")
     assert table(f"{root}@old") == [row for row in ROWS if row.get("age", 0) > 3]
-    assert done("find", root, "--field", "age=0").count("sample") >= 1
-    code, said = call("build", lines, str(tmp_path / "three"), "--schema", "age=int64")
-    assert code == 1
+    assert output_of("find", root, "--field", "age=0").count("sample") >= 1
+    said = output_of("build", lines, str(tmp_path / "three"), "--schema", "age=int64", code=1)
     assert "--schema age=int64?" in said

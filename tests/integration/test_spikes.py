@@ -19,7 +19,7 @@ from shardkit.audit import audit_run, find_plans, find_spikes, load_run, losses_
 from shardkit.errors import FormatError, NotFoundError, PlanError, UsageError
 from shardkit.ledger import ledger_head
 from shardkit.ledger.losses import HEADER, RECORD, Losses, LossWriter, read_losses
-from tests.command_line import call
+from tests.command_line import call, output_of
 from tests.numbered_rows import write_rows
 
 BATCH, LANES, ROWS = 16, 4, 400
@@ -166,8 +166,7 @@ def test_changed_files_are_named(ds: shardkit.Dataset, tmp_path: Path) -> None:
     steps.write_bytes(b"x" * 200)
     with pytest.raises(FormatError, match="no file of losses"):
         read_losses(tmp_path / "run")
-    code, told = call("audit", "spikes", tmp_path / "run")
-    assert code == 4
+    told = output_of("audit", "spikes", tmp_path / "run", code=4)
     assert "Traceback" not in told
 
 
@@ -211,8 +210,7 @@ def test_a_run_continues_without_the_steps_of_a_spike(ds: shardkit.Dataset, tmp_
             loader.note(batch, loss_of(batch.samples, batch.step))
         assert loader.handed_out == ROWS // BATCH - 2
     assert find_spikes(read_losses(run), threshold=50) == []
-    code, told = call("audit", run)
-    assert code == 0, told
+    output_of("audit", run)
     record = load_run(run)
     samples, _ = losses_of_step(record, find_plans(record), read_losses(run), 8)
     assert sorted(one.sample for one in samples) == sorted(plan.step(10).ravel().tolist())
@@ -228,8 +226,7 @@ def test_a_run_continues_without_the_samples_of_a_list(
     numbers = [n for n in range(ROWS) if ds.key(n) in bad]
     listed.write_text("".join(f"{n}\n" for n in numbers))
     root, ref = ds.repository.url, f"clean-{tmp_path.name[-1]}"
-    code, told = call("select", root, "--exclude", listed, "--ref", ref)
-    assert code == 0, told
+    output_of("select", root, "--exclude", listed, "--ref", ref)
     clean = shardkit.open(f"{root}@{ref}")
     plan = ds.plan(global_batch=BATCH, lanes=LANES, seed=2, weights=weights)
     amended = ds.amend(plan, to=clean, from_step=9)
@@ -249,8 +246,7 @@ def test_a_run_continues_without_the_samples_of_a_list(
         assert len(set(before + after)) == len(before + after)
         kept = ROWS - len(bad) - len(set(before) - set(bad))
         assert len(after) == kept - kept % BATCH
-    code, told = call("audit", run)
-    assert code == 0, told
+    output_of("audit", run)
     assert call("audit", "trace", run, "--exclude", listed)[0] == 5, "steps before used some"
 
 
@@ -299,8 +295,7 @@ def test_losses_as_a_table(ds: shardkit.Dataset, tmp_path: Path, by_cell: bool) 
     note(0, 12, 2, 0.0)
     note(6, 9, 1, 1.0)
     listed.write_text("".join(f"k{n:03d}\n" for n in range(0, ROWS, 5)))
-    code, told = call("amend", run, "--exclude", listed, "--from-step", 9)
-    assert code == 0, told
+    output_of("amend", run, "--exclude", listed, "--from-step", 9)
     note(9, 11, 2, 2.0)
     table = ds.losses(run)
     steps, samples, losses = (table[name].to_pylist() for name in ("step", "sample", "loss"))

@@ -26,7 +26,7 @@ from shardkit.telemetry.records import read_documents
 from shardkit.torch import checkpoint_names
 from shardkit_trainer import load_configuration
 from shardkit_trainer.training import Summary, train
-from tests.command_line import call
+from tests.command_line import call, output_of
 
 STEPS, BATCH = 12, 24
 FIELDS = ("from_step", "resume_from", "parent", "plan", "manifest", "skip", "weights", "excluded")
@@ -148,26 +148,22 @@ def test_a_poisoned_source_spikes_and_the_run_goes_back(tmp_path: Path) -> None:
     )
     more = {"run.steps": 26, "optimizer.lr": 0.02, "checkpoint.every": 4}
     command = ["train", path, *settings(run, str(root), **more)]
-    code, told = call(*command)
-    assert code == 0, told
+    told = output_of(*command)
     looked = json.loads(call("audit", "spikes", run, "--window", 10, "--json")[1])
     assert looked["step"] in range(20, 24)
     assert looked["strata"][0]["stratum"] == "crawl"
     assert {one["stratum"] for one in looked["samples"]} == {"crawl"}
     back = [*command, "--resume-from", "step-20", "--weights", "crawl=0", "--message", "noise"]
-    code, told = call(*back)
-    assert code == 0, told
+    told = output_of(*back)
     assert "amendment 0: weight crawl=0 from step 20" in told
     assert call(*back)[0] == 0
     assert starts(run) == [0, 20, 26]
     assert call("amend", run, "--list", "--json")[1].count("crawl") == 1
     assert not any("crawl" in keys for step, keys in keys_of(run, "kind").items() if step >= 20)
     assert json.loads(call("audit", "spikes", run, "--window", 10, "--json")[1])["found"] == 0
-    code, told = call("audit", run)
-    assert code == 0, told
+    told = output_of("audit", run)
     assert "noise" in told
-    code, told = call(*command, "--resume-from", "step-13", "--weights", "a=2")
-    assert code == 1
+    told = output_of(*command, "--resume-from", "step-13", "--weights", "a=2", code=1)
     assert "no checkpoint of step 13; there are those of steps: 4, 8, 12, 16, 20, 24, 26" in told
 
 
@@ -178,8 +174,7 @@ def test_a_checkpoint_after_the_one_that_is_gone_back_to_is_saved_again(tmp_path
     command = ["train", path, *settings(run, texts)]
     assert call(*command)[0] == 0
     before = keys_of(run)
-    code, told = call(*command, "--resume-from", "step-000000000002", "--skip", "5:8", "--nproc", 2)
-    assert code == 0, told
+    output_of(*command, "--resume-from", "step-000000000002", "--skip", "5:8", "--nproc", 2)
     assert starts(run) == [0, 2]
     after = keys_of(run)
     assert all(after[step] == before[step if step < 5 else step + 3] for step in range(STEPS - 3))
@@ -202,17 +197,14 @@ def test_a_run_goes_back_and_keeps_its_plan(tmp_path: Path, texts: str) -> None:
     assert call(*back)[0] == 2, "the setting is not allowed, so nothing is recorded"
     amend_run(run, ChangeRequest(resume_from=6))
     assert call("amend", run, "--undo")[0] == 0
-    code, told = call(*back, "--allow-changes", "optimizer.lr")
-    assert code == 0, told
+    told = output_of(*back, "--allow-changes", "optimizer.lr")
     assert "amendment 2: go back to step 4; continues from step 4" in told
     assert call(*back)[0] == 0
     assert starts(run) == [0, 8, 4, STEPS]
     assert keys_of(run) == before
-    code, told = call("audit", run)
-    assert code == 0, told
+    told = output_of("audit", run)
     assert "another learning rate" in told
-    code, told = call("amend", run, "--undo")
-    assert code == 1, told
+    told = output_of("amend", run, "--undo", code=1)
     assert "a start or the running job has applied amendment 2 (go back to step 4)" in told
     listed = json.loads(call("amend", run, "--list", "--json")[1])["amendments"]
     assert [one["change"] for one in listed] == ["skip 8:9 from step 8", "go back to step 4"]
@@ -247,8 +239,7 @@ def wait_for(job: subprocess.Popen[bytes], run: Path, step: int) -> None:
 
 
 def amended(run: Path, *options: object) -> dict[str, Any]:
-    code, told = call("amend", run, *options, "--json")
-    assert code == 0, told
+    told = output_of("amend", run, *options, "--json")
     return dict(json.loads(told))
 
 
@@ -319,8 +310,7 @@ def test_a_change_that_comes_too_late_is_undone(tmp_path: Path, texts: str) -> N
         assert job.wait(timeout=300) == 130
     undos = [event for event in read_events(run) if event["kind"] == "undo"]
     assert undos[-1]["message"] == "recorded after step 4 was read"
-    code, told = call("audit", run)
-    assert code == 0, told
+    output_of("audit", run)
 
 
 def test_of_two_changes_at_once_the_second_is_refused(

@@ -21,7 +21,7 @@ from shardkit.ledger.decisions import DecisionLines
 from shardkit.telemetry.records import read_documents
 from shardkit_trainer import load_configuration
 from shardkit_trainer.training import Summary, train
-from tests.command_line import call
+from tests.command_line import call, output_of
 
 STEPS = 40
 MIXED = """
@@ -73,18 +73,14 @@ def test_a_run_with_a_mixer_resumes_goes_back_and_is_audited(tmp_path: Path, tex
     decisions = DecisionLines(whole.events, whole.plans[0]["plan"], []).at(len(whole.branch))
     assert len(decisions) == 9
     assert len({one.weights for one in decisions}) > 2
-    code, told = call("audit", run, "--json")
-    assert code == 0, told
+    told = output_of("audit", run, "--json")
     assert "9 decisions, each computed again" in told
 
 
 def test_a_run_with_a_mixer_goes_back_to_a_checkpoint(tmp_path: Path, texts: str) -> None:
     assert start(tmp_path, texts).finished
     run = tmp_path / "run"
-    code, told = call(
-        "train", tmp_path / "run.toml", *_overrides(tmp_path, texts), "--resume-from", "step-20"
-    )
-    assert code == 0, told
+    output_of("train", tmp_path / "run.toml", *_overrides(tmp_path, texts), "--resume-from", "step-20")
     result = audit_run(run)
     assert result.exit_code == 0, result.findings
 

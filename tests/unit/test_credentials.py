@@ -26,7 +26,7 @@ from shardkit.repository.log import parse_dataset_url
 from shardkit.stores.local import open_store
 from shardkit.stores.remote.addresses import parse_address, split_url
 from shardkit_tools.main import COMMANDS
-from tests.command_line import call
+from tests.command_line import output_of
 from tests.drills import drill_count
 
 CANARY = "Zq7canary9Xw2LongEnough"
@@ -305,7 +305,6 @@ def test_long_texts_are_examined_in_one_pass(text: str) -> None:
 def test_no_command_takes_or_shows_a_credential(command: str) -> None:
     for text in REFUSED:
         for arguments in ((text,), ("data", text), ("--location", f"mirror={text}"), (f"--message={text}",)):
-            code, said = call(command, *arguments)
-            assert code == 2
+            said = output_of(command, *arguments, code=2)
             assert CANARY not in said
             assert "not printed here" in said

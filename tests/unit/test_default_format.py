@@ -12,7 +12,7 @@ import pytest
 import shardkit
 from shardkit_tools import build
 from shardkit_tools.importers import ImportOptions
-from tests.command_line import call
+from tests.command_line import output_of
 
 
 def _parquet(path: Path, size: int) -> Path:
@@ -56,11 +56,9 @@ def test_the_format_follows_the_rows(tmp_path: Path, source: str, stored: tuple[
 
 def test_what_is_given_decides_and_the_report_says_it(tmp_path: Path) -> None:
     source = _lines(tmp_path / "a.jsonl", 5_000)
-    code, said = call("build", source, tmp_path / "tar", "--format", "tar")
-    assert code == 0
+    said = output_of("build", source, tmp_path / "tar", "--format", "tar")
     assert "smaller for rows like these: --format arrow" in said
-    code, said = call("build", source, tmp_path / "arrow")
-    assert code == 0
+    said = output_of("build", source, tmp_path / "arrow")
     assert "arrow, zstd:3; for numbers, text and small values" in said
     assert build(source, tmp_path / "plain", format="arrow").compression == "none"
     assert build(source, tmp_path / "zstd", compression="zstd:9").format == "arrow"

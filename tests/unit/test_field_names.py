@@ -22,7 +22,7 @@ from shardkit.formats import Schema
 from shardkit.formats.tar_members import member_names
 from shardkit_tools import build
 from shardkit_tools.importers import SourceSample, open_source
-from tests.command_line import call
+from tests.command_line import call, output_of
 from tests.whole_shard import build_index, check_whole_shard
 
 HOSTILE = [
@@ -89,8 +89,7 @@ def test_names_that_would_harm_are_refused_wherever_they_come_from(tmp_path: Pat
     with pytest.raises(FormatError):
         Schema.from_json([[name, "str"]])
     (tmp_path / "rows.jsonl").write_text(json.dumps({name: 1}) + "\n")
-    code, said = call("build", tmp_path / "rows.jsonl", tmp_path / "root")
-    assert code == 1
+    said = output_of("build", tmp_path / "rows.jsonl", tmp_path / "root", code=1)
     assert "".join(said.split("\n")).isprintable()
     assert not (tmp_path / "root").exists()
 
@@ -174,8 +173,7 @@ def test_commands_take_the_names(tmp_path: Path, table: pa.Table) -> None:
         "First Name": "str", "größe": "str", "a,b": "str", "a=b": "str?", "a:b": "str", "age?": "int64"
     }  # fmt: skip
     for asked in ("a,b=a,b 5", "a:b=a:b 5"):
-        code, said = call("find", root, "--field", asked)
-        assert code == 0
+        said = output_of("find", root, "--field", asked)
         assert "5" in said
     assert call("find", root, "--field", "a=b=a=b 5", "--scan")[0] == 0
     code_of("select", root, "--where", "`größe` == 'größe 3'", "--ref", "one")
@@ -193,8 +191,9 @@ def test_commands_take_the_names(tmp_path: Path, table: pa.Table) -> None:
     )
     assert list(open_source(str(tmp_path / "tars")).schema) == ["a,b", "größe"]
     code_of("build", source, tmp_path / "long", "--columns", "q" * 150 + "1")
-    code, said = call("export", tmp_path / "long", "--as", "webdataset", "--out", tmp_path / "long.tars")
-    assert code == 1
+    said = output_of(
+        "export", tmp_path / "long", "--as", "webdataset", "--out", tmp_path / "long.tars", code=1
+    )
     assert "too long for names of members" in said
     (path,) = (tmp_path / "parquet").glob("*.parquet")
     assert duckdb.execute(f"""select "a,b" from '{path}'""").fetchall() == [("a,b 3",)]

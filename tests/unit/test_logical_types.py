@@ -20,7 +20,7 @@ import shardkit
 from shardkit.errors import SampleError, SchemaError, UsageError
 from shardkit.formats import FieldType
 from shardkit.formats.values import Logical, logical_text
-from tests.command_line import call
+from tests.command_line import output_of
 
 NO_TYPES = ["date[us]", "timestamp", "duration[us, UTC]", "decimal[19,2]", "decimal[2,3]", "time[m]"]
 FORMATS = [("tar", "none"), ("arrow", "none"), ("arrow", "zstd")]
@@ -35,12 +35,6 @@ SCHEMA = {
     "price": "decimal[9,2]",
     "due": "date?",
 }
-
-
-def run(*arguments: object) -> str:
-    code, said = call(*arguments)
-    assert code == 0, said
-    return said
 
 
 def sample(number: int) -> dict[str, Any]:
@@ -226,7 +220,7 @@ def test_tables_keep_their_types_on_the_way_in_and_out(tmp_path: Path) -> None:
     })  # fmt: skip
     pq.write_table(table, tmp_path / "rows.parquet")
     root, out = tmp_path / "root", tmp_path / "out.parquet"
-    run("build", str(tmp_path / "rows.parquet"), str(root), "--no-shuffle")
+    output_of("build", str(tmp_path / "rows.parquet"), str(root), "--no-shuffle")
     fields = {name: str(kind) for name, kind in shardkit.open(root).schema.items()}
     assert fields == {
         "day": "date?",
@@ -236,7 +230,7 @@ def test_tables_keep_their_types_on_the_way_in_and_out(tmp_path: Path) -> None:
         "price": "decimal[18,2]",
         "big": "str",
     }
-    run("export", str(root), "--as", "parquet", "--out", str(out))
+    output_of("export", str(root), "--as", "parquet", "--out", str(out))
     back = pq.read_table(out)
     for name in ("day", "at", "price"):
         assert (
@@ -245,11 +239,11 @@ def test_tables_keep_their_types_on_the_way_in_and_out(tmp_path: Path) -> None:
     assert back.column("seen").cast(pa.int64()).to_pylist() == [0, 1]
     assert back.column("took").cast(pa.int64()).to_pylist() == [1, None]
     lines = tmp_path / "out.jsonl"
-    run("export", str(root), "--as", "jsonl", "--out", str(lines))
+    output_of("export", str(root), "--as", "jsonl", "--out", str(lines))
     first = json.loads(lines.read_text().splitlines()[0])
     assert first["day"] == "2026-11-20"
     assert first["took"] == "PT0.000000001S"
-    shown = run("cat", str(root), "0")
+    shown = output_of("cat", str(root), "0")
     assert "1.20" in shown
 
 
@@ -264,7 +258,7 @@ def test_texts_of_a_csv_become_dates_where_asked(tmp_path: Path) -> None:
         "--schema",
         "seen=timestamp[s, UTC]",
     ]
-    run("build", str(source), str(tmp_path / "root"), "--no-shuffle", *options)
+    output_of("build", str(source), str(tmp_path / "root"), "--no-shuffle", *options)
     assert shardkit.open(tmp_path / "root")[:] == [
         {
             "day": dt.date(2026, 11, 20),
